@@ -1,0 +1,1 @@
+"""Pure decisions: values in, values out. No asyncio, clock, randomness, sockets or logging in here (a test says so)."""
