@@ -1,0 +1,210 @@
+"""Every option of Penstock once: its type, default and one line of help, as frozen structs and as the table made from them. Nothing is read here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from penstock import units
+
+PREFIX = "PENSTOCK_"
+
+
+class Opt(msgspec.Struct, frozen=True):
+    """What the table below says about one option, beside its type and default."""
+
+    kind: units.Kind
+    help: str
+    example: str = ""  # where the default is no good one
+    derived: str = ""  # how the default is found, where it depends on another option
+    alias: str = ""  # a shorter variable
+    secret: bool = False  # masked wherever it is shown; may be given as a file
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+def _store(what: str, derived: str) -> Opt:
+    return Opt(units.DSN, what, example=derived.replace("<state.dir>", "./.penstock"), derived=derived, secret=True)
+
+
+_DB = "sqlite:<state.dir>/penstock.db"
+_PATH = units.texts(r"[^\x00]+", 'a path such as "./data"')
+_NAME = units.texts(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "a name of letters, digits, . _ -")
+_LINE = units.texts(r"[\x20-\x7e]+", "printable ASCII")
+
+# -- the table: every option once, with its type, default and one line of help ------------------------------------------
+
+
+class StateConfig(_Section, frozen=True, kw_only=True):
+    dir: Annotated[Path, Opt(_PATH, "directory of the embedded stores", derived="./.penstock", alias="PENSTOCK_STATE")]
+
+
+class BrokerConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[str, _store("broker that carries the topics", _DB)]
+
+
+class LedgerConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[str, _store("store of the ledger: events, dead letters, outbox", _DB)]
+
+
+class ClaimsConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[str, _store("store of claims, slots and robots.txt, shared by the fleet", _DB)]
+
+
+class PagesConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[str, _store("store of raw pages", "file:<state.dir>/pages")]
+    keep: Annotated[float | None, Opt(units.KEEP, "how long pages are kept")] = 30 * 86400.0
+    max_bytes: Annotated[int, Opt(units.sizes(2**20), "size beyond which the oldest pages are removed")] = 10 * 2**30
+
+
+class RetryConfig(_Section, frozen=True, kw_only=True):
+    base: Annotated[float, Opt(units.durations(0.001, 86400), "first back-off; then exponential, with jitter")] = 10.0
+    max: Annotated[float, Opt(units.durations(0.001, 7 * 86400), "longest back-off")] = 900.0
+    budget: Annotated[int, Opt(units.counts(0, 1000), "retries after the first attempt")] = 3
+
+
+class TimeoutConfig(_Section, frozen=True, kw_only=True):
+    connect: Annotated[float, Opt(units.durations(0.001, 3600), "time to connect, TLS included")] = 10.0
+    first_byte: Annotated[float, Opt(units.durations(0.001, 3600), "time to the first byte of an answer")] = 30.0
+    total: Annotated[float, Opt(units.durations(0.001, 86400), "time of a whole exchange")] = 60.0
+
+
+class NetConfig(_Section, frozen=True, kw_only=True):
+    allow: Annotated[tuple[str, ...], Opt(units.TARGETS, "private targets that may be asked all the same", example="127.0.0.1:8000")] = ()
+    ports: Annotated[tuple[int, ...], Opt(units.PORTS, "ports of public targets that may be asked")] = (80, 443, 8080, 8443)
+    user_agent: Annotated[str, Opt(_LINE, "who we are: put in a URL where the owner of a site finds you")] = "penstock/0.1 (+https://penstock.example/bot)"
+    max_body: Annotated[int, Opt(units.sizes(1024), "largest decoded body")] = 16 * 2**20
+    timeout: TimeoutConfig = TimeoutConfig()
+
+
+class PaceConfig(_Section, frozen=True, kw_only=True):
+    rate: Annotated[float, Opt(units.RATE, "requests a second for each host, jittered")] = 1.0
+    burst: Annotated[int, Opt(units.counts(1, 10_000), "requests a host may get at once after a rest")] = 1
+
+
+class DedupConfig(_Section, frozen=True, kw_only=True):
+    window: Annotated[float, Opt(units.durations(), "a URL is fetched at most once in this time")] = 60.0
+    settle: Annotated[float, Opt(units.durations(0, 3600), "an event this soon after the request began is a duplicate")] = 2.0
+    mode: Annotated[Literal["delay", "drop"], Opt(units.choices("delay", "drop"), "what becomes of a later event inside the window")] = "delay"
+
+
+class FollowConfig(_Section, frozen=True, kw_only=True):
+    window: Annotated[float, Opt(units.durations(), "window of followed links")] = 86400.0
+    depth: Annotated[int, Opt(units.counts(0, 10_000), "links followed away from the first page")] = 10
+    same_domain: Annotated[bool, Opt(units.FLAG, "follow only inside the registrable domain")] = True
+
+
+class FetchConfig(_Section, frozen=True, kw_only=True):
+    concurrency: Annotated[int, Opt(units.counts(1, 10_000), "requests in flight in one worker")] = 64
+    prefetch: Annotated[int, Opt(units.counts(1, 100_000), "events one worker holds", example="256", derived="4 x fetch.concurrency")]
+    bytes: Annotated[int, Opt(units.sizes(2**20), "bodies one worker holds in memory")] = 64 * 2**20
+
+
+class ExtractConfig(_Section, frozen=True, kw_only=True):
+    isolation: Annotated[Literal["process", "none"], Opt(units.choices("process", "none"), "where the pipeline's code runs")] = "process"
+    processes: Annotated[int, Opt(units.counts(1, 1024), "child processes of one worker")] = 1
+    seconds: Annotated[float, Opt(units.durations(0.01, 86400), "time for one page")] = 30.0
+    memory: Annotated[int, Opt(units.sizes(64 * 2**20), "memory of a child process")] = 512 * 2**20
+    output: Annotated[int, Opt(units.sizes(1024), "records and links of one page, encoded")] = 16 * 2**20
+    group: Annotated[int, Opt(units.counts(1, 10_000), "pages handed over at once")] = 32
+
+
+class SinkConfig(_Section, frozen=True, kw_only=True):
+    max_backlog: Annotated[int, Opt(units.counts(1), "rows waiting for a sink beyond which fetching pauses")] = 100_000
+
+
+class IntakeConfig(_Section, frozen=True, kw_only=True):
+    max_pending: Annotated[int, Opt(units.counts(1), "open events beyond which new ones are refused")] = 10_000_000
+
+
+class BreakerConfig(_Section, frozen=True, kw_only=True):
+    dead_share: Annotated[float, Opt(units.SHARE, "share of dead ends that pauses a topic")] = 0.2
+    min: Annotated[int, Opt(units.counts(1), "dead ends needed for it")] = 50
+    window: Annotated[float, Opt(units.durations(1, 86400), "time over which they are counted")] = 60.0
+    alert: Annotated[float, Opt(units.SHARE, "share of dead ends that is worth a warning")] = 0.02
+
+
+class HistoryConfig(_Section, frozen=True, kw_only=True):
+    keep: Annotated[float | None, Opt(units.KEEP, "how long ended events and their transitions are kept")] = 30 * 86400.0
+
+
+class OutputConfig(_Section, frozen=True, kw_only=True):
+    unchanged: Annotated[Literal["skip", "emit"], Opt(units.choices("skip", "emit"), "what an unchanged page writes")] = "skip"
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    """Everything that can be set, checked. `pipeline` and `namespace` are empty where they are not set."""
+
+    pipeline: Annotated[str, Opt(_PATH, "pipeline that `penstock run` takes without an argument", example="shop.py")] = ""
+    namespace: Annotated[str, Opt(_NAME, "prefix of names on servers (else the pipeline's name)", example="shop")] = ""
+    durability: Annotated[
+        Literal["full", "process"], Opt(units.choices("full", "process"), "full: survives a power cut; process: survives a killed process")
+    ] = "full"  # fmt: skip
+    lease: Annotated[float, Opt(units.durations(1, 12 * 3600), "how long a worker may be silent before its work is given to another")] = 30.0
+    grace: Annotated[float, Opt(units.durations(0, 3600), "time to finish work in flight after SIGTERM")] = 25.0
+    robots: Annotated[Literal["obey", "ignore"], Opt(units.choices("obey", "ignore"), "whether robots.txt is obeyed")] = "obey"
+    state: StateConfig
+    broker: BrokerConfig
+    ledger: LedgerConfig
+    claims: ClaimsConfig
+    pages: PagesConfig
+    retry: RetryConfig = RetryConfig()
+    net: NetConfig = NetConfig()
+    pace: PaceConfig = PaceConfig()
+    dedup: DedupConfig = DedupConfig()
+    follow: FollowConfig = FollowConfig()
+    fetch: FetchConfig
+    extract: ExtractConfig = ExtractConfig()
+    sink: SinkConfig = SinkConfig()
+    intake: IntakeConfig = IntakeConfig()
+    breaker: BreakerConfig = BreakerConfig()
+    history: HistoryConfig = HistoryConfig()
+    output: OutputConfig = OutputConfig()
+
+
+# -- the table, as data ------------------------------------------------------------------------------------------------
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the reference."""
+
+    path: str
+    env: str
+    alias: str
+    kind: units.Kind
+    default: Any  # msgspec.NODEFAULT where it is derived
+    default_text: str
+    help: str
+    example: str
+    secret: bool
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return (self.env, self.alias) if self.alias else (self.env,)
+
+
+def _options(section: type[_Section], prefix: str = "") -> Iterator[Option]:
+    hints = get_type_hints(section, include_extras=True)
+    for field in msgspec.structs.fields(section):
+        hint, path = hints[field.name], prefix + field.name
+        if get_origin(hint) is not Annotated:
+            yield from _options(hint, path + ".")
+            continue
+        opt: Opt = next(extra for extra in get_args(hint) if isinstance(extra, Opt))
+        text = opt.derived or ("" if field.default in ("", ()) else opt.kind.write(field.default))
+        yield Option(
+            path=path, env=PREFIX + path.upper().replace(".", "_"), alias=opt.alias, kind=opt.kind, default=field.default, default_text=text,
+            help=opt.help, example=opt.example or text, secret=opt.secret,
+        )  # fmt: skip
+
+
+OPTIONS: tuple[Option, ...] = tuple(_options(Config))
+BY_PATH = {option.path: option for option in OPTIONS}
+BY_VARIABLE = {variable: option for option in OPTIONS for variable in option.variables}
+SECTIONS = {path[: match.start()] for path in BY_PATH for match in re.finditer(r"\.", path)}

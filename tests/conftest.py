@@ -1,0 +1,37 @@
+"""What every test gets: an environment without PENSTOCK_ variables, and `async def` tests that run in a fresh event loop.
+
+No asyncio plugin: the hook below is all we need of one. Each test has its own loop (closed at its end, so a task left behind
+is an error of that test) and a time limit, so a hang is a failure and not a stuck run. There are no async fixtures: a test
+that needs one opens it with `async with`. A hypothesis test calls `asyncio.run` itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+
+import pytest
+
+LIMIT, SLOW_LIMIT = 60.0, 900.0  # seconds; the second for tests marked slow
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    limit = SLOW_LIMIT if pyfuncitem.get_closest_marker("slow") else LIMIT
+
+    async def limited() -> None:
+        async with asyncio.timeout(limit):
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(limited())
+    return True
