@@ -1,0 +1,30 @@
+"""The demo's pipeline, written as a user would: what to read from a product page, where it goes, what to do when a price moves."""
+
+from collections.abc import Iterator
+
+from penstock import Change, Page, Pipeline
+
+shop = Pipeline("shop")
+
+
+@shop.extract(match="*/product/*", version=1, key="sku")
+def product(page: Page) -> Iterator[object]:
+    # No price, no row: a redesigned page then counts as `empty`, which the display, `status` and the metrics show, and the last good row stays.
+    if price := page.css(".price::text").get():
+        yield {
+            "sku": page.css("[data-sku]::attr(data-sku)").get(),
+            "title": page.css("h1::text").get(),
+            "price": price.removeprefix("€"),
+        }
+    yield from page.follow("a.related")
+
+
+@shop.on_change(fields=["price"])
+def price_moved(change: Change) -> None:
+    if change.old:  # the first sight of a product is no change
+        with open("changes.txt", "a", encoding="utf-8") as f:
+            f.write(f"{change.new['title']}: €{change.old['price']} → €{change.new['price']}\n")
+
+
+shop.sink("jsonl:records.jsonl")  # every record, as it came
+shop.sink("sqlite:products.db")  # one row a product, the newest

@@ -1,0 +1,215 @@
+"""The shop we scrape: its goods, its moving prices and what it answers. How its pages look is in storefront.py; no sockets until `serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+from penstock.demo import storefront
+from penstock.demo.goods import BROKEN, CATEGORIES, CURRENCY, LIMITED, PRODUCTS, Product
+from penstock.testing.web import HTML, TEXT, XML, Reply, Request, Web, json_reply, reply, tagged
+
+KEEP_CHANGES = 10_000
+PAGE_OF_CHANGES = 500
+_LIST_PRICES = {p.slug: p.price for p in PRODUCTS}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One line of the change list. Ids only grow; a reader remembers the last it has seen."""
+
+    id: int
+    at: float
+    product: Product
+    old: Decimal
+    new: Decimal
+
+
+class Shop:
+    """Prices follow from the seed and the clock alone: who asks, when and how often makes no difference.
+
+    `base` and `limited` are the addresses it is reached at; `serve` fills them in.
+    """
+
+    def __init__(
+        self, *, seed: int = 7, clock: Callable[[], float] = time.time, every: tuple[float, float] = (1.0, 3.0), retry_after: float = 3.0, refusals: int = 1
+    ) -> None:
+        self._clock, self._every = clock, every
+        self._random = random.Random(seed)
+        self._next_move = clock() + self._random.uniform(*every)
+        self._opened = clock()
+        self._movable = [p.slug for p in PRODUCTS if p.slug != BROKEN]
+        self._goods = {p.slug: p for p in PRODUCTS}
+        self._moved = dict.fromkeys(self._goods, self._opened)
+        self._changes: deque[Change] = deque(maxlen=KEEP_CHANGES)
+        self._last_id = 0
+        self._retry_after, self._refusals, self._open_again = retry_after, refusals, 0.0
+        self._redesigned: frozenset[str] = frozenset()
+        self.base = self.limited = ""
+
+    # -- what happens by itself
+
+    def advance(self) -> None:
+        """Let the prices move up to now. Every answer does this first."""
+        now = self._clock()
+        while self._next_move <= now:
+            self._move(self._next_move)
+            self._next_move += self._random.uniform(*self._every)
+
+    def _move(self, at: float) -> None:
+        product = self._goods[self._random.choice(self._movable)]
+        new = self._priced(product)
+        self._last_id += 1
+        self._changes.append(Change(self._last_id, at, product, product.price, new))
+        self._goods[product.slug] = replace(product, price=new)
+        self._moved[product.slug] = at
+
+    def _priced(self, product: Product) -> Decimal:
+        """A few per cent up or down, pulled back towards the list price, ending as shops' prices do; never the same as before."""
+        listed = _LIST_PRICES[product.slug]
+        pull = float(listed - product.price) / float(listed)
+        cents = round(float(product.price) * (1 + self._random.uniform(-0.12, 0.12) + pull / 3) * 100)
+        new = Decimal(cents - cents % 10 + 9) / 100 if cents < 2000 else Decimal(cents - cents % 50 + 49) / 100
+        return new if new != product.price else new + Decimal("0.50")
+
+    def redesign(self, slugs: Iterable[str] | None = None) -> None:
+        """New markup for these products, or for the whole shop: `.price` matches nothing from now on. Nothing announces it, as in life."""
+        self._redesigned |= frozenset(self._goods if slugs is None else slugs)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        self.advance()
+        return tuple(self._goods.values())
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        self.advance()
+        return tuple(self._changes)
+
+    # -- what it answers
+
+    def seeds(self) -> list[str]:
+        """Two products of every category, the broken and the limited one; the rest is found by following `a.related`."""
+        first = [p.slug for category in CATEGORIES for p in [p for p in PRODUCTS if p.category == category and p.slug != BROKEN][:2]]
+        return [*(self.url(slug) for slug in (*first, BROKEN)), f"{self.limited}/product/{LIMITED.slug}"]
+
+    def url(self, slug: str) -> str:
+        return f"{self.base}/product/{slug}"
+
+    def answer(self, request: Request) -> Reply:
+        """Everything but the limited edition."""
+        if request.method not in ("GET", "HEAD"):
+            return reply("GET or HEAD\n", TEXT, 405, allow="GET, HEAD")
+        self.advance()
+        answer = self._answer(request)
+        return tagged(request, answer) if answer.status == 200 else answer
+
+    def _answer(self, request: Request) -> Reply:
+        match request.path.strip("/").split("/"):
+            case [""]:
+                return reply(storefront.front(self.products, self.limited), HTML)
+            case ["product", slug] if slug in self._goods:
+                return reply(self._page(self._goods[slug]), HTML)
+            case ["category", slug] if any(storefront.slug(c) == slug for c in CATEGORIES):
+                name = next(c for c in CATEGORIES if storefront.slug(c) == slug)
+                return reply(storefront.category(name, [p for p in self.products if p.category == name]), HTML)
+            case ["seeds.txt"]:
+                return reply("".join(url + "\n" for url in self.seeds()), TEXT)
+            case ["changes.json"]:
+                return self._change_list(request)
+            case ["feed.xml"]:
+                return reply(storefront.feed(self.base, [(c.id, c.at, c.product, c.old, c.new) for c in list(self._changes)[-40:][::-1]]), XML)
+            case ["sitemap.xml"]:
+                return reply(storefront.sitemap([(self.url(slug), at) for slug, at in self._moved.items()]), XML)
+            case ["robots.txt"]:
+                return reply(f"User-agent: *\nAllow: /\n\nSitemap: {self.base}/sitemap.xml\n", TEXT)
+            case _:
+                return reply(storefront.missing(), HTML, 404)
+
+    def _page(self, product: Product) -> str:
+        related = [self._goods[slug] for slug in _related(product.slug)]
+        return storefront.product(product, related, broken=product.slug == BROKEN, redesigned=product.slug in self._redesigned)
+
+    def _change_list(self, request: Request) -> Reply:
+        after = request.params.get("after", "0")
+        if not (after.isascii() and after.isdigit() and len(after) < 16):
+            return json_reply({"error": "after must be the id of a change"}, 400)
+        later = [c for c in self._changes if c.id > int(after)][:PAGE_OF_CHANGES]
+        lines = [
+            {"id": c.id, "at": storefront.iso(c.at), "sku": c.product.sku, "url": self.url(c.product.slug), "field": "price",
+             "old": str(c.old), "new": str(c.new), "currency": CURRENCY}
+            for c in later
+        ]  # fmt: skip
+        return json_reply({"changes": lines, "last": later[-1].id if later else int(after)})
+
+    def answer_limited(self, request: Request) -> Reply:
+        """The limited edition, on a port of its own: turns visitors away at first, and whoever comes back too early once more."""
+        if request.method not in ("GET", "HEAD"):
+            return reply("GET or HEAD\n", TEXT, 405, allow="GET, HEAD")
+        if request.path == "/robots.txt":
+            return reply("User-agent: *\nAllow: /\n", TEXT)
+        if request.path != f"/product/{LIMITED.slug}":
+            return reply(storefront.missing(), HTML, 404)
+        now = self._clock()
+        if now < self._open_again or self._refusals > 0:
+            if now >= self._open_again:
+                self._refusals -= 1
+                self._open_again = now + self._retry_after
+            wait = max(1, math.ceil(self._open_again - now))
+            return reply(storefront.busy(wait), HTML, 429, retry_after=str(wait))
+        return tagged(request, reply(storefront.product(LIMITED, [], redesigned=LIMITED.slug in self._redesigned), HTML))
+
+
+def _related(slug: str) -> list[str]:
+    """The next two of its category and the next of the catalogue: from the seeds, a few steps reach everything."""
+    slugs = [p.slug for p in PRODUCTS]
+    here = slugs.index(slug)
+    siblings = [p.slug for p in PRODUCTS if p.category == PRODUCTS[here].category]
+    mine = siblings.index(slug)
+    wanted = [siblings[(mine + 1) % len(siblings)], siblings[(mine + 2) % len(siblings)], slugs[(here + 7) % len(slugs)]]
+    return list(dict.fromkeys(s for s in wanted if s not in (slug, BROKEN)))
+
+
+@contextlib.asynccontextmanager
+async def serve(shop: Shop, *, port: int = 0, limited_port: int = 0, log: str | os.PathLike[str] | None = None) -> AsyncIterator[Web]:
+    """The shop on two ports of loopback; its addresses are in `shop.base` and `shop.limited`."""
+    async with Web(shop.answer, port=port, log=log) as web:
+        shop.base = web.url("")
+        shop.limited = web.url("", port=await web.listen(port=limited_port, handler=shop.answer_limited))
+        yield web
+
+
+async def _main(options: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    shop = Shop(seed=options.seed)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGUSR1, shop.redesign)
+    async with serve(shop, port=options.port, limited_port=options.limited_port, log=options.log):
+        print(json.dumps({"url": shop.base, "limited": shop.limited, "pid": os.getpid()}), flush=True)
+        await stop.wait()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m penstock.demo.shop", description="The demo's shop, to look at or to scrape. SIGUSR1 redesigns it.")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one; the addresses are printed as one JSON line")
+    parser.add_argument("--limited-port", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--log", help="append one JSON line per request to this file")
+    asyncio.run(_main(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    main()
