@@ -196,24 +196,22 @@ def _items(value: object) -> list[object]:
 
 
 def _target(value: object) -> str:
-    """ADDRESS, NETWORK/BITS or NAME, with an optional :PORT; IPv6 with a port in brackets."""
-    text = value.strip() if isinstance(value, str) else ""
-    match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
-    host, port = ((match[1] or match[2]), match[3]) if match else (text, None)
-    if port is not None and not 1 <= int(port) <= 65535:
+    """ADDRESS:PORT, NETWORK/BITS:PORT, [IPV6]:PORT or NAME:PORT; * is any port. The guard makes its rules of these texts."""
+    match = re.fullmatch(r"(?:\[([^\]%]+)\]|([^:\[\]]+)):([0-9]{1,5}|\*)", value.strip()) if isinstance(value, str) else None
+    if not match or (match[3] != "*" and not 1 <= int(match[3]) <= 65535):
         raise ValueError(value)
     try:
-        ipaddress.ip_network(host, strict=True)
+        ipaddress.IPv6Network(match[1]) if match[1] else ipaddress.IPv4Network(match[2])
     except ValueError:
         # A last label that is a number makes it another spelling of an address, which must not pass for a name.
-        if not _NAME.fullmatch(host) or re.fullmatch(r"[0-9]+|0x[0-9a-f]*", host.rstrip(".").rpartition(".")[2], re.I):
+        if match[1] or not _NAME.fullmatch(match[2]) or re.fullmatch(r"[0-9]+|0x[0-9a-f]*", match[2].rstrip(".").rpartition(".")[2], re.I):
             raise ValueError(value) from None
-    return text
+    return match[0]
 
 
 TARGETS = Kind(
     name="list of targets",
-    expected='addresses with their ports, separated by commas ("127.0.0.1:8000,[::1]:8000,10.1.0.0/16")',
+    expected='addresses with their ports, separated by commas ("127.0.0.1:8000,[::1]:8000,10.1.0.0/16:443,shop.test:*")',
     read=lambda value: tuple(_target(item) for item in _items(value)),
     write=",".join,
 )

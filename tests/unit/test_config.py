@@ -306,13 +306,32 @@ def test_what_is_no_rate_is_refused(text: object) -> None:
         units.rate(text)
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:8000", "127.0.0.1", "[::1]:8000", "::1", "10.0.0.0/8", "10.0.0.0/8:80", "shop.internal:80", "localhost:8000"])
-def test_a_private_target_is_an_address_a_network_or_a_name(text: str) -> None:
+@pytest.mark.parametrize("text", ["127.0.0.1:8000", "127.0.0.1:*", "[::1]:8000", "[fd00::/8]:80", "10.0.0.0/8:80", "shop.internal:80", "localhost:8000"])
+def test_a_private_target_is_an_address_a_network_or_a_name_with_its_port(text: str) -> None:
     assert units.TARGETS.read(text) == (text,)
     assert units.TARGETS.read([text]) == (text,)
 
 
-@pytest.mark.parametrize("text", ["127.1:80", "0x7f.1", "127.0.0.1:0", "127.0.0.1:70000", "10.0.0.1/8", "http://a", "a b", "::1:x", "*", "2130706433", 5, [5]])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "127.1:80",
+        "0x7f.1:80",
+        "127.0.0.1",
+        "::1",
+        "::1:80",
+        "[::1%lo]:80",
+        "[shop]:80",
+        "127.0.0.1:0",
+        "127.0.0.1:70000",
+        "10.0.0.1/8:80",
+        "http://a:80",
+        "a b:80",
+        "*:80",
+        5,
+        [5],
+    ],
+)
 def test_a_target_in_a_doubtful_spelling_is_refused(text: object) -> None:
     with pytest.raises(ValueError):
         units.TARGETS.read(text)
