@@ -9,13 +9,14 @@ shop = Pipeline("shop")
 
 @shop.extract(match="*/product/*", version=1, key="sku")
 def product(page: Page) -> Iterator[object]:
-    # No price, no row: a redesigned page then counts as `empty`, which the display, `status` and the metrics show, and the last good row stays.
-    if price := page.css(".price::text").get():
-        yield {
-            "sku": page.css("[data-sku]::attr(data-sku)").get(),
-            "title": page.css("h1::text").get(),
-            "price": price.removeprefix("€"),
-        }
+    price = page.css(".price::text").get()
+    if not price:
+        return  # a redesigned page: it counts as `empty`, which the display and `status` show, and the last good row stays
+    yield {
+        "sku": page.css("[data-sku]::attr(data-sku)").get(),
+        "title": page.css("h1::text").get(),
+        "price": price.removeprefix("€"),
+    }
     yield from page.follow("a.related")
 
 

@@ -1,0 +1,294 @@
+"""The demo on a terminal: one snapshot in, one picture (or one line of text) out. It reads nothing and remembers nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from urllib.parse import urlsplit
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+# -- what there is to show -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """As `status` gives them: they add up to what was accepted."""
+
+    pending: int = 0
+    in_flight: int = 0
+    delayed: int = 0
+    success: int = 0
+    duplicate: int = 0
+    dead: int = 0
+
+    @property
+    def accepted(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    name: str
+    events: int
+    age: float | None  # seconds since its last event; None: none yet
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    name: str
+    rate: float  # requests a second, lately
+    limit: float | None  # None: unlimited
+    blocked: float = 0.0  # seconds it asked us to stay away, still
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    url: str
+    reason: str
+    left: float  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A change of one field of one record."""
+
+    id: str  # tells one from the next; the event's id will do
+    what: str
+    field: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Buried:
+    url: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything the display knows. Lists are newest first and may be longer than what is shown."""
+
+    elapsed: float
+    total: float | None = None  # seconds it will run; None: until stopped
+    title: str = "penstock demo"
+    address: str = ""  # where the shop can be looked at
+    counts: Counts = Counts()
+    sources: tuple[Source, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    records: int = 0
+    changes: int = 0
+    unchanged: int = 0
+    unmatched: int = 0
+    empty: int = 0
+    moved: tuple[Moved, ...] = ()
+    dead: tuple[Buried, ...] = ()
+    breaker: str = ""  # why it is open; "" is closed
+    notice: str = ""  # what the demo just did (`--break`)
+    p50: float | None = None  # seconds from event to row
+    p95: float | None = None
+
+
+_STATES = (
+    ("success", "success", "green"),
+    ("in_flight", "in flight", "cyan"),
+    ("pending", "pending", "blue"),
+    ("delayed", "delayed", "yellow"),
+    ("duplicate", "duplicate", "magenta"),
+    ("dead", "dead", "red"),
+)
+_LINE = "━"
+_SOFT = "dim"  # not bright black: some themes paint that like the background
+
+
+# -- words and numbers -----------------------------------------------------------------------------------------------------
+
+
+def _clean(text: str) -> str:
+    """What was scraped may hold anything: nothing of it may move the cursor."""
+    return "".join(c if c.isprintable() else "·" for c in text)
+
+
+def _path(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return _clean(url)
+    return _clean(parts.path + ("?" + parts.query if parts.query else "")) if parts.netloc and parts.path not in ("", "/") else _clean(url)
+
+
+def _span(seconds: float) -> str:
+    if seconds < 0.9995:
+        return f"{max(seconds, 0) * 1000:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 99.5 else f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
+
+
+def _ago(age: float | None) -> str:
+    return "waiting" if age is None else "just now" if age < 1 else f"{_span(float(int(age)))} ago"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+# -- the picture -----------------------------------------------------------------------------------------------------------
+
+
+def render(snapshot: Snapshot, width: int) -> RenderableType:
+    """For rich.live.Live. The height depends on the width and on how many sources and hosts there are, not on what happens, so nothing jumps."""
+    s, inner = snapshot, max(width, 42) - 2
+    wide = inner >= 74
+    lines: list[Text] = [_header(s, inner), Text(), *_beside(s, inner, wide), Text(), *_events(s, inner, wide), Text()]
+    lines += [_outputs(s, inner), *_fill(_changes(s, inner, 3), 3), Text()]
+    lines += [_heading("delayed", f"{s.counts.delayed}   ") + _heading("dead", f"{s.counts.dead}"), *_fill(_set_aside(s, inner, 4), 4), _remark(s, inner)]
+    picture = Text("\n").join(lines)
+    picture.no_wrap, picture.overflow = True, "ellipsis"
+    return Padding(picture, (0, 1))
+
+
+def _fill(lines: Iterable[Text], count: int) -> list[Text]:
+    lines = list(lines)
+    return lines + [Text()] * (count - len(lines))
+
+
+def _heading(name: str, aside: str) -> Text:
+    return Text.assemble((name, "bold"), ("  " + aside, _SOFT))
+
+
+def _line(width: int, left: Text, right: Text | None = None) -> Text:
+    """Exactly `width` cells: `left` shortened where it must be, `right` at the edge."""
+    if right is None or not right.cell_len:
+        left.truncate(width, overflow="ellipsis", pad=True)
+        return left
+    left.truncate(width - right.cell_len - 1, overflow="ellipsis", pad=True)
+    return left + Text(" ") + right
+
+
+def _row(width: int, mark: Text, what: str, why: Text, *, style: str = "") -> Text:
+    """The three columns that records and what is set aside share."""
+    name = min(44, (width - 8) * 2 // 5)
+    return _line(8, mark) + _line(name, Text(what, style)) + Text("  ") + _line(width - 10 - name, why)
+
+
+def _header(s: Snapshot, width: int) -> Text:
+    running = _clock(s.elapsed) + (f" of {_clock(s.total)}" if s.total is not None else "")
+    return _line(width, Text.assemble((s.title, "bold cyan"), ("   " + _clean(s.address), _SOFT)), Text(running, "bold"))
+
+
+def _beside(s: Snapshot, inner: int, wide: bool) -> Iterable[Text]:
+    half = (inner - 4) // 2 if wide else inner
+    left = [_heading("sources", "events, and the last one"), *_sources(s, half)]
+    right = [_heading("hosts", "requests a second"), *_hosts(s, half)]
+    if not wide:
+        return (*left, *right)
+    rows = max(len(left), len(right))
+    return (_line(half, a) + Text("    ") + b for a, b in zip(_fill(left, rows), _fill(right, rows), strict=True))
+
+
+def _sources(s: Snapshot, width: int) -> Iterable[Text]:
+    for source in s.sources:
+        fresh = source.age is not None and source.age < 1
+        right = Text.assemble((f"{source.events:>6}", "bold"), (f"  {_ago(source.age):>9}", "cyan" if fresh else _SOFT))
+        yield _line(width, Text.assemble(("● " if fresh else "○ ", "cyan" if fresh else _SOFT), _clean(source.name)), right)
+
+
+def _hosts(s: Snapshot, width: int) -> Iterable[Text]:
+    for host in s.hosts:
+        if host.blocked > 0:
+            right = Text(f"asked to wait {_span(host.blocked)}", "yellow")
+        elif host.limit is None:
+            right = Text.assemble((f"{host.rate:.1f}", "bold"), (" no limit", _SOFT))
+        else:
+            room = max(6, min(20, width - 34))
+            used = round(room * min(1.0, host.rate / host.limit)) if host.limit else 0
+            figure = ((f"  {host.rate:4.1f}", "bold"), (f" of {host.limit:g}", _SOFT))
+            right = Text.assemble((_LINE * used, "cyan"), (_LINE * (room - used), _SOFT), *figure)
+        yield _line(width, Text(_clean(host.name)), right)
+
+
+def _events(s: Snapshot, inner: int, wide: bool) -> Iterable[Text]:
+    yield _line(inner, _heading("events", f"{s.counts.accepted} accepted"), _latency(s))
+    yield _stacked(s.counts, inner)
+    cells = [(getattr(s.counts, name), label, style) for name, label, style in _STATES]
+    if wide:  # figures above their names, each in a place of its own
+        size = inner // len(cells)
+        yield Text().join(_line(size, Text(f"{count}", f"bold {style}" if count else _SOFT)) for count, _, style in cells)
+        yield Text().join(_line(size, Text(label, "" if count else _SOFT)) for count, label, _ in cells)
+        return
+    for part in (cells[:3], cells[3:]):
+        yield Text().join(_line(inner // 3, Text.assemble((f"{count} ", f"bold {style}" if count else _SOFT), (label, _SOFT))) for count, label, style in part)
+
+
+def _latency(s: Snapshot) -> Text:
+    if s.p50 is None or s.p95 is None:
+        return Text("event → row", _SOFT)
+    return Text.assemble(("event → row  p50 ", _SOFT), (_span(s.p50), "bold"), ("  p95 ", _SOFT), (_span(s.p95), "bold"))
+
+
+def _stacked(counts: Counts, width: int) -> Text:
+    """One bar of every accepted event; whatever there is shows, however little."""
+    total = counts.accepted
+    if not total:
+        return Text(_LINE * width, _SOFT)
+    shares = [(style, getattr(counts, name)) for name, _, style in _STATES if getattr(counts, name)]
+    cells = [max(1, count * width // total) for _, count in shares]
+    cells[cells.index(max(cells))] += width - sum(cells)
+    return Text.assemble(*((_LINE * n, style) for (style, _), n in zip(shares, cells, strict=True)))
+
+
+def _outputs(s: Snapshot, width: int) -> Text:
+    silent = [(f" · {count} {label}", "yellow" if count else _SOFT) for count, label in ((s.empty, "empty"), (s.unmatched, "unmatched"))]
+    return _line(width, _heading("records", f"{s.records} rows · {s.changes} changes · {s.unchanged} unchanged") + Text.assemble(*silent))
+
+
+def _changes(s: Snapshot, width: int, count: int) -> Iterable[Text]:
+    for n, moved in enumerate(s.moved[:count]):
+        arrow = Text.assemble((_clean(moved.old), _SOFT), (" → ", _SOFT), (_clean(moved.new), "bold green" if n == 0 else "green"))
+        yield _row(width, Text(_clean(moved.field), _SOFT), _clean(moved.what), arrow)
+
+
+def _set_aside(s: Snapshot, width: int, count: int) -> Iterable[Text]:
+    """Dead letters first, in at most half the places; then what comes back by itself, the soonest first."""
+    dead = s.dead[: max(count // 2, count - len(s.waiting))]
+    waiting = sorted(s.waiting, key=lambda w: w.left)[: count - len(dead)]
+    for item in dead:
+        yield _row(width, Text("dead", "red"), _path(item.url), Text(_clean(item.reason)))
+    for delayed in waiting:
+        yield _row(width, Text(_span(delayed.left), "yellow"), _path(delayed.url), Text(_clean(delayed.reason)))
+
+
+def _remark(s: Snapshot, width: int) -> Text:
+    """The one thing to look at now; the worst first."""
+    if s.breaker:
+        return _line(width, Text.assemble(("■ stopped  ", "bold red"), _clean(s.breaker)))
+    if s.empty or s.unmatched:
+        found = [f"{s.empty} gave nothing"] * bool(s.empty) + [f"{s.unmatched} fit no extractor"] * bool(s.unmatched)
+        return _line(width, Text.assemble(("▲ pages without a row: ", "bold yellow"), (", ".join(found), "yellow"), (f"   {_clean(s.notice)}", _SOFT)))
+    return _line(width, Text(_clean(s.notice), _SOFT))
+
+
+# -- the same in words -----------------------------------------------------------------------------------------------------
+
+
+def plain(snapshot: Snapshot, before: Snapshot | None = None) -> str:
+    """For logs and pipes: one line of figures, and a line for everything that is new since `before`."""
+    s, was = snapshot, before or Snapshot(elapsed=0)
+    figures = [f"{getattr(s.counts, name)} {label}" for name, label, _ in _STATES if getattr(s.counts, name)]
+    line = f"{s.elapsed:6.1f} s  {s.counts.accepted} accepted" + (f" ({', '.join(figures)})" if figures else "")
+    line += f"  {s.records} rows, {s.changes} changes"
+    line += "".join(f", {count} {label}" for count, label in ((s.unchanged, "unchanged"), (s.empty, "empty"), (s.unmatched, "unmatched")) if count)
+    if s.p50 is not None and s.p95 is not None:
+        line += f"  event→row p50 {_span(s.p50)}, p95 {_span(s.p95)}"
+    seen, known, buried = {m.id for m in was.moved}, {w.url for w in was.waiting}, set(was.dead)
+    news = [f"changed  {_clean(m.what)}: {_clean(m.field)} {_clean(m.old)} → {_clean(m.new)}" for m in reversed(s.moved) if m.id not in seen]
+    news += [f"delayed  {_clean(w.url)}: {_clean(w.reason)}, {_span(w.left)} left" for w in s.waiting if w.url not in known]
+    news += [f"dead     {_clean(d.url)}: {_clean(d.reason)}" for d in reversed(s.dead) if d not in buried]
+    news += [f"stopped  {_clean(s.breaker)}"] * bool(s.breaker and s.breaker != was.breaker)
+    news += [f"note     {_clean(s.notice)}"] * bool(s.notice and s.notice != was.notice)
+    return "\n".join([line, *("          " + item for item in news)])

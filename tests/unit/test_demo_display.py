@@ -1,0 +1,121 @@
+"""The demo's display shows what it is given, in a picture that keeps its size, and nothing scraped can move the cursor."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting, plain, render
+
+SHOP = "http://127.0.0.1:41234"
+QUIET = Snapshot(
+    elapsed=0.3, total=20, address=SHOP, sources=(Source("seed list", 0, None), Source("change list", 0, None)),
+    hosts=(Host("127.0.0.1:41234", 0, 5), Host("127.0.0.1:41235", 0, 5)),
+)  # fmt: skip
+BUSY = replace(
+    QUIET, elapsed=14.2, counts=Counts(pending=9, in_flight=2, delayed=2, success=41, duplicate=1, dead=1),
+    sources=(Source("seed list", 18, 13.2), Source("change list", 7, 0.3)),
+    hosts=(Host("127.0.0.1:41234", 4.8, 5), Host("127.0.0.1:41235", 0.1, 5, blocked=2.13)),
+    waiting=(
+        Waiting(SHOP + "/product/santoku-knife-17-cm", "window of 5 s", 3.8),
+        Waiting("http://127.0.0.1:41235/product/founders-kettle", "429, Retry-After 3 s", 2.1),
+    ),
+    records=40, changes=5, unchanged=3,
+    moved=(Moved("b", "Santoku Knife 17 cm", "price", "81.49", "71.99"), Moved("a", "Dimmable Bulb 2700 K", "price", "8.99", "8.39")),
+    dead=(Buried(SHOP + "/product/mystery-box", "empty key: field 'sku' is empty"),), p50=0.212, p95=1.43,
+)  # fmt: skip
+FLOODED = replace(
+    BUSY, counts=Counts(pending=10**6, success=10**7, delayed=500, dead=300), waiting=BUSY.waiting * 250, moved=BUSY.moved * 50, dead=BUSY.dead * 300,
+    empty=12, notice="the shop was redesigned", total=None,
+)  # fmt: skip
+
+
+def drawn(snapshot: Snapshot, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="truecolor", record=True)
+    console.print(render(snapshot, width))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [50, 80, 100, 120, 200])
+@pytest.mark.parametrize("snapshot", [QUIET, BUSY, FLOODED], ids=["quiet", "busy", "flooded"])
+def test_no_line_is_wider_than_the_terminal_and_the_height_never_changes(snapshot: Snapshot, width: int) -> None:
+    lines = drawn(snapshot, width)
+    assert max(cell_len(line) for line in lines) <= width
+    assert len(lines) == len(drawn(QUIET, width))
+
+
+def test_it_fits_a_terminal_of_80_by_24() -> None:
+    assert len(drawn(FLOODED, 80)) < 24
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_everything_the_demo_promises_is_on_the_screen(width: int) -> None:
+    text = "\n".join(drawn(BUSY, width))
+    for shown in (
+        "0:14 of 0:20", SHOP, "56 accepted", "seed list", "13 s ago", "change list", "just now", "4.8 of 5", "asked to wait 2.1 s",
+        "40 rows · 5 changes · 3 unchanged · 0 empty · 0 unmatched", "Santoku Knife 17 cm", "81.49 → 71.99", "p50 212 ms", "p95 1.4 s",
+        "/product/founders-kettle", "429, Retry-After 3 s", "/product/mystery-box", "empty key: field 'sku' is empty",
+    ):  # fmt: skip
+        assert shown in text
+
+
+def test_every_count_stands_above_its_name() -> None:
+    lines = drawn(BUSY, 80)
+    names = next(n for n, line in enumerate(lines) if "in flight" in line)
+    for name, count in (("success", "41"), ("in flight", "2"), ("pending", "9"), ("delayed", "2"), ("duplicate", "1"), ("dead", "1")):
+        at = lines[names].index(name)
+        assert lines[names - 1][at:].split()[0] == count
+
+
+def test_the_soonest_of_what_waits_comes_first_and_the_dead_leave_room_for_it() -> None:
+    text = "\n".join(drawn(BUSY, 120))
+    assert text.index("founders-kettle") < text.index("/product/santoku-knife")
+    assert "429, Retry-After 3 s" in "\n".join(drawn(FLOODED, 120))
+
+
+def test_pages_without_a_row_and_an_open_breaker_are_said_aloud() -> None:
+    assert "12 gave nothing" in drawn(FLOODED, 120)[-1]
+    assert "the shop was redesigned" in drawn(FLOODED, 120)[-1]
+    stopped = replace(FLOODED, breaker="52 of 61 events ended dead")
+    assert "stopped  52 of 61 events ended dead" in drawn(stopped, 120)[-1]
+    assert "3 fit no extractor" in drawn(replace(BUSY, unmatched=3), 120)[-1]
+    assert drawn(BUSY, 120)[-1].strip() == ""
+
+
+def test_the_bar_shows_even_one_dead_event_in_ten_million() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+    console.print(render(replace(QUIET, counts=Counts(success=10**7, dead=1)), 80))
+    assert isinstance(console.file, io.StringIO)
+    bar = next(line for line in console.file.getvalue().splitlines() if line.count("━") == 78)
+    assert "\x1b[31m━\x1b[0m" in bar
+
+
+@pytest.mark.parametrize("hostile", ["\x1b[2J\x1b]0;owned\x07", "a\nb\rc\td", "[bold red]markup[/] [/nope]", "\u202eabc\u2066", "漢字" * 60, "x" * 5000])
+def test_nothing_scraped_can_move_the_cursor_or_break_the_picture(hostile: str) -> None:
+    nasty = replace(
+        BUSY, waiting=(Waiting(hostile, hostile, 1.0),), moved=(Moved("1", hostile, hostile, hostile, hostile),), dead=(Buried(hostile, hostile),),
+        sources=(Source(hostile, 1, 1), Source("b", 1, 1)), hosts=(Host(hostile, 1, 1), Host("b", 1, None)), breaker=hostile, notice=hostile,
+    )  # fmt: skip
+    lines = drawn(nasty, 80)
+    assert len(lines) == len(drawn(BUSY, 80))
+    assert max(cell_len(line) for line in lines) <= 80
+    assert all(c.isprintable() for line in lines for c in line)
+    assert all(c.isprintable() or c == "\n" for c in plain(nasty))
+
+
+def test_in_words_only_what_is_new_is_told() -> None:
+    first = plain(BUSY, QUIET).splitlines()
+    assert first[0].startswith("  14.2 s  56 accepted (41 success, 2 in flight, 9 pending, 2 delayed, 1 duplicate, 1 dead)")
+    assert [line.split()[0] for line in first[1:]] == ["changed", "changed", "delayed", "delayed", "dead"]
+    assert "Dimmable Bulb 2700 K: price 8.99 → 8.39" in first[1]  # in the order it happened
+    assert plain(BUSY, BUSY).splitlines() == first[:1]
+    more = replace(BUSY, moved=(Moved("c", "Sling Bag 4 l", "price", "46.50", "41.99"), *BUSY.moved), notice="redesigned")
+    assert [line.split()[0] for line in plain(more, BUSY).splitlines()[1:]] == ["changed", "note"]
+
+
+def test_before_anything_happened_there_is_something_to_say() -> None:
+    assert plain(QUIET) == "   0.3 s  0 accepted  0 rows, 0 changes"
