@@ -1,0 +1,308 @@
+"""The user's API: Pipeline, what is declared on it, and how a pipeline file is loaded. It runs nothing and opens nothing."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import inspect
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, overload
+
+import msgspec
+
+from penstock import units
+from penstock.errors import ConfigError
+from penstock.model import Priority, Route
+
+F = TypeVar("F", bound=Callable[..., Any])
+Key: TypeAlias = str | Sequence[str] | Callable[[dict[str, Any]], Any] | None
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+# -- what a declaration becomes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Extractor:
+    """User code for pages: a generator function taking a Page."""
+
+    name: str
+    version: int
+    match: tuple[str, ...]  # globs on the URL; none: every page
+    key: Key
+    fn: Callable[..., Any]
+    _pattern: re.Pattern[str] | None = field(repr=False, compare=False, default=None)
+
+    def fits(self, url: str) -> bool:
+        return self._pattern is None or self._pattern.match(url) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SinkSpec:
+    url: str  # as written; a relative path in it is relative to where the pipeline runs
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    url: str
+    every: float | None  # seconds
+    route: Route
+    priority: int
+    window: float | None  # seconds
+    options: dict[str, Any]
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What an `on_change` hook is given: a record that is new (`old` is None) or not what it was."""
+
+    event_id: str
+    trace_id: str
+    url: str
+    extractor: str
+    key: str
+    old: dict[str, Any] | None
+    new: dict[str, Any]
+    fields: dict[str, list[Any]]  # name: [old, new], only those that differ
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    fn: Callable[[Change], Any]
+    fields: frozenset[str] | None  # None: any field
+    extractor: str | None  # None: every extractor
+
+    def wants(self, change: Change) -> bool:
+        return (self.extractor is None or self.extractor == change.extractor) and (self.fields is None or not self.fields.isdisjoint(change.fields))
+
+
+# -- the pipeline ------------------------------------------------------------------------------------------------------
+
+
+class Pipeline:
+    """What to extract from which pages, and where the records go. Declaring only records; `penstock run FILE` runs it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = _named(name, "the pipeline")
+        self.path: str | None = None  # the file it was loaded from; a child process loads it again
+        self._extractors: list[Extractor] = []
+        self._sinks: list[SinkSpec] = []
+        self._sources: list[SourceSpec] = []
+        self._hooks: list[Hook] = []
+
+    def __repr__(self) -> str:
+        return f"<Pipeline {self.name}: {len(self._extractors)} extractors, {len(self._sinks)} sinks, {len(self._sources)} sources>"
+
+    @property
+    def extractors(self) -> tuple[Extractor, ...]:
+        return tuple(self._extractors)
+
+    @property
+    def sinks(self) -> tuple[SinkSpec, ...]:
+        return tuple(self._sinks)
+
+    @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        return tuple(self._sources)
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        return tuple(self._hooks)
+
+    @overload
+    def extract(self, fn: F, /) -> F: ...
+    @overload
+    def extract(
+        self, fn: None = None, /, *, match: str | Sequence[str] | None = None, version: int = 1, key: Key = None, name: str | None = None
+    ) -> Callable[[F], F]: ...
+    def extract(self, fn: Any = None, /, *, match: str | Sequence[str] | None = None, version: Any = 1, key: Key = None, name: str | None = None) -> Any:
+        """Declare an extractor; the function stays what it was, so a test calls it: `list(product(page))`.
+
+        `match`: glob on the URL (or several); none: every page. `version`: raise it to extract known pages again.
+        `key`: the field that names a record, several of them, or a function of the record; none: the page's URL.
+        """
+        if fn is not None and not callable(fn):
+            raise ConfigError(f"@extract was given {fn!r}", hint='name its arguments: @pipeline.extract(match="*/product/*", key="sku")')
+
+        def declare(fn: F) -> F:
+            label = _function(fn, "@extract", name)
+            if any(e.name == label for e in self._extractors):
+                raise ConfigError(f"two extractors are called {label!r}", hint='rename one function, or give it a name: @pipeline.extract(name="…")')
+            if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+                raise ConfigError(
+                    f"extractor {label}: version {version!r} is no whole number from 1 up", hint="version=1, then more whenever its records change"
+                )
+            globs = _globs(match, label)
+            pattern = re.compile("|".join(fnmatch.translate(g) for g in globs)) if globs else None
+            self._extractors.append(Extractor(label, version, globs, _key(key, label), fn, pattern))
+            return fn
+
+        return declare if fn is None else declare(fn)
+
+    def sink(self, url: str, **options: Any) -> None:
+        """Where records go: `jsonl:products.jsonl`, `csv:…`, `sqlite:…`."""
+        self._sinks.append(SinkSpec(_url(url, "sink"), options))
+
+    def source(
+        self, url: str, *, every: str | float | None = None, route: Route | dict[str, Any] | None = None, priority: str = "normal",
+        window: str | float | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """What tells us that something changed. `every` and `window` in seconds, or "30s", "5m", "1h", "1d"."""
+        where = f"source {_url(url, 'source')!r}"
+        try:
+            hints = route if isinstance(route, Route) else msgspec.convert(route or {}, Route)
+        except msgspec.ValidationError as e:
+            raise ConfigError(f"{where}: route: {e}", hint="a route has geo, pool, account and render") from None
+        try:
+            rank = Priority.named(priority)
+        except (KeyError, AttributeError):
+            raise ConfigError(f"{where}: priority {priority!r} is not known", hint="high, normal or low") from None
+        self._sources.append(SourceSpec(url, _seconds(every, f"{where}: every"), hints, rank, _seconds(window, f"{where}: window"), options))
+
+    @overload
+    def on_change(self, fn: F, /) -> F: ...
+    @overload
+    def on_change(self, fn: None = None, /, *, fields: Sequence[str] | None = None, extractor: str | None = None) -> Callable[[F], F]: ...
+    def on_change(self, fn: Any = None, /, *, fields: Sequence[str] | None = None, extractor: str | None = None) -> Any:
+        """Called with a Change after the record was written; at least once, so use `change.event_id` where twice would hurt."""
+        if fields is not None and (isinstance(fields, str) or not fields or not all(isinstance(f, str) for f in fields)):
+            raise ConfigError(f"@on_change: fields={fields!r} is no list of field names", hint='fields=["price"]; leave it out for every field')
+
+        def declare(fn: F) -> F:
+            _function(fn, "@on_change", "hook")
+            self._hooks.append(Hook(fn, None if fields is None else frozenset(fields), extractor))
+            return fn
+
+        return declare if fn is None else declare(fn)
+
+    def matching(self, url: str, requested: str | None = None) -> list[Extractor]:
+        """The extractors for a page: its own URL counts, and the one that was asked for."""
+        return [e for e in self._extractors if e.fits(url) or (requested is not None and requested != url and e.fits(requested))]
+
+    def signature(self, url: str) -> str:
+        """`name@version,…` of the extractors for this URL: another signature, and an unchanged page is extracted again."""
+        return ",".join(f"{e.name}@{e.version}" for e in self._extractors if e.fits(url))
+
+    def check(self) -> None:
+        """What can only be known when everything has been declared."""
+        names = [e.name for e in self._extractors]
+        for hook in self._hooks:
+            if hook.extractor is not None and hook.extractor not in names:
+                raise ConfigError(f"@on_change: there is no extractor {hook.extractor!r}", hint=f"known: {', '.join(names) or 'none'}")
+
+
+def _named(name: object, what: str) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{what} cannot be called {name!r}", hint="1 to 64 letters, digits, '_', '-' or '.', a letter or digit first")
+    return name
+
+
+def _function(fn: Any, decorator: str, name: str | None) -> str:
+    if not callable(fn) or isinstance(fn, type):
+        raise ConfigError(f"{decorator} needs a function, not {fn!r}", hint="put it above a `def name(page): …`")
+    label = name if name is not None else getattr(fn, "__name__", None)
+    if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        raise ConfigError(f"{decorator}: {label} is async", hint="write it as a plain `def`: the page is already there, and it runs in a process of its own")
+    if label == "<lambda>":
+        raise ConfigError(f"{decorator}: a lambda has no name", hint='use `def`, or give name="…"')
+    return _named(label, "an extractor")
+
+
+def _globs(match: Any, label: str) -> tuple[str, ...]:
+    globs = () if match is None else (match,) if isinstance(match, str) else tuple(match) if isinstance(match, (list, tuple)) else (match,)
+    if any(not isinstance(g, str) or not g for g in globs):
+        raise ConfigError(f"extractor {label}: match {match!r} is no glob", hint='match="*/product/*"; leave it out for every page')
+    return globs
+
+
+def _key(key: Any, label: str) -> Key:
+    if key is None or callable(key):
+        return key  # type: ignore[no-any-return]
+    names = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, (list, tuple)) else ()
+    if not names or any(not isinstance(n, str) or not n for n in names):
+        raise ConfigError(f"extractor {label}: key {key!r} names no field", hint='key="sku", key=("shop", "sku"), or a function of the record')
+    return names[0] if len(names) == 1 else names
+
+
+def _url(url: Any, what: str) -> str:
+    if not isinstance(url, str) or not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url):
+        example = "jsonl:products.jsonl" if what == "sink" else "feed+https://example.com/feed.xml"
+        raise ConfigError(f"{what} {url!r} does not begin with a kind", hint=f"for example {example}")
+    return url
+
+
+def _seconds(value: str | float | None, where: str) -> float | None:
+    try:
+        return None if value is None else units.duration(value)
+    except ValueError:
+        raise ConfigError(f"{where}: {value!r} is no length of time", hint='seconds, or "30s", "5m", "1h", "1d"') from None
+
+
+# -- pipeline files ----------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> Pipeline:
+    """The one pipeline of a `.py` or `.toml` file. Raises ConfigError that says where in the file."""
+    path = Path(path)
+    try:
+        source = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"there is no pipeline file {path}", hint="`penstock init` writes one to start from") from None
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror or e}", hint="name a .py or .toml file that you may read") from None
+    if path.suffix == ".toml":
+        from penstock.declarative import compile_toml  # here: it needs the parser, and a Python pipeline's parent never does
+
+        pipeline = compile_toml(source, str(path))
+    elif path.suffix == ".py":
+        pipeline = _import(path, source)
+    else:
+        raise ConfigError(f"{path} is neither .py nor .toml", hint="a pipeline is a Python file or a TOML file")
+    pipeline.check()
+    pipeline.path = str(path.resolve())
+    return pipeline
+
+
+def _import(path: Path, source: bytes) -> Pipeline:
+    full = str(path.resolve())
+    # A name of its own: a user's `json.py` must not become everyone's json, and __name__ == "__main__" must not hold.
+    module = types.ModuleType("_penstock_pipeline_" + hashlib.blake2b(full.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest())
+    module.__file__ = full
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)  # as `python FILE` does; stays, for imports inside extractors
+    sys.modules[module.__name__] = module  # dataclasses and pydantic look their module up
+    try:
+        exec(compile(source, full, "exec", dont_inherit=True), module.__dict__)  # noqa: S102  the user's own file, by the user's own command
+    except (Exception, SystemExit) as e:
+        del sys.modules[module.__name__]
+        raise _explained(e, path, full) from None
+    found = {name: value for name, value in vars(module).items() if isinstance(value, Pipeline)}
+    distinct = list({id(p): p for p in found.values()}.values())
+    if len(distinct) != 1:
+        del sys.modules[module.__name__]
+        listed = ", ".join(f"{name} = Pipeline({p.name!r})" for name, p in found.items()) or "none"
+        hint = 'shop = Pipeline("shop"), and one file for each pipeline'
+        raise ConfigError(f"{path}: a pipeline file has one Pipeline at its top level; found: {listed}", hint=hint)
+    return distinct[0]
+
+
+def _explained(error: BaseException, path: Path, full: str) -> ConfigError:
+    line = next((frame.lineno for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.filename == full), None)
+    hint = "fix that line; `penstock config check` looks again"
+    if isinstance(error, SyntaxError):
+        if error.filename == full:
+            line = error.lineno
+        return ConfigError(f"{path}:{line or '?'}: {type(error).__name__}: {error.msg}", hint=hint)
+    if isinstance(error, ConfigError):
+        return ConfigError(f"{path}:{line or '?'}: {error.message}", hint=error.hint)
+    if isinstance(error, ModuleNotFoundError):
+        hint = f"install {error.name} in the environment that runs penstock"
+    last = traceback.format_exception_only(error)[-1].strip()
+    return ConfigError(f"{path}:{line or '?'}: {last}", hint=hint)

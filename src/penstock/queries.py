@@ -1,0 +1,227 @@
+"""What a selector string means: CSS with `::text` and `::attr()`, and XPath, compiled once and run on turbohtml's tree. Not the surface users call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from turbohtml import Document, Element, Node, Text, XPath
+from turbohtml.convert import ExpressionError, css_to_xpath
+
+Found: TypeAlias = Node | str | float | bool
+_PROBE = Element("p")  # something to try a selector on: turbohtml says what is wrong with one only when it is used
+_KEPT = 4096  # compiled selectors; a pipeline has dozens, and code that formats them by page must not grow us
+
+
+class Query:
+    """Elements by CSS. Its answers are in document order, as XPath's are, because parsel's are."""
+
+    __slots__ = ("compound", "css", "source")
+    strings = False  # whether what it finds are strings: texts or attributes, never elements
+
+    def __init__(self, source: str, css: str) -> None:
+        self.source, self.css = source, css
+        # Inside an element parsel looks at the element too and sees nothing above it; without a combinator that is `matches` and `select`.
+        self.compound = not re.search(r"[\s>+~]", re.sub(r"\[[^\]]*\]|\([^()]*\)|\s*,\s*", "", css.strip()))
+
+    def select(self, node: Node) -> list[Element]:
+        if type(node) is Document:
+            return node.select(self.css)
+        if self.compound:
+            inside = node.select(self.css)
+            return [node, *inside] if type(node) is Element and node.matches(self.css) else inside
+        try:
+            return [n for n in _evaluate(_scoped(self.css, ""), node) if type(n) is Element]
+        except ExpressionError:  # no XPath 1.0 for it (`:dir()`, …): then the browser's meaning
+            return node.select(self.css)
+
+    def select_one(self, node: Node) -> Element | None:
+        if type(node) is Document:
+            return node.select_one(self.css)
+        return next(iter(self.select(node)), None)
+
+    def first(self, node: Node) -> str | None:
+        found = self.select_one(node)
+        return None if found is None else found.html
+
+    def all(self, node: Node) -> list[str]:
+        return [n.html for n in self.select(node)]
+
+    def found(self, node: Node) -> Iterable[Found]:
+        return self.select(node)
+
+
+class _Attr(Query):
+    __slots__ = ("name",)
+    strings = True
+
+    def __init__(self, source: str, css: str, name: str) -> None:
+        super().__init__(source, css)
+        self.name = name
+
+    def first(self, node: Node) -> str | None:
+        found = node.select_one(self.css) if type(node) is Document else self.select_one(node)
+        if found is None:
+            return None
+        value = found.attr(self.name)
+        return value if value is not None else next(iter(self.all(node)), None)
+
+    def all(self, node: Node) -> list[str]:
+        name = self.name
+        return [value for n in self.select(node) if (value := n.attr(name)) is not None]
+
+    found = all
+
+
+class _Texts(Query):
+    __slots__ = ()
+    strings = True
+
+    def first(self, node: Node) -> str | None:
+        found = node.select_one(self.css) if type(node) is Document else self.select_one(node)
+        if found is None:
+            return None
+        for child in found:
+            if type(child) is Text:
+                return child.data
+            if type(child) is Element:
+                break  # a match inside that element would come first
+        return next(iter(self.all(node)), None)
+
+    def all(self, node: Node) -> list[str]:
+        matches = self.select(node)
+        texts: list[str] = []
+        for match in matches:
+            for child in match:
+                if type(child) is Text:
+                    texts.append(child.data)
+                elif type(child) is Element and len(matches) > 1:
+                    return self._ordered(node, matches)
+        return texts
+
+    def _ordered(self, node: Node, matches: list[Element]) -> list[str]:
+        """Where matches may contain each other: the text of the inner one comes in the middle of the outer one's."""
+        try:
+            return [t for t in _evaluate(_scoped(self.css, "/text()"), node) if isinstance(t, str)]
+        except ExpressionError:
+            wanted = set(matches)
+            return [n.data for n in node.descendants if type(n) is Text and n.parent in wanted]
+
+    found = all
+
+
+class Path(Query):
+    """XPath: the user's own, or CSS that only XPath can answer (parts with different pseudo-elements, `:contains()`)."""
+
+    __slots__ = ("path", "variables")
+
+    def __init__(self, source: str, path: XPath, variables: dict[str, Any] | None = None) -> None:
+        self.source, self.path, self.variables = source, path, variables or {}
+
+    def found(self, node: Node) -> Iterable[Found]:
+        try:
+            return _evaluate(self.path, node, self.variables)
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"XPath {self.source!r}: {str(e).removeprefix('xpath: ')}") from None
+
+    def first(self, node: Node) -> str | None:
+        return next((string(n) for n in self.found(node)), None)
+
+    def all(self, node: Node) -> list[str]:
+        return [string(n) for n in self.found(node)]
+
+
+def _evaluate(path: XPath, node: Node, variables: dict[str, Any] | None = None) -> Iterable[Found]:
+    # parsel's context is the root element, not the document above it: `page.xpath("body/h1")`
+    context = (node.root or node) if type(node) is Document else node
+    result = path(context, **variables) if variables else path(context)
+    return result if isinstance(result, list) else (result,)
+
+
+def string(found: Found) -> str:
+    if isinstance(found, str):
+        return found
+    if isinstance(found, Node):
+        return found.html
+    return ("1" if found else "0") if isinstance(found, bool) else str(found)
+
+
+@lru_cache(_KEPT)
+def _scoped(css: str, tail: str) -> XPath:
+    """`css` as parsel understands it below an element. `tail` goes to each of its parts."""
+    return XPath(" | ".join(css_to_xpath(part) + tail for part in _split(css)))
+
+
+# In turbohtml's CSS there is no `:contains("…")`, which cssselect has: it travels as an attribute test, and becomes a text test in XPath.
+_CONTAINS, _STAND_IN = re.compile(r":contains\(\s*(\"[^\"]*\"|'[^']*'|[\w-]+)\s*\)"), "penstock-contains"
+_PSEUDO = re.compile(r"""::(?: (?P<text>text) | attr\( \s* (?: "(?P<q>[^"\\]+)" | '(?P<a>[^'\\]+)' | (?P<name>[^\s"'()\\,]+) ) \s* \) )$""", re.VERBOSE)
+
+
+@lru_cache(_KEPT)
+def css(source: str) -> Query:
+    """Raises ValueError, naming the selector. Compiled queries are shared: they hold no page."""
+    if not isinstance(source, str):
+        raise TypeError(f"a CSS selector is a string, not {type(source).__name__}")
+    try:
+        if "::" not in source and ":contains(" not in source:
+            _PROBE.matches(source)
+            return Query(source, source)
+        parts = [_pseudo(part) for part in _split(source)]
+        tails = {tail for _, tail in parts}
+        plain = ", ".join(part for part, _ in parts)
+        if ":contains(" not in source and len(tails) == 1:
+            _PROBE.matches(plain)
+            tail = tails.pop()
+            return _Texts(source, plain) if tail == "/text()" else _Attr(source, plain, tail[2:]) if tail else Query(source, plain)
+        paths = [css_to_xpath(_CONTAINS.sub(rf"[{_STAND_IN}*=\1]", part)) + tail for part, tail in parts]
+        return Path(source, XPath(" | ".join(paths).replace("@" + _STAND_IN, ".")))
+    except (ValueError, ExpressionError) as e:
+        reason = str(e).rpartition('": ')[2]
+        raise ValueError(f"CSS selector {source!r}: {reason}") from None
+
+
+@lru_cache(_KEPT)
+def xpath(query: str) -> Path:
+    try:
+        return Path(query, XPath(query))
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"XPath {query!r}: {e}") from None
+
+
+def _pseudo(part: str) -> tuple[str, str]:
+    """One comma-separated part → (CSS without pseudo-element, XPath step that stands for it)."""
+    match = _PSEUDO.search(part)
+    if match is None:
+        if "::attr" in part:
+            raise ValueError("::attr(name) takes one attribute name and comes last")
+        return part, ""
+    plain = part[: match.start()]
+    if not plain.strip() or plain[-1] in " \t\n\r\f>+~":
+        plain += "*"  # "div ::text" is "div *::text"
+    name = match["q"] or match["a"] or match["name"]
+    return plain, "/text()" if match["text"] else "/@" + name
+
+
+def _split(css: str) -> list[str]:
+    """At the commas that separate selectors: not in strings, brackets, parentheses or after a backslash."""
+    parts, start, depth, quote, i = [], 0, 0, "", 0
+    while i < len(css):
+        c = css[i]
+        if c == "\\":
+            i += 1
+        elif quote:
+            quote = "" if c == quote else quote
+        elif c in "\"'":
+            quote = c
+        elif c in "([":
+            depth += 1
+        elif c in ")]":
+            depth -= 1
+        elif c == "," and depth == 0:
+            parts.append(css[start:i].strip())
+            start = i + 1
+        i += 1
+    parts.append(css[start:].strip())
+    return parts

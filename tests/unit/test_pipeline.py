@@ -1,0 +1,195 @@
+"""Declaring a pipeline, and loading one from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import Page, Pipeline
+from penstock.errors import ConfigError
+from penstock.model import Priority, Route
+from penstock.pipeline import Change, SinkSpec, SourceSpec, load
+
+
+def one(page: Page) -> Iterator[dict[str, Any]]:
+    yield {"url": page.url}
+
+
+def test_a_declared_function_stays_callable() -> None:
+    shop = Pipeline("shop")
+
+    @shop.extract(match="*/product/*", key="sku")
+    def product(page: Page) -> Iterator[dict[str, Any]]:
+        yield {"sku": page.css("b::text").get()}
+
+    assert list(product(Page("https://x.test/", b"<b>7</b>"))) == [{"sku": "7"}]
+    (extractor,) = shop.extractors
+    assert (extractor.name, extractor.version, extractor.match, extractor.key) == ("product", 1, ("*/product/*",), "sku")
+
+
+def test_extract_works_without_parentheses() -> None:
+    shop = Pipeline("shop")
+    assert shop.extract(one) is one
+    assert shop.extractors[0].fits("https://any.test/")
+
+
+@pytest.mark.parametrize(
+    ("match", "url", "fits"),
+    [
+        (None, "https://x.test/", True),
+        ("*/product/*", "https://x.test/product/1?a=b", True),
+        ("*/product/*", "https://x.test/products/1", False),
+        ("*/Product/*", "https://x.test/product/1", False),
+        (["*/a/*", "*/b/*"], "https://x.test/b/1", True),
+        ("*\n*", "https://x.test/", False),
+        ("https://x.test/?page=*", "https://x.test/?page=2", True),
+    ],
+)
+def test_match_is_a_glob_on_the_whole_url(match: Any, url: str, fits: bool) -> None:
+    shop = Pipeline("shop")
+    shop.extract(match=match)(one)
+    assert shop.extractors[0].fits(url) is fits
+
+
+def test_a_page_matches_by_its_own_url_or_the_one_asked_for() -> None:
+    shop = Pipeline("shop")
+    shop.extract(match="*/old/*")(one)
+    assert shop.matching("https://x.test/new/1", "https://x.test/old/1")
+    assert not shop.matching("https://x.test/new/1")
+
+
+def test_the_signature_names_the_matching_extractors_and_their_versions() -> None:
+    shop = Pipeline("shop")
+    shop.extract(match="*/a/*", version=3, name="a")(one)
+    shop.extract(name="all")(one)
+    assert shop.signature("https://x.test/a/1") == "a@3,all@1"
+    assert shop.signature("https://x.test/b") == "all@1"
+    assert Pipeline("none").signature("https://x.test/") == ""
+
+
+def test_sinks_and_sources_are_recorded_as_written() -> None:
+    shop = Pipeline("shop")
+    shop.sink("jsonl:out/products.jsonl", fsync=True)
+    shop.source("feed+https://x.test/f", every="5m", route={"geo": "de"}, priority="high", window=30, limit=5)
+    assert shop.sinks == (SinkSpec("jsonl:out/products.jsonl", {"fsync": True}),)
+    assert shop.sources == (SourceSpec("feed+https://x.test/f", 300.0, Route(geo="de"), Priority.HIGH, 30.0, {"limit": 5}),)
+
+
+def change(**changed: Any) -> Change:
+    values: dict[str, Any] = {"event_id": "e", "trace_id": "t", "url": "u", "extractor": "a", "key": "k", "old": None, "new": {}, "fields": {"price": [1, 2]}}
+    return Change(**{**values, **changed})
+
+
+def test_hooks_hear_of_the_fields_and_extractors_they_ask_for() -> None:
+    shop = Pipeline("shop")
+    heard = []
+    shop.on_change(heard.append)
+    shop.on_change(fields=["price", "title"])(print)
+    shop.on_change(extractor="b")(print)
+    every, price, other = shop.hooks
+    assert every.wants(change())
+    assert price.wants(change())
+    assert not other.wants(change())
+    assert not price.wants(change(fields={"stock": [1, 2]}))
+    assert other.wants(change(extractor="b"))
+
+
+async def coroutine(page: Page) -> None: ...
+
+
+async def agen(page: Page) -> Any:
+    yield {}
+
+
+def twice(shop: Pipeline) -> None:
+    shop.extract(one)
+    shop.extract(one)
+
+
+@pytest.mark.parametrize(
+    ("declare", "says"),
+    [
+        (lambda _: Pipeline(""), "cannot be called ''"),
+        (lambda _: Pipeline("a b"), "cannot be called 'a b'"),
+        (lambda _: Pipeline(None), "cannot be called None"),
+        (twice, "two extractors are called 'one'"),
+        (lambda p: p.extract(version=0)(one), "version 0"),
+        (lambda p: p.extract(version="2")(one), "version '2'"),
+        (lambda p: p.extract(version=True)(one), "version True"),
+        (lambda p: p.extract("*/product/*"), "@extract was given"),
+        (lambda p: p.extract()(3), "needs a function"),
+        (lambda p: p.extract()(dict), "needs a function"),
+        (lambda p: p.extract(lambda page: None), "lambda has no name"),
+        (lambda p: p.extract(coroutine), "coroutine is async"),
+        (lambda p: p.extract(agen), "agen is async"),
+        (lambda p: p.extract(match="")(one), "is no glob"),
+        (lambda p: p.extract(match=3)(one), "is no glob"),
+        (lambda p: p.extract(key="")(one), "names no field"),
+        (lambda p: p.extract(key=())(one), "names no field"),
+        (lambda p: p.extract(key=3)(one), "names no field"),
+        (lambda p: p.extract(name="a,b")(one), "cannot be called 'a,b'"),
+        (lambda p: p.sink("products.jsonl"), "does not begin with a kind"),
+        (lambda p: p.sink(None), "does not begin with a kind"),
+        (lambda p: p.source("feed:x", every="soon"), "no length of time"),
+        (lambda p: p.source("feed:x", priority="urgent"), "priority 'urgent'"),
+        (lambda p: p.source("feed:x", route={"planet": "x"}), "route"),
+        (lambda p: p.on_change(fields="price"), "no list of field names"),
+        (lambda p: p.on_change(coroutine), "is async"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_with_a_next_step(declare: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        declare(Pipeline("shop"))
+    assert says in e.value.message
+    assert e.value.hint
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+GOOD = 'from penstock import Pipeline\nshop = Pipeline("shop")\n'
+
+
+def test_a_python_file_gives_its_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_shop.py").write_text("NAME = 'shop'\n")
+    file = tmp_path / "shop.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom penstock import Pipeline\nfrom neighbour_of_shop import NAME\nshop = also = Pipeline(NAME)\n"
+        "@dataclass\nclass Item:\n    sku: str\n@shop.extract\ndef product(page):\n    yield Item('1')\n"
+        "if __name__ == '__main__':\n    raise SystemExit('not me')\n"
+    )
+    shop = load(file)
+    assert (shop.name, shop.path, [e.name for e in shop.extractors]) == ("shop", str(file.resolve()), ["product"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = (\n", "shop.py:1: SyntaxError"),
+        ("import nonesuch_module\n", "shop.py:1: ModuleNotFoundError"),
+        (GOOD + "def f():\n    return 1 / 0\nf()\n", "shop.py:4: ZeroDivisionError: division by zero"),
+        (GOOD + "shop.sink('x')\n", "shop.py:3: sink 'x'"),
+        (GOOD + "import sys\nsys.exit(3)\n", "shop.py:4: SystemExit: 3"),
+        (GOOD + "other = Pipeline('other')\n", "found: shop = Pipeline('shop'), other = Pipeline('other')"),
+        ("x = 1\n", "found: none"),
+        (GOOD + "@shop.on_change(extractor='x')\ndef f(c): ...\n", "no extractor 'x'"),
+        ("\0", "shop.py:"),
+        ("x = '\udcff'\n" + GOOD, "shop.py:"),
+    ],
+)
+def test_a_bad_python_file_is_one_sentence_with_its_place(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "shop.py"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError) as e:
+        load(file)
+    assert says in e.value.message
+    assert e.value.hint
+
+
+@pytest.mark.parametrize(("name", "says"), [("none.py", "there is no pipeline file"), ("shop.yaml", "neither .py nor .toml"), (".", "cannot read")])
+def test_what_is_no_pipeline_file_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "shop.yaml").write_text("")
+    with pytest.raises(ConfigError, match=says):
+        load(tmp_path / name)
