@@ -171,7 +171,7 @@ class Pipeline:
     @overload
     def on_change(self, fn: None = None, /, *, fields: Sequence[str] | None = None, extractor: str | None = None) -> Callable[[F], F]: ...
     def on_change(self, fn: Any = None, /, *, fields: Sequence[str] | None = None, extractor: str | None = None) -> Any:
-        """Called with a Change after the record was written; at least once, so use `change.event_id` where twice would hurt."""
+        """Called (awaited, if async) with a Change after the record was written; at least once, so use `change.event_id` where twice would hurt."""
         if fields is not None and (isinstance(fields, str) or not fields or not all(isinstance(f, str) for f in fields)):
             raise ConfigError(f"@on_change: fields={fields!r} is no list of field names", hint='fields=["price"]; leave it out for every field')
 
@@ -208,7 +208,7 @@ def _function(fn: Any, decorator: str, name: str | None) -> str:
     if not callable(fn) or isinstance(fn, type):
         raise ConfigError(f"{decorator} needs a function, not {fn!r}", hint="put it above a `def name(page): …`")
     label = name if name is not None else getattr(fn, "__name__", None)
-    if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+    if inspect.isasyncgenfunction(fn) or (inspect.iscoroutinefunction(fn) and decorator == "@extract"):  # a hook may be async: it is awaited
         raise ConfigError(f"{decorator}: {label} is async", hint="write it as a plain `def`: the page is already there, and it runs in a process of its own")
     if label == "<lambda>":
         raise ConfigError(f"{decorator}: a lambda has no name", hint='use `def`, or give name="…"')

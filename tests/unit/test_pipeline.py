@@ -100,6 +100,12 @@ def test_hooks_hear_of_the_fields_and_extractors_they_ask_for() -> None:
 async def coroutine(page: Page) -> None: ...
 
 
+def test_a_hook_may_be_async() -> None:
+    shop = Pipeline("shop")
+    shop.on_change(coroutine)
+    assert [h.fn for h in shop.hooks] == [coroutine]
+
+
 async def agen(page: Page) -> Any:
     yield {}
 
@@ -137,7 +143,7 @@ def twice(shop: Pipeline) -> None:
         (lambda p: p.source("feed:x", priority="urgent"), "priority 'urgent'"),
         (lambda p: p.source("feed:x", route={"planet": "x"}), "route"),
         (lambda p: p.on_change(fields="price"), "no list of field names"),
-        (lambda p: p.on_change(coroutine), "is async"),
+        (lambda p: p.on_change(agen), "is async"),
     ],
 )
 def test_a_wrong_declaration_is_refused_with_a_next_step(declare: Any, says: str) -> None:
