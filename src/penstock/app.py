@@ -1,0 +1,404 @@
+"""Configuration → open adapters → run the chosen roles. The only module that knows them all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock import locks
+from penstock.books import Books, Settings, SinkBinding
+from penstock.clock import SystemClock
+from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
+from penstock.flusher import Flusher
+from penstock.hooks import HookRunner
+from penstock.ledgers.sqlite_outbox import SqliteOutbox
+from penstock.locks import FileLock, WorkerLock
+from penstock.net.guard import Guard, parse_allow
+from penstock.net.http import CurlFetcher
+from penstock.net.transfer import HttpOptions
+from penstock.options import Config
+from penstock.pipeline import Pipeline, load
+from penstock.ports import Clock, Extraction, Row, Sink, TopicSpec
+from penstock.rules import breaker, retry
+from penstock.sinks.sqlite import SqliteSink
+from penstock.stages.fetch import FetchStage
+from penstock.stages.inprocess import InProcess
+from penstock.stages.sandbox import Limits, Sandbox
+from penstock.stores.context import Context
+from penstock.telemetry import Signals
+from penstock.worker import ENTRY, Options, Stage, Worker
+
+log = logging.getLogger("penstock")
+ROLES = ("source", "serve", "fetch", "extract", "sink")
+STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
+TOPICS = ("requests", "pages", "records")
+SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
+UPKEEP = 60.0
+
+
+class Stores:
+    """Everything that is open on one store. Close it once."""
+
+    def __init__(self, config: Config, context: Context, *, broker: Any, ledger: Any, claims: Any, pages: Any) -> None:
+        self.config, self.context, self.clock = config, context, context.clock
+        self.broker, self.ledger, self.claims, self.pages = broker, ledger, claims, pages
+        self.db = ledger.db
+        self.outbox = SqliteOutbox(self.db)
+        self.books = self.with_settings(_settings(config))
+
+    def with_settings(self, settings: Settings) -> Books:
+        self.books = Books(
+            self.db, broker=self.broker, ledger=self.ledger, outbox=self.outbox, claims=self.claims, pages=self.pages, settings=settings, worker=self.context.worker, clock=self.clock
+        )
+        return self.books
+
+    @property
+    def workers_directory(self) -> Path:
+        return self.config.state.dir / "workers"
+
+    def close(self) -> None:
+        self.pages.close()
+        self.context.close()
+
+
+def adapter(kind: str, url: str) -> Callable[..., Any]:
+    """The `open_*` function that an entry point names for this URL's scheme."""
+    scheme = url.partition(":")[0].partition("+")[0]
+    known = {e.name: e for e in entry_points(group=f"penstock.{kind}")}
+    if scheme not in known:
+        raise ConfigError(f"no {kind[:-1]} adapter for {scheme!r}", hint=f"installed: {', '.join(sorted(known)) or 'none'}; others are extras, e.g. pip install 'penstock[{scheme}]'")
+    try:
+        opener: Callable[..., Any] = known[scheme].load()
+    except ImportError as e:
+        raise ConfigError(f"the {scheme!r} {kind[:-1]} adapter needs a package that is missing: {e}", hint=f"pip install 'penstock[{scheme}]'") from e
+    return opener
+
+
+def open_stores(config: Config, *, worker: str | None = None, create: bool = True, inline: bool = False, clock: Clock | None = None, rng: random.Random | None = None) -> Stores:
+    """Raises ConfigError or Unreachable, and then nothing is left open."""
+    if not create and config.ledger.url.startswith("sqlite:") and not Path(config.ledger.url.removeprefix("sqlite:")).exists():
+        raise Unreachable(f"there is no Penstock state in {config.state.dir}", hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state")
+    context = Context(config, clock or SystemClock(), rng or random.Random(), worker=worker or worker_id(), inline=inline)
+    try:
+        broker = adapter("brokers", config.broker.url)(config.broker.url, context)
+        ledger = adapter("ledgers", config.ledger.url)(config.ledger.url, context)
+        claims = adapter("claims", config.claims.url)(config.claims.url, context)
+        pages = adapter("pages", config.pages.url)(config.pages.url, context)
+        if not (broker.db is ledger.db is claims.db):
+            raise ConfigError("broker, ledger and claims lie in different SQLite files", hint="give all three the same URL, or set only PENSTOCK_STATE")
+        stores = Stores(config, context, broker=broker, ledger=ledger, claims=claims, pages=pages)
+        if create:
+            context.database(config.ledger.url)
+            _ensure(stores)
+        return stores
+    except BaseException:
+        context.close()
+        raise
+
+
+def _ensure(stores: Stores) -> None:
+    specs = [TopicSpec(name=name) for name in TOPICS] + [TopicSpec(name=name + ".dead", groups=()) for name in TOPICS]
+    known = {row[0] for row in stores.db.read_now(lambda tx: tx.execute("SELECT name FROM topic").fetchall())}
+    if not {s.name for s in specs} <= known:
+        if stores.db.inline:
+            stores.db.write_now(lambda tx: stores.broker.ensure_in(tx, specs))
+        else:
+            stores.db.submit(lambda tx: stores.broker.ensure_in(tx, specs)).result()
+
+
+def worker_id() -> str:
+    return f"{socket.gethostname()[:40] or 'worker'}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def _settings(config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool = False) -> Settings:
+    b = config.breaker
+    return Settings(
+        max_pending=config.intake.max_pending, window=config.dedup.window, settle=config.dedup.settle, drop=config.dedup.mode == "drop", follow_window=config.follow.window,
+        follow_depth=config.follow.depth, follow_same_domain=config.follow.same_domain, emit_unchanged=config.output.unchanged == "emit", hooks=hooks, sinks=tuple(sinks),
+        breaker=breaker.Limits(dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert),
+    )  # fmt: skip
+
+
+# -- running --------------------------------------------------------------------------------------------------------------
+
+
+class Running:
+    """One worker process: what is open, what runs, and how it ends."""
+
+    def __init__(self, config: Config, pipeline_file: Path, *, roles: frozenset[str], clock: Clock | None = None) -> None:
+        """Checks everything that can be checked before anything is opened."""
+        self.config, self.file, self.roles = config, pipeline_file, roles
+        self.pipeline = load(pipeline_file)
+        self.sinks = open_sinks(self.pipeline, Path.cwd())
+        self.id = worker_id()
+        self.clock: Clock = clock or SystemClock()
+        self.signals = Signals()
+        self.workers: list[Worker] = []
+        self.flushers: list[Flusher] = []
+        self.notices: list[str] = []
+        self._backlog = 0
+        self._signature_cache: dict[str, str] = {}
+
+    # -- life ------------------------------------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event, *, until_idle: bool = False, opened: Callable[[Running], None] | None = None) -> int:
+        self.stores = open_stores(self.config, worker=self.id, clock=self.clock)
+        lock = WorkerLock(self.stores.workers_directory, self.id)
+        lock.acquire()
+        background: list[asyncio.Task[None]] = []
+        extraction: Extraction | None = None
+        fetcher: CurlFetcher | None = None
+        try:
+            await self._check_after_unclean_stop()
+            await self.stores.books.reclaim(self.stores.workers_directory)
+            if self.roles & {"fetch", "extract"}:
+                extraction = await self._open_extraction()
+            if "fetch" in self.roles:
+                fetcher = self._fetcher()
+            bindings = self._bind_sinks()
+            books = self.stores.with_settings(_settings(self.config, sinks=bindings, hooks=bool(self.pipeline.hooks)))
+            dead_before = await self._dead()
+            background += [asyncio.create_task(f.run(), name=f"flush {f.sink.name}") for f in self.flushers]
+            hooks = None
+            if self.pipeline.hooks and extraction is not None and "sink" in self.roles:
+                hooks = HookRunner(self.stores.outbox, extraction, FileLock(self.config.state.dir / "hooks.lock"), self.clock)
+                background.append(asyncio.create_task(hooks.run(), name="hooks"))
+            background.append(asyncio.create_task(self._upkeep(), name="upkeep"))
+            self._open_workers(books, fetcher, extraction, hooks)
+            if opened is not None:
+                opened(self)
+            await self._work(stop, until_idle, background)
+            for f in self.flushers:
+                if not await f.drain(self.config.grace):
+                    self._notice(f"sink {f.sink.name}: {f.down or 'rows are still waiting'}; they stay in the outbox for the next run")
+            return RAN_WITH_FAILURES if until_idle and (await self._dead() > dead_before or await self._breaker()) else OK
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            if extraction is not None:
+                await extraction.close()
+            if fetcher is not None:
+                await fetcher.close()
+            lock.release()
+            self.stores.close()
+
+    async def _work(self, stop: asyncio.Event, until_idle: bool, background: Sequence[asyncio.Task[None]]) -> None:
+        ended = asyncio.Event()
+        tasks = [asyncio.create_task(w.run(ended), name=f"{w.first}..{w.last}") for w in self.workers]
+        waits: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
+        if until_idle:
+            waits.append(asyncio.create_task(self._until_idle()))
+        try:
+            await asyncio.wait([*tasks, *waits, *background], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.set()
+            for wait in waits:
+                wait.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in [*results, *(t.exception() for t in background if t.done() and not t.cancelled())]:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _until_idle(self) -> None:
+        """Every accepted event has ended, every row is in its sink, every hook was told; or a breaker keeps us from going on."""
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                if await self.stores.db.read(self._is_idle) and all([await f.outbox.backlog(f.sink.name) == 0 for f in self.flushers]):
+                    return
+                if await self._breaker() and not any(w.held for w in self.workers):
+                    return
+            await self.clock.sleep(0.1)
+
+    def _is_idle(self, tx: Any) -> bool:
+        open_ = tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ('pending','delayed','in_flight','writing')").get
+        return open_ == 0 and (not self.pipeline.hooks or tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is None)
+
+    async def _dead(self) -> int:
+        return int(await self.stores.db.read(lambda tx: tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='dead'").get))
+
+    async def _breaker(self) -> str | None:
+        found: str | None = await self.stores.db.read(lambda tx: tx.execute("SELECT paused FROM topic WHERE paused IS NOT NULL LIMIT 1").get)
+        return found
+
+    async def _check_after_unclean_stop(self) -> None:
+        """A worker went without saying goodbye: is the file whole? A large one is checked beside the work."""
+        if not locks.dead_workers(self.stores.workers_directory):
+            return
+        path = Path(self.stores.db.path)
+        if path.stat().st_size <= SMALL_STORE:
+            self._judge(await asyncio.to_thread(self.stores.db.check))
+        else:
+            self._check = asyncio.create_task(self._check_aside())
+
+    async def _check_aside(self) -> None:
+        problems = await asyncio.to_thread(self.stores.db.check)
+        if problems:
+            log.critical("the store is damaged: %s", problems[0])
+
+    def _judge(self, problems: Sequence[str]) -> None:
+        if problems:
+            raise Unreachable(f"{self.stores.db.path} is damaged: {problems[0]}", hint="stop all workers, keep a copy, and restore a backup or recover it with the sqlite3 shell's .recover")
+
+    # -- parts -----------------------------------------------------------------------------------------------------------
+
+    async def _open_extraction(self) -> Extraction:
+        c = self.config.extract
+        if c.isolation == "none":
+            return InProcess(self.pipeline)
+        sandbox = Sandbox(self.file, size=c.processes, limits=Limits(seconds=c.seconds, memory=c.memory, output=c.output))
+        await sandbox.start()
+        return sandbox
+
+    def _fetcher(self) -> CurlFetcher:
+        n = self.config.net
+        guard = Guard(parse_allow(",".join(n.allow)), ports=n.ports)
+        options = HttpOptions(
+            user_agent=n.user_agent, connect_timeout=n.timeout.connect, first_byte_timeout=n.timeout.first_byte, total_timeout=n.timeout.total, max_encoded_bytes=n.max_body,
+            max_decoded_bytes=n.max_body,
+        )  # fmt: skip
+        return CurlFetcher(guard, options)
+
+    def _bind_sinks(self) -> list[SinkBinding]:
+        """A table in the ledger's own file is written in the success transaction; every other sink goes through its outbox."""
+        bindings = []
+        for sink, options in self.sinks:
+            only = tuple(options.get("only", ()))
+            if isinstance(sink, SqliteSink) and str(sink.path) == self.stores.db.path:
+                bindings.append(SinkBinding(sink.name, only, _table_writer(sink)))
+                continue
+            bindings.append(SinkBinding(sink.name, only))
+            if "sink" in self.roles:
+                lock = self.config.state.dir / "sinks" / f"{sink.name.replace('/', '_')[-80:]}.lock"
+                self.flushers.append(Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice))
+        return bindings
+
+    def _open_workers(self, books: Books, fetcher: CurlFetcher | None, extraction: Extraction | None, hooks: HookRunner | None) -> None:
+        c = self.config
+        limited = c.pace.rate != float("inf")
+        options = Options(
+            concurrency=c.fetch.concurrency, window=c.fetch.prefetch, byte_budget=c.fetch.bytes, extract_group=c.extract.group, lease=c.lease, grace=c.grace,
+            per_key=max(1, int(c.pace.rate * 2)) if limited else None,
+        )  # fmt: skip
+        policies = retry.table(base=c.retry.base, cap=c.retry.max, budget=c.retry.budget)
+
+        def on_records() -> None:
+            for f in self.flushers:
+                f.wake()
+            if hooks is not None:
+                hooks.wake()
+
+        for first, last in chains(self.roles):
+            fetch = FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, robots=c.robots) if first == "fetch" and fetcher is not None else None
+            self.workers.append(
+                Worker(
+                    first=first, last=last, books=books, subscription=self.stores.broker.subscribe(ENTRY[first], "main", owner=self.id, lease=c.lease), fetch=fetch, extraction=extraction,
+                    signature=self.signature, policies=policies, options=options, clock=self.clock, rng=self.stores.context.rng, signals=self.signals, paused=self.paused, on_records=on_records,
+                )
+            )  # fmt: skip
+
+    def signature(self, url: str) -> str:
+        found = self._signature_cache.get(url)
+        if found is None:
+            if len(self._signature_cache) > 50_000:
+                self._signature_cache.clear()
+            found = self._signature_cache[url] = self.pipeline.signature(url)
+        return found
+
+    def paused(self) -> str | None:
+        """Why nothing new is taken on: a sink of ours is down or too far behind."""
+        for f in self.flushers:
+            if f.down:
+                return f"sink {f.sink.name} is down: {f.down}"
+        return "a sink is too far behind" if self._backlog > self.config.sink.max_backlog else None
+
+    async def _upkeep(self) -> None:
+        """Small chores: the view of blocked hosts ten times a second, dead workers and delays every second, retention every minute."""
+        beats = 0
+        while True:
+            await self.clock.sleep(0.1)
+            beats += 1
+            try:
+                await self.stores.claims.refresh()
+                if beats % 10 == 0:
+                    for worker in await self.stores.books.reclaim(self.stores.workers_directory):
+                        log.warning("worker %s is gone; its work was taken back", worker)
+                    await self.stores.books.tick()
+                    self._backlog = max([await f.outbox.backlog(f.sink.name) for f in self.flushers], default=0)
+                if beats % int(UPKEEP * 10) == 0:
+                    await self._retention()
+            except StoreUnavailable as e:
+                log.error("%s", e.message)
+                await self.clock.sleep(1.0)
+
+    async def _retention(self) -> None:
+        await retain(self.stores, pages_keep=self.config.pages.keep, pages_bytes=self.config.pages.max_bytes, history_keep=self.config.history.keep)
+
+    def _notice(self, text: str) -> None:
+        log.warning("%s", text)
+        self.notices.append(text)
+
+
+def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:
+    """For each stage we run: from its topic as far as we run without a gap. A later stage's own topic is read too, for work that split processes left there."""
+    found: list[tuple[Stage, Stage]] = []
+    for i, first in enumerate(STAGES):
+        if first in roles:
+            last = i
+            while last + 1 < len(STAGES) and STAGES[last + 1] in roles:
+                last += 1
+            found.append((first, STAGES[last]))
+    return found
+
+
+def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, Any]]]:
+    """Checked, not opened. Two sinks on one target would tear each other's file."""
+    found: list[tuple[Sink, Mapping[str, Any]]] = []
+    for spec in pipeline.sinks:
+        options = dict(spec.options)
+        only = options.pop("only", ())
+        sink: Sink = adapter("sinks", spec.url)(spec.url, options, base)
+        if any(sink.name == other.name for other, _ in found):
+            raise ConfigError(f"two sinks write to {sink.name}", hint="give each its own file")
+        found.append((sink, {"only": (only,) if isinstance(only, str) else tuple(only)}))
+    return found
+
+
+def _table_writer(sink: SqliteSink) -> Callable[[Any, Sequence[tuple[str, bytes, int]]], None]:
+    def write(tx: Any, rows: Sequence[tuple[str, bytes, int]]) -> None:
+        sink.write_in(tx.cursor(), [Row(0, key, body, order) for key, body, order in rows])
+
+    return write
+
+
+async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int | None, history_keep: float | None) -> tuple[int, int]:
+    """Retention of pages, history and ended events. (pages removed, bytes freed)."""
+    now = stores.clock.now()
+
+    def work(tx: Any) -> tuple[int, int]:
+        def needed(pages: Sequence[str]) -> set[str]:
+            packed = msgspec.json.encode(list(pages)).decode()
+            query = "SELECT DISTINCT page FROM event WHERE status IN ('pending','delayed','in_flight','writing','dead') AND page IN (SELECT value FROM json_each(?))"
+            return {page for (page,) in tx.execute(query, (packed,))}
+
+        stores.pages.sweep_in(tx)
+        removed: tuple[int, int] = stores.pages.prune_in(tx, older_than=None if pages_keep is None else now - pages_keep, max_bytes=pages_bytes, keep=needed)
+        return removed
+
+    removed = await stores.db.write(work)
+    await stores.db.write(lambda tx: stores.broker.prune_in(tx))
+    if history_keep is not None:
+        await stores.db.write(lambda tx: stores.ledger.prune_in(tx, now - history_keep))
+    await stores.db.write(lambda tx: stores.claims.prune_in(tx, now - 2 * 86400))
+    return removed

@@ -1,0 +1,395 @@
+"""The order of writes: what becomes true together when an event is accepted, admitted, begun, concluded or redriven, for a broker and a ledger that share a store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from penstock import locks
+from penstock.errors import BadEnvelope
+from penstock.model import Ack, Dead, Event, Link, Outcome, Release, Retry, child_id, decode_event, encode_event, mint
+from penstock.ports import Accepted, Admitted, Delivery, End, Out, Published, Store
+from penstock.rules import breaker, freshness
+from penstock.rules.fingerprint import fingerprint
+from penstock.rules.identity import BadUrl, canonical_url, host_key, url_key
+
+PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
+HOLD_BEYOND = 0.05
+
+
+class SinkBinding(msgspec.Struct, frozen=True):
+    """How records reach one sink: through its outbox, or by `write` inside the transaction when its table lies in the same file."""
+
+    name: str
+    only: tuple[str, ...] = ()  # extractors; () is all
+    write: Callable[[Any, Sequence[tuple[str, bytes, int]]], None] | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    group: str = "main"
+    max_pending: int = 10_000_000
+    window: float = 60.0
+    settle: float = 2.0
+    drop: bool = False
+    follow_window: float = 24 * 3600.0
+    follow_depth: int = 10
+    follow_same_domain: bool = True
+    emit_unchanged: bool = False
+    hooks: bool = False
+    sinks: tuple[SinkBinding, ...] = ()
+    host_by: Literal["host", "domain"] = "host"
+    breaker: breaker.Limits = breaker.Limits()
+
+
+class Books:
+    """One transaction per call. Needs a broker, ledger, outbox, claims and pages whose `_in` methods take the store's transaction."""
+
+    def __init__(self, store: Store, *, broker: Any, ledger: Any, outbox: Any, claims: Any, pages: Any, settings: Settings, worker: str, clock: Any) -> None:
+        self.store, self.broker, self.ledger, self.outbox, self.claims, self.pages = store, broker, ledger, outbox, claims, pages
+        self.settings, self.worker, self.clock = settings, worker, clock
+
+    # -- intake ------------------------------------------------------------------------------------------------------------
+
+    async def accept(self, events: Sequence[Event], *, cursor: tuple[str, bytes | None] | None = None) -> list[Accepted]:
+        """Durable when it returns. The cursor moves in the same transaction, and only if nothing was refused as full."""
+        answers = await self.store.write(lambda tx: self._accept(tx, events, cursor))
+        self.broker.wake(e.topic for e in events)
+        return answers
+
+    def _accept(self, tx: Any, events: Sequence[Event], cursor: tuple[str, bytes | None] | None) -> list[Accepted]:
+        now = self.clock.now()
+        room = {topic: self.settings.max_pending - self.ledger.pending_in(tx, topic) for topic in {e.topic for e in events}}
+        answers: list[Accepted] = []
+        fresh: dict[str, Event] = {}
+        for e in events:
+            if e.id in fresh or self.ledger.knows_in(tx, e.id):
+                answers.append(Accepted.KNOWN)
+            elif room[e.topic] <= 0:
+                answers.append(Accepted.FULL)
+            else:
+                room[e.topic] -= 1
+                fresh[e.id] = e
+                answers.append(Accepted.NEW)
+        self._enter(tx, list(fresh.values()), now)
+        if cursor is not None and Accepted.FULL not in answers:
+            self.ledger.move_cursor_in(tx, *cursor, now)
+        return answers
+
+    def _enter(self, tx: Any, events: Sequence[Event], now: float) -> None:
+        stamped = [msgspec.structs.replace(e, accepted_at=round(now, 3)) for e in events]
+        outs = [Out(topic=e.topic, id=e.id, key=e.key, body=encode_event(e), priority=e.priority) for e in stamped]
+        placed = self.broker.place_in(tx, outs)
+        assert all(answer is Published.OK for answer, _ in placed), "the bound is kept here, not by the broker's own depth"
+        self.ledger.enter_in(tx, [(e, out.body, position) for e, out, (_, position) in zip(stamped, outs, placed, strict=True)], now)
+
+    # -- a delivery arrives --------------------------------------------------------------------------------------------------
+
+    async def admit(self, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], *, fetches: bool) -> list[Admitted]:
+        """Dedup, freshness, the slot. What is a duplicate, delayed or long ended is settled here and now; `fetches=False` (pages, records) skips both."""
+        return await self.store.write(lambda tx: self._admit(tx, deliveries, fetches), durable=False)
+
+    def _admit(self, tx: Any, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], fetches: bool) -> list[Admitted]:
+        now = self.clock.now()
+        answers: list[Admitted] = []
+        settles: list[tuple[Delivery, Outcome]] = []
+        wants: Counter[str] = Counter()
+        for d, e in deliveries:
+            outcome: Outcome | None = None
+            admitted = Admitted(verdict="settled")
+            if isinstance(e, BadEnvelope):
+                outcome = self._unreadable(tx, d, e, now)
+            else:
+                standing = self.ledger.standing_in(tx, e.id)
+                if standing is None:  # published past intake: taken into the books on arrival
+                    self.ledger.enter_in(tx, [(e, d.body, d.position)], now)
+                    standing = self.ledger.standing_in(tx, e.id)
+                if standing.status in ("success", "dead", "duplicate"):
+                    outcome = Ack()
+                else:
+                    outcome = None if not fetches or standing.page or e.force else self._freshness(tx, e, standing, now)
+                    if outcome is None:
+                        asks = fetches and not standing.page
+                        wants[e.key] += asks
+                        admitted = Admitted(
+                            verdict="go", slot=-1.0 if asks else 0.0, starts=standing.starts, attempts=standing.attempts, crashes=standing.crashes, page=standing.page,
+                            page_meta=standing.page_meta or b"", baseline=None if e.force or not asks else self.outbox.baseline_in(tx, url_key(e.url)),
+                        )  # fmt: skip
+            if outcome is not None:
+                settles.append((d, outcome))
+            answers.append(admitted)
+        if +wants:
+            answers = self._slots(tx, deliveries, answers, +wants, settles, now)
+        if settles:
+            self.broker.settle_in(tx, settles)
+        return answers
+
+    def _unreadable(self, tx: Any, d: Delivery, e: BadEnvelope, now: float) -> Outcome:
+        """Bytes that are no event: kept as a dead letter, never acked away and never stuck."""
+        self.ledger.letter_in(
+            tx, event_id=mint("envelope", d.topic, str(d.position)), topic=d.topic, url="", host=d.key, now=now, stage="intake", kind="permanent", reason=e.message,
+            fingerprint=fingerprint("intake", "permanent", e.message), detail="", envelope=d.body, headers=msgspec.json.encode(d.headers).decode(),
+        )  # fmt: skip
+        self.ledger.count_in(tx, d.topic, {"unreadable": 1})
+        return Dead(e.message)
+
+    def _freshness(self, tx: Any, e: Event, standing: Any, now: float) -> Outcome | None:
+        s = self.settings
+        key = url_key(e.url)
+        claim = self.claims.claim_in(tx, key)
+        window = e.window if e.window is not None else s.follow_window if e.parent else s.window
+        drop = (s.drop or e.parent is not None) if e.window_mode is None else e.window_mode == "drop"
+        match freshness.decide(claim, e.id, accepted=e.accepted_at, now=now, window=window, settle=s.settle, drop=drop):
+            case freshness.Take():
+                if claim is None or claim.owner != e.id:
+                    self.claims.take_in(tx, key, e.id, now)
+                return None
+            case freshness.Duplicate(of=of):
+                self.ledger.duplicate_in(tx, e, standing, of, now)
+                return Ack()
+            case freshness.Delay(until=until, becomes_next=becomes_next):
+                if becomes_next:
+                    self.claims.next_in(tx, key, e.id)
+                self.ledger.delay_in(tx, e, standing, until, "fetched less than its window ago", now)
+                return Retry(until - now, "window")
+
+    def _slots(self, tx: Any, deliveries: Sequence[tuple[Delivery, Any]], answers: list[Admitted], wants: Counter[str], settles: list[tuple[Delivery, Outcome]], now: float) -> list[Admitted]:
+        slots = {host: iter(times) for host, times in self.claims.reserve_in(tx, wants).items()}
+        holds: dict[tuple[str, str], dict[str, float]] = {}
+        placed = []
+        for (d, e), a in zip(deliveries, answers, strict=True):
+            if a.slot >= 0:
+                placed.append(a)
+                continue
+            slot = next(slots[e.key])
+            if slot > now + HOLD_BEYOND:
+                holds.setdefault((d.topic, d.group), {})[d.key] = slot
+            if slot > now + PARK_BEYOND:
+                self.ledger.delay_in(tx, e, self.ledger.standing_in(tx, e.id), slot, f"waiting for a slot of {e.key}", now)
+                settles.append((d, Retry(slot - now, "slot")))
+                a = Admitted(verdict="settled")
+            else:
+                a = msgspec.structs.replace(a, slot=slot)
+            placed.append(a)
+        for (topic, group), until in holds.items():
+            self.broker.hold_in(tx, topic, group, until)
+        return placed
+
+    # -- a handler starts ----------------------------------------------------------------------------------------------------
+
+    async def begin(self, events: Sequence[Event], *, fetches: Sequence[bool], writing: bool = False) -> list[int | None]:
+        """Counted before the work. The fence of each, or None where it ended meanwhile."""
+        return await self.store.write(lambda tx: self._begin(tx, events, fetches, writing), durable=False)
+
+    def _begin(self, tx: Any, events: Sequence[Event], fetches: Sequence[bool], writing: bool) -> list[int | None]:
+        now = self.clock.now()
+        fences: list[int | None] = self.ledger.begin_in(tx, events, self.worker, now, status="writing" if writing else "in_flight")
+        asking = [(url_key(e.url), e.id) for e, fence, asks in zip(events, fences, fetches, strict=True) if fence is not None and asks and not e.force]
+        self.claims.began_in(tx, asking, now)
+        return fences
+
+    # -- a handler ends --------------------------------------------------------------------------------------------------------
+
+    async def conclude(self, ends: Sequence[End], bodies: Sequence[tuple[str, bytes]] = ()) -> list[bool]:
+        """Everything that follows from these ends, in one transaction. False: the fence was old, that end changed nothing."""
+        staged = self.pages.stage(bodies)
+        try:
+            answers = await self.store.write(lambda tx: self._conclude(tx, ends, staged))
+        except BaseException:
+            self.pages.forget(staged)
+            raise
+        self.broker.wake({o.topic for end in ends for o in end.publish} | {end.event.topic for end in ends if end.links or end.outcome in ("dead", "release")})
+        return answers
+
+    def _conclude(self, tx: Any, ends: Sequence[End], staged: Any) -> list[bool]:
+        now = self.clock.now()
+        self.pages.index_in(tx, staged)
+        answers: list[bool] = []
+        delta: dict[str, Counter[str]] = {}
+        settles: list[tuple[Delivery, Outcome]] = []
+        done: list[tuple[bytes, str]] = []
+        baselines: list[tuple[bytes, Any, int]] = []
+        lines: dict[str, list[tuple[str, bytes, int]]] = {}
+        for end in ends:
+            e, key = end.event, url_key(end.event.url)
+            count = delta.setdefault(e.topic, Counter())
+            outcome: Outcome = Ack()
+            match end.outcome:
+                case "success":
+                    n = self.ledger.succeed_in(tx, end, now)
+                    if n is not None:
+                        done.append((key, e.id))
+                        if end.baseline is not None:
+                            baselines.append((key, end.baseline, n))
+                        self._emit(tx, end, n, key, lines, count)
+                        if end.links:
+                            self._follow(tx, e, end.links, now, count)
+                        count["success"] += 1
+                        if end.reason:
+                            count[end.reason] += 1
+                case "dead":
+                    n = self.ledger.bury_in(tx, end, now, envelope=end.delivery.body, headers=msgspec.json.encode(end.delivery.headers).decode())
+                    outcome = Dead(end.reason)
+                    if n is not None:
+                        count["dead"] += 1
+                        self._promote(tx, e, key, now)
+                case "retry" | "park":
+                    n = self.ledger.put_off_in(tx, end, now, status="delayed")
+                    outcome = Retry(max(0.0, end.until - now), end.reason)
+                    if n is not None:
+                        count["delayed"] += 1
+                        if end.meta is None:
+                            self.claims.waiting_in(tx, key, e.id)
+                case "release":
+                    n = self.ledger.put_off_in(tx, end, now, status="pending")
+                    outcome = Release()
+                    count["pending"] += n is not None
+                case "handover":
+                    n = self.ledger.put_off_in(tx, end, now, status="pending")
+                    count["pending"] += n is not None
+                case "writing":
+                    n = 1 if self.ledger.writing_in(tx, end, now) else None
+                    count["writing"] += n is not None
+            answers.append(n is not None)
+            if n is not None:
+                count["writing" if end.was_writing else "in_flight"] -= 1
+                if end.publish:
+                    self.broker.publish_in(tx, end.publish)
+            settles.append((end.delivery, outcome))
+        self.claims.ended_in(tx, done)
+        self.outbox.move_baselines_in(tx, baselines)
+        for sink, rows in lines.items():
+            self.outbox.put_in(tx, sink, rows)
+        for topic, count in delta.items():
+            self.ledger.count_in(tx, topic, dict(count))
+            if count["success"] or count["dead"]:
+                self.ledger.tally_in(tx, topic, count["success"] + count["dead"], count["dead"], now)
+            if count["dead"]:
+                self._trip(tx, topic, now)
+        self.broker.settle_in(tx, settles)
+        return answers
+
+    def _emit(self, tx: Any, end: End, n: int, key: bytes, lines: dict[str, list[tuple[str, bytes, int]]], count: Counter[str]) -> None:
+        if not end.records:
+            return
+        fetched_at = end.meta.fetched_at if end.meta else 0.0
+        out, unchanged, changed = self.outbox.emit_in(
+            tx, end.event, n, key, end.records, fetched_at, emit_unchanged=self.settings.emit_unchanged, hooks=self.settings.hooks
+        )
+        count["records"] += len(out)
+        count["records_unchanged"] += unchanged
+        count["changes"] += changed
+        for binding in self.settings.sinks:
+            rows = [(k, line, n) for extractor, k, line in out if not binding.only or extractor in binding.only]
+            if not rows:
+                continue
+            if binding.write is not None:
+                binding.write(tx, rows)
+            else:
+                lines.setdefault(binding.name, []).extend(rows)
+
+    def _follow(self, tx: Any, parent: Event, links: Sequence[Link], now: float, count: Counter[str]) -> None:
+        """Children are accepted before their parent's success, in its transaction; one inside its window is counted, not accepted."""
+        s = self.settings
+        home = host_key(parent.url, by="domain") if s.follow_same_domain else None
+        children = []
+        for link in links:
+            try:
+                url = canonical_url(link.url)
+            except BadUrl:
+                count["followed_bad"] += 1
+                continue
+            key = url_key(url)
+            if parent.depth + 1 > s.follow_depth:
+                count["followed_too_deep"] += 1
+            elif home is not None and host_key(url, by="domain") != home:
+                count["followed_offsite"] += 1
+            elif not self.ledger.first_in_trace_in(tx, parent.trace, key, now):
+                count["followed_seen"] += 1
+            elif url == parent.url or self.claims.is_fresh_in(tx, key, now - (link.window or s.follow_window)) or self.ledger.has_open_in(tx, key):
+                count["followed_fresh"] += 1
+            else:
+                child = Event(
+                    id=child_id(parent.id, link.extractor, url), url=url, key=host_key(url, by=s.host_by), topic=parent.topic, source=f"follow:{link.extractor}", trace=parent.trace, cause=parent.id,
+                    route=link.route or parent.route, priority=link.priority, depth=parent.depth + 1, parent=parent.id, window=link.window,
+                )  # fmt: skip
+                if not self.ledger.knows_in(tx, child.id):
+                    children.append(child)
+                    count["followed"] += 1
+        self._enter(tx, children, now)
+
+    def _promote(self, tx: Any, dead: Event, key: bytes, now: float) -> None:
+        """The owner died: its oldest duplicate gets its chance, once, with a budget of its own."""
+        self.claims.drop_in(tx, key, dead.id)
+        row = self.ledger.eldest_duplicate_in(tx, dead.id)
+        if row is None:
+            return
+        n, _, envelope = row
+        self._republish(tx, n, decode_event(envelope), "duplicate", f"promoted: {dead.id} died", now, promoted=True)
+
+    def _republish(self, tx: Any, n: int, event: Event, was: str, reason: str, now: float, *, promoted: bool = False) -> None:
+        body = encode_event(event)
+        ((_, position),) = self.broker.place_in(tx, [Out(topic=event.topic, id=event.id, key=event.key, body=body, priority=event.priority)])
+        self.ledger.reopen_in(tx, n, event.topic, was, reason, now, promoted=promoted, envelope=body, position=position)
+
+    def _trip(self, tx: Any, topic: str, now: float) -> None:
+        limits = self.settings.breaker
+        ended, dead = self.ledger.recent_in(tx, topic, limits.window, now)
+        if breaker.judge(limits, ended, dead) == "open":
+            self.broker.pause_in(tx, topic, f"breaker: {dead} of {ended} events ended dead within {limits.window:g} s")
+
+    # -- dead letters ----------------------------------------------------------------------------------------------------------
+
+    async def redrive(self, ids: Sequence[str], change: Callable[[Event], Event] = lambda e: e) -> int:
+        """Dead letters go back to work with a new budget: published and removed in one transaction. Returns how many."""
+        n = await self.store.write(lambda tx: self._redrive(tx, ids, change))
+        self.broker.wake(["requests"])
+        return n
+
+    def _redrive(self, tx: Any, ids: Sequence[str], change: Callable[[Event], Event]) -> int:
+        now = self.clock.now()
+        n = 0
+        for id_ in ids:
+            letter = tx.execute("SELECT envelope FROM dead WHERE event=?", (id_,)).get
+            row = tx.execute("SELECT n FROM event WHERE id=? AND status='dead'", (id_,)).get
+            if letter is None or row is None:
+                continue
+            event = change(decode_event(letter))
+            tx.execute("DELETE FROM dead WHERE event=?", (id_,))
+            self._republish(tx, row, event, "dead", "redriven", now)
+            n += 1
+        return n
+
+    async def drop(self, ids: Sequence[str]) -> int:
+        """Forget letters; their events stay dead in the books."""
+
+        def work(tx: Any) -> int:
+            gone = 0
+            for id_ in ids:
+                tx.execute("DELETE FROM dead WHERE event=?", (id_,))
+                gone += tx.changes()
+            return gone
+
+        return await self.store.write(work)
+
+    # -- upkeep ------------------------------------------------------------------------------------------------------------------
+
+    async def reclaim(self, directory: Path) -> list[str]:
+        """Workers of this machine that are known to be gone: their leases end at once, not after the lease."""
+        gone = locks.dead_workers(directory)
+        for worker in gone:
+            await self.store.write(lambda tx, worker=worker: (self.broker.reclaim_in(tx, worker), self.ledger.lost_in(tx, worker, self.clock.now())))
+            locks.forget_worker(directory, worker)
+        if gone:
+            self.broker.wake(["requests", "pages", "records"])
+        return gone
+
+    async def tick(self) -> None:
+        """Once a second: delays that ended are pending again in the books."""
+        now = self.clock.now()
+        if await self.store.read(lambda tx: tx.execute("SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)).get):
+            await self.store.write(lambda tx: self.ledger.due_in(tx, now), durable=False)
+

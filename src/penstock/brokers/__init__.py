@@ -1,0 +1,1 @@
+"""Brokers: one adapter, one module."""

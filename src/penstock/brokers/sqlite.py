@@ -1,0 +1,448 @@
+"""The embedded broker: topics, groups, leases with fencing, delays, priorities and fairness between keys, in one SQLite file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from penstock.model import Ack, Dead, Outcome, Release, Retry
+from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
+from penstock.stores.context import Context
+from penstock.stores.sqlite import Database, Tx
+
+SCHEMA = """
+CREATE TABLE topic(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, ordered INTEGER NOT NULL, max_depth INTEGER, retention REAL NOT NULL, paused TEXT);
+CREATE TABLE grp(id INTEGER PRIMARY KEY, topic INTEGER NOT NULL, name TEXT NOT NULL, ready INTEGER NOT NULL DEFAULT 0, leased INTEGER NOT NULL DEFAULT 0,
+  delayed INTEGER NOT NULL DEFAULT 0, UNIQUE(topic, name));
+-- AUTOINCREMENT: a reused number would let a late settle remove another message.
+CREATE TABLE message(seq INTEGER PRIMARY KEY AUTOINCREMENT, topic INTEGER NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, prio INTEGER NOT NULL, headers TEXT, body BLOB NOT NULL, at REAL NOT NULL);
+CREATE TABLE queue(grp INTEGER NOT NULL, seq INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, state INTEGER NOT NULL, at REAL NOT NULL DEFAULT 0, owner TEXT, token INTEGER NOT NULL DEFAULT 0,
+  deliveries INTEGER NOT NULL DEFAULT 0, PRIMARY KEY(grp, seq)) WITHOUT ROWID;
+CREATE INDEX queue_ready ON queue(grp, prio, key, seq) WHERE state=0;
+CREATE INDEX queue_timed ON queue(grp, state, at) WHERE state>0;
+-- One row per key with work: the claim picks keys, then their oldest messages, so its cost does not depend on depth.
+CREATE TABLE keyq(grp INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, ready INTEGER NOT NULL, next_at REAL NOT NULL, PRIMARY KEY(grp, prio, key)) WITHOUT ROWID;
+CREATE INDEX keyq_next ON keyq(grp, prio, next_at) WHERE ready>0;
+CREATE TABLE token(n INTEGER NOT NULL);
+INSERT INTO token VALUES(0);
+"""
+READY, LEASED, DELAYED = 0, 1, 2
+WEIGHTS = {0: 16, 1: 4, 2: 1}  # high, normal, low: of 21 places in a full batch
+ONE_CLASS = 1  # ordered topics have one: a class of its own would let a key overtake itself
+NEVER = 1e18  # an ordered key while one of its events is out
+POLL = 0.1  # other processes are noticed by asking; our own publishes wake us at once
+CAPS = Capabilities(
+    order_per_key="native", strict_priority="none", delay="native", replay=True, bounded=True, counts_deliveries=True, hold_keys=True, exact_stats=True, transactional=True,
+)  # fmt: skip
+
+
+class _Group(msgspec.Struct, frozen=True):
+    id: int
+    topic: int
+    ordered: bool
+
+
+class SqliteBroker:
+    """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the books')."""
+
+    caps = CAPS
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self.db, self.clock = db, clock
+        self._wakes: dict[str, list[asyncio.Event]] = defaultdict(list)
+        self._groups: dict[tuple[str, str], _Group] = {}
+        self._topics: dict[str, int] = {}
+        db.part("broker", 1, SCHEMA)
+
+    # -- topology --------------------------------------------------------------------------------------------------------
+
+    async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
+        return await self.db.write(lambda tx: self.ensure_in(tx, topology))
+
+    def ensure_in(self, tx: Tx, topology: Sequence[TopicSpec]) -> list[str]:
+        drift = []
+        for t in topology:
+            found = tx.execute("SELECT id, ordered, max_depth FROM topic WHERE name=?", (t.name,)).get
+            if found is None:
+                tx.execute("INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,?,?,?)", (t.name, t.ordered, t.max_depth, t.retention))
+                found = (tx.last_insert_rowid(), t.ordered, t.max_depth)
+            if bool(found[1]) != t.ordered:
+                drift.append(f"topic {t.name}: ordered is {bool(found[1])} in the store and {t.ordered} in the configuration; purge it to change that")
+            tx.execute("UPDATE topic SET max_depth=?, retention=? WHERE id=?", (t.max_depth, t.retention, found[0]))
+            for g in t.groups:
+                tx.execute("INSERT OR IGNORE INTO grp(topic, name) VALUES(?,?)", (found[0], g))
+        self._topics.clear()
+        self._groups.clear()
+        return drift
+
+    def _topic(self, tx: Tx, name: str) -> int:
+        """Remembered only when it was there before this transaction, which may yet be rolled back."""
+        known = self._topics.get(name)
+        if known is None:
+            known = tx.execute("SELECT id FROM topic WHERE name=?", (name,)).get
+            if known is None:
+                tx.execute("INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,0,NULL,86400)", (name,))
+                return tx.last_insert_rowid()
+            self._topics[name] = known
+        return known
+
+    def _group(self, tx: Tx, topic: str, group: str) -> _Group:
+        known = self._groups.get((topic, group))
+        if known is None:
+            t = self._topic(tx, topic)
+            row = tx.execute("SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.topic=? AND g.name=?", (t, group)).get
+            if row is None:
+                tx.execute("INSERT INTO grp(topic, name) VALUES(?,?)", (t, group))
+                return _Group(tx.last_insert_rowid(), t, bool(tx.execute("SELECT ordered FROM topic WHERE id=?", (t,)).get))
+            known = self._groups[topic, group] = _Group(row[0], t, bool(row[1]))
+        return known
+
+    # -- publishing ------------------------------------------------------------------------------------------------------
+
+    async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
+        answers = await self.db.write(lambda tx: self.publish_in(tx, batch))
+        self.wake(m.topic for m in batch)
+        return answers
+
+    def publish_in(self, tx: Tx, batch: Sequence[Out]) -> list[Published]:
+        return [answer for answer, _ in self.place_in(tx, batch)]
+
+    def place_in(self, tx: Tx, batch: Sequence[Out]) -> list[tuple[Published, int]]:
+        """As publish, with the position each message got."""
+        answers: list[tuple[Published, int]] = []
+        now = self.clock.now()
+        topics: dict[str, tuple[int, list[tuple[int, bool]], int | None]] = {}
+        added: dict[int, list[int]] = {}
+        keys: dict[tuple[int, int, str], int] = defaultdict(int)
+        for m in batch:
+            if m.topic not in topics:
+                t = self._topic(tx, m.topic)
+                limit, ordered = tx.execute("SELECT max_depth, ordered FROM topic WHERE id=?", (t,)).get
+                groups = [(g, bool(ordered)) for (g,) in tx.execute("SELECT id FROM grp WHERE topic=?", (t,))]
+                room = None if limit is None else limit - (tx.execute("SELECT max(ready+leased+delayed) FROM grp WHERE topic=?", (t,)).get or 0)
+                topics[m.topic] = (t, groups, room)
+            t, groups, room = topics[m.topic]
+            if room is not None:
+                if room <= 0:
+                    answers.append((Published.FULL, 0))
+                    continue
+                topics[m.topic] = (t, groups, room - 1)
+            headers = msgspec.json.encode(m.headers).decode() if m.headers else None
+            tx.execute("INSERT INTO message(topic, id, key, prio, headers, body, at) VALUES(?,?,?,?,?,?,?)", (t, m.id, m.key, m.priority, headers, m.body, now))
+            seq = tx.last_insert_rowid()
+            later = m.not_before > now
+            for g, ordered in groups:
+                prio = ONE_CLASS if ordered else m.priority
+                tx.execute("INSERT INTO queue(grp, seq, prio, key, state, at) VALUES(?,?,?,?,?,?)", (g, seq, prio, m.key, DELAYED if later else READY, m.not_before if later else 0.0))
+                counts = added.setdefault(g, [0, 0])
+                counts[later] += 1
+                if not later:
+                    keys[g, prio, m.key] += 1
+            answers.append((Published.OK, seq))
+        for g, (ready, delayed) in added.items():
+            tx.execute("UPDATE grp SET ready=ready+?, delayed=delayed+? WHERE id=?", (ready, delayed, g))
+        self._add_ready(tx, keys)
+        return answers
+
+    def _add_ready(self, tx: Tx, keys: Mapping[tuple[int, int, str], int]) -> None:
+        if keys:
+            tx.executemany(
+                "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,?,0) ON CONFLICT DO UPDATE SET ready=ready+excluded.ready",
+                [(g, p, k, n) for (g, p, k), n in keys.items()],
+            )
+
+    def wake(self, topics: Iterable[str]) -> None:
+        """Tell our own waiting receivers; others find out by asking."""
+        for topic in set(topics):
+            for event in self._wakes.get(topic, ()):
+                event.set()
+
+    # -- receiving -------------------------------------------------------------------------------------------------------
+
+    def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
+        return SqliteSubscription(self, topic, group, owner, lease)
+
+    def has_work(self, tx: Tx, topic: str, group: str) -> bool:
+        """Is there anything to hand out now? Read only, O(log n)."""
+        g = self._groups.get((topic, group))
+        if g is None:
+            return True
+        now = self.clock.now()
+        found = tx.execute(
+            """SELECT (SELECT paused FROM topic WHERE id=?) IS NULL AND (
+                 EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=0 AND ready>0 AND next_at<=?3) OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=1 AND ready>0 AND next_at<=?3)
+              OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=2 AND ready>0 AND next_at<=?3)
+              OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=1 AND at<=?3) OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=2 AND at<=?3))""",
+            (g.topic, g.id, now),
+        ).get
+        return bool(found)
+
+    def receive_in(self, tx: Tx, topic: str, group: str, limit: int, *, owner: str, lease: float, per_key: int | None = None) -> list[Delivery]:
+        g = self._group(tx, topic, group)
+        if tx.execute("SELECT paused FROM topic WHERE id=?", (g.topic,)).get is not None:
+            return []
+        now = self.clock.now()
+        self._bring_back(tx, g, now)
+        per_key = 1 if g.ordered else per_key or limit
+        picked: list[tuple[int, int, str, int, str, str | None, bytes]] = []
+        taken: dict[tuple[int, str], int] = defaultdict(int)
+        total = sum(WEIGHTS.values())
+        left = limit
+        for share in (True, False):  # first each class its part, then whoever still has work fills the batch
+            for prio in WEIGHTS:
+                if left <= 0:
+                    break
+                quota = min(left, -(-limit * WEIGHTS[prio] // total)) if share else left
+                got = self._pick(tx, g.id, prio, quota, per_key, now, taken, picked)
+                left -= got
+        if not picked:
+            return []
+        token = tx.execute("UPDATE token SET n=n+1 RETURNING n").get
+        until = now + lease
+        tx.executemany(
+            "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq=?",
+            [(until, owner, token, g.id, p[0]) for p in picked],
+        )
+        tx.executemany(
+            "UPDATE keyq SET ready=ready-?, next_at=? WHERE grp=? AND prio=? AND key=?",
+            [(n, NEVER if g.ordered else now, g.id, prio, key) for (prio, key), n in taken.items()],
+        )
+        tx.execute("UPDATE grp SET ready=ready-?1, leased=leased+?1 WHERE id=?2", (len(picked), g.id))
+        return [
+            Delivery(topic=topic, group=group, id=id_, key=key, body=body, headers=msgspec.json.decode(headers) if headers else {}, position=seq, token=token, deliveries=deliveries + 1)
+            for seq, deliveries, key, _, id_, headers, body in picked
+        ]
+
+    def _pick(
+        self, tx: Tx, g: int, prio: int, quota: int, per_key: int, now: float, taken: dict[tuple[int, str], int], picked: list[tuple[int, int, str, int, str, str | None, bytes]],
+    ) -> int:  # fmt: skip
+        """Round robin between keys by the time they were last served; a key's messages in order of publication."""
+        keys = tx.execute("SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?", (g, prio, now, quota)).fetchall()
+        got = 0
+        waiting = [(key, ready - taken.get((prio, key), 0)) for key, ready in keys]
+        while waiting and got < quota:
+            share = max(1, (quota - got) // len(waiting))
+            again = []
+            for key, ready in waiting:
+                have = taken.get((prio, key), 0)
+                n = min(share, per_key - have, ready, quota - got)
+                if n <= 0:
+                    continue
+                rows = tx.execute(
+                    "SELECT q.seq, q.deliveries, q.key, q.prio, m.id, m.headers, m.body FROM queue q JOIN message m ON m.seq=q.seq"
+                    " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 ORDER BY q.seq LIMIT ? OFFSET ?",
+                    (g, prio, key, n, have),
+                ).fetchall()
+                picked.extend(rows)
+                taken[prio, key] = have + len(rows)
+                got += len(rows)
+                if len(rows) == n and ready > n and have + n < per_key:
+                    again.append((key, ready - n))
+            waiting = again
+        return got
+
+    def _bring_back(self, tx: Tx, g: _Group, now: float) -> None:
+        """What is due: delays that ended and leases that ran out."""
+        for state, counter in ((DELAYED, "delayed"), (LEASED, "leased")):
+            rows = tx.execute("SELECT seq, prio, key FROM queue WHERE grp=? AND state=? AND at<=? ORDER BY at LIMIT 1000", (g.id, state, now)).fetchall()
+            if rows:
+                self._make_ready(tx, g, rows, counter)
+
+    def _make_ready(self, tx: Tx, g: _Group, rows: Sequence[tuple[int, int, str]], counter: str) -> None:
+        tx.executemany("UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp=? AND seq=?", [(g.id, seq) for seq, _, _ in rows])
+        keys: dict[tuple[int, int, str], int] = defaultdict(int)
+        for _, prio, key in rows:
+            keys[g.id, prio, key] += 1
+        self._add_ready(tx, keys)
+        if g.ordered:
+            self._unlock(tx, keys, 0.0)
+        tx.execute(f"UPDATE grp SET ready=ready+?1, {counter}={counter}-?1 WHERE id=?2", (len(rows), g.id))
+
+    def _unlock(self, tx: Tx, keys: Iterable[tuple[int, int, str]], at: float) -> None:
+        tx.executemany("UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=?", [(at, *k) for k in keys])
+
+    def hold_in(self, tx: Tx, topic: str, group: str, until: Mapping[str, float]) -> None:
+        g = self._group(tx, topic, group)
+        tx.executemany("UPDATE keyq SET next_at=max(next_at, ?) WHERE grp=? AND prio=? AND key=?", [(at, g.id, prio, key) for key, at in until.items() for prio in WEIGHTS])
+
+    def reclaim_in(self, tx: Tx, owner: str) -> int:
+        """A worker known to be gone: its leases end now."""
+        n = 0
+        for gid, topic, ordered in tx.execute("SELECT g.id, g.topic, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.leased>0").fetchall():
+            rows = tx.execute("SELECT seq, prio, key FROM queue WHERE grp=? AND state=1 AND owner=?", (gid, owner)).fetchall()
+            if rows:
+                self._make_ready(tx, _Group(gid, topic, bool(ordered)), rows, "leased")
+                n += len(rows)
+        return n
+
+    def owners_in(self, tx: Tx) -> set[str]:
+        """Who holds leases."""
+        return {o for (o,) in tx.execute("SELECT DISTINCT owner FROM queue WHERE state=1")}
+
+    # -- settling --------------------------------------------------------------------------------------------------------
+
+    def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
+        now = self.clock.now()
+        answers: list[bool] = []
+        gone: dict[_Group, list[int]] = {}  # ready, leased, delayed deltas
+        keys: dict[tuple[int, int, str], int] = defaultdict(int)
+        unlock: list[tuple[float, int, str]] = []
+        for d, outcome in items:
+            g = self._group(tx, d.topic, d.group)
+            match outcome:
+                case Ack() | Dead():
+                    tx.execute("DELETE FROM queue WHERE grp=? AND seq=? AND token=? AND state=1", (g.id, d.position, d.token))
+                    delta, at = (0, -1, 0), 0.0
+                case Retry(delay=delay):
+                    at = now + delay
+                    tx.execute("UPDATE queue SET state=2, at=?, owner=NULL, token=0 WHERE grp=? AND seq=? AND token=? AND state=1", (at, g.id, d.position, d.token))
+                    delta = (0, -1, 1)
+                case Release():
+                    at = 0.0
+                    tx.execute(
+                        "UPDATE queue SET state=0, at=0, owner=NULL, token=0, deliveries=deliveries-1 WHERE grp=? AND seq=? AND token=? AND state=1", (g.id, d.position, d.token)
+                    )
+                    delta = (1, -1, 0)
+            applied = tx.changes() == 1
+            answers.append(applied)
+            if not applied:
+                continue
+            sums = gone.setdefault(g, [0, 0, 0])
+            for i in range(3):
+                sums[i] += delta[i]
+            if isinstance(outcome, Release):
+                prio = tx.execute("SELECT prio FROM queue WHERE grp=? AND seq=?", (g.id, d.position)).get
+                keys[g.id, prio, d.key] += 1
+            if isinstance(outcome, Dead):
+                copy = Out(topic=d.topic + ".dead", id=d.id, key=d.key, body=d.body, headers={**d.headers, "penstock-reason": outcome.reason, "penstock-position": str(d.position)})
+                self.publish_in(tx, [copy])
+            if g.ordered:
+                unlock.append((at, g.id, d.key))
+        for g, (ready, leased, delayed) in gone.items():
+            tx.execute("UPDATE grp SET ready=ready+?, leased=leased+?, delayed=delayed+? WHERE id=?", (ready, leased, delayed, g.id))
+        self._add_ready(tx, keys)
+        for at, gid, key in unlock:
+            self._unlock(tx, [(gid, ONE_CLASS, key)], at)
+        return answers
+
+    # -- looking ---------------------------------------------------------------------------------------------------------
+
+    async def stats(self, topic: str, group: str) -> Stats:
+        return await self.db.read(lambda tx: self.stats_in(tx, topic, group))
+
+    def stats_in(self, tx: Tx, topic: str, group: str) -> Stats:
+        row = tx.execute("SELECT g.id, g.ready, g.delayed, g.leased FROM grp g JOIN topic t ON t.id=g.topic WHERE t.name=? AND g.name=?", (topic, group)).get
+        if row is None:
+            return Stats(ready=0, delayed=0, in_flight=0, dead=0, oldest_age=None, exact=True)
+        oldest = tx.execute("SELECT m.at FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? ORDER BY q.seq LIMIT 1", (row[0],)).get
+        dead = tx.execute("SELECT count(*) FROM message m JOIN topic t ON t.id=m.topic WHERE t.name=?", (topic + ".dead",)).get
+        age = None if oldest is None else max(0.0, self.clock.now() - oldest)
+        return Stats(ready=row[1], delayed=row[2], in_flight=row[3], dead=dead, oldest_age=age, exact=True)
+
+    def topics_in(self, tx: Tx) -> list[tuple[str, str, int, int, int, str | None]]:
+        """(topic, group, ready, leased, delayed, paused) for every group."""
+        return tx.execute("SELECT t.name, g.name, g.ready, g.leased, g.delayed, t.paused FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name").fetchall()
+
+    def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool:
+        """A reason pauses, None resumes. False: no such topic."""
+        tx.execute("UPDATE topic SET paused=? WHERE name=?", (reason, topic))
+        return tx.changes() == 1
+
+    # -- history ---------------------------------------------------------------------------------------------------------
+
+    async def replay(self, topic: str, group: str, *, since: float) -> int:
+        n = await self.db.write(lambda tx: self.replay_in(tx, topic, group, since))
+        self.wake([topic])
+        return n
+
+    def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int:
+        g = self._group(tx, topic, group)
+        prio = ONE_CLASS if g.ordered else None
+        rows = tx.execute(
+            "SELECT seq, coalesce(?, prio), key FROM message m WHERE topic=? AND at>=? AND NOT EXISTS(SELECT 1 FROM queue q WHERE q.grp=? AND q.seq=m.seq)", (prio, g.topic, since, g.id)
+        ).fetchall()
+        tx.executemany("INSERT INTO queue(grp, seq, prio, key, state) VALUES(?,?,?,?,0)", [(g.id, *r) for r in rows])
+        keys: dict[tuple[int, int, str], int] = defaultdict(int)
+        for _, p, key in rows:
+            keys[g.id, p, key] += 1
+        self._add_ready(tx, keys)
+        tx.execute("UPDATE grp SET ready=ready+? WHERE id=?", (len(rows), g.id))
+        return len(rows)
+
+    def prune_in(self, tx: Tx, limit: int = 2000) -> int:
+        """Forget history that every group has settled and retention has passed; a little at a time."""
+        n = 0
+        for topic, retention in tx.execute("SELECT id, retention FROM topic").fetchall():
+            rows = tx.execute(
+                "SELECT seq FROM message m WHERE topic=? AND at<? AND NOT EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=m.topic) ORDER BY seq LIMIT ?",
+                (topic, self.clock.now() - retention, limit),
+            ).fetchall()
+            tx.executemany("DELETE FROM message WHERE seq=?", rows)
+            n += len(rows)
+        tx.execute("DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq WHERE ready<=0 AND next_at<? LIMIT ?)", (self.clock.now() - 60, limit))
+        return n
+
+    async def close(self) -> None:
+        """The database belongs to whoever opened it."""
+
+
+class SqliteSubscription:
+    def __init__(self, broker: SqliteBroker, topic: str, group: str, owner: str, lease: float) -> None:
+        self.broker, self.topic, self.group, self.owner, self.lease = broker, topic, group, owner, lease
+        self._wake = asyncio.Event()
+        broker._wakes[topic].append(self._wake)
+
+    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+        b = self.broker
+        until = b.clock.now() + wait
+        while True:
+            self._wake.clear()
+            if await b.db.read(lambda tx: b.has_work(tx, self.topic, self.group)):
+                got = await b.db.write(
+                    lambda tx: b.receive_in(tx, self.topic, self.group, limit, owner=self.owner, lease=self.lease, per_key=per_key), durable=False
+                )
+                if got:
+                    return got
+            left = until - b.clock.now()
+            if left <= 0:
+                return []
+            await self._pause(min(left, POLL))
+
+    async def _pause(self, seconds: float) -> None:
+        nap = asyncio.ensure_future(self.broker.clock.sleep(seconds))
+        woken = asyncio.ensure_future(self._wake.wait())
+        try:
+            await asyncio.wait((nap, woken), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            nap.cancel()
+            woken.cancel()
+
+    async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
+        answers = await self.broker.db.write(lambda tx: self.broker.settle_in(tx, items))
+        self.broker.wake([self.topic])
+        return answers
+
+    async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
+        return await self.broker.db.write(lambda tx: self._extend(tx, deliveries, seconds), durable=False)
+
+    def _extend(self, tx: Tx, deliveries: Sequence[Delivery], seconds: float) -> list[bool]:
+        g = self.broker._group(tx, self.topic, self.group)
+        until = self.broker.clock.now() + seconds
+        answers = []
+        for d in deliveries:
+            tx.execute("UPDATE queue SET at=? WHERE grp=? AND seq=? AND token=? AND state=1", (until, g.id, d.position, d.token))
+            answers.append(tx.changes() == 1)
+        return answers
+
+    async def hold(self, until: Mapping[str, float]) -> None:
+        await self.broker.db.write(lambda tx: self.broker.hold_in(tx, self.topic, self.group, until), durable=False)
+
+    async def close(self) -> None:
+        self.broker._wakes[self.topic].remove(self._wake)
+
+
+def open_broker(url: str, context: Context) -> SqliteBroker:
+    return SqliteBroker(context.database(url), context.clock)

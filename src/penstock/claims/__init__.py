@@ -1,0 +1,1 @@
+"""Claims, pace and robots: what a fleet must agree on before it asks a host."""

@@ -1,0 +1,131 @@
+"""Claims on URLs, slots of hosts and robots.txt bodies, in the embedded SQLite file. The decisions are in rules/."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from penstock.ports import Clock
+from penstock.rules import pace
+from penstock.rules.freshness import Claim
+from penstock.stores.context import Context
+from penstock.stores.sqlite import Database, Tx
+
+SCHEMA = """
+CREATE TABLE claim(url_key BLOB PRIMARY KEY, owner TEXT NOT NULL, began REAL NOT NULL, ended INTEGER NOT NULL, next TEXT, touched REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX claim_touched ON claim(touched);
+CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL NOT NULL, slowed INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX host_slowed ON host(slowed) WHERE slowed=1;
+CREATE TABLE robots(origin TEXT PRIMARY KEY, body BLOB, status INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
+"""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(pace.HostState).decode
+
+
+class SqliteClaims:
+    """Implements ports.Pace and ports.RobotsCache; claims are taken inside the books' transaction (`_in`)."""
+
+    def __init__(self, db: Database, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
+        self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
+        self._slowed: dict[str, float] = {}  # hosts that throttled us, and until when they are blocked
+        db.part("claims", 1, SCHEMA)
+
+    # -- claims ------------------------------------------------------------------------------------------------------------
+
+    def claim_in(self, tx: Tx, url_key: bytes) -> Claim | None:
+        row = tx.execute("SELECT owner, began, ended, next FROM claim WHERE url_key=?", (url_key,)).get
+        return None if row is None else Claim(row[0], row[1], bool(row[2]), row[3])
+
+    def take_in(self, tx: Tx, url_key: bytes, owner: str, now: float) -> None:
+        tx.execute(
+            "INSERT INTO claim(url_key, owner, began, ended, next, touched) VALUES(?,?,0,0,NULL,?)"
+            " ON CONFLICT DO UPDATE SET owner=excluded.owner, began=0, ended=0, next=NULL, touched=excluded.touched WHERE owner<>excluded.owner",
+            (url_key, owner, now),
+        )
+
+    def next_in(self, tx: Tx, url_key: bytes, event_id: str) -> None:
+        tx.execute("UPDATE claim SET next=? WHERE url_key=?", (event_id, url_key))
+
+    def began_in(self, tx: Tx, items: Sequence[tuple[bytes, str]], now: float) -> None:
+        tx.executemany("UPDATE claim SET began=? WHERE url_key=? AND owner=?", [(now, k, owner) for k, owner in items])
+
+    def ended_in(self, tx: Tx, items: Sequence[tuple[bytes, str]]) -> None:
+        tx.executemany("UPDATE claim SET ended=1 WHERE url_key=? AND owner=?", items)
+
+    def waiting_in(self, tx: Tx, url_key: bytes, owner: str) -> None:
+        """The owner will ask again: until then every arrival is its duplicate."""
+        tx.execute("UPDATE claim SET began=0 WHERE url_key=? AND owner=?", (url_key, owner))
+
+    def drop_in(self, tx: Tx, url_key: bytes, owner: str) -> None:
+        tx.execute("DELETE FROM claim WHERE url_key=? AND owner=?", (url_key, owner))
+
+    def is_fresh_in(self, tx: Tx, url_key: bytes, since: float) -> bool:
+        """Claimed and not ended, or asked since then."""
+        return tx.execute("SELECT 1 FROM claim WHERE url_key=? AND (ended=0 OR began>=?)", (url_key, since)).get is not None
+
+    def prune_in(self, tx: Tx, before: float, limit: int = 2000) -> None:
+        tx.execute("DELETE FROM claim WHERE url_key IN (SELECT url_key FROM claim WHERE touched<? AND ended=1 LIMIT ?)", (before, limit))
+
+    # -- pace --------------------------------------------------------------------------------------------------------------
+
+    async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
+        return await self.db.write(lambda tx: self.reserve_in(tx, wants), durable=False)
+
+    def reserve_in(self, tx: Tx, wants: Mapping[str, int]) -> dict[str, Sequence[float]]:
+        now = self.clock.now()
+        slots: dict[str, Sequence[float]] = {}
+        for host, n in wants.items():
+            state = self._state(tx, host)
+            after, slots[host] = pace.reserve(state, self.limits, now, n, [self.rng.random() for _ in range(n)])
+            if after != state:
+                self._keep(tx, host, after)
+        return slots
+
+    async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
+        """Free of any write while the host is content: only throttling, and recovery from it, are news."""
+        if status in (429, 503) or host in self._slowed:
+            self._slowed[host] = await self.db.write(lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False)
+
+    def _report(self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float) -> float:
+        state = pace.report(self._state(tx, host), self.limits, self.clock.now(), status, retry_after, seconds)
+        self._keep(tx, host, state)
+        return state.blocked_until
+
+    def crawl_delay_in(self, tx: Tx, host: str, seconds: float | None) -> None:
+        state = self._state(tx, host)
+        if state.crawl_delay != seconds:
+            self._keep(tx, host, msgspec.structs.replace(state, crawl_delay=seconds))
+
+    def _state(self, tx: Tx, host: str) -> pace.HostState:
+        raw = tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
+        return pace.HostState() if raw is None else _decode(raw)
+
+    def _keep(self, tx: Tx, host: str, state: pace.HostState) -> None:
+        tx.execute(
+            "INSERT INTO host VALUES(?,?,?,?) ON CONFLICT DO UPDATE SET state=excluded.state, blocked_until=excluded.blocked_until, slowed=excluded.slowed",
+            (host, _encode(state), state.blocked_until, int(state.penalty > 1 or state.blocked_until > self.clock.now())),
+        )
+
+    def blocked_until(self, host: str) -> float:
+        return self._slowed.get(host, 0.0)
+
+    async def refresh(self) -> None:
+        """Bring the local view up to date; the worker calls it several times a second."""
+        self._slowed = await self.db.read(lambda tx: dict(tx.execute("SELECT host, blocked_until FROM host WHERE slowed=1").fetchall()))
+
+    # -- robots ------------------------------------------------------------------------------------------------------------
+
+    async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
+        return await self.db.read(lambda tx: tx.execute("SELECT body, status, until FROM robots WHERE origin=?", (origin,)).get)
+
+    async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
+        await self.db.write(lambda tx: tx.execute("INSERT OR REPLACE INTO robots VALUES(?,?,?,?)", (origin, body, status, until)), durable=False)
+
+
+def open_claims(url: str, context: Context) -> SqliteClaims:
+    rate = context.config.pace.rate
+    limits = pace.Limits(rate=None if rate == math.inf else rate, burst=context.config.pace.burst)
+    return SqliteClaims(context.database(url), context.clock, limits, context.rng)

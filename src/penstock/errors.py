@@ -1,0 +1,43 @@
+"""Errors that reach the user: each says what is wrong and what to try next; exit codes live here and nowhere else."""
+
+from __future__ import annotations
+
+OK, RAN_WITH_FAILURES, USAGE, CONFIGURATION, UNREACHABLE, DIFFERENCES = 0, 1, 2, 3, 4, 5
+
+
+class PenstockError(Exception):
+    """Printed as `Error: …` / `Try: …`, without a traceback."""
+
+    exit_code = RAN_WITH_FAILURES
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message, self.hint = message, hint
+
+
+class UsageError(PenstockError):
+    """The command line does not make sense."""
+
+    exit_code = USAGE
+
+
+class ConfigError(PenstockError):
+    """Configuration, a pipeline file or a missing extra; names its path."""
+
+    exit_code = CONFIGURATION
+
+
+class Unreachable(PenstockError):
+    """A server or a store that cannot be reached, read or written, or that refuses us."""
+
+    exit_code = UNREACHABLE
+
+
+class BadEnvelope(PenstockError):
+    """Bytes on a topic that are not an event of a version we know."""
+
+
+class StoreUnavailable(PenstockError):
+    """Our own store does not take the write now (disk full, locked, read-only). Nobody's budget is spent on it."""
+
+    exit_code = UNREACHABLE

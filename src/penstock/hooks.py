@@ -1,0 +1,55 @@
+"""on_change hooks: run after success, at least once, from a queue in the ledger's store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from penstock.errors import StoreUnavailable
+from penstock.locks import FileLock
+from penstock.ports import Clock, Extraction
+
+log = logging.getLogger("penstock.hooks")
+
+
+class HookRunner:
+    """One per fleet at a time (held by a lock), so a change is not told twice in normal running."""
+
+    def __init__(self, outbox: Any, extraction: Extraction, lock: FileLock, clock: Clock, *, batch: int = 32) -> None:
+        self.outbox, self.extraction, self.lock, self.clock, self.batch = outbox, extraction, lock, clock, batch
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def run(self) -> None:
+        try:
+            while True:
+                try:
+                    busy = self.lock.try_acquire() and await self._step()
+                except StoreUnavailable:
+                    busy = False
+                if not busy:
+                    self._woken.clear()
+                    nap = asyncio.ensure_future(self.clock.sleep(0.5))
+                    woken = asyncio.ensure_future(self._woken.wait())
+                    await asyncio.wait((nap, woken), return_when=asyncio.FIRST_COMPLETED)
+                    nap.cancel()
+                    woken.cancel()
+        finally:
+            self.lock.release()
+
+    async def _step(self) -> bool:
+        rows = await self.outbox.changes(self.batch)
+        if not rows:
+            return False
+        errors = await self.extraction.hooks([body for _, body in rows])
+        done = [n for (n, _), error in zip(rows, errors, strict=True) if not error]
+        failed = [(error, n) for (n, _), error in zip(rows, errors, strict=True) if error]
+        for error, n in failed:
+            log.warning("on_change hook failed for change %d: %s", n, error)
+        await self.outbox.hooked(done, failed)
+        if failed and not done:
+            await self.clock.sleep(1.0)
+        return True

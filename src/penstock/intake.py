@@ -1,0 +1,76 @@
+"""From a URL outside to an accepted event: canonical form, id, host key, route, trace; then the books. Sources and `push` come through here."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import msgspec
+
+from penstock.books import Books
+from penstock.model import Event, Priority, Route
+from penstock.ports import Accepted, Clock
+from penstock.rules.identity import BadUrl, canonical_url, host_key
+
+FULL_WAIT = 0.5  # a full queue stops the reading, never drops
+
+
+class Pushed(msgspec.Struct, kw_only=True):
+    new: int = 0
+    known: int = 0
+    refused: list[tuple[str, str]] = []  # (input, reason)
+    first: str = ""  # id of the first accepted event, for the reader to trace
+
+
+def new_id() -> str:
+    """For events whose cause has no name of its own: a push."""
+    return secrets.token_hex(16)
+
+
+def event_of(
+    url: str, *, id_: str | None = None, source: str = "push", cause: str = "", route: Route = Route(), priority: int = Priority.NORMAL, force: bool = False, window: float | None = None,
+    trace: str | None = None, host_by: Literal["host", "domain"] = "host",
+) -> Event:  # fmt: skip
+    """Raises BadUrl."""
+    canonical = canonical_url(url)
+    event_id = id_ or new_id()
+    return Event(
+        id=event_id, url=canonical, key=host_key(canonical, by=host_by), source=source, trace=trace or event_id, cause=cause, route=route, priority=priority, force=force, window=window,
+    )  # fmt: skip
+
+
+async def push(
+    books: Books, urls: Iterable[str], *, clock: Clock, source: str = "push", route: Route = Route(), priority: str = "normal", force: bool = False, window: float | None = None,
+    trace: str | None = None, batch: int = 1000, on_progress: Callable[[Pushed], None] | None = None, wait_when_full: bool = True,
+) -> Pushed:  # fmt: skip
+    """Reads lazily, so a list of millions takes no memory; each batch is durable before the next is read."""
+    result = Pushed(refused=[])
+    waiting: list[Event] = []
+
+    async def send() -> None:
+        nonlocal waiting
+        while waiting:
+            answers = await books.accept(waiting)
+            if not result.first and Accepted.NEW in answers:
+                result.first = waiting[answers.index(Accepted.NEW)].id
+            result.new += answers.count(Accepted.NEW)
+            result.known += answers.count(Accepted.KNOWN)
+            waiting = [e for e, a in zip(waiting, answers, strict=True) if a is Accepted.FULL]
+            if waiting and not wait_when_full:
+                result.refused.extend((e.url, "the queue is full") for e in waiting)
+                waiting = []
+            if on_progress is not None:
+                on_progress(result)
+            if waiting:
+                await clock.sleep(FULL_WAIT)
+
+    for url in urls:
+        try:
+            waiting.append(event_of(url, source=source, route=route, priority=Priority.named(priority), force=force, window=window, trace=trace, host_by=books.settings.host_by))
+        except BadUrl as e:
+            result.refused.append((url, e.reason))
+        if len(waiting) >= batch:
+            await send()
+    await send()
+    return result

@@ -1,0 +1,1 @@
+"""Ledgers: the authority on what happened to a URL."""

@@ -1,0 +1,274 @@
+"""The books in SQLite: one row per request event, its transitions, its dead letter, and the counters behind `status`. Questions are in sqlite_queries, records and sinks in sqlite_outbox."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.model import Event
+from penstock.ports import Clock, End, PageMeta, Status
+from penstock.rules.identity import url_key
+from penstock.stores.context import Context
+from penstock.stores.sqlite import Database, Tx
+
+SCHEMA = """
+CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL, trace TEXT NOT NULL, url TEXT NOT NULL, url_key BLOB NOT NULL,
+  host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, starts INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0, fence INTEGER NOT NULL DEFAULT 0,
+  accepted_at REAL NOT NULL, dispatched_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT, reason TEXT, worker TEXT, extractors TEXT,
+  page TEXT, page_meta BLOB, duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0, envelope BLOB NOT NULL);
+CREATE INDEX event_url ON event(url_key, n);
+CREATE INDEX event_trace ON event(trace);
+CREATE INDEX event_running ON event(worker) WHERE status IN ('in_flight','writing');
+CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';
+CREATE INDEX event_duplicate ON event(duplicate_of, n) WHERE duplicate_of IS NOT NULL;
+-- Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and reading it.
+CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT, PRIMARY KEY(event, at, status)) WITHOUT ROWID;
+CREATE TABLE counter(topic TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY(topic, name)) WITHOUT ROWID;
+CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, url TEXT NOT NULL, host TEXT NOT NULL, at REAL NOT NULL, stage TEXT NOT NULL, class TEXT NOT NULL,
+  reason TEXT NOT NULL, fingerprint TEXT NOT NULL, detail TEXT NOT NULL, envelope BLOB NOT NULL, headers TEXT NOT NULL);
+CREATE INDEX dead_fingerprint ON dead(fingerprint);
+CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER NOT NULL, dead INTEGER NOT NULL, PRIMARY KEY(topic, bucket)) WITHOUT ROWID;
+CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL, PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
+CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
+"""
+TALLY_SECONDS = 5
+OPEN = ("pending", "delayed", "in_flight", "writing")
+_encode = msgspec.msgpack.Encoder().encode
+decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What the books know of an event that was just delivered."""
+
+    n: int
+    status: str
+    attempts: int
+    starts: int
+    crashes: int
+    page: str | None
+    page_meta: bytes | None
+    accepted_at: float
+
+
+class SqliteLedger:
+    """Transitions, each inside a caller's transaction. Which follows which is decided in books.py."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self.db, self.clock = db, clock
+        db.part("ledger", 1, SCHEMA)
+
+    # -- entering ----------------------------------------------------------------------------------------------------------
+
+    def knows_in(self, tx: Tx, event_id: str) -> bool:
+        return tx.execute("SELECT 1 FROM event WHERE id=?", (event_id,)).get is not None
+
+    def enter_in(self, tx: Tx, rows: Sequence[tuple[Event, bytes, int]], now: float, *, status: Status = Status.PENDING, not_before: float | None = None) -> None:
+        """(event, envelope, position) of events that are new."""
+        at = int(now * 1e6)
+        for e, envelope, position in rows:
+            tx.execute(
+                "INSERT INTO event(id, topic, position, source, trace, url, url_key, host, status, accepted_at, not_before, envelope) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
+                (e.id, e.topic, position, e.source, e.trace, e.url, url_key(e.url), e.key, status, e.accepted_at, not_before, envelope),
+            )
+            tx.execute("INSERT INTO history(event, at, status) VALUES(?,?,?)", (tx.last_insert_rowid(), at, status))
+        for topic, n in Counter(e.topic for e, _, _ in rows).items():
+            self.count_in(tx, topic, {status: n})
+
+    def pending_in(self, tx: Tx, topic: str) -> int:
+        """Accepted and not yet ended; O(1)."""
+        return tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE topic=? AND name IN ('pending','delayed','in_flight','writing')", (topic,)).get or 0
+
+    def has_open_in(self, tx: Tx, key: bytes) -> bool:
+        """Is an event for this URL still to be fetched?"""
+        return tx.execute("SELECT 1 FROM event WHERE url_key=? AND status IN ('pending','delayed') ORDER BY n DESC LIMIT 1", (key,)).get is not None
+
+    def first_in_trace_in(self, tx: Tx, trace: str, key: bytes, now: float) -> bool:
+        tx.execute("INSERT OR IGNORE INTO seen VALUES(?,?,?)", (trace, key, now))
+        return tx.changes() == 1
+
+    # -- on the way --------------------------------------------------------------------------------------------------------
+
+    def standing_in(self, tx: Tx, event_id: str) -> Standing | None:
+        row = tx.execute("SELECT n, status, attempts, starts, crashes, page, page_meta, accepted_at FROM event WHERE id=?", (event_id,)).get
+        return None if row is None else Standing(*row)
+
+    def duplicate_in(self, tx: Tx, event: Event, was: Standing, of: str, now: float) -> None:
+        reason = f"duplicate of {of}"
+        tx.execute("UPDATE event SET status='duplicate', duplicate_of=?, finished_at=?, reason=? WHERE n=?", (of, now, reason, was.n))
+        self._note(tx, was.n, now, "duplicate", reason=reason)
+        self.count_in(tx, event.topic, {was.status: -1, "duplicate": 1})
+
+    def delay_in(self, tx: Tx, event: Event, was: Standing, until: float, reason: str, now: float) -> None:
+        tx.execute("UPDATE event SET status='delayed', not_before=?, reason=? WHERE n=?", (until, reason, was.n))
+        self._note(tx, was.n, now, "delayed", reason=reason)
+        self.count_in(tx, event.topic, {was.status: -1, "delayed": 1})
+
+    def begin_in(self, tx: Tx, events: Sequence[Event], worker: str, now: float, *, status: str = "in_flight") -> list[int | None]:
+        """Counts the start, before the work. The fence of each, or None where it has ended meanwhile."""
+        fences: list[int | None] = []
+        at = int(now * 1e6)
+        delta: Counter[tuple[str, str]] = Counter()
+        for e in events:
+            row = tx.execute("SELECT n, status, fence FROM event WHERE id=?", (e.id,)).get
+            if row is None or row[1] not in OPEN:
+                fences.append(None)
+                continue
+            n, was, fence = row
+            # `crashes` counts this start as lost until it ends; a recorded end takes it back.
+            tx.execute("UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=fence+1, worker=?, dispatched_at=? WHERE n=?", (status, worker, now, n))
+            tx.execute("INSERT OR REPLACE INTO history(event, at, status, worker) VALUES(?,?,?,?)", (n, at, status, worker))
+            delta[e.topic, was] -= 1
+            delta[e.topic, status] += 1
+            fences.append(fence + 1)
+        self._count_all(tx, delta)
+        return fences
+
+    def writing_in(self, tx: Tx, end: End, now: float) -> bool:
+        """The records are on their way to a sink in another process: from now on only the write is repeated."""
+        return self._end(tx, end, "writing", now, finished=None) is not None
+
+    # -- ending ------------------------------------------------------------------------------------------------------------
+
+    def succeed_in(self, tx: Tx, end: End, now: float) -> int | None:
+        """The event's number, or None: the fence is old, nothing was touched."""
+        return self._end(tx, end, "success", now, finished=now)
+
+    def _end(self, tx: Tx, end: End, status: str, now: float, *, finished: float | None) -> int | None:
+        m = end.meta
+        n: int | None = tx.execute(
+            "UPDATE event SET status=?1, finished_at=?2, reason=?3, response_status=?4, response_hash=?5, extractors=?6, page=coalesce(?7, page), page_meta=coalesce(?8, page_meta), crashes=max(0, crashes-1)"
+            " WHERE id=?9 AND fence=?10 AND status IN ('in_flight','writing') RETURNING n",
+            (status, finished, end.reason, end.response_status, end.response_hash, end.extractors, m.page if m else None, _encode(m) if m else None, end.event.id, end.fence),
+        ).get  # fmt: skip
+        if n is not None:
+            tx.execute("INSERT OR REPLACE INTO history(event, at, status, stage, reason) VALUES(?,?,?,?,?)", (n, int(now * 1e6), status, end.stage, end.reason or None))
+        return n
+
+    def put_off_in(self, tx: Tx, end: End, now: float, *, status: Literal["delayed", "pending"]) -> int | None:
+        """Retry (charged or not), park and release: the event goes on later."""
+        m = end.meta
+        n: int | None = tx.execute(
+            "UPDATE event SET status=?1, not_before=?2, reason=?3, attempts=attempts+?4, crashes=max(0, crashes-1), response_status=coalesce(?5, response_status),"
+            " page=coalesce(?6, page), page_meta=coalesce(?7, page_meta) WHERE id=?8 AND fence=?9 AND status IN ('in_flight','writing') RETURNING n",
+            (status, end.until, end.reason, int(end.outcome == "retry" and end.charged), end.response_status, m.page if m else None, _encode(m) if m else None, end.event.id, end.fence),
+        ).get  # fmt: skip
+        if n is not None:
+            self._note(tx, n, now, status, end=end)
+        return n
+
+    def bury_in(self, tx: Tx, end: End, now: float, *, envelope: bytes, headers: str) -> int | None:
+        m = end.meta
+        n: int | None = tx.execute(
+            "UPDATE event SET status='dead', finished_at=?1, reason=?2, attempts=attempts+1, crashes=max(0, crashes-1), response_status=coalesce(?3, response_status), page=coalesce(?4, page),"
+            " page_meta=coalesce(?5, page_meta) WHERE id=?6 AND fence=?7 AND status IN ('in_flight','writing') RETURNING n",
+            (now, end.reason, end.response_status, m.page if m else None, _encode(m) if m else None, end.event.id, end.fence),
+        ).get  # fmt: skip
+        if n is not None:
+            self._note(tx, n, now, "dead", end=end)
+            self.letter_in(
+                tx, event_id=end.event.id, topic=end.event.topic, url=end.event.url, host=end.event.key, now=now, stage=end.stage, kind=end.error_class, reason=end.reason,
+                fingerprint=end.fingerprint, detail=end.detail, envelope=envelope, headers=headers,
+            )  # fmt: skip
+        return n
+
+    def letter_in(
+        self, tx: Tx, *, event_id: str, topic: str, url: str, host: str, now: float, stage: str, kind: str, reason: str, fingerprint: str, detail: str, envelope: bytes, headers: str,
+    ) -> None:  # fmt: skip
+        tx.execute(
+            "INSERT OR REPLACE INTO dead(event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
+            (event_id, topic, url, host, now, stage, kind, reason, fingerprint, detail, envelope, headers),
+        )
+
+    def eldest_duplicate_in(self, tx: Tx, owner: str) -> tuple[int, str, bytes] | None:
+        """(n, id, envelope) of the one to promote when `owner` died; None if the owner was itself promoted."""
+        if tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
+            return None
+        row: tuple[int, str, bytes] | None = tx.execute("SELECT n, id, envelope FROM event WHERE duplicate_of=? AND status='duplicate' ORDER BY n LIMIT 1", (owner,)).get
+        return row
+
+    def reopen_in(self, tx: Tx, n: int, topic: str, was: str, reason: str, now: float, *, promoted: bool = False, envelope: bytes | None = None, position: int | None = None) -> None:
+        """Promotion of a duplicate, and redrive of a dead letter: a new budget, the old history."""
+        tx.execute(
+            "UPDATE event SET status='pending', duplicate_of=NULL, finished_at=NULL, not_before=NULL, attempts=0, crashes=0, promoted=max(promoted, ?), reason=?,"
+            " envelope=coalesce(?, envelope), position=coalesce(?, position), page=NULL, page_meta=NULL WHERE n=?",
+            (int(promoted), reason, envelope, position, n),
+        )
+        self._note(tx, n, now, "pending", reason=reason)
+        self.count_in(tx, topic, {was: -1, "pending": 1})
+
+    def lost_in(self, tx: Tx, worker: str, now: float) -> int:
+        """A worker is gone: what it had in flight waits again, its start still counted."""
+        rows = tx.execute("SELECT n, topic FROM event WHERE worker=? AND status='in_flight'", (worker,)).fetchall()
+        delta: Counter[tuple[str, str]] = Counter()
+        for n, topic in rows:
+            tx.execute("UPDATE event SET status='pending', fence=fence+1 WHERE n=?", (n,))
+            self._note(tx, n, now, "pending", reason="worker gone", worker=worker)
+            delta[topic, "in_flight"] -= 1
+            delta[topic, "pending"] += 1
+        self._count_all(tx, delta)
+        return len(rows)
+
+    def due_in(self, tx: Tx, now: float) -> None:
+        """Delays that have ended are pending again (the broker hands them out by itself)."""
+        rows = tx.execute("SELECT n, topic FROM event WHERE status='delayed' AND not_before<=? LIMIT 1000", (now,)).fetchall()
+        delta: Counter[tuple[str, str]] = Counter()
+        for n, topic in rows:
+            tx.execute("UPDATE event SET status='pending' WHERE n=?", (n,))
+            self._note(tx, n, now, "pending", reason="its time has come")
+            delta[topic, "delayed"] -= 1
+            delta[topic, "pending"] += 1
+        self._count_all(tx, delta)
+
+    # -- counting ----------------------------------------------------------------------------------------------------------
+
+    def count_in(self, tx: Tx, topic: str, deltas: dict[Any, int]) -> None:
+        tx.executemany(
+            "INSERT INTO counter VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n", [(topic, str(name), d) for name, d in deltas.items() if d]
+        )
+
+    def _count_all(self, tx: Tx, delta: Counter[tuple[str, str]]) -> None:
+        tx.executemany("INSERT INTO counter VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n", [(*k, d) for k, d in delta.items() if d])
+
+    def tally_in(self, tx: Tx, topic: str, ended: int, dead: int, now: float) -> None:
+        tx.execute(
+            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT DO UPDATE SET ended=ended+excluded.ended, dead=dead+excluded.dead", (topic, int(now / TALLY_SECONDS), ended, dead)
+        )
+
+    def recent_in(self, tx: Tx, topic: str, seconds: float, now: float) -> tuple[int, int]:
+        """(ended, dead) in the last seconds."""
+        row = tx.execute("SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?", (topic, int((now - seconds) / TALLY_SECONDS))).get
+        return int(row[0]), int(row[1])
+
+    def _note(self, tx: Tx, n: int, now: float, status: str, *, reason: str | None = None, worker: str | None = None, end: End | None = None) -> None:
+        if end is not None:
+            row: Iterable[Any] = (n, int(now * 1e6), status, worker, end.stage, end.error_class or None, end.reason)
+        else:
+            row = (n, int(now * 1e6), status, worker, None, None, reason)
+        tx.execute("INSERT OR REPLACE INTO history(event, at, status, worker, stage, class, reason) VALUES(?,?,?,?,?,?,?)", tuple(row))
+
+    # -- cursors -----------------------------------------------------------------------------------------------------------
+
+    def cursor_in(self, tx: Tx, source: str) -> bytes | None:
+        body: bytes | None = tx.execute("SELECT body FROM cursor WHERE source=?", (source,)).get
+        return body
+
+    def move_cursor_in(self, tx: Tx, source: str, body: bytes | None, now: float) -> None:
+        tx.execute("INSERT OR REPLACE INTO cursor VALUES(?,?,?)", (source, body, now))
+
+    # -- retention ---------------------------------------------------------------------------------------------------------
+
+    def prune_in(self, tx: Tx, before: float, limit: int = 1000) -> int:
+        """Forget ended events (never dead ones) and their history; the counters keep counting them."""
+        rows = tx.execute("SELECT n FROM event WHERE n IN (SELECT n FROM event ORDER BY n LIMIT ?) AND status IN ('success','duplicate') AND finished_at<?", (limit, before)).fetchall()
+        tx.executemany("DELETE FROM history WHERE event=?", rows)
+        tx.executemany("DELETE FROM event WHERE n=?", rows)
+        tx.execute("DELETE FROM tally WHERE bucket<?", (int((self.clock.now() - 3600) / TALLY_SECONDS),))
+        tx.execute("DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen WHERE at<? LIMIT ?)", (before, limit))
+        return len(rows)
+
+
+def open_ledger(url: str, context: Context) -> SqliteLedger:
+    return SqliteLedger(context.database(url), context.clock)

@@ -1,0 +1,138 @@
+"""Records on their way out of the SQLite ledger: baselines, change detection, the outbox of the sinks, and changes waiting for their hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import msgspec
+
+from penstock.model import Event, Record
+from penstock.ports import Baseline, Row
+from penstock.stores.sqlite import Database, Tx
+
+SCHEMA = """
+CREATE TABLE baseline(url_key BLOB PRIMARY KEY, etag TEXT, last_modified TEXT, response_hash TEXT, page TEXT, extractors TEXT NOT NULL, n INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL, PRIMARY KEY(extractor, key)) WITHOUT ROWID;
+CREATE TABLE sink(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0, mark TEXT NOT NULL DEFAULT '');
+CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, ord INTEGER NOT NULL, PRIMARY KEY(sink, n)) WITHOUT ROWID;
+CREATE TABLE change(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, tries INTEGER NOT NULL DEFAULT 0, error TEXT);
+"""
+_json = msgspec.json.Encoder().encode
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class SqliteOutbox:
+    """The sinks' side of the ledger. `names` are the sinks this pipeline feeds through the outbox."""
+
+    def __init__(self, db: Database) -> None:
+        self.db = db
+        db.part("outbox", 1, SCHEMA)
+
+    # -- baselines ---------------------------------------------------------------------------------------------------------
+
+    def baseline_in(self, tx: Tx, url_key: bytes) -> Baseline | None:
+        row = tx.execute("SELECT etag, last_modified, response_hash, page, extractors FROM baseline WHERE url_key=?", (url_key,)).get
+        return None if row is None else Baseline(etag=row[0], last_modified=row[1], response_hash=row[2], page=row[3], extractors=row[4])
+
+    def move_baselines_in(self, tx: Tx, rows: Sequence[tuple[bytes, Baseline, int]]) -> None:
+        """Only with success, and only forward."""
+        tx.executemany(
+            "INSERT INTO baseline VALUES(?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET etag=excluded.etag, last_modified=excluded.last_modified, response_hash=excluded.response_hash,"
+            " page=excluded.page, extractors=excluded.extractors, n=excluded.n WHERE excluded.n>=n",
+            [(k, b.etag, b.last_modified, b.response_hash, b.page, b.extractors, n) for k, b, n in rows],
+        )
+
+    # -- records -----------------------------------------------------------------------------------------------------------
+
+    def emit_in(
+        self, tx: Tx, event: Event, n: int, url_key: bytes, records: Sequence[Record], fetched_at: float, *, emit_unchanged: bool, hooks: bool
+    ) -> tuple[list[tuple[str, str, bytes]], int, int]:
+        """([(extractor, key, line)], unchanged, changed): what leaves for the sinks, after change detection against the books."""
+        lines: list[tuple[str, str, bytes]] = []
+        unchanged = changed = 0
+        before = [tx.execute("SELECT hash, url_key, n, fields FROM record WHERE extractor=? AND key=?", (r.extractor, r.key)).get for r in records]
+        for r, old in zip(records, before, strict=True):
+            if old is not None and old[0] == r.hash and old[1] == url_key and not (emit_unchanged or event.force):
+                unchanged += 1
+                continue
+            lines.append((r.extractor, r.key, render(event, r, fetched_at)))
+            if old is None or n >= old[2]:
+                tx.execute("INSERT OR REPLACE INTO record VALUES(?,?,?,?,?,?)", (r.extractor, r.key, url_key, r.hash, r.fields, n))
+            if old is not None and old[0] != r.hash and n >= old[2]:
+                changed += 1
+                if hooks:
+                    tx.execute("INSERT INTO change(body) VALUES(?)", (_change(event, r, old[3]),))
+        return lines, unchanged, changed
+
+    # -- the sinks' outbox ---------------------------------------------------------------------------------------------------
+
+    def sink_id_in(self, tx: Tx, name: str) -> int:
+        found = tx.execute("SELECT id FROM sink WHERE name=?", (name,)).get
+        if found is None:
+            tx.execute("INSERT INTO sink(name) VALUES(?)", (name,))
+            return tx.last_insert_rowid()
+        return int(found)
+
+    def put_in(self, tx: Tx, name: str, rows: Sequence[tuple[str, bytes, int]]) -> None:
+        """(key, line, order) in the order in which the file will have them."""
+        sink = self.sink_id_in(tx, name)
+        first = tx.execute("UPDATE sink SET next=next+? WHERE id=? RETURNING next", (len(rows), sink)).get - len(rows)
+        tx.executemany("INSERT INTO outbox VALUES(?,?,?,?,?)", [(sink, first + i, key, body, order) for i, (key, body, order) in enumerate(rows)])
+
+    async def position(self, sink: str) -> tuple[int, str]:
+        row = await self.db.read(lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get)
+        return (0, "") if row is None else (row[0], row[1])
+
+    async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> list[Row]:
+        def work(tx: Tx) -> list[Row]:
+            rows: list[Row] = []
+            held = 0
+            query = "SELECT n, key, body, ord FROM outbox WHERE sink=(SELECT id FROM sink WHERE name=?) AND n>? ORDER BY n LIMIT ?"
+            for row in tx.execute(query, (sink, after, limit)):
+                rows.append(Row(*row))
+                held += len(row[2])
+                if held > max_bytes:
+                    break
+            return rows
+
+        return await self.db.read(work)
+
+    async def flushed(self, sink: str, *, upto: int, mark: str) -> None:
+        def work(tx: Tx) -> None:
+            id_ = self.sink_id_in(tx, sink)
+            tx.execute("UPDATE sink SET flushed=?, mark=? WHERE id=?", (upto, mark, id_))
+            tx.execute("DELETE FROM outbox WHERE sink=? AND n<=?", (id_, upto))
+
+        await self.db.write(work, synced=True)
+
+    async def backlog(self, sink: str) -> int:
+        return int(await self.db.read(lambda tx: tx.execute("SELECT next-1-flushed FROM sink WHERE name=?", (sink,)).get) or 0)
+
+    # -- changes waiting for their hooks -------------------------------------------------------------------------------------
+
+    async def changes(self, limit: int) -> list[tuple[int, bytes]]:
+        return await self.db.read(lambda tx: tx.execute("SELECT n, body FROM change WHERE tries<5 ORDER BY n LIMIT ?", (limit,)).fetchall())
+
+    async def hooked(self, done: Sequence[int], failed: Sequence[tuple[str, int]]) -> None:
+        def work(tx: Tx) -> None:
+            tx.executemany("DELETE FROM change WHERE n=?", [(n,) for n in done])
+            tx.executemany("UPDATE change SET tries=tries+1, error=? WHERE n=?", failed)
+
+        await self.db.write(work)
+
+
+def render(event: Event, r: Record, fetched_at: float) -> bytes:
+    """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus `_penstock`."""
+    when = datetime.fromtimestamp(fetched_at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    meta = _json({"event_id": event.id, "trace_id": event.trace, "url": event.url, "key": r.key, "extractor": r.extractor, "version": r.version, "fetched_at": when})
+    return b'%s%s"_penstock":%s}' % (r.fields[:-1], b"," if len(r.fields) > 2 else b"", meta)
+
+
+def _change(event: Event, r: Record, old_fields: bytes) -> bytes:
+    from penstock.pipeline import Change
+    from penstock.rules.diffing import diff
+
+    old, new = msgspec.json.decode(old_fields), msgspec.json.decode(r.fields)
+    fields = {name: [a, b] for name, (a, b) in diff(old, new).items()}
+    return _pack(Change(event_id=event.id, trace_id=event.trace, url=event.url, extractor=r.extractor, key=r.key, old=old, new=new, fields=fields))

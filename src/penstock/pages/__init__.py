@@ -1,0 +1,1 @@
+"""Page stores: raw responses, content-addressed."""

@@ -1,0 +1,246 @@
+"""The embedded page store: bodies in append-only segment files, many to a zstd frame, found through an index in the SQLite file."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from penstock.errors import Unreachable
+from penstock.locks import FileLock
+from penstock.ports import Clock
+from penstock.stores.context import Context
+from penstock.stores.sqlite import Database, Tx
+
+SCHEMA = """
+CREATE TABLE segment(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, made REAL NOT NULL);
+CREATE TABLE page(hash TEXT PRIMARY KEY, segment INTEGER NOT NULL, frame INTEGER NOT NULL, packed INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL, seen REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX page_segment ON page(segment, frame);
+CREATE INDEX page_seen ON page(seen);
+CREATE TABLE doomed(name TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+FRAME_PAGES = 32  # one dictionary for pages that look alike: 5.6:1 instead of 4.3:1, and cheaper
+FRAME_BYTES = 4 << 20
+SEGMENT_BYTES = 64 << 20
+REMEMBERED = 200_000
+LIVE_SHARE = 0.5  # a segment with less than this still wanted is rewritten
+
+
+class Staged(msgspec.Struct):
+    """Bytes that lie in a segment but that no index row names yet."""
+
+    segment: str = ""
+    rows: list[tuple[str, int, int, int, int]] = []  # hash, frame, packed, start, size
+    again: list[str] = []  # known already: only their time is news
+
+
+def page_id(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+class SegmentStore:
+    """`stage` appends (any thread, before the transaction), `index_in` makes it findable (inside it), `get` reads back."""
+
+    def __init__(self, db: Database, directory: Path, clock: Clock, *, writer: str) -> None:
+        self.db, self.directory, self.clock, self.writer = db, directory, clock, writer
+        self._file: int = -1
+        self._name, self._end, self._count = "", 0, 0
+        self._lock: FileLock | None = None
+        self._known: dict[str, None] = {}
+        self._squeeze = zstandard.ZstdCompressor(level=1)
+        self._expand = zstandard.ZstdDecompressor()
+        db.part("pages", 1, SCHEMA)
+
+    # -- writing -----------------------------------------------------------------------------------------------------------
+
+    def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
+        """Append what is new. Not durable before `index_in`, which syncs."""
+        staged = Staged(rows=[], again=[])
+        frame: list[tuple[str, bytes]] = []
+        held = 0
+        for hash_, body in pages:
+            if hash_ in self._known:
+                staged.again.append(hash_)
+                continue
+            self._known[hash_] = None
+            frame.append((hash_, body))
+            held += len(body)
+            if len(frame) >= FRAME_PAGES or held >= FRAME_BYTES:
+                self._append(frame, staged)
+                frame, held = [], 0
+        if frame:
+            self._append(frame, staged)
+        if len(self._known) > REMEMBERED:
+            self._known.clear()
+        return staged
+
+    def _append(self, frame: Sequence[tuple[str, bytes]], staged: Staged) -> None:
+        if self._file < 0 or (self._end >= SEGMENT_BYTES and not staged.rows):
+            self._rotate()
+        staged.segment = self._name
+        packed = self._squeeze.compress(b"".join([body for _, body in frame]))
+        at, view = self._end, memoryview(packed)
+        while view:
+            wrote = os.pwrite(self._file, view, self._end)
+            self._end += wrote
+            view = view[wrote:]
+        start = 0
+        for hash_, body in frame:
+            staged.rows.append((hash_, at, len(packed), start, len(body)))
+            start += len(body)
+
+    def _rotate(self) -> None:
+        self._close_segment()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._count += 1
+        self._name, self._end = f"{self.writer}-{self._count}.seg", 0
+        try:
+            self._lock = FileLock(self.directory / (self._name + ".lock"))
+            self._lock.try_acquire()
+            self._file = os.open(self.directory / self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fd = os.open(self.directory, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+        except OSError as e:
+            raise Unreachable(f"cannot write pages to {self.directory}: {e}", hint="free space or set PENSTOCK_PAGES_URL=file:DIR") from e
+
+    def index_in(self, tx: Tx, staged: Staged) -> None:
+        """Sync the bytes, then name them: a row never points at bytes that a power cut could take."""
+        now = self.clock.now()
+        if staged.rows:
+            if self.db.durability == "full" and self._name == staged.segment:
+                os.fdatasync(self._file)
+            segment = tx.execute("SELECT id FROM segment WHERE name=?", (staged.segment,)).get
+            if segment is None:
+                tx.execute("INSERT INTO segment(name, made) VALUES(?,?)", (staged.segment, now))
+                segment = tx.last_insert_rowid()
+            tx.executemany(
+                "INSERT INTO page VALUES(?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET seen=excluded.seen",
+                [(h, segment, frame, packed, start, size, now) for h, frame, packed, start, size in staged.rows],
+            )
+        if staged.again:
+            tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(now, h) for h in staged.again])
+
+    def forget(self, staged: Staged) -> None:
+        """The transaction failed: these are not known after all."""
+        for h, *_ in staged.rows:
+            self._known.pop(h, None)
+
+    # -- reading -----------------------------------------------------------------------------------------------------------
+
+    async def get(self, page: str) -> bytes | None:
+        return await self.db.read(lambda tx: self.get_in(tx, page))
+
+    def get_in(self, tx: Tx, page: str) -> bytes | None:
+        row = tx.execute("SELECT s.name, p.frame, p.packed, p.start, p.size FROM page p JOIN segment s ON s.id=p.segment WHERE p.hash=?", (page,)).get
+        if row is None:
+            return None
+        name, frame, packed, start, size = row
+        try:
+            with open(self.directory / name, "rb") as f:
+                f.seek(frame)
+                body = self._expand.decompress(f.read(packed))[start : start + size]
+        except (OSError, zstandard.ZstdError) as e:
+            raise Unreachable(f"page {page} cannot be read from {name}: {e}", hint="restore the pages directory from a backup, or push the URL again with --force") from e
+        if page_id(body) != page:
+            raise Unreachable(f"page {page} in {name} does not have its hash any more", hint="restore the pages directory from a backup, or push the URL again with --force")
+        return body
+
+    def find_in(self, tx: Tx, prefix: str) -> list[str]:
+        return [h for (h,) in tx.execute("SELECT hash FROM page WHERE hash>=? AND hash<? LIMIT 10", (prefix, prefix + "g"))]
+
+    # -- retention ---------------------------------------------------------------------------------------------------------
+
+    def prune_in(self, tx: Tx, *, older_than: float | None, max_bytes: int | None, keep: Callable[[Sequence[str]], set[str]]) -> tuple[int, int]:
+        """(pages removed, bytes freed). `keep` answers which of these pages an open event still needs."""
+        removed = 0
+        if older_than is not None:
+            old = [h for (h,) in tx.execute("SELECT hash FROM page WHERE seen<? LIMIT 100000", (older_than,))]
+            removed += self._remove(tx, old, keep)
+        if max_bytes is not None:
+            sizes = self._sizes(tx)
+            total = sum(sizes.values())
+            for segment in sorted(sizes):
+                if total <= max_bytes:
+                    break
+                pages = [h for (h,) in tx.execute("SELECT hash FROM page WHERE segment=?", (segment,))]
+                removed += self._remove(tx, pages, keep)
+                total -= sizes[segment]
+        return removed, self._reclaim(tx)
+
+    def _remove(self, tx: Tx, pages: Sequence[str], keep: Callable[[Sequence[str]], set[str]]) -> int:
+        wanted = keep(pages)
+        gone = [h for h in pages if h not in wanted]
+        tx.executemany("DELETE FROM page WHERE hash=?", [(h,) for h in gone])
+        for h in gone:
+            self._known.pop(h, None)
+        return len(gone)
+
+    def _sizes(self, tx: Tx) -> dict[int, int]:
+        sizes = {}
+        for id_, name in tx.execute("SELECT id, name FROM segment").fetchall():
+            with contextlib.suppress(OSError):
+                sizes[id_] = (self.directory / name).stat().st_size
+        return sizes
+
+    def _reclaim(self, tx: Tx) -> int:
+        """Unlink segments nobody needs; move the rest of one that is mostly empty."""
+        freed = 0
+        for id_, size in self._sizes(tx).items():
+            name = tx.execute("SELECT name FROM segment WHERE id=?", (id_,)).get
+            if self._in_use(name):
+                continue
+            live = tx.execute("SELECT coalesce(sum(packed), 0) FROM (SELECT DISTINCT frame, packed FROM page WHERE segment=?)", (id_,)).get
+            if live >= size * LIVE_SHARE and live:
+                continue
+            pages = [(h, seen) for h, seen in tx.execute("SELECT hash, seen FROM page WHERE segment=?", (id_,)).fetchall()]
+            bodies = [(h, self.get_in(tx, h)) for h, _ in pages]
+            for h, _ in pages:
+                self._known.pop(h, None)
+            tx.execute("DELETE FROM page WHERE segment=?", (id_,))
+            if pages:
+                self.index_in(tx, self.stage((h, b) for h, b in bodies if b is not None))
+                tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(seen, h) for h, seen in pages])
+            tx.execute("DELETE FROM segment WHERE id=?", (id_,))
+            tx.execute("INSERT OR IGNORE INTO doomed VALUES(?)", (name,))
+            freed += size
+        return freed
+
+    def sweep_in(self, tx: Tx) -> None:
+        """Unlink what an earlier, committed transaction doomed: a rolled-back one must find its files again."""
+        for (name,) in tx.execute("SELECT name FROM doomed").fetchall():
+            for suffix in ("", ".lock"):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.directory / (name + suffix)).unlink()
+        tx.execute("DELETE FROM doomed")
+
+    def _in_use(self, name: str) -> bool:
+        if name == self._name:
+            return True
+        lock = FileLock(self.directory / (name + ".lock"))
+        if not lock.try_acquire():
+            return True
+        lock.release()
+        return False
+
+    def _close_segment(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def close(self) -> None:
+        self._close_segment()
+
+
+def open_pages(url: str, context: Context) -> SegmentStore:
+    """`file:DIR`: the bytes there, the index in the ledger's file, so that a page and its event are committed together."""
+    directory = Path(url.removeprefix("file:"))
+    return SegmentStore(context.database(context.config.ledger.url), directory, context.clock, writer=context.worker)

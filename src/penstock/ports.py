@@ -1,0 +1,360 @@
+"""Every seam of Penstock, its contract in the docstring. No behaviour lives here."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+import msgspec
+
+from penstock.model import Event, Link, Outcome, Page, Record
+
+T = TypeVar("T")
+
+# -- time ----------------------------------------------------------------------------------------------------------------
+
+
+class Clock(Protocol):
+    """Passed in everywhere, so that the whole pipeline also runs under a simulated one."""
+
+    def now(self) -> float:
+        """Seconds since the epoch; what the fleet agrees on (leases, slots, windows)."""
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+# -- the broker ----------------------------------------------------------------------------------------------------------
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a broker can do, as data; checked when the configuration is read, never silently downgraded."""
+
+    order_per_key: Literal["native", "emulated", "none"]
+    strict_priority: Literal["native", "emulated", "none"]
+    delay: Literal["native", "emulated", "none"]
+    replay: bool
+    bounded: bool  # can answer `full` itself
+    counts_deliveries: bool
+    hold_keys: bool  # can keep a host's work back until its slot, so it takes no place in the window
+    exact_stats: bool
+    transactional: bool  # settle, publish and the ledger may share one transaction
+
+
+class TopicSpec(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    groups: tuple[str, ...] = ("main",)
+    ordered: bool = False  # one event of a key at a time, in the order of publication
+    max_depth: int | None = None  # publish answers `full` beyond it
+    retention: float = 24 * 3600.0  # history kept for replay after every group has settled
+
+
+class Out(msgspec.Struct, frozen=True, kw_only=True):
+    """What a producer hands over."""
+
+    topic: str
+    id: str
+    key: str
+    body: bytes
+    headers: dict[str, str] = {}
+    priority: int = 1
+    not_before: float = 0.0
+
+
+class Published(enum.StrEnum):
+    OK = "ok"
+    FULL = "full"
+    FAILED = "failed"
+    UNKNOWN = "unknown"  # it may or may not be there; publish again with the same id
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """An event as a broker handed it out. Lives in one process; must be settled."""
+
+    topic: str
+    group: str
+    id: str
+    key: str
+    body: bytes
+    headers: dict[str, str] = {}
+    position: int  # audit and replay only
+    token: int  # fencing: a settle with an old token touches nothing
+    deliveries: int  # times handed out, crashes included; not guilt
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    ready: int
+    delayed: int
+    in_flight: int
+    dead: int
+    oldest_age: float | None
+    exact: bool
+
+
+class Subscription(Protocol):
+    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+        """At most `limit`, possibly none after `wait` seconds; at most `per_key` of one key. Never raises for "nothing there"."""
+
+    async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
+        """In any order, late, or twice; durable when it returns. False: the lease was lost, nothing was touched.
+        `Retry` and `Dead` never lose: where they cannot be atomic, publish with confirmation first, then ack, same id."""
+
+    async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
+        """Still at work: the lease now ends `seconds` from now. False: it was lost already."""
+
+    async def hold(self, until: Mapping[str, float]) -> None:
+        """Hand out nothing of these keys before these times. A no-op where the broker cannot (caps.hold_keys)."""
+
+    async def close(self) -> None: ...
+
+
+class Broker(Protocol):
+    caps: Capabilities
+
+    async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
+        """Declare, idempotently. Returns drift in sentences; never changes what exists silently."""
+
+    async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
+        """One answer per message, durable when it is `ok`. The same id may be published twice (after `unknown`)."""
+
+    def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
+
+    async def stats(self, topic: str, group: str) -> Stats: ...
+
+    async def replay(self, topic: str, group: str, *, since: float) -> int:
+        """Hand everything published since then to `group` again. Only with caps.replay. Returns how many."""
+
+    async def close(self) -> None: ...
+
+
+# -- the books -----------------------------------------------------------------------------------------------------------
+
+
+class Status(enum.StrEnum):
+    PENDING = "pending"
+    IN_FLIGHT = "in_flight"
+    DELAYED = "delayed"
+    WRITING = "writing"
+    SUCCESS = "success"
+    DEAD = "dead"
+    DUPLICATE = "duplicate"
+
+
+class Accepted(enum.StrEnum):
+    NEW = "new"
+    KNOWN = "known"  # the same id was accepted before: one event
+    FULL = "full"
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last success of a URL left behind: for conditional requests and change detection."""
+
+    etag: str | None = None
+    last_modified: str | None = None
+    response_hash: str | None = None
+    page: str | None = None  # page id (hash) in the page store
+    extractors: str = ""  # "name@version,…" that made its records
+
+
+class Admitted(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of the books to a delivery that just arrived."""
+
+    verdict: Literal["go", "settled"]  # settled: duplicate, delayed, already ended; nothing more to do
+    slot: float = 0.0  # when its host may be asked
+    starts: int = 0
+    attempts: int = 0  # recorded failures
+    crashes: int = 0  # starts that never ended: makes a suspect, not a culprit
+    baseline: Baseline | None = None
+    page: str | None = None  # the ledger knows the page already: do not fetch again
+    page_meta: bytes = b""
+    paused: str = ""
+
+
+class PageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A stored page, apart from its bytes; travels on `pages` and lies in the ledger."""
+
+    page: str  # its id: sha256 of the body, hex
+    url: str
+    status: int
+    headers: dict[str, str]
+    fetched_at: float
+    size: int
+    encoding: str = ""  # content-encoding the stored bytes still have
+
+
+class End(msgspec.Struct, kw_only=True):
+    """Everything that becomes true when a handler ends; the books write it in one transaction or not at all."""
+
+    event: Event
+    delivery: Delivery
+    fence: int  # from begin; an older one changes nothing (I12)
+    outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"]
+    reason: str = ""
+    error_class: str = ""
+    stage: str = ""
+    detail: str = ""  # traceback and the like, for the dead letter
+    fingerprint: str = ""
+    until: float = 0.0  # retry, park
+    meta: PageMeta | None = None
+    unchanged: bool = False
+    baseline: Baseline | None = None
+    records: Sequence[Record] = ()
+    links: Sequence[Link] = ()
+    extractors: str = ""
+    response_status: int | None = None
+    response_hash: str | None = None
+    charged: bool = True  # retry that spends the budget
+    publish: Sequence[Out] = ()  # handover, writing: the next topic's message
+    was_writing: bool = False
+
+
+# -- stores --------------------------------------------------------------------------------------------------------------
+
+
+class Store(Protocol):
+    """A transactional domain. Adapters that share one may commit together."""
+
+    async def write(self, work: Callable[[Any], T], *, durable: bool = True) -> T:
+        """Run `work(tx)` in a transaction shared with whoever else writes now (group commit). Returns after commit.
+        `durable=False` may be forgotten by a power cut (never by a killed process). Raises StoreUnavailable; then nothing was written."""
+
+    async def read(self, work: Callable[[Any], T]) -> T: ...
+
+    async def close(self) -> None: ...
+
+
+class PageStore(Protocol):
+    """Raw responses, content-addressed, compressed, stored once."""
+
+    def put(self, pages: Sequence[tuple[PageMeta, bytes]]) -> None:
+        """Durable against a killed process when it returns, against a power cut at the next durable write of the store. Blocking: call it from `Store.write`'s thread."""
+
+    async def get(self, page: str) -> bytes | None:
+        """The body as it was decoded off the wire, unchanged; None where retention took it."""
+
+    async def prune(self, *, older_than: float | None, max_bytes: int | None, keep: Callable[[Sequence[str]], set[str]]) -> int:
+        """Retention. Never removes what `keep` names (pages of open events)."""
+
+
+# -- sinks ---------------------------------------------------------------------------------------------------------------
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One line of a sink's outbox: its number, and the record as a JSON object with `_penstock`."""
+
+    n: int
+    key: str
+    body: bytes
+    order: int  # acceptance order of its event: a keyed sink never goes back
+
+
+class Sink(Protocol):
+    """Where records go; writing one twice leaves one. Fed in order by one flusher that holds its lock."""
+
+    name: str
+    notice: str  # what the last open found that somebody should know ("" if nothing): a file that was replaced, cut or edited
+
+    def open(self, position: int, mark: str) -> str:
+        """Bring the target to exactly the state noted after row `position` (truncate to the offset in `mark`). Blocking; may be called again.
+        Returns the mark of the state it is in now; where that is another one, it must be noted before anything is written."""
+
+    def write(self, rows: Sequence[Row]) -> str:
+        """Append or upsert all rows, durable when it returns; returns the new mark (a byte offset, …). Blocking.
+        Raises OSError or StoreUnavailable for an outage of the target: the rows stay in the outbox and are tried again."""
+
+    def close(self) -> None: ...
+
+
+# -- fetching ------------------------------------------------------------------------------------------------------------
+
+
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+    status: int
+    peer: str = ""
+    seconds: float = 0.0
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """One exchange, no redirect followed. `body` is decoded; header names are lower case."""
+
+    url: str
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    peer: str = ""  # ip:port that was dialled
+    seconds: float = 0.0
+    first_byte: float = 0.0
+    http_version: str = ""
+    hops: tuple[Hop, ...] = ()
+
+
+class Fetcher(Protocol):
+    """One exchange through the one egress object. Raises model.Failure, classified, and nothing else."""
+
+    async def fetch(self, url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None, body: bytes | None = None, proxy: str | None = None) -> Response: ...
+
+    async def close(self) -> None: ...
+
+
+class RobotsCache(Protocol):
+    """robots.txt bodies per origin, shared by the fleet, with the time they are good until."""
+
+    async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
+        """(body, HTTP status or 0 for unreachable, good until); None: not known."""
+
+    async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None: ...
+
+
+class Pace(Protocol):
+    """Slots: WHEN a host may be asked, fleet-wide. Each slot is given once."""
+
+    async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
+        """For each host, that many moments (epoch seconds), in order."""
+
+    async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
+        """What the host answered: throttling blocks the host for every worker."""
+
+    def blocked_until(self, host: str) -> float:
+        """0, or when the host may be asked again; a local view at most 100 ms old, for a last look before sending."""
+
+
+# -- extraction ----------------------------------------------------------------------------------------------------------
+
+
+class Extracted(msgspec.Struct, kw_only=True):
+    """What the user's code made of one page. `error` excludes the rest."""
+
+    records: list[Record] = []
+    links: list[Link] = []
+    matched: bool = True
+    error: str = ""  # one line
+    kind: str = ""  # ErrorClass value
+    detail: str = ""  # traceback
+
+
+@runtime_checkable
+class Extraction(Protocol):
+    """Runs the user's code on pages. Never raises for what that code does; a death is a result of the page that died alone."""
+
+    async def extract(self, pages: Sequence[Page], *, alone: bool = False) -> Sequence[Extracted]: ...
+
+    async def hooks(self, changes: Sequence[bytes]) -> Sequence[str]:
+        """Run on_change hooks on msgpack-encoded Changes; one error line (or "") for each."""
+
+    async def close(self) -> None: ...
+
+
+# -- sources (the sources issue implements these) --------------------------------------------------------------------------
+
+
+class Emission(msgspec.Struct, kw_only=True):
+    events: Sequence[Event]
+    cursor: bytes | None = None  # stored only after the events were accepted
+
+
+class Source(Protocol):
+    name: str
+
+    def emissions(self, cursor: bytes | None) -> AsyncIterator[Emission]:
+        """Restartable from its cursor; a repeated emission carries the same ids."""

@@ -1,0 +1,1 @@
+"""Transactional domains that several adapters may share."""

@@ -1,0 +1,31 @@
+"""What an adapter's `open_*` function is given: the configuration, the clock, and SQLite files opened once each."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.options import Config
+from penstock.ports import Clock
+from penstock.stores.sqlite import Database
+
+
+class Context:
+    def __init__(self, config: Config, clock: Clock, rng: random.Random, *, worker: str, inline: bool = False) -> None:
+        self.config, self.clock, self.rng, self.worker, self.inline = config, clock, rng, worker, inline
+        self._databases: dict[str, Database] = {}
+
+    def database(self, url: str) -> Database:
+        """Adapters that name the same file share its one writing connection, and so may commit together."""
+        path = url.removeprefix("sqlite:").removeprefix("//")
+        if not path:
+            raise ConfigError(f"{url!r} names no file", hint="sqlite:/var/lib/penstock/penstock.db")
+        key = path if path == ":memory:" else str(Path(path).absolute())
+        if key not in self._databases:
+            self._databases[key] = Database(key, durability=self.config.durability, inline=self.inline)
+        return self._databases[key]
+
+    def close(self) -> None:
+        for db in self._databases.values():
+            db.close_now()

@@ -1,0 +1,494 @@
+"""The one loop: receive → admit → begin → handle → conclude, for whichever stages this process runs. What the books write, and in which order, is in books.py."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import traceback
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+from penstock.books import Books
+from penstock.errors import BadEnvelope, StoreUnavailable
+from penstock.model import Ack, ErrorClass, Event, Failure, Page, Release, decode_event
+from penstock.pages.segments import page_id
+from penstock.ports import Admitted, Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
+from penstock.rules import retry
+from penstock.rules.fingerprint import fingerprint
+from penstock.stages.fetch import FetchStage
+from penstock.stages.handover import PageMessage, RecordsMessage
+from penstock.telemetry import Signals
+
+T = TypeVar("T")
+Stage = Literal["fetch", "extract", "sink"]
+ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
+SUSPECT = 2  # starts that never ended, before a page's extraction runs alone
+log = logging.getLogger("penstock.worker")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    concurrency: int = 64
+    window: int = 512  # deliveries held at once
+    byte_budget: int = 64 << 20
+    extract_group: int = 32
+    extract_linger: float = 0.005
+    conclude_group: int = 128
+    conclude_linger: float = 0.005
+    start_group: int = 16
+    start_linger: float = 0.002
+    lease: float = 30.0
+    grace: float = 25.0
+    deadline: float = 600.0  # of one handler; the watchdog ends what exceeds it
+    per_key: int | None = None
+    max_age: float = 7 * 86400.0
+
+
+class Item:
+    """One held delivery, from receive until the books have its end."""
+
+    __slots__ = ("admitted", "asked", "begun", "body", "delivery", "event", "extracted", "fence", "meta", "response", "task", "timer")
+
+    def __init__(self, delivery: Delivery, event: Event) -> None:
+        self.delivery, self.event = delivery, event
+        self.admitted = Admitted(verdict="go")
+        self.fence = 0
+        self.begun = 0.0
+        self.asked = False
+        self.timer: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.meta: PageMeta | None = None
+        self.body: bytes = b""
+        self.response: Response | None = None
+        self.extracted: Extracted | None = None
+
+
+class Worker:
+    """Runs `first`..`last` of fetch → extract → sink on deliveries of the first one's topic."""
+
+    def __init__(
+        self, *, first: Stage, last: Stage, books: Books, subscription: Subscription, fetch: FetchStage | None, extraction: Extraction | None, signature: Callable[[str], str],
+        policies: dict[tuple[str, ErrorClass], retry.Policy], options: Options, clock: Clock, rng: random.Random, signals: Signals, paused: Callable[[], str | None], on_records: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.first, self.last, self.books, self.sub, self.fetch, self.extraction = first, last, books, subscription, fetch, extraction
+        self.signature, self.policies, self.o, self.clock, self.rng, self.signals = signature, policies, options, clock, rng, signals
+        self._paused, self._on_records = paused, on_records
+        self.held: dict[int, Item] = {}
+        self.outage: str | None = None
+        self._ready: deque[Item] = deque()
+        self._active = 0
+        self._bytes = 0
+        self._extracts: list[Item] = []
+        self._ends: list[tuple[Item, End]] = []
+        self._extract_timer: asyncio.TimerHandle | None = None
+        self._conclude_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room, self._startable = asyncio.Event(), asyncio.Event()
+        self._stopping = False
+
+    # -- life --------------------------------------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop`; then drains: finish or release within grace. Every delivery taken has an outcome when this returns."""
+        receiving = asyncio.create_task(self._receive(), name="receive")
+        loops = [asyncio.create_task(self._start(), name="start"), asyncio.create_task(self._heartbeat(), name="heartbeat"), asyncio.create_task(self._watchdog(), name="watchdog")]
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([receiving, *loops, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in [receiving, *loops]:
+                if task.done() and not task.cancelled() and (error := task.exception()):
+                    raise error
+        finally:
+            self._stopping = True
+            stopped.cancel()
+            try:
+                await self._drain(receiving)
+            finally:
+                for task in loops:
+                    task.cancel()
+                await asyncio.gather(*loops, return_exceptions=True)
+                await self.sub.close()
+
+    async def _drain(self, receiving: asyncio.Task[None]) -> None:
+        self._room.set()
+        await asyncio.gather(receiving, return_exceptions=True)
+        waiting = [item for item in self.held.values() if not item.begun]
+        for item in waiting:
+            if item.timer is not None:
+                item.timer.cancel()
+            self.held.pop(item.delivery.position)
+        self._ready.clear()
+        if waiting:  # never begun: the books know nothing of it, so there is nothing but the lease to give back
+            await self._insist(lambda: self.sub.settle([(item.delivery, Release()) for item in waiting]))
+        until = self.clock.now() + self.o.grace
+        while self.held and self.clock.now() < until:
+            self._flush_extracts()
+            self._flush_ends()
+            await self.clock.sleep(0.01)
+        for item in list(self.held.values()):
+            if item.task is not None and not item.task.done():
+                item.task.cancel()
+        await asyncio.sleep(0)
+        queued = {id(item) for item, _ in self._ends}
+        for item in list(self.held.values()):
+            if id(item) not in queued and item.begun:
+                self._end(item, "release", reason="shutdown")
+        while self._ends or self._tasks:
+            self._flush_ends()
+            await asyncio.wait(self._tasks, timeout=0.1) if self._tasks else await asyncio.sleep(0)
+            if self.outage and self.clock.now() > until + self.o.grace:
+                log.error("the store takes no writes; leaving with %d deliveries leased: they come back when their lease ends", len(self.held))
+                return
+
+    # -- receiving -----------------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while not self._stopping:
+            self._room.clear()
+            room = self.o.window - len(self.held)
+            if self._paused() or self.outage or room < max(1, self.o.window // 4) or self._bytes > self.o.byte_budget:
+                await self._nap(self._room, 0.1)
+                continue
+            try:
+                got = await self.sub.receive(room, 0.5, per_key=self.o.per_key)
+            except StoreUnavailable as e:
+                await self._outage(e)
+                continue
+            if got:
+                await self._admit(got)
+
+    async def _admit(self, got: Sequence[Delivery]) -> None:
+        pairs: list[tuple[Delivery, Event | BadEnvelope]] = []
+        items: list[Item | None] = []
+        for d in got:
+            try:
+                item = self._open(d)
+            except BadEnvelope as bad:
+                pairs.append((d, bad))
+                items.append(None)
+            else:
+                self.held[d.position] = item
+                pairs.append((d, item.event))
+                items.append(item)
+        fetches = self.first == "fetch"
+        answers = await self._insist(lambda: self.books.admit(pairs, fetches=fetches))
+        now, loop = self.clock.now(), asyncio.get_running_loop()
+        for item, answer in zip(items, answers, strict=True):
+            if item is None:
+                continue
+            if answer.verdict == "settled":
+                self.held.pop(item.delivery.position, None)
+                continue
+            item.admitted = answer
+            if answer.slot > now:
+                item.timer = loop.call_later(answer.slot - now, self._make_ready, item)
+            else:
+                self._ready.append(item)
+        self._startable.set()
+
+    def _open(self, d: Delivery) -> Item:
+        if self.first == "fetch":
+            return Item(d, decode_event(d.body))
+        if self.first == "extract":
+            message = PageMessage.read(d.body)
+            item = Item(d, decode_event(message.event))
+            item.meta = message.page
+            return item
+        letter = RecordsMessage.read(d.body)
+        item = Item(d, decode_event(letter.event))
+        item.meta, item.extracted = letter.page, Extracted(records=letter.records, links=letter.links, matched=letter.matched)
+        return item
+
+    def _make_ready(self, item: Item) -> None:
+        item.timer = None
+        self._ready.append(item)
+        self._startable.set()
+
+    # -- starting --------------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        while True:
+            permits = self.o.concurrency - self._active
+            if not self._ready or permits <= 0:
+                self._startable.clear()
+                await self._startable.wait()
+                continue
+            if min(permits, len(self._ready)) < self.o.start_group and self._active:
+                await self.clock.sleep(self.o.start_linger)  # a transaction for one start costs as much as one for many
+                permits = self.o.concurrency - self._active
+            items = [self._ready.popleft() for _ in range(min(permits, len(self._ready)))]
+            asks = [self.first == "fetch" and not item.admitted.page for item in items]
+            self._active += len(items)  # taken before the await, or a second look would hand the same permits out again
+            try:
+                fences = await self._insist(lambda items=items, asks=asks: self.books.begin([i.event for i in items], fetches=asks, writing=self.first == "sink"))
+            except BaseException:
+                self._active -= len(items)
+                raise
+            now = self.clock.now()
+            over = []
+            for item, fence, asks_host in zip(items, fences, asks, strict=True):
+                if fence is None:
+                    self._active -= 1
+                    self.held.pop(item.delivery.position, None)
+                    over.append((item.delivery, Ack()))
+                    continue
+                item.fence, item.begun, item.asked = fence, now, asks_host
+                item.task = asyncio.create_task(self._handle(item))
+            if over:
+                await self._insist(lambda over=over: self.sub.settle(over))
+
+    async def _handle(self, item: Item) -> None:
+        """The scope that owns a delivery: whatever happens in it, an end is noted."""
+        stage = self.first
+        try:
+            if self.first == "sink":
+                self._extracted(item, item.extracted or Extracted())
+            elif item.asked:
+                assert self.fetch is not None
+                response = await self.fetch.fetch(item.event, self._usable(item))
+                await self._fetched(item, response)
+            else:
+                stage = "extract"
+                await self._load(item)
+        except Failure as f:
+            self._fail(item, stage, f)
+        except asyncio.CancelledError:
+            if self._stopping:
+                self._end(item, "release", reason="shutdown")
+            else:
+                self._fail(item, stage, Failure(ErrorClass.TRANSIENT, f"watchdog: not done after {self.o.deadline:g} s"))
+        except StoreUnavailable as e:
+            self._fail(item, stage, Failure(ErrorClass.OURS, e.message))
+        except Exception as e:
+            self._fail(item, stage, Failure(ErrorClass.TRANSIENT, f"{type(e).__name__}: {e}", detail=traceback.format_exc()))
+        finally:
+            item.task = None
+            self._active -= 1
+            self._startable.set()
+
+    def _usable(self, item: Item) -> Baseline | None:
+        """A 304 helps only if what it stands for is still there to be extracted again, or need not be."""
+        b = item.admitted.baseline
+        return b if b is not None and (b.page or b.extractors == self.signature(item.event.url)) else None
+
+    # -- fetched ---------------------------------------------------------------------------------------------------------------
+
+    async def _fetched(self, item: Item, r: Response) -> None:
+        b = item.admitted.baseline
+        if r.status == 304 and b is not None:
+            if b.extractors == self.signature(item.event.url):
+                self._end(item, "success", reason="unchanged", response_status=304, response_hash=b.response_hash, extractors=b.extractors)
+                return
+            body = await self.books.pages.get(b.page) if b.page else None
+            if body is None:
+                assert self.fetch is not None
+                r = await self.fetch.fetch(item.event, None)
+            else:  # a newer extractor: read the page we have again
+                r = msgspec.structs.replace(r, status=200, body=body)
+        hash_ = page_id(r.body)
+        item.response, item.body = r, r.body
+        self._bytes += len(r.body)
+        item.meta = PageMeta(page=hash_, url=r.url, status=r.status, headers=r.headers, fetched_at=self.clock.now(), size=len(r.body))
+        if b is not None and b.response_hash == hash_ and b.extractors == self.signature(item.event.url) and not self.books.settings.emit_unchanged:
+            self._end(item, "success", reason="unchanged", baseline=self._baseline(item, b.extractors), extractors=b.extractors)
+        elif self.last == "fetch":
+            message = PageMessage(event=item.delivery.body, page=item.meta)
+            self._end(item, "handover", publish=(Out(topic="pages", id=item.event.id, key=item.event.key, body=message.write(), priority=item.event.priority),))
+        else:
+            self._queue_extract(item)
+
+    async def _load(self, item: Item) -> None:
+        """The books know the page: never fetch it again."""
+        meta = item.meta or msgspec.msgpack.decode(item.admitted.page_meta, type=PageMeta)
+        body = await self.books.pages.get(meta.page)
+        if body is None:
+            raise Failure(ErrorClass.PERMANENT, "its stored page is gone", detail=meta.page)
+        item.meta, item.body = meta, body
+        self._bytes += len(body)
+        self._queue_extract(item)
+
+    # -- extracting --------------------------------------------------------------------------------------------------------------
+
+    def _queue_extract(self, item: Item) -> None:
+        self._extracts.append(item)
+        if len(self._extracts) >= self.o.extract_group:
+            self._flush_extracts()
+        elif self._extract_timer is None:
+            self._extract_timer = asyncio.get_running_loop().call_later(self.o.extract_linger, self._flush_extracts)
+
+    def _flush_extracts(self) -> None:
+        if self._extract_timer is not None:
+            self._extract_timer.cancel()
+            self._extract_timer = None
+        if self._extracts:
+            items, self._extracts = self._extracts, []
+            suspects = [i for i in items if i.admitted.crashes >= SUSPECT]
+            for group, alone in (([i for i in items if i.admitted.crashes < SUSPECT], False), (suspects, True)):
+                if group:
+                    self._spawn(self._extract(group, alone))
+
+    async def _extract(self, items: Sequence[Item], alone: bool) -> None:
+        assert self.extraction is not None
+        try:
+            pages = [
+                Page(m.url, i.body, status=m.status, headers=m.headers, fetched_at=m.fetched_at, event=i.event, requested_url=i.event.url) for i in items if (m := i.meta) is not None
+            ]
+            results = await self.extraction.extract(pages, alone=alone)
+        except asyncio.CancelledError:
+            raise  # shutdown: the drain releases them
+        except Exception as e:
+            f = Failure(ErrorClass.OURS, f"extraction is not available: {type(e).__name__}: {e}", detail=traceback.format_exc())
+            for item in items:
+                self._fail(item, "extract", f)
+            return
+        for item, result in zip(items, results, strict=True):
+            self._extracted(item, result)
+
+    def _extracted(self, item: Item, x: Extracted) -> None:
+        if x.error:
+            self._fail(item, "extract", Failure(ErrorClass(x.kind or "permanent"), x.error, detail=x.detail))
+            return
+        if self.last == "extract":
+            message = RecordsMessage(event=_envelope(item, self.first), page=item.meta, records=x.records, links=x.links, matched=x.matched)
+            self._end(item, "writing", publish=(Out(topic="records", id=item.event.id, key=item.event.key, body=message.write(), priority=item.event.priority),))
+            return
+        made = self.signature(item.event.url)
+        reason = "" if x.records or x.links else "empty" if x.matched else "unmatched"
+        self._end(item, "success", reason=reason, records=x.records, links=x.links, baseline=self._baseline(item, made), extractors=made)
+
+    def _baseline(self, item: Item, made: str) -> Baseline | None:
+        m = item.meta
+        return m and Baseline(etag=m.headers.get("etag"), last_modified=m.headers.get("last-modified"), response_hash=m.page, page=m.page, extractors=made)
+
+    # -- ending ------------------------------------------------------------------------------------------------------------------
+
+    def _fail(self, item: Item, stage: str, f: Failure) -> None:
+        now = self.clock.now()
+        if f.kind is ErrorClass.THROTTLED and f.status is None:  # its host is blocked: nobody asked, so nobody pays
+            self._end(item, "park", reason=f.reason, until=now + (f.after or 1.0), stage=stage, error_class=f.kind)
+            return
+        d = retry.decide(
+            self.policies, stage, f.kind, failures=item.admitted.attempts, after=f.after, jitter=self.rng.random(), age=now - item.event.accepted_at, max_age=self.o.max_age
+        )
+        reason, detail = _clean(f.reason), _clean(f.detail)
+        self._end(
+            item, "dead" if d.dead else "retry", reason=reason, detail=detail, until=now + d.delay, stage=stage, error_class=f.kind, response_status=f.status, charged=d.charged,
+            fingerprint=fingerprint(stage, f.kind, reason),
+        )  # fmt: skip
+        self.signals.failed(item.event, stage, f.kind, reason, dead=d.dead, delay=d.delay)
+
+    def _end(self, item: Item, outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"], **more: object) -> None:
+        more.setdefault("stage", self.last if outcome == "success" else self.first)
+        more.setdefault("response_status", item.meta.status if item.meta else None)
+        more.setdefault("response_hash", item.meta.page if item.meta else None)
+        end = End(event=item.event, delivery=item.delivery, fence=item.fence, outcome=outcome, meta=item.meta, was_writing=self.first == "sink", **more)  # type: ignore[arg-type]
+        self._ends.append((item, end))
+        if len(self._ends) >= self.o.conclude_group:
+            self._flush_ends()
+        elif self._conclude_timer is None:
+            self._conclude_timer = asyncio.get_running_loop().call_later(self.o.conclude_linger, self._flush_ends)
+
+    def _flush_ends(self) -> None:
+        if self._conclude_timer is not None:
+            self._conclude_timer.cancel()
+            self._conclude_timer = None
+        if self._ends:
+            batch, self._ends = self._ends, []
+            self._spawn(self._conclude(batch))
+
+    async def _conclude(self, batch: Sequence[tuple[Item, End]]) -> None:
+        ends = [end for _, end in batch]
+        bodies = [(item.meta.page, item.body) for item, _ in batch if item.response is not None and item.meta is not None]
+        try:
+            applied = await self._insist(lambda: self.books.conclude(ends, bodies))
+        except Exception as e:  # the books refused one of them (a bug, or bytes no column takes): the others must not suffer
+            if len(batch) > 1:
+                for one in batch:
+                    await self._conclude([one])
+                return
+            log.exception("the books refused an end of %s", ends[0].event.id)
+            if ends[0].outcome == "dead":
+                raise
+            reason = f"the books refused it: {type(e).__name__}"
+            item, end = batch[0]
+            dead = End(
+                event=end.event, delivery=end.delivery, fence=end.fence, outcome="dead", reason=reason, error_class=ErrorClass.OURS, stage=end.stage, detail=_clean(traceback.format_exc()),
+                fingerprint=fingerprint(end.stage, ErrorClass.OURS, reason), was_writing=end.was_writing,
+            )  # fmt: skip
+            await self._conclude([(item, dead)])
+            return
+        now = self.clock.now()
+        for (item, end), ok in zip(batch, applied, strict=True):
+            if self.held.get(item.delivery.position) is item:
+                del self.held[item.delivery.position]
+            self._bytes -= len(item.body)
+            self.signals.ended(end, now, applied=ok)
+        self._room.set()
+        if any(end.records for end in ends):
+            self._on_records()
+
+    # -- keeping ---------------------------------------------------------------------------------------------------------------
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await self.clock.sleep(self.o.lease / 3)
+            held = [item.delivery for item in self.held.values()]
+            if held:
+                try:
+                    await self.sub.extend(held, self.o.lease)
+                except StoreUnavailable as e:
+                    await self._outage(e)
+
+    async def _watchdog(self) -> None:
+        while True:
+            await self.clock.sleep(min(1.0, self.o.deadline / 4))
+            late = self.clock.now() - self.o.deadline
+            for item in list(self.held.values()):
+                if item.begun and item.begun < late and item.task is not None:
+                    item.task.cancel()
+
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Our own store is down: nobody pays, nothing is forgotten, we try again."""
+        while True:
+            try:
+                result = await call()
+            except StoreUnavailable as e:
+                await self._outage(e)
+            else:
+                self.outage = None
+                return result
+
+    async def _outage(self, e: StoreUnavailable) -> None:
+        if self.outage is None:
+            log.error("%s (%s)", e.message, e.hint)
+        self.outage = e.message
+        await self.clock.sleep(0.5)
+        if self.first == "fetch" and not self._ends:
+            self.outage = None  # the next call finds out
+
+    async def _nap(self, event: asyncio.Event, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+        except TimeoutError:
+            pass
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.held)
+
+
+def _envelope(item: Item, first: Stage) -> bytes:
+    return item.delivery.body if first == "fetch" else PageMessage.read(item.delivery.body).event
+
+
+def _clean(text: str) -> str:
+    """User code may raise with anything; a column takes only valid UTF-8."""
+    return text.encode("utf-8", "replace").decode()[:16384]
