@@ -131,8 +131,8 @@ def test_adapters_never_import_each_other() -> None:
             continue
         for name, line in module.imports():
             other = adapter_package(name)
-            # What a package shares among its adapters may be used there; another package, or another adapter, may not.
-            if other is not None and (other != own or (name in adapters and name != module.name)):
+            # What a package shares among its adapters may be used there, and `sqlite_queries` is part of `sqlite`; nothing else.
+            if other is not None and (other != own or (name in adapters and module.name != name and not module.name.startswith(name + "_"))):
                 found.append(f"{module.name}:{line} imports {name}")
     assert not found
 
@@ -167,8 +167,5 @@ def test_nothing_from_the_wire_is_ever_executed() -> None:
     assert not [f"{m.name}:{line} imports {name}" for m in MODULES for name, line in m.imports() if under(name, banned)]
 
 
-@pytest.mark.parametrize("module", MODULES, ids=by_name)
-def test_a_module_says_in_its_first_line_what_lives_there(module: Module) -> None:
-    docstring = ast.get_docstring(module.tree)
-    assert docstring is not None
-    assert docstring.splitlines()[0].strip()
+def test_a_module_says_in_its_first_line_what_lives_there() -> None:
+    assert not [m.name for m in MODULES if not (ast.get_docstring(m.tree) or "").split("\n")[0].strip()]
