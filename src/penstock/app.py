@@ -32,7 +32,7 @@ from penstock.pipeline import Pipeline, load
 from penstock.ports import Clock, Extraction, Row, Sink, TopicSpec
 from penstock.rules import breaker, retry
 from penstock.sinks.sqlite import SqliteSink
-from penstock.stages.fetch import FetchStage
+from penstock.stages.fetch import FetchOptions, FetchStage
 from penstock.stages.inprocess import InProcess
 from penstock.stages.sandbox import Limits, Sandbox
 from penstock.stores.context import Context
@@ -158,12 +158,13 @@ class Running:
         lock.acquire()
         background: list[asyncio.Task[None]] = []
         extraction: Extraction | None = None
+        suspects: Extraction | None = None
         fetcher: CurlFetcher | None = None
         try:
             await self._check_after_unclean_stop()
             await self.stores.books.reclaim(self.stores.workers_directory)
-            if self.roles & {"fetch", "extract"}:
-                extraction = await self._open_extraction()
+            if "extract" in self.roles:
+                extraction, suspects = await self._open_extraction()
             if "fetch" in self.roles:
                 fetcher = self._fetcher()
             bindings = self._bind_sinks()
@@ -175,7 +176,7 @@ class Running:
                 hooks = HookRunner(self.stores.outbox, extraction, FileLock(self.config.state.dir / "hooks.lock"), self.clock)
                 background.append(asyncio.create_task(hooks.run(), name="hooks"))
             background.append(asyncio.create_task(self._upkeep(), name="upkeep"))
-            self._open_workers(books, fetcher, extraction, hooks)
+            self._open_workers(books, fetcher, extraction, suspects, hooks)
             if opened is not None:
                 opened(self)
             await self._work(stop, until_idle, background)
@@ -187,8 +188,9 @@ class Running:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            if extraction is not None:
-                await extraction.close()
+            for opened_extraction in (extraction, suspects):
+                if opened_extraction is not None:
+                    await opened_extraction.close()
             if fetcher is not None:
                 await fetcher.close()
             lock.release()
@@ -253,13 +255,12 @@ class Running:
 
     # -- parts -----------------------------------------------------------------------------------------------------------
 
-    async def _open_extraction(self) -> Extraction:
+    async def _open_extraction(self) -> tuple[Extraction, Extraction | None]:
+        """Where the user's code runs, and where pages run that may have killed a worker whose own process it was."""
         c = self.config.extract
-        if c.isolation == "none":
-            return InProcess(self.pipeline)
         sandbox = Sandbox(self.file, size=c.processes, limits=Limits(seconds=c.seconds, memory=c.memory, output=c.output))
         await sandbox.start()
-        return sandbox
+        return (sandbox, None) if c.isolation == "process" else (InProcess(self.pipeline), sandbox)
 
     def _fetcher(self) -> CurlFetcher:
         n = self.config.net
@@ -284,7 +285,7 @@ class Running:
                 self.flushers.append(Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice))
         return bindings
 
-    def _open_workers(self, books: Books, fetcher: CurlFetcher | None, extraction: Extraction | None, hooks: HookRunner | None) -> None:
+    def _open_workers(self, books: Books, fetcher: CurlFetcher | None, extraction: Extraction | None, suspects: Extraction | None, hooks: HookRunner | None) -> None:
         c = self.config
         limited = c.pace.rate != float("inf")
         options = Options(
@@ -300,10 +301,10 @@ class Running:
                 hooks.wake()
 
         for first, last in chains(self.roles):
-            fetch = FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, robots=c.robots) if first == "fetch" and fetcher is not None else None
+            fetch = FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, FetchOptions(robots=c.robots)) if first == "fetch" and fetcher is not None else None
             self.workers.append(
                 Worker(
-                    first=first, last=last, books=books, subscription=self.stores.broker.subscribe(ENTRY[first], "main", owner=self.id, lease=c.lease), fetch=fetch, extraction=extraction,
+                    first=first, last=last, books=books, subscription=self.stores.broker.subscribe(ENTRY[first], "main", owner=self.id, lease=c.lease), fetch=fetch, extraction=extraction, suspects=suspects,
                     signature=self.signature, policies=policies, options=options, clock=self.clock, rng=self.stores.context.rng, signals=self.signals, paused=self.paused, on_records=on_records,
                 )
             )  # fmt: skip
@@ -396,7 +397,7 @@ async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int |
         removed: tuple[int, int] = stores.pages.prune_in(tx, older_than=None if pages_keep is None else now - pages_keep, max_bytes=pages_bytes, keep=needed)
         return removed
 
-    removed = await stores.db.write(work)
+    removed: tuple[int, int] = await stores.db.write(work)
     await stores.db.write(lambda tx: stores.broker.prune_in(tx))
     if history_keep is not None:
         await stores.db.write(lambda tx: stores.ledger.prune_in(tx, now - history_keep))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -381,11 +382,15 @@ class Books:
         """Workers of this machine that are known to be gone: their leases end at once, not after the lease."""
         gone = locks.dead_workers(directory)
         for worker in gone:
-            await self.store.write(lambda tx, worker=worker: (self.broker.reclaim_in(tx, worker), self.ledger.lost_in(tx, worker, self.clock.now())))
+            await self.store.write(partial(self._reclaim, worker))
             locks.forget_worker(directory, worker)
         if gone:
             self.broker.wake(["requests", "pages", "records"])
         return gone
+
+    def _reclaim(self, worker: str, tx: Any) -> None:
+        self.broker.reclaim_in(tx, worker)
+        self.ledger.lost_in(tx, worker, self.clock.now())
 
     async def tick(self) -> None:
         """Once a second: delays that ended are pending again in the books."""

@@ -8,13 +8,14 @@ import random
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 import msgspec
 
 from penstock.books import Books
 from penstock.errors import BadEnvelope, StoreUnavailable
-from penstock.model import Ack, ErrorClass, Event, Failure, Page, Release, decode_event
+from penstock.model import Ack, ErrorClass, Event, Failure, Outcome, Page, Release, decode_event
 from penstock.pages.segments import page_id
 from penstock.ports import Admitted, Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
 from penstock.rules import retry
@@ -26,7 +27,7 @@ from penstock.telemetry import Signals
 T = TypeVar("T")
 Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
-SUSPECT = 2  # starts that never ended, before a page's extraction runs alone
+SUSPECT = 2  # starts that never ended, before a page's extraction leaves our process and runs alone
 log = logging.getLogger("penstock.worker")
 
 
@@ -70,11 +71,12 @@ class Worker:
     """Runs `first`..`last` of fetch → extract → sink on deliveries of the first one's topic."""
 
     def __init__(
-        self, *, first: Stage, last: Stage, books: Books, subscription: Subscription, fetch: FetchStage | None, extraction: Extraction | None, signature: Callable[[str], str],
+        self, *, first: Stage, last: Stage, books: Books, subscription: Subscription, fetch: FetchStage | None, extraction: Extraction | None, suspects: Extraction | None, signature: Callable[[str], str],
         policies: dict[tuple[str, ErrorClass], retry.Policy], options: Options, clock: Clock, rng: random.Random, signals: Signals, paused: Callable[[], str | None], on_records: Callable[[], None],
     ) -> None:  # fmt: skip
         self.first, self.last, self.books, self.sub, self.fetch, self.extraction = first, last, books, subscription, fetch, extraction
         self.signature, self.policies, self.o, self.clock, self.rng, self.signals = signature, policies, options, clock, rng, signals
+        self._suspects = suspects  # where extraction shares our process: what may have killed it runs elsewhere
         self._paused, self._on_records = paused, on_records
         self.held: dict[int, Item] = {}
         self.outage: str | None = None
@@ -176,17 +178,17 @@ class Worker:
         fetches = self.first == "fetch"
         answers = await self._insist(lambda: self.books.admit(pairs, fetches=fetches))
         now, loop = self.clock.now(), asyncio.get_running_loop()
-        for item, answer in zip(items, answers, strict=True):
-            if item is None:
+        for held, answer in zip(items, answers, strict=True):
+            if held is None:
                 continue
             if answer.verdict == "settled":
-                self.held.pop(item.delivery.position, None)
+                self.held.pop(held.delivery.position, None)
                 continue
-            item.admitted = answer
+            held.admitted = answer
             if answer.slot > now:
-                item.timer = loop.call_later(answer.slot - now, self._make_ready, item)
+                held.timer = loop.call_later(answer.slot - now, self._make_ready, held)
             else:
-                self._ready.append(item)
+                self._ready.append(held)
         self._startable.set()
 
     def _open(self, d: Delivery) -> Item:
@@ -223,12 +225,12 @@ class Worker:
             asks = [self.first == "fetch" and not item.admitted.page for item in items]
             self._active += len(items)  # taken before the await, or a second look would hand the same permits out again
             try:
-                fences = await self._insist(lambda items=items, asks=asks: self.books.begin([i.event for i in items], fetches=asks, writing=self.first == "sink"))
+                fences = await self._insist(partial(self.books.begin, [i.event for i in items], fetches=asks, writing=self.first == "sink"))
             except BaseException:
                 self._active -= len(items)
                 raise
             now = self.clock.now()
-            over = []
+            over: list[tuple[Delivery, Outcome]] = []
             for item, fence, asks_host in zip(items, fences, asks, strict=True):
                 if fence is None:
                     self._active -= 1
@@ -238,7 +240,7 @@ class Worker:
                 item.fence, item.begun, item.asked = fence, now, asks_host
                 item.task = asyncio.create_task(self._handle(item))
             if over:
-                await self._insist(lambda over=over: self.sub.settle(over))
+                await self._insist(partial(self.sub.settle, over))
 
     async def _handle(self, item: Item) -> None:
         """The scope that owns a delivery: whatever happens in it, an end is noted."""
@@ -325,18 +327,20 @@ class Worker:
             self._extract_timer = None
         if self._extracts:
             items, self._extracts = self._extracts, []
-            suspects = [i for i in items if i.admitted.crashes >= SUSPECT]
-            for group, alone in (([i for i in items if i.admitted.crashes < SUSPECT], False), (suspects, True)):
-                if group:
-                    self._spawn(self._extract(group, alone))
+            if self._suspects is not None:
+                suspects = [i for i in items if i.admitted.crashes >= SUSPECT]
+                items = [i for i in items if i.admitted.crashes < SUSPECT]
+                if suspects:
+                    self._spawn(self._extract(suspects, self._suspects))
+            if items and self.extraction is not None:
+                self._spawn(self._extract(items, self.extraction))
 
-    async def _extract(self, items: Sequence[Item], alone: bool) -> None:
-        assert self.extraction is not None
+    async def _extract(self, items: Sequence[Item], by: Extraction) -> None:
         try:
             pages = [
                 Page(m.url, i.body, status=m.status, headers=m.headers, fetched_at=m.fetched_at, event=i.event, requested_url=i.event.url) for i in items if (m := i.meta) is not None
             ]
-            results = await self.extraction.extract(pages, alone=alone)
+            results = await by.extract(pages, alone=by is self._suspects)
         except asyncio.CancelledError:
             raise  # shutdown: the drain releases them
         except Exception as e:
@@ -361,7 +365,7 @@ class Worker:
 
     def _baseline(self, item: Item, made: str) -> Baseline | None:
         m = item.meta
-        return m and Baseline(etag=m.headers.get("etag"), last_modified=m.headers.get("last-modified"), response_hash=m.page, page=m.page, extractors=made)
+        return None if m is None else Baseline(etag=m.headers.get("etag"), last_modified=m.headers.get("last-modified"), response_hash=m.page, page=m.page, extractors=made)
 
     # -- ending ------------------------------------------------------------------------------------------------------------------
 

@@ -94,10 +94,13 @@ class SqliteClaims:
         self._keep(tx, host, state)
         return state.blocked_until
 
-    def crawl_delay_in(self, tx: Tx, host: str, seconds: float | None) -> None:
-        state = self._state(tx, host)
-        if state.crawl_delay != seconds:
-            self._keep(tx, host, msgspec.structs.replace(state, crawl_delay=seconds))
+    async def crawl_delay(self, host: str, seconds: float | None) -> None:
+        def work(tx: Tx) -> None:
+            state = self._state(tx, host)
+            if state.crawl_delay != seconds:
+                self._keep(tx, host, msgspec.structs.replace(state, crawl_delay=seconds))
+
+        await self.db.write(work, durable=False)
 
     def _state(self, tx: Tx, host: str) -> pace.HostState:
         raw = tx.execute("SELECT state FROM host WHERE host=?", (host,)).get

@@ -131,9 +131,9 @@ class Database:
         if self.inline:
             return self.write_now(work, durable=durable)
         loop = asyncio.get_running_loop()
-        job = _Job(work, synced or (durable and self.durability == "full"), loop, loop.create_future())
-        self._jobs.put(job)
-        result: T = await asyncio.shield(job.future)  # a cancelled caller must not hide what was committed
+        future: asyncio.Future[T] = loop.create_future()
+        self._jobs.put(_Job(work, synced or (durable and self.durability == "full"), loop, future))
+        result = await asyncio.shield(future)  # a cancelled caller must not hide what was committed
         return result
 
     def submit(self, work: Callable[[Tx], T], *, durable: bool = True) -> ConcurrentFuture[T]:
