@@ -1,0 +1,177 @@
+"""Records as CSV (RFC 4180), one file, in the order of the outbox; a new field adds a column to all of it. No types, no inference.
+
+Cells are the values as they were extracted. One that begins with `=`, `+`, `-` or `@` is a formula to a spreadsheet:
+whoever opens scraped text there decides what to do about it, since changing it here would change the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import Unreachable
+from penstock.ports import Row
+from penstock.sinks import PROVENANCE_COLUMNS, REST, Flat, Reopen, file_url, flatten, json_text, option_max_columns
+from penstock.sinks.appending import AppendFile, Mark, read_mark, sync_directory
+
+_HEADER_LIMIT = 4 << 20
+
+
+class CsvSink:
+    """The file belongs to the sink while it is open: what others append to it is cut off like the tail of a crash."""
+
+    def __init__(self, name: str, path: Path, max_columns: int) -> None:
+        self.name, self.path, self.notice = name, path, ""
+        self._file = AppendFile(path)
+        self._columns: tuple[str, ...] = ()
+        self._max_columns = max_columns
+
+    def open(self, position: int, mark: str) -> str:
+        self.notice = ""
+        self._file.open()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._draft())  # of a rewrite that was killed
+        noted = read_mark(mark)
+        if noted is not None and noted.at == 0 and self._file.is_at(noted):  # before its first batch: a torn header may be there
+            self._file.cut(0)
+            self._columns = ()
+            return self._file.mark()
+        self._columns = self._header()
+        if noted is not None and self._columns == noted.columns and self._file.is_at(noted):
+            self._file.cut(noted.at)
+        else:
+            if noted is not None and noted.at > 0 and not self._was_widened(noted):
+                self.notice = f"{self.path} is not as it was left after row {position} ({noted.at} bytes then, {self._file.size} now): going on at its end"
+            self._file.adopt()
+        return self._file.mark(self._columns)
+
+    def _was_widened(self, noted: Mark) -> bool:
+        # `write` asks to be opened again after it added a column, and nothing is appended before the mark of that open is noted.
+        # So a header that goes on after the noted one means: rewritten as a whole, and nothing behind it.
+        return len(self._columns) > len(noted.columns) > 0 and self._columns[: len(noted.columns)] == noted.columns
+
+    def write(self, rows: Sequence[Row]) -> str:
+        self._file.check()
+        flats = [flatten(row.body) for row in rows]
+        columns = self._columns_for(flats)
+        if self._columns and columns != self._columns:
+            self._widen(columns)
+            raise Reopen(f"{self.path} got new columns")
+        out = io.StringIO(newline="")
+        writer = csv.writer(out, lineterminator="\r\n")
+        if not self._columns:
+            writer.writerow(columns)
+        writer.writerows(_cells(flat, columns) for flat in flats)
+        self._file.append(out.getvalue().encode())
+        self._columns = columns
+        return self._file.mark(columns)
+
+    def close(self) -> None:
+        self._file.close()
+
+    # -- columns -------------------------------------------------------------------------------------------------------
+
+    def _columns_for(self, flats: Iterable[Flat]) -> tuple[str, ...]:
+        """Those there are, then new fields in the order they appear. Fields beyond the cap move to the rest, which gets a column when it is needed."""
+        known, added = set(self._columns), list[str]()
+        ours = [name for name in PROVENANCE_COLUMNS if name not in known]
+        room = self._max_columns - len(self._columns) - len(ours) - (REST not in known)
+        rest = False
+        for flat in flats:
+            for name in [name for name in flat.fields if name not in known]:
+                if len(added) < room:
+                    added.append(name)
+                    known.add(name)
+                else:
+                    flat.rest[name] = flat.fields.pop(name)
+            rest = rest or bool(flat.rest)
+        added += ours
+        if rest and REST not in known:
+            added.append(REST)
+        if rest and not self.notice:
+            self.notice = f"{self.path}: some fields have no column of their own (max_columns = {self._max_columns}) and are kept as JSON in {REST}"
+        return (*self._columns, *added)
+
+    def _header(self) -> tuple[str, ...]:
+        """The columns the file itself names; () where it is empty."""
+        raw, quotes = b"", 0
+        with self._file.lines(self._file.size) as lines:
+            while line := lines.line():
+                raw += line
+                quotes += line.count(b'"')
+                if (line.endswith(b"\n") and quotes % 2 == 0) or len(raw) > _HEADER_LIMIT:
+                    break
+        try:
+            names = tuple(next(csv.reader(io.StringIO(raw.decode("utf-8-sig"), newline=""), strict=True), ()))
+        except (csv.Error, UnicodeDecodeError) as e:
+            raise Unreachable(f"{self.path} is there and is no CSV file: {e}", hint="move it away, or write to another file") from e
+        if raw and not names:
+            raise Unreachable(f"{self.path} is there and has no header", hint="move it away, or write to another file")
+        return names
+
+    def _widen(self, columns: tuple[str, ...]) -> None:
+        """Rewrite the file with more columns, beside it and then in its place: whoever reads sees the old or the new one, whole."""
+        draft, target = self._draft(), Path(os.path.realpath(self.path))
+        added = b"," * (len(columns) - len(self._columns))
+        quotes, first = 0, True
+        was = os.stat(target)
+        try:
+            with open(draft, "wb", buffering=1 << 18) as out, self._file.lines(self._file.at) as lines:
+                os.fchmod(out.fileno(), stat.S_IMODE(was.st_mode))
+                with contextlib.suppress(PermissionError):
+                    os.fchown(out.fileno(), was.st_uid, was.st_gid)
+                while line := lines.line():
+                    quotes += line.count(b'"')
+                    if quotes % 2 or not line.endswith(b"\n"):  # inside a cell
+                        if not first:
+                            out.write(line)
+                        continue
+                    if first:
+                        out.write(_header_line(columns))
+                        first = False
+                        continue
+                    end = b"\r\n" if line.endswith(b"\r\n") else b"\n"
+                    out.write(line[: -len(end)] + added + end)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(draft, target)
+            sync_directory(target.parent)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            raise
+
+    def _draft(self) -> Path:
+        target = Path(os.path.realpath(self.path))
+        return target.with_name(f".{target.name}.penstock-draft")
+
+
+def _header_line(columns: Sequence[str]) -> bytes:
+    out = io.StringIO(newline="")
+    csv.writer(out, lineterminator="\r\n").writerow(columns)
+    return out.getvalue().encode()
+
+
+def _cells(flat: Flat, columns: Iterable[str]) -> list[Any]:
+    values = flat.fields | flat.provenance
+    if flat.rest:
+        values[REST] = flat.rest
+    return [_cell(values.get(name)) for name in columns]
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    return json_text(value)  # numbers, true, false, and what is nested
+
+
+def open_sink(url: str, options: Mapping[str, Any], base: Path) -> CsvSink:
+    """`csv:products.csv`. Checks, and opens nothing yet. Raises ConfigError."""
+    path, given = file_url(url, options, base, scheme="csv", known=("max_columns",))
+    return CsvSink(url, path, option_max_columns(url, given, most=16_384))

@@ -1,0 +1,483 @@
+"""The flusher, on real files and a real outbox, killed and failed at every step it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import csv
+import errno
+import json
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+
+from penstock.errors import StoreUnavailable
+from penstock.flusher import LAST_BACK_OFF, Flusher
+from penstock.locks import FileLock, holder_alive
+from penstock.ports import Row, Sink
+from penstock.sinks import csv as csv_sink
+from penstock.sinks import jsonl, sqlite
+
+SINKS: dict[str, Callable[[Path], Sink]] = {
+    "jsonl": lambda at: jsonl.open_sink("jsonl:out.jsonl", {}, at),
+    "csv": lambda at: csv_sink.open_sink("csv:out.csv", {}, at),
+    "sqlite": lambda at: sqlite.open_sink("sqlite:out.db?mode=append", {}, at),
+}
+
+
+class Hurried:
+    """Real time; waits are cut short, and remembered."""
+
+    def __init__(self, longest: float = 0.001) -> None:
+        self.longest, self.waits = longest, list[float]()
+
+    def now(self) -> float:
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        await asyncio.sleep(min(seconds, self.longest))
+
+
+class TableOutbox:
+    """An outbox as a ledger keeps it: rows, and what is noted, in one SQLite file."""
+
+    def __init__(self, path: Path) -> None:
+        self.db = apsw.Connection(str(path))
+        self.db.set_busy_timeout(10_000)
+        self.db.execute("PRAGMA synchronous = OFF")  # killed processes, not power cuts
+        with self.db:
+            self.db.execute("CREATE TABLE IF NOT EXISTS outbox (n INTEGER PRIMARY KEY AUTOINCREMENT, key, body, ord)")
+            self.db.execute("CREATE TABLE IF NOT EXISTS noted (sink PRIMARY KEY, n, mark)")
+
+    def add(self, bodies: Sequence[dict[str, Any]]) -> None:
+        with self.db:
+            self.db.executemany("INSERT INTO outbox (key, body, ord) VALUES (?, ?, 0)", [(str(body["i"]), json.dumps(body).encode()) for body in bodies])
+
+    async def position(self, sink: str) -> tuple[int, str]:
+        found = self.db.execute("SELECT n, mark FROM noted WHERE sink = ?", (sink,)).get
+        return found or (0, "")
+
+    async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> Sequence[Row]:
+        return [Row(*each) for each in self.db.execute("SELECT n, key, body, ord FROM outbox WHERE n > ? ORDER BY n LIMIT ?", (after, limit))]
+
+    async def flushed(self, sink: str, *, upto: int, mark: str) -> None:
+        with self.db:
+            self.db.execute("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", (sink, upto, mark))
+            self.db.execute("DELETE FROM outbox WHERE n <= ?", (upto,))
+
+    async def backlog(self, sink: str) -> int:
+        return int(self.db.execute("SELECT count(*) FROM outbox").get)
+
+    def close(self) -> None:
+        self.db.close()
+
+
+def bodies(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """The later ones have a field more, so that a CSV file is rewritten on the way; texts have line breaks and quotes."""
+    return [{"i": i, "text": f'line\n"{i}"\r\n'} | ({f"new{i // 4}": i} if i >= 4 else {}) for i in range(start, start + count)]
+
+
+def written(at: Path, kind: str) -> list[int]:
+    """What the target holds, checked to be whole."""
+    if kind == "jsonl":
+        raw = (at / "out.jsonl").read_bytes()
+        assert raw.endswith(b"\n")
+        found = [json.loads(line) for line in raw.splitlines()]
+    elif kind == "csv":
+        with open(at / "out.csv", newline="") as f:
+            found = [{name: value for name, value in line.items() if value} for line in csv.DictReader(f, strict=True)]
+    else:
+        db = apsw.Connection(str(at / "out.db"))
+        names = [name for (name,) in db.execute("SELECT name FROM pragma_table_info('records')")]
+        found = [{k: v for k, v in zip(names, each, strict=True) if v is not None} for each in db.execute("SELECT * FROM records ORDER BY rowid")]
+        db.close()
+    for each in found:
+        i = int(each["i"])
+        assert {k: str(v) for k, v in each.items() if not k.startswith("_penstock")} == {k: str(v) for k, v in bodies(1, i)[0].items()}
+    return [int(each["i"]) for each in found]
+
+
+@contextlib.asynccontextmanager
+async def running(flusher: Flusher) -> Any:
+    task = asyncio.create_task(flusher.run())
+    try:
+        yield flusher
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def flush(at: Path, kind: str, *, batch: int = 3) -> None:
+    outbox = TableOutbox(at / "outbox.db")
+    async with running(Flusher(SINKS[kind](at), outbox, at / "out.lock", Hurried(), batch=batch)) as flusher:
+        assert await flusher.drain(30)
+    outbox.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise TimeoutError
+
+
+# -- the plain path ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SINKS)
+async def test_rows_arrive_in_order_and_once_over_any_number_of_runs(kind: str, tmp_path: Path) -> None:
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    for start in (0, 7, 14):
+        outbox.add(bodies(7, start))
+        await flush(tmp_path, kind)
+    outbox.close()
+    assert written(tmp_path, kind) == list(range(21))
+
+
+async def test_a_wake_up_is_not_waited_for_the_next_look(tmp_path: Path) -> None:
+    class Asleep(Hurried):
+        async def sleep(self, seconds: float) -> None:
+            await asyncio.Event().wait()
+
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", Asleep())) as flusher:
+        await until(lambda: flusher.idle)
+        for start in range(5):
+            outbox.add(bodies(1, start))
+            flusher.wake()
+            assert not flusher.idle
+            await until(lambda: flusher.idle)
+            assert written(tmp_path, "jsonl") == list(range(start + 1))
+        assert flusher.written == 5
+    outbox.close()
+
+
+async def test_rows_of_another_worker_are_found_without_a_wake_up(tmp_path: Path) -> None:
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    clock = Hurried()
+    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", clock)) as flusher:
+        await until(lambda: flusher.idle)
+        outbox.add(bodies(2))
+        await until(lambda: flusher.written == 2)
+        assert set(clock.waits) == {0.5}
+    outbox.close()
+
+
+async def test_draining_gives_up_in_time_and_says_so(tmp_path: Path) -> None:
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(1))
+    flusher = Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", Hurried())
+    assert not await flusher.drain(0.02)  # nobody runs
+    outbox.close()
+
+
+# -- killed at every step --------------------------------------------------------------------------------------------------------
+
+CALLS = ("open", "write", "ftruncate", "fsync", "fdatasync", "replace", "unlink", "mkdir")
+
+
+def at_step(step: int, act: Callable[[], None]) -> None:
+    """From here on in this process: `act` before the step-th system call or SQL statement; a write is torn first."""
+    taken = 0
+
+    def count() -> bool:
+        nonlocal taken
+        taken += 1
+        return taken == step
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if count():
+                if name == "write":
+                    real(args[0], args[1][: len(args[1]) // 2])
+                act()
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, watched(name, getattr(os, name)))
+
+    def trace(cursor: apsw.Cursor, sql: str, bindings: Any) -> bool:
+        if count():
+            act()
+        return True
+
+    def watch(db: apsw.Connection) -> None:
+        db.exec_trace = trace
+
+    apsw.connection_hooks.append(watch)
+
+
+def in_child(work: Callable[[], Awaitable[None]]) -> int:
+    """In a forked process, to its end; returns the signal that killed it, or 0."""
+    pid = spawn(work)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status)
+    assert os.WEXITSTATUS(status) == 0
+    return 0
+
+
+def spawn(work: Callable[[], Awaitable[None]]) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+
+        async def main() -> None:
+            async with asyncio.timeout(30):
+                await work()
+
+        asyncio.run(main())
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(10)  # until it arrives
+
+
+@pytest.mark.parametrize("kind", SINKS)
+def test_killed_at_any_step_and_at_another_one_after_that_the_target_holds_every_row_once(kind: str, tmp_path: Path) -> None:
+    def killed_at(step: int, at: Path) -> Callable[[], Awaitable[None]]:
+        async def work() -> None:
+            at_step(step, kill)
+            await flush(at, kind)
+
+        return work
+
+    step, killed = 0, True
+    while killed:
+        step += 1
+        at = tmp_path / str(step)
+        at.mkdir()
+        outbox = TableOutbox(at / "outbox.db")
+        outbox.add(bodies(8))
+        outbox.close()
+        killed = in_child(killed_at(step, at)) == signal.SIGKILL
+        in_child(killed_at(1 + step * 7 % 23, at))
+        assert in_child(lambda at=at: flush(at, kind)) == 0  # type: ignore[misc]
+        assert written(at, kind) == list(range(8)), f"killed at step {step}"
+    assert step > 25
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_failing_at_any_step_the_same_process_recovers_and_the_target_holds_every_row_once(kind: str, number: int, tmp_path: Path) -> None:
+    def fails_at(step: int, at: Path) -> Callable[[], Awaitable[None]]:
+        async def work() -> None:
+            outbox = TableOutbox(at / "outbox.db")
+            failed = False
+
+            def fail() -> None:
+                nonlocal failed
+                failed = True
+                raise OSError(number, os.strerror(number))
+
+            at_step(step, fail)
+            flusher = Flusher(SINKS[kind](at), outbox, at / "out.lock", Hurried(), batch=3)
+            reasons = set()
+            async with running(flusher):
+                while await outbox.backlog("") or flusher.down:
+                    reasons.add(flusher.down)
+                    await asyncio.sleep(0)
+            assert not failed or len(reasons) > 1 or step < 3, reasons
+            if not failed:
+                kill()
+
+        return work
+
+    for step in range(1, 200):
+        at = tmp_path / str(step)
+        at.mkdir()
+        outbox = TableOutbox(at / "outbox.db")
+        outbox.add(bodies(8))
+        outbox.close()
+        ended = in_child(fails_at(step, at)) == signal.SIGKILL
+        assert written(at, kind) == list(range(8)), f"failed at step {step}"
+        if ended:
+            break
+    assert 10 < step < 199
+
+
+def test_processes_that_contend_for_one_file_and_are_killed_at_random_write_every_row_once(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(4))
+
+    async def work() -> None:
+        mine = TableOutbox(tmp_path / "outbox.db")
+        await Flusher(SINKS["jsonl"](tmp_path), mine, tmp_path / "out.lock", Hurried(0.005), batch=2).run()
+
+    workers = [spawn(work) for _ in range(3)]
+    total = 4
+    try:
+        for _ in range(25):
+            outbox.add(bodies(20, total))
+            total += 20
+            time.sleep(rng.uniform(0.005, 0.04))
+            victim = workers.pop(rng.randrange(3))
+            os.kill(victim, signal.SIGKILL)
+            os.waitpid(victim, 0)
+            workers.append(spawn(work))
+        end = time.monotonic() + 30
+        while outbox.db.execute("SELECT count(*) FROM outbox").get and time.monotonic() < end:
+            time.sleep(0.01)
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        outbox.close()
+    assert written(tmp_path, "jsonl") == list(range(total))
+
+
+# -- outages -----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_unwritable_target_is_down_with_its_reason_and_recovers_by_itself(tmp_path: Path) -> None:
+    blocked = tmp_path / "out.jsonl"
+    blocked.mkdir()
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(8))
+    clock = Hurried()
+    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", clock)) as flusher:
+        await until(lambda: len(clock.waits) > 10)
+        assert flusher.down is not None
+        assert "out.jsonl" in flusher.down
+        assert flusher.since is not None
+        assert flusher.since <= time.time()
+        assert not flusher.idle
+        assert clock.waits == sorted(clock.waits)
+        assert clock.waits[0] == 0.1
+        assert clock.waits[-1] == LAST_BACK_OFF
+        assert await outbox.backlog("") == 8
+        blocked.rmdir()
+        await until(lambda: flusher.down is None)
+        assert flusher.since is None
+        assert await flusher.drain(5)
+    outbox.close()
+    assert written(tmp_path, "jsonl") == list(range(8))
+
+
+async def test_those_who_do_not_hold_the_lock_know_that_the_target_is_down_and_take_over_when_the_holder_goes(tmp_path: Path) -> None:
+    blocked = tmp_path / "out.jsonl"
+    blocked.mkdir()
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(2))
+    one, two = (Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", Hurried()) for _ in range(2))
+    async with running(two):
+        async with running(one):
+            await until(lambda: one.down is not None and two.down is not None)
+            assert one.down == two.down
+            assert one.holding != two.holding
+            blocked.rmdir()
+            await until(lambda: one.down is None and two.down is None and one.idle and two.idle)
+        await until(lambda: two.holding)
+        assert not one.holding
+        outbox.add(bodies(2, 2))
+        assert await two.drain(5)
+    assert not holder_alive(tmp_path / "out.lock")
+    outbox.close()
+    assert written(tmp_path, "jsonl") == list(range(4))
+
+
+async def test_an_outage_of_the_ledger_repeats_the_batch_and_not_the_rows(tmp_path: Path) -> None:
+    class Shaky(TableOutbox):
+        failures = 3
+
+        async def flushed(self, sink: str, *, upto: int, mark: str) -> None:
+            if upto and self.failures:
+                self.failures -= 1
+                if self.failures == 1:  # it was written, and we do not know
+                    await super().flushed(sink, upto=upto, mark=mark)
+                raise StoreUnavailable("the ledger is away")
+            await super().flushed(sink, upto=upto, mark=mark)
+
+    outbox = Shaky(tmp_path / "outbox.db")
+    outbox.add(bodies(8))
+    async with running(Flusher(SINKS["csv"](tmp_path), outbox, tmp_path / "out.lock", Hurried(), batch=3)) as flusher:
+        assert await flusher.drain(5)
+        assert outbox.failures == 0
+    outbox.close()
+    assert written(tmp_path, "csv") == list(range(8))
+
+
+async def test_a_bug_in_a_sink_stops_its_rows_and_not_the_flusher(tmp_path: Path) -> None:
+    class Buggy(jsonl.JsonLinesSink):
+        def write(self, rows: Sequence[Row]) -> str:
+            if not (tmp_path / "fixed").exists():
+                raise KeyError("price")
+            return super().write(rows)
+
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(1))
+    async with running(Flusher(Buggy("x", tmp_path / "out.jsonl"), outbox, tmp_path / "out.lock", Hurried())) as flusher:
+        await until(lambda: flusher.down is not None)
+        assert flusher.down == "bug in the sink: KeyError('price')"
+        (tmp_path / "fixed").touch()
+        assert await flusher.drain(5)
+    outbox.close()
+    assert written(tmp_path, "jsonl") == [0]
+
+
+async def test_a_file_that_is_removed_under_way_is_made_again_and_said(tmp_path: Path) -> None:
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(2))
+    notices: list[str] = []
+    flusher = Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", Hurried(), on_notice=notices.append)
+    async with running(flusher):
+        assert await flusher.drain(5)
+        (tmp_path / "out.jsonl").unlink()
+        outbox.add(bodies(2, 2))
+        assert await flusher.drain(5)
+        assert flusher.down is None
+    outbox.close()
+    assert written(tmp_path, "jsonl") == [2, 3]
+    assert len(notices) == 1
+    assert "going on at its end" in notices[0]
+
+
+async def test_a_cancelled_flusher_keeps_the_lock_until_the_write_under_way_is_over(tmp_path: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(jsonl.JsonLinesSink):
+        def write(self, rows: Sequence[Row]) -> str:
+            begun.set()
+            go.wait(10)
+            return super().write(rows)
+
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(2))
+    task = asyncio.create_task(Flusher(Slow("jsonl:out.jsonl", tmp_path / "out.jsonl"), outbox, tmp_path / "out.lock", Hurried()).run())
+    await until(begun.is_set)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.005)
+    assert not task.done()
+    assert not FileLock(tmp_path / "out.lock").try_acquire()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not holder_alive(tmp_path / "out.lock")
+    outbox.close()
+    await flush(tmp_path, "jsonl")
+    assert written(tmp_path, "jsonl") == [0, 1]

@@ -1,0 +1,167 @@
+"""Locks by which processes of one machine know who is alive."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.locks import FileLock, WorkerLock, dead_workers, forget_worker, holder_alive, note_of, worker_alive
+
+HOLD = "import sys, time; from penstock.locks import FileLock; assert FileLock(sys.argv[1]).try_acquire(); print('held', flush=True); time.sleep(60)"
+
+
+def fork(work: Callable[[], None]) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def test_a_lock_is_held_by_one_and_free_after_release(tmp_path: Path) -> None:
+    first, second = FileLock(tmp_path / "deep" / "a.lock"), FileLock(tmp_path / "deep" / "a.lock")
+    assert first.try_acquire()
+    assert first.try_acquire()
+    assert not second.try_acquire()
+    assert holder_alive(first.path)
+    first.release()
+    assert not holder_alive(first.path)
+    assert second.try_acquire()
+    assert first.held is False
+    second.release()
+
+
+def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        assert not FileLock(path).try_acquire()
+        assert holder_alive(path)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert not holder_alive(path)
+    lock = FileLock(path)
+    assert lock.try_acquire()
+    lock.release()
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    end_read, end_write = os.pipe()
+    up_read, up_write = os.pipe()
+
+    def parent() -> None:
+        lock = FileLock(path)
+        assert lock.try_acquire()
+
+        def child() -> None:
+            os.close(end_write)
+            lock.release()  # unwinding in the child must not close a stranger's descriptor, nor free the lock
+            os.write(up_write, b"r" if holder_alive(path) else b"f")
+            os.read(end_read, 1)  # until the test closes its end
+
+        fork(child)
+        assert os.read(up_read, 1) == b"r"
+        os.write(up_write, b"k")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _, status = os.waitpid(fork(parent), 0)
+    try:
+        assert os.WIFSIGNALED(status)
+        assert os.read(up_read, 1) == b"k"
+        assert not holder_alive(path)
+    finally:
+        for fd in (end_write, end_read, up_read, up_write):
+            os.close(fd)
+
+
+def test_a_child_that_ends_does_not_free_its_parents_lock(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "a.lock")
+    assert lock.try_acquire()
+    os.waitpid(fork(lambda: None), 0)
+    assert holder_alive(lock.path)
+    lock.release()
+
+
+def test_those_who_look_do_not_take_each_other_for_the_holder(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    path.touch()
+    with open(path) as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert not holder_alive(path)
+
+
+def test_a_lock_file_that_was_removed_is_not_the_one_that_gets_locked(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "a.lock")
+    assert lock.try_acquire()
+    lock.path.unlink()
+    assert not holder_alive(lock.path)
+    other = FileLock(lock.path)
+    assert other.try_acquire()
+    assert holder_alive(lock.path)
+    lock.release()
+    assert holder_alive(lock.path)
+    other.release()
+
+
+def test_the_holder_leaves_a_note_that_the_next_holder_wipes(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "a.lock")
+    assert lock.try_acquire()
+    lock.note("no space left on device\nreally" + "x" * 1000)
+    assert note_of(lock.path).startswith("no space left on device really")
+    assert lock.path.stat().st_size == 512
+    lock.note("short")
+    assert note_of(lock.path) == "short"
+    lock.release()
+    assert lock.try_acquire()
+    assert note_of(lock.path) == ""
+    lock.release()
+    assert note_of(tmp_path / "none") == ""
+
+
+def test_a_worker_is_known_to_be_dead_until_it_is_forgotten(tmp_path: Path) -> None:
+    alive = WorkerLock(tmp_path, "w-alive")
+    assert alive.acquire()
+
+    def die_holding() -> None:
+        assert WorkerLock(tmp_path, "w-dead").acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(fork(die_holding), 0)
+    assert worker_alive(tmp_path, "w-alive")
+    assert not worker_alive(tmp_path, "w-dead")
+    assert not worker_alive(tmp_path, "w-never")
+    assert dead_workers(tmp_path) == ["w-dead"]
+    assert forget_worker(tmp_path, "w-dead")
+    assert not forget_worker(tmp_path, "w-alive")
+    assert dead_workers(tmp_path) == []
+    assert worker_alive(tmp_path, "w-alive")
+    alive.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_workers_of_one_id_cannot_both_live(tmp_path: Path) -> None:
+    first = WorkerLock(tmp_path, "w1")
+    assert first.acquire()
+    assert not WorkerLock(tmp_path, "w1").acquire(patience=0.02)
+    first.release()
+
+
+@pytest.mark.parametrize("worker_id", ["", "../w", "a/b", ".hidden", "a\0b"])
+def test_a_worker_id_that_names_no_file_is_refused(tmp_path: Path, worker_id: str) -> None:
+    with pytest.raises(ValueError, match="worker id"):
+        WorkerLock(tmp_path, worker_id)
