@@ -1,0 +1,571 @@
+"""The sandbox against code that does its worst: the culprit is named, bystanders never pay, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.model import Event, Page
+from penstock.pipeline import Change, load
+from penstock.ports import Extracted, Extraction
+from penstock.stages.inprocess import InProcess
+from penstock.stages.sandbox import Limits, Sandbox
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and clean-up lean on Linux")
+
+SHOP = '''
+import asyncio, ctypes, os, signal, subprocess, sys, threading, time
+from penstock import Page, Pipeline
+
+shop = Pipeline("shop")
+libc = ctypes.CDLL(None)
+
+class Odd(BaseException):
+    pass
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+def deep(n):
+    return deep(n + 1)
+
+def stubborn():
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
+
+def ours(kind):
+    """The sandbox's own descriptors of this process."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(kind):
+                yield int(fd)
+        except OSError:
+            pass
+
+def write_garbage():
+    for fd in ours("pipe:"):
+        if fd > 2:
+            try:
+                os.write(fd, b"garbage" * 100)
+            except OSError:
+                pass
+
+def linger(c_fork):
+    """A grandchild in a session of its own that holds whatever it inherited."""
+    if (libc.fork() if c_fork else os.fork()) == 0:
+        libc.setsid()
+        time.sleep(600)
+        os._exit(0)
+
+def act(what):
+    if what == "segfault": ctypes.string_at(0)
+    elif what == "loop": stubborn()
+    elif what == "sleep": time.sleep(600)
+    elif what == "memory":
+        hoard = []
+        while True: hoard.append(bytearray(1 << 20))
+    elif what == "exit0": os._exit(0)
+    elif what == "exit3": os._exit(3)
+    elif what == "sysexit": sys.exit(3)
+    elif what == "abort": os.abort()
+    elif what == "recursion": deep(0)
+    elif what == "odd": raise Odd("strange")
+    elif what == "interrupt": raise KeyboardInterrupt
+    elif what == "mute": raise Mute
+    elif what == "value": raise ValueError("plain")
+    elif what == "print":
+        print("x" * 5_000_000)
+        sys.stderr.write("y" * 100_000)
+    elif what == "output": return {"big": "z" * (20 << 20)}
+    elif what == "surrogate": raise ValueError("half \\ud800 a pair")
+    elif what == "close": os.closerange(3, 2000)
+    elif what == "closeloop":
+        os.closerange(3, 2000)
+        stubborn()
+    elif what == "garbage": write_garbage()
+    elif what == "fork": os.fork()  # both go on
+    elif what == "linger": linger(False)
+    elif what == "lingerdie":
+        linger(True)
+        os._exit(7)
+    elif what == "thread": threading.Thread(target=time.sleep, args=(600,)).start()
+    elif what == "signals":
+        for n in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGCHLD): signal.signal(n, lambda *a: None)
+        stubborn()
+    elif what == "patricide":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    elif what == "slow": time.sleep(0.15)
+    elif what == "read": return {"stolen": len(sys.stdin.read())}
+    return {}
+
+@shop.extract
+def page(page: Page):
+    what = page.url.rsplit("/", 1)[1].partition("?")[0]
+    yield {"url": page.url, "size": len(page.body), "pid": os.getpid(), "event": page.event.id if page.event else None,
+           "header": page.headers.get("x-test"), "title": page.css("h1::text").get(), **(act(what) or {})}
+
+async def send(change):
+    await asyncio.sleep(0)
+    if change.key == "late": raise ValueError("too late")
+
+@shop.on_change(fields=["price"])
+def later(change):
+    return send(change)
+
+@shop.on_change(fields=["a"])
+def notify(change):
+    if change.key == "raise": raise ValueError("no mail")
+    if change.key == "bad": ctypes.string_at(0)
+    if change.key == "exit": sys.exit(4)
+    if change.key == "long": stubborn()
+    with open(change.url, "a") as f: f.write(change.key + "\\n")
+'''
+QUICK = Limits(seconds=1.5, memory=128 << 20, output=4 << 20)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    path = tmp_path / "shop.py"
+    path.write_text(SHOP)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path: Path) -> Iterator[None]:
+    yield
+    assert _until(lambda: not processes(tmp_path)), processes(tmp_path)
+
+
+def processes(mark: Path) -> list[int]:
+    """Every process with the pipeline's path on its command line: zygotes, children, and copies they made of themselves."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if str(mark).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and state != "Z" and int(pid) != os.getpid():
+                found.append(int(pid))
+        except OSError:
+            pass
+    return found
+
+
+def _until(true: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def page(what: str, n: int = 0, **more: Any) -> Page:
+    return Page(f"https://shop.example/{what}?{n}", b"<h1>Tea</h1>" + b"." * 1000, **more)
+
+
+def run(shop: Path, use: Callable[[Sandbox], Awaitable[Any]], *, size: int = 1, limits: Limits = QUICK, **more: Any) -> Any:
+    async def main() -> Any:
+        sandbox = Sandbox(shop, size=size, limits=limits, **more)
+        await sandbox.start()
+        try:
+            return await asyncio.wait_for(use(sandbox), 60)
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(main())
+
+
+def fields(result: Extracted) -> dict[str, Any]:
+    assert result.error == ""
+    decoded: dict[str, Any] = msgspec.json.decode(result.records[0].fields)
+    return decoded
+
+
+def among_bystanders(shop: Path, what: str, **more: Any) -> Extracted:
+    """The 12th of 32; all others must succeed, and so must a group that comes after."""
+    pages = [page(what if n == 11 else "fine", n) for n in range(32)]
+
+    async def use(sandbox: Sandbox) -> Extracted:
+        results = await sandbox.extract(pages)
+        assert len(results) == 32
+        for n, result in enumerate(results):
+            if n != 11:
+                assert fields(result)["url"] == pages[n].url
+        again = await sandbox.extract([page("fine", n) for n in range(5)])
+        assert [fields(r)["title"] for r in again] == ["Tea"] * 5
+        return results[11]
+
+    result: Extracted = run(shop, use, **more)
+    return result
+
+
+# -- ordinary work -------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_an_extraction_and_so_is_the_one_in_process(shop: Path) -> None:
+    assert isinstance(Sandbox(shop), Extraction)
+    assert isinstance(InProcess(load(shop)), Extraction)
+
+
+def test_a_page_arrives_in_the_child_as_it_was(shop: Path) -> None:
+    event = Event(id="e1", url="https://shop.example/fine", key="shop.example", data={"big": 2**90})
+    given = [
+        page("fine", headers={"X-Test": "yes"}, event=event),
+        Page("https://shop.example/fine", b""),
+        Page("https://shop.example/fine", b"\xff" * 3_000_000),
+    ]
+    first, empty, large = (fields(r) for r in run(shop, lambda s: s.extract(given)))
+    assert (first["event"], first["header"], first["size"], first["title"]) == ("e1", "yes", 1012, "Tea")
+    assert (empty["size"], large["size"]) == (0, 3_000_000)
+
+
+def test_the_sandbox_and_the_process_itself_give_the_same_results(shop: Path) -> None:
+    pages = [page(what, n) for n, what in enumerate(["fine", "value", "recursion", "odd", "mute", "fine", "sysexit", "surrogate"])]
+    inside = asyncio.run(InProcess(load(shop)).extract(pages))
+    outside = run(shop, lambda s: s.extract(pages))
+    assert [(r.error, r.kind, len(r.records)) for r in inside] == [(r.error, r.kind, len(r.records)) for r in outside]
+    assert [r.error for r in outside if r.error].count("") == 0
+
+
+def test_no_pages_are_no_work(shop: Path) -> None:
+    assert run(shop, lambda s: s.extract([])) == []
+
+
+def test_groups_go_to_as_many_children_as_there_are_places_and_the_rest_wait(shop: Path) -> None:
+    async def use(sandbox: Sandbox) -> set[int]:
+        groups = await asyncio.gather(*[sandbox.extract([page("slow", n)]) for n in range(6)])
+        return {fields(g[0])["pid"] for g in groups}
+
+    assert len(run(shop, use, size=2)) == 2
+
+
+def test_alone_means_a_fresh_child_for_each_page(shop: Path) -> None:
+    results = run(shop, lambda s: s.extract([page("fine", n) for n in range(4)], alone=True))
+    assert len({fields(r)["pid"] for r in results}) == 4
+
+
+def test_a_child_is_retired_after_its_pages_and_nothing_is_lost(shop: Path) -> None:
+    async def use(sandbox: Sandbox) -> list[Any]:
+        return [fields(r) for _ in range(6) for r in await sandbox.extract([page("fine", n) for n in range(5)])]
+
+    rows = run(shop, use, limits=Limits(pages=10))
+    assert len(rows) == 30
+    assert len({row["pid"] for row in rows}) == 3
+
+
+def test_a_page_that_cannot_be_encoded_is_an_error_of_its_own(shop: Path) -> None:
+    results = run(shop, lambda s: s.extract([page("fine"), page("fine", headers={"x-test": "\ud800"}), page("fine", 2)]))
+    assert [bool(r.error) for r in results] == [False, True, False]
+    assert "cannot be handed" in results[1].error
+
+
+def test_a_group_larger_than_the_pipe_goes_through(shop: Path) -> None:
+    pages = [Page(f"https://shop.example/fine?{n}", b"x" * 700_000) for n in range(24)]
+    assert [fields(r)["size"] for r in run(shop, lambda s: s.extract(pages))] == [700_000] * 24
+
+
+# -- deaths --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("segfault", "killed by SIGSEGV while extracted alone"),
+        ("abort", "killed by SIGABRT while extracted alone"),
+        ("exit0", "exited with status 0 while extracted alone"),
+        ("exit3", "exited with status 3 while extracted alone"),
+        ("loop", "ran longer than 1.5 s while extracted alone"),
+        ("sleep", "ran longer than 1.5 s while extracted alone"),
+        ("signals", "ran longer than 1.5 s while extracted alone"),
+        ("memory", "ran out of memory (limit 128 MiB) while extracted alone"),
+        ("close", "closed file descriptors that are not its own while extracted alone"),
+        ("closeloop", "closed file descriptors that are not its own while extracted alone"),
+        ("garbage", "wrote to the sandbox's own pipe while extracted alone"),
+        ("lingerdie", "exited with status 7 while extracted alone"),
+    ],
+)
+def test_a_deadly_page_is_condemned_and_its_bystanders_succeed(shop: Path, what: str, reason: str) -> None:
+    result = among_bystanders(shop, what)
+    assert (result.error, result.kind, result.records) == (reason, "poison", [])
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("recursion", "RecursionError: maximum recursion"),
+        ("odd", "Odd: strange"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("sysexit", "SystemExit: 3"),
+        ("output", "page: more than 4194304"),
+    ],
+)
+def test_what_only_raises_is_an_ordinary_error_and_the_child_lives_on(shop: Path, what: str, error: str) -> None:
+    deaths: list[str] = []
+    result = among_bystanders(shop, what, on_event=lambda name, _: deaths.append(name))
+    assert result.error.startswith(error)
+    assert (result.kind, deaths) == ("permanent", [])
+
+
+@pytest.mark.parametrize("what", ["print", "fork", "linger", "thread", "read"])
+def test_what_is_merely_bad_manners_succeeds(shop: Path, what: str) -> None:
+    deaths: list[str] = []
+    assert fields(among_bystanders(shop, what, on_event=lambda name, _: deaths.append(name)))["title"] == "Tea"
+    assert deaths == []
+
+
+@pytest.mark.parametrize("what", ["segfault", "loop", "memory"])
+def test_the_dead_letter_says_where_in_the_users_code(shop: Path, what: str) -> None:
+    (result,) = run(shop, lambda s: s.extract([page(what)], alone=True))
+    assert "shop.py" in result.detail
+    assert " act" in result.detail
+
+
+def test_what_a_dead_child_started_ends_with_it(shop: Path, tmp_path: Path) -> None:
+    async def use(sandbox: Sandbox) -> None:
+        await sandbox.extract([page("lingerdie", n) for n in range(2)])
+        for _ in range(100):
+            if len(processes(tmp_path)) == 1:  # the zygote
+                return
+            await asyncio.sleep(0.02)
+        pytest.fail(f"still there: {processes(tmp_path)}")
+
+    run(shop, use)
+
+
+def test_what_children_started_ends_even_if_the_zygote_was_killed(shop: Path, tmp_path: Path) -> None:
+    async def use(sandbox: Sandbox) -> None:
+        await sandbox.extract([page("linger")])
+        assert len(processes(tmp_path)) == 3  # zygote, child, and the one that lingers
+        assert (await sandbox.extract([page("patricide")]))[0].kind == "poison"
+
+    run(shop, use)
+
+
+def test_an_answer_that_waits_while_the_loop_is_busy_is_not_late(shop: Path) -> None:
+    events: list[str] = []
+
+    async def use(sandbox: Sandbox) -> None:
+        await sandbox.extract([page("fine")])
+        task = asyncio.ensure_future(sandbox.extract([page("fine")]))
+        await asyncio.sleep(0)
+        time.sleep(0.7)  # noqa: ASYNC251 - the point of it
+        assert fields((await task)[0])["title"] == "Tea"
+
+    run(shop, use, limits=Limits(seconds=0.5), on_event=lambda name, _: events.append(name))
+    assert events == []
+
+
+def test_several_poisons_in_one_group_are_all_found(shop: Path) -> None:
+    bad = {3: "segfault", 4: "exit3", 17: "memory", 30: "abort"}
+    results = run(shop, lambda s: s.extract([page(bad.get(n, "fine"), n) for n in range(32)]), size=2)
+    assert {n: r.kind for n, r in enumerate(results) if r.error} == dict.fromkeys(bad, "poison")
+
+
+def test_the_time_limit_is_per_page_not_per_group(shop: Path) -> None:
+    deaths: list[str] = []
+    results = run(shop, lambda s: s.extract([page("slow", n) for n in range(12)]), limits=Limits(seconds=1), on_event=lambda name, _: deaths.append(name))
+    assert [r.error for r in results] == [""] * 12
+    assert deaths == []
+
+
+def test_results_that_were_ready_before_a_death_are_kept(shop: Path) -> None:
+    async def use(sandbox: Sandbox) -> list[int]:
+        results = await sandbox.extract([page("slow", 0), page("slow", 1), page("exit3", 2), page("slow", 3)])
+        assert results[2].error == "exited with status 3 while extracted alone"
+        return [fields(results[n])["pid"] for n in (0, 1, 3)]
+
+    first, second, after = run(shop, use)
+    assert first == second != after
+
+
+def test_a_page_that_kills_the_zygote_is_found_and_other_groups_succeed(shop: Path) -> None:
+    async def use(sandbox: Sandbox) -> None:
+        bad, *good = await asyncio.gather(*[sandbox.extract([page("patricide" if g == 0 else "slow", n) for n in range(3 if g else 1)]) for g in range(3)])
+        assert bad[0].kind == "poison"
+        assert bad[0].error == "the process that starts children died while extracted alone"
+        assert [r.error for group in good for r in group] == [""] * 6
+
+    run(shop, use, size=3)
+
+
+def test_a_zygote_that_dies_is_started_again(shop: Path) -> None:
+    events: list[str] = []
+
+    async def use(sandbox: Sandbox) -> None:
+        await sandbox.extract([page("fine")])
+        assert sandbox._zygote is not None
+        os.kill(sandbox._zygote.pid, signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        assert fields((await sandbox.extract([page("fine")]))[0])["title"] == "Tea"
+
+    run(shop, use, on_event=lambda name, _: events.append(name))
+    assert events == ["zygote restarted"]
+
+
+def test_an_outage_of_our_own_condemns_nobody(shop: Path) -> None:
+    async def use(sandbox: Sandbox) -> None:
+        assert sandbox._zygote is not None
+        shop.write_text("raise ValueError('edited while running')")
+        os.kill(sandbox._zygote.pid, signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        results = await sandbox.extract([page("fine", n) for n in range(3)])
+        assert [r.kind for r in results] == ["ours"] * 3
+        assert "edited while running" in results[0].error
+
+    run(shop, use)
+
+
+def test_a_cancelled_extraction_frees_its_place(shop: Path) -> None:
+    async def use(sandbox: Sandbox) -> None:
+        task = asyncio.ensure_future(sandbox.extract([page("sleep")]))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert fields((await asyncio.wait_for(sandbox.extract([page("fine")]), 5))[0])["title"] == "Tea"
+
+    run(shop, use, limits=Limits())
+
+
+# -- beginnings and ends -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("import nosuchmodule", "nosuchmodule"),
+        ("x = (", "SyntaxError"),
+        ("import sys; sys.exit(1)", "SystemExit"),
+        ("import os; os._exit(5)", "importing it ended"),
+        ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
+        ("import time; time.sleep(60)", "longer than 3 s"),
+    ],
+)
+def test_a_file_that_does_not_load_is_a_configuration_error(tmp_path: Path, source: str, sentence: str) -> None:
+    (tmp_path / "bad.py").write_text(source)
+
+    async def main() -> None:
+        await Sandbox(tmp_path / "bad.py", limits=Limits(load_seconds=3)).start()
+
+    with pytest.raises(ConfigError, match=sentence):
+        asyncio.run(main())
+
+
+def test_closing_while_pages_run_ends_them_and_leaves_no_process(shop: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        sandbox = Sandbox(shop, size=2)
+        await sandbox.start()
+        tasks = [asyncio.ensure_future(sandbox.extract([page(what)])) for what in ("loop", "linger", "sleep")]
+        await asyncio.sleep(0.5)
+        assert len(processes(tmp_path)) >= 3
+        await sandbox.close()
+        assert processes(tmp_path) == []
+        results = [(await t)[0] for t in tasks]
+        assert results[0].kind == results[2].kind == "ours"
+        assert (await sandbox.extract([page("fine")]))[0].kind == "ours"
+        await sandbox.close()
+
+    asyncio.run(main())
+
+
+def test_a_killed_worker_leaves_no_process(shop: Path, tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "from penstock.model import Page\n"
+        "from penstock.stages.sandbox import Sandbox\n"
+        "async def main():\n"
+        f"    s = Sandbox({str(shop)!r}, size=3)\n"
+        "    await s.start()\n"
+        "    print('up', flush=True)\n"
+        "    await asyncio.gather(*[s.extract([Page('https://shop.example/' + w, b'')]) for w in ('linger', 'loop', 'sleep', 'signals')])\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"up\n"
+        assert _until(lambda: len(processes(tmp_path)) >= 6)  # worker, zygote, three children or more, the lingering one
+        worker.kill()
+    assert _until(lambda: processes(tmp_path) == []), processes(tmp_path)
+
+
+def test_signals_to_everyone_in_the_service_do_not_stop_a_page(shop: Path, tmp_path: Path) -> None:
+    async def use(sandbox: Sandbox) -> None:
+        task = asyncio.ensure_future(sandbox.extract([page("slow", n) for n in range(4)]))
+        await asyncio.sleep(0.2)
+        for pid in processes(tmp_path):
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
+        assert [r.error for r in await task] == [""] * 4
+
+    events: list[str] = []
+    run(shop, use, on_event=lambda name, _: events.append(name))
+    assert events == []
+
+
+def test_what_user_code_prints_goes_to_standard_error(shop: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(shop, lambda s: s.extract([page("print")]))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("x") == 5_000_000
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------------
+
+
+def change(key: str, where: Path, field: str = "a") -> bytes:
+    return msgspec.msgpack.encode(
+        Change(event_id="e", trace_id="t", url=str(where), extractor="page", key=key, old=None, new={field: 1}, fields={field: [None, 1]})
+    )
+
+
+def test_hooks_run_once_each_and_one_that_raises_or_dies_is_an_error_line(shop: Path, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    keys = ["one", "raise", "two", "bad", "three", "long", "four", "exit", "five"]
+    lines = run(shop, lambda s: s.hooks([change(k, seen) for k in keys]))
+    said = dict(zip(keys, lines, strict=True))
+    assert {k for k, line in said.items() if line} == {"raise", "bad", "long", "exit"}
+    assert said["raise"] == "notify: ValueError: no mail"
+    assert "SIGSEGV" in said["bad"]
+    assert "longer than 1.5 s" in said["long"]
+    assert "status 4" in said["exit"]
+    assert seen.read_text().split() == ["one", "two", "three", "four", "five"]
+
+
+def test_hooks_run_in_process_too(shop: Path, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    lines = asyncio.run(InProcess(load(shop)).hooks([change("one", seen), change("raise", seen), change("exit", seen)]))
+    assert lines == ["", "notify: ValueError: no mail", "SystemExit: 4"]
+    assert seen.read_text() == "one\n"
+
+
+def test_a_hook_may_return_something_to_await_and_sees_only_what_it_asked_for(shop: Path, tmp_path: Path) -> None:
+    changes = [change("late", tmp_path / "seen", "price"), change("fine", tmp_path / "seen", "price"), change("late", tmp_path / "seen")]
+    expected = ["later: ValueError: too late", "", ""]
+    assert run(shop, lambda s: s.hooks(changes)) == expected
+    assert asyncio.run(InProcess(load(shop)).hooks(changes)) == expected
+    assert (tmp_path / "seen").read_text() == "late\nlate\n"
+
+
+def test_a_pipeline_file_in_a_folder_with_an_odd_name_loads(tmp_path: Path) -> None:
+    folder = tmp_path / 'caf\udce9 "x"'
+    folder.mkdir()
+    (folder / "shop.py").write_text(SHOP)
+    assert fields(run(folder / "shop.py", lambda s: s.extract([page("fine")]))[0])["title"] == "Tea"
