@@ -390,7 +390,10 @@ async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int |
     def work(tx: Any) -> tuple[int, int]:
         def needed(pages: Sequence[str]) -> set[str]:
             packed = msgspec.json.encode(list(pages)).decode()
-            query = "SELECT DISTINCT page FROM event WHERE status IN ('pending','delayed','in_flight','writing','dead') AND page IN (SELECT value FROM json_each(?))"
+            query = (
+                "SELECT DISTINCT f.page FROM json_each(?) j JOIN fetched f ON f.page=j.value JOIN event e ON e.n=f.event"
+                " WHERE e.status IN ('pending','delayed','in_flight','writing','dead')"
+            )
             return {page for (page,) in tx.execute(query, (packed,))}
 
         stores.pages.sweep_in(tx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,17 @@ from penstock.model import Ack, Dead, Event, Link, Outcome, Release, Retry, chil
 from penstock.ports import Accepted, Admitted, Delivery, End, Out, Published, Store
 from penstock.rules import breaker, freshness
 from penstock.rules.fingerprint import fingerprint
-from penstock.rules.identity import BadUrl, canonical_url, host_key, url_key
+from penstock.rules.identity import BadUrl, canonical_url, host_key
+from penstock.rules.identity import url_key as _url_key
 
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
 HOLD_BEYOND = 0.05
+
+
+@lru_cache(1 << 16)
+def url_key(url: str) -> bytes:
+    """Asked at every step of an event; its URL is canonical since intake."""
+    return _url_key(url, canonical=True)
 
 
 class SinkBinding(msgspec.Struct, frozen=True):

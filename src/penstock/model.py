@@ -157,6 +157,11 @@ def decode_event(raw: bytes) -> Event:
 # -- pages and records -------------------------------------------------------------------------------------------------
 
 
+def page_id(body: bytes) -> str:
+    """A page's name is its content: stored once, however often it is fetched."""
+    return hashlib.sha256(body).hexdigest()
+
+
 class Follow(msgspec.Struct, frozen=True):
     """A link an extractor wants followed; `page.follow()` yields these."""
 

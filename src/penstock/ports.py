@@ -292,7 +292,9 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 class Fetcher(Protocol):
     """One exchange through the one egress object. Raises model.Failure, classified, and nothing else."""
 
-    async def fetch(self, url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None, body: bytes | None = None, proxy: str | None = None) -> Response: ...
+    async def fetch(
+        self, url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None, body: bytes | None = None, proxy: str | None = None
+    ) -> Response: ...
 
     async def close(self) -> None: ...
 
@@ -314,6 +316,9 @@ class Pace(Protocol):
 
     async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
         """What the host answered: throttling blocks the host for every worker."""
+
+    async def crawl_delay(self, host: str, seconds: float | None) -> None:
+        """What robots.txt asks for between two requests (None: nothing); holds for every worker from the next reservation on."""
 
     def blocked_until(self, host: str) -> float:
         """0, or when the host may be asked again; a local view at most 100 ms old, for a last look before sending."""

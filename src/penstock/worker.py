@@ -15,8 +15,7 @@ import msgspec
 
 from penstock.books import Books
 from penstock.errors import BadEnvelope, StoreUnavailable
-from penstock.model import Ack, ErrorClass, Event, Failure, Outcome, Page, Release, decode_event
-from penstock.pages.segments import page_id
+from penstock.model import Ack, ErrorClass, Event, Failure, Outcome, Page, Release, decode_event, page_id
 from penstock.ports import Admitted, Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
 from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint

@@ -22,7 +22,8 @@ CREATE TABLE message(seq INTEGER PRIMARY KEY AUTOINCREMENT, topic INTEGER NOT NU
 CREATE TABLE queue(grp INTEGER NOT NULL, seq INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, state INTEGER NOT NULL, at REAL NOT NULL DEFAULT 0, owner TEXT, token INTEGER NOT NULL DEFAULT 0,
   deliveries INTEGER NOT NULL DEFAULT 0, PRIMARY KEY(grp, seq)) WITHOUT ROWID;
 CREATE INDEX queue_ready ON queue(grp, prio, key, seq) WHERE state=0;
-CREATE INDEX queue_timed ON queue(grp, state, at) WHERE state>0;
+CREATE INDEX queue_leased ON queue(grp, at) WHERE state=1;
+CREATE INDEX queue_delayed ON queue(grp, at) WHERE state=2;
 -- One row per key with work: the claim picks keys, then their oldest messages, so its cost does not depend on depth.
 CREATE TABLE keyq(grp INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, ready INTEGER NOT NULL, next_at REAL NOT NULL, PRIMARY KEY(grp, prio, key)) WITHOUT ROWID;
 CREATE INDEX keyq_next ON keyq(grp, prio, next_at) WHERE ready>0;
@@ -187,7 +188,7 @@ class SqliteBroker:
         now = self.clock.now()
         self._bring_back(tx, g, now)
         per_key = 1 if g.ordered else per_key or limit
-        picked: list[tuple[int, int, str, int, str, str | None, bytes]] = []
+        picked: list[tuple[int, str, str, str | None, bytes]] = []
         taken: dict[tuple[int, str], int] = defaultdict(int)
         total = sum(WEIGHTS.values())
         left = limit
@@ -202,22 +203,22 @@ class SqliteBroker:
             return []
         token = tx.execute("UPDATE token SET n=n+1 RETURNING n").get
         until = now + lease
-        tx.executemany(
-            "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq=?",
+        leased = tx.executemany(
+            "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq=? RETURNING deliveries",
             [(until, owner, token, g.id, p[0]) for p in picked],
-        )
+        ).fetchall()
         tx.executemany(
             "UPDATE keyq SET ready=ready-?, next_at=? WHERE grp=? AND prio=? AND key=?",
             [(n, NEVER if g.ordered else now, g.id, prio, key) for (prio, key), n in taken.items()],
         )
         tx.execute("UPDATE grp SET ready=ready-?1, leased=leased+?1 WHERE id=?2", (len(picked), g.id))
         return [
-            Delivery(topic=topic, group=group, id=id_, key=key, body=body, headers=msgspec.json.decode(headers) if headers else {}, position=seq, token=token, deliveries=deliveries + 1)
-            for seq, deliveries, key, _, id_, headers, body in picked
+            Delivery(topic=topic, group=group, id=id_, key=key, body=body, headers=msgspec.json.decode(headers) if headers else {}, position=seq, token=token, deliveries=deliveries)
+            for (seq, key, id_, headers, body), (deliveries,) in zip(picked, leased, strict=True)
         ]
 
     def _pick(
-        self, tx: Tx, g: int, prio: int, quota: int, per_key: int, now: float, taken: dict[tuple[int, str], int], picked: list[tuple[int, int, str, int, str, str | None, bytes]],
+        self, tx: Tx, g: int, prio: int, quota: int, per_key: int, now: float, taken: dict[tuple[int, str], int], picked: list[tuple[int, str, str, str | None, bytes]],
     ) -> int:  # fmt: skip
         """Round robin between keys by the time they were last served; a key's messages in order of publication."""
         keys = tx.execute("SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?", (g, prio, now, quota)).fetchall()
@@ -232,7 +233,7 @@ class SqliteBroker:
                 if n <= 0:
                     continue
                 rows = tx.execute(
-                    "SELECT q.seq, q.deliveries, q.key, q.prio, m.id, m.headers, m.body FROM queue q JOIN message m ON m.seq=q.seq"
+                    "SELECT q.seq, q.key, m.id, m.headers, m.body FROM queue q JOIN message m ON m.seq=q.seq"
                     " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 ORDER BY q.seq LIMIT ? OFFSET ?",
                     (g, prio, key, n, have),
                 ).fetchall()
@@ -247,7 +248,8 @@ class SqliteBroker:
     def _bring_back(self, tx: Tx, g: _Group, now: float) -> None:
         """What is due: delays that ended and leases that ran out."""
         for state, counter in ((DELAYED, "delayed"), (LEASED, "leased")):
-            rows = tx.execute("SELECT seq, prio, key FROM queue WHERE grp=? AND state=? AND at<=? ORDER BY at LIMIT 1000", (g.id, state, now)).fetchall()
+            # The state is part of the text: a partial index serves only a query that repeats its condition.
+            rows = tx.execute(f"SELECT seq, prio, key FROM queue WHERE grp=? AND state={state} AND at<=? ORDER BY at LIMIT 1000", (g.id, now)).fetchall()
             if rows:
                 self._make_ready(tx, g, rows, counter)
 

@@ -18,10 +18,14 @@ SCHEMA = """
 CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL, trace TEXT NOT NULL, url TEXT NOT NULL, url_key BLOB NOT NULL,
   host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, starts INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0, fence INTEGER NOT NULL DEFAULT 0,
   accepted_at REAL NOT NULL, dispatched_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT, reason TEXT, worker TEXT, extractors TEXT,
-  page TEXT, page_meta BLOB, duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0, envelope BLOB NOT NULL);
+  duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0, was TEXT);
+-- Wide and written once: kept apart, so that a change of status rewrites a short row.
+CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE fetched(event INTEGER PRIMARY KEY, page TEXT NOT NULL, meta BLOB NOT NULL);
+CREATE INDEX fetched_page ON fetched(page);
 CREATE INDEX event_url ON event(url_key, n);
 CREATE INDEX event_trace ON event(trace);
-CREATE INDEX event_running ON event(worker) WHERE status IN ('in_flight','writing');
+CREATE INDEX event_running ON event(worker) WHERE status='in_flight';
 CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';
 CREATE INDEX event_duplicate ON event(duplicate_of, n) WHERE duplicate_of IS NOT NULL;
 -- Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and reading it.
@@ -35,7 +39,6 @@ CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL, 
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
 """
 TALLY_SECONDS = 5
-OPEN = ("pending", "delayed", "in_flight", "writing")
 _encode = msgspec.msgpack.Encoder().encode
 decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
 
@@ -70,10 +73,12 @@ class SqliteLedger:
         at = int(now * 1e6)
         for e, envelope, position in rows:
             tx.execute(
-                "INSERT INTO event(id, topic, position, source, trace, url, url_key, host, status, accepted_at, not_before, envelope) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
-                (e.id, e.topic, position, e.source, e.trace, e.url, url_key(e.url), e.key, status, e.accepted_at, not_before, envelope),
+                "INSERT INTO event(id, topic, position, source, trace, url, url_key, host, status, accepted_at, not_before) VALUES(?,?,?,?,?,?,?,?,?,?,?)",
+                (e.id, e.topic, position, e.source, e.trace, e.url, url_key(e.url, canonical=True), e.key, status, e.accepted_at, not_before),
             )
-            tx.execute("INSERT INTO history(event, at, status) VALUES(?,?,?)", (tx.last_insert_rowid(), at, status))
+            n = tx.last_insert_rowid()
+            tx.execute("INSERT INTO envelope VALUES(?,?)", (n, envelope))
+            tx.execute("INSERT INTO history(event, at, status) VALUES(?,?,?)", (n, at, status))
         for topic, n in Counter(e.topic for e, _, _ in rows).items():
             self.count_in(tx, topic, {status: n})
 
@@ -92,8 +97,12 @@ class SqliteLedger:
     # -- on the way --------------------------------------------------------------------------------------------------------
 
     def standing_in(self, tx: Tx, event_id: str) -> Standing | None:
-        row = tx.execute("SELECT n, status, attempts, starts, crashes, page, page_meta, accepted_at FROM event WHERE id=?", (event_id,)).get
-        return None if row is None else Standing(*row)
+        row = tx.execute("SELECT n, status, attempts, starts, crashes, accepted_at FROM event WHERE id=?", (event_id,)).get
+        if row is None:
+            return None
+        n, status, attempts, starts, crashes, accepted_at = row
+        page, meta = (starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get) or (None, None)
+        return Standing(n, status, attempts, starts, crashes, page, meta, accepted_at)
 
     def duplicate_in(self, tx: Tx, event: Event, was: Standing, of: str, now: float) -> None:
         reason = f"duplicate of {of}"
@@ -109,20 +118,25 @@ class SqliteLedger:
     def begin_in(self, tx: Tx, events: Sequence[Event], worker: str, now: float, *, status: str = "in_flight") -> list[int | None]:
         """Counts the start, before the work. The fence of each, or None where it has ended meanwhile."""
         fences: list[int | None] = []
+        notes: list[tuple[int, int, str, str]] = []
         at = int(now * 1e6)
         delta: Counter[tuple[str, str]] = Counter()
         for e in events:
-            row = tx.execute("SELECT n, status, fence FROM event WHERE id=?", (e.id,)).get
-            if row is None or row[1] not in OPEN:
+            # `crashes` counts this start as lost until it ends; a recorded end takes it back.
+            row = tx.execute(
+                "UPDATE event SET was=status, status=?, starts=starts+1, crashes=crashes+1, fence=fence+1, worker=?, dispatched_at=?"
+                " WHERE id=? AND status IN ('pending','delayed','in_flight','writing') RETURNING n, was, fence",
+                (status, worker, now, e.id),
+            ).get
+            if row is None:
                 fences.append(None)
                 continue
             n, was, fence = row
-            # `crashes` counts this start as lost until it ends; a recorded end takes it back.
-            tx.execute("UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=fence+1, worker=?, dispatched_at=? WHERE n=?", (status, worker, now, n))
-            tx.execute("INSERT OR REPLACE INTO history(event, at, status, worker) VALUES(?,?,?,?)", (n, at, status, worker))
+            notes.append((n, at, status, worker))
             delta[e.topic, was] -= 1
             delta[e.topic, status] += 1
-            fences.append(fence + 1)
+            fences.append(fence)
+        tx.executemany("INSERT OR REPLACE INTO history(event, at, status, worker) VALUES(?,?,?,?)", notes)
         self._count_all(tx, delta)
         return fences
 
@@ -137,36 +151,41 @@ class SqliteLedger:
         return self._end(tx, end, "success", now, finished=now)
 
     def _end(self, tx: Tx, end: End, status: str, now: float, *, finished: float | None) -> int | None:
-        m = end.meta
         n: int | None = tx.execute(
-            "UPDATE event SET status=?1, finished_at=?2, reason=?3, response_status=?4, response_hash=?5, extractors=?6, page=coalesce(?7, page), page_meta=coalesce(?8, page_meta), crashes=max(0, crashes-1)"
-            " WHERE id=?9 AND fence=?10 AND status IN ('in_flight','writing') RETURNING n",
-            (status, finished, end.reason, end.response_status, end.response_hash, end.extractors, m.page if m else None, _encode(m) if m else None, end.event.id, end.fence),
-        ).get  # fmt: skip
+            "UPDATE event SET status=?, finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, crashes=max(0, crashes-1)"
+            " WHERE id=? AND fence=? AND status IN ('in_flight','writing') RETURNING n",
+            (status, finished, end.reason, end.response_status, end.response_hash, end.extractors, end.event.id, end.fence),
+        ).get
         if n is not None:
+            self._keep_meta(tx, n, end)
             tx.execute("INSERT OR REPLACE INTO history(event, at, status, stage, reason) VALUES(?,?,?,?,?)", (n, int(now * 1e6), status, end.stage, end.reason or None))
         return n
 
+    def _keep_meta(self, tx: Tx, n: int, end: End) -> None:
+        """From now on the ledger knows the page, and no redelivery fetches it again."""
+        if end.meta is not None:
+            tx.execute("INSERT OR REPLACE INTO fetched VALUES(?,?,?)", (n, end.meta.page, _encode(end.meta)))
+
     def put_off_in(self, tx: Tx, end: End, now: float, *, status: Literal["delayed", "pending"]) -> int | None:
         """Retry (charged or not), park and release: the event goes on later."""
-        m = end.meta
         n: int | None = tx.execute(
-            "UPDATE event SET status=?1, not_before=?2, reason=?3, attempts=attempts+?4, crashes=max(0, crashes-1), response_status=coalesce(?5, response_status),"
-            " page=coalesce(?6, page), page_meta=coalesce(?7, page_meta) WHERE id=?8 AND fence=?9 AND status IN ('in_flight','writing') RETURNING n",
-            (status, end.until, end.reason, int(end.outcome == "retry" and end.charged), end.response_status, m.page if m else None, _encode(m) if m else None, end.event.id, end.fence),
-        ).get  # fmt: skip
+            "UPDATE event SET status=?, not_before=?, reason=?, attempts=attempts+?, crashes=max(0, crashes-1), response_status=coalesce(?, response_status)"
+            " WHERE id=? AND fence=? AND status IN ('in_flight','writing') RETURNING n",
+            (status, end.until, end.reason, int(end.outcome == "retry" and end.charged), end.response_status, end.event.id, end.fence),
+        ).get
         if n is not None:
+            self._keep_meta(tx, n, end)
             self._note(tx, n, now, status, end=end)
         return n
 
     def bury_in(self, tx: Tx, end: End, now: float, *, envelope: bytes, headers: str) -> int | None:
-        m = end.meta
         n: int | None = tx.execute(
-            "UPDATE event SET status='dead', finished_at=?1, reason=?2, attempts=attempts+1, crashes=max(0, crashes-1), response_status=coalesce(?3, response_status), page=coalesce(?4, page),"
-            " page_meta=coalesce(?5, page_meta) WHERE id=?6 AND fence=?7 AND status IN ('in_flight','writing') RETURNING n",
-            (now, end.reason, end.response_status, m.page if m else None, _encode(m) if m else None, end.event.id, end.fence),
-        ).get  # fmt: skip
+            "UPDATE event SET status='dead', finished_at=?, reason=?, attempts=attempts+1, crashes=max(0, crashes-1), response_status=coalesce(?, response_status)"
+            " WHERE id=? AND fence=? AND status IN ('in_flight','writing') RETURNING n",
+            (now, end.reason, end.response_status, end.event.id, end.fence),
+        ).get
         if n is not None:
+            self._keep_meta(tx, n, end)
             self._note(tx, n, now, "dead", end=end)
             self.letter_in(
                 tx, event_id=end.event.id, topic=end.event.topic, url=end.event.url, host=end.event.key, now=now, stage=end.stage, kind=end.error_class, reason=end.reason,
@@ -186,16 +205,21 @@ class SqliteLedger:
         """(n, id, envelope) of the one to promote when `owner` died; None if the owner was itself promoted."""
         if tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
             return None
-        row: tuple[int, str, bytes] | None = tx.execute("SELECT n, id, envelope FROM event WHERE duplicate_of=? AND status='duplicate' ORDER BY n LIMIT 1", (owner,)).get
+        row: tuple[int, str, bytes] | None = tx.execute(
+            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n LIMIT 1", (owner,)
+        ).get
         return row
 
     def reopen_in(self, tx: Tx, n: int, topic: str, was: str, reason: str, now: float, *, promoted: bool = False, envelope: bytes | None = None, position: int | None = None) -> None:
         """Promotion of a duplicate, and redrive of a dead letter: a new budget, the old history."""
         tx.execute(
             "UPDATE event SET status='pending', duplicate_of=NULL, finished_at=NULL, not_before=NULL, attempts=0, crashes=0, promoted=max(promoted, ?), reason=?,"
-            " envelope=coalesce(?, envelope), position=coalesce(?, position), page=NULL, page_meta=NULL WHERE n=?",
-            (int(promoted), reason, envelope, position, n),
+            " position=coalesce(?, position) WHERE n=?",
+            (int(promoted), reason, position, n),
         )
+        if envelope is not None:
+            tx.execute("UPDATE envelope SET body=? WHERE event=?", (envelope, n))
+        tx.execute("DELETE FROM fetched WHERE event=?", (n,))  # a new chance asks again
         self._note(tx, n, now, "pending", reason=reason)
         self.count_in(tx, topic, {was: -1, "pending": 1})
 
@@ -263,7 +287,8 @@ class SqliteLedger:
     def prune_in(self, tx: Tx, before: float, limit: int = 1000) -> int:
         """Forget ended events (never dead ones) and their history; the counters keep counting them."""
         rows = tx.execute("SELECT n FROM event WHERE n IN (SELECT n FROM event ORDER BY n LIMIT ?) AND status IN ('success','duplicate') AND finished_at<?", (limit, before)).fetchall()
-        tx.executemany("DELETE FROM history WHERE event=?", rows)
+        for table in ("history", "envelope", "fetched"):
+            tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
         tx.executemany("DELETE FROM event WHERE n=?", rows)
         tx.execute("DELETE FROM tally WHERE bucket<?", (int((self.clock.now() - 3600) / TALLY_SECONDS),))
         tx.execute("DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen WHERE at<? LIMIT ?)", (before, limit))

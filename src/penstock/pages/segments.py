@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,15 +12,15 @@ import zstandard
 
 from penstock.errors import Unreachable
 from penstock.locks import FileLock
+from penstock.model import page_id
 from penstock.ports import Clock
 from penstock.stores.context import Context
 from penstock.stores.sqlite import Database, Tx
 
 SCHEMA = """
 CREATE TABLE segment(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, made REAL NOT NULL);
-CREATE TABLE page(hash TEXT PRIMARY KEY, segment INTEGER NOT NULL, frame INTEGER NOT NULL, packed INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL, seen REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE page(hash BLOB PRIMARY KEY, segment INTEGER NOT NULL, frame INTEGER NOT NULL, packed INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL, seen REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX page_segment ON page(segment, frame);
-CREATE INDEX page_seen ON page(seen);
 CREATE TABLE doomed(name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 FRAME_PAGES = 32  # one dictionary for pages that look alike: 5.6:1 instead of 4.3:1, and cheaper
@@ -39,8 +38,12 @@ class Staged(msgspec.Struct):
     again: list[str] = []  # known already: only their time is news
 
 
-def page_id(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
+def _raw(page: str) -> bytes:
+    """Ids are hex outside and bytes in the index; what is no id is in no index."""
+    try:
+        return bytes.fromhex(page)
+    except ValueError:
+        return b""
 
 
 class SegmentStore:
@@ -121,10 +124,10 @@ class SegmentStore:
                 segment = tx.last_insert_rowid()
             tx.executemany(
                 "INSERT INTO page VALUES(?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET seen=excluded.seen",
-                [(h, segment, frame, packed, start, size, now) for h, frame, packed, start, size in staged.rows],
+                [(bytes.fromhex(h), segment, frame, packed, start, size, now) for h, frame, packed, start, size in staged.rows],
             )
         if staged.again:
-            tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(now, h) for h in staged.again])
+            tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(now, bytes.fromhex(h)) for h in staged.again])
 
     def forget(self, staged: Staged) -> None:
         """The transaction failed: these are not known after all."""
@@ -137,7 +140,7 @@ class SegmentStore:
         return await self.db.read(lambda tx: self.get_in(tx, page))
 
     def get_in(self, tx: Tx, page: str) -> bytes | None:
-        row = tx.execute("SELECT s.name, p.frame, p.packed, p.start, p.size FROM page p JOIN segment s ON s.id=p.segment WHERE p.hash=?", (page,)).get
+        row = tx.execute("SELECT s.name, p.frame, p.packed, p.start, p.size FROM page p JOIN segment s ON s.id=p.segment WHERE p.hash=?", (_raw(page),)).get
         if row is None:
             return None
         name, frame, packed, start, size = row
@@ -152,7 +155,9 @@ class SegmentStore:
         return body
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
-        return [h for (h,) in tx.execute("SELECT hash FROM page WHERE hash>=? AND hash<? LIMIT 10", (prefix, prefix + "g"))]
+        """Ids that begin so; ten at most."""
+        low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
+        return [h.hex() for (h,) in tx.execute("SELECT hash FROM page WHERE hash>=? AND hash<=? LIMIT 10", (low, high))]
 
     # -- retention ---------------------------------------------------------------------------------------------------------
 
@@ -160,7 +165,8 @@ class SegmentStore:
         """(pages removed, bytes freed). `keep` answers which of these pages an open event still needs."""
         removed = 0
         if older_than is not None:
-            old = [h for (h,) in tx.execute("SELECT hash FROM page WHERE seen<? LIMIT 100000", (older_than,))]
+            query = "SELECT p.hash FROM segment s JOIN page p ON p.segment=s.id WHERE s.made<?1 AND p.seen<?1 LIMIT 100000"
+            old = [h.hex() for (h,) in tx.execute(query, (older_than,))]
             removed += self._remove(tx, old, keep)
         if max_bytes is not None:
             sizes = self._sizes(tx)
@@ -168,7 +174,7 @@ class SegmentStore:
             for segment in sorted(sizes):
                 if total <= max_bytes:
                     break
-                pages = [h for (h,) in tx.execute("SELECT hash FROM page WHERE segment=?", (segment,))]
+                pages = [h.hex() for (h,) in tx.execute("SELECT hash FROM page WHERE segment=?", (segment,))]
                 removed += self._remove(tx, pages, keep)
                 total -= sizes[segment]
         return removed, self._reclaim(tx)
@@ -176,7 +182,7 @@ class SegmentStore:
     def _remove(self, tx: Tx, pages: Sequence[str], keep: Callable[[Sequence[str]], set[str]]) -> int:
         wanted = keep(pages)
         gone = [h for h in pages if h not in wanted]
-        tx.executemany("DELETE FROM page WHERE hash=?", [(h,) for h in gone])
+        tx.executemany("DELETE FROM page WHERE hash=?", [(bytes.fromhex(h),) for h in gone])
         for h in gone:
             self._known.pop(h, None)
         return len(gone)
@@ -198,14 +204,14 @@ class SegmentStore:
             live = tx.execute("SELECT coalesce(sum(packed), 0) FROM (SELECT DISTINCT frame, packed FROM page WHERE segment=?)", (id_,)).get
             if live >= size * LIVE_SHARE and live:
                 continue
-            pages = [(h, seen) for h, seen in tx.execute("SELECT hash, seen FROM page WHERE segment=?", (id_,)).fetchall()]
+            pages = [(h.hex(), seen) for h, seen in tx.execute("SELECT hash, seen FROM page WHERE segment=?", (id_,)).fetchall()]
             bodies = [(h, self.get_in(tx, h)) for h, _ in pages]
             for h, _ in pages:
                 self._known.pop(h, None)
             tx.execute("DELETE FROM page WHERE segment=?", (id_,))
             if pages:
                 self.index_in(tx, self.stage((h, b) for h, b in bodies if b is not None))
-                tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(seen, h) for h, seen in pages])
+                tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(seen, bytes.fromhex(h)) for h, seen in pages])
             tx.execute("DELETE FROM segment WHERE id=?", (id_,))
             tx.execute("INSERT OR IGNORE INTO doomed VALUES(?)", (name,))
             freed += size

@@ -181,17 +181,21 @@ class Database:
                 c.execute(f"PRAGMA synchronous={level}")
                 self._synchronous = level
             c.execute("BEGIN IMMEDIATE")
+            alone = len(group) == 1
             for job in group:
-                c.execute("SAVEPOINT job")
+                if not alone:
+                    c.execute("SAVEPOINT job")
                 try:
                     job.result = job.work(cast(Tx, c))
                 except _OUTAGE:
                     raise
                 except BaseException as e:
                     job.error = e
-                    c.execute("ROLLBACK TO job")
-                c.execute("RELEASE job")
-            c.execute("COMMIT")
+                    c.execute("ROLLBACK" if alone else "ROLLBACK TO job")
+                if not alone:
+                    c.execute("RELEASE job")
+            if c.in_transaction:
+                c.execute("COMMIT")
         except BaseException as e:
             with contextlib.suppress(apsw.Error):
                 if c.in_transaction:
