@@ -14,8 +14,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from penstock import locks
 from penstock.books import Books, Settings, SinkBinding
 from penstock.clock import SystemClock
@@ -389,12 +387,7 @@ async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int |
 
     def work(tx: Any) -> tuple[int, int]:
         def needed(pages: Sequence[str]) -> set[str]:
-            packed = msgspec.json.encode(list(pages)).decode()
-            query = (
-                "SELECT DISTINCT f.page FROM json_each(?) j JOIN fetched f ON f.page=j.value JOIN event e ON e.n=f.event"
-                " WHERE e.status IN ('pending','delayed','in_flight','writing','dead')"
-            )
-            return {page for (page,) in tx.execute(query, (packed,))}
+            return {page for (page,) in tx.execute("SELECT DISTINCT page FROM needed")}.intersection(pages)
 
         stores.pages.sweep_in(tx)
         removed: tuple[int, int] = stores.pages.prune_in(tx, older_than=None if pages_keep is None else now - pages_keep, max_bytes=pages_bytes, keep=needed)
@@ -403,6 +396,6 @@ async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int |
     removed: tuple[int, int] = await stores.db.write(work)
     await stores.db.write(lambda tx: stores.broker.prune_in(tx))
     if history_keep is not None:
-        await stores.db.write(lambda tx: stores.ledger.prune_in(tx, now - history_keep))
-    await stores.db.write(lambda tx: stores.claims.prune_in(tx, now - 2 * 86400))
+        await stores.db.write(lambda tx: stores.ledger.prune_in(tx, now - history_keep, lambda key, id_: stores.claims.names_in(tx, key, id_)))
+        await stores.db.write(lambda tx: stores.claims.prune_in(tx, now - history_keep))
     return removed

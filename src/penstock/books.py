@@ -118,13 +118,14 @@ class Books:
                 if standing.status in ("success", "dead", "duplicate"):
                     outcome = Ack()
                 else:
-                    outcome = None if not fetches or standing.page or e.force else self._freshness(tx, e, standing, now)
+                    asks = fetches and not standing.page
+                    holder = self.claims.holder_in(tx, url_key(e.url)) if asks and not e.force else None
+                    outcome = holder and self._freshness(tx, e, standing, holder, now)
                     if outcome is None:
-                        asks = fetches and not standing.page
                         wants[e.key] += asks
                         admitted = Admitted(
                             verdict="go", slot=-1.0 if asks else 0.0, starts=standing.starts, attempts=standing.attempts, crashes=standing.crashes, page=standing.page,
-                            page_meta=standing.page_meta or b"", baseline=None if e.force or not asks else self.outbox.baseline_in(tx, url_key(e.url)),
+                            page_meta=standing.page_meta or b"", baseline=holder and self._baseline(tx, holder),
                         )  # fmt: skip
             if outcome is not None:
                 settles.append((d, outcome))
@@ -144,25 +145,27 @@ class Books:
         self.ledger.count_in(tx, d.topic, {"unreadable": 1})
         return Dead(e.message)
 
-    def _freshness(self, tx: Any, e: Event, standing: Any, now: float) -> Outcome | None:
+    def _freshness(self, tx: Any, e: Event, standing: Any, holder: Any, now: float) -> Outcome | None:
+        """None: it may ask. Otherwise it is a duplicate or delayed, noted as such, and this is how its delivery is settled."""
         s = self.settings
-        key = url_key(e.url)
-        claim = self.claims.claim_in(tx, key)
+        claim = self.ledger.owner_in(tx, holder.owner, holder.next)
         window = e.window if e.window is not None else s.follow_window if e.parent else s.window
         drop = (s.drop or e.parent is not None) if e.window_mode is None else e.window_mode == "drop"
         match freshness.decide(claim, e.id, accepted=e.accepted_at, now=now, window=window, settle=s.settle, drop=drop):
             case freshness.Take():
-                if claim is None or claim.owner != e.id:
-                    self.claims.take_in(tx, key, e.id, now)
                 return None
             case freshness.Duplicate(of=of):
                 self.ledger.duplicate_in(tx, e, standing, of, now)
                 return Ack()
             case freshness.Delay(until=until, becomes_next=becomes_next):
                 if becomes_next:
-                    self.claims.next_in(tx, key, e.id)
+                    self.claims.next_in(tx, url_key(e.url), e.id)
                 self.ledger.delay_in(tx, e, standing, until, "fetched less than its window ago", now)
                 return Retry(until - now, "window")
+
+    def _baseline(self, tx: Any, holder: Any) -> Any:
+        found = self.ledger.baseline_in(tx, holder.owner)
+        return found if found is not None or holder.good is None else self.ledger.baseline_in(tx, holder.good)
 
     def _slots(self, tx: Any, deliveries: Sequence[tuple[Delivery, Any]], answers: list[Admitted], wants: Counter[str], settles: list[tuple[Delivery, Outcome]], now: float) -> list[Admitted]:
         slots = {host: iter(times) for host, times in self.claims.reserve_in(tx, wants).items()}
@@ -188,16 +191,48 @@ class Books:
 
     # -- a handler starts ----------------------------------------------------------------------------------------------------
 
-    async def begin(self, events: Sequence[Event], *, fetches: Sequence[bool], writing: bool = False) -> list[int | None]:
-        """Counted before the work. The fence of each, or None where it ended meanwhile."""
-        return await self.store.write(lambda tx: self._begin(tx, events, fetches, writing), durable=False)
+    async def begin(self, starts: Sequence[tuple[Delivery, Event]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
+        """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile, here or elsewhere, and is settled."""
+        return await self.store.write(lambda tx: self._begin(tx, starts, asks, writing), durable=False)
 
-    def _begin(self, tx: Any, events: Sequence[Event], fetches: Sequence[bool], writing: bool) -> list[int | None]:
+    def _begin(self, tx: Any, starts: Sequence[tuple[Delivery, Event]], asks: Sequence[bool], writing: bool) -> list[int | None]:
         now = self.clock.now()
-        fences: list[int | None] = self.ledger.begin_in(tx, events, self.worker, now, status="writing" if writing else "in_flight")
-        asking = [(url_key(e.url), e.id) for e, fence, asks in zip(events, fences, fetches, strict=True) if fence is not None and asks and not e.force]
-        self.claims.began_in(tx, asking, now)
-        return fences
+        settles: list[tuple[Delivery, Outcome]] = []
+        may: list[bool] = []
+        taken: dict[bytes, tuple[str, str | None]] = {}
+        for (d, e), asking in zip(starts, asks, strict=True):
+            outcome = self._take(tx, e, taken, now) if asking and not e.force else None
+            may.append(outcome is None)
+            if outcome is not None:
+                settles.append((d, outcome))
+        self.claims.take_in(tx, [(key, *claim) for key, claim in taken.items()], now)
+        going = [(e, asking) for (_, e), asking, ok in zip(starts, asks, may, strict=True) if ok]
+        begun = self.ledger.begin_in(tx, [e for e, _ in going], self.worker, now, asks=[a for _, a in going], status="writing" if writing else "in_flight")
+        fences = iter(begun)
+        answers = [next(fences) if ok else None for ok in may]
+        settles += [(d, Ack()) for (d, _), ok, fence in zip(starts, may, answers, strict=True) if ok and fence is None]
+        if settles:
+            self.broker.settle_in(tx, settles)
+        return answers
+
+    def _take(self, tx: Any, e: Event, taken: dict[bytes, tuple[str, str | None]], now: float) -> Outcome | None:
+        """Between admission and the start another event may have taken the claim, in this very batch even."""
+        key = url_key(e.url)
+        if key in taken and taken[key][0] != e.id:
+            self.ledger.duplicate_in(tx, e, self.ledger.standing_in(tx, e.id), taken[key][0], now)
+            return Ack()
+        holder = self.claims.holder_in(tx, key)
+        if holder is None:
+            taken[key] = (e.id, None)
+        elif holder.owner != e.id:
+            standing = self.ledger.standing_in(tx, e.id)
+            if standing.status in ("success", "dead", "duplicate"):
+                return Ack()
+            outcome = self._freshness(tx, e, standing, holder, now)
+            if outcome is not None:
+                return outcome
+            taken[key] = (e.id, holder.owner if self.ledger.baseline_in(tx, holder.owner) else holder.good)
+        return None
 
     # -- a handler ends --------------------------------------------------------------------------------------------------------
 
@@ -218,8 +253,6 @@ class Books:
         answers: list[bool] = []
         delta: dict[str, Counter[str]] = {}
         settles: list[tuple[Delivery, Outcome]] = []
-        done: list[tuple[bytes, str]] = []
-        baselines: list[tuple[bytes, Any, int]] = []
         lines: dict[str, list[tuple[str, bytes, int]]] = {}
         for end in ends:
             e, key = end.event, url_key(end.event.url)
@@ -229,9 +262,6 @@ class Books:
                 case "success":
                     n = self.ledger.succeed_in(tx, end, now)
                     if n is not None:
-                        done.append((key, e.id))
-                        if end.baseline is not None:
-                            baselines.append((key, end.baseline, n))
                         self._emit(tx, end, n, key, lines, count)
                         if end.links:
                             self._follow(tx, e, end.links, now, count)
@@ -243,14 +273,11 @@ class Books:
                     outcome = Dead(end.reason)
                     if n is not None:
                         count["dead"] += 1
-                        self._promote(tx, e, key, now)
+                        self._promote(tx, e, now)
                 case "retry" | "park":
                     n = self.ledger.put_off_in(tx, end, now, status="delayed")
                     outcome = Retry(max(0.0, end.until - now), end.reason)
-                    if n is not None:
-                        count["delayed"] += 1
-                        if end.meta is None:
-                            self.claims.waiting_in(tx, key, e.id)
+                    count["delayed"] += n is not None
                 case "release":
                     n = self.ledger.put_off_in(tx, end, now, status="pending")
                     outcome = Release()
@@ -267,8 +294,6 @@ class Books:
                 if end.publish:
                     self.broker.publish_in(tx, end.publish)
             settles.append((end.delivery, outcome))
-        self.claims.ended_in(tx, done)
-        self.outbox.move_baselines_in(tx, baselines)
         for sink, rows in lines.items():
             self.outbox.put_in(tx, sink, rows)
         for topic, count in delta.items():
@@ -317,7 +342,7 @@ class Books:
                 count["followed_offsite"] += 1
             elif not self.ledger.first_in_trace_in(tx, parent.trace, key, now):
                 count["followed_seen"] += 1
-            elif url == parent.url or self.claims.is_fresh_in(tx, key, now - (link.window or s.follow_window)) or self.ledger.has_open_in(tx, key):
+            elif url == parent.url or self._is_fresh(tx, key, now - (link.window or s.follow_window)):
                 count["followed_fresh"] += 1
             else:
                 child = Event(
@@ -329,9 +354,12 @@ class Books:
                     count["followed"] += 1
         self._enter(tx, children, now)
 
-    def _promote(self, tx: Any, dead: Event, key: bytes, now: float) -> None:
+    def _is_fresh(self, tx: Any, key: bytes, since: float) -> bool:
+        holder = self.claims.holder_in(tx, key)
+        return bool(holder is not None and self.ledger.is_fresh_in(tx, holder.owner, since)) or bool(self.ledger.has_open_in(tx, key))
+
+    def _promote(self, tx: Any, dead: Event, now: float) -> None:
         """The owner died: its oldest duplicate gets its chance, once, with a budget of its own."""
-        self.claims.drop_in(tx, key, dead.id)
         row = self.ledger.eldest_duplicate_in(tx, dead.id)
         if row is None:
             return
@@ -396,8 +424,8 @@ class Books:
         return gone
 
     def _reclaim(self, worker: str, tx: Any) -> None:
-        self.broker.reclaim_in(tx, worker)
-        self.ledger.lost_in(tx, worker, self.clock.now())
+        ids = self.broker.reclaim_in(tx, worker)
+        self.ledger.lost_in(tx, ids, worker, self.clock.now())
 
     async def tick(self) -> None:
         """Once a second: delays that ended are pending again in the books."""

@@ -197,7 +197,6 @@ class End(msgspec.Struct, kw_only=True):
     until: float = 0.0  # retry, park
     meta: PageMeta | None = None
     unchanged: bool = False
-    baseline: Baseline | None = None
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()
     extractors: str = ""
@@ -206,6 +205,7 @@ class End(msgspec.Struct, kw_only=True):
     charged: bool = True  # retry that spends the budget
     publish: Sequence[Out] = ()  # handover, writing: the next topic's message
     was_writing: bool = False
+    restarted: bool = False  # not its first start: something may have been noted for it before
 
 
 # -- stores --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.books import Books
 from penstock.errors import BadEnvelope, StoreUnavailable
-from penstock.model import Ack, ErrorClass, Event, Failure, Outcome, Page, Release, decode_event, page_id
+from penstock.model import ErrorClass, Event, Failure, Page, Release, decode_event, page_id
 from penstock.ports import Admitted, Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
 from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
@@ -224,22 +224,18 @@ class Worker:
             asks = [self.first == "fetch" and not item.admitted.page for item in items]
             self._active += len(items)  # taken before the await, or a second look would hand the same permits out again
             try:
-                fences = await self._insist(partial(self.books.begin, [i.event for i in items], fetches=asks, writing=self.first == "sink"))
+                fences = await self._insist(partial(self.books.begin, [(i.delivery, i.event) for i in items], asks=asks, writing=self.first == "sink"))
             except BaseException:
                 self._active -= len(items)
                 raise
             now = self.clock.now()
-            over: list[tuple[Delivery, Outcome]] = []
             for item, fence, asks_host in zip(items, fences, asks, strict=True):
-                if fence is None:
+                if fence is None:  # a duplicate, delayed or ended after all; the books have settled it
                     self._active -= 1
                     self.held.pop(item.delivery.position, None)
-                    over.append((item.delivery, Ack()))
                     continue
                 item.fence, item.begun, item.asked = fence, now, asks_host
                 item.task = asyncio.create_task(self._handle(item))
-            if over:
-                await self._insist(partial(self.sub.settle, over))
 
     async def _handle(self, item: Item) -> None:
         """The scope that owns a delivery: whatever happens in it, an end is noted."""
@@ -294,7 +290,7 @@ class Worker:
         self._bytes += len(r.body)
         item.meta = PageMeta(page=hash_, url=r.url, status=r.status, headers=r.headers, fetched_at=self.clock.now(), size=len(r.body))
         if b is not None and b.response_hash == hash_ and b.extractors == self.signature(item.event.url) and not self.books.settings.emit_unchanged:
-            self._end(item, "success", reason="unchanged", baseline=self._baseline(item, b.extractors), extractors=b.extractors)
+            self._end(item, "success", reason="unchanged", extractors=b.extractors)
         elif self.last == "fetch":
             message = PageMessage(event=item.delivery.body, page=item.meta)
             self._end(item, "handover", publish=(Out(topic="pages", id=item.event.id, key=item.event.key, body=message.write(), priority=item.event.priority),))
@@ -360,11 +356,7 @@ class Worker:
             return
         made = self.signature(item.event.url)
         reason = "" if x.records or x.links else "empty" if x.matched else "unmatched"
-        self._end(item, "success", reason=reason, records=x.records, links=x.links, baseline=self._baseline(item, made), extractors=made)
-
-    def _baseline(self, item: Item, made: str) -> Baseline | None:
-        m = item.meta
-        return None if m is None else Baseline(etag=m.headers.get("etag"), last_modified=m.headers.get("last-modified"), response_hash=m.page, page=m.page, extractors=made)
+        self._end(item, "success", reason=reason, records=x.records, links=x.links, extractors=made)
 
     # -- ending ------------------------------------------------------------------------------------------------------------------
 
@@ -387,7 +379,7 @@ class Worker:
         more.setdefault("stage", self.last if outcome == "success" else self.first)
         more.setdefault("response_status", item.meta.status if item.meta else None)
         more.setdefault("response_hash", item.meta.page if item.meta else None)
-        end = End(event=item.event, delivery=item.delivery, fence=item.fence, outcome=outcome, meta=item.meta, was_writing=self.first == "sink", **more)  # type: ignore[arg-type]
+        end = End(event=item.event, delivery=item.delivery, fence=item.fence, outcome=outcome, meta=item.meta, was_writing=self.first == "sink", restarted=item.admitted.starts > 0, **more)  # type: ignore[arg-type]
         self._ends.append((item, end))
         if len(self._ends) >= self.o.conclude_group:
             self._flush_ends()

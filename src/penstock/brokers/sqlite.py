@@ -270,15 +270,15 @@ class SqliteBroker:
         g = self._group(tx, topic, group)
         tx.executemany("UPDATE keyq SET next_at=max(next_at, ?) WHERE grp=? AND prio=? AND key=?", [(at, g.id, prio, key) for key, at in until.items() for prio in WEIGHTS])
 
-    def reclaim_in(self, tx: Tx, owner: str) -> int:
-        """A worker known to be gone: its leases end now."""
-        n = 0
+    def reclaim_in(self, tx: Tx, owner: str) -> list[str]:
+        """A worker known to be gone: its leases end now. The ids of what it held."""
+        ids: list[str] = []
         for gid, topic, ordered in tx.execute("SELECT g.id, g.topic, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.leased>0").fetchall():
-            rows = tx.execute("SELECT seq, prio, key FROM queue WHERE grp=? AND state=1 AND owner=?", (gid, owner)).fetchall()
+            rows = tx.execute("SELECT q.seq, q.prio, q.key, m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? AND q.state=1 AND q.owner=?", (gid, owner)).fetchall()
             if rows:
-                self._make_ready(tx, _Group(gid, topic, bool(ordered)), rows, "leased")
-                n += len(rows)
-        return n
+                self._make_ready(tx, _Group(gid, topic, bool(ordered)), [r[:3] for r in rows], "leased")
+                ids += [r[3] for r in rows]
+        return ids
 
     def owners_in(self, tx: Tx) -> set[str]:
         """Who holds leases."""

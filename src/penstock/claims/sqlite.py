@@ -10,13 +10,13 @@ import msgspec
 
 from penstock.ports import Clock
 from penstock.rules import pace
-from penstock.rules.freshness import Claim
 from penstock.stores.context import Context
 from penstock.stores.sqlite import Database, Tx
 
 SCHEMA = """
-CREATE TABLE claim(url_key BLOB PRIMARY KEY, owner TEXT NOT NULL, began REAL NOT NULL, ended INTEGER NOT NULL, next TEXT, touched REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX claim_touched ON claim(touched);
+-- Who fetched or fetches a URL, the last success before that, and the one event delayed to the window's end. Written once per fetch:
+-- how far the owner has come is in its ledger row.
+CREATE TABLE claim(url_key BLOB PRIMARY KEY, owner TEXT NOT NULL, good TEXT, next TEXT, at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL NOT NULL, slowed INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX host_slowed ON host(slowed) WHERE slowed=1;
 CREATE TABLE robots(origin TEXT PRIMARY KEY, body BLOB, status INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
@@ -25,49 +25,44 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(pace.HostState).decode
 
 
+class Holder(msgspec.Struct, frozen=True):
+    owner: str
+    good: str | None
+    next: str | None
+
+
 class SqliteClaims:
     """Implements ports.Pace and ports.RobotsCache; claims are taken inside the books' transaction (`_in`)."""
 
     def __init__(self, db: Database, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
         self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
+        self._pruned = b""
         self._slowed: dict[str, float] = {}  # hosts that throttled us, and until when they are blocked
         db.part("claims", 1, SCHEMA)
 
     # -- claims ------------------------------------------------------------------------------------------------------------
 
-    def claim_in(self, tx: Tx, url_key: bytes) -> Claim | None:
-        row = tx.execute("SELECT owner, began, ended, next FROM claim WHERE url_key=?", (url_key,)).get
-        return None if row is None else Claim(row[0], row[1], bool(row[2]), row[3])
+    def holder_in(self, tx: Tx, url_key: bytes) -> Holder | None:
+        row = tx.execute("SELECT owner, good, next FROM claim WHERE url_key=?", (url_key,)).get
+        return None if row is None else Holder(*row)
 
-    def take_in(self, tx: Tx, url_key: bytes, owner: str, now: float) -> None:
-        tx.execute(
-            "INSERT INTO claim(url_key, owner, began, ended, next, touched) VALUES(?,?,0,0,NULL,?)"
-            " ON CONFLICT DO UPDATE SET owner=excluded.owner, began=0, ended=0, next=NULL, touched=excluded.touched WHERE owner<>excluded.owner",
-            (url_key, owner, now),
-        )
+    def names_in(self, tx: Tx, url_key: bytes, event_id: str) -> bool:
+        holder = self.holder_in(tx, url_key)
+        return holder is not None and event_id in (holder.owner, holder.good)
+
+    def take_in(self, tx: Tx, rows: Sequence[tuple[bytes, str, str | None]], now: float) -> None:
+        """(URL, new owner, last success) of claims that may be taken."""
+        tx.executemany("INSERT OR REPLACE INTO claim(url_key, owner, good, at) VALUES(?,?,?,?)", [(*row, now) for row in rows])
 
     def next_in(self, tx: Tx, url_key: bytes, event_id: str) -> None:
         tx.execute("UPDATE claim SET next=? WHERE url_key=?", (event_id, url_key))
 
-    def began_in(self, tx: Tx, items: Sequence[tuple[bytes, str]], now: float) -> None:
-        tx.executemany("UPDATE claim SET began=? WHERE url_key=? AND owner=?", [(now, k, owner) for k, owner in items])
-
-    def ended_in(self, tx: Tx, items: Sequence[tuple[bytes, str]]) -> None:
-        tx.executemany("UPDATE claim SET ended=1 WHERE url_key=? AND owner=?", items)
-
-    def waiting_in(self, tx: Tx, url_key: bytes, owner: str) -> None:
-        """The owner will ask again: until then every arrival is its duplicate."""
-        tx.execute("UPDATE claim SET began=0 WHERE url_key=? AND owner=?", (url_key, owner))
-
-    def drop_in(self, tx: Tx, url_key: bytes, owner: str) -> None:
-        tx.execute("DELETE FROM claim WHERE url_key=? AND owner=?", (url_key, owner))
-
-    def is_fresh_in(self, tx: Tx, url_key: bytes, since: float) -> bool:
-        """Claimed and not ended, or asked since then."""
-        return tx.execute("SELECT 1 FROM claim WHERE url_key=? AND (ended=0 OR began>=?)", (url_key, since)).get is not None
-
-    def prune_in(self, tx: Tx, before: float, limit: int = 2000) -> None:
-        tx.execute("DELETE FROM claim WHERE url_key IN (SELECT url_key FROM claim WHERE touched<? AND ended=1 LIMIT ?)", (before, limit))
+    def prune_in(self, tx: Tx, before: float, limit: int = 5000) -> None:
+        """A stretch of the table at a time; the next call goes on where this one ended."""
+        last = tx.execute("SELECT max(url_key) FROM (SELECT url_key FROM claim WHERE url_key>? ORDER BY url_key LIMIT ?)", (self._pruned, limit)).get
+        if last is not None:
+            tx.execute("DELETE FROM claim WHERE url_key>? AND url_key<=? AND at<?", (self._pruned, last, before))
+        self._pruned = last or b""
 
     # -- pace --------------------------------------------------------------------------------------------------------------
 

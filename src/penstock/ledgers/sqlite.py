@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from penstock.model import Event
-from penstock.ports import Clock, End, PageMeta, Status
+from penstock.ports import Baseline, Clock, End, PageMeta, Status
+from penstock.rules.freshness import Claim
 from penstock.rules.identity import url_key
 from penstock.stores.context import Context
 from penstock.stores.sqlite import Database, Tx
@@ -17,15 +18,15 @@ from penstock.stores.sqlite import Database, Tx
 SCHEMA = """
 CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL, trace TEXT NOT NULL, url TEXT NOT NULL, url_key BLOB NOT NULL,
   host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, starts INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0, fence INTEGER NOT NULL DEFAULT 0,
-  accepted_at REAL NOT NULL, dispatched_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT, reason TEXT, worker TEXT, extractors TEXT,
+  accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT, reason TEXT, worker TEXT, extractors TEXT,
   duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0, was TEXT);
 -- Wide and written once: kept apart, so that a change of status rewrites a short row.
 CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE fetched(event INTEGER PRIMARY KEY, page TEXT NOT NULL, meta BLOB NOT NULL);
-CREATE INDEX fetched_page ON fetched(page);
+-- Pages of events that are put off or dead: retention leaves them alone.
+CREATE TABLE needed(event INTEGER PRIMARY KEY, page TEXT NOT NULL);
 CREATE INDEX event_url ON event(url_key, n);
 CREATE INDEX event_trace ON event(trace);
-CREATE INDEX event_running ON event(worker) WHERE status='in_flight';
 CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';
 CREATE INDEX event_duplicate ON event(duplicate_of, n) WHERE duplicate_of IS NOT NULL;
 -- Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and reading it.
@@ -88,7 +89,30 @@ class SqliteLedger:
 
     def has_open_in(self, tx: Tx, key: bytes) -> bool:
         """Is an event for this URL still to be fetched?"""
-        return tx.execute("SELECT 1 FROM event WHERE url_key=? AND status IN ('pending','delayed') ORDER BY n DESC LIMIT 1", (key,)).get is not None
+        newest = "SELECT status FROM event WHERE url_key=? ORDER BY n DESC LIMIT 8"
+        return tx.execute(f"SELECT 1 FROM ({newest}) WHERE status IN ('pending','delayed') LIMIT 1", (key,)).get is not None
+
+    def owner_in(self, tx: Tx, event_id: str, next_: str | None) -> Claim | None:
+        """How far the owner of a claim has come; None where it died or is forgotten, and the claim is free."""
+        row = tx.execute("SELECT n, status, asked_at FROM event WHERE id=?", (event_id,)).get
+        if row is None or row[1] in ("dead", "duplicate") or row[2] is None:
+            return None
+        n, status, asked_at = row
+        waits = status in ("pending", "delayed") and tx.execute("SELECT 1 FROM fetched WHERE event=?", (n,)).get is None
+        return Claim(event_id, 0.0 if waits else asked_at, status == "success", next_)
+
+    def baseline_in(self, tx: Tx, event_id: str) -> Baseline | None:
+        """What a success left behind: for conditional requests and change detection."""
+        row = tx.execute("SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n WHERE e.id=? AND e.status='success'", (event_id,)).get
+        if row is None:
+            return None
+        headers = decode_meta(row[1]).headers
+        return Baseline(etag=headers.get("etag"), last_modified=headers.get("last-modified"), response_hash=row[0], page=row[0], extractors=row[2] or "")
+
+    def is_fresh_in(self, tx: Tx, owner: str, since: float) -> bool:
+        """Is the claim's owner still at it, or did it ask since then?"""
+        row = tx.execute("SELECT status, asked_at FROM event WHERE id=?", (owner,)).get
+        return row is not None and (row[0] in ("pending", "delayed", "in_flight", "writing") or (row[0] == "success" and (row[1] or 0.0) >= since))
 
     def first_in_trace_in(self, tx: Tx, trace: str, key: bytes, now: float) -> bool:
         tx.execute("INSERT OR IGNORE INTO seen VALUES(?,?,?)", (trace, key, now))
@@ -115,18 +139,18 @@ class SqliteLedger:
         self._note(tx, was.n, now, "delayed", reason=reason)
         self.count_in(tx, event.topic, {was.status: -1, "delayed": 1})
 
-    def begin_in(self, tx: Tx, events: Sequence[Event], worker: str, now: float, *, status: str = "in_flight") -> list[int | None]:
+    def begin_in(self, tx: Tx, events: Sequence[Event], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight") -> list[int | None]:
         """Counts the start, before the work. The fence of each, or None where it has ended meanwhile."""
         fences: list[int | None] = []
         notes: list[tuple[int, int, str, str]] = []
         at = int(now * 1e6)
         delta: Counter[tuple[str, str]] = Counter()
-        for e in events:
+        for e, asking in zip(events, asks, strict=True):
             # `crashes` counts this start as lost until it ends; a recorded end takes it back.
             row = tx.execute(
-                "UPDATE event SET was=status, status=?, starts=starts+1, crashes=crashes+1, fence=fence+1, worker=?, dispatched_at=?"
-                " WHERE id=? AND status IN ('pending','delayed','in_flight','writing') RETURNING n, was, fence",
-                (status, worker, now, e.id),
+                "UPDATE event SET was=status, status=?, starts=starts+1, crashes=crashes+1, fence=fence+1, worker=?, dispatched_at=?,"
+                " asked_at=coalesce(?, asked_at) WHERE id=? AND status IN ('pending','delayed','in_flight','writing') RETURNING n, was, fence",
+                (status, worker, now, now if asking else None, e.id),
             ).get
             if row is None:
                 fences.append(None)
@@ -165,6 +189,10 @@ class SqliteLedger:
         """From now on the ledger knows the page, and no redelivery fetches it again."""
         if end.meta is not None:
             tx.execute("INSERT OR REPLACE INTO fetched VALUES(?,?,?)", (n, end.meta.page, _encode(end.meta)))
+            if end.outcome != "success":
+                tx.execute("INSERT OR REPLACE INTO needed VALUES(?,?)", (n, end.meta.page))
+        if end.outcome == "success" and end.restarted:
+            tx.execute("DELETE FROM needed WHERE event=?", (n,))
 
     def put_off_in(self, tx: Tx, end: End, now: float, *, status: Literal["delayed", "pending"]) -> int | None:
         """Retry (charged or not), park and release: the event goes on later."""
@@ -219,21 +247,23 @@ class SqliteLedger:
         )
         if envelope is not None:
             tx.execute("UPDATE envelope SET body=? WHERE event=?", (envelope, n))
-        tx.execute("DELETE FROM fetched WHERE event=?", (n,))  # a new chance asks again
+        for table in ("fetched", "needed"):  # a new chance asks again
+            tx.execute(f"DELETE FROM {table} WHERE event=?", (n,))
         self._note(tx, n, now, "pending", reason=reason)
         self.count_in(tx, topic, {was: -1, "pending": 1})
 
-    def lost_in(self, tx: Tx, worker: str, now: float) -> int:
+    def lost_in(self, tx: Tx, ids: Sequence[str], worker: str, now: float) -> int:
         """A worker is gone: what it had in flight waits again, its start still counted."""
-        rows = tx.execute("SELECT n, topic FROM event WHERE worker=? AND status='in_flight'", (worker,)).fetchall()
         delta: Counter[tuple[str, str]] = Counter()
-        for n, topic in rows:
-            tx.execute("UPDATE event SET status='pending', fence=fence+1 WHERE n=?", (n,))
-            self._note(tx, n, now, "pending", reason="worker gone", worker=worker)
-            delta[topic, "in_flight"] -= 1
-            delta[topic, "pending"] += 1
+        for id_ in ids:
+            row = tx.execute("UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=? AND status='in_flight' RETURNING n, topic", (id_, worker)).get
+            if row is not None:
+                n, topic = row
+                self._note(tx, n, now, "pending", reason="worker gone", worker=worker)
+                delta[topic, "in_flight"] -= 1
+                delta[topic, "pending"] += 1
         self._count_all(tx, delta)
-        return len(rows)
+        return -sum(d for (_, status), d in delta.items() if status == "in_flight")
 
     def due_in(self, tx: Tx, now: float) -> None:
         """Delays that have ended are pending again (the broker hands them out by itself)."""
@@ -284,10 +314,13 @@ class SqliteLedger:
 
     # -- retention ---------------------------------------------------------------------------------------------------------
 
-    def prune_in(self, tx: Tx, before: float, limit: int = 1000) -> int:
-        """Forget ended events (never dead ones) and their history; the counters keep counting them."""
-        rows = tx.execute("SELECT n FROM event WHERE n IN (SELECT n FROM event ORDER BY n LIMIT ?) AND status IN ('success','duplicate') AND finished_at<?", (limit, before)).fetchall()
-        for table in ("history", "envelope", "fetched"):
+    def prune_in(self, tx: Tx, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000) -> int:
+        """Forget ended events (never dead ones) and their history; the counters keep counting them. `keep(URL, id)` says which success is still a baseline."""
+        oldest = tx.execute(
+            "SELECT n, status, url_key, id FROM event WHERE n IN (SELECT n FROM event ORDER BY n LIMIT ?) AND status IN ('success','duplicate') AND finished_at<?", (limit, before)
+        ).fetchall()
+        rows = [(n,) for n, status, key, id_ in oldest if status == "duplicate" or not keep(key, id_)]
+        for table in ("history", "envelope", "fetched", "needed"):
             tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
         tx.executemany("DELETE FROM event WHERE n=?", rows)
         tx.execute("DELETE FROM tally WHERE bucket<?", (int((self.clock.now() - 3600) / TALLY_SECONDS),))

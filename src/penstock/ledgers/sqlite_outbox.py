@@ -1,4 +1,4 @@
-"""Records on their way out of the SQLite ledger: baselines, change detection, the outbox of the sinks, and changes waiting for their hooks."""
+"""Records on their way out of the SQLite ledger: change detection, the outbox of the sinks, and changes waiting for their hooks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from datetime import UTC, datetime
 import msgspec
 
 from penstock.model import Event, Record
-from penstock.ports import Baseline, Row
+from penstock.ports import Row
 from penstock.stores.sqlite import Database, Tx
 
 SCHEMA = """
-CREATE TABLE baseline(url_key BLOB PRIMARY KEY, etag TEXT, last_modified TEXT, response_hash TEXT, page TEXT, extractors TEXT NOT NULL, n INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL, PRIMARY KEY(extractor, key)) WITHOUT ROWID;
 CREATE TABLE sink(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0, mark TEXT NOT NULL DEFAULT '');
 CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, ord INTEGER NOT NULL, PRIMARY KEY(sink, n)) WITHOUT ROWID;
@@ -28,20 +27,6 @@ class SqliteOutbox:
     def __init__(self, db: Database) -> None:
         self.db = db
         db.part("outbox", 1, SCHEMA)
-
-    # -- baselines ---------------------------------------------------------------------------------------------------------
-
-    def baseline_in(self, tx: Tx, url_key: bytes) -> Baseline | None:
-        row = tx.execute("SELECT etag, last_modified, response_hash, page, extractors FROM baseline WHERE url_key=?", (url_key,)).get
-        return None if row is None else Baseline(etag=row[0], last_modified=row[1], response_hash=row[2], page=row[3], extractors=row[4])
-
-    def move_baselines_in(self, tx: Tx, rows: Sequence[tuple[bytes, Baseline, int]]) -> None:
-        """Only with success, and only forward."""
-        tx.executemany(
-            "INSERT INTO baseline VALUES(?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET etag=excluded.etag, last_modified=excluded.last_modified, response_hash=excluded.response_hash,"
-            " page=excluded.page, extractors=excluded.extractors, n=excluded.n WHERE excluded.n>=n",
-            [(k, b.etag, b.last_modified, b.response_hash, b.page, b.extractors, n) for k, b, n in rows],
-        )
 
     # -- records -----------------------------------------------------------------------------------------------------------
 

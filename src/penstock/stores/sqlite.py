@@ -81,6 +81,7 @@ class Database:
                 Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             c = apsw.Connection(self.path)
             c.set_busy_timeout(self._busy_ms)
+            c.execute("PRAGMA page_size=8192")  # the price of a commit is the number of pages it touches, not their size
             known = c.execute("PRAGMA application_id").get
             if known not in (0, APPLICATION_ID) or (known == 0 and c.execute("SELECT count(*) FROM sqlite_master").get):
                 raise Unreachable(f"{self.path} is an SQLite database, but not one of Penstock's", hint="point PENSTOCK_STATE or the store URL at another place")
