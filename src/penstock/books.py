@@ -124,7 +124,7 @@ class Books:
                     if outcome is None:
                         wants[e.key] += asks
                         admitted = Admitted(
-                            verdict="go", slot=-1.0 if asks else 0.0, starts=standing.starts, attempts=standing.attempts, crashes=standing.crashes, page=standing.page,
+                            verdict="go", row=standing.n, slot=-1.0 if asks else 0.0, starts=standing.starts, attempts=standing.attempts, crashes=standing.crashes, page=standing.page,
                             page_meta=standing.page_meta or b"", baseline=holder and self._baseline(tx, holder),
                         )  # fmt: skip
             if outcome is not None:
@@ -191,26 +191,26 @@ class Books:
 
     # -- a handler starts ----------------------------------------------------------------------------------------------------
 
-    async def begin(self, starts: Sequence[tuple[Delivery, Event]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
+    async def begin(self, starts: Sequence[tuple[Delivery, Event, int]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
         """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile, here or elsewhere, and is settled."""
         return await self.store.write(lambda tx: self._begin(tx, starts, asks, writing), durable=False)
 
-    def _begin(self, tx: Any, starts: Sequence[tuple[Delivery, Event]], asks: Sequence[bool], writing: bool) -> list[int | None]:
+    def _begin(self, tx: Any, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool], writing: bool) -> list[int | None]:
         now = self.clock.now()
         settles: list[tuple[Delivery, Outcome]] = []
         may: list[bool] = []
         taken: dict[bytes, tuple[str, str | None]] = {}
-        for (d, e), asking in zip(starts, asks, strict=True):
+        for (d, e, _), asking in zip(starts, asks, strict=True):
             outcome = self._take(tx, e, taken, now) if asking and not e.force else None
             may.append(outcome is None)
             if outcome is not None:
                 settles.append((d, outcome))
         self.claims.take_in(tx, [(key, *claim) for key, claim in taken.items()], now)
-        going = [(e, asking) for (_, e), asking, ok in zip(starts, asks, may, strict=True) if ok]
-        begun = self.ledger.begin_in(tx, [e for e, _ in going], self.worker, now, asks=[a for _, a in going], status="writing" if writing else "in_flight")
+        going = [(row, e, asking) for (_, e, row), asking, ok in zip(starts, asks, may, strict=True) if ok]
+        begun = self.ledger.begin_in(tx, [g[:2] for g in going], self.worker, now, asks=[g[2] for g in going], status="writing" if writing else "in_flight")
         fences = iter(begun)
         answers = [next(fences) if ok else None for ok in may]
-        settles += [(d, Ack()) for (d, _), ok, fence in zip(starts, may, answers, strict=True) if ok and fence is None]
+        settles += [(d, Ack()) for (d, _, _), ok, fence in zip(starts, may, answers, strict=True) if ok and fence is None]
         if settles:
             self.broker.settle_in(tx, settles)
         return answers

@@ -160,6 +160,7 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of the books to a delivery that just arrived."""
 
     verdict: Literal["go", "settled"]  # settled: duplicate, delayed, already ended; nothing more to do
+    row: int = 0  # the ledger's own number of the event: begin and End give it back
     slot: float = 0.0  # when its host may be asked
     starts: int = 0
     attempts: int = 0  # recorded failures
@@ -187,6 +188,7 @@ class End(msgspec.Struct, kw_only=True):
 
     event: Event
     delivery: Delivery
+    row: int
     fence: int  # from begin; an older one changes nothing (I12)
     outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"]
     reason: str = ""

@@ -224,7 +224,7 @@ class Worker:
             asks = [self.first == "fetch" and not item.admitted.page for item in items]
             self._active += len(items)  # taken before the await, or a second look would hand the same permits out again
             try:
-                fences = await self._insist(partial(self.books.begin, [(i.delivery, i.event) for i in items], asks=asks, writing=self.first == "sink"))
+                fences = await self._insist(partial(self.books.begin, [(i.delivery, i.event, i.admitted.row) for i in items], asks=asks, writing=self.first == "sink"))
             except BaseException:
                 self._active -= len(items)
                 raise
@@ -379,7 +379,7 @@ class Worker:
         more.setdefault("stage", self.last if outcome == "success" else self.first)
         more.setdefault("response_status", item.meta.status if item.meta else None)
         more.setdefault("response_hash", item.meta.page if item.meta else None)
-        end = End(event=item.event, delivery=item.delivery, fence=item.fence, outcome=outcome, meta=item.meta, was_writing=self.first == "sink", restarted=item.admitted.starts > 0, **more)  # type: ignore[arg-type]
+        end = End(event=item.event, delivery=item.delivery, row=item.admitted.row, fence=item.fence, outcome=outcome, meta=item.meta, was_writing=self.first == "sink", restarted=item.admitted.starts > 0, **more)  # type: ignore[arg-type]
         self._ends.append((item, end))
         if len(self._ends) >= self.o.conclude_group:
             self._flush_ends()
@@ -410,7 +410,7 @@ class Worker:
             reason = f"the books refused it: {type(e).__name__}"
             item, end = batch[0]
             dead = End(
-                event=end.event, delivery=end.delivery, fence=end.fence, outcome="dead", reason=reason, error_class=ErrorClass.OURS, stage=end.stage, detail=_clean(traceback.format_exc()),
+                event=end.event, delivery=end.delivery, row=end.row, fence=end.fence, outcome="dead", reason=reason, error_class=ErrorClass.OURS, stage=end.stage, detail=_clean(traceback.format_exc()),
                 fingerprint=fingerprint(end.stage, ErrorClass.OURS, reason), was_writing=end.was_writing,
             )  # fmt: skip
             await self._conclude([(item, dead)])

@@ -19,7 +19,7 @@ SCHEMA = """
 CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL, trace TEXT NOT NULL, url TEXT NOT NULL, url_key BLOB NOT NULL,
   host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, starts INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0, fence INTEGER NOT NULL DEFAULT 0,
   accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT, reason TEXT, worker TEXT, extractors TEXT,
-  duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0, was TEXT);
+  duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0);
 -- Wide and written once: kept apart, so that a change of status rewrites a short row.
 CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE fetched(event INTEGER PRIMARY KEY, page TEXT NOT NULL, meta BLOB NOT NULL);
@@ -40,6 +40,7 @@ CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL, 
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
 """
 TALLY_SECONDS = 5
+OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
 decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
 
@@ -139,23 +140,22 @@ class SqliteLedger:
         self._note(tx, was.n, now, "delayed", reason=reason)
         self.count_in(tx, event.topic, {was.status: -1, "delayed": 1})
 
-    def begin_in(self, tx: Tx, events: Sequence[Event], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight") -> list[int | None]:
+    def begin_in(self, tx: Tx, events: Sequence[tuple[int, Event]], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight") -> list[int | None]:
         """Counts the start, before the work. The fence of each, or None where it has ended meanwhile."""
         fences: list[int | None] = []
         notes: list[tuple[int, int, str, str]] = []
         at = int(now * 1e6)
         delta: Counter[tuple[str, str]] = Counter()
-        for e, asking in zip(events, asks, strict=True):
+        for (n, e), asking in zip(events, asks, strict=True):
             # `crashes` counts this start as lost until it ends; a recorded end takes it back.
-            row = tx.execute(
-                "UPDATE event SET was=status, status=?, starts=starts+1, crashes=crashes+1, fence=fence+1, worker=?, dispatched_at=?,"
-                " asked_at=coalesce(?, asked_at) WHERE id=? AND status IN ('pending','delayed','in_flight','writing') RETURNING n, was, fence",
-                (status, worker, now, now if asking else None, e.id),
-            ).get
-            if row is None:
+            was, fence = tx.execute("SELECT status, fence+1 FROM event WHERE n=?", (n,)).get or ("", 0)
+            if was not in OPEN:
                 fences.append(None)
                 continue
-            n, was, fence = row
+            tx.execute(
+                "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?",
+                (status, fence, worker, now, now if asking else None, n),
+            )
             notes.append((n, at, status, worker))
             delta[e.topic, was] -= 1
             delta[e.topic, status] += 1
@@ -175,11 +175,12 @@ class SqliteLedger:
         return self._end(tx, end, "success", now, finished=now)
 
     def _end(self, tx: Tx, end: End, status: str, now: float, *, finished: float | None) -> int | None:
-        n: int | None = tx.execute(
+        tx.execute(
             "UPDATE event SET status=?, finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, crashes=max(0, crashes-1)"
-            " WHERE id=? AND fence=? AND status IN ('in_flight','writing') RETURNING n",
-            (status, finished, end.reason, end.response_status, end.response_hash, end.extractors, end.event.id, end.fence),
-        ).get
+            " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
+            (status, finished, end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence),
+        )
+        n = end.row if tx.changes() == 1 else None
         if n is not None:
             self._keep_meta(tx, n, end)
             tx.execute("INSERT OR REPLACE INTO history(event, at, status, stage, reason) VALUES(?,?,?,?,?)", (n, int(now * 1e6), status, end.stage, end.reason or None))
@@ -196,22 +197,24 @@ class SqliteLedger:
 
     def put_off_in(self, tx: Tx, end: End, now: float, *, status: Literal["delayed", "pending"]) -> int | None:
         """Retry (charged or not), park and release: the event goes on later."""
-        n: int | None = tx.execute(
+        tx.execute(
             "UPDATE event SET status=?, not_before=?, reason=?, attempts=attempts+?, crashes=max(0, crashes-1), response_status=coalesce(?, response_status)"
-            " WHERE id=? AND fence=? AND status IN ('in_flight','writing') RETURNING n",
-            (status, end.until, end.reason, int(end.outcome == "retry" and end.charged), end.response_status, end.event.id, end.fence),
-        ).get
+            " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
+            (status, end.until, end.reason, int(end.outcome == "retry" and end.charged), end.response_status, end.row, end.fence),
+        )
+        n = end.row if tx.changes() == 1 else None
         if n is not None:
             self._keep_meta(tx, n, end)
             self._note(tx, n, now, status, end=end)
         return n
 
     def bury_in(self, tx: Tx, end: End, now: float, *, envelope: bytes, headers: str) -> int | None:
-        n: int | None = tx.execute(
+        tx.execute(
             "UPDATE event SET status='dead', finished_at=?, reason=?, attempts=attempts+1, crashes=max(0, crashes-1), response_status=coalesce(?, response_status)"
-            " WHERE id=? AND fence=? AND status IN ('in_flight','writing') RETURNING n",
-            (now, end.reason, end.response_status, end.event.id, end.fence),
-        ).get
+            " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
+            (now, end.reason, end.response_status, end.row, end.fence),
+        )
+        n = end.row if tx.changes() == 1 else None
         if n is not None:
             self._keep_meta(tx, n, end)
             self._note(tx, n, now, "dead", end=end)
