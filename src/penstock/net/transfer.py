@@ -1,0 +1,398 @@
+"""What libcurl does for one client: exchanges (an easy handle and its answer) on an engine (a multi handle on its own epoll set). No policy, no proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import select
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pycurl
+
+from penstock.model import Failure
+from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder, TooManyCodings, codings
+from penstock.net.guard import Guard, Target
+from penstock.rules.verdict import Breach, breach
+
+_SLICE = 0.02  # seconds of transfers before the loop gets its turn again
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and identity; every one of them holds for each exchange."""
+
+    user_agent: str = "Penstock/0.1 (+https://penstock.invalid/bot)"
+    accept: str = "text/html,application/xhtml+xml,application/xml;q=0.9,application/json;q=0.8,*/*;q=0.5"
+    connect_timeout: float = 10.0  # until the request can be sent: TCP, proxy and TLS
+    first_byte_timeout: float = 30.0
+    total_timeout: float = 90.0
+    min_rate: float = 256.0  # bytes a second, over each `min_rate_span`
+    min_rate_span: float = 20.0
+    max_header_bytes: int = 64 << 10
+    max_encoded_bytes: int = 16 << 20
+    max_decoded_bytes: int = 16 << 20
+    max_idle: int = 1024  # connections kept warm; those in use are not limited here
+    idle_seconds: int = 60
+    http2: bool = True
+    ca_file: str | None = None
+    remote_dns: bool = False  # lets proxies resolve names: the guard then sees no address
+
+
+class SetUp(msgspec.Struct, frozen=True):
+    """What every handle of a client has in common."""
+
+    guard: Guard
+    options: HttpOptions
+    headers: list[str]
+    ca_file: str
+    now: Callable[[], float]
+
+
+# -- one exchange ----------------------------------------------------------------------------------------------------------
+
+
+class _Lent:
+    """A descriptor on its way to libcurl: pycurl duplicates what `fileno` says, and the original is closed when this goes."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+class Exchange:
+    """An easy handle and what it is receiving. Reused: setting up a handle costs more than a request."""
+
+    __slots__ = (
+        "curl", "decoder", "done", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin", "plain", "plain_headers",
+        "ready_at", "room", "set_up", "size", "started", "status", "target", "version", "waits",
+    )  # fmt: skip
+
+    def __init__(self, set_up: SetUp) -> None:
+        self.set_up, self.curl = set_up, pycurl.Curl()
+        self.done: asyncio.Future[tuple[int, str] | None] | None = None
+        self.decoder: Decoder | None = None
+        self.failure: Failure | None = None
+        self.target: Target | None = None  # whom we may be connected to: the host, or the proxy
+        self._setup()
+        self.clear()
+
+    def _setup(self) -> None:
+        o, opt = self.set_up.options, self.curl.setopt
+        opt(pycurl.NOSIGNAL, 1)
+        opt(pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
+        opt(pycurl.FOLLOWLOCATION, 0)
+        opt(pycurl.NETRC, pycurl.NETRC_IGNORED)
+        opt(pycurl.PROXY, "")  # not even one from the environment
+        opt(pycurl.HTTP09_ALLOWED, 0)
+        opt(pycurl.PATH_AS_IS, 1)  # the URL is canonical already, by our parser
+        opt(pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_2TLS if o.http2 else pycurl.CURL_HTTP_VERSION_1_1)
+        opt(pycurl.BUFFERSIZE, 131072)
+        opt(pycurl.MAXFILESIZE_LARGE, o.max_encoded_bytes)
+        opt(pycurl.MAXAGE_CONN, o.idle_seconds)
+        opt(pycurl.CONNECTTIMEOUT_MS, int(o.total_timeout * 1000) + 5000)  # a backstop; the sweep comes first and says what was late
+        opt(pycurl.USERAGENT, o.user_agent)
+        opt(pycurl.HTTPHEADER, self.set_up.headers)
+        opt(pycurl.CAINFO, self.set_up.ca_file)
+        opt(pycurl.PROXY_CAINFO, self.set_up.ca_file)
+        opt(pycurl.SSL_VERIFYPEER, 1)
+        opt(pycurl.SSL_VERIFYHOST, 2)
+        opt(pycurl.HEADERFUNCTION, self._on_header)
+        opt(pycurl.WRITEFUNCTION, self._on_body)
+        opt(pycurl.OPENSOCKETFUNCTION, self._on_open)
+        opt(pycurl.PREREQFUNCTION, self._on_ready)
+        self.pin, self.waits, self.plain, self.plain_headers = "", False, True, True
+
+    def clear(self) -> None:
+        self.lines: list[bytes] = []
+        self.parts: list[bytes] = []
+        self.headers: dict[str, str] | None = None
+        self.decoder, self.failure, self.target, self.peer = None, None, None, ""
+        self.status, self.version, self.size, self.mark_size = 0, "", 0, 0
+        self.started = self.ready_at = self.mark = 0.0
+        self.room = self.set_up.options.max_header_bytes
+
+    def restore(self) -> None:
+        """Back to a plain GET, with nothing left of this request's headers, body or proxy."""
+        if not self.plain:
+            self.curl.reset()
+            self._setup()
+        elif not self.plain_headers:
+            self.curl.setopt(pycurl.HTTPHEADER, self.set_up.headers)
+            self.plain_headers = True
+        self.clear()
+
+    def aim(self, url: str, target: Target, pin: str) -> None:
+        """`pin`: the checked address to dial for a name; libcurl then never looks it up. Connections are reused per name and address."""
+        self.target = target
+        self.curl.setopt(pycurl.URL, url)
+        # Under TLS a request waits for the handshake that is under way, which may bring HTTP/2 and room for all. Without TLS it would
+        # wait for somebody else's answer.
+        if (waits := url.startswith("https:")) is not self.waits:
+            self.curl.setopt(pycurl.PIPEWAIT, int(waits))
+            self.waits = waits
+        if pin != self.pin:
+            if pin:
+                self.curl.setopt(pycurl.CONNECT_TO, [f"::[{pin}]:" if ":" in pin else f"::{pin}:"])
+            else:
+                self.curl.unsetopt(pycurl.CONNECT_TO)
+            self.pin = pin
+
+    # libcurl calls these. An exception would be printed and lost, so each ends the transfer by its return value.
+
+    def _on_open(self, purpose: int, address: Any) -> Any:
+        try:
+            self.set_up.guard.check_peer(address.addr[0], address.addr[1], self.target)
+            return _Lent(socket.socket(address.family, address.socktype, address.protocol).detach())
+        except Failure as e:
+            self.failure = e
+        except OSError as e:
+            self.failure = breach(Breach.SOCKET, e.strerror or str(e))
+        except Exception as e:
+            self.failure = breach(Breach.FORBIDDEN, repr(e))
+        return pycurl.SOCKET_BAD
+
+    def _on_ready(self, peer: str, local: str, port: int, local_port: int) -> int:
+        try:
+            self.set_up.guard.check_peer(peer, port, self.target)
+            self.peer = f"[{peer}]:{port}" if ":" in peer else f"{peer}:{port}"
+            self.ready_at = self.set_up.now()
+            return 0
+        except Failure as e:
+            self.failure = e
+        except Exception as e:
+            self.failure = breach(Breach.FORBIDDEN, repr(e))
+        return 1  # PREREQFUNC_ABORT
+
+    def _on_header(self, line: bytes) -> int | None:
+        self.room -= len(line)
+        if self.room < 0:
+            self.failure = breach(Breach.HEADERS, f"{self.set_up.options.max_header_bytes} bytes")
+            return -1
+        self.lines.append(line)
+        return None
+
+    def _on_body(self, chunk: bytes) -> int | None:
+        try:
+            self.size += len(chunk)
+            if self.headers is None:
+                self.read_head()
+            if self.decoder is not None:
+                self.decoder.feed(chunk)
+                return None
+            if self.size <= self.set_up.options.max_decoded_bytes:
+                self.parts.append(chunk)
+                return None
+            self.failure = breach(Breach.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
+        except DecodedTooLarge:
+            self.failure = breach(Breach.DECODED, f"{self.set_up.options.max_decoded_bytes} bytes")
+        except TooManyCodings as e:
+            self.failure = breach(Breach.CODINGS, str(e))
+        except BrokenCoding as e:
+            self.failure = breach(Breach.CODING, str(e))
+        except Exception as e:
+            self.failure = breach(Breach.CODING, repr(e))
+        return -1
+
+    def read_head(self) -> dict[str, str]:
+        """Parse the last head received: interim answers and a proxy's own come before it, trailers after."""
+        self.status, self.version, self.headers = parse_head(self.lines)
+        if encoding := self.headers.get("content-encoding"):
+            names = codings(encoding)
+            if names:
+                self.decoder = Decoder(names, self.set_up.options.max_decoded_bytes)
+        return self.headers
+
+    def take_body(self) -> bytes:
+        if self.decoder is not None:
+            if not self.size:
+                return b""  # HEAD, 304: the coding of a body that is not here
+            return self.decoder.finish()
+        parts = self.parts
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+_fold = re.compile(r"\n[ \t]+").sub
+
+
+def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
+    """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line feed) of the last head in `lines`."""
+    head, _, rest = b"".join(lines).decode("latin-1").replace("\r\n", "\n").partition("\n\n")
+    while rest.startswith("HTTP/"):
+        head, _, rest = rest.partition("\n\n")
+    if "\n " in head or "\n\t" in head:
+        head = _fold(" ", head)
+    first, *fields = head.split("\n")
+    headers: dict[str, str] = {}
+    for field in fields:
+        name, colon, value = field.partition(":")
+        if not colon:
+            continue
+        name = name.rstrip().lower()
+        if name in headers:
+            value = headers[name] + ("\n" if name == "set-cookie" else ", ") + value.strip()
+        headers[name] = value.strip()
+    version, _, reason = first.partition(" ")
+    code = reason[:3]
+    return int(code) if code.isdecimal() else 0, version[5:], headers
+
+
+# -- the engine ------------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A libcurl multi handle and its connection pool, on one epoll set that the event loop watches as a single descriptor."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: HttpOptions) -> None:
+        self._loop, self._options = loop, options
+        self.active: dict[pycurl.Curl, Exchange] = {}
+        self._known: set[int] = set()
+        self._kicked, self._deadline = False, 0.0
+        self._alarm: asyncio.TimerHandle | None = None
+        self._sweep: asyncio.TimerHandle | None = None
+        self._tick = max(0.01, min(0.25, options.connect_timeout / 4, options.first_byte_timeout / 4, options.total_timeout / 4, options.min_rate_span / 4))
+        self._epoll = select.epoll()
+        self._multi = pycurl.CurlMulti()
+        self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._on_socket)
+        self._multi.setopt(pycurl.M_TIMERFUNCTION, self._on_timer)
+        # No limit on connections in all: libcurl would close idle ones to other hosts to keep it.
+        self._multi.setopt(pycurl.M_MAXCONNECTS, options.max_idle)
+        loop.add_reader(self._epoll.fileno(), self._on_events)
+
+    def start(self, ex: Exchange) -> asyncio.Future[tuple[int, str] | None]:
+        done = ex.done = self._loop.create_future()
+        ex.started = self._loop.time()
+        self._multi.add_handle(ex.curl)
+        self.active[ex.curl] = ex
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(self._tick, self._on_sweep)
+        return done
+
+    def stop(self, ex: Exchange, error: tuple[int, str] | None = None) -> None:
+        """End it now, wherever it is; its connection is closed unless the answer was complete."""
+        if self.active.pop(ex.curl, None) is None:
+            return
+        self._multi.remove_handle(ex.curl)
+        if ex.done is not None and not ex.done.done():
+            ex.done.set_result(error)
+
+    def close(self) -> None:
+        for ex in list(self.active.values()):
+            ex.failure = breach(Breach.CLOSED)
+            self.stop(ex)
+        for timer in (self._alarm, self._sweep):
+            if timer is not None:
+                timer.cancel()
+        self._alarm = self._sweep = None
+        self._multi.close()
+        self._loop.remove_reader(self._epoll.fileno())
+        self._epoll.close()
+
+    def _on_socket(self, what: int, fd: int, multi: Any, data: Any) -> None:
+        if what == pycurl.POLL_REMOVE:
+            if fd in self._known:
+                self._known.discard(fd)
+                try:
+                    self._epoll.unregister(fd)
+                except OSError:
+                    pass  # closed already, so the kernel has forgotten it
+            return
+        mask = (select.EPOLLIN if what & pycurl.POLL_IN else 0) | (select.EPOLLOUT if what & pycurl.POLL_OUT else 0)
+        if fd in self._known:
+            try:
+                self._epoll.modify(fd, mask)
+                return
+            except FileNotFoundError:
+                pass  # the number was given to a new socket without a word
+        self._known.add(fd)
+        self._epoll.register(fd, mask)
+
+    def _on_timer(self, milliseconds: int) -> None:
+        if milliseconds < 0:
+            self._deadline = 0.0
+        elif milliseconds == 0:
+            if not self._kicked:
+                self._kicked = True
+                self._loop.call_soon(self._kick)
+        else:
+            # libcurl moves its timer with every transfer; ours is left standing if it rings early enough, and looks again then.
+            self._deadline = when = self._loop.time() + milliseconds / 1000
+            if self._alarm is None or self._alarm.when() > when:
+                if self._alarm is not None:
+                    self._alarm.cancel()
+                self._alarm = self._loop.call_at(when, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._alarm = None
+        if not self._deadline:
+            return
+        if self._loop.time() >= self._deadline - 0.001:
+            self._deadline = 0.0
+            self._kick()
+        else:
+            self._alarm = self._loop.call_at(self._deadline, self._on_alarm)
+
+    def _kick(self) -> None:
+        self._kicked = False
+        if self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)[1] != len(self.active):
+            self._reap()
+
+    def _on_events(self) -> None:
+        action, running, now = self._multi.socket_action, -1, self._loop.time
+        until = 0.0
+        for fd, event in self._epoll.poll(0, 256):
+            running = action(fd, (1 if event & 25 else 0) | (2 if event & 4 else 0))[1]  # ERR and HUP are found by reading
+            if not until:
+                until = now() + _SLICE
+            elif now() > until:
+                break  # what is left stays readable
+        if running != len(self.active):
+            self._reap()
+
+    def _reap(self) -> None:
+        active, remove = self.active, self._multi.remove_handle
+        queued = 1
+        while queued:
+            queued, good, bad = self._multi.info_read()
+            for curl, error in [*((c, None) for c in good), *((c, (code, message)) for c, code, message in bad)]:
+                remove(curl)
+                ex = active.pop(curl, None)
+                if ex is not None and ex.done is not None and not ex.done.done():
+                    ex.done.set_result(error)
+
+    def _on_sweep(self) -> None:
+        """Time-outs, all of them: libcurl has none for the first byte, and a timer for each request costs more than this walk."""
+        self._sweep = None
+        now, o = self._loop.time(), self._options
+        late: list[tuple[Exchange, Failure]] = []
+        for ex in self.active.values():
+            age = now - ex.started
+            if age > o.total_timeout:
+                late.append((ex, breach(Breach.TOTAL, f"{o.total_timeout:g} s")))
+            elif not ex.ready_at:
+                if age > o.connect_timeout:
+                    late.append((ex, breach(Breach.CONNECT, f"{o.connect_timeout:g} s")))
+            elif not ex.lines:
+                if now - ex.ready_at > o.first_byte_timeout:
+                    late.append((ex, breach(Breach.FIRST_BYTE, f"{o.first_byte_timeout:g} s")))
+            elif not ex.mark:
+                ex.mark, ex.mark_size = now, ex.size - ex.room
+            elif now - ex.mark >= o.min_rate_span:
+                got = ex.size - ex.room
+                if got - ex.mark_size < o.min_rate * (now - ex.mark):
+                    late.append((ex, breach(Breach.RATE, f"{o.min_rate:g} bytes a second over {o.min_rate_span:g} s")))
+                ex.mark, ex.mark_size = now, got
+        for ex, why in late:
+            ex.failure = why
+            self.stop(ex)
+        if self.active:
+            self._sweep = self._loop.call_later(self._tick, self._on_sweep)

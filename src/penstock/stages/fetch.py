@@ -1,0 +1,231 @@
+"""One event to one answer: robots, conditional headers, redirects hop by hop, pace, verdict. No sockets, no retries, no storing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from penstock.model import ErrorClass, Event, Failure
+from penstock.ports import Baseline, Clock, Fetcher, Hop, Pace, Response, RobotsCache
+from penstock.rules import robots as rules
+from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
+from penstock.rules.pace import parse_retry_after
+from penstock.rules.verdict import Breach, breach, judge
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+# What may go along to another origin: it says what we can read, not who we are.
+_HARMLESS = frozenset({"accept", "accept-encoding", "accept-language", "if-modified-since", "if-none-match", "user-agent"})
+_UNREACHABLE = 0  # as ports.RobotsCache has it
+
+
+class FetchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    agent: str = "Penstock"  # the product token that robots.txt knows us by
+    robots: Literal["obey", "ignore"] = "obey"
+    robots_exceptions: Mapping[str, str] = {}  # host key → why its robots.txt is not obeyed
+    robots_redirects: int = 5
+    robots_in_memory: int = 8192  # origins
+    max_redirects: int = 10
+    allow_downgrade: bool = False  # https → http
+    hop_wait: float = 30.0  # seconds a redirect may wait for its slot; it cannot be parked half-way
+    key_by: Literal["host", "domain"] = "host"
+    soft_404: bool = False
+
+
+class _Known(msgspec.Struct, frozen=True):
+    robots: rules.Robots
+    status: int
+    until: float
+
+
+class FetchStage:
+    """The slot of the event's own host was awaited before `fetch` is called; every further request takes one of its own (I8)."""
+
+    def __init__(self, fetcher: Fetcher, robots_cache: RobotsCache, pace: Pace, clock: Clock, options: FetchOptions | None = None) -> None:
+        self._fetcher, self._cache, self._pace, self._clock = fetcher, robots_cache, pace, clock
+        self._options = options or FetchOptions()
+        self._robots: dict[str, _Known] = {}
+        self._loading: dict[str, asyncio.Task[_Known]] = {}
+        self._misses: dict[str, int] = {}  # origins whose robots.txt cannot be reached, and how often in a row
+
+    async def fetch(self, event: Event, baseline: Baseline | None, *, proxy: str | None = None) -> Response:
+        """The final answer, with the hops that led to it; its verdict is good. Raises Failure for everything else."""
+        ask, o = event.ask, self._options
+        url, host, method, body = event.url, event.key, ask.method, ask.body
+        headers, conditional = self._headers(event, baseline)
+        hops: list[Hop] = []
+        seen: set[tuple[str, str]] = set()
+        while True:
+            if o.robots == "obey" and host not in o.robots_exceptions and await self._permit(url, host, proxy):
+                await self._take_slot(host)  # robots.txt was fetched in ours
+            response = await self._send(url, host, method, headers, body, proxy)
+            location = response.headers.get("location") if response.status in _REDIRECTS else None
+            if location is None:
+                break
+            hops.append(Hop(url=url, status=response.status, peer=response.peer, seconds=response.seconds))
+            if len(hops) > o.max_redirects:
+                raise breach(Breach.REDIRECTS, f"more than {o.max_redirects}", status=response.status)
+            seen.add((method, url))
+            target = self._follow(url, location, response.status)
+            if (method == "POST" and response.status in (301, 302)) or (method not in ("GET", "HEAD") and response.status == 303):
+                method, body = "GET", None
+                headers = {k: v for k, v in headers.items() if not k.startswith("content-")}
+            if origin(target) != origin(url):
+                if body is not None:
+                    raise breach(Breach.NOWHERE, "the request's body would go to another origin", status=response.status)
+                headers = {k: v for k, v in headers.items() if k in _HARMLESS}
+            if (method, target) in seen:
+                raise breach(Breach.LOOP, status=response.status)
+            url, host = target, host_key(target, o.key_by)
+            await self._take_slot(host)
+        verdict = judge(
+            response.status, response.headers, response.body, now=self._clock.now(), method=method, conditional=conditional, soft_404=o.soft_404
+        )  # fmt: skip
+        if verdict is not None:
+            raise verdict.failure()
+        return msgspec.structs.replace(response, hops=tuple(hops)) if hops else response
+
+    async def robots(self, url: str, *, proxy: str | None = None) -> rules.Robots:
+        """The rules for this URL's origin, fetched if need be: for `penstock fetch`, and for sources that look for sitemaps."""
+        start = origin(url)
+        known = self._robots.get(start)
+        if known is None or known.until <= self._clock.now():
+            known, _ = await self._load(start, proxy)
+        return known.robots
+
+    async def close(self) -> None:
+        tasks = list(self._loading.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- sending
+
+    def _headers(self, event: Event, baseline: Baseline | None) -> tuple[dict[str, str], bool]:
+        """Lower-case names. Conditional only where an unchanged page would be good enough."""
+        headers = {k.lower(): v for k, v in event.ask.headers.items()} if event.ask.headers else {}
+        if baseline is not None and not event.force and event.ask.method in ("GET", "HEAD"):
+            if baseline.etag:
+                headers.setdefault("if-none-match", baseline.etag)
+            if baseline.last_modified:
+                headers.setdefault("if-modified-since", baseline.last_modified)
+        return headers, "if-none-match" in headers or "if-modified-since" in headers
+
+    async def _send(self, url: str, host: str, method: str, headers: Mapping[str, str], body: bytes | None, proxy: str | None) -> Response:
+        blocked = self._pace.blocked_until(host)
+        if blocked and (wait := blocked - self._clock.now()) > 0:
+            raise breach(Breach.HELD, host, after=wait)
+        response = await self._fetcher.fetch(url, method=method, headers=headers, body=body, proxy=proxy)
+        status = response.status
+        value = response.headers.get("retry-after") if status in (429, 503) else None
+        after = parse_retry_after(value, self._clock.now()) if value else None
+        await self._pace.report(host, status=status, retry_after=after, seconds=response.seconds)
+        return response
+
+    async def _take_slot(self, host: str) -> None:
+        slot = (await self._pace.reserve({host: 1}))[host][0]
+        wait = slot - self._clock.now()
+        if wait > self._options.hop_wait:
+            raise Failure(ErrorClass.THROTTLED, f"the next slot of {host} is too far away to wait for", after=wait)
+        if wait > 0:
+            await self._clock.sleep(wait)
+
+    def _follow(self, url: str, location: str, status: int) -> str:
+        try:
+            location = location.encode("latin-1").decode("utf-8")  # headers are read as Latin-1; what servers write raw is UTF-8
+        except UnicodeError:
+            pass
+        try:
+            target = canonical_url(location, url)
+        except BadUrl as e:
+            raise breach(Breach.NOWHERE, e.reason, status=status) from None
+        if url.startswith("https:") and target.startswith("http:") and not self._options.allow_downgrade:
+            raise breach(Breach.DOWNGRADE, status=status)
+        return target
+
+    # -- robots
+
+    async def _permit(self, url: str, host: str, proxy: str | None) -> bool:
+        """Raises Failure where robots.txt forbids. True: a request was spent on finding out."""
+        start, spent, now = origin(url), False, self._clock.now()
+        known = self._robots.get(start)
+        if known is None or known.until <= now:
+            known, spent = await self._load(start, proxy)
+        if known.robots is rules.ALLOW_ALL:
+            return spent
+        if known.status == _UNREACHABLE or known.status >= 500:
+            raise breach(Breach.ROBOTS_LATER, f"{host} answered {known.status}" if known.status else host, after=max(known.until - now, 1.0))
+        if not known.robots.allows(self._options.agent, url):
+            raise breach(Breach.ROBOTS)
+        return spent
+
+    async def _load(self, start: str, proxy: str | None) -> tuple[_Known, bool]:
+        """From the fleet's cache, or from the site: once, however many ask."""
+        task = self._loading.get(start)
+        if task is None:
+            stored = await self._cache.robots(start)
+            if stored is not None and stored[2] > self._clock.now():
+                return await self._learn(start, *stored), False
+            task = self._loading.get(start)  # another may have begun meanwhile
+        if task is None:
+            task = self._loading[start] = asyncio.ensure_future(self._fetch_robots(start, proxy))
+            task.add_done_callback(lambda t: self._loaded(start, t))
+        return await asyncio.shield(task), True
+
+    def _loaded(self, start: str, task: asyncio.Task[_Known]) -> None:
+        self._loading.pop(start, None)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; where nobody waits any more, it is not news
+
+    async def _learn(self, start: str, body: bytes | None, status: int, until: float) -> _Known:
+        robots = rules.from_answer(status or None, body or b"")
+        known = _Known(robots, status, until)
+        if len(self._robots) >= self._options.robots_in_memory:
+            del self._robots[next(iter(self._robots))]
+        self._robots.pop(start, None)
+        self._robots[start] = known
+        if 200 <= status < 500:
+            await self._pace.crawl_delay(host_key(start + "/", self._options.key_by), robots.crawl_delay(self._options.agent))
+        return known
+
+    async def _fetch_robots(self, start: str, proxy: str | None) -> _Known:
+        status, body = await self._ask_robots(start, proxy)
+        if status == _UNREACHABLE or status >= 500:
+            misses = self._misses.pop(start, 0)
+            if len(self._misses) >= self._options.robots_in_memory:
+                del self._misses[next(iter(self._misses))]
+            self._misses[start] = misses + 1
+            keep = rules.ttl(status or None, misses)
+        else:
+            self._misses.pop(start, None)
+            keep = rules.ttl(status)
+        until = self._clock.now() + keep
+        await self._cache.keep_robots(start, body, status, until)
+        return await self._learn(start, body, status, until)
+
+    async def _ask_robots(self, start: str, proxy: str | None) -> tuple[int, bytes | None]:
+        url = start + "/robots.txt"
+        for hop in range(self._options.robots_redirects + 1):
+            host = host_key(url, self._options.key_by)
+            try:
+                if hop:
+                    await self._take_slot(host)
+                response = await self._send(url, host, "GET", {}, None, proxy)
+            except Failure as e:
+                if e.kind is ErrorClass.TRANSIENT:
+                    return _UNREACHABLE, None
+                if hop and e.kind is ErrorClass.PERMANENT:
+                    return 404, None  # it leads where we do not go: there is none (RFC 9309, 2.3.1.2)
+                raise Failure(e.kind, f"robots.txt: {e.reason}", after=e.after, status=e.status, detail=e.detail) from e
+            location = response.headers.get("location") if response.status in _REDIRECTS else None
+            if location is None:
+                if response.status == 429:
+                    return 503, None  # "not now" is no permission, though it is a 4xx
+                return response.status, response.body[: rules.MAX_BYTES + 1] if 200 <= response.status < 300 else None
+            try:
+                url = canonical_url(location, url)
+            except BadUrl:
+                return 404, None
+        return 404, None

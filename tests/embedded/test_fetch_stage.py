@@ -1,0 +1,456 @@
+"""The fetch stage over the real client and the pretend web: robots, conditions, redirects, pace, verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.model import Ask, ErrorClass, Event, Failure
+from penstock.net.guard import Guard, parse_allow
+from penstock.net.http import CurlFetcher, HttpOptions
+from penstock.ports import Baseline, Response
+from penstock.rules import pace as rules
+from penstock.rules.identity import canonical_url, host_key
+from penstock.stages.fetch import FetchOptions, FetchStage
+from penstock.testing.web import Reply, Request, Web, reply, tagged
+
+
+class Time:
+    """A clock that a sleep moves, so nothing here waits."""
+
+    def __init__(self) -> None:
+        self.at = 1_000_000.0
+        self.slept: list[float] = []
+
+    def now(self) -> float:
+        return self.at
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.at += seconds
+        await asyncio.sleep(0)
+
+
+class Hosts:
+    """ports.Pace and ports.RobotsCache in one process's memory; the decisions are the real rules."""
+
+    def __init__(self, time: Time, limits: rules.Limits) -> None:
+        self.time, self.limits = time, limits
+        self.states: dict[str, rules.HostState] = {}
+        self.slots: list[tuple[str, float]] = []
+        self.reports: list[tuple[str, int, float | None]] = []
+        self.kept: dict[str, tuple[bytes | None, int, float]] = {}
+        self.lookups = 0
+
+    def state(self, host: str) -> rules.HostState:
+        return self.states.get(host, rules.HostState())
+
+    async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
+        given = {}
+        for host, n in wants.items():
+            self.states[host], given[host] = rules.reserve(self.state(host), self.limits, self.time.now(), n)
+            self.slots += [(host, slot) for slot in given[host]]
+        return given
+
+    async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
+        self.reports.append((host, status, retry_after))
+        self.states[host] = rules.report(self.state(host), self.limits, self.time.now(), status, retry_after, seconds)
+
+    async def crawl_delay(self, host: str, seconds: float | None) -> None:
+        self.states[host] = msgspec.structs.replace(self.state(host), crawl_delay=seconds)
+
+    def blocked_until(self, host: str) -> float:
+        return self.state(host).blocked_until
+
+    async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
+        self.lookups += 1
+        return self.kept.get(origin)
+
+    async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
+        self.kept[origin] = body, status, until
+
+
+class Rig:
+    def __init__(self, web: Web, fetcher: CurlFetcher, options: FetchOptions, limits: rules.Limits) -> None:
+        self.web, self.time = web, Time()
+        self.hosts = Hosts(self.time, limits)
+        self.stage = FetchStage(fetcher, self.hosts, self.hosts, self.time, options)
+        self.key = host_key(web.url())
+
+    async def fetch(self, path: str, *, ask: Ask | None = None, baseline: Baseline | None = None, force: bool = False) -> Response:
+        url = canonical_url(path if "://" in path else self.web.url(path))
+        event = Event(id="e", url=url, key=host_key(url), ask=ask or Ask(), force=force)
+        return await self.stage.fetch(event, baseline)
+
+    async def fails(self, path: str, *, ask: Ask | None = None) -> Failure:
+        with pytest.raises(Failure) as caught:
+            await self.fetch(path, ask=ask)
+        return caught.value
+
+
+@contextlib.asynccontextmanager
+async def rig(*, limits: rules.Limits | None = None, ca_file: str | None = None, **options: object) -> AsyncIterator[Rig]:
+    """A web on 127.0.0.1, with its other ports and 127.0.0.2 allowed too."""
+    async with Web() as web:
+        guard = Guard(parse_allow("127.0.0.1:*,127.0.0.2:*"))
+        fetcher = CurlFetcher(guard, HttpOptions(ca_file=ca_file))
+        r = Rig(web, fetcher, FetchOptions(**options), limits or rules.Limits(rate=None))  # type: ignore[arg-type]
+        try:
+            yield r
+        finally:
+            await r.stage.close()
+            await fetcher.close()
+            guard.close()
+
+
+def to(location: str, status: int = 302) -> Reply:
+    return Reply(status, {"location": location})
+
+
+PAGE = "<html><body>a page of some length, so that nobody takes it for a challenge</body></html>"
+
+
+# -- robots ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_robots_is_asked_once_and_obeyed() -> None:
+    async with rig() as r:
+        r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /private\nUser-agent: penstock\nDisallow: /ours\n", "text/plain"))
+        r.web.route("/*", PAGE)
+        for path in ("/a", "/private", "/b"):  # the group that names us is ours alone
+            assert (await r.fetch(path)).status == 200
+        failure = await r.fails("/ours/x")
+        assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, "robots.txt disallows it")
+        assert r.web.counts["/robots.txt"] == 1
+        assert r.web.counts["/ours/x"] == 0
+        assert r.hosts.lookups == 1
+
+
+async def test_many_that_ask_at_once_cause_one_robots_request() -> None:
+    async with rig() as r:
+        r.web.route("/robots.txt", Reply(200, {"content-type": "text/plain"}, b"User-agent: *\nDisallow: /no\n", delay=0.1))
+        r.web.route("/*", PAGE)
+        answers = await asyncio.gather(*(r.fetch(f"/{i}") for i in range(20)), r.fetch("/no"), return_exceptions=True)
+        assert [a.status for a in answers if isinstance(a, Response)] == [200] * 20
+        assert isinstance(answers[-1], Failure)
+        assert r.web.counts["/robots.txt"] == 1
+
+
+async def test_cancelling_the_first_asker_does_not_take_robots_from_the_others() -> None:
+    async with rig() as r:
+        r.web.route("/robots.txt", Reply(404, {}, b"", delay=0.2))
+        r.web.route("/*", PAGE)
+        first, second = (asyncio.create_task(r.fetch(p)) for p in ("/1", "/2"))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        assert (await second).status == 200
+        assert first.cancelled()
+
+
+async def test_the_fleets_copy_of_robots_saves_the_request() -> None:
+    async with rig() as r:
+        r.hosts.kept[r.web.url("")] = b"User-agent: *\nDisallow: /no\n", 200, r.time.now() + 100
+        r.web.route("/*", PAGE)
+        assert (await r.fetch("/yes")).status == 200
+        assert (await r.fails("/no")).kind is ErrorClass.PERMANENT
+        assert r.web.counts["/robots.txt"] == 0
+        r.time.at += 200  # it has run out
+        r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /yes\n", "text/plain"))
+        assert (await r.fails("/yes")).kind is ErrorClass.PERMANENT
+        assert r.web.counts["/robots.txt"] == 1
+
+
+@pytest.mark.parametrize(("status", "allowed"), [(404, True), (403, True), (410, True), (500, False), (503, False), (429, False)])
+async def test_a_missing_robots_allows_and_a_broken_one_forbids_for_now(status: int, allowed: bool) -> None:
+    async with rig() as r:
+        r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /\n", "text/plain", status))
+        r.web.route("/*", PAGE)
+        if allowed:
+            assert (await r.fetch("/a")).status == 200
+            return
+        failure = await r.fails("/a")
+        assert failure.kind is ErrorClass.TRANSIENT
+        assert failure.after == pytest.approx(60.0)
+        assert r.web.counts["/a"] == 0
+        r.time.at += 61
+        assert (await r.fails("/a")).after == pytest.approx(120.0)  # asked again, then less often
+        assert r.web.counts["/robots.txt"] == 2
+
+
+async def test_a_robots_that_cannot_be_reached_forbids_for_now() -> None:
+    async with rig() as r:
+        r.web.route("/robots.txt", Reply(drop=True))
+        r.web.route("/*", PAGE)
+        failure = await r.fails("/a")
+        assert (failure.kind, failure.after) == (ErrorClass.TRANSIENT, pytest.approx(60.0))
+
+
+async def test_robots_is_followed_through_five_redirects_and_no_more() -> None:
+    async with rig() as r:
+        r.web.route("/robots.txt", to("/r1", 301))
+        for i in range(1, 5):
+            r.web.route(f"/r{i}", to(f"/r{i + 1}"))
+        r.web.route("/r5", reply("User-agent: *\nDisallow: /no\n", "text/plain"))
+        r.web.route("/*", PAGE)
+        assert (await r.fails("/no")).kind is ErrorClass.PERMANENT
+    async with rig() as r:
+        r.web.route("/robots.txt", to("/robots.txt", 301))
+        r.web.route("/*", PAGE)
+        assert (await r.fetch("/a")).status == 200  # there is none, says the RFC
+        assert r.web.counts["/robots.txt"] == 6
+
+
+async def test_robots_can_be_ignored_by_setting_or_for_one_host_with_a_reason() -> None:
+    async with rig(robots="ignore") as r:
+        r.web.route("/*", PAGE)
+        assert (await r.fetch("/a")).status == 200
+        assert r.web.counts["/robots.txt"] == 0
+    async with Web() as web:
+        web.route("/robots.txt", reply("User-agent: *\nDisallow: /\n", "text/plain"))
+        web.route("/*", PAGE)
+        async with rig(robots_exceptions={host_key(web.url()): "our own shop"}) as r:
+            r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /\n", "text/plain"))
+            assert (await r.fetch(web.url("/a"))).status == 200
+            assert (await r.fails("/a")).kind is ErrorClass.PERMANENT
+
+
+async def test_the_crawl_delay_reaches_the_pace() -> None:
+    async with rig() as r:
+        r.web.route("/robots.txt", reply("User-agent: *\nCrawl-delay: 7\n", "text/plain"))
+        r.web.route("/*", PAGE)
+        await r.fetch("/a")
+        assert r.hosts.states[r.key].crawl_delay == 7.0
+
+
+async def test_the_page_waits_for_a_slot_of_its_own_after_robots_took_the_events() -> None:
+    async with rig(limits=rules.Limits(rate=1.0, jitter=0.0)) as r:
+        r.web.route("/*", PAGE)
+        await r.hosts.reserve({r.key: 1})  # the event's own slot, as the worker does it
+        await r.fetch("/a")
+        assert r.time.slept == [pytest.approx(1.0)]
+        await r.fetch("/b")
+        assert len(r.time.slept) == 1  # robots is known now
+
+
+# -- conditions ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_baseline_makes_the_request_conditional_unless_forced() -> None:
+    seen: list[Mapping[str, str]] = []
+
+    def page(request: Request) -> Reply:
+        seen.append(request.headers)
+        return tagged(request, reply(PAGE))
+
+    async with rig(robots="ignore") as r:
+        r.web.route("/a", page)
+        first = await r.fetch("/a")
+        base = Baseline(etag=first.headers["etag"], last_modified="Tue, 14 Nov 2023 22:13:20 GMT")
+        again = await r.fetch("/a", baseline=base)
+        assert (again.status, again.body) == (304, b"")
+        assert seen[1]["if-none-match"] == base.etag
+        assert seen[1]["if-modified-since"] == base.last_modified
+        assert (await r.fetch("/a", baseline=base, force=True)).status == 200
+        assert "if-none-match" not in seen[2]
+
+
+async def test_a_304_nobody_asked_for_is_a_failure() -> None:
+    async with rig(robots="ignore") as r:
+        r.web.route("/a", Reply(304))
+        assert (await r.fails("/a")).kind is ErrorClass.TRANSIENT
+
+
+# -- redirects -------------------------------------------------------------------------------------------------------------
+
+
+async def test_redirects_are_walked_and_told() -> None:
+    async with rig() as r:
+        r.web.route("/a", to("b?x=1#there", 301))
+        r.web.route("/b", to("/c/../d", 308))
+        r.web.route("/d", PAGE)
+        answer = await r.fetch("/a")
+        assert answer.url == r.web.url("/d")
+        assert [(h.url, h.status) for h in answer.hops] == [(r.web.url("/a"), 301), (r.web.url("/b?x=1"), 308)]
+        assert [status for _, status, _ in r.hosts.reports] == [404, 301, 308, 200]  # robots, and every answer
+
+
+@pytest.mark.parametrize(
+    ("location", "reason"),
+    [
+        ("/a", "leads back to itself"), ("http://[", "not a URL"), ("file:///etc/passwd", "scheme is not http"), ("", "leads back to itself"),
+        ("http://user:secret@127.0.0.1/", "user name or password"), ("/" + "x" * 20_000, "longer than"), ("/" + "x" * 200_000, "larger than"),
+    ],
+)  # fmt: skip
+async def test_a_redirect_that_leads_nowhere_is_permanent(location: str, reason: str) -> None:
+    async with rig() as r:
+        r.web.route("/a", to(location))
+        failure = await r.fails("/a")
+        assert failure.kind is ErrorClass.PERMANENT, failure.reason
+        assert reason in failure.reason or "too large" in failure.reason, failure.reason
+        assert "secret" not in failure.reason
+
+
+async def test_endless_redirects_end_at_the_cap() -> None:
+    async with rig(robots="ignore") as r:
+        r.web.route("/n/*", lambda q: to(f"/n/{int(q.path[3:]) + 1}"))
+        failure = await r.fails("/n/0")
+        assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, "too many redirects: more than 10")
+        assert sum(r.web.counts.values()) == 11
+
+
+async def test_a_loop_of_two_is_seen_when_it_closes() -> None:
+    async with rig(robots="ignore") as r:
+        r.web.route("/a", to("/b"))
+        r.web.route("/b", to("/a"))
+        assert "leads back" in (await r.fails("/a")).reason
+        assert sum(r.web.counts.values()) == 2
+
+
+async def test_a_redirect_inward_is_refused_before_any_contact() -> None:
+    async with Web(lambda q: reply(PAGE), host="127.0.0.3") as inward, rig(robots="ignore") as r:
+        r.web.route("/a", to(inward.url("/secret")))
+        r.web.route("/b", to(f"http://0x7f000003:{inward.port}/"))
+        for path in ("/a", "/b"):
+            failure = await r.fails(path)
+            assert (failure.kind, "forbidden address" in failure.reason) == (ErrorClass.PERMANENT, True)
+        assert not inward.entries
+
+
+async def test_robots_of_the_redirects_host_is_obeyed_and_its_pace_kept() -> None:
+    async with Web() as other, rig(limits=rules.Limits(rate=1.0, jitter=0.0)) as r:
+        other.route("/robots.txt", reply("User-agent: *\nDisallow: /no\n", "text/plain"))
+        other.route("/yes", PAGE)
+        key = host_key(other.url())
+        r.web.route("/1", to(other.url("/no")))
+        r.web.route("/2", to(other.url("/yes")))
+        assert (await r.fails("/1")).reason == "robots.txt disallows it"
+        assert other.counts["/no"] == 0
+        assert (await r.fetch("/2")).status == 200
+        slots = [slot for host, slot in r.hosts.slots if host == key]
+        assert len(slots) >= 2
+        assert all(b - a >= 1.0 for a, b in itertools.pairwise(slots))
+
+
+async def test_a_slot_too_far_away_gives_the_event_back() -> None:
+    async with rig(robots="ignore", limits=rules.Limits(rate=0.01, jitter=0.0)) as r:
+        r.web.route("/a", to("/b"))
+        await r.hosts.reserve({r.key: 1})
+        failure = await r.fails("/a")
+        assert (failure.kind, failure.after) == (ErrorClass.THROTTLED, pytest.approx(100.0))
+        assert r.web.counts["/b"] == 0
+
+
+async def test_credentials_stay_with_their_origin() -> None:
+    seen: list[Mapping[str, str]] = []
+
+    def page(request: Request) -> Reply:
+        seen.append(request.headers)
+        return reply(PAGE)
+
+    ask = Ask(headers={"Authorization": "Bearer secret", "Cookie": "s=1", "X-Api-Key": "k", "Accept-Language": "de"})
+    async with Web(page) as other, rig(robots="ignore") as r:
+        r.web.route("/same", to("/here"))
+        r.web.route("/here", page)
+        r.web.route("/away", to(other.url("/back")))
+        await r.fetch("/same", ask=ask)
+        assert seen[0]["authorization"] == "Bearer secret"
+        assert seen[0]["x-api-key"] == "k"
+        await r.fetch("/away", ask=ask)
+        assert not {"authorization", "cookie", "x-api-key"} & set(seen[1])
+        assert seen[1]["accept-language"] == "de"
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "expected"),
+    [("POST", 301, "GET"), ("POST", 302, "GET"), ("POST", 303, "GET"), ("POST", 307, "POST"), ("POST", 308, "POST"),
+     ("PUT", 301, "PUT"), ("PUT", 303, "GET"), ("HEAD", 303, "HEAD")],
+)  # fmt: skip
+async def test_the_method_after_a_redirect_is_as_in_browsers(method: str, status: int, expected: str) -> None:
+    seen: list[Request] = []
+
+    def page(request: Request) -> Reply:
+        seen.append(request)
+        return reply(PAGE)
+
+    body = None if method == "HEAD" else b'{"q":1}'
+    ask = Ask(method=method, body=body, headers={"Content-Type": "application/json"} if body else {})
+    async with rig(robots="ignore") as r:
+        r.web.route("/a", lambda q: to("/b", status))
+        r.web.route("/b", page)
+        await r.fetch("/a", ask=ask)
+        assert seen[0].method == expected
+        assert seen[0].body == (body if expected == method and body else b"")
+        assert ("content-type" in seen[0].headers) is (expected == method and body is not None)
+
+
+async def test_a_body_is_not_carried_to_another_origin() -> None:
+    async with Web(lambda q: reply(PAGE)) as other, rig(robots="ignore") as r:
+        r.web.route("/a", lambda q: to(other.url("/b"), 307))
+        assert (await r.fails("/a", ask=Ask(method="POST", body=b"secret"))).kind is ErrorClass.PERMANENT
+        assert not other.entries
+
+
+async def test_https_is_not_left_for_http_unless_allowed(tmp_path: Path) -> None:
+    key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    subprocess.run(  # noqa: ASYNC221
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-keyout", key, "-out", cert,
+         "-subj", "/CN=t", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    for allowed in (False, True):
+        async with rig(robots="ignore", ca_file=cert, allow_downgrade=allowed) as r:
+            port = await r.web.listen(tls=context, handler=lambda q, web=r.web: to(web.url("/plain")))  # type: ignore[misc]
+            r.web.route("/plain", PAGE)
+            if allowed:
+                assert (await r.fetch(f"https://127.0.0.1:{port}/")).status == 200
+            else:
+                failure = await r.fails(f"https://127.0.0.1:{port}/")
+                assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, "a redirect leads from https to http")
+                assert r.web.counts["/plain"] == 0
+
+
+# -- pace and verdicts -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_429_blocks_the_host_and_the_next_request_is_not_sent() -> None:
+    async with rig(robots="ignore") as r:
+        r.web.route("/a", reply("slow down", "text/plain", 429, retry_after="5"))
+        r.web.route("/b", PAGE)
+        failure = await r.fails("/a")
+        assert (failure.kind, failure.after, failure.status) == (ErrorClass.THROTTLED, 5.0, 429)
+        assert r.hosts.reports == [(r.key, 429, 5.0)]
+        r.time.at += 2
+        failure = await r.fails("/b")
+        assert (failure.kind, failure.after) == (ErrorClass.THROTTLED, pytest.approx(3.0))
+        assert r.key in failure.reason
+        assert r.web.counts["/b"] == 0
+        r.time.at += 3.1
+        assert (await r.fetch("/b")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (reply("gone", "text/plain", 410), ErrorClass.PERMANENT),
+        (reply("no", "text/plain", 403), ErrorClass.BLOCKED),
+        (reply("oops", "text/plain", 502), ErrorClass.TRANSIENT),
+        (reply("", status=200), ErrorClass.BLOCKED),
+        (reply("<title>Just a moment...</title>"), ErrorClass.BLOCKED),
+        (Reply(302), ErrorClass.PERMANENT),
+        (Reply(drop=True), ErrorClass.TRANSIENT),
+    ],
+)
+async def test_every_answer_has_its_verdict(answer: Reply, kind: ErrorClass) -> None:
+    async with rig(robots="ignore") as r:
+        r.web.route("/a", answer)
+        assert (await r.fails("/a")).kind is kind
