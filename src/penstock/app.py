@@ -10,6 +10,7 @@ import random
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
 from penstock.ledgers.sqlite_outbox import SqliteOutbox
 from penstock.locks import FileLock, WorkerLock
+from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
@@ -57,7 +59,15 @@ class Stores:
 
     def with_settings(self, settings: Settings) -> Books:
         self.books = Books(
-            self.db, broker=self.broker, ledger=self.ledger, outbox=self.outbox, claims=self.claims, pages=self.pages, settings=settings, worker=self.context.worker, clock=self.clock
+            self.db,
+            broker=self.broker,
+            ledger=self.ledger,
+            outbox=self.outbox,
+            claims=self.claims,
+            pages=self.pages,
+            settings=settings,
+            worker=self.context.worker,
+            clock=self.clock,
         )
         return self.books
 
@@ -75,7 +85,10 @@ def adapter(kind: str, url: str) -> Callable[..., Any]:
     scheme = url.partition(":")[0].partition("+")[0]
     known = {e.name: e for e in entry_points(group=f"penstock.{kind}")}
     if scheme not in known:
-        raise ConfigError(f"no {kind[:-1]} adapter for {scheme!r}", hint=f"installed: {', '.join(sorted(known)) or 'none'}; others are extras, e.g. pip install 'penstock[{scheme}]'")
+        raise ConfigError(
+            f"no {kind[:-1]} adapter for {scheme!r}",
+            hint=f"installed: {', '.join(sorted(known)) or 'none'}; others are extras, e.g. pip install 'penstock[{scheme}]'",
+        )
     try:
         opener: Callable[..., Any] = known[scheme].load()
     except ImportError as e:
@@ -83,10 +96,15 @@ def adapter(kind: str, url: str) -> Callable[..., Any]:
     return opener
 
 
-def open_stores(config: Config, *, worker: str | None = None, create: bool = True, inline: bool = False, clock: Clock | None = None, rng: random.Random | None = None) -> Stores:
+def open_stores(
+    config: Config, *, worker: str | None = None, create: bool = True, inline: bool = False, clock: Clock | None = None, rng: random.Random | None = None
+) -> Stores:
     """Raises ConfigError or Unreachable, and then nothing is left open."""
     if not create and config.ledger.url.startswith("sqlite:") and not Path(config.ledger.url.removeprefix("sqlite:")).exists():
-        raise Unreachable(f"there is no Penstock state in {config.state.dir}", hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state")
+        raise Unreachable(
+            f"there is no Penstock state in {config.state.dir}",
+            hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state",
+        )
     context = Context(config, clock or SystemClock(), rng or random.Random(), worker=worker or worker_id(), inline=inline)
     try:
         broker = adapter("brokers", config.broker.url)(config.broker.url, context)
@@ -122,10 +140,18 @@ def worker_id() -> str:
 def _settings(config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool = False) -> Settings:
     b = config.breaker
     return Settings(
-        max_pending=config.intake.max_pending, window=config.dedup.window, settle=config.dedup.settle, drop=config.dedup.mode == "drop", follow_window=config.follow.window,
-        follow_depth=config.follow.depth, follow_same_domain=config.follow.same_domain, emit_unchanged=config.output.unchanged == "emit", hooks=hooks, sinks=tuple(sinks),
+        max_pending=config.intake.max_pending,
+        window=config.dedup.window,
+        settle=config.dedup.settle,
+        drop=config.dedup.mode == "drop",
+        follow_window=config.follow.window,
+        follow_depth=config.follow.depth,
+        follow_same_domain=config.follow.same_domain,
+        emit_unchanged=config.output.unchanged == "emit",
+        hooks=hooks,
+        sinks=tuple(sinks),
         breaker=breaker.Limits(dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert),
-    )  # fmt: skip
+    )
 
 
 # -- running --------------------------------------------------------------------------------------------------------------
@@ -249,7 +275,10 @@ class Running:
 
     def _judge(self, problems: Sequence[str]) -> None:
         if problems:
-            raise Unreachable(f"{self.stores.db.path} is damaged: {problems[0]}", hint="stop all workers, keep a copy, and restore a backup or recover it with the sqlite3 shell's .recover")
+            raise Unreachable(
+                f"{self.stores.db.path} is damaged: {problems[0]}",
+                hint="stop all workers, keep a copy, and restore a backup or recover it with the sqlite3 shell's .recover",
+            )
 
     # -- parts -----------------------------------------------------------------------------------------------------------
 
@@ -264,9 +293,13 @@ class Running:
         n = self.config.net
         guard = Guard(parse_allow(",".join(n.allow)), ports=n.ports)
         options = HttpOptions(
-            user_agent=n.user_agent, connect_timeout=n.timeout.connect, first_byte_timeout=n.timeout.first_byte, total_timeout=n.timeout.total, max_encoded_bytes=n.max_body,
+            user_agent=n.user_agent,
+            connect_timeout=n.timeout.connect,
+            first_byte_timeout=n.timeout.first_byte,
+            total_timeout=n.timeout.total,
+            max_encoded_bytes=n.max_body,
             max_decoded_bytes=n.max_body,
-        )  # fmt: skip
+        )
         return CurlFetcher(guard, options)
 
     def _bind_sinks(self) -> list[SinkBinding]:
@@ -274,22 +307,30 @@ class Running:
         bindings = []
         for sink, options in self.sinks:
             only = tuple(options.get("only", ()))
-            if isinstance(sink, SqliteSink) and str(sink.path) == self.stores.db.path:
+            if isinstance(sink, SqliteSink) and sink.path == Path(self.stores.db.path):
+                self.stores.db.submit(partial(_prepare_table, sink)).result()
                 bindings.append(SinkBinding(sink.name, only, _table_writer(sink)))
                 continue
             bindings.append(SinkBinding(sink.name, only))
             if "sink" in self.roles:
-                lock = self.config.state.dir / "sinks" / f"{sink.name.replace('/', '_')[-80:]}.lock"
+                lock = self.config.state.dir / "sinks" / f"{mint('sink', sink.name)[:16]}.lock"
                 self.flushers.append(Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice))
         return bindings
 
-    def _open_workers(self, books: Books, fetcher: CurlFetcher | None, extraction: Extraction | None, suspects: Extraction | None, hooks: HookRunner | None) -> None:
+    def _open_workers(
+        self, books: Books, fetcher: CurlFetcher | None, extraction: Extraction | None, suspects: Extraction | None, hooks: HookRunner | None
+    ) -> None:
         c = self.config
         limited = c.pace.rate != float("inf")
         options = Options(
-            concurrency=c.fetch.concurrency, window=c.fetch.prefetch, byte_budget=c.fetch.bytes, extract_group=c.extract.group, lease=c.lease, grace=c.grace,
+            concurrency=c.fetch.concurrency,
+            window=c.fetch.prefetch,
+            byte_budget=c.fetch.bytes,
+            extract_group=c.extract.group,
+            lease=c.lease,
+            grace=c.grace,
             per_key=max(1, int(c.pace.rate * 2)) if limited else None,
-        )  # fmt: skip
+        )
         policies = retry.table(base=c.retry.base, cap=c.retry.max, budget=c.retry.budget)
 
         def on_records() -> None:
@@ -299,13 +340,30 @@ class Running:
                 hooks.wake()
 
         for first, last in chains(self.roles):
-            fetch = FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, FetchOptions(robots=c.robots)) if first == "fetch" and fetcher is not None else None
+            fetch = (
+                FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, FetchOptions(robots=c.robots))
+                if first == "fetch" and fetcher is not None
+                else None
+            )
             self.workers.append(
                 Worker(
-                    first=first, last=last, books=books, subscription=self.stores.broker.subscribe(ENTRY[first], "main", owner=self.id, lease=c.lease), fetch=fetch, extraction=extraction, suspects=suspects,
-                    signature=self.signature, policies=policies, options=options, clock=self.clock, rng=self.stores.context.rng, signals=self.signals, paused=self.paused, on_records=on_records,
+                    first=first,
+                    last=last,
+                    books=books,
+                    subscription=self.stores.broker.subscribe(ENTRY[first], "main", owner=self.id, lease=c.lease),
+                    fetch=fetch,
+                    extraction=extraction,
+                    suspects=suspects,
+                    signature=self.signature,
+                    policies=policies,
+                    options=options,
+                    clock=self.clock,
+                    rng=self.stores.context.rng,
+                    signals=self.signals,
+                    paused=self.paused,
+                    on_records=on_records,
                 )
-            )  # fmt: skip
+            )
 
     def signature(self, url: str) -> str:
         found = self._signature_cache.get(url)
@@ -372,6 +430,10 @@ def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, 
             raise ConfigError(f"two sinks write to {sink.name}", hint="give each its own file")
         found.append((sink, {"only": (only,) if isinstance(only, str) else tuple(only)}))
     return found
+
+
+def _prepare_table(sink: SqliteSink, tx: Any) -> None:
+    sink.prepare_in(tx.cursor())
 
 
 def _table_writer(sink: SqliteSink) -> Callable[[Any, Sequence[tuple[str, bytes, int]]], None]:

@@ -1,4 +1,4 @@
-"""The order of writes: what becomes true together when an event is accepted, admitted, begun, concluded or redriven, for a broker and a ledger that share a store."""
+"""The order of writes: what becomes true together when an event is accepted, admitted, begun, concluded or redriven. For stores that commit together."""
 
 from __future__ import annotations
 
@@ -124,9 +124,16 @@ class Books:
                     if outcome is None:
                         wants[e.key] += asks
                         admitted = Admitted(
-                            verdict="go", row=standing.n, slot=-1.0 if asks else 0.0, starts=standing.starts, attempts=standing.attempts, crashes=standing.crashes, page=standing.page,
-                            page_meta=standing.page_meta or b"", baseline=holder and self._baseline(tx, holder),
-                        )  # fmt: skip
+                            verdict="go",
+                            row=standing.n,
+                            slot=-1.0 if asks else 0.0,
+                            starts=standing.starts,
+                            attempts=standing.attempts,
+                            crashes=standing.crashes,
+                            page=standing.page,
+                            page_meta=standing.page_meta or b"",
+                            baseline=holder and self._baseline(tx, holder),
+                        )
             if outcome is not None:
                 settles.append((d, outcome))
             answers.append(admitted)
@@ -139,9 +146,20 @@ class Books:
     def _unreadable(self, tx: Any, d: Delivery, e: BadEnvelope, now: float) -> Outcome:
         """Bytes that are no event: kept as a dead letter, never acked away and never stuck."""
         self.ledger.letter_in(
-            tx, event_id=mint("envelope", d.topic, str(d.position)), topic=d.topic, url="", host=d.key, now=now, stage="intake", kind="permanent", reason=e.message,
-            fingerprint=fingerprint("intake", "permanent", e.message), detail="", envelope=d.body, headers=msgspec.json.encode(d.headers).decode(),
-        )  # fmt: skip
+            tx,
+            event_id=mint("envelope", d.topic, str(d.position)),
+            topic=d.topic,
+            url="",
+            host=d.key,
+            now=now,
+            stage="intake",
+            kind="permanent",
+            reason=e.message,
+            fingerprint=fingerprint("intake", "permanent", e.message),
+            detail="",
+            envelope=d.body,
+            headers=msgspec.json.encode(d.headers).decode(),
+        )
         self.ledger.count_in(tx, d.topic, {"unreadable": 1})
         return Dead(e.message)
 
@@ -167,7 +185,15 @@ class Books:
         found = self.ledger.baseline_in(tx, holder.owner)
         return found if found is not None or holder.good is None else self.ledger.baseline_in(tx, holder.good)
 
-    def _slots(self, tx: Any, deliveries: Sequence[tuple[Delivery, Any]], answers: list[Admitted], wants: Counter[str], settles: list[tuple[Delivery, Outcome]], now: float) -> list[Admitted]:
+    def _slots(
+        self,
+        tx: Any,
+        deliveries: Sequence[tuple[Delivery, Any]],
+        answers: list[Admitted],
+        wants: Counter[str],
+        settles: list[tuple[Delivery, Outcome]],
+        now: float,
+    ) -> list[Admitted]:
         slots = {host: iter(times) for host, times in self.claims.reserve_in(tx, wants).items()}
         holds: dict[tuple[str, str], dict[str, float]] = {}
         placed = []
@@ -346,9 +372,19 @@ class Books:
                 count["followed_fresh"] += 1
             else:
                 child = Event(
-                    id=child_id(parent.id, link.extractor, url), url=url, key=host_key(url, by=s.host_by), topic=parent.topic, source=f"follow:{link.extractor}", trace=parent.trace, cause=parent.id,
-                    route=link.route or parent.route, priority=link.priority, depth=parent.depth + 1, parent=parent.id, window=link.window,
-                )  # fmt: skip
+                    id=child_id(parent.id, link.extractor, url),
+                    url=url,
+                    key=host_key(url, by=s.host_by),
+                    topic=parent.topic,
+                    source=f"follow:{link.extractor}",
+                    trace=parent.trace,
+                    cause=parent.id,
+                    route=link.route or parent.route,
+                    priority=link.priority,
+                    depth=parent.depth + 1,
+                    parent=parent.id,
+                    window=link.window,
+                )
                 if not self.ledger.knows_in(tx, child.id):
                     children.append(child)
                     count["followed"] += 1
@@ -432,4 +468,3 @@ class Books:
         now = self.clock.now()
         if await self.store.read(lambda tx: tx.execute("SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)).get):
             await self.store.write(lambda tx: self.ledger.due_in(tx, now), durable=False)
-

@@ -13,6 +13,7 @@ from penstock.model import Event, Priority, Route
 from penstock.ports import Accepted, Clock
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 
+ANY_ROUTE = Route()
 FULL_WAIT = 0.5  # a full queue stops the reading, never drops
 
 
@@ -29,21 +30,50 @@ def new_id() -> str:
 
 
 def event_of(
-    url: str, *, id_: str | None = None, source: str = "push", cause: str = "", route: Route = Route(), priority: int = Priority.NORMAL, force: bool = False, window: float | None = None,
-    trace: str | None = None, host_by: Literal["host", "domain"] = "host",
-) -> Event:  # fmt: skip
+    url: str,
+    *,
+    id_: str | None = None,
+    source: str = "push",
+    cause: str = "",
+    route: Route = ANY_ROUTE,
+    priority: int = Priority.NORMAL,
+    force: bool = False,
+    window: float | None = None,
+    trace: str | None = None,
+    host_by: Literal["host", "domain"] = "host",
+) -> Event:
     """Raises BadUrl."""
     canonical = canonical_url(url)
     event_id = id_ or new_id()
     return Event(
-        id=event_id, url=canonical, key=host_key(canonical, by=host_by), source=source, trace=trace or event_id, cause=cause, route=route, priority=priority, force=force, window=window,
-    )  # fmt: skip
+        id=event_id,
+        url=canonical,
+        key=host_key(canonical, by=host_by),
+        source=source,
+        trace=trace or event_id,
+        cause=cause,
+        route=route,
+        priority=priority,
+        force=force,
+        window=window,
+    )
 
 
 async def push(
-    books: Books, urls: Iterable[str], *, clock: Clock, source: str = "push", route: Route = Route(), priority: str = "normal", force: bool = False, window: float | None = None,
-    trace: str | None = None, batch: int = 1000, on_progress: Callable[[Pushed], None] | None = None, wait_when_full: bool = True,
-) -> Pushed:  # fmt: skip
+    books: Books,
+    urls: Iterable[str],
+    *,
+    clock: Clock,
+    source: str = "push",
+    route: Route = ANY_ROUTE,
+    priority: str = "normal",
+    force: bool = False,
+    window: float | None = None,
+    trace: str | None = None,
+    batch: int = 1000,
+    on_progress: Callable[[Pushed], None] | None = None,
+    wait_when_full: bool = True,
+) -> Pushed:
     """Reads lazily, so a list of millions takes no memory; each batch is durable before the next is read."""
     result = Pushed(refused=[])
     waiting: list[Event] = []
@@ -67,7 +97,11 @@ async def push(
 
     for url in urls:
         try:
-            waiting.append(event_of(url, source=source, route=route, priority=Priority.named(priority), force=force, window=window, trace=trace, host_by=books.settings.host_by))
+            waiting.append(
+                event_of(
+                    url, source=source, route=route, priority=Priority.named(priority), force=force, window=window, trace=trace, host_by=books.settings.host_by
+                )
+            )
         except BadUrl as e:
             result.refused.append((url, e.reason))
         if len(waiting) >= batch:

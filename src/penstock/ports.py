@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -226,16 +226,19 @@ class Store(Protocol):
 
 
 class PageStore(Protocol):
-    """Raw responses, content-addressed, compressed, stored once."""
+    """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that names them, in the books' transaction."""
 
-    def put(self, pages: Sequence[tuple[PageMeta, bytes]]) -> None:
-        """Durable against a killed process when it returns, against a power cut at the next durable write of the store. Blocking: call it from `Store.write`'s thread."""
+    def stage(self, pages: Iterable[tuple[str, bytes]]) -> Any:
+        """Write what is new, of (id, body). Nobody can find it yet, and a crash now leaves nothing visible."""
+
+    def index_in(self, tx: Any, staged: Any) -> None:
+        """Make staged bytes durable and findable, inside the store's transaction."""
+
+    def forget(self, staged: Any) -> None:
+        """That transaction failed."""
 
     async def get(self, page: str) -> bytes | None:
         """The body as it was decoded off the wire, unchanged; None where retention took it."""
-
-    async def prune(self, *, older_than: float | None, max_bytes: int | None, keep: Callable[[Sequence[str]], set[str]]) -> int:
-        """Retention. Never removes what `keep` names (pages of open events)."""
 
 
 # -- sinks ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The one loop: receive → admit → begin → handle → conclude, for whichever stages this process runs. What the books write, and in which order, is in books.py."""
+"""The one loop: receive → admit → begin → handle → conclude, for the stages this process runs. What is written, and in which order, is in books.py."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 512  # deliveries held at once
     byte_budget: int = 64 << 20
     extract_group: int = 32
-    extract_linger: float = 0.005
+    extract_linger: float = 0.01
     conclude_group: int = 128
-    conclude_linger: float = 0.005
+    conclude_linger: float = 0.02
     start_group: int = 16
-    start_linger: float = 0.002
+    start_linger: float = 0.004
     lease: float = 30.0
     grace: float = 25.0
     deadline: float = 600.0  # of one handler; the watchdog ends what exceeds it
@@ -70,9 +70,24 @@ class Worker:
     """Runs `first`..`last` of fetch → extract → sink on deliveries of the first one's topic."""
 
     def __init__(
-        self, *, first: Stage, last: Stage, books: Books, subscription: Subscription, fetch: FetchStage | None, extraction: Extraction | None, suspects: Extraction | None, signature: Callable[[str], str],
-        policies: dict[tuple[str, ErrorClass], retry.Policy], options: Options, clock: Clock, rng: random.Random, signals: Signals, paused: Callable[[], str | None], on_records: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        first: Stage,
+        last: Stage,
+        books: Books,
+        subscription: Subscription,
+        fetch: FetchStage | None,
+        extraction: Extraction | None,
+        suspects: Extraction | None,
+        signature: Callable[[str], str],
+        policies: dict[tuple[str, ErrorClass], retry.Policy],
+        options: Options,
+        clock: Clock,
+        rng: random.Random,
+        signals: Signals,
+        paused: Callable[[], str | None],
+        on_records: Callable[[], None],
+    ) -> None:
         self.first, self.last, self.books, self.sub, self.fetch, self.extraction = first, last, books, subscription, fetch, extraction
         self.signature, self.policies, self.o, self.clock, self.rng, self.signals = signature, policies, options, clock, rng, signals
         self._suspects = suspects  # where extraction shares our process: what may have killed it runs elsewhere
@@ -95,7 +110,11 @@ class Worker:
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop`; then drains: finish or release within grace. Every delivery taken has an outcome when this returns."""
         receiving = asyncio.create_task(self._receive(), name="receive")
-        loops = [asyncio.create_task(self._start(), name="start"), asyncio.create_task(self._heartbeat(), name="heartbeat"), asyncio.create_task(self._watchdog(), name="watchdog")]
+        loops = [
+            asyncio.create_task(self._start(), name="start"),
+            asyncio.create_task(self._heartbeat(), name="heartbeat"),
+            asyncio.create_task(self._watchdog(), name="watchdog"),
+        ]
         stopped = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([receiving, *loops, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -224,7 +243,9 @@ class Worker:
             asks = [self.first == "fetch" and not item.admitted.page for item in items]
             self._active += len(items)  # taken before the await, or a second look would hand the same permits out again
             try:
-                fences = await self._insist(partial(self.books.begin, [(i.delivery, i.event, i.admitted.row) for i in items], asks=asks, writing=self.first == "sink"))
+                fences = await self._insist(
+                    partial(self.books.begin, [(i.delivery, i.event, i.admitted.row) for i in items], asks=asks, writing=self.first == "sink")
+                )
             except BaseException:
                 self._active -= len(items)
                 raise
@@ -333,7 +354,9 @@ class Worker:
     async def _extract(self, items: Sequence[Item], by: Extraction) -> None:
         try:
             pages = [
-                Page(m.url, i.body, status=m.status, headers=m.headers, fetched_at=m.fetched_at, event=i.event, requested_url=i.event.url) for i in items if (m := i.meta) is not None
+                Page(m.url, i.body, status=m.status, headers=m.headers, fetched_at=m.fetched_at, event=i.event, requested_url=i.event.url)
+                for i in items
+                if (m := i.meta) is not None
             ]
             results = await by.extract(pages, alone=by is self._suspects)
         except asyncio.CancelledError:
@@ -352,7 +375,9 @@ class Worker:
             return
         if self.last == "extract":
             message = RecordsMessage(event=_envelope(item, self.first), page=item.meta, records=x.records, links=x.links, matched=x.matched)
-            self._end(item, "writing", publish=(Out(topic="records", id=item.event.id, key=item.event.key, body=message.write(), priority=item.event.priority),))
+            self._end(
+                item, "writing", publish=(Out(topic="records", id=item.event.id, key=item.event.key, body=message.write(), priority=item.event.priority),)
+            )
             return
         made = self.signature(item.event.url)
         reason = "" if x.records or x.links else "empty" if x.matched else "unmatched"
@@ -366,20 +391,45 @@ class Worker:
             self._end(item, "park", reason=f.reason, until=now + (f.after or 1.0), stage=stage, error_class=f.kind)
             return
         d = retry.decide(
-            self.policies, stage, f.kind, failures=item.admitted.attempts, after=f.after, jitter=self.rng.random(), age=now - item.event.accepted_at, max_age=self.o.max_age
+            self.policies,
+            stage,
+            f.kind,
+            failures=item.admitted.attempts,
+            after=f.after,
+            jitter=self.rng.random(),
+            age=now - item.event.accepted_at,
+            max_age=self.o.max_age,
         )
         reason, detail = _clean(f.reason), _clean(f.detail)
         self._end(
-            item, "dead" if d.dead else "retry", reason=reason, detail=detail, until=now + d.delay, stage=stage, error_class=f.kind, response_status=f.status, charged=d.charged,
+            item,
+            "dead" if d.dead else "retry",
+            reason=reason,
+            detail=detail,
+            until=now + d.delay,
+            stage=stage,
+            error_class=f.kind,
+            response_status=f.status,
+            charged=d.charged,
             fingerprint=fingerprint(stage, f.kind, reason),
-        )  # fmt: skip
+        )
         self.signals.failed(item.event, stage, f.kind, reason, dead=d.dead, delay=d.delay)
 
     def _end(self, item: Item, outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"], **more: object) -> None:
         more.setdefault("stage", self.last if outcome == "success" else self.first)
         more.setdefault("response_status", item.meta.status if item.meta else None)
         more.setdefault("response_hash", item.meta.page if item.meta else None)
-        end = End(event=item.event, delivery=item.delivery, row=item.admitted.row, fence=item.fence, outcome=outcome, meta=item.meta, was_writing=self.first == "sink", restarted=item.admitted.starts > 0, **more)  # type: ignore[arg-type]
+        end = End(
+            event=item.event,
+            delivery=item.delivery,
+            row=item.admitted.row,
+            fence=item.fence,
+            outcome=outcome,
+            meta=item.meta,
+            was_writing=self.first == "sink",
+            restarted=item.admitted.starts > 0,
+            **more,
+        )  # type: ignore[arg-type]
         self._ends.append((item, end))
         if len(self._ends) >= self.o.conclude_group:
             self._flush_ends()
@@ -410,9 +460,18 @@ class Worker:
             reason = f"the books refused it: {type(e).__name__}"
             item, end = batch[0]
             dead = End(
-                event=end.event, delivery=end.delivery, row=end.row, fence=end.fence, outcome="dead", reason=reason, error_class=ErrorClass.OURS, stage=end.stage, detail=_clean(traceback.format_exc()),
-                fingerprint=fingerprint(end.stage, ErrorClass.OURS, reason), was_writing=end.was_writing,
-            )  # fmt: skip
+                event=end.event,
+                delivery=end.delivery,
+                row=end.row,
+                fence=end.fence,
+                outcome="dead",
+                reason=reason,
+                error_class=ErrorClass.OURS,
+                stage=end.stage,
+                detail=_clean(traceback.format_exc()),
+                fingerprint=fingerprint(end.stage, ErrorClass.OURS, reason),
+                was_writing=end.was_writing,
+            )
             await self._conclude([(item, dead)])
             return
         now = self.clock.now()

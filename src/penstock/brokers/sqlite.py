@@ -18,26 +18,53 @@ CREATE TABLE topic(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, ordered IN
 CREATE TABLE grp(id INTEGER PRIMARY KEY, topic INTEGER NOT NULL, name TEXT NOT NULL, ready INTEGER NOT NULL DEFAULT 0, leased INTEGER NOT NULL DEFAULT 0,
   delayed INTEGER NOT NULL DEFAULT 0, UNIQUE(topic, name));
 -- AUTOINCREMENT: a reused number would let a late settle remove another message.
-CREATE TABLE message(seq INTEGER PRIMARY KEY AUTOINCREMENT, topic INTEGER NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, prio INTEGER NOT NULL, headers TEXT, body BLOB NOT NULL, at REAL NOT NULL);
-CREATE TABLE queue(grp INTEGER NOT NULL, seq INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, state INTEGER NOT NULL, at REAL NOT NULL DEFAULT 0, owner TEXT, token INTEGER NOT NULL DEFAULT 0,
+CREATE TABLE message(seq INTEGER PRIMARY KEY AUTOINCREMENT, topic INTEGER NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, prio INTEGER NOT NULL,
+  headers TEXT, body BLOB NOT NULL, at REAL NOT NULL);
+CREATE TABLE queue(grp INTEGER NOT NULL, seq INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, state INTEGER NOT NULL,
+  at REAL NOT NULL DEFAULT 0, owner TEXT, token INTEGER NOT NULL DEFAULT 0,
   deliveries INTEGER NOT NULL DEFAULT 0, PRIMARY KEY(grp, seq)) WITHOUT ROWID;
 CREATE INDEX queue_ready ON queue(grp, prio, key, seq) WHERE state=0;
 CREATE INDEX queue_leased ON queue(grp, at) WHERE state=1;
 CREATE INDEX queue_delayed ON queue(grp, at) WHERE state=2;
 -- One row per key with work: the claim picks keys, then their oldest messages, so its cost does not depend on depth.
-CREATE TABLE keyq(grp INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, ready INTEGER NOT NULL, next_at REAL NOT NULL, PRIMARY KEY(grp, prio, key)) WITHOUT ROWID;
+CREATE TABLE keyq(grp INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, ready INTEGER NOT NULL, next_at REAL NOT NULL, PRIMARY KEY(grp,
+  prio, key)) WITHOUT ROWID;
 CREATE INDEX keyq_next ON keyq(grp, prio, next_at) WHERE ready>0;
 CREATE TABLE token(n INTEGER NOT NULL);
 INSERT INTO token VALUES(0);
 """
 READY, LEASED, DELAYED = 0, 1, 2
 WEIGHTS = {0: 16, 1: 4, 2: 1}  # high, normal, low: of 21 places in a full batch
+LOWEST = max(WEIGHTS)
 ONE_CLASS = 1  # ordered topics have one: a class of its own would let a key overtake itself
 NEVER = 1e18  # an ordered key while one of its events is out
 POLL = 0.1  # other processes are noticed by asking; our own publishes wake us at once
 CAPS = Capabilities(
-    order_per_key="native", strict_priority="none", delay="native", replay=True, bounded=True, counts_deliveries=True, hold_keys=True, exact_stats=True, transactional=True,
-)  # fmt: skip
+    order_per_key="native",
+    strict_priority="none",
+    delay="native",
+    replay=True,
+    bounded=True,
+    counts_deliveries=True,
+    hold_keys=True,
+    exact_stats=True,
+    transactional=True,
+)
+
+
+def _turns() -> tuple[int, ...]:
+    """Which class each of the 21 places belongs to, evenly mixed: a batch of one takes turns as well as a batch of a hundred does."""
+    turns, credit = [], dict.fromkeys(WEIGHTS, 0)
+    for _ in range(sum(WEIGHTS.values())):
+        for prio, weight in WEIGHTS.items():
+            credit[prio] += weight
+        turn = max(credit, key=lambda prio: credit[prio])
+        credit[turn] -= sum(WEIGHTS.values())
+        turns.append(turn)
+    return tuple(turns)
+
+
+TURNS = _turns()
 
 
 class _Group(msgspec.Struct, frozen=True):
@@ -56,6 +83,9 @@ class SqliteBroker:
         self._wakes: dict[str, list[asyncio.Event]] = defaultdict(list)
         self._groups: dict[tuple[str, str], _Group] = {}
         self._topics: dict[str, int] = {}
+        self._rollbacks = db.rollbacks
+        self._places: dict[int, int] = defaultdict(int)  # handed out so far, by group: whose turn it is
+        self._pruned = 0
         db.part("broker", 1, SCHEMA)
 
     # -- topology --------------------------------------------------------------------------------------------------------
@@ -80,7 +110,8 @@ class SqliteBroker:
         return drift
 
     def _topic(self, tx: Tx, name: str) -> int:
-        """Remembered only when it was there before this transaction, which may yet be rolled back."""
+        """Remembered until a transaction is rolled back: it may have been the one that made it, and the number may then go to another."""
+        self._forget_after_rollback()
         known = self._topics.get(name)
         if known is None:
             known = tx.execute("SELECT id FROM topic WHERE name=?", (name,)).get
@@ -91,6 +122,7 @@ class SqliteBroker:
         return known
 
     def _group(self, tx: Tx, topic: str, group: str) -> _Group:
+        self._forget_after_rollback()
         known = self._groups.get((topic, group))
         if known is None:
             t = self._topic(tx, topic)
@@ -100,6 +132,12 @@ class SqliteBroker:
                 return _Group(tx.last_insert_rowid(), t, bool(tx.execute("SELECT ordered FROM topic WHERE id=?", (t,)).get))
             known = self._groups[topic, group] = _Group(row[0], t, bool(row[1]))
         return known
+
+    def _forget_after_rollback(self) -> None:
+        if self._rollbacks != self.db.rollbacks:
+            self._topics.clear()
+            self._groups.clear()
+            self._rollbacks = self.db.rollbacks
 
     # -- publishing ------------------------------------------------------------------------------------------------------
 
@@ -132,12 +170,16 @@ class SqliteBroker:
                     continue
                 topics[m.topic] = (t, groups, room - 1)
             headers = msgspec.json.encode(m.headers).decode() if m.headers else None
-            tx.execute("INSERT INTO message(topic, id, key, prio, headers, body, at) VALUES(?,?,?,?,?,?,?)", (t, m.id, m.key, m.priority, headers, m.body, now))
+            rank = min(max(m.priority, 0), LOWEST)  # a number that no class has would never be asked for
+            tx.execute("INSERT INTO message(topic, id, key, prio, headers, body, at) VALUES(?,?,?,?,?,?,?)", (t, m.id, m.key, rank, headers, m.body, now))
             seq = tx.last_insert_rowid()
             later = m.not_before > now
             for g, ordered in groups:
-                prio = ONE_CLASS if ordered else m.priority
-                tx.execute("INSERT INTO queue(grp, seq, prio, key, state, at) VALUES(?,?,?,?,?,?)", (g, seq, prio, m.key, DELAYED if later else READY, m.not_before if later else 0.0))
+                prio = ONE_CLASS if ordered else rank
+                tx.execute(
+                    "INSERT INTO queue(grp, seq, prio, key, state, at) VALUES(?,?,?,?,?,?)",
+                    (g, seq, prio, m.key, DELAYED if later else READY, m.not_before if later else 0.0),
+                )
                 counts = added.setdefault(g, [0, 0])
                 counts[later] += 1
                 if not later:
@@ -150,9 +192,10 @@ class SqliteBroker:
 
     def _add_ready(self, tx: Tx, keys: Mapping[tuple[int, int, str], int]) -> None:
         if keys:
+            now = self.clock.now()  # a new key queues up behind those that wait already, or a stream of new ones would starve them
             tx.executemany(
-                "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,?,0) ON CONFLICT DO UPDATE SET ready=ready+excluded.ready",
-                [(g, p, k, n) for (g, p, k), n in keys.items()],
+                "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,?,?) ON CONFLICT DO UPDATE SET ready=ready+excluded.ready",
+                [(g, p, k, n, now) for (g, p, k), n in keys.items()],
             )
 
     def wake(self, topics: Iterable[str]) -> None:
@@ -174,7 +217,8 @@ class SqliteBroker:
         now = self.clock.now()
         found = tx.execute(
             """SELECT (SELECT paused FROM topic WHERE id=?) IS NULL AND (
-                 EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=0 AND ready>0 AND next_at<=?3) OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=1 AND ready>0 AND next_at<=?3)
+                 EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=0 AND ready>0 AND next_at<=?3)
+              OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=1 AND ready>0 AND next_at<=?3)
               OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=2 AND ready>0 AND next_at<=?3)
               OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=1 AND at<=?3) OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=2 AND at<=?3))""",
             (g.topic, g.id, now),
@@ -190,15 +234,15 @@ class SqliteBroker:
         per_key = 1 if g.ordered else per_key or limit
         picked: list[tuple[int, str, str, str | None, bytes]] = []
         taken: dict[tuple[int, str], int] = defaultdict(int)
-        total = sum(WEIGHTS.values())
+        quotas = self._quotas(g.id, limit)
         left = limit
         for share in (True, False):  # first each class its part, then whoever still has work fills the batch
             for prio in WEIGHTS:
                 if left <= 0:
                     break
-                quota = min(left, -(-limit * WEIGHTS[prio] // total)) if share else left
-                got = self._pick(tx, g.id, prio, quota, per_key, now, taken, picked)
-                left -= got
+                quota = min(left, quotas[prio]) if share else left
+                if quota:
+                    left -= self._pick(tx, g.id, prio, quota, per_key, now, taken, picked)
         if not picked:
             return []
         token = tx.execute("UPDATE token SET n=n+1 RETURNING n").get
@@ -213,15 +257,45 @@ class SqliteBroker:
         )
         tx.execute("UPDATE grp SET ready=ready-?1, leased=leased+?1 WHERE id=?2", (len(picked), g.id))
         return [
-            Delivery(topic=topic, group=group, id=id_, key=key, body=body, headers=msgspec.json.decode(headers) if headers else {}, position=seq, token=token, deliveries=deliveries)
+            Delivery(
+                topic=topic,
+                group=group,
+                id=id_,
+                key=key,
+                body=body,
+                headers=msgspec.json.decode(headers) if headers else {},
+                position=seq,
+                token=token,
+                deliveries=deliveries,
+            )
             for (seq, key, id_, headers, body), (deliveries,) in zip(picked, leased, strict=True)
         ]
 
+    def _quotas(self, g: int, limit: int) -> dict[int, int]:
+        """How many of the next `limit` places belong to each class."""
+        first = self._places[g] % len(TURNS)
+        self._places[g] += limit
+        rounds, rest = divmod(limit, len(TURNS))
+        quotas = {prio: rounds * weight for prio, weight in WEIGHTS.items()}
+        for place in range(first, first + rest):
+            quotas[TURNS[place % len(TURNS)]] += 1
+        return quotas
+
     def _pick(
-        self, tx: Tx, g: int, prio: int, quota: int, per_key: int, now: float, taken: dict[tuple[int, str], int], picked: list[tuple[int, str, str, str | None, bytes]],
-    ) -> int:  # fmt: skip
+        self,
+        tx: Tx,
+        g: int,
+        prio: int,
+        quota: int,
+        per_key: int,
+        now: float,
+        taken: dict[tuple[int, str], int],
+        picked: list[tuple[int, str, str, str | None, bytes]],
+    ) -> int:
         """Round robin between keys by the time they were last served; a key's messages in order of publication."""
-        keys = tx.execute("SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?", (g, prio, now, quota)).fetchall()
+        keys = tx.execute(
+            "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?", (g, prio, now, quota)
+        ).fetchall()
         got = 0
         waiting = [(key, ready - taken.get((prio, key), 0)) for key, ready in keys]
         while waiting and got < quota:
@@ -249,35 +323,44 @@ class SqliteBroker:
         """What is due: delays that ended and leases that ran out."""
         for state, counter in ((DELAYED, "delayed"), (LEASED, "leased")):
             # The state is part of the text: a partial index serves only a query that repeats its condition.
-            rows = tx.execute(f"SELECT seq, prio, key FROM queue WHERE grp=? AND state={state} AND at<=? ORDER BY at LIMIT 1000", (g.id, now)).fetchall()
+            rows = tx.execute(
+                f"SELECT seq, prio, key, deliveries FROM queue WHERE grp=? AND state={state} AND at<=? ORDER BY at LIMIT 1000", (g.id, now)
+            ).fetchall()
             if rows:
                 self._make_ready(tx, g, rows, counter)
 
-    def _make_ready(self, tx: Tx, g: _Group, rows: Sequence[tuple[int, int, str]], counter: str) -> None:
-        tx.executemany("UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp=? AND seq=?", [(g.id, seq) for seq, _, _ in rows])
+    def _make_ready(self, tx: Tx, g: _Group, rows: Sequence[tuple[int, int, str, int]], counter: str) -> None:
+        tx.executemany("UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp=? AND seq=?", [(g.id, seq) for seq, *_ in rows])
         keys: dict[tuple[int, int, str], int] = defaultdict(int)
-        for _, prio, key in rows:
+        for _, prio, key, _ in rows:
             keys[g.id, prio, key] += 1
         self._add_ready(tx, keys)
-        if g.ordered:
-            self._unlock(tx, keys, 0.0)
+        if g.ordered:  # only by what was handed out: a message that merely waited for its time must not set free a key of which another is out
+            self._unlock(tx, [(g.id, prio, key) for _, prio, key, deliveries in rows if deliveries])
         tx.execute(f"UPDATE grp SET ready=ready+?1, {counter}={counter}-?1 WHERE id=?2", (len(rows), g.id))
 
-    def _unlock(self, tx: Tx, keys: Iterable[tuple[int, int, str]], at: float) -> None:
-        tx.executemany("UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=?", [(at, *k) for k in keys])
+    def _unlock(self, tx: Tx, keys: Iterable[tuple[int, int, str]]) -> None:
+        now = self.clock.now()
+        tx.executemany("UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=?", [(now, *k) for k in keys])
 
     def hold_in(self, tx: Tx, topic: str, group: str, until: Mapping[str, float]) -> None:
         g = self._group(tx, topic, group)
-        tx.executemany("UPDATE keyq SET next_at=max(next_at, ?) WHERE grp=? AND prio=? AND key=?", [(at, g.id, prio, key) for key, at in until.items() for prio in WEIGHTS])
+        tx.executemany(  # also for a key, or a class of it, of which nothing is there yet
+            "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,0,?) ON CONFLICT DO UPDATE SET next_at=max(next_at, excluded.next_at)",
+            [(g.id, prio, key, at) for key, at in until.items() for prio in WEIGHTS],
+        )
 
     def reclaim_in(self, tx: Tx, owner: str) -> list[str]:
         """A worker known to be gone: its leases end now. The ids of what it held."""
         ids: list[str] = []
         for gid, topic, ordered in tx.execute("SELECT g.id, g.topic, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.leased>0").fetchall():
-            rows = tx.execute("SELECT q.seq, q.prio, q.key, m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? AND q.state=1 AND q.owner=?", (gid, owner)).fetchall()
+            rows = tx.execute(
+                "SELECT q.seq, q.prio, q.key, q.deliveries, m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? AND q.state=1 AND q.owner=?",
+                (gid, owner),
+            ).fetchall()
             if rows:
-                self._make_ready(tx, _Group(gid, topic, bool(ordered)), [r[:3] for r in rows], "leased")
-                ids += [r[3] for r in rows]
+                self._make_ready(tx, _Group(gid, topic, bool(ordered)), [r[:4] for r in rows], "leased")
+                ids += [r[4] for r in rows]
         return ids
 
     def owners_in(self, tx: Tx) -> set[str]:
@@ -291,21 +374,23 @@ class SqliteBroker:
         answers: list[bool] = []
         gone: dict[_Group, list[int]] = {}  # ready, leased, delayed deltas
         keys: dict[tuple[int, int, str], int] = defaultdict(int)
-        unlock: list[tuple[float, int, str]] = []
+        unlock: list[tuple[int, int, str]] = []
         for d, outcome in items:
             g = self._group(tx, d.topic, d.group)
             match outcome:
                 case Ack() | Dead():
                     tx.execute("DELETE FROM queue WHERE grp=? AND seq=? AND token=? AND state=1", (g.id, d.position, d.token))
-                    delta, at = (0, -1, 0), 0.0
+                    delta = (0, -1, 0)
                 case Retry(delay=delay):
-                    at = now + delay
-                    tx.execute("UPDATE queue SET state=2, at=?, owner=NULL, token=0 WHERE grp=? AND seq=? AND token=? AND state=1", (at, g.id, d.position, d.token))
+                    tx.execute(
+                        "UPDATE queue SET state=2, at=?, owner=NULL, token=0 WHERE grp=? AND seq=? AND token=? AND state=1",
+                        (now + delay, g.id, d.position, d.token),
+                    )
                     delta = (0, -1, 1)
                 case Release():
-                    at = 0.0
                     tx.execute(
-                        "UPDATE queue SET state=0, at=0, owner=NULL, token=0, deliveries=deliveries-1 WHERE grp=? AND seq=? AND token=? AND state=1", (g.id, d.position, d.token)
+                        "UPDATE queue SET state=0, at=0, owner=NULL, token=0, deliveries=deliveries-1 WHERE grp=? AND seq=? AND token=? AND state=1",
+                        (g.id, d.position, d.token),
                     )
                     delta = (1, -1, 0)
             applied = tx.changes() == 1
@@ -319,15 +404,20 @@ class SqliteBroker:
                 prio = tx.execute("SELECT prio FROM queue WHERE grp=? AND seq=?", (g.id, d.position)).get
                 keys[g.id, prio, d.key] += 1
             if isinstance(outcome, Dead):
-                copy = Out(topic=d.topic + ".dead", id=d.id, key=d.key, body=d.body, headers={**d.headers, "penstock-reason": outcome.reason, "penstock-position": str(d.position)})
+                copy = Out(
+                    topic=d.topic + ".dead",
+                    id=d.id,
+                    key=d.key,
+                    body=d.body,
+                    headers={**d.headers, "penstock-reason": outcome.reason, "penstock-position": str(d.position)},
+                )
                 self.publish_in(tx, [copy])
-            if g.ordered:
-                unlock.append((at, g.id, d.key))
+            if g.ordered and not isinstance(outcome, Retry):  # a retry keeps its key: the next one waits behind it
+                unlock.append((g.id, ONE_CLASS, d.key))
         for g, (ready, leased, delayed) in gone.items():
             tx.execute("UPDATE grp SET ready=ready+?, leased=leased+?, delayed=delayed+? WHERE id=?", (ready, leased, delayed, g.id))
         self._add_ready(tx, keys)
-        for at, gid, key in unlock:
-            self._unlock(tx, [(gid, ONE_CLASS, key)], at)
+        self._unlock(tx, unlock)
         return answers
 
     # -- looking ---------------------------------------------------------------------------------------------------------
@@ -346,7 +436,9 @@ class SqliteBroker:
 
     def topics_in(self, tx: Tx) -> list[tuple[str, str, int, int, int, str | None]]:
         """(topic, group, ready, leased, delayed, paused) for every group."""
-        return tx.execute("SELECT t.name, g.name, g.ready, g.leased, g.delayed, t.paused FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name").fetchall()
+        return tx.execute(
+            "SELECT t.name, g.name, g.ready, g.leased, g.delayed, t.paused FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name"
+        ).fetchall()
 
     def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool:
         """A reason pauses, None resumes. False: no such topic."""
@@ -364,7 +456,8 @@ class SqliteBroker:
         g = self._group(tx, topic, group)
         prio = ONE_CLASS if g.ordered else None
         rows = tx.execute(
-            "SELECT seq, coalesce(?, prio), key FROM message m WHERE topic=? AND at>=? AND NOT EXISTS(SELECT 1 FROM queue q WHERE q.grp=? AND q.seq=m.seq)", (prio, g.topic, since, g.id)
+            "SELECT seq, coalesce(?, prio), key FROM message m WHERE topic=? AND at>=? AND NOT EXISTS(SELECT 1 FROM queue q WHERE q.grp=? AND q.seq=m.seq)",
+            (prio, g.topic, since, g.id),
         ).fetchall()
         tx.executemany("INSERT INTO queue(grp, seq, prio, key, state) VALUES(?,?,?,?,0)", [(g.id, *r) for r in rows])
         keys: dict[tuple[int, int, str], int] = defaultdict(int)
@@ -376,15 +469,23 @@ class SqliteBroker:
 
     def prune_in(self, tx: Tx, limit: int = 2000) -> int:
         """Forget history that every group has settled and retention has passed; a little at a time."""
-        n = 0
-        for topic, retention in tx.execute("SELECT id, retention FROM topic").fetchall():
-            rows = tx.execute(
-                "SELECT seq FROM message m WHERE topic=? AND at<? AND NOT EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=m.topic) ORDER BY seq LIMIT ?",
-                (topic, self.clock.now() - retention, limit),
-            ).fetchall()
-            tx.executemany("DELETE FROM message WHERE seq=?", rows)
-            n += len(rows)
-        tx.execute("DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq WHERE ready<=0 AND next_at<? LIMIT ?)", (self.clock.now() - 60, limit))
+        now = self.clock.now()
+        keep: dict[int, float] = dict(tx.execute("SELECT id, retention FROM topic").fetchall())
+        youngest = now - min(keep.values(), default=0.0)
+        rows = tx.execute("SELECT seq, topic, at FROM message WHERE seq>? ORDER BY seq LIMIT ?", (self._pruned, 4 * limit)).fetchall()
+        gone = []
+        self._pruned = rows[-1][0] if len(rows) == 4 * limit else 0
+        for seq, topic, at in rows:
+            if at > youngest:  # published in order of time: what follows is younger still
+                self._pruned = 0
+                break
+            if at < now - keep[topic] and tx.execute("SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=? WHERE g.topic=?", (seq, topic)).get is None:
+                gone.append((seq,))
+        tx.executemany("DELETE FROM message WHERE seq=?", gone)
+        n = len(gone)
+        tx.execute(
+            "DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq WHERE ready<=0 AND next_at<? LIMIT ?)", (self.clock.now() - 60, limit)
+        )
         return n
 
     async def close(self) -> None:
@@ -443,7 +544,9 @@ class SqliteSubscription:
         await self.broker.db.write(lambda tx: self.broker.hold_in(tx, self.topic, self.group, until), durable=False)
 
     async def close(self) -> None:
-        self.broker._wakes[self.topic].remove(self._wake)
+        wakes = self.broker._wakes[self.topic]
+        if self._wake in wakes:
+            wakes.remove(self._wake)
 
 
 def open_broker(url: str, context: Context) -> SqliteBroker:

@@ -1,4 +1,4 @@
-"""The books in SQLite: one row per request event, its transitions, its dead letter, and the counters behind `status`. Questions are in sqlite_queries, records and sinks in sqlite_outbox."""
+"""The ledger in SQLite: one row per request event, its transitions, its dead letter, and counters. Questions are in sqlite_queries, sinks in sqlite_outbox."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from penstock.stores.context import Context
 from penstock.stores.sqlite import Database, Tx
 
 SCHEMA = """
-CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL, trace TEXT NOT NULL, url TEXT NOT NULL, url_key BLOB NOT NULL,
-  host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, starts INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0, fence INTEGER NOT NULL DEFAULT 0,
-  accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT, reason TEXT, worker TEXT, extractors TEXT,
+CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL,
+  trace TEXT NOT NULL, url TEXT NOT NULL, url_key BLOB NOT NULL,
+  host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, starts INTEGER NOT NULL DEFAULT 0,
+  crashes INTEGER NOT NULL DEFAULT 0, fence INTEGER NOT NULL DEFAULT 0,
+  accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT,
+  reason TEXT, worker TEXT, extractors TEXT,
   duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0);
 -- Wide and written once: kept apart, so that a change of status rewrites a short row.
 CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
@@ -30,9 +33,11 @@ CREATE INDEX event_trace ON event(trace);
 CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';
 CREATE INDEX event_duplicate ON event(duplicate_of, n) WHERE duplicate_of IS NOT NULL;
 -- Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and reading it.
-CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT, PRIMARY KEY(event, at, status)) WITHOUT ROWID;
+CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
+  PRIMARY KEY(event, at, status)) WITHOUT ROWID;
 CREATE TABLE counter(topic TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY(topic, name)) WITHOUT ROWID;
-CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, url TEXT NOT NULL, host TEXT NOT NULL, at REAL NOT NULL, stage TEXT NOT NULL, class TEXT NOT NULL,
+CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, url TEXT NOT NULL, host TEXT NOT NULL,
+  at REAL NOT NULL, stage TEXT NOT NULL, class TEXT NOT NULL,
   reason TEXT NOT NULL, fingerprint TEXT NOT NULL, detail TEXT NOT NULL, envelope BLOB NOT NULL, headers TEXT NOT NULL);
 CREATE INDEX dead_fingerprint ON dead(fingerprint);
 CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER NOT NULL, dead INTEGER NOT NULL, PRIMARY KEY(topic, bucket)) WITHOUT ROWID;
@@ -70,7 +75,9 @@ class SqliteLedger:
     def knows_in(self, tx: Tx, event_id: str) -> bool:
         return tx.execute("SELECT 1 FROM event WHERE id=?", (event_id,)).get is not None
 
-    def enter_in(self, tx: Tx, rows: Sequence[tuple[Event, bytes, int]], now: float, *, status: Status = Status.PENDING, not_before: float | None = None) -> None:
+    def enter_in(
+        self, tx: Tx, rows: Sequence[tuple[Event, bytes, int]], now: float, *, status: Status = Status.PENDING, not_before: float | None = None
+    ) -> None:
         """(event, envelope, position) of events that are new."""
         at = int(now * 1e6)
         for e, envelope, position in rows:
@@ -140,7 +147,9 @@ class SqliteLedger:
         self._note(tx, was.n, now, "delayed", reason=reason)
         self.count_in(tx, event.topic, {was.status: -1, "delayed": 1})
 
-    def begin_in(self, tx: Tx, events: Sequence[tuple[int, Event]], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight") -> list[int | None]:
+    def begin_in(
+        self, tx: Tx, events: Sequence[tuple[int, Event]], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight"
+    ) -> list[int | None]:
         """Counts the start, before the work. The fence of each, or None where it has ended meanwhile."""
         fences: list[int | None] = []
         notes: list[tuple[int, int, str, str]] = []
@@ -183,7 +192,9 @@ class SqliteLedger:
         n = end.row if tx.changes() == 1 else None
         if n is not None:
             self._keep_meta(tx, n, end)
-            tx.execute("INSERT OR REPLACE INTO history(event, at, status, stage, reason) VALUES(?,?,?,?,?)", (n, int(now * 1e6), status, end.stage, end.reason or None))
+            tx.execute(
+                "INSERT OR REPLACE INTO history(event, at, status, stage, reason) VALUES(?,?,?,?,?)", (n, int(now * 1e6), status, end.stage, end.reason or None)
+            )
         return n
 
     def _keep_meta(self, tx: Tx, n: int, end: End) -> None:
@@ -210,8 +221,8 @@ class SqliteLedger:
 
     def bury_in(self, tx: Tx, end: End, now: float, *, envelope: bytes, headers: str) -> int | None:
         tx.execute(
-            "UPDATE event SET status='dead', finished_at=?, reason=?, attempts=attempts+1, crashes=max(0, crashes-1), response_status=coalesce(?, response_status)"
-            " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
+            "UPDATE event SET status='dead', finished_at=?, reason=?, attempts=attempts+1, crashes=max(0, crashes-1),"
+            " response_status=coalesce(?, response_status) WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
             (now, end.reason, end.response_status, end.row, end.fence),
         )
         n = end.row if tx.changes() == 1 else None
@@ -219,16 +230,42 @@ class SqliteLedger:
             self._keep_meta(tx, n, end)
             self._note(tx, n, now, "dead", end=end)
             self.letter_in(
-                tx, event_id=end.event.id, topic=end.event.topic, url=end.event.url, host=end.event.key, now=now, stage=end.stage, kind=end.error_class, reason=end.reason,
-                fingerprint=end.fingerprint, detail=end.detail, envelope=envelope, headers=headers,
-            )  # fmt: skip
+                tx,
+                event_id=end.event.id,
+                topic=end.event.topic,
+                url=end.event.url,
+                host=end.event.key,
+                now=now,
+                stage=end.stage,
+                kind=end.error_class,
+                reason=end.reason,
+                fingerprint=end.fingerprint,
+                detail=end.detail,
+                envelope=envelope,
+                headers=headers,
+            )
         return n
 
     def letter_in(
-        self, tx: Tx, *, event_id: str, topic: str, url: str, host: str, now: float, stage: str, kind: str, reason: str, fingerprint: str, detail: str, envelope: bytes, headers: str,
-    ) -> None:  # fmt: skip
+        self,
+        tx: Tx,
+        *,
+        event_id: str,
+        topic: str,
+        url: str,
+        host: str,
+        now: float,
+        stage: str,
+        kind: str,
+        reason: str,
+        fingerprint: str,
+        detail: str,
+        envelope: bytes,
+        headers: str,
+    ) -> None:
         tx.execute(
-            "INSERT OR REPLACE INTO dead(event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
+            "INSERT OR REPLACE INTO dead(event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers)"
+            " VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
             (event_id, topic, url, host, now, stage, kind, reason, fingerprint, detail, envelope, headers),
         )
 
@@ -237,15 +274,28 @@ class SqliteLedger:
         if tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
             return None
         row: tuple[int, str, bytes] | None = tx.execute(
-            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n LIMIT 1", (owner,)
+            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n LIMIT 1",
+            (owner,),
         ).get
         return row
 
-    def reopen_in(self, tx: Tx, n: int, topic: str, was: str, reason: str, now: float, *, promoted: bool = False, envelope: bytes | None = None, position: int | None = None) -> None:
+    def reopen_in(
+        self,
+        tx: Tx,
+        n: int,
+        topic: str,
+        was: str,
+        reason: str,
+        now: float,
+        *,
+        promoted: bool = False,
+        envelope: bytes | None = None,
+        position: int | None = None,
+    ) -> None:
         """Promotion of a duplicate, and redrive of a dead letter: a new budget, the old history."""
         tx.execute(
-            "UPDATE event SET status='pending', duplicate_of=NULL, finished_at=NULL, not_before=NULL, attempts=0, crashes=0, promoted=max(promoted, ?), reason=?,"
-            " position=coalesce(?, position) WHERE n=?",
+            "UPDATE event SET status='pending', duplicate_of=NULL, finished_at=NULL, not_before=NULL, attempts=0, crashes=0,"
+            " promoted=max(promoted, ?), reason=?, position=coalesce(?, position) WHERE n=?",
             (int(promoted), reason, position, n),
         )
         if envelope is not None:
@@ -259,7 +309,9 @@ class SqliteLedger:
         """A worker is gone: what it had in flight waits again, its start still counted."""
         delta: Counter[tuple[str, str]] = Counter()
         for id_ in ids:
-            row = tx.execute("UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=? AND status='in_flight' RETURNING n, topic", (id_, worker)).get
+            row = tx.execute(
+                "UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=? AND status='in_flight' RETURNING n, topic", (id_, worker)
+            ).get
             if row is not None:
                 n, topic = row
                 self._note(tx, n, now, "pending", reason="worker gone", worker=worker)
@@ -282,21 +334,22 @@ class SqliteLedger:
     # -- counting ----------------------------------------------------------------------------------------------------------
 
     def count_in(self, tx: Tx, topic: str, deltas: dict[Any, int]) -> None:
-        tx.executemany(
-            "INSERT INTO counter VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n", [(topic, str(name), d) for name, d in deltas.items() if d]
-        )
+        tx.executemany("INSERT INTO counter VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n", [(topic, str(name), d) for name, d in deltas.items() if d])
 
     def _count_all(self, tx: Tx, delta: Counter[tuple[str, str]]) -> None:
         tx.executemany("INSERT INTO counter VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n", [(*k, d) for k, d in delta.items() if d])
 
     def tally_in(self, tx: Tx, topic: str, ended: int, dead: int, now: float) -> None:
         tx.execute(
-            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT DO UPDATE SET ended=ended+excluded.ended, dead=dead+excluded.dead", (topic, int(now / TALLY_SECONDS), ended, dead)
+            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT DO UPDATE SET ended=ended+excluded.ended, dead=dead+excluded.dead",
+            (topic, int(now / TALLY_SECONDS), ended, dead),
         )
 
     def recent_in(self, tx: Tx, topic: str, seconds: float, now: float) -> tuple[int, int]:
         """(ended, dead) in the last seconds."""
-        row = tx.execute("SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?", (topic, int((now - seconds) / TALLY_SECONDS))).get
+        row = tx.execute(
+            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?", (topic, int((now - seconds) / TALLY_SECONDS))
+        ).get
         return int(row[0]), int(row[1])
 
     def _note(self, tx: Tx, n: int, now: float, status: str, *, reason: str | None = None, worker: str | None = None, end: End | None = None) -> None:
@@ -320,7 +373,9 @@ class SqliteLedger:
     def prune_in(self, tx: Tx, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000) -> int:
         """Forget ended events (never dead ones) and their history; the counters keep counting them. `keep(URL, id)` says which success is still a baseline."""
         oldest = tx.execute(
-            "SELECT n, status, url_key, id FROM event WHERE n IN (SELECT n FROM event ORDER BY n LIMIT ?) AND status IN ('success','duplicate') AND finished_at<?", (limit, before)
+            "SELECT n, status, url_key, id FROM event WHERE n IN (SELECT n FROM event ORDER BY n LIMIT ?)"
+            " AND status IN ('success','duplicate') AND finished_at<?",
+            (limit, before),
         ).fetchall()
         rows = [(n,) for n, status, key, id_ in oldest if status == "duplicate" or not keep(key, id_)]
         for table in ("history", "envelope", "fetched", "needed"):

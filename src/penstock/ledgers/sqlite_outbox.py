@@ -12,9 +12,12 @@ from penstock.ports import Row
 from penstock.stores.sqlite import Database, Tx
 
 SCHEMA = """
-CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL, PRIMARY KEY(extractor, key)) WITHOUT ROWID;
-CREATE TABLE sink(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0, mark TEXT NOT NULL DEFAULT '');
-CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, ord INTEGER NOT NULL, PRIMARY KEY(sink, n)) WITHOUT ROWID;
+CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL,
+  PRIMARY KEY(extractor, key)) WITHOUT ROWID;
+CREATE TABLE sink(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0,
+  mark TEXT NOT NULL DEFAULT '');
+CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, ord INTEGER NOT NULL, PRIMARY KEY(sink,
+  n)) WITHOUT ROWID;
 CREATE TABLE change(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, tries INTEGER NOT NULL DEFAULT 0, error TEXT);
 """
 _json = msgspec.json.Encoder().encode
@@ -110,7 +113,9 @@ class SqliteOutbox:
 def render(event: Event, r: Record, fetched_at: float) -> bytes:
     """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus `_penstock`."""
     when = datetime.fromtimestamp(fetched_at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    meta = _json({"event_id": event.id, "trace_id": event.trace, "url": event.url, "key": r.key, "extractor": r.extractor, "version": r.version, "fetched_at": when})
+    meta = _json(
+        {"event_id": event.id, "trace_id": event.trace, "url": event.url, "key": r.key, "extractor": r.extractor, "version": r.version, "fetched_at": when}
+    )
     return b'%s%s"_penstock":%s}' % (r.fields[:-1], b"," if len(r.fields) > 2 else b"", meta)
 
 

@@ -19,7 +19,8 @@ from penstock.stores.sqlite import Database, Tx
 
 SCHEMA = """
 CREATE TABLE segment(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, made REAL NOT NULL);
-CREATE TABLE page(hash BLOB PRIMARY KEY, segment INTEGER NOT NULL, frame INTEGER NOT NULL, packed INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL, seen REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE page(hash BLOB PRIMARY KEY, segment INTEGER NOT NULL, frame INTEGER NOT NULL, packed INTEGER NOT NULL, start INTEGER NOT NULL,
+  size INTEGER NOT NULL, seen REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX page_segment ON page(segment, frame);
 CREATE TABLE doomed(name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
@@ -149,9 +150,13 @@ class SegmentStore:
                 f.seek(frame)
                 body = self._expand.decompress(f.read(packed))[start : start + size]
         except (OSError, zstandard.ZstdError) as e:
-            raise Unreachable(f"page {page} cannot be read from {name}: {e}", hint="restore the pages directory from a backup, or push the URL again with --force") from e
+            raise Unreachable(
+                f"page {page} cannot be read from {name}: {e}", hint="restore the pages directory from a backup, or push the URL again with --force"
+            ) from e
         if page_id(body) != page:
-            raise Unreachable(f"page {page} in {name} does not have its hash any more", hint="restore the pages directory from a backup, or push the URL again with --force")
+            raise Unreachable(
+                f"page {page} in {name} does not have its hash any more", hint="restore the pages directory from a backup, or push the URL again with --force"
+            )
         return body
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:

@@ -39,7 +39,15 @@ def table(*, base: float, cap: float, budget: int) -> dict[tuple[str, ErrorClass
 
 
 def decide(
-    policies: Mapping[tuple[str, ErrorClass], Policy], stage: str, kind: ErrorClass, *, failures: int, after: float | None, jitter: float, age: float = 0.0, max_age: float = 0.0
+    policies: Mapping[tuple[str, ErrorClass], Policy],
+    stage: str,
+    kind: ErrorClass,
+    *,
+    failures: int,
+    after: float | None,
+    jitter: float,
+    age: float = 0.0,
+    max_age: float = 0.0,
 ) -> Decision:
     """`failures` recorded so far, without this one; `after` is the other side's own wish (Retry-After) and wins.
     `jitter` in [0, 1). `max_age` 0: no limit on how long an event may be put off."""

@@ -44,7 +44,9 @@ class Tx(Protocol):
 
 APPLICATION_ID = 0x50454E53  # "PENS"
 WAL_RESET_FIXED = (3, 51, 3)  # 3.7.0–3.51.2 may corrupt a WAL that several processes write and checkpoint
-NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"})
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"}
+)
 MAX_GROUP = 256
 _OUTAGE = (apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.BusyError, apsw.CantOpenError, apsw.LockedError, apsw.PermissionsError)
 
@@ -66,6 +68,7 @@ class Database:
         self._writer = self._connect()
         self._synchronous = ""
         self._closed = False
+        self.rollbacks = 0  # what was remembered about rows may be wrong after one
         if not self.inline:
             self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
             self._reader: apsw.Connection | None = None
@@ -84,15 +87,19 @@ class Database:
             c.execute("PRAGMA page_size=8192")  # the price of a commit is the number of pages it touches, not their size
             known = c.execute("PRAGMA application_id").get
             if known not in (0, APPLICATION_ID) or (known == 0 and c.execute("SELECT count(*) FROM sqlite_master").get):
-                raise Unreachable(f"{self.path} is an SQLite database, but not one of Penstock's", hint="point PENSTOCK_STATE or the store URL at another place")
+                raise Unreachable(
+                    f"{self.path} is an SQLite database, but not one of Penstock's", hint="point PENSTOCK_STATE or the store URL at another place"
+                )
             if self.path != ":memory:":
                 c.execute("PRAGMA journal_mode=WAL")
-            c.execute(f"PRAGMA application_id={APPLICATION_ID}; PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY; PRAGMA wal_autocheckpoint=4000; PRAGMA journal_size_limit=67108864")
+            c.execute(f"PRAGMA application_id={APPLICATION_ID}; PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
+            c.execute("PRAGMA wal_autocheckpoint=4000; PRAGMA journal_size_limit=67108864")
             c.execute("CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID")
             return c
         except (apsw.Error, OSError) as e:
             raise Unreachable(
-                f"cannot open the store {self.path}: {e}", hint="check that the directory exists, is yours and has room; a damaged file can be moved aside and its backup restored"
+                f"cannot open the store {self.path}: {e}",
+                hint="check that the directory exists, is yours and has room; a damaged file can be moved aside and its backup restored",
             ) from e
 
     def part(self, name: str, version: int, schema: str) -> None:
@@ -192,6 +199,7 @@ class Database:
                     raise
                 except BaseException as e:
                     job.error = e
+                    self.rollbacks += 1
                     c.execute("ROLLBACK" if alone else "ROLLBACK TO job")
                 if not alone:
                     c.execute("RELEASE job")
@@ -201,6 +209,7 @@ class Database:
             with contextlib.suppress(apsw.Error):
                 if c.in_transaction:
                     c.execute("ROLLBACK")
+            self.rollbacks += 1
             self._synchronous = ""
             outage = StoreUnavailable(f"{self.path} does not take writes: {e}", hint="free disk space or repair permissions; work goes on by itself then")
             outage.__cause__ = e
