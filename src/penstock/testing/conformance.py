@@ -1,0 +1,562 @@
+"""What every broker must do, as a test class to inherit. Nothing here knows which broker it is; a rig of a few lines opens one.
+
+An adapter's whole test file is:
+
+    class TestMyBroker(BrokerConformance):
+        lease = 1.0
+        async def open(self) -> Broker: ...
+
+A sentence that a broker does not promise (its `Capabilities` say so) is skipped by that name. Needs pytest or unittest, and no asyncio plugin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import unittest
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from penstock.model import Ack, Dead, Outcome, Release, Retry
+from penstock.ports import Broker, Capabilities, Delivery, Out, Published, Subscription, TopicSpec
+
+MIB = 1 << 20
+Test = Callable[[Any, Any], Awaitable[None]]
+
+
+def sentence(needs: Callable[[Capabilities], bool] = lambda caps: True) -> Callable[[Test], Callable[[Any], None]]:
+    """An `async def test(self, broker)` becomes a plain test method with a broker of its own; skipped where `needs` is not promised."""
+
+    def wrap(test: Test) -> Callable[[Any], None]:
+        async def run(self: BrokerConformance) -> None:
+            async with asyncio.timeout(self.limit):
+                broker = await self.open()
+                try:
+                    if not needs(broker.caps):
+                        raise unittest.SkipTest("not promised by this broker")
+                    await test(self, broker)
+                finally:
+                    await self.shut(self._latest or broker)
+
+        def runner(self: BrokerConformance) -> None:
+            self._latest = None
+            asyncio.run(run(self))
+
+        runner.__name__, runner.__doc__ = test.__name__, test.__doc__
+        runner.__qualname__ = f"BrokerConformance.{runner.__name__}"
+        return runner
+
+    return wrap
+
+
+def _orders(caps: Capabilities) -> bool:
+    return caps.order_per_key != "none"
+
+
+def _delays(caps: Capabilities) -> bool:
+    return caps.delay != "none"
+
+
+class BrokerConformance:
+    """The rig: `open` is all that must be there. Real time by default; a broker on a clock of its own overrides `sleep` and `now`."""
+
+    lease = 30.0  # seconds; as short as the broker can bear where time is real
+    patience = 0.0  # how long one `receive` may wait for what is known to be there
+    slack = 0.5  # how much later than asked a delay may end
+    limit = 60.0  # seconds a sentence may take
+    _latest: Broker | None = None
+
+    async def open(self) -> Broker:
+        """A broker that is empty, or in a namespace of its own."""
+        raise NotImplementedError
+
+    async def reopen(self, broker: Broker) -> Broker:
+        """The same place after the death of whoever had it open: nothing was said goodbye to. Default: the same connection."""
+        return broker
+
+    async def shut(self, broker: Broker) -> None:
+        await broker.close()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def now(self) -> float:
+        return time.time()
+
+    # -- helpers -----------------------------------------------------------------------------------------------------------
+
+    async def crash(self, broker: Broker) -> Broker:
+        self._latest = await self.reopen(broker)
+        return self._latest
+
+    def sub(self, broker: Broker, topic: str = "t", group: str = "main", owner: str = "w1", lease: float | None = None) -> Subscription:
+        return broker.subscribe(topic, group, owner=owner, lease=self.lease if lease is None else lease)
+
+    async def take(self, sub: Subscription, n: int, **more: Any) -> list[Delivery]:
+        """Up to `n`, asking until there is nothing more for `patience`."""
+        got: list[Delivery] = []
+        while len(got) < n:
+            some = await sub.receive(n - len(got), self.patience, **more)
+            if not some:
+                break
+            got += some
+        return got
+
+    async def fill(self, broker: Broker, ids: Sequence[str], *, topic: str = "t", **more: Any) -> None:
+        """Ids like `a1` belong to key `a`, unless told otherwise."""
+        batch = [Out(**{"topic": topic, "id": i, "key": i.rstrip("0123456789") or "k", "body": i.encode(), **more}) for i in ids]
+        answers = await broker.publish(batch)
+        assert list(answers) == [Published.OK] * len(batch)
+
+    async def counts(self, broker: Broker, ready: int, delayed: int, in_flight: int, *, topic: str = "t", group: str = "main") -> None:
+        s = await broker.stats(topic, group)
+        if s.exact:
+            assert (s.ready, s.delayed, s.in_flight) == (ready, delayed, in_flight)
+
+    # -- publish, receive, settle ------------------------------------------------------------------------------------------
+
+    @sentence()
+    async def test_what_is_published_arrives_once_with_all_it_was_given(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await broker.publish([Out(topic="t", id="e1", key="shop.test", body=b"\x00\xffbytes", headers={"traceparent": "00-é"})])
+        sub = self.sub(broker)
+        (d,) = await self.take(sub, 10)
+        assert (d.topic, d.group, d.id, d.key, d.body, d.headers) == ("t", "main", "e1", "shop.test", b"\x00\xffbytes", {"traceparent": "00-é"})
+        assert await self.take(sub, 10) == []
+        assert list(await sub.settle([(d, Ack())])) == [True]
+        await self.sleep(self.lease + self.slack)
+        assert await self.take(sub, 10) == []
+
+    @sentence()
+    async def test_an_empty_topic_answers_with_nothing(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        assert await self.take(self.sub(broker), 5) == []
+        await self.counts(broker, 0, 0, 0)
+        assert (await broker.stats("t", "main")).oldest_age is None
+
+    @sentence()
+    async def test_publish_answers_for_each_message_in_order(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t"), TopicSpec(name="u")])
+        answers = await broker.publish([Out(topic=t, id=f"{t}{i}", key="k", body=b"") for t in ("t", "u") for i in range(3)])
+        assert list(answers) == [Published.OK] * 6
+        assert [d.id for d in await self.take(self.sub(broker, "u"), 10)] == ["u0", "u1", "u2"]
+        assert list(await broker.publish([])) == []
+
+    @sentence(lambda caps: caps.bounded)
+    async def test_a_full_topic_says_so_message_by_message_and_takes_more_once_there_is_room(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t", max_depth=3), TopicSpec(name="u")])
+        batch = [Out(topic=t, id=f"{t}{i}", key="k", body=b"") for i in range(5) for t in ("t", "u")]
+        answers = dict(zip([m.id for m in batch], await broker.publish(batch), strict=True))
+        assert [answers[f"t{i}"] for i in range(5)] == ["ok", "ok", "ok", "full", "full"]
+        assert {answers[f"u{i}"] for i in range(5)} == {"ok"}
+        sub = self.sub(broker)
+        got = await self.take(sub, 10)
+        assert [d.id for d in got] == ["t0", "t1", "t2"]
+        assert list(await broker.publish([Out(topic="t", id="t6", key="k", body=b"")])) == ["full"], "what is in flight still takes its place"
+        await sub.settle([(got[0], Ack()), (got[1], Retry(100, "later"))])
+        assert list(await broker.publish([Out(topic="t", id=f"t{i}", key="k", body=b"") for i in (7, 8)])) == ["ok", "full"]
+
+    @sentence()
+    async def test_an_empty_body_and_one_of_a_mebibyte_come_back_unchanged(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        large = bytes(range(256)) * (MIB // 256)
+        await broker.publish([Out(topic="t", id="empty", key="k", body=b""), Out(topic="t", id="large", key="k", body=large)])
+        assert {d.id: d.body for d in await self.take(self.sub(broker), 10)} == {"empty": b"", "large": large}
+
+    @sentence()
+    async def test_a_late_or_repeated_settle_is_refused_and_touches_nothing_else(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1", "a2"])
+        sub = self.sub(broker)
+        first, second = await self.take(sub, 2)
+        assert list(await sub.settle([(first, Ack())])) == [True]
+        for outcome in (Ack(), Retry(0.0, "again"), Release(), Dead("no")):
+            assert list(await sub.settle([(first, outcome)])) == [False]
+        await self.counts(broker, 0, 0, 1)
+        assert list(await sub.settle([(second, Ack()), (second, Ack()), (first, Ack())])) == [True, False, False]
+        await self.counts(broker, 0, 0, 0)
+
+    @sentence()
+    async def test_a_settle_after_the_lease_went_to_another_is_refused(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1"])
+        slow, other = self.sub(broker, owner="slow"), self.sub(broker, owner="other")
+        (old,) = await self.take(slow, 1)
+        await self.sleep(self.lease + self.slack)
+        (new,) = await self.take(other, 1)
+        assert new.id == "a1"
+        for outcome in (Retry(0.0, "x"), Release(), Dead("x"), Ack()):
+            assert list(await slow.settle([(old, outcome)])) == [False]
+        assert list(await slow.extend([old], self.lease)) == [False]
+        await self.counts(broker, 0, 0, 1)
+        assert list(await other.settle([(new, Ack())])) == [True]
+
+    @sentence()
+    async def test_settling_out_of_order_then_a_crash_brings_back_only_the_unsettled(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, [f"a{i}" for i in range(6)])
+        sub = self.sub(broker)
+        got = await self.take(sub, 6)
+        assert list(await sub.settle([(got[4], Ack()), (got[1], Ack()), (got[3], Ack())])) == [True] * 3
+        after = self.sub(await self.crash(broker), owner="w2")
+        assert await self.take(after, 10) == [], "its lease still runs"
+        await self.sleep(self.lease + self.slack)
+        back = await self.take(after, 10)
+        assert sorted(d.id for d in back) == ["a0", "a2", "a5"]
+
+    @sentence(lambda caps: caps.counts_deliveries)
+    async def test_deliveries_count_crashes_and_retries_but_no_release(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1"])
+        sub = self.sub(broker)
+        seen = []
+        for outcome in (Release(), Release(), None, Retry(0.0, "x"), Release()):
+            (d,) = await self.take(sub, 1)
+            seen.append(d.deliveries)
+            if outcome is None:
+                await self.sleep(self.lease + self.slack)
+            else:
+                assert list(await sub.settle([(d, outcome)])) == [True]
+            if isinstance(outcome, Retry):
+                await self.sleep(self.slack)
+        assert seen == [1, 1, 1, 2, 3]
+
+    @sentence()
+    async def test_a_release_is_there_again_at_once(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1", "a2"])
+        sub = self.sub(broker)
+        got = await self.take(sub, 2)
+        await sub.settle([(d, Release()) for d in got])
+        await self.counts(broker, 2, 0, 0)
+        assert sorted(d.id for d in await self.take(self.sub(broker, owner="w2"), 5)) == ["a1", "a2"]
+
+    @sentence()
+    async def test_a_dead_letter_keeps_bytes_headers_reason_and_position(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t"), TopicSpec(name="t.dead")])
+        await broker.publish([Out(topic="t", id="e1", key="k", body=b"\xff\x00", headers={"a": "b"})])
+        sub = self.sub(broker)
+        (d,) = await self.take(sub, 1)
+        assert list(await sub.settle([(d, Dead("parsing: no title"))])) == [True]
+        (letter,) = await self.take(self.sub(broker, "t.dead"), 5)
+        assert (letter.id, letter.key, letter.body) == ("e1", "k", b"\xff\x00")
+        assert letter.headers == {"a": "b", "penstock-reason": "parsing: no title", "penstock-position": str(d.position)}
+        await self.sleep(self.lease + self.slack)
+        assert await self.take(sub, 5) == []
+        assert (await broker.stats("t", "main")).dead == 1
+
+    # -- time --------------------------------------------------------------------------------------------------------------
+
+    @sentence(_delays)
+    async def test_a_short_retry_behind_a_long_one_comes_first(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1", "a2"])
+        sub = self.sub(broker)
+        long, short = await self.take(sub, 2)
+        await sub.settle([(long, Retry(10.0, "long")), (short, Retry(0.2, "short"))])
+        assert await self.take(sub, 5) == []
+        await self.counts(broker, 0, 2, 0)
+        await self.sleep(0.2 + self.slack)
+        assert [d.id for d in await self.take(sub, 5)] == [short.id]
+
+    @sentence(_delays)
+    async def test_a_message_with_a_time_of_its_own_waits_for_it(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1"], not_before=self.now() + 2.0)
+        await self.fill(broker, ["a2"], not_before=self.now() - 5.0)
+        sub = self.sub(broker)
+        assert [d.id for d in await self.take(sub, 5)] == ["a2"]
+        await self.counts(broker, 0, 1, 1)
+        await self.sleep(2.0 + self.slack)
+        assert [d.id for d in await self.take(sub, 5)] == ["a1"]
+
+    @sentence()
+    async def test_a_lease_that_is_extended_is_kept_and_one_that_is_not_lapses(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1", "a2"])
+        sub, other = self.sub(broker), self.sub(broker, owner="w2")
+        kept, left = await self.take(sub, 2)
+        await self.sleep(self.lease * 0.6)
+        assert list(await sub.extend([kept], self.lease)) == [True]
+        await self.sleep(self.lease * 0.6)
+        (lapsed,) = await self.take(other, 5)
+        assert lapsed.id == left.id
+        assert list(await sub.extend([kept, left], self.lease)) == [True, False]
+        assert list(await sub.settle([(kept, Ack()), (left, Ack())])) == [True, False]
+
+    @sentence(lambda caps: caps.hold_keys)
+    async def test_a_held_key_is_kept_back_and_nothing_else(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1", "a2", "b1"])
+        sub = self.sub(broker)
+        await sub.hold({"a": self.now() + 5.0, "c": self.now() + 5.0})
+        await self.fill(broker, ["c1"])
+        await self.fill(broker, ["a3"], priority=0)
+        assert [d.id for d in await self.take(sub, 10)] == ["b1"]
+        await self.counts(broker, 4, 0, 1)
+        await sub.hold({"a": self.now() + 1.0})  # an earlier time does not shorten a hold
+        await self.sleep(1.0 + self.slack)
+        assert await self.take(sub, 10) == []
+        await self.sleep(4.0)
+        assert sorted(d.id for d in await self.take(sub, 10)) == ["a1", "a2", "a3", "c1"]
+
+    # -- keys, order, priorities -------------------------------------------------------------------------------------------
+
+    @sentence()
+    async def test_at_most_so_many_of_a_key_are_handed_out_at_once(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, [f"a{i}" for i in range(10)] + ["b1", "b2", "b3", "c1"])
+        got = await self.sub(broker).receive(12, self.patience, per_key=2)
+        most = Counter(d.key for d in got)
+        assert set(most) == {"a", "b", "c"}
+        assert max(most.values()) <= 2
+
+    @sentence()
+    async def test_a_slow_key_does_not_stop_the_others(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, [f"a{i}" for i in range(200)])
+        await self.fill(broker, ["b1", "c1"])
+        sub = self.sub(broker)
+        first: list[Delivery] = []
+        for _ in range(3):  # nobody settles: the work of `a` is slow
+            first += await sub.receive(10, self.patience)
+        assert {"b1", "c1"} <= {d.id for d in first}
+
+    @sentence()
+    async def test_a_key_that_comes_late_waits_no_longer_than_one_that_comes_often(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, [f"old{i}" for i in range(50)])
+        sub = self.sub(broker)
+        served = 0
+        for turn in range(40):  # always as many new keys as places
+            await self.fill(broker, [f"new-{turn}-{i}" for i in range(2)], key=f"k{turn}")
+            for d in await sub.receive(2, self.patience):
+                served += d.key == "old"
+                await sub.settle([(d, Ack())])
+            await self.sleep(0.01)
+        assert served >= 5
+
+    @sentence(_orders)
+    async def test_an_ordered_topic_hands_out_one_of_a_key_at_a_time_in_order(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t", ordered=True)])
+        await self.fill(broker, ["a1", "a2", "b1", "a3"])
+        sub = self.sub(broker)
+        got = {d.id: d for d in await self.take(sub, 10)}
+        assert set(got) == {"a1", "b1"}
+        await sub.settle([(got["a1"], Ack())])
+        (a2,) = await self.take(sub, 10)
+        assert a2.id == "a2"
+        await sub.settle([(got["b1"], Ack()), (a2, Ack())])
+        assert [d.id for d in await self.take(sub, 10)] == ["a3"]
+
+    @sentence(_orders)
+    async def test_order_holds_over_retry_release_and_a_lost_lease(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t", ordered=True)])
+        await self.fill(broker, ["a1", "a2"])
+        sub = self.sub(broker)
+        for outcome, pause in ((Retry(2.0, "x"), 2.0 + self.slack), (Release(), 0.0), (None, self.lease + self.slack), (Retry(0.0, "x"), self.slack)):
+            (d,) = await self.take(sub, 10)
+            assert d.id == "a1"
+            if outcome is not None:
+                await sub.settle([(d, outcome)])
+            if isinstance(outcome, Retry) and outcome.delay:
+                assert await self.take(sub, 10) == [], "the next one waits behind its elder's retry"
+            await self.sleep(pause)
+        (d,) = await self.take(sub, 10)
+        await sub.settle([(d, Ack())])
+        assert [d.id for d in await self.take(sub, 10)] == ["a2"]
+
+    @sentence(lambda caps: _orders(caps) and _delays(caps))
+    async def test_a_delayed_message_never_joins_one_of_its_key_that_is_out(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t", ordered=True)])
+        await self.fill(broker, ["a1"])
+        await self.fill(broker, ["a2"], not_before=self.now() + 1.0)
+        sub = self.sub(broker)
+        (d,) = await self.take(sub, 10)
+        await self.sleep(1.0 + self.slack)
+        assert await self.take(sub, 10) == []
+        await sub.settle([(d, Ack())])
+        assert [d.id for d in await self.take(sub, 10)] == ["a2"]
+
+    @sentence(_orders)
+    async def test_in_an_ordered_topic_no_priority_lets_a_key_overtake_itself(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t", ordered=True)])
+        await self.fill(broker, ["a1"], priority=2)
+        await self.fill(broker, ["a2"], priority=0)
+        sub = self.sub(broker)
+        (d,) = await self.take(sub, 10)
+        await sub.settle([(d, Ack())])
+        assert [d.id, *[x.id for x in await self.take(sub, 10)]] == ["a1", "a2"]
+
+    @sentence(_orders)
+    async def test_in_an_ordered_topic_keys_take_turns(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t", ordered=True)])
+        await self.fill(broker, [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(10)])
+        sub = self.sub(broker)
+        keys = ""
+        for _ in range(8):
+            (d,) = await sub.receive(1, self.patience)
+            keys += d.key
+            await self.sleep(0.01)
+            await sub.settle([(d, Ack())])
+        assert Counter(keys) == {"a": 4, "b": 4}
+
+    @sentence(_orders)
+    async def test_per_key_order_holds_under_many_workers(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t", ordered=True)])
+        ids = [f"{key}{i}" for i in range(12) for key in ("a", "b", "c", "d")]
+        await self.fill(broker, ids)
+        done: list[str] = []
+
+        async def work(n: int) -> None:
+            sub = self.sub(broker, owner=f"w{n}")
+            dice = random.Random(n)
+            while len(done) < len(ids):
+                for d in await sub.receive(3, self.patience):
+                    await asyncio.sleep(0)
+                    if dice.random() < 0.3:
+                        await sub.settle([(d, Release())])
+                        continue
+                    done.append(d.id)
+                    await sub.settle([(d, Ack())])
+                await asyncio.sleep(0)
+            await sub.close()
+
+        await asyncio.gather(*[work(n) for n in range(20)])
+        assert sorted(done) == sorted(ids)
+        for key in "abcd":
+            assert [i for i in done if i[0] == key] == [f"{key}{i}" for i in range(12)]
+
+    @sentence()
+    async def test_priorities_are_weighted_high_is_preferred_and_low_is_not_starved(self, broker: Broker) -> None:
+        for batch in (1, 5, 20, 22, 50):
+            topic = f"t{batch}"
+            await broker.ensure([TopicSpec(name=topic)])
+            for prio, name in enumerate(("high", "normal", "low")):
+                await self.fill(broker, [f"{name}{i}" for i in range(210)], topic=topic, priority=prio)
+            sub = self.sub(broker, topic)
+            got: Counter[str] = Counter()
+            while got.total() < 126:
+                some = await sub.receive(batch, self.patience)
+                await sub.settle([(d, Ack()) for d in some])
+                got.update(d.key for d in some)
+            assert got["high"] > got["normal"] > got["low"] > 0, f"batches of {batch}: {dict(got)}"
+
+    @sentence()
+    async def test_a_priority_that_is_no_class_is_still_delivered(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1"], priority=9)
+        await self.fill(broker, ["a2"], priority=-3)
+        assert sorted(d.id for d in await self.take(self.sub(broker), 5)) == ["a1", "a2"]
+
+    # -- groups and history ------------------------------------------------------------------------------------------------
+
+    @sentence()
+    async def test_two_groups_each_see_everything(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t", groups=("main", "archive"))])
+        await self.fill(broker, ["a1", "b1"])
+        main, archive = self.sub(broker), self.sub(broker, group="archive")
+        got = await self.take(main, 5)
+        assert sorted(d.id for d in got) == ["a1", "b1"]
+        await main.settle([(d, Ack()) for d in got])
+        await self.counts(broker, 0, 0, 0)
+        await self.counts(broker, 2, 0, 0, group="archive")
+        assert sorted(d.id for d in await self.take(archive, 5)) == ["a1", "b1"]
+
+    @sentence(lambda caps: caps.replay)
+    async def test_replay_hands_everything_since_then_out_again_and_nothing_twice(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t", groups=("main", "other"))])
+        await self.fill(broker, ["a1", "b1"])
+        await self.sleep(1.0)
+        since = self.now()
+        await self.fill(broker, ["a2", "b2", "b3"])
+        sub = self.sub(broker)
+        got = {d.id: d for d in await self.take(sub, 10)}
+        await sub.settle([(d, Ack()) for d in got.values() if d.id != "b3"])
+        assert await broker.replay("t", "main", since=since) == 2
+        await self.counts(broker, 2, 0, 1)
+        assert sorted(d.id for d in await self.take(sub, 10)) == ["a2", "b2"]
+        await self.counts(broker, 5, 0, 0, group="other")
+
+    @sentence()
+    async def test_a_position_is_never_used_again(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        sub = self.sub(broker)
+        seen: list[int] = []
+        for i in range(20):
+            await self.fill(broker, [f"a{i}"])
+            (d,) = await self.take(sub, 1)
+            seen.append(d.position)
+            await sub.settle([(d, Ack())])
+        assert len(set(seen)) == 20
+
+    @sentence()
+    async def test_the_same_id_may_be_published_twice_and_neither_settle_touches_the_other(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1", "a1"])
+        sub = self.sub(broker)
+        got = await self.take(sub, 5)
+        if len(got) == 2:  # a broker may also know the id and keep one
+            assert list(await sub.settle([(got[0], Ack())])) == [True]
+            await self.counts(broker, 0, 0, 1)
+            assert list(await sub.settle([(got[1], Ack())])) == [True]
+
+    @sentence()
+    async def test_declaring_a_topic_again_keeps_its_messages_and_an_impossible_change_is_told(self, broker: Broker) -> None:
+        assert list(await broker.ensure([TopicSpec(name="t")])) == []
+        await self.fill(broker, ["a1"])
+        assert list(await broker.ensure([TopicSpec(name="t", groups=("main", "late"))])) == []
+        if _orders(broker.caps):
+            assert any("t" in drift for drift in await broker.ensure([TopicSpec(name="t", ordered=True)]))
+        assert [d.id for d in await self.take(self.sub(broker), 5)] == ["a1"]
+
+    # -- figures and members -----------------------------------------------------------------------------------------------
+
+    @sentence(lambda caps: caps.exact_stats)
+    async def test_figures_are_honest_at_every_step(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, ["a1", "a2", "b1", "b2", "c1"])
+        await self.fill(broker, ["c2"], not_before=self.now() + 50.0)
+        await self.counts(broker, 5, 1, 0)
+        sub = self.sub(broker)
+        got = await self.take(sub, 4)
+        await self.counts(broker, 1, 1, 4)
+        steps: list[tuple[Outcome, tuple[int, int, int]]] = [
+            (Ack(), (1, 1, 3)), (Release(), (2, 1, 2)), (Retry(20.0, "x"), (2, 2, 1)), (Dead("x"), (2, 2, 0)),
+        ]  # fmt: skip
+        for d, (outcome, expected) in zip(got, steps, strict=True):
+            await sub.settle([(d, outcome)])
+            await self.counts(broker, *expected)
+        await self.sleep(20.0 + self.slack)
+        await self.take(sub, 10)
+        await self.counts(broker, 0, 1, 3)
+        await self.sleep(self.lease + self.slack)
+        s = await broker.stats("t", "main")
+        assert s.ready + s.delayed + s.in_flight == 4
+        assert s.oldest_age is not None
+        assert s.oldest_age >= self.lease
+
+    @sentence()
+    async def test_members_join_and_leave_and_nothing_is_lost_or_handed_out_twice(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        ids = [f"{'abcdefgh'[i % 8]}{i}" for i in range(240)]
+        await self.fill(broker, ids)
+        done: list[str] = []
+        members: list[tuple[Subscription, list[Delivery]]] = []
+        for turn in range(200):
+            if len(done) == len(ids):
+                break
+            if turn % 3 == 0 and len(members) < 5:
+                members.append((self.sub(broker, owner=f"m{turn}"), []))
+            for sub, held in members:
+                held += await sub.receive(7, self.patience)
+                finished, held[:] = held[:4], held[4:]
+                assert all(await sub.settle([(d, Ack()) for d in finished]))
+                done += [d.id for d in finished]
+            if turn % 7 == 6:
+                sub, held = members.pop(0)
+                assert all(await sub.settle([(d, Release()) for d in held])), "clean drain: what was not done is given back"
+                await sub.close()
+        assert sorted(done) == sorted(ids)
