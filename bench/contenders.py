@@ -1,0 +1,183 @@
+"""Who takes part in `pages`: how each is started, when its clock runs, and what it must have left behind for its figure to count."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import apsw
+from common import BENCH, BenchError, Watched, cache, clean_environment, last_json, watch
+from environments import python_of
+from target import HOSTS, PORT, TLS_PORT, sku, url
+
+OUT = "products.jsonl"
+FIELDS = ("sku", "name", "brand", "price", "rating")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one contender."""
+
+    n: int
+    cores: frozenset[int]
+    nice: int = 0
+    tls: bool = False
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    n: int
+    seconds: float
+    cpu: float
+    pss: float
+    rss: float
+
+    @property
+    def rate(self) -> float:
+        return self.n / self.seconds
+
+    @property
+    def cpu_us(self) -> float:
+        return self.cpu / self.n * 1e6
+
+    @property
+    def share(self) -> float:
+        """Of one core: near 1 says that the contender had its core to itself and used it."""
+        return self.cpu / self.seconds
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    run: Callable[[Job], Result]
+    slow: bool = True  # gets --peer-n pages: its rate does not depend on how many there are
+
+
+def fresh(name: str) -> Path:
+    directory = cache() / "scratch" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory
+
+
+def write_urls(file: Path, job: Job) -> None:
+    file.write_text("".join(url(i, tls=job.tls) + "\n" for i in range(job.n)))
+
+
+def check_rows(file: Path, n: int, who: str) -> None:
+    """One row for every page, with all five fields; else the figure means nothing."""
+    seen = set()
+    rows = 0
+    with open(file, encoding="utf-8") as f:
+        for line in f:
+            row = json.loads(line)
+            rows += 1
+            if not all(isinstance(row.get(name), str) and row[name].strip() for name in FIELDS):
+                raise BenchError(f"{who}: a row lacks a field: {line.strip()[:200]}")
+            seen.add(row["sku"])
+    if rows != n or seen != {sku(i) for i in range(n)}:
+        raise BenchError(
+            f"{who}: {rows} rows and {len(seen)} different products for {n} pages", "this is a bug of the contender or of the bench, not a slow run"
+        )
+
+
+def check_ended(w: Watched, who: str) -> None:
+    if w.code != 0:
+        raise BenchError(f"{who} ended with {w.code}: {(w.err or w.out).strip()[-800:]}")
+
+
+# -- Penstock ------------------------------------------------------------------------------------------------------------
+
+
+def penstock_environment(job: Job, *, isolation: str) -> dict[str, str]:
+    """As a user runs it: full durability, books, claims, robots.txt obeyed, pace kept (at a rate that does not bind), every page kept."""
+    port = TLS_PORT if job.tls else PORT
+    more = {"SSL_CERT_FILE": str(cache() / "cert.pem")} if job.tls else {}
+    return clean_environment(
+        PENSTOCK_NET_ALLOW=",".join(f"{host}:{port}" for host in HOSTS),
+        PENSTOCK_PACE_RATE="100000",
+        PENSTOCK_ROBOTS="obey",
+        PENSTOCK_DURABILITY="full",
+        PENSTOCK_EXTRACT_ISOLATION=isolation,
+        **more,
+    )
+
+
+def penstock_commands(workers: int) -> tuple[list[str], list[str]]:
+    """(push, run)"""
+    cli = [sys.executable, "-m", "penstock.cli.main"]
+    return [*cli, "push", "-f", "urls.txt"], [*cli, "run", str(BENCH / "pipeline.py"), "--until-idle", "--workers", str(workers)]
+
+
+def penstock_prepared(job: Job, name: str, isolation: str) -> tuple[Path, dict[str, str], list[str]]:
+    """A fresh directory whose books hold the whole job; (directory, environment, command that works it off)."""
+    directory = fresh(name)
+    write_urls(directory / "urls.txt", job)
+    env = penstock_environment(job, isolation=isolation)
+    push, run = penstock_commands(job.workers)
+    pushed = watch(push, cores=set(job.cores), nice=job.nice, cwd=directory, env=env)
+    check_ended(pushed, "penstock push")
+    return directory, env, run
+
+
+def penstock(isolation: str) -> Callable[[Job], Result]:
+    def run(job: Job) -> Result:
+        who = f"penstock ({isolation})"
+        directory, env, command = penstock_prepared(job, f"penstock-{isolation}", isolation)
+        w = watch(command, cores=set(job.cores), nice=job.nice, cwd=directory, env=env)
+        check_ended(w, who)
+        start, end = penstock_span(directory, job.n, who)
+        check_rows(directory / OUT, job.n, who)
+        return Result(job.n, end - start, w.cpu_between(start, end), w.pss, w.rss)
+
+    return run
+
+
+def penstock_span(directory: Path, n: int, who: str) -> tuple[float, float]:
+    """From the ledger: when the first event was dispatched to its fetch; and the later of the last success and the last write of the sink's file.
+
+    Also proves that every event is a success of one start, and that every page is in the page store.
+    """
+    db = apsw.Connection(str(directory / ".penstock" / "penstock.db"), flags=apsw.SQLITE_OPEN_READONLY)
+    try:
+        total, good, starts, first, last = db.execute(
+            "SELECT count(*), sum(status='success'), sum(starts), min(dispatched_at), max(finished_at) FROM event"
+        ).fetchall()[0]
+        pages = db.execute("SELECT count(*) FROM page").fetchall()[0][0]
+    finally:
+        db.close()
+    if (total, good, starts, pages) != (n, n, n, n):
+        raise BenchError(f"{who}: {n} pages were asked for; the books hold {total} events, {good} successes, {starts} starts and {pages} stored pages")
+    return first, max(last, (directory / OUT).stat().st_mtime)
+
+
+# -- the others ----------------------------------------------------------------------------------------------------------
+
+
+def peer(name: str, environment: str, script: str, arguments: Sequence[str] = ()) -> Callable[[Job], Result]:
+    def run(job: Job) -> Result:
+        directory = fresh(name)
+        write_urls(directory / "urls.txt", job)
+        command = [str(python_of(environment)), str(BENCH / "peers" / script), "urls.txt", *arguments]
+        more = {"SSL_CERT_FILE": str(cache() / "cert.pem")} if job.tls else {}
+        w = watch(command, cores=set(job.cores), nice=job.nice, cwd=directory, env=clean_environment(**more))
+        check_ended(w, name)
+        times = last_json(w.out)
+        start, end = float(str(times["start"])), float(str(times["end"]))
+        check_rows(directory / OUT, job.n, name)
+        return Result(job.n, end - start, w.cpu_between(start, end), w.pss, w.rss)
+
+    return run
+
+
+ISOLATED, IN_PROCESS, SCRAPY = "penstock", "penstock in process", "scrapy"
+STANDARD = (
+    Contender(ISOLATED, penstock("process"), slow=False),
+    Contender(IN_PROCESS, penstock("none"), slow=False),
+    Contender(SCRAPY, peer("scrapy", "scrapy", "scrapy_tuned.py")),
+)

@@ -1,0 +1,40 @@
+"""`./dev bench NAME …`: finds the bench, and ends with a sentence and a next step when it cannot run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from common import BenchError
+
+BENCHES = {
+    "pages": ("pages", "pages a second on one core, against Scrapy and other peers (--all), with full durability"),
+    "profile": ("profiling", "where the time of one Penstock run goes, by module and function"),
+}
+
+
+def main() -> int:
+    name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if name in ("", "-h", "--help"):
+        print("Usage: ./dev bench NAME [ARGS] [--json]\n")
+        for known, (_, text) in BENCHES.items():
+            print(f"  {known:<10}{text}")
+        print("\n./dev bench NAME --help says more.")
+        return 0
+    try:
+        if name not in BENCHES:
+            raise BenchError(f"there is no bench {name!r}", f"one of: {', '.join(BENCHES)}")
+        if sys.platform != "linux":
+            raise BenchError("the benches pin processes and read /proc: they need Linux", "run them on a Linux machine with two cores")
+        code: int = importlib.import_module(BENCHES[name][0]).main(arguments)
+        return code
+    except BenchError as e:
+        print(f"Error: {e.message}" + (f"\nTry:   {e.hint}" if e.hint else ""), file=sys.stderr)
+        return 2 if name not in BENCHES else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
