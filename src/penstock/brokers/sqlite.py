@@ -293,8 +293,9 @@ class SqliteBroker:
         picked: list[tuple[int, str, str, str | None, bytes]],
     ) -> int:
         """Round robin between keys by the time they were last served; a key's messages in order of publication."""
+        known = sum(p == prio for p, _ in taken)  # keys that gave what they had in the first round must not take the places of others
         keys = tx.execute(
-            "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?", (g, prio, now, quota)
+            "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?", (g, prio, now, quota + known)
         ).fetchall()
         got = 0
         waiting = [(key, ready - taken.get((prio, key), 0)) for key, ready in keys]
