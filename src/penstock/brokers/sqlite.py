@@ -14,7 +14,8 @@ from penstock.stores.context import Context
 from penstock.stores.sqlite import Database, Tx
 
 SCHEMA = """
-CREATE TABLE topic(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, ordered INTEGER NOT NULL, max_depth INTEGER, retention REAL NOT NULL, paused TEXT);
+CREATE TABLE topic(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, ordered INTEGER NOT NULL, max_depth INTEGER, retention REAL NOT NULL, paused TEXT,
+  letters INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE grp(id INTEGER PRIMARY KEY, topic INTEGER NOT NULL, name TEXT NOT NULL, ready INTEGER NOT NULL DEFAULT 0, leased INTEGER NOT NULL DEFAULT 0,
   delayed INTEGER NOT NULL DEFAULT 0, UNIQUE(topic, name));
 -- AUTOINCREMENT: a reused number would let a late settle remove another message.
@@ -413,6 +414,7 @@ class SqliteBroker:
                     headers={**d.headers, "penstock-reason": outcome.reason, "penstock-position": str(d.position)},
                 )
                 self.publish_in(tx, [copy])
+                tx.execute("UPDATE topic SET letters=letters+1 WHERE name=?", (copy.topic,))
             if g.ordered and not isinstance(outcome, Retry):  # a retry keeps its key: the next one waits behind it
                 unlock.append((g.id, ONE_CLASS, d.key))
         for g, (ready, leased, delayed) in gone.items():
@@ -431,7 +433,7 @@ class SqliteBroker:
         if row is None:
             return Stats(ready=0, delayed=0, in_flight=0, dead=0, oldest_age=None, exact=True)
         oldest = tx.execute("SELECT m.at FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? ORDER BY q.seq LIMIT 1", (row[0],)).get
-        dead = tx.execute("SELECT count(*) FROM message m JOIN topic t ON t.id=m.topic WHERE t.name=?", (topic + ".dead",)).get
+        dead = tx.execute("SELECT letters FROM topic WHERE name=?", (topic + ".dead",)).get or 0
         age = None if oldest is None else max(0.0, self.clock.now() - oldest)
         return Stats(ready=row[1], delayed=row[2], in_flight=row[3], dead=dead, oldest_age=age, exact=True)
 
@@ -481,8 +483,9 @@ class SqliteBroker:
                 self._pruned = 0
                 break
             if at < now - keep[topic] and tx.execute("SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=? WHERE g.topic=?", (seq, topic)).get is None:
-                gone.append((seq,))
-        tx.executemany("DELETE FROM message WHERE seq=?", gone)
+                gone.append((seq, topic))
+        tx.executemany("DELETE FROM message WHERE seq=?", [(seq,) for seq, _ in gone])
+        tx.executemany("UPDATE topic SET letters=letters-1 WHERE id=? AND letters>0", [(topic,) for _, topic in gone])
         n = len(gone)
         tx.execute(
             "DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq WHERE ready<=0 AND next_at<? LIMIT ?)", (self.clock.now() - 60, limit)
