@@ -7,9 +7,9 @@ import logging
 import random
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -101,7 +101,8 @@ class Worker:
         self._ends: list[tuple[Item, End]] = []
         self._extract_timer: asyncio.TimerHandle | None = None
         self._conclude_timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._extracting: set[asyncio.Task[None]] = set()
+        self._concluding: set[asyncio.Task[None]] = set()
         self._room, self._startable = asyncio.Event(), asyncio.Event()
         self._stopping = False
 
@@ -109,58 +110,56 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop`; then drains: finish or release within grace. Every delivery taken has an outcome when this returns."""
-        receiving = asyncio.create_task(self._receive(), name="receive")
-        loops = [
-            asyncio.create_task(self._start(), name="start"),
-            asyncio.create_task(self._heartbeat(), name="heartbeat"),
-            asyncio.create_task(self._watchdog(), name="watchdog"),
-        ]
+        taking = [asyncio.create_task(self._receive(), name="receive"), asyncio.create_task(self._start(), name="start")]
+        keeping = [asyncio.create_task(self._heartbeat(), name="heartbeat"), asyncio.create_task(self._watchdog(), name="watchdog")]
         stopped = asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait([receiving, *loops, stopped], return_when=asyncio.FIRST_COMPLETED)
-            for task in [receiving, *loops]:
+            await asyncio.wait([*taking, *keeping, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in [*taking, *keeping]:
                 if task.done() and not task.cancelled() and (error := task.exception()):
                     raise error
         finally:
-            self._stopping = True
             stopped.cancel()
             try:
-                await self._drain(receiving)
+                await self._drain(taking)
             finally:
-                for task in loops:
+                for task in [*taking, *keeping]:
                     task.cancel()
-                await asyncio.gather(*loops, return_exceptions=True)
+                await asyncio.gather(*taking, *keeping, return_exceptions=True)
                 await self.sub.close()
 
-    async def _drain(self, receiving: asyncio.Task[None]) -> None:
+    async def _drain(self, taking: Sequence[asyncio.Task[None]]) -> None:
+        """Stop claiming → give back what never began → let the rest finish → release what does not."""
+        until = self.clock.now() + self.o.grace
+        self._stopping = True
         self._room.set()
-        await asyncio.gather(receiving, return_exceptions=True)
+        self._startable.set()
+        await asyncio.wait(taking, timeout=self.o.grace)  # a begin under way makes its items begun: not to be given back
         waiting = [item for item in self.held.values() if not item.begun]
         for item in waiting:
             if item.timer is not None:
                 item.timer.cancel()
             self.held.pop(item.delivery.position)
         self._ready.clear()
-        if waiting:  # never begun: the books know nothing of it, so there is nothing but the lease to give back
+        if waiting:  # the books know of no start, so there is nothing but the lease to give back
             await self._insist(lambda: self.sub.settle([(item.delivery, Release()) for item in waiting]))
-        until = self.clock.now() + self.o.grace
         while self.held and self.clock.now() < until:
             self._flush_extracts()
             self._flush_ends()
             await self.clock.sleep(0.01)
-        for item in list(self.held.values()):
-            if item.task is not None and not item.task.done():
-                item.task.cancel()
+        for task in [*(item.task for item in self.held.values()), *self._extracting]:
+            if task is not None:
+                task.cancel()
         await asyncio.sleep(0)
-        queued = {id(item) for item, _ in self._ends}
-        for item in list(self.held.values()):
-            if id(item) not in queued and item.begun:
+        ending = {id(item) for item, _ in self._ends}
+        for item in self.held.values():
+            if id(item) not in ending:  # where an end is being written already, this one finds its fence used up
                 self._end(item, "release", reason="shutdown")
-        while self._ends or self._tasks:
+        while self._ends or self._concluding:
             self._flush_ends()
-            await asyncio.wait(self._tasks, timeout=0.1) if self._tasks else await asyncio.sleep(0)
+            await asyncio.wait(self._concluding, timeout=0.1)
             if self.outage and self.clock.now() > until + self.o.grace:
-                log.error("the store takes no writes; leaving with %d deliveries leased: they come back when their lease ends", len(self.held))
+                log.error("the store takes no writes; leaving %d deliveries to come back when their lease ends", len(self.held))
                 return
 
     # -- receiving -----------------------------------------------------------------------------------------------------------
@@ -169,14 +168,10 @@ class Worker:
         while not self._stopping:
             self._room.clear()
             room = self.o.window - len(self.held)
-            if self._paused() or self.outage or room < max(1, self.o.window // 4) or self._bytes > self.o.byte_budget:
+            if self._paused() or room < max(1, self.o.window // 4) or self._bytes > self.o.byte_budget:
                 await self._nap(self._room, 0.1)
                 continue
-            try:
-                got = await self.sub.receive(room, 0.5, per_key=self.o.per_key)
-            except StoreUnavailable as e:
-                await self._outage(e)
-                continue
+            got = await self._insist(partial(self.sub.receive, room, 0.5, per_key=self.o.per_key))
             if got:
                 await self._admit(got)
 
@@ -230,7 +225,7 @@ class Worker:
     # -- starting --------------------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        while True:
+        while not self._stopping:
             permits = self.o.concurrency - self._active
             if not self._ready or permits <= 0:
                 self._startable.clear()
@@ -347,9 +342,9 @@ class Worker:
                 suspects = [i for i in items if i.admitted.crashes >= SUSPECT]
                 items = [i for i in items if i.admitted.crashes < SUSPECT]
                 if suspects:
-                    self._spawn(self._extract(suspects, self._suspects))
+                    self._spawn(self._extracting, self._extract(suspects, self._suspects))
             if items and self.extraction is not None:
-                self._spawn(self._extract(items, self.extraction))
+                self._spawn(self._extracting, self._extract(items, self.extraction))
 
     async def _extract(self, items: Sequence[Item], by: Extraction) -> None:
         try:
@@ -415,7 +410,7 @@ class Worker:
         )
         self.signals.failed(item.event, stage, f.kind, reason, dead=d.dead, delay=d.delay)
 
-    def _end(self, item: Item, outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"], **more: object) -> None:
+    def _end(self, item: Item, outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"], **more: Any) -> None:
         more.setdefault("stage", self.last if outcome == "success" else self.first)
         more.setdefault("response_status", item.meta.status if item.meta else None)
         more.setdefault("response_hash", item.meta.page if item.meta else None)
@@ -429,7 +424,7 @@ class Worker:
             was_writing=self.first == "sink",
             restarted=item.admitted.starts > 0,
             **more,
-        )  # type: ignore[arg-type]
+        )
         self._ends.append((item, end))
         if len(self._ends) >= self.o.conclude_group:
             self._flush_ends()
@@ -442,7 +437,7 @@ class Worker:
             self._conclude_timer = None
         if self._ends:
             batch, self._ends = self._ends, []
-            self._spawn(self._conclude(batch))
+            self._spawn(self._concluding, self._conclude(batch))
 
     async def _conclude(self, batch: Sequence[tuple[Item, End]]) -> None:
         ends = [end for _, end in batch]
@@ -491,10 +486,7 @@ class Worker:
             await self.clock.sleep(self.o.lease / 3)
             held = [item.delivery for item in self.held.values()]
             if held:
-                try:
-                    await self.sub.extend(held, self.o.lease)
-                except StoreUnavailable as e:
-                    await self._outage(e)
+                await self._insist(partial(self.sub.extend, held, self.o.lease))
 
     async def _watchdog(self) -> None:
         while True:
@@ -510,18 +502,13 @@ class Worker:
             try:
                 result = await call()
             except StoreUnavailable as e:
-                await self._outage(e)
+                if self.outage is None:
+                    log.error("%s (%s)", e.message, e.hint)
+                self.outage = e.message
+                await self.clock.sleep(0.5)
             else:
                 self.outage = None
                 return result
-
-    async def _outage(self, e: StoreUnavailable) -> None:
-        if self.outage is None:
-            log.error("%s (%s)", e.message, e.hint)
-        self.outage = e.message
-        await self.clock.sleep(0.5)
-        if self.first == "fetch" and not self._ends:
-            self.outage = None  # the next call finds out
 
     async def _nap(self, event: asyncio.Event, seconds: float) -> None:
         try:
@@ -529,10 +516,10 @@ class Worker:
         except TimeoutError:
             pass
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _spawn(self, among: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        among.add(task)
+        task.add_done_callback(among.discard)
 
     @property
     def in_flight(self) -> int:
