@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ConcurrentFuture
@@ -48,7 +49,10 @@ NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"}
 )
 MAX_GROUP = 256
-_OUTAGE = (apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.BusyError, apsw.CantOpenError, apsw.LockedError, apsw.PermissionsError)
+_OUTAGE = (
+    apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.BusyError, apsw.CantOpenError, apsw.LockedError, apsw.PermissionsError,
+    apsw.CorruptError, apsw.NotADBError, apsw.NoMemError,  # damage is the store's, whichever event met it first
+)  # fmt: skip
 
 
 class Database:
@@ -85,8 +89,9 @@ class Database:
             c = apsw.Connection(self.path)
             c.set_busy_timeout(self._busy_ms)
             c.execute("PRAGMA page_size=8192")  # the price of a commit is the number of pages it touches, not their size
-            known = c.execute("PRAGMA application_id").get
-            if known not in (0, APPLICATION_ID) or (known == 0 and c.execute("SELECT count(*) FROM sqlite_master").get):
+            # One statement, one moment: another process may be making the file just now.
+            known, tables = c.execute("SELECT application_id, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id").get
+            if known not in (0, APPLICATION_ID) or (known == 0 and tables):
                 raise Unreachable(
                     f"{self.path} is an SQLite database, but not one of Penstock's", hint="point PENSTOCK_STATE or the store URL at another place"
                 )
@@ -127,8 +132,12 @@ class Database:
         """Integrity, in sentences; [] is good. Slow on large files: for starts after an unclean stop, and for doctor."""
         try:
             c = apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY) if self.path != ":memory:" else self._writer
-            c.set_busy_timeout(self._busy_ms)
-            return [str(row[0]) for row in c.execute("PRAGMA quick_check(10)") if row[0] != "ok"]
+            try:
+                c.set_busy_timeout(self._busy_ms)
+                return [str(row[0]) for row in c.execute("PRAGMA quick_check(10)") if row[0] != "ok"]
+            finally:
+                if c is not self._writer:
+                    c.close()
         except apsw.Error as e:
             return [str(e)]
 
@@ -138,6 +147,7 @@ class Database:
         """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves."""
         if self.inline:
             return self.write_now(work, durable=durable)
+        self._refuse_if_closed()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._jobs.put(_Job(work, synced or (durable and self.durability == "full"), loop, future))
@@ -147,9 +157,14 @@ class Database:
     def submit(self, work: Callable[[Tx], T], *, durable: bool = True) -> ConcurrentFuture[T]:
         """For callers without a loop."""
         job = _Job(work, durable and self.durability == "full", None, None)
+        self._refuse_if_closed()
         job.waiter = ConcurrentFuture()
         self._jobs.put(job)
         return job.waiter
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise StoreUnavailable(f"{self.path} is closed", hint="it was closed by this process; nothing more can be written")
 
     def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
         """For inline stores and commands without a loop."""
@@ -297,7 +312,7 @@ def file_system_of(path: Path, mountinfo: str = "/proc/self/mountinfo") -> str:
         with open(mountinfo, encoding="utf-8", errors="replace") as f:
             for line in f:
                 left, _, right = line.partition(" - ")
-                point = left.split()[4].encode().decode("unicode_escape")
+                point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split()[4])  # space, tab, newline and backslash are written so
                 if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
                     best, kind = point, right.split()[0]
         return kind
