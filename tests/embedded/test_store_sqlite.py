@@ -1,0 +1,425 @@
+# ruff: noqa: ASYNC220 (processes are started and waited for beside the loop, on purpose)
+"""The one SQLite file: group commit, outages of the disk, files that are not ours, and what is checked before a file is trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+
+from penstock.errors import StoreUnavailable, Unreachable
+from penstock.stores import sqlite as store
+from penstock.stores.sqlite import Database, Tx, file_system_of, has_wal_reset_bug
+
+SCHEMA = "CREATE TABLE t(x); CREATE TABLE big(x)"
+
+
+def insert(x: Any, table: str = "t") -> Callable[[Tx], int]:
+    def work(tx: Tx) -> int:
+        tx.execute(f"INSERT INTO {table} VALUES(?)", (x,))
+        return tx.last_insert_rowid()
+
+    return work
+
+
+def fails(tx: Tx) -> None:
+    tx.execute("INSERT INTO t VALUES('half')")
+    raise ZeroDivisionError("a bug in one job")
+
+
+def values(tx: Tx) -> list[Any]:
+    return [x for (x,) in tx.execute("SELECT x FROM t ORDER BY rowid")]
+
+
+def opened(path: Path, **more: Any) -> Database:
+    db = Database(str(path), **more)
+    db.part("test", 1, SCHEMA)
+    return db
+
+
+# -- group commit --------------------------------------------------------------------------------------------------------------
+
+
+async def test_whoever_writes_at_the_same_moment_shares_a_commit(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    gate, commits = threading.Event(), 0
+
+    def count() -> bool:
+        nonlocal commits
+        commits += 1
+        return False
+
+    first = asyncio.ensure_future(db.write(lambda tx: gate.wait(10)))
+    await asyncio.sleep(0.05)
+    others = [asyncio.ensure_future(db.write(insert(i))) for i in range(100)]
+    await asyncio.sleep(0)
+    db._writer.set_commit_hook(count)
+    gate.set()
+    await asyncio.gather(first, *others)
+    db._writer.set_commit_hook(None)
+    assert await db.read(values) == list(range(100))
+    assert commits <= 2
+    db.close_now()
+
+
+@pytest.mark.parametrize("company", [0, 4])
+async def test_one_failing_job_is_rolled_back_alone(tmp_path: Path, company: int) -> None:
+    db = opened(tmp_path / "a.db")
+    gate = threading.Event()
+    hold = asyncio.ensure_future(db.write(lambda tx: gate.wait(10)))
+    await asyncio.sleep(0.05)
+    jobs: list[asyncio.Future[Any]] = [asyncio.ensure_future(db.write(insert(i))) for i in range(company)]
+    bad = asyncio.ensure_future(db.write(fails))
+    jobs += [asyncio.ensure_future(db.write(insert(i))) for i in range(company, 2 * company)]
+    await asyncio.sleep(0)
+    gate.set()
+    await hold
+    with pytest.raises(ZeroDivisionError):
+        await bad
+    await asyncio.gather(*jobs)
+    assert await db.read(values) == list(range(2 * company))
+    await db.write(insert("after"))
+    db.close_now()
+
+
+async def test_a_cancelled_caller_does_not_undo_what_is_being_committed(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    gate = threading.Event()
+
+    def slow(tx: Tx) -> None:
+        gate.wait(10)
+        insert("kept")(tx)
+
+    task = asyncio.ensure_future(db.write(slow))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.set()
+    assert (await db.write(values)) == ["kept"]
+    db.close_now()
+
+
+async def test_a_write_after_the_end_is_refused_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    await db.close()
+    await db.close()
+    with pytest.raises(StoreUnavailable):
+        async with asyncio.timeout(5):
+            await db.write(insert(1))
+
+
+async def test_what_was_asked_before_the_end_is_done_before_the_end(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    jobs = [db.submit(insert(i)) for i in range(600)]
+    db.close_now()
+    assert [job.result(0) for job in jobs] == list(range(1, 601))
+
+
+# -- durability ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("durability", "durable", "synced", "level"),
+    [("full", True, False, 2), ("full", False, False, 1), ("process", True, False, 1), ("process", False, False, 1), ("process", True, True, 2)],
+)
+async def test_durability_decides_whether_a_commit_waits_for_the_disk(tmp_path: Path, durability: str, durable: bool, synced: bool, level: int) -> None:
+    db = opened(tmp_path / "a.db", durability=durability)
+    seen = await db.write(lambda tx: tx.execute("PRAGMA synchronous").get, durable=durable, synced=synced)
+    assert seen == level
+    assert db._writer.execute("PRAGMA journal_mode").get == "wal"
+    db.close_now()
+
+
+async def test_one_durable_job_makes_its_whole_group_durable(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    gate = threading.Event()
+    hold = asyncio.ensure_future(db.write(lambda tx: gate.wait(10), durable=False))
+    await asyncio.sleep(0.05)
+    ask = [asyncio.ensure_future(db.write(lambda tx: tx.execute("PRAGMA synchronous").get, durable=durable)) for durable in (False, True, False)]
+    await asyncio.sleep(0)
+    gate.set()
+    await hold
+    assert await asyncio.gather(*ask) == [2, 2, 2]
+    db.close_now()
+
+
+# -- outages -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inline", [False, True])
+async def test_a_full_disk_is_an_outage_that_writes_nothing_and_ends(tmp_path: Path, inline: bool) -> None:
+    db = opened(tmp_path / "a.db", inline=inline)
+    pages = db._writer.execute("PRAGMA page_count").get
+    db._writer.execute(f"PRAGMA max_page_count={pages + 2}")
+    with pytest.raises(StoreUnavailable) as e:
+        await db.write(lambda tx: [insert(1)(tx), insert(b"x" * 200_000, "big")(tx)])
+    assert "does not take writes" in e.value.message
+    assert e.value.hint
+    assert await db.read(values) == []
+    await db.write(insert("small"))
+    db._writer.execute("PRAGMA max_page_count=1000000")
+    await db.write(lambda tx: [insert(2)(tx), insert(b"x" * 200_000, "big")(tx)])
+    assert await db.read(values) == ["small", 2]
+    db.close_now()
+
+
+async def test_a_full_disk_tells_everybody_in_the_group(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    db._writer.execute(f"PRAGMA max_page_count={db._writer.execute('PRAGMA page_count').get + 2}")
+    gate = threading.Event()
+    hold = asyncio.ensure_future(db.write(lambda tx: gate.wait(10)))
+    await asyncio.sleep(0.05)
+    jobs = [asyncio.ensure_future(db.write(work)) for work in (insert(1), insert(b"x" * 200_000, "big"), insert(3), fails)]
+    await asyncio.sleep(0)
+    gate.set()
+    await hold
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert [type(r) for r in results] == [StoreUnavailable] * 4
+    assert await db.read(values) == [], "whoever was told that nothing was written can rely on it"
+    db.close_now()
+
+
+async def test_a_store_that_becomes_read_only_is_an_outage(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    await db.write(insert(1))
+    db._writer.execute("PRAGMA query_only=1")
+    with pytest.raises(StoreUnavailable):
+        await db.write(insert(2))
+    assert await db.read(values) == [1]
+    db._writer.execute("PRAGMA query_only=0")
+    await db.write(insert(3))
+    db.close_now()
+
+
+async def test_a_store_that_somebody_else_locks_is_an_outage_and_not_a_hang(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db", busy_seconds=0.05)
+    other = apsw.Connection(str(tmp_path / "a.db"))
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreUnavailable):
+        await db.write(insert(1))
+    other.execute("ROLLBACK")
+    await db.write(insert(2))
+    assert await db.read(values) == [2]
+    other.close()
+    db.close_now()
+
+
+async def test_damage_met_while_writing_is_an_outage_and_nobodys_fault(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    await db.write(lambda tx: [insert("x" * 100)(tx) for _ in range(2000)])
+    db.close_now()
+    _scribble(tmp_path / "a.db", 5)
+    db = opened(tmp_path / "a.db")
+    with pytest.raises(StoreUnavailable):
+        await db.write(lambda tx: tx.execute("UPDATE t SET x=x||'y'").fetchall())
+    with pytest.raises(StoreUnavailable):
+        await db.read(values)
+    db.close_now()
+
+
+# -- files that are not what they should be ----------------------------------------------------------------------------------------
+
+
+def test_a_file_without_permission_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(tmp_path / "a.db").close_now()
+
+    class Refused(apsw.Connection):
+        def __init__(self, path: str, **more: Any) -> None:
+            super().__init__(path, flags=apsw.SQLITE_OPEN_READONLY)
+
+    monkeypatch.setattr(apsw, "Connection", Refused)  # what SQLite falls back to where the mode forbids writing; root may write anything
+    with pytest.raises(Unreachable, match=r"cannot (open|prepare) the store") as e:
+        opened(tmp_path / "b.db")
+    assert e.value.hint
+    assert e.value.exit_code == 4
+
+
+def test_a_directory_in_the_place_of_the_file_is_told_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(Unreachable, match="cannot open the store"):
+        Database(str(tmp_path))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(Unreachable, match="cannot open the store"):
+        Database(str(tmp_path / "file" / "a.db"))
+
+
+def test_a_file_that_is_no_database_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    path.write_bytes(b"these are my notes, not a database\n" * 100)
+    with pytest.raises(Unreachable, match="cannot open the store"):
+        Database(str(path))
+    assert path.read_bytes() == b"these are my notes, not a database\n" * 100
+
+
+def test_somebody_elses_database_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "firefox.db"
+    with sqlite3.connect(path) as theirs:
+        theirs.execute("CREATE TABLE bookmarks(x)")
+    theirs.close()
+    before = path.read_bytes()
+    with pytest.raises(Unreachable, match="not one of Penstock's"):
+        Database(str(path))
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["firefox.db"]
+
+
+def test_a_truncated_file_is_told_in_a_sentence(tmp_path: Path) -> None:
+    opened(tmp_path / "a.db").close_now()
+    data = (tmp_path / "a.db").read_bytes()
+    (tmp_path / "a.db").write_bytes(data[: len(data) // 3])
+    with pytest.raises(Unreachable):
+        opened(tmp_path / "a.db")
+
+
+@pytest.mark.parametrize(("ours", "theirs", "age"), [(1, 2, "a newer"), (2, 1, "an older")])
+def test_tables_of_another_version_are_refused_and_not_touched(tmp_path: Path, ours: int, theirs: int, age: str) -> None:
+    db = Database(str(tmp_path / "a.db"))
+    db.part("test", theirs, "CREATE TABLE t(x)")
+    db.close_now()
+    db = Database(str(tmp_path / "a.db"))
+    with pytest.raises(Unreachable, match=f"version {theirs}.*knows {ours}.*{age}"):
+        db.part("test", ours, "CREATE TABLE t(x, y)")
+    db.part("other", 1, "CREATE TABLE o(x)")
+    assert [row[1] for row in db._writer.execute("PRAGMA table_info(t)")] == ["x"]
+    db.close_now()
+
+
+def test_half_made_tables_are_not_there(tmp_path: Path) -> None:
+    db = Database(str(tmp_path / "a.db"))
+    with pytest.raises(Unreachable, match="cannot prepare"):
+        db.part("test", 1, "CREATE TABLE t(x); CREATE TABLE oops(")
+    db.part("test", 1, "CREATE TABLE t(x)")
+    db.close_now()
+
+
+async def test_many_processes_may_open_a_new_file_at_the_same_moment(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom penstock.stores.sqlite import Database\nwhile time.time() < float(sys.argv[2]): pass\n"
+        "for i in range(20):\n    db = Database(f'{sys.argv[1]}/{i}.db', inline=True); db.part('p', 1, 'CREATE TABLE t(x)')\n"
+        "    db.write_now(lambda tx: tx.execute('INSERT INTO t VALUES(1)')); db.close_now()\n"
+    )
+    start = __import__("time").time() + 1.0
+    some = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(start)], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in some:
+        _, err = await asyncio.to_thread(process.communicate, None, 40)
+        assert process.returncode == 0, err[-600:]
+    for i in range(20):
+        with sqlite3.connect(tmp_path / f"{i}.db") as c:
+            assert c.execute("SELECT count(*) FROM t").fetchone() == (3,)
+        c.close()
+
+
+# -- integrity -------------------------------------------------------------------------------------------------------------------------
+
+
+def _scribble(path: Path, page: int) -> None:
+    """Damage the head of a page: what a bad sector or a torn write leaves. (A changed letter inside a value is not seen: SQLite has no checksums.)"""
+    with open(path, "r+b") as f:
+        f.seek(16)
+        size = int.from_bytes(f.read(2), "big")
+        f.seek(size * page)
+        f.write(b"\xff" * 16)
+
+
+async def test_a_sound_store_has_nothing_to_tell(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    await db.write(lambda tx: [insert(i)(tx) for i in range(5000)])
+    assert db.check() == []
+    db.close_now()
+    assert Database(":memory:").check() == []
+
+
+async def test_damage_is_found_by_the_check(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db")
+    await db.write(lambda tx: [insert("x" * 100)(tx) for _ in range(2000)])
+    db.close_now()
+    _scribble(tmp_path / "a.db", 5)
+    db = opened(tmp_path / "a.db")
+    assert db.check() != []
+    db.close_now()
+
+
+# -- file systems and versions ---------------------------------------------------------------------------------------------------------
+
+MOUNTS = """22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+40 22 0:35 / /home rw shared:2 - nfs4 server:/home rw,vers=4.2
+41 40 0:36 / /home/me/local rw - xfs /dev/sdb1 rw
+42 22 0:37 / /srv/with\\040space rw - cifs //nas/x rw
+43 22 0:38 / /srv/donn\u00e9es rw master:3 shared:4 - fuse.sshfs host: rw
+44 22 0:39 / /mnt/over rw - ext4 /dev/sdc1 rw
+45 44 0:40 / /mnt/over rw - 9p share rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/lib/penstock/state.db", "ext4"),
+        ("/home/me/state.db", "nfs4"),
+        ("/home", "nfs4"),
+        ("/homestead/state.db", "ext4"),
+        ("/home/me/local/state.db", "xfs"),
+        ("/srv/with space/state.db", "cifs"),
+        ("/srv/donn\u00e9es/state.db", "fuse.sshfs"),
+        ("/mnt/over/state.db", "9p"),
+    ],
+)
+def test_the_file_system_below_a_path_is_the_innermost_and_latest_mount(tmp_path: Path, path: str, kind: str) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(MOUNTS, encoding="utf-8")
+    assert file_system_of(Path(path), str(mountinfo)) == kind
+
+
+def test_where_mounts_cannot_be_read_nothing_is_assumed(tmp_path: Path) -> None:
+    assert file_system_of(tmp_path, str(tmp_path / "none")) == ""
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs", "9p"])
+def test_a_network_file_system_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(store, "file_system_of", lambda path: kind)
+    with pytest.raises(Unreachable, match=f"network file system \\({kind}\\)") as e:
+        Database(str(tmp_path / "sub" / "a.db"))
+    assert "local disk" in e.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "has"),
+    [((3, 6, 23), False), ((3, 7, 0), True), ((3, 40, 1), True), ((3, 51, 2), True), ((3, 51, 3), False), ((3, 52, 0), False), ((4, 0, 0), False)],
+)
+def test_the_wal_reset_bug_is_known_by_version(version: tuple[int, ...], has: bool) -> None:
+    assert has_wal_reset_bug(version) is has
+
+
+def test_the_sqlite_we_bring_does_not_have_the_bug() -> None:
+    assert not has_wal_reset_bug(store.sqlite_version())
+
+
+def test_with_the_bug_a_second_writing_process_is_refused_and_may_come_when_the_first_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "sqlite_version", lambda: (3, 40, 1))
+    first = Database(str(tmp_path / "a.db"))
+    with pytest.raises(Unreachable, match="WAL-reset bug"):
+        Database(str(tmp_path / "a.db"))
+    other = Database(str(tmp_path / "b.db"))
+    first.close_now()
+    Database(str(tmp_path / "a.db")).close_now()
+    other.close_now()
+
+
+def test_without_the_bug_several_may_write(tmp_path: Path) -> None:
+    a, b = opened(tmp_path / "a.db", inline=True), opened(tmp_path / "a.db", inline=True)
+    a.write_now(insert(1))
+    b.write_now(insert(2))
+    assert a.read_now(values) == [1, 2]
+    a.close_now()
+    b.close_now()
+    assert os.listdir(tmp_path) == ["a.db"]
