@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,16 @@ class Database:
     # -- opening ---------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> apsw.Connection:
+        until = time.monotonic() + self._busy_ms / 1000
+        while True:  # turning a new file into a WAL, and closing the last of one, lock out others without asking their patience
+            try:
+                return self._open()
+            except Unreachable as e:
+                if not isinstance(e.__cause__, apsw.BusyError) or time.monotonic() > until:
+                    raise
+            time.sleep(0.01)
+
+    def _open(self) -> apsw.Connection:
         try:
             if self.path != ":memory:":
                 Path(self.path).parent.mkdir(parents=True, exist_ok=True)
