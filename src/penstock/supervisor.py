@@ -27,21 +27,23 @@ def run_command(config: Config, pipeline_file: Path, *, roles: frozenset[str], w
     running = Running(config, pipeline_file, roles=roles)  # checks first: a bad pipeline must not fail once per worker
     if workers == 1:
         return run_worker(running, until_idle=until_idle)
-    return _supervise(lambda: run_worker(Running(config, pipeline_file, roles=roles), until_idle=until_idle), workers)
+    return _supervise(lambda: run_worker(Running(config, pipeline_file, roles=roles), until_idle=until_idle, supervised=True), workers)
 
 
-def run_worker(running: Running, *, until_idle: bool, opened: Callable[[Running], None] | None = None) -> int:
+def run_worker(running: Running, *, until_idle: bool, opened: Callable[[Running], None] | None = None, supervised: bool = False) -> int:
     _keep_freed_memory()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_with_signals(running, until_idle, opened))
+        return runner.run(_with_signals(running, until_idle, opened, supervised))
 
 
-async def _with_signals(running: Running, until_idle: bool, opened: Callable[[Running], None] | None) -> int:
+async def _with_signals(running: Running, until_idle: bool, opened: Callable[[Running], None] | None, supervised: bool) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
         if stop.is_set():
+            if supervised:  # a terminal or a service manager signals the whole group, and our supervisor says it again: that is one signal
+                return
             log.warning("second signal: leaving at once; leases are taken back by the next worker")
             os._exit(128 + number)
         log.info("draining: finishing or releasing within %g s", running.config.grace)
