@@ -1,0 +1,271 @@
+"""What doctor looks at. Each check is a finding: ok, warn (mends itself, or is worth knowing) or fail (something is not as it must be)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from penstock import locks
+from penstock.cli.options import ask
+from penstock.cli.output import joined, lasting, plural, short, size
+from penstock.errors import PenstockError
+from penstock.ledgers import sqlite_audit, sqlite_queries
+from penstock.stores.sqlite import NETWORK_FILE_SYSTEMS, file_system_of, has_wal_reset_bug, sqlite_version
+
+if TYPE_CHECKING:
+    from penstock.app import Stores
+    from penstock.config import Loaded
+    from penstock.ledgers.sqlite_audit import Audit
+    from penstock.options import Config
+
+LOW, VERY_LOW = 1 << 30, 64 << 20  # free disk space
+PROBE = 'from penstock import Pipeline\np = Pipeline("doctor")\n@p.extract\ndef probe(page):\n    yield {"url": page.url}\n'
+
+
+class Finding(NamedTuple):
+    check: str
+    result: Literal["ok", "warn", "fail"]
+    found: str
+    fix: str = ""
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def machine(config: Config) -> Iterator[Finding]:
+    version = sqlite_version()
+    shown = ".".join(map(str, version))
+    if has_wal_reset_bug(version):
+        yield Finding("sqlite", "warn", f"SQLite {shown} has the WAL-reset bug, so only one process may write", "pip install --upgrade apsw (3.51.3 or newer)")
+    else:
+        yield Finding("sqlite", "ok", f"SQLite {shown}, free of the WAL-reset bug")
+    there = _existing(config.state.dir)
+    kind = file_system_of(there)
+    if kind in NETWORK_FILE_SYSTEMS:
+        yield Finding(
+            "file system",
+            "fail",
+            f"{config.state.dir} is on {kind}, where SQLite's locks do not hold",
+            "put the state on a local disk: PENSTOCK_STATE=/var/lib/penstock",
+        )
+    else:
+        yield Finding("file system", "ok", f"{kind or 'unknown kind'}, under {there}")
+    yield _space(there)
+    if not os.access(there, os.W_OK):
+        yield Finding(
+            "permissions",
+            "fail",
+            f"{there} is not writable for this user",
+            f"chown it, or run as its owner ({there.owner()})" if hasattr(there, "owner") else "chown it",
+        )
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+    file_encoding = sys.getfilesystemencoding().lower().replace("-", "")
+    if "utf8" in (encoding, file_encoding) and file_encoding == "utf8":
+        yield Finding("locale", "ok", "UTF-8")
+    else:
+        yield Finding("locale", "warn", f"output is {sys.stdout.encoding}, file names are {sys.getfilesystemencoding()}", "export LANG=C.UTF-8")
+    now = time.time()
+    if now < 1_700_000_000:
+        yield Finding(
+            "clock", "fail", f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}", "set it, e.g. with NTP: leases and windows depend on it"
+        )
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _space(there: Path) -> Finding:
+    free = shutil.disk_usage(there).free
+    if free < VERY_LOW:
+        return Finding("disk", "fail", f"{size(free)} free under {there}", "free some: without room nothing is accepted or ended (nothing is lost either)")
+    if free < LOW:
+        return Finding("disk", "warn", f"{size(free)} free under {there}", "free some, or lower pages.max_bytes and pages.keep")
+    return Finding("disk", "ok", f"{size(free)} free")
+
+
+# -- settings and the pipeline -----------------------------------------------------------------------------------------
+
+
+def settings(loaded: Loaded, file: str | None) -> Iterator[Finding]:
+    yield Finding("configuration", "ok", str(loaded.file) if loaded.file else "no penstock.toml: defaults, environment, command line")
+    chosen = file or loaded.config.pipeline
+    with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as scratch:
+        path = Path(chosen) if chosen else Path(scratch) / "probe.py"
+        if chosen:
+            try:
+                from penstock.app import open_sinks
+                from penstock.pipeline import load
+
+                pipeline = load(path)
+                open_sinks(pipeline, Path.cwd())
+                yield Finding("pipeline", "ok", f"{chosen}: {plural(len(pipeline.extractors), 'extractor')}, {plural(len(pipeline.sinks), 'sink')}")
+            except PenstockError as e:
+                yield Finding("pipeline", "fail", e.message, e.hint)
+                return
+        else:
+            path.write_text(PROBE)
+        yield asyncio.run(_sandbox(path))
+
+
+async def _sandbox(path: Path) -> Finding:
+    """A child process that loads the pipeline, as a worker would have it."""
+    from penstock.stages.sandbox import Sandbox
+
+    sandbox = Sandbox(path)
+    try:
+        started = time.monotonic()
+        await sandbox.start()
+        return Finding("extraction", "ok", f"child processes start ({lasting(time.monotonic() - started)})")
+    except PenstockError as e:
+        return Finding("extraction", "fail", e.message, e.hint)
+    except OSError as e:
+        return Finding("extraction", "fail", f"no child process can be started: {e}", 'check limits on processes (ulimit -u), or extract.isolation = "none"')
+    finally:
+        await sandbox.close()
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def store(stores: Stores) -> Iterator[Finding]:
+    problems = stores.db.check()
+    if problems:
+        yield Finding("integrity", "fail", joined(problems, 3), "stop all workers, keep a copy, restore a backup or use the sqlite3 shell's .recover")
+        return
+    yield Finding("integrity", "ok", f"{Path(stores.db.path).name}, {size(os.path.getsize(stores.db.path))}")
+    now = stores.clock.now()
+    audit = ask(stores, lambda tx: sqlite_audit.audit(tx, now))
+    yield _accounting(audit)
+    yield _queue(audit)
+    yield from _workers(stores, audit)
+    yield from _sinks(stores, audit)
+    yield from _pages(stores)
+    if audit.future > now + 5:
+        yield Finding("clock", "fail", f"events were accepted {lasting(audit.future - now)} in the future", "set the clocks of all machines by NTP")
+    else:
+        yield Finding("clock", "ok", "not behind what is in the books")
+    paused = ask(stores, lambda tx: tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall())
+    for topic, reason in paused:
+        yield Finding("paused", "warn", f"{topic}: {reason}", f"penstock topics resume {topic}")
+
+
+def _accounting(a: Audit) -> Finding:
+    """I10, from both sides. Retention forgets ended events and leaves their counts, so those may only be larger."""
+    wrong = []
+    forgotten = 0
+    for key in sorted(a.counters.keys() | a.rows.keys()):
+        noted, counted = a.counters.get(key, 0), a.rows.get(key, 0)
+        if key[1] in ("success", "duplicate") and noted > counted:
+            forgotten += noted - counted
+        elif noted != counted:
+            wrong.append(f"{key[0]}: {noted:,} {key[1]} in the counters, {counted:,} in the rows")
+    accepted = sum(a.counters.values())
+    if accepted != a.entered or forgotten != a.entered - sum(a.rows.values()):
+        wrong.append(f"{a.entered:,} events were entered, {accepted:,} are counted, {sum(a.rows.values()):,} are there")
+    if wrong:
+        return Finding("accounting", "fail", joined(wrong, 3), "please report it; keep a copy of the state directory")
+    more = f" ({forgotten:,} of them forgotten by retention)" if forgotten else ""
+    return Finding("accounting", "ok", f"{accepted:,} accepted, and every one is accounted for{more}")
+
+
+def _queue(a: Audit) -> Finding:
+    wrong = [f"{topic}/{group} notes {noted} ready, leased, delayed and has {counted}" for topic, group, noted, counted in a.groups if noted != counted]
+    if a.unqueued_count:
+        wrong.append(f"{plural(a.unqueued_count, 'open event')} in no queue: {joined(short(i) for i in a.unqueued)}")
+    if a.letterless:
+        wrong.append(f"{plural(a.letterless, 'dead letter')} of events that are not dead")
+    if wrong:
+        return Finding("queue", "fail", joined(wrong, 3), "please report it; penstock push --force queues a URL again")
+    if a.lingering_count:
+        return Finding("queue", "warn", f"{plural(a.lingering_count, 'queued message')} of events that have ended", "a worker removes them when it meets them")
+    return Finding("queue", "ok", "every open event is queued once")
+
+
+def _workers(stores: Stores, a: Audit) -> Iterator[Finding]:
+    held = ask(stores, sqlite_queries.leases)
+    directory = stores.workers_directory
+    dead = {worker: n for worker, n in held.items() if not locks.worker_alive(directory, worker)}
+    alive = [sign for sign in directory.glob("*.alive") if locks.holder_alive(sign)]
+    if dead:
+        yield Finding(
+            "leases",
+            "warn",
+            f"{plural(sum(dead.values()), 'lease')} of {plural(len(dead), 'worker')} that is gone",
+            "the next `penstock run` takes the work back",
+        )
+    elif a.expired and not alive:
+        yield Finding("leases", "warn", f"{plural(a.expired, 'lease')} that ran out", "the next `penstock run` takes the work back")
+    else:
+        yield Finding("leases", "ok", f"{plural(len(alive), 'worker')} running, no lease without its worker")
+
+
+def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
+    from penstock.sinks.appending import read_mark
+
+    for name, noted, rows in a.outbox:
+        if noted != rows:
+            yield Finding("outbox", "fail", f"{name}: {noted:,} rows should wait and {rows:,} do", "please report it; keep a copy of the state directory")
+    for sink in ask(stores, sqlite_queries.sinks):
+        waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
+        path = _file_of(sink.name)
+        mark = read_mark(sink.mark) if sink.mark else None
+        if path is None or mark is None:
+            yield Finding("sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')} written{waiting}")
+            continue
+        try:
+            there = path.stat().st_size
+        except OSError:
+            result: Literal["ok", "warn"] = "warn" if mark.at else "ok"
+            yield Finding(
+                "sink",
+                result,
+                f"{sink.name}: the file is not there; {size(mark.at)} were written to it{waiting}",
+                "it was moved or removed; the next rows begin a new one" if mark.at else "",
+            )
+            continue
+        if there < mark.at:
+            yield Finding(
+                "sink",
+                "fail",
+                f"{sink.name}: has {there:,} bytes, {mark.at:,} were written",
+                "it was cut or replaced; restore it, or replay what is missing with push --force",
+            )
+        elif there > mark.at:
+            yield Finding(
+                "sink",
+                "warn",
+                f"{sink.name}: {there - mark.at:,} bytes beyond what is noted{waiting}",
+                "a write was interrupted, or is under way; the next `penstock run` puts it right",
+            )
+        else:
+            yield Finding("sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')}, at its noted end{waiting}")
+
+
+def _file_of(name: str) -> Path | None:
+    scheme, _, path = name.partition(":")
+    return Path(path.partition("?")[0]) if scheme in ("jsonl", "csv") and path else None
+
+
+def _pages(stores: Stores) -> Iterator[Finding]:
+    pages, segments = ask(stores, sqlite_queries.page_totals)
+    gone = [name for name in segments if not (stores.pages.directory / name).exists()]
+    if gone:
+        yield Finding(
+            "pages",
+            "fail",
+            f"{plural(len(gone), 'segment file')} missing in {stores.pages.directory}: {joined(gone, 3)}",
+            "restore them from a backup; their URLs can be pushed again with --force",
+        )
+    else:
+        total = sum((stores.pages.directory / name).stat().st_size for name in segments)
+        yield Finding("pages", "ok", f"{plural(pages, 'page')} in {plural(len(segments), 'segment')}, {size(total)}")

@@ -1,0 +1,88 @@
+"""`penstock config …`: every option with its value and where it came from; and whether the files are good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, styled, table
+from penstock.cli.output import show as show_table
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+app = App(name="config", help="show where each option comes from; check files")
+
+
+@app.command
+def show(
+    only: Annotated[str | None, Parameter(help="options that begin so: pace, net.timeout")] = None,
+    /,
+    *,
+    origin: Annotated[bool, Parameter(help="where each value came from")] = False,
+    changed: Annotated[bool, Parameter(help="only what is not the default")] = False,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Every option and its value; passwords are masked."""
+    from penstock import config
+
+    loaded = common.load()
+    by_path = {option.path: option for option in config.OPTIONS}
+    rows = [
+        row
+        for row in config.show(loaded)
+        if (only is None or row.path == only or row.path.startswith(only.rstrip(".") + ".")) and not (changed and row.origin == "default")
+    ]
+    if json:
+        options = [{"path": r.path, "value": r.value, "origin": r.origin, "variable": by_path[r.path].env, "help": by_path[r.path].help} for r in rows]
+        print_json({"file": str(loaded.file) if loaded.file else None, "options": options})
+        return 0
+    made = table(("option", FIXED), ("value", FOLD), *([("origin", FIXED)] if origin else []), ("", FOLD))
+    for r in rows:
+        cells: list[str | Text] = [
+            styled(r.path, "bold" if r.origin != "default" else ""),
+            plain(r.value),
+            *([styled(r.origin, "dim" if r.origin == "default" else "cyan")] if origin else []),
+        ]
+        made.add_row(*cells, styled(by_path[r.path].help, "dim"))
+    show_table(made)
+    return 0
+
+
+@app.command
+def check(
+    file: Annotated[str | None, Parameter(help="a pipeline to check as well (else `pipeline` of penstock.toml)")] = None,
+    /,
+    *,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Read the configuration and the pipeline as `run` would, and open nothing. Exit code 3 says that something is wrong."""
+    loaded = common.load()
+    chosen = file or loaded.config.pipeline
+    found: dict[str, object] = {"config": str(loaded.file) if loaded.file else None, "pipeline": None}
+    if chosen:
+        from penstock.app import open_sinks
+        from penstock.pipeline import load
+
+        pipeline = load(chosen)
+        open_sinks(pipeline, Path.cwd())
+        found["pipeline"] = {
+            "file": chosen,
+            "name": pipeline.name,
+            "extractors": [f"{e.name}@{e.version}" for e in pipeline.extractors],
+            "sinks": [s.url for s in pipeline.sinks],
+            "sources": [s.url for s in pipeline.sources],
+        }
+    if json:
+        print_json(found)
+        return 0
+    say(f"{loaded.file.name}: good" if loaded.file else "no penstock.toml here: defaults, environment and command line are good")
+    if chosen:
+        extractors, sinks = plural(len(pipeline.extractors), "extractor"), plural(len(pipeline.sinks), "sink")
+        say(f"{chosen}: good: pipeline {pipeline.name}, {extractors}, {sinks}, {plural(len(pipeline.sources), 'source')}")
+    return 0

@@ -1,0 +1,48 @@
+"""`penstock doctor`: runs the checks, says what each found and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.output import FOLD, plain, plural, print_json, say, show, status_text, styled, table
+from penstock.errors import DIFFERENCES, OK, UNREACHABLE, PenstockError
+
+
+def doctor(
+    file: Annotated[str | None, Parameter(help="a pipeline to load as well (else `pipeline` of penstock.toml)")] = None,
+    /,
+    *,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Check the store, the books, the sinks and the machine. Exit code 0: nothing wrong, 4: the store cannot be opened, 5: differences found."""
+    from penstock.cli import checks
+
+    loaded = common.load()
+    config = loaded.config
+    found = [*checks.machine(config), *checks.settings(loaded, file)]
+    unreachable = False
+    try:
+        with common.stores(config=config) as stores:
+            found += checks.store(stores)
+    except PenstockError as e:
+        unreachable = True
+        found.append(checks.Finding("store", "fail", e.message, e.hint))
+    failed = sum(f.result == "fail" for f in found)
+    code = UNREACHABLE if unreachable else DIFFERENCES if failed else OK
+    if json:
+        print_json({"ok": code == OK, "exit_code": code, "checks": [{"check": f.check, "result": f.result, "found": f.found, "fix": f.fix} for f in found]})
+        return code
+    made = table("", "check", ("found", FOLD))
+    for f in found:
+        made.add_row(status_text(f.result), plain(f.check), plain(f.found))
+        if f.fix:
+            made.add_row("", "", styled(f"→ {f.fix}", "cyan"))
+    show(made)
+    warned = sum(f.result == "warn" for f in found)
+    say("")
+    say(styled("all is well" if not failed and not warned else f"{plural(failed, 'failure')}, {plural(warned, 'warning')}", "bold"))
+    return code

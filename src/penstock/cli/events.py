@@ -1,0 +1,68 @@
+"""`penstock events ls`: what was accepted, newest first."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from penstock.cli import find
+from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.output import FIXED, FOLD, RIGHT, lasting, moment, plain, print_json, say, short, show, status_text, styled, table
+from penstock.cli.trace import row_document
+from penstock.errors import UsageError
+from penstock.ledgers import sqlite_queries as queries
+
+app = App(name="events", help="list events")
+STATUSES = ("pending", "in_flight", "delayed", "writing", "success", "duplicate", "dead")
+
+
+@app.command
+def ls(
+    *,
+    status: Annotated[str | None, Parameter(help="only " + ", ".join(STATUSES))] = None,
+    host: Annotated[str | None, Parameter(help="only of this host")] = None,
+    source: Annotated[str | None, Parameter(help="only from this source, e.g. push")] = None,
+    url: Annotated[str | None, Parameter(help="only for this URL")] = None,
+    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most so many (50)")] = 50,
+    everything: Annotated[bool, Parameter(name="--all", help="filters look at every event, not at the newest 200,000")] = False,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Events, newest first (delayed ones: due next first)."""
+    if status is not None and status not in STATUSES:
+        raise UsageError(f"there is no status {status!r}", hint=", ".join(STATUSES))
+    key = None if url is None else find.key_of(url)
+    listing = common.read(lambda tx: queries.events(tx, status=status, host=host, source=source, url_key=key, limit=max(1, limit), everything=everything))
+    if json:
+        print_json({"events": [row_document(row) for row in listing.events], "complete": listing.complete})
+        return 0
+    now = time.time()
+    made = table(("event", FIXED), "status", ("accepted", FIXED), ("took", RIGHT), ("http", RIGHT), ("tries", RIGHT), ("url", FOLD), ("reason", FOLD))
+    for row in listing.events:
+        took = (
+            lasting(row.finished_at - row.accepted_at)
+            if row.finished_at
+            else f"in {lasting(max(0.0, row.not_before - now))}"
+            if row.status == "delayed" and row.not_before
+            else ""
+        )
+        reason = f"of {short(row.duplicate_of)}" if row.duplicate_of else row.reason or ""
+        made.add_row(
+            short(row.id),
+            status_text(row.status),
+            moment(row.accepted_at, now),
+            took,
+            str(row.response_status or ""),
+            str(row.starts or ""),
+            plain(row.url),
+            plain(reason),
+        )
+    if listing.events:
+        show(made)
+    else:
+        say("no such events" if status or host or source or url else "no events yet")
+    if not listing.complete:
+        say(styled(f"looked at the newest {queries.SCAN:,} events; --all looks at every one", "dim"))
+    return 0

@@ -1,0 +1,175 @@
+"""The entry point: the table of commands, help at once, and how every error leaves the process. Commands are imported only when called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+# (name, where, group, one line of help). Help for the whole is printed from here, so it costs no import.
+COMMANDS: tuple[tuple[str, str, str, str], ...] = (
+    ("demo", "penstock.cli.demo:demo", "Begin", "a shop on this machine, scraped live, to see everything at work"),
+    ("init", "penstock.cli.init:init", "Begin", "write a pipeline and a commented penstock.toml to start from"),
+    ("run", "penstock.cli.run:run", "Begin", "run a pipeline: all roles in one process, or some of them"),
+    ("push", "penstock.cli.push:push", "Begin", "have URLs scraped"),
+    ("status", "penstock.cli.status:status", "Look", "how much is pending, in flight, delayed, done, dead"),
+    ("trace", "penstock.cli.trace:trace", "Look", "what happened to an event or a URL, step by step"),
+    ("events", "penstock.cli.events:app", "Look", "list events"),
+    ("pages", "penstock.cli.pages:app", "Look", "stored pages: show, list, prune"),
+    ("dlq", "penstock.cli.dlq:app", "Repair", "dead letters: list, show, retry, drop, export"),
+    ("topics", "penstock.cli.topics:app", "Repair", "list, pause and resume topics"),
+    ("doctor", "penstock.cli.doctor:doctor", "Repair", "check the store, the books and the machine"),
+    ("config", "penstock.cli.config:app", "Settings", "show where each option comes from; check files"),
+    ("completion", "penstock.cli.completion:app", "Settings", "completion for bash, zsh and fish"),
+    ("version", "penstock.cli.version:version", "Settings", "versions of Penstock and of what it stands on"),
+)
+EPILOGUE = """\
+Exit codes: 0 ok · 1 ran, but something ended dead, was refused or was not found · 2 usage · 3 configuration · 4 store or server
+unreachable · 5 differences found. `penstock COMMAND --help` says more; `--json` on every command that reads."""
+STDIN = "<stdin>"  # the parser takes a bare "-" for an option
+LEADING = {"--config": 1, "--state": 1, "--set": 1, "-o": 1, "--log-level": 1, "--debug": 0}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in tokens or os.environ.get("PENSTOCK_DEBUG", "") not in ("", "0")
+    try:
+        code = _dispatch(tokens)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has gone: nothing to say, and nothing more to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as e:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        return _explain(e, debug)
+
+
+def _dispatch(tokens: list[str]) -> int:
+    tokens = _common_last(tokens)
+    if not tokens or tokens[0] in ("--help", "-h", "help"):
+        if len(tokens) > 1 and tokens[0] == "help":
+            return _dispatch([*tokens[1:], "--help"])
+        print(help_text(_styled()))
+        return 0
+    if tokens[0] in ("--version", "-V"):
+        from penstock import __version__
+
+        print(f"penstock {__version__}")
+        return 0
+    names = [name for name, *_ in COMMANDS]
+    if tokens[0] not in names:
+        import difflib
+
+        from penstock.errors import UsageError
+
+        if tokens[0].partition("=")[0] in LEADING:
+            raise UsageError("which command?", hint="penstock --help lists them")
+        near = difflib.get_close_matches(tokens[0], names, 1, 0.6)
+        what = "option" if tokens[0].startswith("-") else "command"
+        raise UsageError(f"there is no {what} {tokens[0]!r}", hint=f"did you mean penstock {near[0]}?" if near else "penstock --help lists them")
+    if tokens[0] == "push":
+        tokens = [STDIN if token == "-" else token for token in tokens]
+    result = build()(tokens, exit_on_error=False, print_error=False)
+    return result if isinstance(result, int) else 0
+
+
+def build() -> App:
+    """The whole application; commands stay unimported until they are asked for."""
+    from cyclopts import App, Parameter
+
+    app = App(
+        name="penstock",
+        help="Event-driven web scraping: something changed goes in, one correct row comes out.",
+        help_format="plaintext",
+        version_flags=[],
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+        default_parameter=Parameter(negative="", show_default=False),
+    )
+    for name, where, *_ in COMMANDS:
+        app.command(where, name=name)
+    return app
+
+
+def _common_last(tokens: list[str]) -> list[str]:
+    """`penstock --state DIR status` is `penstock status --state DIR`."""
+    i = 0
+    while i < len(tokens):
+        name, equals, _ = tokens[i].partition("=")
+        if name not in LEADING:
+            break
+        i += 1 + (LEADING[name] if not equals else 0)
+    leading, rest = tokens[:i], tokens[i:]
+    at = rest.index("--") if "--" in rest else len(rest)
+    return rest[:at] + leading + rest[at:] if rest else tokens
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def help_text(styled: bool = False) -> str:
+    bold, dim, end = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if styled else ("", "", "")
+    lines = [f"{bold}Usage:{end} penstock COMMAND [ARGS]", "", "Event-driven web scraping: something changed goes in, one correct row comes out."]
+    group = ""
+    for name, _, of, text in COMMANDS:
+        if of != group:
+            lines += ["", f"{bold}{of}{end}"]
+            group = of
+        lines.append(f"  {bold}{name:<12}{end}{text}")
+    return "\n".join([*lines, "", *(f"{dim}{line}{end}" for line in EPILOGUE.splitlines())])
+
+
+def _styled() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def complain(message: str, hint: str = "") -> None:
+    """`Error: …` / `Try: …` on stderr, whatever may be in them."""
+    from penstock.cli.output import plain
+
+    bold, red, end = ("\x1b[1m", "\x1b[1;31m", "\x1b[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "", "")
+    text = f"{red}Error:{end} {plain(message)}\n" + (f"{bold}Try:{end}   {plain(hint)}\n" if hint else "")
+    try:
+        sys.stderr.write(text.encode(sys.stderr.encoding or "utf-8", "replace").decode(sys.stderr.encoding or "utf-8", "replace"))
+        sys.stderr.flush()
+    except OSError:
+        pass  # nobody is listening; the exit code still tells
+
+
+def _explain(e: Exception, debug: bool) -> int:
+    from penstock.errors import RAN_WITH_FAILURES, UNREACHABLE, USAGE, PenstockError
+
+    if isinstance(e, PenstockError):
+        complain(e.message, e.hint)
+        return e.exit_code
+    if type(e).__module__.startswith("cyclopts"):
+        command = " ".join(getattr(e, "command_chain", None) or ())
+        complain(" ".join(str(e).split()), f"penstock {command + ' ' if command else ''}--help")
+        return USAGE
+    if type(e).__module__.startswith("apsw"):
+        complain(f"the store cannot be read: {e}", "penstock doctor looks closer")
+        return UNREACHABLE
+    if isinstance(e, OSError) and e.strerror:
+        complain(f"{e.filename}: {e.strerror}" if e.filename else e.strerror)
+        return UNREACHABLE
+    import traceback
+
+    where = traceback.extract_tb(e.__traceback__)[-1]
+    place = f"{os.path.basename(os.path.dirname(where.filename))}/{os.path.basename(where.filename)}:{where.lineno}"
+    complain(f"this should not happen: {type(e).__name__}: {e} ({place})", "" if debug else "PENSTOCK_DEBUG=1 shows the traceback; please report it")
+    return RAN_WITH_FAILURES
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Options that every command has, and how they become a configuration and open stores. What an option means is in penstock.options."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from cyclopts import Group, Parameter
+
+from penstock.cli.output import plain
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.app import Stores
+    from penstock.config import Loaded
+    from penstock.options import Config
+
+T = TypeVar("T")
+LEVELS = ("debug", "info", "warning", "error")
+OURS = ("PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL")  # variables of the command line itself, not of the configuration
+_COMMON = Group("Common options", sort_key=90)
+
+
+class SafeFormatter(logging.Formatter):
+    """What a page or its extractor says must not reach the terminal as a command."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    config: Annotated[str | None, Parameter(group=_COMMON, help="configuration file (else PENSTOCK_CONFIG, else ./penstock.toml)")] = None
+    state: Annotated[str | None, Parameter(group=_COMMON, help="directory of the embedded stores (else ./.penstock)")] = None
+    overrides: Annotated[list[str], Parameter(name=["--set", "-o"], group=_COMMON, help="one option: pace.rate=5; may be repeated")] = field(
+        default_factory=list
+    )
+    log_level: Annotated[str | None, Parameter(group=_COMMON, help="debug, info, warning or error; logs go to stderr")] = None
+    debug: Annotated[bool, Parameter(group=_COMMON, help="show tracebacks")] = False
+
+    # -- configuration -------------------------------------------------------------------------------------------------
+
+    def texts(self) -> dict[str, str]:
+        """The command line's part, by option path."""
+        given: dict[str, str] = {}
+        for override in self.overrides:
+            path, equals, text = override.partition("=")
+            if not equals:
+                raise UsageError(f"{override!r} sets nothing", hint="-o pace.rate=5")
+            given[path.strip()] = text
+        if self.state is not None:
+            given["state.dir"] = self.state
+        if self.config is not None:
+            given["config"] = self.config
+        return given
+
+    def load(self) -> Loaded:
+        from penstock import config
+
+        self.start_logging()
+        return config.load(self.texts(), {name: value for name, value in os.environ.items() if name not in OURS}, Path.cwd())
+
+    def start_logging(self, default: str = "warning") -> None:
+        level = (self.log_level or os.environ.get("PENSTOCK_LOG_LEVEL") or ("debug" if self.debug else default)).lower()
+        if level not in LEVELS:
+            raise UsageError(f"there is no log level {level!r}", hint=", ".join(LEVELS))
+        handler = logging.StreamHandler()  # stderr: stdout belongs to the answer
+        handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+        logging.basicConfig(handlers=[handler], level=getattr(logging, level.upper()))
+
+    # -- stores --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def stores(self, *, create: bool = False, config: Config | None = None) -> Iterator[Stores]:
+        """Open for one command: on this thread, closed at its end. Without `create`, missing state is an error."""
+        from penstock.app import open_stores
+
+        opened = open_stores(config or self.load().config, create=create, inline=True)
+        try:
+            yield opened
+        finally:
+            opened.close()
+
+    def read(self, question: Callable[[Any], T]) -> T:
+        """One question to the books, answered from one moment."""
+        with self.stores() as stores:
+            return ask(stores, question)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CommonWithOutput(Common):
+    """Where -o is a file to write to."""
+
+    overrides: Annotated[list[str], Parameter(name=["--set"], group=_COMMON, help="one option: pace.rate=5; may be repeated")] = field(default_factory=list)
+
+
+DEFAULTS, WITH_OUTPUT = Common(), CommonWithOutput()
+
+
+def ask(stores: Stores, question: Callable[[Any], T]) -> T:
+    """A savepoint, so that several statements see the same moment."""
+
+    def work(tx: Any) -> T:
+        with tx:
+            return question(tx)
+
+    answer: T = stores.db.read_now(work)
+    return answer
+
+
+Json = Annotated[bool, Parameter(name="--json", help="one JSON document on stdout")]

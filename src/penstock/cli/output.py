@@ -1,0 +1,152 @@
+"""How the commands speak: one console, one JSON document, times, sizes and ids in the same dress everywhere. Nothing is looked up here."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+# What a page, a header or an exception says must not move the reader's cursor or colour the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+PIPED_WIDTH = 200
+STATUS_STYLE = {
+    "pending": "cyan",
+    "in_flight": "blue",
+    "writing": "blue",
+    "delayed": "yellow",
+    "success": "green",
+    "duplicate": "magenta",
+    "dead": "bold red",
+    "ok": "green",
+    "warn": "yellow",
+    "fail": "bold red",
+}
+
+
+def plain(text: str) -> str:
+    """Safe to print: control characters shown, not obeyed; lone surrogates replaced."""
+    return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text).encode("utf-8", "replace").decode()
+
+
+@functools.cache
+def console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Ours(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else PIPED_WIDTH)
+
+
+def say(*parts: str | Text) -> None:
+    from rich.text import Text
+
+    console().print(Text().join(Text(plain(p)) if isinstance(p, str) else p for p in parts))
+
+
+def styled(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(plain(text), style)
+
+
+def status_text(status: str) -> Text:
+    return styled(status, STATUS_STYLE.get(status, ""))
+
+
+def print_json(document: Any, *, line: bool = False) -> None:
+    """One document on stdout; `line`: on one line, for JSON lines."""
+    import msgspec
+
+    raw = msgspec.json.encode(document)
+    sys.stdout.flush()
+    sys.stdout.buffer.write((raw if line else msgspec.json.format(raw, indent=2)) + b"\n")
+
+
+def table(*columns: str | tuple[str, dict[str, Any]], title: str = "") -> Table:
+    """A quiet table: no box, header in dim."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, header_style="dim", title=title or None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        name, options = (column, {}) if isinstance(column, str) else column
+        made.add_column(name, **options)
+    return made
+
+
+def show(made: Table) -> None:
+    console().print(made)
+
+
+RIGHT: dict[str, Any] = {"justify": "right", "no_wrap": True}
+FIXED: dict[str, Any] = {"no_wrap": True}
+FOLD: dict[str, Any] = {"overflow": "fold"}
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def count(n: int) -> str:
+    return f"{n:,}"
+
+
+def plural(n: int, one: str, many: str = "") -> str:
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def size(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
+        n /= 1024
+    return ""
+
+
+def lasting(seconds: float) -> str:
+    """A length of time as a person says it."""
+    if seconds < 0:
+        return "-" + lasting(-seconds)
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    for length, unit, below, small in ((3600, "min", 60, "s"), (86400, "h", 3600, "min")):
+        if seconds < length:
+            whole, rest = divmod(seconds, below)
+            part = rest / (below / 60) if unit == "h" else rest
+            return f"{whole:.0f} {unit}" + (f" {part:.0f} {small}" if round(part) and round(part) < 60 and whole < 10 else "")
+    return f"{seconds / 86400:.1f} d"
+
+
+def iso(at: float | None) -> str | None:
+    """RFC 3339 in UTC, for JSON."""
+    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def moment(at: float | None, now: float | None = None) -> str:
+    """Local time for people; the date only where it is not today's."""
+    if not at:
+        return "–"
+    local = datetime.fromtimestamp(at).astimezone()
+    today = datetime.fromtimestamp(now).astimezone() if now else datetime.now().astimezone()
+    return local.strftime("%H:%M:%S.%f" if local.date() == today.date() else "%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def short(id_: str, length: int = 12) -> str:
+    """Enough of an id to find it by: every command takes a unique prefix."""
+    return id_[:length]
+
+
+def joined(items: Iterable[str], most: int = 5) -> str:
+    listed: Sequence[str] = list(items)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

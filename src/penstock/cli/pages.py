@@ -1,0 +1,180 @@
+"""`penstock pages …`: stored responses, given back unchanged; listed; pruned."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from penstock import units
+from penstock.cli import find
+from penstock.cli.options import DEFAULTS, WITH_OUTPUT, Common, CommonWithOutput, Json, ask
+from penstock.cli.output import FIXED, FOLD, RIGHT, console, iso, moment, plain, plural, print_json, say, short, size, styled, table
+from penstock.cli.output import show as show_table
+from penstock.errors import PenstockError, UsageError
+from penstock.ledgers import sqlite_queries as queries
+
+if TYPE_CHECKING:
+    from penstock.app import Stores
+
+app = App(name="pages", help="stored pages: show, list, prune")
+
+
+@app.command
+def show(
+    what: Annotated[str, Parameter(help="a page id or an event id (a unique beginning will do), a URL, or `last`")],
+    /,
+    *,
+    output: Annotated[str | None, Parameter(name=["--output", "-o"], help="a file (else stdout)")] = None,
+    headers: Annotated[bool, Parameter(help="what is known of it, instead of its bytes")] = False,
+    json: Json = False,
+    common: CommonWithOutput = WITH_OUTPUT,
+) -> int:
+    """The bytes of a stored page, unchanged."""
+    with common.stores() as stores:
+        page, row = ask(stores, lambda tx: _find(stores, tx, what))
+        body = ask(stores, lambda tx: stores.pages.get_in(tx, page))
+        if row is None and (json or headers):
+            row = ask(stores, lambda tx: queries.event_of_page(tx, page))
+    if body is None:
+        raise find.NotFound(
+            f"page {short(page)} is not stored any more: retention took it", hint="push the URL again with --force; `pages.keep` says how long pages stay"
+        )
+    if json or headers:
+        meta = row.meta if row else None
+        about = {
+            "page": page,
+            "size": len(body),
+            "url": meta.url if meta else None,
+            "requested_url": row.url if row else None,
+            "status": meta.status if meta else None,
+            "headers": meta.headers if meta else {},
+            "fetched_at": iso(meta.fetched_at) if meta else None,
+            "event_id": row.id if row else None,
+        }
+        if json:
+            print_json(about)
+        else:
+            for name, value in about.items():
+                lines = [f"  {k}: {v}" for k, v in value.items()] if isinstance(value, dict) else []
+                say(styled(f"{name:<14}", "dim"), "" if lines else str(value if value is not None else ""))
+                for line in lines:
+                    say(line)
+        if output is None:
+            return 0
+    if output is not None:
+        Path(output).write_bytes(body)
+        console(stderr=True).print(f"{size(len(body))} in {plain(output)}")
+        return 0
+    sys.stdout.flush()
+    sys.stdout.buffer.write(body)
+    sys.stdout.buffer.flush()
+    return 0
+
+
+@app.command
+def ls(
+    *,
+    host: Annotated[str | None, Parameter(help="only of this host")] = None,
+    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most so many (50)")] = 50,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """The newest pages, and how much is stored in all."""
+    with common.stores() as stores:
+        rows, (pages, segments) = ask(stores, lambda tx: (list(queries.paged_events(tx, max(1, limit), host)), queries.page_totals(tx)))
+        on_disk = sum(_size(stores.pages.directory / name) for name in segments)
+    if json:
+        listed = [
+            {
+                "page": row.page,
+                "url": row.url,
+                "status": m.status if (m := row.meta) else None,
+                "size": m.size if m else stored,
+                "fetched_at": iso(m.fetched_at) if m else None,
+                "event_id": row.id,
+                "stored": stored is not None,
+            }
+            for row, stored in rows
+        ]
+        print_json({"pages": listed, "total": {"pages": pages, "bytes_on_disk": on_disk}})
+        return 0
+    now = time.time()
+    made = table(("page", FIXED), ("size", RIGHT), ("http", RIGHT), ("fetched", FIXED), ("url", FOLD), "")
+    for row, stored in rows:
+        m = row.meta
+        made.add_row(
+            short(row.page or ""),
+            size(m.size if m else stored or 0),
+            str(m.status) if m else "",
+            moment(m.fetched_at if m else None, now),
+            plain(row.url),
+            "" if stored is not None else "gone",
+        )
+    if rows:
+        show_table(made)
+    say(styled(f"{plural(pages, 'page')} stored, {size(on_disk)} on disk", "dim"))
+    return 0
+
+
+@app.command
+def prune(
+    *,
+    keep: Annotated[str | None, Parameter(help="remove what was last seen longer ago, e.g. 30d (else pages.keep)")] = None,
+    max_bytes: Annotated[str | None, Parameter(help="remove the oldest beyond this size, e.g. 10GiB (else pages.max_bytes)")] = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Remove old pages now; never one that an open event still needs. A running worker does it every minute."""
+    config = common.load().config
+    age = config.pages.keep if keep is None else _read(units.KEEP, keep, "--keep")
+    most = config.pages.max_bytes if max_bytes is None else _read(units.sizes(0), max_bytes, "--max-bytes")
+    from penstock.app import retain
+
+    with common.stores(create=True, config=config) as stores:
+        pages, freed = asyncio.run(retain(stores, pages_keep=age, pages_bytes=most, history_keep=None))
+        stores.db.write_now(stores.pages.sweep_in)
+    if json:
+        print_json({"removed": pages, "freed_bytes": freed})
+    else:
+        say(f"removed {plural(pages, 'page')}, freed {size(freed)}")
+    return 0
+
+
+def _read(kind: units.Kind, text: str, name: str) -> Any:
+    try:
+        return kind.read(text)
+    except ValueError:
+        raise UsageError(f"{name} {text!r} is not {kind.expected}") from None
+
+
+def _find(stores: Stores, tx: Any, what: str) -> tuple[str, queries.EventRow | None]:
+    """(page id, the event that fetched it, where it was asked for by one)."""
+    if what == "last" or find.is_url(what):
+        row = find.event_for(tx, what)
+        page = queries.page_of_url(tx, find.key_of(row.url)) or row.page
+        if page is None:
+            raise PenstockError(f"no page of {row.url} is stored; its newest event is {row.status}", hint=f"penstock trace {short(row.id)}")
+        return page, next((r for r in queries.of_url(tx, find.key_of(row.url), 100) if r.page == page), row)
+    pages = stores.pages.find_in(tx, what) if set(what) <= set("0123456789abcdef") else []
+    events = queries.ids_like(tx, what, find.MOST)
+    if what in pages or not events:
+        page = find.one(pages, what, "page", "penstock pages ls lists them; a URL or an event id does too")
+        return page, None
+    if pages:
+        find.ambiguous(what, "page or event", [*pages, *events])
+    row = find.event_for(tx, find.one(events, what, "event", ""))
+    if row.page is None:
+        raise PenstockError(f"event {short(row.id)} has no page; it is {row.status}", hint=f"penstock trace {short(row.id)}")
+    return row.page, row
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,39 @@
+"""A progress bar on stderr for long work, where somebody watches; nothing otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from penstock.cli.output import console
+
+AFTER = 0.5  # seconds: what is done sooner needs no bar
+
+
+@contextlib.contextmanager
+def bar(verb: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Yields a function that is told how many more are done."""
+    import time
+
+    err = console(stderr=True)
+    if not err.is_terminal:
+        yield lambda n: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    progress = Progress(TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err, transient=True)
+    task = progress.add_task(verb, total=total)
+    started, shown = time.monotonic(), False
+
+    def advance(n: int) -> None:
+        nonlocal shown
+        if not shown and time.monotonic() - started > AFTER:
+            progress.start()
+            shown = True
+        progress.advance(task, n)
+
+    try:
+        yield advance
+    finally:
+        if shown:
+            progress.stop()

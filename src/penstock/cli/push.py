@@ -1,0 +1,188 @@
+"""`penstock push`: URLs from arguments, files or stdin, read lazily; what is no URL is told with its line, the rest is accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import msgspec
+from cyclopts import Parameter
+
+from penstock import units
+from penstock.cli.main import STDIN
+from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.output import console, plural, print_json, say, short, styled
+from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
+
+if TYPE_CHECKING:
+    from penstock.intake import Pushed
+
+TOLD = 20  # refused inputs that are printed
+LISTED = 1000  # and those that --json lists; the rest is counted
+LONGEST = 65536  # of a line: what is longer is no URL, and must not fill memory
+
+
+class Refused(msgspec.Struct, frozen=True):
+    where: str
+    input: str
+    reason: str
+
+
+class Inputs:
+    """Iterates over good URLs; keeps account of the others, within bounds."""
+
+    def __init__(self, arguments: tuple[str, ...], files: list[str]) -> None:
+        self.arguments, self.files = arguments, files
+        self.refused: list[Refused] = []
+        self.refused_count = 0
+        self.read = 0
+
+    def __iter__(self) -> Iterator[str]:
+        from penstock.rules.identity import BadUrl, canonical_url
+
+        for where, text in self._texts():
+            self.read += 1
+            try:
+                yield canonical_url(text)
+            except BadUrl as e:
+                self.refused_count += 1
+                if len(self.refused) < LISTED:
+                    self.refused.append(Refused(where, _without_password(text), e.reason))
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        for i, text in enumerate(self.arguments, 1):
+            if text == STDIN:
+                yield from _lines("stdin", sys.stdin.buffer)
+            else:
+                yield f"argument {i}", text
+        for file in self.files:
+            if file in (STDIN, "-"):
+                yield from _lines("stdin", sys.stdin.buffer)
+                continue
+            with open(file, "rb") as f:
+                yield from _lines(file, f)
+
+
+def _lines(name: str, stream: BinaryIO) -> Iterator[tuple[str, str]]:
+    """One URL on a line; blank lines and lines that begin with # are left out."""
+    number = 0
+    while line := stream.readline(LONGEST):
+        number += 1
+        whole = line
+        while not whole.endswith(b"\n") and (whole := stream.readline(LONGEST)):  # the rest of a line that is too long
+            pass
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8", "replace").strip()
+        if text and not text.startswith("#"):
+            yield f"{name}:{number}", text
+
+
+def _without_password(text: str) -> str:
+    return units.mask(text[:200])
+
+
+def push(
+    *urls: Annotated[str, Parameter(help="URLs, or - for stdin")],
+    file: Annotated[list[str], Parameter(name=["--file", "-f"], help="a file with one URL on each line; - is stdin")] = [],  # noqa: B006
+    geo: Annotated[str | None, Parameter(help="where to fetch from")] = None,
+    pool: Annotated[str | None, Parameter(help="proxy pool")] = None,
+    account: Annotated[str | None, Parameter(help="account to fetch as")] = None,
+    priority: Annotated[str, Parameter(help="high, normal or low")] = "normal",
+    force: Annotated[bool, Parameter(help="fetch even what was fetched a moment ago, and write what has not changed")] = False,
+    window: Annotated[str | None, Parameter(help="freshness window of its own, e.g. 1h")] = None,
+    trace: Annotated[str | None, Parameter(help="one trace id for all of them (else one each)")] = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Have URLs scraped. Durable when it returns; `penstock run` does the work. Exit code 1 if any was refused."""
+    if not urls and not file:
+        raise UsageError("push what?", hint="penstock push URL, penstock push -f FILE, or penstock push - to read stdin")
+    if priority not in ("high", "normal", "low"):
+        raise UsageError(f"--priority {priority!r} is not known", hint="high, normal or low")
+    if trace is not None and not (0 < len(trace) <= 128 and trace.isprintable()):
+        raise UsageError("--trace must be printable, and at most 128 characters")
+    try:
+        seconds = None if window is None else units.duration(window)
+    except ValueError:
+        raise UsageError(f"--window {window!r} is no length of time", hint="30s, 5m, 1h, 1d") from None
+    for name in file:
+        if name not in (STDIN, "-"):
+            _readable(name)
+
+    from penstock import intake
+    from penstock.model import Route
+
+    inputs = Inputs(urls, file)
+    route = Route(geo=geo, pool=pool, account=account)
+    with common.stores(create=True) as stores, _watched() as seen:
+        done = asyncio.run(
+            intake.push(
+                stores.books,
+                inputs,
+                clock=stores.clock,
+                route=route,
+                priority=priority,
+                force=force,
+                window=seconds,
+                trace=trace,
+                on_progress=lambda p: seen(p.new + p.known),
+            )
+        )
+        running = any(stores.workers_directory.glob("*.alive"))
+    for text, reason in done.refused:  # by intake itself
+        inputs.refused_count += 1
+        inputs.refused.append(Refused("", _without_password(text), reason))
+    if not inputs.read:
+        raise UsageError("there was no URL in the input", hint="one URL on each line; lines that begin with # are left out")
+    if json:
+        print_json(
+            {
+                "accepted": done.new,
+                "known": done.known,
+                "refused": inputs.refused_count,
+                "refusals": msgspec.to_builtins(inputs.refused),
+                "first_event_id": done.first or None,
+            }
+        )
+    else:
+        _tell(inputs, done, running)
+    return RAN_WITH_FAILURES if inputs.refused_count else OK
+
+
+def _readable(name: str) -> None:
+    try:
+        with open(name, "rb"):
+            pass
+    except OSError as e:
+        raise UsageError(f"{name}: {e.strerror}", hint="a file with one URL on each line") from None
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[Callable[[int], None]]:
+    """A count on stderr that moves, for long input on a terminal."""
+    from penstock.cli.progress import bar
+
+    with bar("pushing", None) as advance:
+        last = 0
+
+        def seen(total: int) -> None:
+            nonlocal last
+            advance(total - last)
+            last = total
+
+        yield seen
+
+
+def _tell(inputs: Inputs, done: Pushed, running: bool) -> None:
+    err = console(stderr=True)
+    for r in inputs.refused[:TOLD]:
+        err.print(styled(f"refused {r.where}: {r.input!r}: {r.reason}", "yellow"))
+    if inputs.refused_count > TOLD:
+        err.print(styled(f"… and {inputs.refused_count - TOLD:,} more (--json lists the first {LISTED:,})", "yellow"))
+    known = f", {done.known:,} known already" if done.known else ""
+    refused = f", {inputs.refused_count:,} refused" if inputs.refused_count else ""
+    say(f"accepted {plural(done.new, 'URL')}{known}{refused}")
+    if done.first and sys.stdout.isatty():
+        say(styled(f"penstock trace {short(done.first)} follows the first" + ("" if running else "; penstock run FILE does the work"), "dim"))

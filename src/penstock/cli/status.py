@@ -1,0 +1,209 @@
+"""`penstock status`: the counters, why things wait, what they die of. Reads counters, so it costs the same at a million events."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from penstock.cli.options import DEFAULTS, Common, Json, ask
+from penstock.cli.output import FOLD, RIGHT, console, count, iso, lasting, plain, plural, print_json, short, status_text, styled, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from penstock.app import Stores
+    from penstock.ledgers.sqlite_queries import Standing
+
+STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
+COUNTERS = ("records", "records_unchanged", "changes", "unchanged", "empty", "unmatched", "followed", "unreadable")
+
+
+def status(
+    *,
+    json: Json = False,
+    watch: Annotated[bool, Parameter(name=["--watch", "-w"], help="look again every second, until Ctrl-C")] = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """How much is pending, in flight, delayed, done and dead; they add up to what was accepted.
+
+    Also: why events wait, the largest causes of death, sinks that are behind, pages that no extractor matched or that
+    yielded nothing.
+    """
+    with common.stores() as stores:
+        if not watch:
+            found, now = look(stores)
+            if json:
+                print_json(document(found, now))
+            else:
+                console().print(picture(found, now))
+            return 0
+        return _watch(stores, json)
+
+
+def _watch(stores: Stores, json: bool) -> int:
+    from rich.live import Live
+
+    try:
+        if json or not console().is_terminal:
+            while True:
+                print_json(document(*look(stores)), line=True)
+                console().file.flush()
+                time.sleep(1.0)
+        with Live(picture(*look(stores)), console=console(), refresh_per_second=4) as live:
+            while True:
+                time.sleep(1.0)
+                live.update(picture(*look(stores)))
+    except KeyboardInterrupt:
+        return 0
+
+
+Look = tuple["Standing", list[dict[str, Any]]]
+
+
+def look(stores: Stores) -> tuple[Look, float]:
+    from penstock.ledgers import sqlite_queries as queries
+    from penstock.locks import worker_alive
+
+    found = ask(stores, queries.standing)
+    directory = stores.workers_directory
+    signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(found.running)
+    workers = [{"id": worker, "alive": worker_alive(directory, worker), "holds": found.running.get(worker, 0)} for worker in sorted(signs)]
+    return (found, workers), time.time()
+
+
+def document(looked: Look, now: float) -> dict[str, Any]:
+    found, workers = looked
+    total = {name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)}
+    breaker = {topic: reason for topic, reason in found.paused.items() if reason.startswith("breaker:")}
+    return {
+        "topics": found.topics,
+        "total": total,
+        "breaker": "open" if breaker else "closed",
+        "paused": found.paused,
+        "counters": {**dict.fromkeys(COUNTERS, 0), **found.counters},
+        "delays": [{"reason": w.reason, "events": w.events, "next_at": iso(w.next_at)} for w in found.waiting],
+        "dead_causes": [
+            {
+                "fingerprint": c.fingerprint,
+                "letters": c.letters,
+                "exact": c.exact,
+                "stage": c.stage,
+                "class": c.error_class,
+                "reason": c.reason,
+                "newest_at": iso(c.newest),
+                "event_id": c.event_id,
+            }
+            for c in found.causes
+        ],
+        "sinks": [{"name": s.name, "flushed": s.flushed, "backlog": s.backlog} for s in found.sinks],
+        "hooks_waiting": found.changes_waiting,
+        "workers": workers,
+        "oldest_pending_age": None if found.oldest is None else round(max(0.0, now - found.oldest), 3),
+    }
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def picture(looked: Look, now: float) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    found, workers = looked
+    parts: list[RenderableType] = []
+    for topic, reason in found.paused.items():
+        parts += [
+            Text.assemble(
+                (" paused ", "bold white on red"), " ", (plain(topic), "bold"), f": {plain(reason)}  ", (f"penstock topics resume {plain(topic)}", "cyan")
+            ),
+            "",
+        ]
+    parts += [_figures(found), "", _workers(found, workers, now)]
+    for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
+        if part is not None:
+            parts += ["", part]
+    return Group(*parts)
+
+
+def _figures(found: Standing) -> RenderableType:
+    made = table("topic", *((name.replace("_", " "), RIGHT) for name in ("accepted", *STATES)))
+    rows = dict(found.topics)
+    if len(rows) > 1:
+        rows["total"] = {name: sum(row[name] for row in rows.values()) for name in ("accepted", *STATES)}
+    for topic, row in rows.items():
+        cells = [styled(count(row["accepted"]), "bold")]
+        for state in STATES:
+            cell = status_text(state)
+            cell.plain = count(row[state])
+            cells.append(cell if row[state] else styled("0", "dim"))
+        made.add_row(styled(topic, "bold"), *cells)
+    return made
+
+
+def _workers(found: Standing, workers: list[dict[str, Any]], now: float) -> RenderableType:
+    from rich.text import Text
+
+    alive, gone = [w for w in workers if w["alive"]], [w for w in workers if not w["alive"]]
+    line = Text.assemble(("workers ", "dim"), plural(len(alive), "worker") + " running" if alive else "none running")
+    if gone:
+        line.append(f", {plural(len(gone), 'worker')} gone without a word (the next one takes their work back)", "yellow")
+    if found.oldest is not None:
+        line.append("   oldest ", "dim").append(lasting(now - found.oldest))
+    open_ = sum(row[name] for row in found.topics.values() for name in ("pending", "delayed"))
+    if open_ and not alive:
+        line.append("   penstock run works on it", "cyan")
+    return line
+
+
+def _yield(found: Standing) -> RenderableType | None:
+    from rich.text import Text
+
+    c = found.counters
+    line = Text.assemble(("records ", "dim"), count(c.get("records", 0)))
+    for name, label in (("changes", "changes"), ("unchanged", "pages unchanged"), ("records_unchanged", "records unchanged"), ("followed", "links followed")):
+        if c.get(name):
+            line.append(f"   {label} ", "dim").append(count(c[name]))
+    for name, text in (("unmatched", "no extractor matched"), ("empty", "yielded nothing")):
+        if c.get(name):
+            line.append(f"\n{plural(c[name], 'page')}: {text}", "yellow").append(
+                f"   {'check match=' if name == 'unmatched' else 'a redesigned page? check the selectors'}", "dim"
+            )
+    if c.get("unreadable"):
+        line.append(f"\n{plural(c['unreadable'], 'message')} could not be read as an event", "yellow").append("   penstock dlq ls --stage intake", "dim")
+    if not any(c.get(name) for name in COUNTERS):
+        return None
+    return line
+
+
+def _delays(found: Standing, now: float) -> RenderableType | None:
+    if not found.waiting:
+        return None
+    total = sum(row["delayed"] for row in found.topics.values())
+    made = table(("delayed", RIGHT), ("next in", RIGHT), (f"why{f' (of the next {count(found.waiting_seen)})' if total > found.waiting_seen else ''}", FOLD))
+    for w in found.waiting[:5]:
+        made.add_row(styled(count(w.events), "yellow"), lasting(max(0.0, w.next_at - now)), plain(w.reason))
+    if len(found.waiting) > 5:
+        made.add_row("", "", styled(f"and {plural(len(found.waiting) - 5, 'other reason')}", "dim"))
+    return made
+
+
+def _causes(found: Standing, now: float) -> RenderableType | None:
+    if not found.causes:
+        return None
+    made = table(("dead", RIGHT), ("last", RIGHT), "stage", ("cause", FOLD), ("look closer", {"no_wrap": True}))
+    for c in found.causes:
+        letters = count(c.letters) + ("" if c.exact else "+")
+        command = styled(f"penstock dlq show {short(c.event_id)}", "cyan")
+        made.add_row(styled(letters, "bold red"), lasting(max(0.0, now - c.newest)) + " ago", plain(c.stage), plain(f"{c.error_class}: {c.reason}"), command)
+    return made
+
+
+def _sinks(found: Standing) -> RenderableType | None:
+    if not found.sinks:
+        return None
+    made = table("sink", ("written", RIGHT), ("waiting", RIGHT))
+    for s in found.sinks:
+        made.add_row(plain(s.name), count(s.flushed), styled(count(s.backlog), "yellow" if s.backlog else "dim"))
+    return made

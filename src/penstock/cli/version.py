@@ -1,0 +1,41 @@
+"""`penstock version`: Penstock and what it stands on."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+
+from penstock import __version__
+from penstock.cli.options import Json
+from penstock.cli.output import print_json, say, styled
+
+PARTS = ("apsw", "pycurl", "turbohtml", "ada-url", "msgspec", "uvloop", "zstandard", "cyclopts", "rich")
+
+
+def version(*, json: Json = False) -> int:
+    """Versions of Penstock and of what it stands on; for bug reports."""
+    from penstock.stores.sqlite import sqlite_version
+
+    parts = {"python": platform.python_version(), "sqlite": ".".join(map(str, sqlite_version())), "libcurl": _curl()}
+    for name in PARTS:
+        try:
+            parts[name] = installed(name)
+        except PackageNotFoundError:
+            parts[name] = ""
+    if json:
+        print_json({"penstock": __version__, **parts, "platform": platform.platform()})
+        return 0
+    say(f"penstock {__version__}")
+    for name, number in parts.items():
+        say(styled(f"  {name:<10}", "dim"), number or "not installed")
+    return 0
+
+
+def _curl() -> str:
+    try:
+        import pycurl
+
+        return str(pycurl.version_info()[1])
+    except ImportError:
+        return ""

@@ -1,0 +1,314 @@
+"""Questions to the SQLite books: pure reads inside a transaction, each by an index or within a stated bound. Nothing is changed or printed here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.ledgers.sqlite import decode_meta
+from penstock.ledgers.sqlite_letters import Cause, causes
+from penstock.ports import PageMeta
+from penstock.stores.sqlite import Tx
+
+STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
+SCAN = 200_000  # rows looked at, newest first, where no index answers
+SAMPLE = 1000  # delayed events looked at for their reasons
+_END = "\U0010ffff"  # above everything an id begins with
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    reason: str
+    events: int
+    next_at: float
+
+
+class SinkState(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    flushed: int
+    backlog: int
+    mark: str
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    topics: dict[str, dict[str, int]]  # per topic: accepted and the six states, which add up to it
+    counters: dict[str, int]  # everything else that is counted, over all topics
+    paused: dict[str, str]  # topic → why
+    waiting: list[Waiting]
+    waiting_seen: int  # of how many delayed events the reasons are
+    causes: list[Cause]
+    sinks: list[SinkState]
+    running: dict[str, int]  # worker → leases it holds, at most SCAN of all
+    changes_waiting: bool
+    oldest: float | None  # when the oldest unfinished message was queued
+
+
+def counts_of(row: dict[str, int]) -> dict[str, int]:
+    """A record on its way to a sink in another process is work in flight."""
+    states = {name: row.get(name, 0) + (row.get("writing", 0) if name == "in_flight" else 0) for name in STATES}
+    return {"accepted": sum(states.values()), **states}
+
+
+def standing(tx: Tx) -> Standing:
+    """All that `status` shows; reads counters, never counts events."""
+    per_topic: dict[str, dict[str, int]] = {"requests": {}}
+    for topic, name, n in tx.execute("SELECT topic, name, n FROM counter"):
+        per_topic.setdefault(topic, {})[name] = n
+    others: Counter[str] = Counter()
+    for row in per_topic.values():
+        others.update({name: n for name, n in row.items() if name not in STATES and name != "writing"})
+    waiting, seen = delays(tx)
+    return Standing(
+        topics={topic: counts_of(row) for topic, row in per_topic.items()},
+        counters=dict(others),
+        paused=dict(tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall()),
+        waiting=waiting,
+        waiting_seen=seen,
+        causes=causes(tx),
+        sinks=sinks(tx),
+        running=leases(tx),
+        changes_waiting=tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is not None,
+        oldest=oldest(tx),
+    )
+
+
+def delays(tx: Tx) -> tuple[list[Waiting], int]:
+    """Why delayed events wait, the most frequent reason first, from those that are due next."""
+    found: dict[str, tuple[int, float]] = {}
+    seen = 0
+    for reason, at in tx.execute("SELECT reason, not_before FROM event WHERE status='delayed' ORDER BY not_before LIMIT ?", (SAMPLE,)):
+        seen += 1
+        n, first = found.get(reason or "", (0, at))
+        found[reason or ""] = (n + 1, min(first, at))
+    rows = [Waiting(reason=reason, events=n, next_at=at) for reason, (n, at) in found.items()]
+    return sorted(rows, key=lambda w: -w.events), seen
+
+
+def sinks(tx: Tx) -> list[SinkState]:
+    return [
+        SinkState(name=name, flushed=flushed, backlog=next_ - 1 - flushed, mark=mark)
+        for name, next_, flushed, mark in tx.execute("SELECT name, next, flushed, mark FROM sink ORDER BY id")
+    ]
+
+
+def leases(tx: Tx) -> dict[str, int]:
+    """How many deliveries each worker holds; there are never more than the fleet's windows together."""
+    held: Counter[str] = Counter()
+    for (group,) in tx.execute("SELECT id FROM grp WHERE leased>0").fetchall():
+        held.update(owner for (owner,) in tx.execute("SELECT owner FROM queue WHERE grp=? AND state=1 LIMIT ?", (group, SCAN)))
+    return dict(held)
+
+
+def oldest(tx: Tx) -> float | None:
+    """When the oldest message that is ready or leased was queued; behind more than SAMPLE delayed ones, the oldest of these."""
+    found: float | None = None
+    for (group,) in tx.execute("SELECT g.id FROM grp g JOIN topic t ON t.id=g.topic WHERE g.name='main' AND g.ready+g.leased>0").fetchall():
+        rows = tx.execute("SELECT seq, state FROM queue WHERE grp=? ORDER BY seq LIMIT ?", (group, SAMPLE)).fetchall()
+        seq = next((seq for seq, state in rows if state != 2), rows[0][0] if rows else None)
+        at = None if seq is None else tx.execute("SELECT at FROM message WHERE seq=?", (seq,)).get
+        if at is not None and (found is None or at < found):
+            found = at
+    return found
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+class EventRow(msgspec.Struct, frozen=True, kw_only=True):
+    n: int
+    id: str
+    topic: str
+    position: int | None
+    source: str
+    trace: str
+    url: str
+    host: str
+    status: str
+    attempts: int
+    starts: int
+    crashes: int
+    accepted_at: float
+    dispatched_at: float | None
+    finished_at: float | None
+    not_before: float | None
+    response_status: int | None
+    response_hash: str | None
+    reason: str | None
+    worker: str | None
+    extractors: str | None
+    page: str | None
+    duplicate_of: str | None
+    promoted: int
+    page_meta: bytes | None
+    envelope: bytes
+
+    @property
+    def meta(self) -> PageMeta | None:
+        return decode_meta(self.page_meta) if self.page_meta else None
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of an event's history."""
+
+    at: float
+    status: str
+    worker: str | None
+    stage: str | None
+    error_class: str | None
+    reason: str | None
+
+
+_FIELDS = tuple(f.name for f in msgspec.structs.fields(EventRow))
+_ELSEWHERE = {"page": "f.page", "page_meta": "f.meta", "envelope": "coalesce(v.body, x'')"}
+_COLUMNS = ", ".join(_ELSEWHERE.get(name, f"e.{name}") for name in _FIELDS)
+_JOINED = "LEFT JOIN fetched f ON f.event=e.n LEFT JOIN envelope v ON v.event=e.n"
+
+
+def _rows(tx: Tx, where: str, bindings: Sequence[Any] = (), *, index: str = "") -> list[EventRow]:
+    rows = tx.execute(f"SELECT {_COLUMNS} FROM event e {index} {_JOINED} {where}", tuple(bindings))
+    return [EventRow(**dict(zip(_FIELDS, row, strict=True))) for row in rows]
+
+
+def event(tx: Tx, id_: str) -> EventRow | None:
+    found = _rows(tx, "WHERE e.id=?", (id_,))
+    return found[0] if found else None
+
+
+def ids_like(tx: Tx, prefix: str, most: int = 6) -> list[str]:
+    """Event ids that begin so."""
+    return [i for (i,) in tx.execute("SELECT id FROM event WHERE id>=? AND id<? ORDER BY id LIMIT ?", (prefix, prefix + _END, most))]
+
+
+def traces_like(tx: Tx, prefix: str, most: int = 6) -> list[str]:
+    """Trace ids that begin so, by stepping over the index: one trace may have a million events."""
+    found: list[str] = []
+    after = tx.execute("SELECT min(trace) FROM event WHERE trace>=?", (prefix,)).get
+    while after is not None and after.startswith(prefix) and len(found) < most:
+        found.append(after)
+        after = tx.execute("SELECT min(trace) FROM event WHERE trace>?", (after,)).get
+    return found
+
+
+def newest(tx: Tx) -> EventRow | None:
+    found = _rows(tx, "WHERE e.n=(SELECT max(n) FROM event)")
+    return found[0] if found else None
+
+
+def of_url(tx: Tx, key: bytes, most: int) -> list[EventRow]:
+    """Newest first."""
+    return _rows(tx, "WHERE e.url_key=? ORDER BY e.n DESC LIMIT ?", (key, most))
+
+
+def of_trace(tx: Tx, trace: str, most: int) -> list[EventRow]:
+    """In the order they were accepted."""
+    return _rows(tx, "WHERE e.trace=? ORDER BY e.n LIMIT ?", (trace, most))
+
+
+def trace_size(tx: Tx, trace: str) -> int:
+    return int(tx.execute("SELECT count(*) FROM (SELECT 1 FROM event WHERE trace=? LIMIT ?)", (trace, SCAN)).get)
+
+
+def history(tx: Tx, n: int) -> list[Step]:
+    rows = tx.execute("SELECT at, status, worker, stage, class, reason FROM history WHERE event=? ORDER BY at LIMIT ?", (n, SAMPLE))
+    return [Step(at=at / 1e6, status=status, worker=worker, stage=stage, error_class=kind, reason=reason) for at, status, worker, stage, kind, reason in rows]
+
+
+def duplicates_of(tx: Tx, id_: str, most: int = 20) -> list[tuple[str, str]]:
+    """(event, trace) of what ended as a duplicate of it."""
+    return tx.execute("SELECT id, trace FROM event WHERE duplicate_of=? ORDER BY n LIMIT ?", (id_, most)).fetchall()
+
+
+def records_of(tx: Tx, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
+    """Event number → (extractor, key) of the records that are still from it. None: too many records to look through."""
+    wanted = list(events)
+    indexed = tx.execute("SELECT 1 FROM pragma_index_list('record') l JOIN pragma_index_info(l.name) i WHERE i.seqno=0 AND i.name='n'").get is not None
+    if not indexed and (tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='records'").get or 0) > SCAN:
+        return None
+    found: dict[int, list[tuple[str, str]]] = {}
+    for n, extractor, key in tx.execute(
+        "SELECT n, extractor, key FROM record WHERE n IN (SELECT value FROM json_each(?))", (msgspec.json.encode(wanted).decode(),)
+    ):
+        found.setdefault(n, []).append((extractor, key))
+    return found
+
+
+class Listing(msgspec.Struct, frozen=True):
+    events: list[EventRow]
+    complete: bool  # False: older ones were not looked at
+
+
+def events(
+    tx: Tx,
+    *,
+    status: str | None = None,
+    host: str | None = None,
+    source: str | None = None,
+    url_key: bytes | None = None,
+    limit: int = 50,
+    everything: bool = False,
+) -> Listing:
+    """Newest first (delayed: due next first). Filters without an index look at the newest SCAN events only, unless everything is asked for."""
+    conditions, bindings = ["1"], []
+    for column, value in (("host", host), ("source", source), ("url_key", url_key)):
+        if value is not None:
+            conditions.append(f"e.{column}=?")
+            bindings.append(value)
+    order, index, indexed, bounded = "e.n DESC", "", url_key is not None, False
+    if url_key is None and status == "in_flight":  # whatever is in flight is leased
+        leased = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1 AND q.grp IN (SELECT id FROM grp WHERE leased>0)"
+        conditions.append(f"e.status='in_flight' AND e.id IN ({leased})")
+        indexed = True
+    elif url_key is None and status == "delayed":
+        conditions.append("e.status='delayed'")  # spelled as its partial index is
+        index, order, indexed = "INDEXED BY event_delayed", "e.not_before", True
+    elif status is not None:
+        conditions.append("e.status=?")
+        bindings.append(status)
+    if not indexed and not everything and len(conditions) > 1:
+        first = (tx.execute("SELECT max(n) FROM event").get or 0) - SCAN
+        bounded = first > 0
+        conditions.append(f"e.n>{first}")
+    found = _rows(tx, f"WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?", (*bindings, limit), index=index)
+    return Listing(found, len(found) == limit or not bounded)
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def page_of_url(tx: Tx, key: bytes) -> str | None:
+    """The newest page of a URL that is still stored."""
+    for (page,) in tx.execute("SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100", (key,)).fetchall():
+        if tx.execute("SELECT 1 FROM page WHERE hash=unhex(?)", (page,)).get is not None:
+            return str(page)
+    return None
+
+
+def event_of_page(tx: Tx, page: str) -> EventRow | None:
+    """The newest event that fetched it, among the newest SCAN."""
+    found = _rows(tx, "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=? AND event>(SELECT max(event) FROM fetched)-?)", (page, SCAN))
+    return found[0] if found else None
+
+
+def paged_events(tx: Tx, limit: int, host: str | None = None) -> Iterator[tuple[EventRow, int | None]]:
+    """The newest events that have a page, each page once, with its size (None: retention took it). With a host, of the newest SCAN events."""
+    condition, bindings = ("", ()) if host is None else ("WHERE e.host=? AND e.n>(SELECT max(n) FROM event)-?", (host, SCAN))
+    seen: set[str] = set()
+    query = f"SELECT {_COLUMNS} FROM fetched f CROSS JOIN event e ON e.n=f.event LEFT JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC LIMIT ?"
+    for row in tx.execute(query, (*bindings, SCAN)):
+        found = EventRow(**dict(zip(_FIELDS, row, strict=True)))
+        if found.page is None or found.page in seen:
+            continue
+        seen.add(found.page)
+        yield found, tx.execute("SELECT size FROM page WHERE hash=unhex(?)", (found.page,)).get
+        if len(seen) >= limit:
+            return
+
+
+def page_totals(tx: Tx) -> tuple[int, list[str]]:
+    """(pages stored, names of the segments that hold them)."""
+    return int(tx.execute("SELECT count(*) FROM page").get), [name for (name,) in tx.execute("SELECT name FROM segment ORDER BY id")]
