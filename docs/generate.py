@@ -1,0 +1,273 @@
+"""Writes the pages of docs/ that are made from the code: configuration.md, cli.md and outcomes.md. `--check` only says whether they are up to date."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+HERE = Path(__file__).parent
+NOTE = "<!-- Made by docs/generate.py; edit the code it is made from, then run it: ./dev exec python docs/generate.py -->"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _table(*head: str) -> list[str]:
+    return [_row(*head), "|" + "---|" * len(head)]
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+CONFIGURATION = """\
+# Configuration
+
+Every option can be set in three places. The first that has it wins:
+
+1. the command line: `-o pace.rate=5` (or `--set pace.rate=5`), on every command; `--state DIR` is short for `state.dir`;
+2. the environment: `PENSTOCK_PACE_RATE=5`;
+3. the file `penstock.toml` in the current directory, or the one that `--config FILE` or `PENSTOCK_CONFIG` names:
+
+   ```toml
+   [pace]
+   rate = "5"
+   ```
+
+`penstock init` writes a `penstock.toml` with every option in it, commented out.
+`penstock config show --origin` tells what holds now and where it came from. `penstock config check` reads everything as `run` would and opens nothing.
+
+- An unknown key or variable is an error that names the nearest known one. So is a bad value, even where a better one overrides it. The exit code is 3.
+- An empty variable counts as unset.
+- Relative paths are relative to the current directory, not to the file they are written in.
+- Options marked *secret* may hold a password. It is masked wherever the configuration is shown. The variable may end in `_FILE` and then names a file
+  that holds the value, without its last newline: `PENSTOCK_BROKER_URL_FILE=/run/secrets/broker`.
+- `namespace` and `breaker.alert` are read and checked, but nothing uses them in this version.
+- `PENSTOCK_LOG_LEVEL` (debug, info, warning, error) and `PENSTOCK_DEBUG=1` (show tracebacks) are variables of the command line itself. `--log-level` and
+  `--debug` say the same.
+
+How values are written:
+
+| kind | written as |
+|---|---|
+"""
+WRITTEN_AS = """\
+| duration | `500ms`, `30s`, `5m`, `1h`, `2d`, `1h30m`; a bare number is seconds |
+| size | `512KiB`, `64MiB`, `10GiB`, `10 GB`; a bare number is bytes |
+| rate | requests a second (`2`, `0.5`), or with a unit (`30/m`, `100/h`, `1/d`), or `unlimited` |
+| share | a number from 0 to 1 |
+| list of targets | `127.0.0.1:8000,[::1]:8000,10.1.0.0/16:443,shop.test:*`: address, network or name, always with its port; `*` is any port |
+| list of ports | `80,443` |
+| true or false | `true`, `yes`, `on`, `1`, or `false`, `no`, `off`, `0` |
+"""
+
+
+def configuration() -> str:
+    from penstock.options import OPTIONS
+
+    lines = [CONFIGURATION + WRITTEN_AS]
+    section: str | None = None
+    for option in OPTIONS:
+        of = option.path.rpartition(".")[0]
+        if of != section:
+            section = of
+            lines += ["", f"## [{of}]" if of else "## At the top level", "", *_table("option", "variable", "kind", "default", "what it is")]
+        variables = " or ".join(_code(v) for v in option.variables)
+        what = option.help + (" (*secret*)" if option.secret else "")
+        lines.append(_row(_code(option.path), variables, option.kind.name, _code(option.default_text) or "not set", what))
+    return "\n".join(lines)
+
+
+# -- the command line ----------------------------------------------------------------------------------------------------
+
+CLI = """\
+# Command line
+
+`penstock COMMAND --help` says the same in the terminal. Answers go to stdout, logs and errors to stderr. An error is two lines: `Error:` and `Try:`.
+
+Exit codes:
+
+| code | meaning |
+|---|---|
+| 0 | it went well |
+| 1 | it ran, but something ended dead, a breaker is open (`run --until-idle`), an input was refused (`push`), or what was asked for was not found |
+| 2 | the command line makes no sense |
+| 3 | the configuration or the pipeline is wrong, or an extra is missing |
+| 4 | the store or a server cannot be reached, or refuses |
+| 5 | differences were found (`doctor`) |
+
+The options of the last table, [Common options](#common-options), are on every command that has *common options* behind its name.
+They may also stand before the command.
+"""
+
+
+def _arguments(app: App) -> tuple[list[Any], list[Any], bool]:
+    own, common = [], []
+    for argument in app.assemble_argument_collection():
+        if argument.show:
+            (common if argument.parameter.group[0]._name == "Common options" else own).append(argument)
+    return own, common, bool(common)
+
+
+def _names(argument: Any) -> str:
+    flag = argument.hint is bool
+    names = [name for name in argument.names if not name.startswith(("--no-", "--empty-"))]
+    if names and not names[0].startswith("-"):
+        return _code(names[0])
+    return ", ".join(_code(name) for name in names) + ("" if flag else " …")
+
+
+def _command(app: App, name: str) -> Iterator[str]:
+    own, _, common = _arguments(app)
+    yield f"## penstock {name}" + (" (*common options*)" if common else "")
+    yield ""
+    yield " ".join((app.help or "").split())
+    yield ""
+    if own:
+        yield from _table("argument or option", "what it is")
+        for argument in own:
+            yield _row(_names(argument), " ".join((argument.parameter.help or "").split()))
+        yield ""
+
+
+def cli() -> str:
+    from penstock.cli.main import COMMANDS, build
+
+    app = build()
+    lines = [CLI]
+    group = ""
+    for _, _, of, _ in COMMANDS:
+        if of != group:
+            group = of
+            lines.append(f"- **{of}**: " + ", ".join(_code(n) for n, _, o, _ in COMMANDS if o == of))
+    lines.append("")
+    last: list[Any] = []
+    for name, *_ in COMMANDS:
+        command = app[name]
+        inner = [n for n in command if not n.startswith("-")]
+        for n in inner:
+            lines += _command(command[n], f"{name} {n}")
+        if not inner:
+            lines += _command(command, name)
+            last = _arguments(command)[1] or last
+    lines += ["## Common options", "", *_table("option", "what it is")]
+    lines += [_row(_names(a), " ".join((a.parameter.help or "").split())) for a in last]
+    lines += ["", "Where a command has `-o` for an output file (`pages show`, `dlq export`), only the long form `--set` sets an option."]
+    return "\n".join(lines)
+
+
+# -- the outcome table ---------------------------------------------------------------------------------------------------
+
+OUTCOMES = """\
+# Outcome table
+
+What an answer, a transport error or a breach of our own limits means. [Fetching](fetching.md) says how an answer comes about;
+the class decides what happens next:
+
+"""
+
+
+def outcomes() -> str:
+    from penstock.model import ErrorClass
+    from penstock.options import RetryConfig
+    from penstock.rules.retry import table
+    from penstock.rules.verdict import CHALLENGES, CURL, SMALL, SMALL_MARKS, SOFT_404, STATUS, Breach
+
+    usual = RetryConfig()
+    soft = ", ".join(f"“{mark.decode()}”" for mark in SOFT_404)
+    policies = table(base=usual.base, cap=usual.max, budget=usual.budget)
+    meaning = {
+        ErrorClass.THROTTLED: "the host asks for patience; it is left alone by every worker",
+        ErrorClass.TRANSIENT: "it may work next time",
+        ErrorClass.BLOCKED: "the site does not want us, or wants proof that we are human",
+        ErrorClass.PERMANENT: "it will not work next time either",
+        ErrorClass.POISON: "the extractor died of the page while it ran alone",
+        ErrorClass.OURS: "our own fault or our own outage; spends nobody's budget",
+    }
+    lines = [OUTCOMES + "\n".join(_table("class", "meaning", "retries", "first back-off"))]
+    for kind in ErrorClass:
+        p = policies["*", kind]
+        retries = "without end" if p.free else str(p.budget) if p.budget else "none"
+        lines.append(_row(kind.value, meaning[kind], retries, f"{p.base:g} s" if p.budget or p.free else ""))
+    lines += [
+        "",
+        "Retries are with the default `retry.budget` (3), `retry.base` (10s) and `retry.max` (15m).",
+        "A back-off doubles with each failure; chance takes away up to half of it.",
+        "A `Retry-After` goes before the back-off. An event that is older than seven days is not put off again.",
+        "",
+        "## Answers",
+        "",
+        *_table("status", "class"),
+        _row("2xx, and 304 where it was asked for", "good, unless a row below says otherwise"),
+        _row("200 with an HTML body that is empty", ErrorClass.BLOCKED.value),
+        _row("2xx with a challenge page", ErrorClass.BLOCKED.value),
+        _row("304 that was not asked for, 1xx", ErrorClass.TRANSIENT.value),
+        _row("3xx without a usable `Location`", ErrorClass.PERMANENT.value),
+    ]
+    by_class: dict[ErrorClass, list[int]] = {}
+    for status, kind in STATUS.items():
+        by_class.setdefault(kind, []).append(status)
+    lines += [_row(", ".join(map(str, sorted(found))), kind.value) for kind, found in by_class.items()]
+    lines += [
+        _row("429 or 503 with a challenge page and no `Retry-After`", ErrorClass.BLOCKED.value),
+        _row("other 4xx", ErrorClass.PERMANENT.value),
+        _row("other 5xx", ErrorClass.TRANSIENT.value),
+        "",
+        "A challenge page is known by a header (`cf-mitigated`, `x-amzn-waf-action`) or by marks in its body: "
+        + ", ".join(sorted({who for _, who in CHALLENGES}))
+        + f". On an HTML page of at most {SMALL} bytes these words are enough: "
+        + ", ".join(f"“{mark.decode()}”" for mark in SMALL_MARKS)
+        + ".",
+        "",
+        f"Pages that say 404 with status 200 ({soft}) are not looked for: the rule is there, and no option turns it on.",
+        "",
+        "## Our own limits",
+        "",
+        *_table("reason", "class"),
+    ]
+    lines += [_row(b.sentence, b.kind.value) for b in Breach]
+    lines += ["", "## What libcurl says", "", *_table("CURLcode", "reason", "class")]
+    lines += [_row(str(code), reason, kind.value) for code, (kind, reason) in CURL.items()]
+    lines += [_row("any other", "libcurl error N", ErrorClass.TRANSIENT.value)]
+    lines += ["", "A failed TLS handshake (35) in which both sides disagree on version, cipher or name is permanent."]
+    return "\n".join(lines)
+
+
+PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": cli, "outcomes.md": outcomes}
+
+
+def stale() -> list[str]:
+    """Pages that are not what the code says now."""
+    found = []
+    for name, make in PAGES.items():
+        path = HERE / name
+        if not path.exists() or path.read_text("utf-8") != render(make):
+            found.append(name)
+    return found
+
+
+def render(make: Callable[[], str]) -> str:
+    return f"{NOTE}\n\n{make().rstrip()}\n"
+
+
+def main() -> int:
+    if "--check" in sys.argv[1:]:
+        found = stale()
+        for name in found:
+            print(f"docs/{name} is not up to date: ./dev exec python docs/generate.py", file=sys.stderr)
+        return 5 if found else 0
+    for name, make in PAGES.items():
+        (HERE / name).write_text(render(make), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

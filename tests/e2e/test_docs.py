@@ -1,0 +1,239 @@
+"""The documentation does what it says: its commands run, its output appears, its links lead somewhere, its generated pages are those of the code."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from penstock.cli.main import COMMANDS, build
+from penstock.errors import PenstockError
+from penstock.options import OPTIONS
+from penstock.pipeline import load
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
+
+
+@dataclass
+class Block:
+    info: str
+    body: str
+    expected: str = ""  # of the ```text block that follows
+
+
+def blocks(page: Path) -> list[Block]:
+    found: list[Block] = []
+    for m in FENCE.finditer(page.read_text("utf-8")):
+        info = m["info"].strip()
+        if info == "text" and found and found[-1].info == "sh run":
+            found[-1].expected = m["body"]
+        else:
+            found.append(Block(info, m["body"]))
+    return found
+
+
+# -- commands are executed ---------------------------------------------------------------------------------------------
+
+
+def free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+def line_pattern(line: str) -> re.Pattern[str]:
+    """`…` stands for anything, and so does any run of spaces for any other."""
+    parts = [re.sub(r"(\\? )+", r"\\s+", re.escape(part)) for part in line.strip().split("…")]
+    return re.compile(r"\s*" + ".*".join(parts) + r"\s*$")
+
+
+def missing(expected: str, output: str) -> str | None:
+    """The first expected line that the output does not have, in order."""
+    lines = iter(output.splitlines())
+    for line in expected.splitlines():
+        if line.strip():
+            pattern = line_pattern(line)
+            if not any(pattern.match(seen) for seen in lines):
+                return line
+    return None
+
+
+@contextlib.contextmanager
+def session(directory: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """One bash for all the blocks of a page; whatever it leaves behind ends with it."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_") or name == "PENSTOCK_VENV"}
+    env |= {"NO_COLOR": "1", "COLUMNS": "200", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    process = subprocess.Popen(["bash", "-c", script], cwd=directory, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(page: str, tmp_path: Path) -> None:
+    work, results = tmp_path / "work", tmp_path / "results"
+    work.mkdir()
+    results.mkdir()
+    first, second = free_ports(2)
+
+    def moved(text: str) -> str:
+        return re.sub(r"\b8000\b", str(first), re.sub(r"\b8001\b", str(second), text))
+
+    (work / "dev").write_text(f'#!/bin/sh\nexec {ROOT}/dev "$@"\n')
+    (work / "dev").chmod(0o755)
+    steps: list[Block] = []
+    script = "set -u\n"
+    for block in blocks(ROOT / page):
+        if block.info.startswith(("python file=", "toml file=")):
+            name = block.info.partition("file=")[2]
+            (work / name).write_text(moved(block.body), "utf-8")
+        elif block.info == "sh run":
+            n = len(steps)
+            steps.append(block)
+            script += f"{{\n{moved(block.body)}}} > {results}/{n}.out 2> {results}/{n}.err\necho $? > {results}/{n}.code\n"
+    assert steps, f"{page} has no runnable block"
+    with session(work, script) as process:
+        process.wait(240)
+    for n, step in enumerate(steps):
+        out, err = ((results / f"{n}.{kind}").read_text("utf-8", "replace") for kind in ("out", "err"))
+        said = f"$ {moved(step.body)}\n{out}\n{err}"
+        assert (results / f"{n}.code").read_text().strip() == "0", said
+        absent = missing(moved(step.expected), out)
+        assert absent is None, f"{page} promises the line\n{absent}\nbut:\n{said}"
+
+
+def test_the_check_of_promised_output_can_fail() -> None:
+    assert missing("a … c\nd", "x\na b  c\nd\n") is None
+    assert missing("a … c\nd", "d\na b c\n") == "d"
+    assert missing("accepted 18 URLs", "accepted 17 URLs") == "accepted 18 URLs"
+
+
+# -- what is shown is good ---------------------------------------------------------------------------------------------
+
+
+def pipelines() -> list[tuple[str, str, str]]:
+    return [(str(page.relative_to(ROOT)), b.info.partition(" ")[0], b.body) for page in PAGES for b in blocks(page) if b.info in ("python pipeline", "toml pipeline")]
+
+
+@pytest.mark.parametrize(("page", "kind", "text"), pipelines(), ids=lambda value: value if len(value) < 40 else "")
+def test_every_pipeline_in_the_text_loads(page: str, kind: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / ("shop.py" if kind == "python" else "shop.toml")
+    file.write_text(text, "utf-8")
+    try:
+        assert load(file).extractors, page
+    except PenstockError as e:
+        pytest.fail(f"{page}: {e.message}")
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors as GitHub makes them."""
+    text = FENCE.sub("", page.read_text("utf-8"))
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text("utf-8"))):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in headings(there), f"{page.name} links to {target}, which has no such heading"
+
+
+def test_every_page_is_in_the_index_and_every_decision_in_its_list() -> None:
+    index = (DOCS / "index.md").read_text("utf-8")
+    for page in DOCS.rglob("*.md"):
+        if page.name != "index.md" and page.name != "benchmarks.md":
+            assert f"({page.relative_to(DOCS)})" in index, page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_command_in_the_text_exists(page: Path) -> None:
+    app = build()
+    names = {name for name, *_ in COMMANDS}
+    text = page.read_text("utf-8")
+    code = [b.body for b in blocks(page) if b.info.startswith("sh")] + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    for line in code:
+        for m in re.finditer(r"(?:^|[\s;|&(])penstock ([a-z]+)(?: ([a-z]+)\b)?", line):
+            name, inner = m[1], m[2]
+            assert name in names, f"{page.name}: penstock {name}"
+            subcommands = [n for n in app[name] if not n.startswith("-")]
+            if subcommands and inner:
+                assert inner in subcommands, f"{page.name}: penstock {name} {inner}"
+
+
+def test_every_test_and_source_file_in_the_text_exists() -> None:
+    defined = {name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text("utf-8"))}
+    defined |= set(re.findall(r"def (test_\w+)", (ROOT / "src/penstock/testing/conformance.py").read_text("utf-8")))
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for name in re.findall(r"`(test_\w+)`", text):
+            assert name in defined or list((ROOT / "tests").rglob(f"{name}.py")), f"{page.name}: {name}"
+        for path in re.findall(r"`((?:src|tests|bench|docs|deploy)/[\w./-]+)`", text):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+        for module in re.findall(r"`((?:rules|stages|net|brokers|ledgers|claims|pages|sinks|stores|cli|demo|testing)/\w+\.py|\w+\.py)`", text):
+            known = (ROOT / "src/penstock" / module).exists() or list(DOCS.glob(module)) or module in ("shop.py",)
+            assert known or "/" not in module, f"{page.name}: {module}"
+
+
+def test_options_named_in_the_text_exist() -> None:
+    variables = {v for option in OPTIONS for v in option.variables}
+    ours = {"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL"}
+    paths = {option.path for option in OPTIONS}
+    sections = {path.partition(".")[0] for path in paths if "." in path}
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for name in re.findall(r"\bPENSTOCK_[A-Z_]+\b", text):
+            assert name in variables | ours or name.removesuffix("_FILE") in variables, f"{page.name}: {name}"
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", text):
+            if name.partition(".")[0] in sections and not name.endswith((".py", ".db", ".md")):
+                assert name in paths or any(p.startswith(name + ".") for p in paths), f"{page.name}: {name}"
+
+
+# -- generated pages ---------------------------------------------------------------------------------------------------
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_those_of_the_code() -> None:
+    assert generator().stale() == [], "run ./dev exec python docs/generate.py"
+
+
+def test_every_option_and_command_is_in_the_reference() -> None:
+    configuration, cli = ((DOCS / name).read_text("utf-8") for name in ("configuration.md", "cli.md"))
+    for option in OPTIONS:
+        assert f"| `{option.path}` |" in configuration
+        assert all(f"`{variable}`" in configuration for variable in option.variables)
+    for name, *_ in COMMANDS:
+        assert f"## penstock {name}" in cli
