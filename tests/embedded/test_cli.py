@@ -617,6 +617,28 @@ def test_a_reader_that_goes_away_is_no_error(ran: Shop) -> None:
         assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_on_a_terminal_there_is_colour_unless_it_is_unwanted(ran: Shop) -> None:
+    import pty
+
+    def shown(args: list[str], **env: str) -> bytes:
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "penstock.cli.main", *args]
+        with subprocess.Popen(command, cwd=ran.directory, env=ran.environment(TERM="xterm-256color", **env), stdin=theirs, stdout=theirs, stderr=theirs):
+            os.close(theirs)
+            said = b""
+            try:
+                while part := os.read(ours, 65536):
+                    said += part
+            except OSError:  # how a terminal says that the other side has gone
+                pass
+        os.close(ours)
+        return said
+
+    assert b"\x1b[" in shown(["status"])
+    for args in (["status"], ["push", "--help"], ["--help"], ["statsu"], ["dlq", "ls"]):
+        assert b"\x1b" not in shown(args, NO_COLOR="1"), args
+
+
 def test_logs_go_to_stderr_and_the_document_alone_to_stdout(ran: Shop, tmp_path: Path) -> None:
     shop = ran.copy(tmp_path)
     assert shop("status", "--json", "--log-level", "debug", PENSTOCK_DEBUG="1").json["total"]["accepted"] == 24

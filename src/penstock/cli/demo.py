@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 def demo(
     *,
     seconds: Annotated[float | None, Parameter(help="end by itself after so long (else Ctrl-C)")] = None,
-    break_: Annotated[bool, Parameter(name="--break", help="redesign a page half-way, to see what a broken selector looks like")] = False,
+    break_: Annotated[bool, Parameter(name="--break", help="redesign the shop on the way, to see what selectors that find nothing look like")] = False,
     out: Annotated[Path | None, Parameter(help="where state and results go (else ./penstock-demo)")] = None,
     plain: Annotated[bool, Parameter(help="lines of text instead of a live display, as without a terminal")] = False,
 ) -> int:

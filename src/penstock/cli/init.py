@@ -91,12 +91,13 @@ def init(
 
 def settings_text(pipeline: str) -> str:
     """Every option once, with its default; only the pipeline is set."""
+    import msgspec
+
     from penstock.options import OPTIONS, Option
 
     def line(option: Option) -> str:
-        value = option.example if not option.default_text or option.secret else option.default_text
-        if option.default_text.startswith("4 x"):
-            value = option.example
+        # A derived default is a sentence, not a value.
+        value = option.example if option.default is msgspec.NODEFAULT or not option.default_text else option.default_text
         key = option.path.rpartition(".")[2]
         return f"# {key} = " + (f'"{value}"' if option.kind.quoted else value)
 

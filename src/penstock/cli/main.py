@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cyclopts import App
+    from rich.console import Console
 
 # (name, where, group, one line of help). Help for the whole is printed from here, so it costs no import.
 COMMANDS: tuple[tuple[str, str, str, str], ...] = (
@@ -80,8 +81,17 @@ def _dispatch(tokens: list[str]) -> int:
         raise UsageError(f"there is no {what} {tokens[0]!r}", hint=f"did you mean penstock {near[0]}?" if near else "penstock --help lists them")
     if tokens[0] == "push":
         tokens = [STDIN if token == "-" else token for token in tokens]
-    result = build()(tokens, exit_on_error=False, print_error=False)
+    result = build()(tokens, exit_on_error=False, print_error=False, console=_help_console())
     return result if isinstance(result, int) else 0
+
+
+def _help_console() -> Console | None:
+    """The parser's own, unless colour is unwanted: it would still print bold."""
+    if not os.environ.get("NO_COLOR"):
+        return None
+    from rich.console import Console
+
+    return Console(color_system=None)
 
 
 def build() -> App:

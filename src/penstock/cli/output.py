@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +46,10 @@ def console(stderr: bool = False) -> Console:
             raise BrokenPipeError
 
     stream = sys.stderr if stderr else sys.stdout
-    return Ours(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else PIPED_WIDTH)
+    piped = not stream.isatty()
+    # With NO_COLOR nothing at all, not even bold: who sets it wants text.
+    system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    return Ours(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=piped, width=PIPED_WIDTH if piped else None, color_system=system)
 
 
 def say(*parts: str | Text) -> None:
