@@ -133,7 +133,12 @@ def test_the_check_of_promised_output_can_fail() -> None:
 
 
 def pipelines() -> list[tuple[str, str, str]]:
-    return [(str(page.relative_to(ROOT)), b.info.partition(" ")[0], b.body) for page in PAGES for b in blocks(page) if b.info in ("python pipeline", "toml pipeline")]
+    return [
+        (str(page.relative_to(ROOT)), b.info.partition(" ")[0], b.body)
+        for page in PAGES
+        for b in blocks(page)
+        if b.info in ("python pipeline", "toml pipeline")
+    ]
 
 
 @pytest.mark.parametrize(("page", "kind", "text"), pipelines(), ids=lambda value: value if len(value) < 40 else "")

@@ -1,0 +1,115 @@
+"""Change detection over several runs: ETag and 304, an unchanged body, a changed one, hooks, a newer extractor, pages that match or yield nothing."""
+
+from __future__ import annotations
+
+from penstock.testing.web import Reply, Request, reply, tagged
+from tests.e2e.harness import SHOP, Project, Site, product, read_rows
+
+HOOKED = (
+    SHOP
+    + """
+import json
+
+@shop.on_change
+def tell(change):
+    with open(__file__.replace("shop.py", "changes.jsonl"), "a") as f:
+        f.write(json.dumps({"event_id": change.event_id, "key": change.key, "old": change.old, "new": change.new, "fields": change.fields}) + "\\n")
+"""
+)
+
+
+def with_etag(html: str):  # type: ignore[no-untyped-def]
+    def handler(request: Request) -> Reply:
+        return tagged(request, reply(html))
+
+    return handler
+
+
+def again(project: Project, *urls: str) -> None:
+    project.push(*urls)
+    project.run()
+
+
+def test_unchanged_pages_end_as_success_without_a_row_and_changed_ones_tell_old_and_new(project: Project, site: Site) -> None:
+    project.set(dedup_window="0s", dedup_settle="0s")
+    project.write("shop.py", HOOKED)
+    urls = [site.serve("/p/etag", with_etag(product("etag"))), site.serve("/p/same", product("same")), site.serve("/p/moves", product("moves", "10.00"))]
+    again(project, *urls)
+    assert len(project.rows()) == 3
+
+    site.serve("/p/moves", product("moves", "12.50"))
+    again(project, *urls)
+    assert [entry.status for entry in site.asked("/p/etag")] == [200, 304]
+    assert [(e["status"], e["reason"], e["response_status"]) for e in project.events("--url", urls[0])] == [("success", "unchanged", 304), ("success", "", 200)]
+    assert [(e["status"], e["reason"]) for e in project.events("--url", urls[1])][0] == ("success", "unchanged")
+    rows = project.rows()
+    assert [(row["sku"], row["price"]) for row in rows[3:]] == [("S-moves", "12.50")]
+    (change,) = read_rows(project.dir / "changes.jsonl")
+    assert change["fields"] == {"price": ["10.00", "12.50"]}
+    assert (change["old"]["price"], change["new"]["price"]) == ("10.00", "12.50")
+    assert (change["key"], change["event_id"]) == ("S-moves", rows[3]["_penstock"]["event_id"])
+    counters = project.status()["counters"]
+    assert (counters["records"], counters["changes"], counters["unchanged"]) == (4, 1, 2)
+
+    site.serve("/p/moves", product("moves", "12.50", "<p>another advertisement</p>"))
+    again(project, *urls)
+    assert len(project.rows()) == 4, "the page changed, the record did not"
+    assert len(read_rows(project.dir / "changes.jsonl")) == 1
+    assert project.status()["counters"]["records_unchanged"] == 1
+    project.doctor()
+
+
+def test_a_newer_extractor_reads_the_stored_page_again_after_a_304(project: Project, site: Site) -> None:
+    project.set(dedup_window="0s", dedup_settle="0s")
+    url = site.serve("/p/1", with_etag(product(1)))
+    again(project, url)
+    project.write("shop.py", SHOP.replace("version=1", "version=2").replace('"title":', '"shout": page.css("h1::text").get().upper(),\n        "title":'))
+    again(project, url)
+    assert [entry.status for entry in site.asked("/p/1")] == [200, 304]
+    first, second = project.rows()
+    assert "shout" not in first
+    assert second["shout"] == "PRODUCT 1"
+    assert (first["_penstock"]["version"], second["_penstock"]["version"]) == (1, 2)
+    again(project, url)
+    assert len(project.rows()) == 2, "with the same version a 304 is nothing new"
+
+
+def test_pages_that_no_extractor_matches_or_that_yield_nothing_are_counted_and_shown(project: Project, site: Site) -> None:
+    project.write("shop.py", SHOP.replace("    yield {", '    if page.css("[data-sku]").get() is None:\n        return\n    yield {', 1))
+    urls = [site.serve("/about", "<p>about us</p>"), site.serve("/p/redesigned", "<p>all new</p>"), site.serve("/p/1", product(1))]
+    again(project, *urls)
+    assert [project.event(url)["reason"] for url in urls] == ["unmatched", "empty", ""]
+    counters = project.status()["counters"]
+    assert (counters["unmatched"], counters["empty"], counters["records"]) == (1, 1, 1)
+    said = project.good("status")
+    assert "no extractor matched" in said
+    assert "yielded nothing" in said
+
+
+def test_a_record_with_an_empty_key_is_dead_with_that_reason(project: Project, site: Site) -> None:
+    url = site.serve("/p/1", "<h1>no sku here</h1>")
+    project.push(url)
+    project.run(expect=1)
+    letter = project.letters()["1"]
+    assert "key" in letter["reason"]
+    assert "sku" in letter["reason"]
+    assert len(site.asked("/p/1")) == 1
+    assert project.rows() == []
+
+
+def test_a_hook_that_fails_is_told_again_and_the_row_is_there_all_the_same(project: Project, site: Site) -> None:
+    project.set(dedup_window="0s", dedup_settle="0s")
+    project.write(
+        "shop.py",
+        HOOKED.replace(
+            "def tell(change):\n",
+            "def tell(change):\n    import os\n    if not os.path.exists('go'):\n        open('go', 'w').close()\n        raise OSError('not now')\n",
+        ),
+    )
+    url = site.serve("/p/1", product(1, "10.00"))
+    again(project, url)
+    site.serve("/p/1", product(1, "11.00"))
+    again(project, url)
+    assert [row["price"] for row in project.rows()] == ["10.00", "11.00"]
+    (change,) = read_rows(project.dir / "changes.jsonl")
+    assert change["fields"] == {"price": ["10.00", "11.00"]}

@@ -1,0 +1,152 @@
+"""SIGKILL at any moment, as often as you like: every URL still ends once, with one row, and the target is not asked more often than the crashes explain."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.testing.web import ends_dead, read_log
+from tests.e2e.harness import Project, Target, read_rows, wait_for
+
+PAGES, KILLS, DEAD_SHARE = 5000, 20, 0.02
+CONCURRENCY, HELD = 32, 64  # of one worker; fetched and not yet written counts as held
+
+
+def check(status: dict[str, Any], log: Path, sink: Path, *, pages: int, crashes: int, at_once: int) -> None:
+    """Independent of the code under test: reads what `status --json` said, the target's own log and the sink's file, and knows the plan."""
+    dead = {f"/p/{n}" for n in range(pages) if ends_dead(n, DEAD_SHARE)}
+    alive = {f"/p/{n}" for n in range(pages)} - dead
+    total = status["total"]
+    assert (total["accepted"], total["success"], total["dead"]) == (pages, len(alive), len(dead)), total
+    assert all(total[name] == 0 for name in ("pending", "in_flight", "delayed", "duplicate")), total
+    rows = read_rows(sink)
+    written = Counter("/p/" + row["_penstock"]["url"].rpartition("/p/")[2] for row in rows)
+    assert set(written) == alive, (sorted(alive - set(written))[:5], sorted(set(written) - alive)[:5])
+    assert max(written.values()) == 1, written.most_common(3)
+    assert len({row["_penstock"]["event_id"] for row in rows}) == len(rows)
+    for row in rows:
+        assert row["sku"] == "T-" + row["_penstock"]["url"].rpartition("/p/")[2], row
+    asked = Counter(entry.path for entry in read_log(log) if entry.path.startswith("/p/"))
+    assert set(asked) == alive | dead
+    assert max(asked.values()) <= 1 + crashes, asked.most_common(3)
+    assert sum(asked.values()) <= pages + crashes * at_once, sum(asked.values())
+
+
+def check_starts(project: Project, target: Target) -> None:
+    """I6, one by one: no URL was asked for more often than its event was started, and what was started twice had lost a worker."""
+    asked = target.asked()
+    events = project.events()
+    assert len(events) == target.pages
+    for event in events:
+        path = "/p/" + event["url"].rpartition("/p/")[2]
+        assert 1 <= asked[path] <= event["starts"], event
+        assert event["retry_count"] == (event["status"] == "dead"), event
+
+
+def run_and_kill(project: Project, target: Target, rng: random.Random, args: tuple[str, ...], strike: Callable[[int, Any], None]) -> None:
+    """One run, ended by `strike` after a random part of the work, or a random moment of its start."""
+    begun, running = target.lines(), project.start("run", "shop.py", "--until-idle", "--log-level", "warning", *args)
+    if rng.random() < 0.25:
+        time.sleep(rng.uniform(0.0, 0.8))  # while it starts
+    else:
+        share = rng.randrange(1, 3 * PAGES // (2 * KILLS))  # so that something is left for the last one
+        wait_for(lambda: running.ended or target.lines() - begun >= share, f"{share} requests: {running.said}", every=0.002)
+        time.sleep(rng.uniform(0.0, 0.02))
+    strike(running.pid, running)
+
+
+def finish(project: Project, target: Target, args: tuple[str, ...], *, crashes: int, at_once: int) -> None:
+    started = time.monotonic()
+    done = project.penstock("run", "shop.py", "--until-idle", *args)
+    print(f"the last run took {time.monotonic() - started:.1f} s; {sum(target.asked().values())} requests for {target.pages} pages")
+    assert done.code in (0, 1), done.said  # 1: events ended dead in this run
+    check(project.status(), target.log, project.dir / "products.jsonl", pages=target.pages, crashes=crashes, at_once=at_once)
+    check_starts(project, target)
+    project.doctor()
+    project.nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_killed_twenty_times_at_random_loses_nothing_and_writes_nothing_twice(
+    project: Project, target: Callable[..., Target], seed: int, workers: int
+) -> None:
+    rng = random.Random(seed)
+    project.set(fetch_concurrency=str(CONCURRENCY), fetch_prefetch=str(HELD))
+    web = target(pages=PAGES, dead_share=DEAD_SHARE, delay=0.02)
+    project.push(*web.urls)
+    args = ("--workers", str(workers))
+
+    def strike(pid: int, running: Any) -> None:
+        assert not running.ended, running.said
+        running.kill()
+        if rng.random() < 0.5:
+            project.nothing_runs()  # else the next run starts while the remains of this one still go
+
+    for _ in range(KILLS):
+        run_and_kill(project, web, rng, args, strike)
+    assert project.total()["success"] < PAGES * (1 - DEAD_SHARE), "all was done before the last kill"
+    finish(project, web, args, crashes=KILLS, at_once=HELD * workers)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(project: Project, target: Callable[..., Target], seed: int) -> None:
+    rng = random.Random(seed)
+    project.set(fetch_concurrency=str(CONCURRENCY), fetch_prefetch=str(HELD))
+    web = target(pages=3000, dead_share=DEAD_SHARE, delay=0.2)
+    project.push(*web.urls)
+    running = project.start("run", "shop.py", "--until-idle", "--workers", "2")
+    crashes = 0
+    for kind in ("worker", "zygote", "worker", "zygote", "zygote", "worker"):
+        begun = web.lines()
+        wait_for(lambda begun=begun: web.lines() - begun >= rng.randrange(100, 200) or running.ended, f"some requests: {running.said}")
+        wait_for(lambda: running.ended or len(project.tree()[1]) == 2, "two workers with their zygotes", every=0.05)
+        assert not running.ended, running.said
+        workers, zygotes = project.tree()
+        os.kill(rng.choice(workers if kind == "worker" else zygotes), signal.SIGKILL)
+        crashes += kind == "worker"
+    assert running.wait() in (0, 1), running.said
+    check(project.status(), web.log, project.dir / "products.jsonl", pages=3000, crashes=crashes, at_once=HELD)
+    check_starts(project, web)
+    project.doctor()
+    project.nothing_runs()
+    assert "Traceback" not in running.said
+
+
+def test_the_checker_itself_finds_what_is_wrong(tmp_path: Path) -> None:
+    """A check that cannot fail proves nothing."""
+    pages = 100
+    log, sink = tmp_path / "log", tmp_path / "sink"
+    entry = {"at": 0, "port": 1, "method": "GET", "query": "", "host": "", "agent": "", "status": 200, "answered": 0}
+    paths = [f"/p/{n}" for n in range(pages)]
+    good = [n for n in range(pages) if not ends_dead(n, DEAD_SHARE)]
+    lines = [json.dumps({"sku": f"T-{n}", "_penstock": {"url": f"http://t/p/{n}", "event_id": str(n)}}) + "\n" for n in good]
+    total = {"accepted": pages, "success": len(good), "dead": pages - len(good), "pending": 0, "in_flight": 0, "delayed": 0, "duplicate": 0}
+
+    def judged(rows: list[str], asked: list[str], **wrong: int) -> bool:
+        sink.write_text("".join(rows))
+        log.write_text("".join(json.dumps({**entry, "path": path}) + "\n" for path in asked))
+        try:
+            check({"total": {**total, **wrong}}, log, sink, pages=pages, crashes=1, at_once=5)
+        except AssertionError:
+            return False
+        return True
+
+    assert judged(lines, paths)
+    assert judged(lines, [*paths, *paths[:5]])
+    assert not judged(lines[:-1], paths), "a lost row"
+    assert not judged([*lines, lines[0]], paths), "a row twice"
+    assert not judged([*lines, lines[0].replace("/p/0", "/p/49")], paths), "a row for a dead page"
+    assert not judged([*lines[:-1], lines[-1][:-9]], paths), "a torn row"
+    assert not judged(lines, paths, success=len(good) - 1, pending=1), "an event that has not ended"
+    assert not judged(lines, [*paths, paths[3], paths[3]]), "one page asked for too often"
+    assert not judged(lines, [*paths, *paths[:6]]), "too many requests in all"

@@ -1,0 +1,91 @@
+"""Pages whose extraction kills, hangs or floods its process: exactly they die, with a reason one can read, and nobody else pays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import Project, Target, wait_for
+
+PAGES = 500
+PIPELINE = """
+import os, signal, sys
+from penstock import Page, Pipeline
+
+shop = Pipeline("shop")
+
+def segfault(): os.kill(os.getpid(), signal.SIGSEGV)
+def loop():
+    while True: pass
+def allocate():
+    hoard = []
+    while True: hoard.append(bytearray(1 << 20))
+def leave_with_0(): os._exit(0)
+def leave_with_3(): os._exit(3)
+def sys_exit(): sys.exit("enough")
+def recurse(): recurse()
+def flood(): return "x" * (4 << 20)
+
+KINDS = {31: segfault, 97: loop, 140: allocate, 201: leave_with_0, 256: leave_with_3, 333: sys_exit, 404: recurse, 480: flood}
+
+@shop.extract(match="*/p/*", key="sku")
+def product(page: Page):
+    n = int(page.url.rpartition("/")[2])
+    yield {"sku": page.css("[data-sku]::attr(data-sku)").get(), "extra": KINDS[n]() if n in KINDS else None}
+
+shop.sink("jsonl:products.jsonl")
+"""
+REASONS = {
+    "31": "killed by SIGSEGV", "97": "ran longer than 2 s", "140": "ran out of memory", "201": "exited with status 0", "256": "exited with status 3", "333": "SystemExit.*enough",
+    "404": "RecursionError", "480": "more than 1048576 bytes of output",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_eight_kinds_of_poison_among_five_hundred_pages_end_dead_and_all_others_succeed(
+    project: Project, target: Callable[..., Target], processes: int
+) -> None:
+    project.write("shop.py", PIPELINE)
+    project.set(extract_seconds="2s", extract_memory="256MiB", extract_output="1MiB", extract_processes=str(processes))
+    web = target(pages=PAGES)
+    project.push(*web.urls)
+    running = project.start("run", "shop.py")
+    wait_for(lambda: running.ended or sum(project.total()[k] for k in ("success", "dead")) == PAGES, f"all ends: {running.said}", 90, 0.25)
+    assert not running.ended, running.said
+    workers = project.status()["workers"]
+    assert [w["alive"] for w in workers] == [True], workers
+    running.signal(15)
+    assert running.wait() == 0, running.said
+
+    letters = project.letters()
+    assert set(letters) == set(REASONS)
+    for page, wanted in REASONS.items():
+        assert re.search(wanted, letters[page]["reason"]), (page, letters[page]["reason"])
+        assert letters[page]["stage"] == "extract"
+        assert "\n" not in letters[page]["reason"]
+    rows = project.rows()
+    assert sorted(row["sku"] for row in rows) == sorted(f"T-{n}" for n in range(PAGES) if str(n) not in REASONS)
+    assert all(count == 1 for count in web.asked().values()), "a page was fetched again because of its neighbour"
+    for event in project.events():
+        assert event["starts"] == 1, event
+        assert event["retry_count"] == (event["status"] == "dead"), "a bystander was charged"
+    assert "in product" in project.good("dlq", "show", letters["404"]["event_id"]) or "recurse" in project.good("dlq", "show", letters["404"]["event_id"])
+    project.doctor()
+
+
+def test_poison_that_was_mended_is_extracted_from_a_new_fetch_after_dlq_retry(project: Project, target: Callable[..., Target]) -> None:
+    project.write("shop.py", PIPELINE.replace("31: segfault", "1: leave_with_3"))
+    web = target(pages=3)
+    project.push(*web.urls)
+    project.run(expect=1)
+    assert set(project.letters()) == {"1"}
+    project.write("shop.py", PIPELINE)
+    project.good("dlq", "retry", "--all")
+    project.run()
+    assert sorted(row["sku"] for row in project.rows()) == ["T-0", "T-1", "T-2"]
+    assert project.letters() == {}
+    assert project.total()["success"] == 3
+    project.doctor()

@@ -1,0 +1,124 @@
+"""Failures of the other side: what is tried again and how often, what dies at once, how long a host is left alone, and the way back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from penstock.testing.web import Reply, Request, reply
+from tests.e2e.harness import Project, Site, product, wait_for
+
+
+def answering(*answers: Reply) -> Callable[[Request], Reply]:
+    """These in turn, the last one for ever."""
+    left = list(answers)
+    return lambda request: left.pop(0) if len(left) > 1 else left[0]
+
+
+DOWN, GONE = reply("oops", status=500), reply("no such page", status=404)
+
+
+def test_a_page_that_fails_twice_succeeds_at_the_third_attempt_and_its_failures_are_counted(project: Project, site: Site) -> None:
+    url = site.serve("/p/1", answering(DOWN, DOWN, reply(product(1))))
+    project.push(url)
+    project.run()
+    event = project.event(url)
+    assert (event["status"], event["retry_count"], event["starts"]) == ("success", 2, 3)
+    assert [(s["class"], s["reason"]) for s in event["history"] if s["class"]] == [("transient", "HTTP 500")] * 2
+    assert len(site.asked("/p/1")) == 3
+    assert len(project.rows()) == 1
+
+
+def test_after_three_retries_it_is_dead_with_its_whole_history_and_the_run_says_so(project: Project, site: Site) -> None:
+    url = site.serve("/p/1", DOWN)
+    other = site.serve("/p/2", product(2))
+    project.push(url, other)
+    project.run(expect=1)
+    times = [entry.at / 1e6 for entry in site.asked("/p/1")]
+    assert len(times) == 4, "three retries are four attempts"
+    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    assert gaps[0] >= 0.05, "back-off begins at half of retry.base at least"
+    assert gaps[1] >= 0.1
+    assert gaps[2] >= 0.2
+    assert project.total()["dead"] == 1
+    letter = json.loads(project.good("dlq", "show", url, "--json"))
+    assert (letter["reason"], letter["stage"], letter["class"], letter["response_status"]) == ("HTTP 500", "fetch", "transient", 500)
+    assert len([a for a in letter["attempts"] if a["class"] == "transient"]) == 4
+    assert letter["event"]["url"] == url
+    assert [row["sku"] for row in project.rows()] == ["S-2"]
+    project.doctor()
+
+
+def test_a_404_is_dead_at_once_and_dlq_retry_brings_it_back_when_the_page_is_mended(project: Project, site: Site) -> None:
+    url = site.serve("/p/1", GONE)
+    project.push(url)
+    project.run(expect=1)
+    assert len(site.asked("/p/1")) == 1
+    assert project.letters()["1"]["reason"] == "HTTP 404"
+    assert project.rows() == []
+
+    project.good("dlq", "retry", url)
+    assert project.letters() == {}
+    project.run(expect=1)
+    assert len(site.asked("/p/1")) == 2, "still broken: dead again, with a letter again"
+    assert set(project.letters()) == {"1"}
+
+    site.serve("/p/1", product(1))
+    project.good("dlq", "retry", "--all")
+    project.run()
+    assert project.total() == {"accepted": 1, "pending": 0, "in_flight": 0, "delayed": 0, "success": 1, "duplicate": 0, "dead": 0}
+    assert [row["sku"] for row in project.rows()] == ["S-1"]
+    assert project.letters() == {}
+    project.doctor()
+
+
+def test_retry_after_binds_the_whole_host_until_it_is_over(project: Project, site: Site) -> None:
+    seconds = 3
+    site.serve("/p/*", lambda request: reply(product(request.path[3:])))
+    site.serve("/p/0", answering(reply("slow down", status=429, retry_after=str(seconds)), reply(product(0))))
+    project.push(site.url("/p/0"))
+    running = project.start("run", "shop.py", "--workers", "2")
+    throttled = wait_for(lambda: site.asked("/p/0"), f"the first request: {running.said}")[0]
+    project.push(*(site.url(f"/p/{n}") for n in range(1, 40)))
+    wait_for(lambda: running.ended or project.total()["success"] == 40, f"all done: {running.said}", every=0.2)
+    running.signal(15)
+    assert running.wait() == 0, running.said
+    early = [e.path for e in site.web.entries if e.path.startswith("/p/") and throttled.answered + 250_000 < e.at < throttled.answered + seconds * 1_000_000]
+    assert early == [], f"asked {len(early)} times while the host wanted to be left alone"
+    assert {e["status"] for e in project.events()} == {"success"}
+    assert len(site.asked("/p/0")) == 2
+    assert len(project.rows()) == 40
+
+
+def test_an_owner_that_dies_passes_on_to_its_oldest_duplicate_once(project: Project, site: Site) -> None:
+    mended = site.serve("/p/1", answering(GONE, reply(product(1))))
+    broken = site.serve("/p/2", GONE)
+    project.push(mended, mended, broken, broken, broken)
+    project.run(expect=1)
+    events = project.events("--url", mended)[::-1]
+    assert [e["status"] for e in events] == ["dead", "success"]
+    assert project.trace(events[1]["event_id"])["events"][0]["promoted"] is True
+    (row,) = project.rows()
+    assert row["_penstock"]["event_id"] == events[1]["event_id"]
+    assert [e["status"] for e in project.events("--url", broken)[::-1]] == ["dead", "dead", "duplicate"], "promoted once, not for ever"
+    assert len(site.asked("/p/2")) == 2
+    project.doctor()
+
+
+def test_a_topic_that_dead_letters_everything_is_paused_and_says_so_and_can_be_resumed(project: Project, site: Site) -> None:
+    site.serve("/p/*", GONE)
+    project.push(*(site.url(f"/p/{n}") for n in range(400)))
+    done = project.run(expect=1)
+    status = project.status()
+    assert status["breaker"] == "open", done.said
+    assert "requests" in status["paused"]
+    assert status["total"]["pending"] > 0, "it went on to the end"
+    assert status["total"]["dead"] >= 50
+    assert "breaker" in project.good("status")
+    site.serve("/p/*", lambda request: reply(product(request.path[3:])))
+    project.good("topics", "resume", "requests")
+    project.good("dlq", "retry", "--all")
+    project.run()
+    assert project.total()["success"] == 400
+    assert len({row["sku"] for row in project.rows()}) == len(project.rows()) == 400
+    project.doctor()
