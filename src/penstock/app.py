@@ -45,6 +45,7 @@ STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
 TOPICS = ("requests", "pages", "records")
 SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
 UPKEEP = 60.0
+FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
 
 
 class Stores:
@@ -127,10 +128,7 @@ def _ensure(stores: Stores) -> None:
     specs = [TopicSpec(name=name) for name in TOPICS] + [TopicSpec(name=name + ".dead", groups=()) for name in TOPICS]
     known = {row[0] for row in stores.db.read_now(lambda tx: tx.execute("SELECT name FROM topic").fetchall())}
     if not {s.name for s in specs} <= known:
-        if stores.db.inline:
-            stores.db.write_now(lambda tx: stores.broker.ensure_in(tx, specs))
-        else:
-            stores.db.submit(lambda tx: stores.broker.ensure_in(tx, specs)).result()
+        stores.db.write_now(lambda tx: stores.broker.ensure_in(tx, specs))
 
 
 def worker_id() -> str:
@@ -172,6 +170,7 @@ class Running:
         self.flushers: list[Flusher] = []
         self.notices: list[str] = []
         self._backlog = 0
+        self._wake_set = False
         self._signature_cache: dict[str, str] = {}
 
     # -- life ------------------------------------------------------------------------------------------------------------
@@ -308,7 +307,7 @@ class Running:
         for sink, options in self.sinks:
             only = tuple(options.get("only", ()))
             if isinstance(sink, SqliteSink) and sink.path == Path(self.stores.db.path):
-                self.stores.db.submit(partial(_prepare_table, sink)).result()
+                self.stores.db.write_now(partial(_prepare_table, sink))
                 bindings.append(SinkBinding(sink.name, only, _table_writer(sink)))
                 continue
             bindings.append(SinkBinding(sink.name, only))
@@ -334,6 +333,12 @@ class Running:
         policies = retry.table(base=c.retry.base, cap=c.retry.max, budget=c.retry.budget)
 
         def on_records() -> None:
+            if not self._wake_set:
+                self._wake_set = True
+                asyncio.get_running_loop().call_later(FLUSH_LINGER, wake)
+
+        def wake() -> None:
+            self._wake_set = False
             for f in self.flushers:
                 f.wake()
             if hooks is not None:

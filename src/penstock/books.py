@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock import locks
-from penstock.errors import BadEnvelope
+from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.model import Ack, Dead, Event, Link, Outcome, Release, Retry, child_id, decode_event, encode_event, mint
 from penstock.ports import Accepted, Admitted, Delivery, End, Out, Published, Store
 from penstock.rules import breaker, freshness
@@ -27,6 +27,11 @@ HOLD_BEYOND = 0.05
 def url_key(url: str) -> bytes:
     """Asked at every step of an event; its URL is canonical since intake."""
     return _url_key(url, canonical=True)
+
+
+def _own_envelope(end: End) -> bytes:
+    """The event's bytes as they came; on another topic than its own they lie inside that topic's message, and the event has to do."""
+    return end.delivery.body if end.delivery.topic == end.event.topic else encode_event(end.event)
 
 
 class SinkBinding(msgspec.Struct, frozen=True):
@@ -112,8 +117,8 @@ class Books:
                 outcome = self._unreadable(tx, d, e, now)
             else:
                 standing = self.ledger.standing_in(tx, e.id)
-                if standing is None:  # published past intake: taken into the books on arrival
-                    self.ledger.enter_in(tx, [(e, d.body, d.position)], now)
+                if standing is None:  # published past intake: taken into the books on arrival, which is when it was accepted
+                    self.ledger.enter_in(tx, [(msgspec.structs.replace(e, accepted_at=round(now, 3)), d.body, d.position)], now)
                     standing = self.ledger.standing_in(tx, e.id)
                 if standing.status in ("success", "dead", "duplicate"):
                     outcome = Ack()
@@ -138,7 +143,7 @@ class Books:
                 settles.append((d, outcome))
             answers.append(admitted)
         if +wants:
-            answers = self._slots(tx, deliveries, answers, +wants, settles, now)
+            answers = self._slots(tx, deliveries, answers, +wants, now)
         if settles:
             self.broker.settle_in(tx, settles)
         return answers
@@ -169,7 +174,7 @@ class Books:
         claim = self.ledger.owner_in(tx, holder.owner, holder.next)
         window = e.window if e.window is not None else s.follow_window if e.parent else s.window
         drop = (s.drop or e.parent is not None) if e.window_mode is None else e.window_mode == "drop"
-        match freshness.decide(claim, e.id, accepted=e.accepted_at, now=now, window=window, settle=s.settle, drop=drop):
+        match freshness.decide(claim, e.id, accepted=standing.accepted_at, now=now, window=window, settle=s.settle, drop=drop):
             case freshness.Take():
                 return None
             case freshness.Duplicate(of=of):
@@ -191,10 +196,9 @@ class Books:
         deliveries: Sequence[tuple[Delivery, Any]],
         answers: list[Admitted],
         wants: Counter[str],
-        settles: list[tuple[Delivery, Outcome]],
         now: float,
     ) -> list[Admitted]:
-        slots = {host: iter(times) for host, times in self.claims.reserve_in(tx, wants).items()}
+        slots = {host: iter(times) for host, times in self.claims.reserve_in(tx, wants, within=PARK_BEYOND).items()}
         holds: dict[tuple[str, str], dict[str, float]] = {}
         placed = []
         for (d, e), a in zip(deliveries, answers, strict=True):
@@ -205,8 +209,8 @@ class Books:
             if slot > now + HOLD_BEYOND:
                 holds.setdefault((d.topic, d.group), {})[d.key] = slot
             if slot > now + PARK_BEYOND:
-                self.ledger.delay_in(tx, e, self.ledger.standing_in(tx, e.id), slot, f"waiting for a slot of {e.key}", now)
-                settles.append((d, Retry(slot - now, "slot")))
+                if self.broker.settle_in(tx, [(d, Retry(slot - now, "slot"))])[0]:  # else its lease was lost, and another may be at it
+                    self.ledger.delay_in(tx, e, self.ledger.standing_in(tx, e.id), slot, f"waiting for a slot of {e.key}", now)
                 a = Admitted(verdict="settled")
             else:
                 a = msgspec.structs.replace(a, slot=slot)
@@ -218,7 +222,7 @@ class Books:
     # -- a handler starts ----------------------------------------------------------------------------------------------------
 
     async def begin(self, starts: Sequence[tuple[Delivery, Event, int]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
-        """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile, here or elsewhere, and is settled."""
+        """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile, here or elsewhere, and is settled; or its lease was lost."""
         return await self.store.write(lambda tx: self._begin(tx, starts, asks, writing), durable=False)
 
     def _begin(self, tx: Any, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool], writing: bool) -> list[int | None]:
@@ -226,9 +230,9 @@ class Books:
         settles: list[tuple[Delivery, Outcome]] = []
         may: list[bool] = []
         taken: dict[bytes, tuple[str, str | None]] = {}
-        for (d, e, _), asking in zip(starts, asks, strict=True):
-            outcome = self._take(tx, e, taken, now) if asking and not e.force else None
-            may.append(outcome is None)
+        for (d, e, _), asking, held in zip(starts, asks, self.broker.holds_in(tx, [d for d, _, _ in starts]), strict=True):
+            outcome = self._take(tx, e, taken, now) if held and asking and not e.force else None
+            may.append(held and outcome is None)
             if outcome is not None:
                 settles.append((d, outcome))
         self.claims.take_in(tx, [(key, *claim) for key, claim in taken.items()], now)
@@ -244,15 +248,15 @@ class Books:
     def _take(self, tx: Any, e: Event, taken: dict[bytes, tuple[str, str | None]], now: float) -> Outcome | None:
         """Between admission and the start another event may have taken the claim, in this very batch even."""
         key = url_key(e.url)
-        if key in taken and taken[key][0] != e.id:
-            self.ledger.duplicate_in(tx, e, self.ledger.standing_in(tx, e.id), taken[key][0], now)
-            return Ack()
         holder = self.claims.holder_in(tx, key)
-        if holder is None:
+        if holder is None and key not in taken:
             taken[key] = (e.id, None)
-        elif holder.owner != e.id:
+        elif (taken[key][0] if key in taken else holder.owner) != e.id:
             standing = self.ledger.standing_in(tx, e.id)
             if standing.status in ("success", "dead", "duplicate"):
+                return Ack()
+            if key in taken:
+                self.ledger.duplicate_in(tx, e, standing, taken[key][0], now)
                 return Ack()
             outcome = self._freshness(tx, e, standing, holder, now)
             if outcome is not None:
@@ -295,7 +299,7 @@ class Books:
                         if end.reason:
                             count[end.reason] += 1
                 case "dead":
-                    n = self.ledger.bury_in(tx, end, now, envelope=end.delivery.body, headers=msgspec.json.encode(end.delivery.headers).decode())
+                    n = self.ledger.bury_in(tx, end, now, envelope=_own_envelope(end), headers=msgspec.json.encode(end.delivery.headers).decode())
                     outcome = Dead(end.reason)
                     if n is not None:
                         count["dead"] += 1
@@ -318,7 +322,7 @@ class Books:
             if n is not None:
                 count["writing" if end.was_writing else "in_flight"] -= 1
                 if end.publish:
-                    self.broker.publish_in(tx, end.publish)
+                    self._publish(tx, end.publish)
             settles.append((end.delivery, outcome))
         for sink, rows in lines.items():
             self.outbox.put_in(tx, sink, rows)
@@ -330,6 +334,14 @@ class Books:
                 self._trip(tx, topic, now)
         self.broker.settle_in(tx, settles)
         return answers
+
+    def _publish(self, tx: Any, batch: Sequence[Out]) -> list[int]:
+        """The positions. What an open event hangs on is placed or the transaction fails: a full topic is back-pressure, never a loss."""
+        placed = self.broker.place_in(tx, batch)
+        for out, (answer, _) in zip(batch, placed, strict=True):
+            if answer is not Published.OK:
+                raise StoreUnavailable(f"topic {out.topic} is full", hint="start more workers that read it, or raise its max_depth")
+        return [position for _, position in placed]
 
     def _emit(self, tx: Any, end: End, n: int, key: bytes, lines: dict[str, list[tuple[str, bytes, int]]], count: Counter[str]) -> None:
         if not end.records:
@@ -368,7 +380,7 @@ class Books:
                 count["followed_offsite"] += 1
             elif not self.ledger.first_in_trace_in(tx, parent.trace, key, now):
                 count["followed_seen"] += 1
-            elif url == parent.url or self._is_fresh(tx, key, now - (link.window or s.follow_window)):
+            elif url == parent.url or self._is_fresh(tx, key, now - (s.follow_window if link.window is None else link.window)):
                 count["followed_fresh"] += 1
             else:
                 child = Event(
@@ -404,7 +416,7 @@ class Books:
 
     def _republish(self, tx: Any, n: int, event: Event, was: str, reason: str, now: float, *, promoted: bool = False) -> None:
         body = encode_event(event)
-        ((_, position),) = self.broker.place_in(tx, [Out(topic=event.topic, id=event.id, key=event.key, body=body, priority=event.priority)])
+        (position,) = self._publish(tx, [Out(topic=event.topic, id=event.id, key=event.key, body=body, priority=event.priority)])
         self.ledger.reopen_in(tx, n, event.topic, was, reason, now, promoted=promoted, envelope=body, position=position)
 
     def _trip(self, tx: Any, topic: str, now: float) -> None:

@@ -204,7 +204,7 @@ def _derive(values: dict[str, Any], cwd: Path) -> None:
         if scheme in ("sqlite", "file") and rest and not rest.startswith(("/", ":")):
             url = f"{scheme}:{cwd.absolute() / rest}"
         values[path] = url
-    values.setdefault("fetch.prefetch", min(4 * values.get("fetch.concurrency", BY_PATH["fetch.concurrency"].default), 100_000))
+    values.setdefault("fetch.prefetch", min(8 * values.get("fetch.concurrency", BY_PATH["fetch.concurrency"].default), 100_000))
 
 
 def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:

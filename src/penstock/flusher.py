@@ -143,7 +143,10 @@ class Flusher:
         self.written += len(rows)
         self._up_or(None)
         self._tell()
-        return 0
+        if len(rows) == self.batch:
+            return 0
+        self._idle = True  # whoever adds rows wakes us
+        return POLL
 
     async def _note(self, position: int, mark: str) -> None:
         if (position, mark) != (self._position, self._mark):

@@ -168,7 +168,7 @@ class Worker:
         while not self._stopping:
             self._room.clear()
             room = self.o.window - len(self.held)
-            if self._paused() or room < max(1, self.o.window // 4) or self._bytes > self.o.byte_budget:
+            if self._paused() or room < max(1, self.o.window // 2) or self._bytes > self.o.byte_budget:
                 await self._nap(self._room, 0.1)
                 continue
             got = await self._insist(partial(self.sub.receive, room, 0.5, per_key=self.o.per_key))
@@ -392,7 +392,7 @@ class Worker:
             failures=item.admitted.attempts,
             after=f.after,
             jitter=self.rng.random(),
-            age=now - item.event.accepted_at,
+            age=now - (item.event.accepted_at or now),
             max_age=self.o.max_age,
         )
         reason, detail = _clean(f.reason), _clean(f.detail)

@@ -49,6 +49,11 @@ def opened(path: Path, **more: Any) -> Database:
 # -- group commit --------------------------------------------------------------------------------------------------------------
 
 
+def held_commit(db: Database, gate: threading.Event) -> Callable[[Tx], None]:
+    """A job whose commit waits for the gate, as a slow disk would make it."""
+    return lambda tx: db.before_commit(lambda: gate.wait(10))
+
+
 async def test_whoever_writes_at_the_same_moment_shares_a_commit(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     gate, commits = threading.Event(), 0
@@ -58,7 +63,7 @@ async def test_whoever_writes_at_the_same_moment_shares_a_commit(tmp_path: Path)
         commits += 1
         return False
 
-    first = asyncio.ensure_future(db.write(lambda tx: gate.wait(10)))
+    first = asyncio.ensure_future(db.write(held_commit(db, gate)))
     await asyncio.sleep(0.05)
     others = [asyncio.ensure_future(db.write(insert(i))) for i in range(100)]
     await asyncio.sleep(0)
@@ -71,11 +76,27 @@ async def test_whoever_writes_at_the_same_moment_shares_a_commit(tmp_path: Path)
     db.close_now()
 
 
+async def test_the_loop_goes_on_while_a_commit_waits_for_the_disk_or_for_another_process(tmp_path: Path) -> None:
+    db, other = opened(tmp_path / "a.db"), opened(tmp_path / "a.db")
+    gate = threading.Event()
+    waiting = asyncio.ensure_future(db.write(held_commit(db, gate)))
+    await asyncio.sleep(0.05)
+    locked_out = asyncio.ensure_future(other.write(insert(1)))
+    await asyncio.sleep(0.05)  # the loop runs, or this would never end
+    assert not waiting.done()
+    assert not locked_out.done()
+    gate.set()
+    await asyncio.gather(waiting, locked_out)
+    assert await db.read(values) == [1]
+    db.close_now()
+    other.close_now()
+
+
 @pytest.mark.parametrize("company", [0, 4])
 async def test_one_failing_job_is_rolled_back_alone(tmp_path: Path, company: int) -> None:
     db = opened(tmp_path / "a.db")
     gate = threading.Event()
-    hold = asyncio.ensure_future(db.write(lambda tx: gate.wait(10)))
+    hold = asyncio.ensure_future(db.write(held_commit(db, gate)))
     await asyncio.sleep(0.05)
     jobs: list[asyncio.Future[Any]] = [asyncio.ensure_future(db.write(insert(i))) for i in range(company)]
     bad = asyncio.ensure_future(db.write(fails))
@@ -96,8 +117,8 @@ async def test_a_cancelled_caller_does_not_undo_what_is_being_committed(tmp_path
     gate = threading.Event()
 
     def slow(tx: Tx) -> None:
-        gate.wait(10)
         insert("kept")(tx)
+        held_commit(db, gate)(tx)
 
     task = asyncio.ensure_future(db.write(slow))
     await asyncio.sleep(0.05)
@@ -120,9 +141,18 @@ async def test_a_write_after_the_end_is_refused_instead_of_waiting_for_ever(tmp_
 
 async def test_what_was_asked_before_the_end_is_done_before_the_end(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
-    jobs = [db.submit(insert(i)) for i in range(600)]
+    gate = threading.Event()
+    jobs = [asyncio.ensure_future(db.write(held_commit(db, gate)))]
+    await asyncio.sleep(0.05)
+    jobs += [asyncio.ensure_future(db.write(insert(i))) for i in range(600)]
+    await asyncio.sleep(0)
+    gate.set()
     db.close_now()
-    assert [job.result(0) for job in jobs] == list(range(1, 601))
+    again = opened(tmp_path / "a.db")
+    assert await again.read(values) == list(range(600))
+    again.close_now()
+    for job in jobs:
+        job.cancel()
 
 
 # -- durability ------------------------------------------------------------------------------------------------------------------
@@ -177,7 +207,7 @@ async def test_a_full_disk_tells_everybody_in_the_group(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     db._writer.execute(f"PRAGMA max_page_count={db._writer.execute('PRAGMA page_count').get + 2}")
     gate = threading.Event()
-    hold = asyncio.ensure_future(db.write(lambda tx: gate.wait(10)))
+    hold = asyncio.ensure_future(db.write(held_commit(db, gate)))
     await asyncio.sleep(0.05)
     jobs = [asyncio.ensure_future(db.write(work)) for work in (insert(1), insert(b"x" * 200_000, "big"), insert(3), fails)]
     await asyncio.sleep(0)

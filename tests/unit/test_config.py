@@ -51,7 +51,7 @@ def test_without_any_setting_everything_has_its_documented_default(tmp_path: Pat
     assert (config.dedup.window, config.dedup.settle, config.dedup.mode) == (60, 2, "delay")
     assert (config.follow.window, config.follow.depth, config.follow.same_domain) == (86400, 10, True)
     assert (config.breaker.dead_share, config.breaker.min, config.breaker.window, config.breaker.alert) == (0.2, 50, 60, 0.02)
-    assert (config.fetch.concurrency, config.fetch.prefetch, config.fetch.bytes) == (64, 256, 64 * 2**20)
+    assert (config.fetch.concurrency, config.fetch.prefetch, config.fetch.bytes) == (64, 512, 64 * 2**20)
     assert (config.pace.rate, config.intake.max_pending, config.output.unchanged) == (1, 10_000_000, "skip")
 
 

@@ -369,6 +369,14 @@ class SqliteBroker:
         """Who holds leases."""
         return {o for (o,) in tx.execute("SELECT DISTINCT owner FROM queue WHERE state=1")}
 
+    def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
+        """Is the lease of each still its own?"""
+        held = []
+        for d in deliveries:
+            g = self._group(tx, d.topic, d.group)
+            held.append(tx.execute("SELECT 1 FROM queue WHERE grp=? AND seq=? AND token=? AND state=1", (g.id, d.position, d.token)).get is not None)
+        return held
+
     # -- settling --------------------------------------------------------------------------------------------------------
 
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
@@ -500,6 +508,7 @@ class SqliteSubscription:
     def __init__(self, broker: SqliteBroker, topic: str, group: str, owner: str, lease: float) -> None:
         self.broker, self.topic, self.group, self.owner, self.lease = broker, topic, group, owner, lease
         self._wake = asyncio.Event()
+        self._more = False
         broker._wakes[topic].append(self._wake)
 
     async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
@@ -507,10 +516,11 @@ class SqliteSubscription:
         until = b.clock.now() + wait
         while True:
             self._wake.clear()
-            if await b.db.read(lambda tx: b.has_work(tx, self.topic, self.group)):
+            if self._more or await b.db.read(lambda tx: b.has_work(tx, self.topic, self.group)):
                 got = await b.db.write(
                     lambda tx: b.receive_in(tx, self.topic, self.group, limit, owner=self.owner, lease=self.lease, per_key=per_key), durable=False
                 )
+                self._more = len(got) == limit  # then there is likely more: no need to look before the next claim
                 if got:
                     return got
             left = until - b.clock.now()

@@ -69,12 +69,20 @@ class SqliteClaims:
     async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
         return await self.db.write(lambda tx: self.reserve_in(tx, wants), durable=False)
 
-    def reserve_in(self, tx: Tx, wants: Mapping[str, int]) -> dict[str, Sequence[float]]:
+    def reserve_in(self, tx: Tx, wants: Mapping[str, int], *, within: float | None = None) -> dict[str, Sequence[float]]:
+        """Slots more than `within` seconds away are told but not given: who is sent away until then asks again, and a slot given twice is one lost."""
         now = self.clock.now()
         slots: dict[str, Sequence[float]] = {}
         for host, n in wants.items():
             state = self._state(tx, host)
-            after, slots[host] = pace.reserve(state, self.limits, now, n, [self.rng.random() for _ in range(n)])
+            spread = self.limits.jitter * pace.interval(state, self.limits)
+            calm = 1.0 if within is None or spread <= within / 2 else within / 2 / spread  # or the jitter alone would send it away again
+            jitter = [calm * self.rng.random() for _ in range(n)]
+            after, slots[host] = pace.reserve(state, self.limits, now, n, jitter)
+            if within is not None and slots[host][-1] > now + within:
+                near = sum(slot <= now + within for slot in slots[host])
+                after, given = pace.reserve(state, self.limits, now, near, jitter)
+                slots[host] = [*given, *slots[host][near:]]
             if after != state:
                 self._keep(tx, host, after)
         return slots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -16,13 +17,13 @@ from penstock import locks
 from penstock.cli.options import ask
 from penstock.cli.output import joined, lasting, plural, short, size
 from penstock.errors import PenstockError
-from penstock.ledgers import sqlite_audit, sqlite_queries
+from penstock.ledgers import sqlite_queries
 from penstock.stores.sqlite import NETWORK_FILE_SYSTEMS, file_system_of, has_wal_reset_bug, sqlite_version
 
 if TYPE_CHECKING:
     from penstock.app import Stores
     from penstock.config import Loaded
-    from penstock.ledgers.sqlite_audit import Audit
+    from penstock.ledgers.sqlite_queries import Audit
     from penstock.options import Config
 
 LOW, VERY_LOW = 1 << 30, 64 << 20  # free disk space
@@ -144,7 +145,7 @@ def store(stores: Stores) -> Iterator[Finding]:
         return
     yield Finding("integrity", "ok", f"{Path(stores.db.path).name}, {size(os.path.getsize(stores.db.path))}")
     now = stores.clock.now()
-    audit = ask(stores, lambda tx: sqlite_audit.audit(tx, now))
+    audit = ask(stores, lambda tx: sqlite_queries.audit(tx, now))
     yield _accounting(audit)
     yield _queue(audit)
     yield from _workers(stores, audit)
@@ -210,45 +211,53 @@ def _workers(stores: Stores, a: Audit) -> Iterator[Finding]:
 
 
 def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
-    from penstock.sinks.appending import read_mark
-
     for name, noted, rows in a.outbox:
         if noted != rows:
             yield Finding("outbox", "fail", f"{name}: {noted:,} rows should wait and {rows:,} do", "please report it; keep a copy of the state directory")
     for sink in ask(stores, sqlite_queries.sinks):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
-        mark = read_mark(sink.mark) if sink.mark else None
-        if path is None or mark is None:
+        end = _noted_end(sink.mark)
+        if path is None or end is None:
             yield Finding("sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')} written{waiting}")
             continue
         try:
             there = path.stat().st_size
         except OSError:
-            result: Literal["ok", "warn"] = "warn" if mark.at else "ok"
+            result: Literal["ok", "warn"] = "warn" if end else "ok"
             yield Finding(
                 "sink",
                 result,
-                f"{sink.name}: the file is not there; {size(mark.at)} were written to it{waiting}",
-                "it was moved or removed; the next rows begin a new one" if mark.at else "",
+                f"{sink.name}: the file is not there; {size(end)} were written to it{waiting}",
+                "it was moved or removed; the next rows begin a new one" if end else "",
             )
             continue
-        if there < mark.at:
+        if there < end:
             yield Finding(
                 "sink",
                 "fail",
-                f"{sink.name}: has {there:,} bytes, {mark.at:,} were written",
+                f"{sink.name}: has {there:,} bytes, {end:,} were written",
                 "it was cut or replaced; restore it, or replay what is missing with push --force",
             )
-        elif there > mark.at:
+        elif there > end:
             yield Finding(
                 "sink",
                 "warn",
-                f"{sink.name}: {there - mark.at:,} bytes beyond what is noted{waiting}",
+                f"{sink.name}: {there - end:,} bytes beyond what is noted{waiting}",
                 "a write was interrupted, or is under way; the next `penstock run` puts it right",
             )
         else:
             yield Finding("sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')}, at its noted end{waiting}")
+
+
+def _noted_end(mark: str) -> int | None:
+    """The byte after the last one that is noted as written; None where the mark is not one of a file."""
+    try:
+        found = json.loads(mark)
+    except ValueError:
+        return None
+    end = found.get("at") if isinstance(found, dict) else found
+    return end if isinstance(end, int) else None
 
 
 def _file_of(name: str) -> Path | None:

@@ -22,9 +22,8 @@ from penstock.cli.output import FIXED, FOLD, RIGHT, console, count, iso, lasting
 from penstock.cli.output import show as show_table
 from penstock.cli.trace import step_document
 from penstock.errors import BadEnvelope, UsageError
-from penstock.ledgers import sqlite_letters as dead
 from penstock.ledgers import sqlite_queries as queries
-from penstock.ledgers.sqlite_letters import Filter, Letter
+from penstock.ledgers.sqlite_queries import Filter, Letter
 from penstock.model import Event, Priority, decode_event
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def ls(
     which = Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint)
     now = time.time()
     if all:
-        letters, total = common.read(lambda tx: (dead.letters(tx, which, limit=max(1, limit), newest_first=True), dead.letter_count(tx, which)))
+        letters, total = common.read(lambda tx: (queries.letters(tx, which, limit=max(1, limit), newest_first=True), queries.letter_count(tx, which)))
         if json:
             print_json({"total": total, "letters": [_summary(letter) for letter in letters]})
             return 0
@@ -67,7 +66,7 @@ def ls(
         for x in letters:
             made.add_row(short(x.event), moment(x.at, now), short(x.fingerprint), plain(x.stage), plain(x.error_class), plain(x.url), plain(x.reason))
     else:
-        causes, total = common.read(lambda tx: dead.letter_groups(tx, which, max(1, limit)))
+        causes, total = common.read(lambda tx: queries.letter_groups(tx, which, max(1, limit)))
         if json:
             groups = [
                 {
@@ -268,10 +267,10 @@ def _which(ids: tuple[str, ...], all: bool, which: Filter, verb: str) -> Filter:
 def _letter(tx: Any, text: str) -> Letter:
     if find.is_url(text):
         for row in queries.of_url(tx, find.key_of(text), 100):
-            if row.status == "dead" and (found := dead.letter(tx, row.id)):
+            if row.status == "dead" and (found := queries.letter(tx, row.id)):
                 return found
         raise find.NotFound(f"no dead letter for {text}", hint="penstock trace it; penstock dlq ls lists the letters")
-    found = dead.letter(tx, find.one(dead.letters_like(tx, text, find.MOST), text, "dead letter", "penstock dlq ls lists them"))
+    found = queries.letter(tx, find.one(queries.letters_like(tx, text, find.MOST), text, "dead letter", "penstock dlq ls lists them"))
     assert found is not None
     return found
 
@@ -281,12 +280,12 @@ def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterat
     if ids:
         named = list(dict.fromkeys(ask(stores, lambda tx: [_letter(tx, text).event for text in ids])))
         return iter([named]), len(named)
-    last, total = ask(stores, lambda tx: (dead.last_letter(tx), dead.letter_count(tx, which)))
+    last, total = ask(stores, lambda tx: (queries.last_letter(tx), queries.letter_count(tx, which)))
 
     def batches() -> Iterator[list[str]]:
         after = 0
         while True:
-            found = ask(stores, partial(dead.letters, which=which, after=after, upto=last, limit=BATCH))
+            found = ask(stores, partial(queries.letters, which=which, after=after, upto=last, limit=BATCH))
             if not found:
                 return
             after = found[-1].n
@@ -387,7 +386,7 @@ def _document(x: Letter, row: queries.EventRow | None, steps: list[queries.Step]
 
 
 def _full(tx: Any, id_: str) -> dict[str, Any] | None:
-    letter = dead.letter(tx, id_)
+    letter = queries.letter(tx, id_)
     if letter is None:
         return None
     row = queries.event(tx, id_)

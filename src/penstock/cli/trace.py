@@ -12,7 +12,6 @@ from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import console, iso, lasting, moment, plain, plural, print_json, short, size, status_text, styled
 from penstock.errors import BadEnvelope
-from penstock.ledgers import sqlite_letters as dead
 from penstock.ledgers import sqlite_queries as queries
 from penstock.model import Event, decode_event
 
@@ -31,7 +30,7 @@ class Found(msgspec.Struct, kw_only=True):
     history: list[queries.Step]
     duplicates: list[tuple[str, str]]
     original_trace: str | None  # of what it is a duplicate of
-    letter: dead.Letter | None
+    letter: queries.Letter | None
     records: list[tuple[str, str]] | None  # None: not looked for
 
 
@@ -104,7 +103,7 @@ def _found(tx: Any, row: EventRow, records: dict[int, list[tuple[str, str]]] | N
         history=queries.history(tx, row.n),
         duplicates=queries.duplicates_of(tx, row.id),
         original_trace=original.trace if original else None,
-        letter=dead.letter(tx, row.id) if row.status == "dead" else None,
+        letter=queries.letter(tx, row.id) if row.status == "dead" else None,
         records=None if records is None else records.get(row.n, []),
     )
 

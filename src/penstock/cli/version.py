@@ -17,7 +17,7 @@ def version(*, json: Json = False) -> int:
     """Versions of Penstock and of what it stands on; for bug reports."""
     from penstock.stores.sqlite import sqlite_version
 
-    parts = {"python": platform.python_version(), "sqlite": ".".join(map(str, sqlite_version())), "libcurl": _curl()}
+    parts = {"python": platform.python_version(), "sqlite": ".".join(map(str, sqlite_version()))}
     for name in PARTS:
         try:
             parts[name] = installed(name)
@@ -30,12 +30,3 @@ def version(*, json: Json = False) -> int:
     for name, number in parts.items():
         say(styled(f"  {name:<10}", "dim"), number or "not installed")
     return 0
-
-
-def _curl() -> str:
-    try:
-        import pycurl
-
-        return str(pycurl.version_info()[1])
-    except ImportError:
-        return ""

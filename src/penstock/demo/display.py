@@ -248,6 +248,8 @@ def _outputs(s: Snapshot, width: int) -> Text:
 
 
 def _changes(s: Snapshot, width: int, count: int) -> Iterable[Text]:
+    if not s.moved:
+        yield _line(width, Text("no price has moved yet", _SOFT))
     for n, moved in enumerate(s.moved[:count]):
         arrow = Text.assemble((_clean(moved.old), _SOFT), (" → ", _SOFT), (_clean(moved.new), "bold green" if n == 0 else "green"))
         yield _row(width, Text(_clean(moved.field), _SOFT), _clean(moved.what), arrow)
@@ -257,6 +259,8 @@ def _set_aside(s: Snapshot, width: int, count: int) -> Iterable[Text]:
     """Dead letters first, in at most half the places; then what comes back by itself, the soonest first."""
     dead = s.dead[: max(count // 2, count - len(s.waiting))]
     waiting = sorted(s.waiting, key=lambda w: w.left)[: count - len(dead)]
+    if not dead and not waiting:
+        yield _line(width, Text("nothing is set aside", _SOFT))
     for item in dead:
         yield _row(width, Text("dead", "red"), _path(item.url), Text(_clean(item.reason)))
     for delayed in waiting:
@@ -281,7 +285,7 @@ def plain(snapshot: Snapshot, before: Snapshot | None = None) -> str:
     s, was = snapshot, before or Snapshot(elapsed=0)
     figures = [f"{getattr(s.counts, name)} {label}" for name, label, _ in _STATES if getattr(s.counts, name)]
     line = f"{s.elapsed:6.1f} s  {s.counts.accepted} accepted" + (f" ({', '.join(figures)})" if figures else "")
-    line += f"  {s.records} rows, {s.changes} changes"
+    line += f"  {s.records} {'row' if s.records == 1 else 'rows'}, {s.changes} {'change' if s.changes == 1 else 'changes'}"
     line += "".join(f", {count} {label}" for count, label in ((s.unchanged, "unchanged"), (s.empty, "empty"), (s.unmatched, "unmatched")) if count)
     if s.p50 is not None and s.p95 is not None:
         line += f"  event→row p50 {_span(s.p50)}, p95 {_span(s.p95)}"

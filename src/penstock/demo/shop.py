@@ -191,15 +191,19 @@ async def serve(shop: Shop, *, port: int = 0, limited_port: int = 0, log: str | 
 
 
 async def _main(options: argparse.Namespace) -> None:
-    stop = asyncio.Event()
+    stop, parent = asyncio.Event(), os.getppid()
     loop = asyncio.get_running_loop()
-    shop = Shop(seed=options.seed)
+    shop = Shop(seed=options.seed, every=tuple(options.every))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGUSR1, shop.redesign)
     async with serve(shop, port=options.port, limited_port=options.limited_port, log=options.log):
         print(json.dumps({"url": shop.base, "limited": shop.limited, "pid": os.getpid()}), flush=True)
-        await stop.wait()
+        while not stop.is_set():
+            if options.with_parent and os.getppid() != parent:  # the demo that started us was killed
+                break
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 1)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -207,7 +211,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0, help="0: any free one; the addresses are printed as one JSON line")
     parser.add_argument("--limited-port", type=int, default=0)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--every", type=float, nargs=2, default=(1.0, 3.0), metavar=("FROM", "TO"), help="seconds between two price changes")
     parser.add_argument("--log", help="append one JSON line per request to this file")
+    parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one has ended")
     asyncio.run(_main(parser.parse_args(argv)))
 
 

@@ -46,10 +46,11 @@ def _picture(item: Product) -> str:
     hue, other = d[0] * 360 // 256, (d[0] * 360 // 256 + 40 + d[1] % 120) % 360
     x, y, r = 90 + d[2] % 120, 70 + d[3] % 40, 34 + d[4] % 26
     w, h = 50 + d[5] % 60, 60 + d[6] % 60
+    beside = x + r // 2 if x < 150 else x - r // 2 - w  # overlapping, never hidden
     return (
         f'<svg viewBox="0 0 300 200" role="img" aria-label="{escape(item.name)}" preserveAspectRatio="xMidYMid slice">'
         f'<rect width="300" height="200" fill="hsl({hue} 32% 84%)"/><rect y="150" width="300" height="50" fill="hsl({hue} 26% 70%)"/>'
-        f'<rect x="{230 - x * 0.6:.0f}" y="{165 - h}" width="{w}" height="{h}" rx="{6 + d[7] % 24}" fill="hsl({other} 38% 48%)"/>'
+        f'<rect x="{beside}" y="{165 - h}" width="{w}" height="{h}" rx="{6 + d[7] % 24}" fill="hsl({other} 38% 48%)"/>'
         f'<circle cx="{x}" cy="{max(y, 165 - r)}" r="{r}" fill="hsl({hue} 46% 40%)" opacity=".92"/></svg>'
     )
 

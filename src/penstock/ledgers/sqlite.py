@@ -68,6 +68,7 @@ class SqliteLedger:
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self.db, self.clock = db, clock
+        self._pruned = 0
         db.part("ledger", 1, SCHEMA)
 
     # -- entering ----------------------------------------------------------------------------------------------------------
@@ -145,7 +146,8 @@ class SqliteLedger:
     def delay_in(self, tx: Tx, event: Event, was: Standing, until: float, reason: str, now: float) -> None:
         tx.execute("UPDATE event SET status='delayed', not_before=?, reason=? WHERE n=?", (until, reason, was.n))
         self._note(tx, was.n, now, "delayed", reason=reason)
-        self.count_in(tx, event.topic, {was.status: -1, "delayed": 1})
+        if was.status != "delayed":  # put off once more: it was counted when it was put off first
+            self.count_in(tx, event.topic, {was.status: -1, "delayed": 1})
 
     def begin_in(
         self, tx: Tx, events: Sequence[tuple[int, Event]], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight"
@@ -372,12 +374,13 @@ class SqliteLedger:
 
     def prune_in(self, tx: Tx, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000) -> int:
         """Forget ended events (never dead ones) and their history; the counters keep counting them. `keep(URL, id)` says which success is still a baseline."""
-        oldest = tx.execute(
-            "SELECT n, status, url_key, id FROM event WHERE n IN (SELECT n FROM event ORDER BY n LIMIT ?)"
-            " AND status IN ('success','duplicate') AND finished_at<?",
-            (limit, before),
+        # A stretch at a time, the next call goes on behind it: what must stay at the head of the table does not stop the rest.
+        stretch = tx.execute(
+            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>? ORDER BY n LIMIT ?", (self._pruned, limit)
         ).fetchall()
-        rows = [(n,) for n, status, key, id_ in oldest if status == "duplicate" or not keep(key, id_)]
+        self._pruned = stretch[-1][0] if len(stretch) == limit and stretch[-1][3] < before else 0
+        ended = [row for row in stretch if row[1] in ("success", "duplicate") and row[2] < before]
+        rows = [(n,) for n, status, _, _, key, id_ in ended if status == "duplicate" or not keep(key, id_)]
         for table in ("history", "envelope", "fetched", "needed"):
             tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
         tx.executemany("DELETE FROM event WHERE n=?", rows)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.ledgers.sqlite_queries import STATES
+from penstock.ports import Status
 from penstock.stores.sqlite import Tx
+
+_STATUSES = frozenset(status.value for status in Status)
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +36,7 @@ def audit(tx: Tx, now: float) -> Audit:
         counted = dict(tx.execute("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (gid,)).fetchall())
         groups.append((topic, group, (noted[0], noted[1], noted[2]), (counted.get(0, 0), counted.get(1, 0), counted.get(2, 0))))
     return Audit(
-        counters={(t, s): n for t, s, n in tx.execute("SELECT topic, name, n FROM counter") if s in (*STATES, "writing")},
+        counters={(t, s): n for t, s, n in tx.execute("SELECT topic, name, n FROM counter") if s in _STATUSES},
         rows={(t, s): n for t, s, n in tx.execute("SELECT topic, status, count(*) FROM event GROUP BY topic, status")},
         entered=int(tx.execute("SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)").get),
         unqueued=unqueued[:5],

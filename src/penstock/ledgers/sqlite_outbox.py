@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from hashlib import blake2b
 
 import msgspec
 
@@ -39,18 +40,23 @@ class SqliteOutbox:
         """([(extractor, key, line)], unchanged, changed): what leaves for the sinks, after change detection against the books."""
         lines: list[tuple[str, str, bytes]] = []
         unchanged = changed = 0
-        before = [tx.execute("SELECT hash, url_key, n, fields FROM record WHERE extractor=? AND key=?", (r.extractor, r.key)).get for r in records]
-        for r, old in zip(records, before, strict=True):
-            if old is not None and old[0] == r.hash and old[1] == url_key and not (emit_unchanged or event.force):
-                unchanged += 1
+        same: dict[tuple[str, str], list[Record]] = {}  # rows without a key of their own share the page's: they are compared as a whole, or they would take turns
+        for r in records:
+            same.setdefault((r.extractor, r.key), []).append(r)
+        for (extractor, key), rows in same.items():
+            old = tx.execute("SELECT hash, url_key, n, fields FROM record WHERE extractor=? AND key=?", (extractor, key)).get
+            last = rows[-1]
+            hash_ = last.hash if len(rows) == 1 else blake2b(b"".join([r.hash for r in rows]), digest_size=16).digest()
+            if old is not None and old[0] == hash_ and old[1] == url_key and not (emit_unchanged or event.force):
+                unchanged += len(rows)
                 continue
-            lines.append((r.extractor, r.key, render(event, r, fetched_at)))
+            lines += [(extractor, key, render(event, r, fetched_at)) for r in rows]
             if old is None or n >= old[2]:
-                tx.execute("INSERT OR REPLACE INTO record VALUES(?,?,?,?,?,?)", (r.extractor, r.key, url_key, r.hash, r.fields, n))
-            if old is not None and old[0] != r.hash and n >= old[2]:
+                tx.execute("INSERT OR REPLACE INTO record VALUES(?,?,?,?,?,?)", (extractor, key, url_key, hash_, last.fields, n))
+            if old is not None and old[0] != hash_ and n >= old[2]:
                 changed += 1
                 if hooks:
-                    tx.execute("INSERT INTO change(body) VALUES(?)", (_change(event, r, old[3]),))
+                    tx.execute("INSERT INTO change(body) VALUES(?)", (_change(event, last, old[3]),))
         return lines, unchanged, changed
 
     # -- the sinks' outbox ---------------------------------------------------------------------------------------------------

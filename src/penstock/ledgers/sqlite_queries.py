@@ -9,10 +9,52 @@ from typing import Any
 import msgspec
 
 from penstock.ledgers.sqlite import decode_meta
-from penstock.ledgers.sqlite_letters import Cause, causes
+from penstock.ledgers.sqlite_audit import Audit, audit
+from penstock.ledgers.sqlite_letters import Cause, Filter, Letter, causes, last_letter, letter, letter_count, letter_groups, letters, letters_like
 from penstock.ports import PageMeta
 from penstock.stores.sqlite import Tx
 
+# What commands may ask, in one place; letters and the audit have modules of their own only for their size.
+__all__ = [
+    "Audit",
+    "Cause",
+    "EventRow",
+    "Filter",
+    "Letter",
+    "Listing",
+    "SinkState",
+    "Standing",
+    "Step",
+    "Waiting",
+    "audit",
+    "causes",
+    "delays",
+    "duplicates_of",
+    "event",
+    "event_of_page",
+    "events",
+    "history",
+    "ids_like",
+    "last_letter",
+    "leases",
+    "letter",
+    "letter_count",
+    "letter_groups",
+    "letters",
+    "letters_like",
+    "newest",
+    "of_trace",
+    "of_url",
+    "oldest",
+    "page_of_url",
+    "page_totals",
+    "paged_events",
+    "records_of",
+    "sinks",
+    "standing",
+    "trace_size",
+    "traces_like",
+]
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 SCAN = 200_000  # rows looked at, newest first, where no index answers
 SAMPLE = 1000  # delayed events looked at for their reasons

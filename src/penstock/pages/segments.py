@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -118,7 +119,7 @@ class SegmentStore:
         now = self.clock.now()
         if staged.rows:
             if self.db.durability == "full" and self._name == staged.segment:
-                os.fdatasync(self._file)
+                self.db.before_commit(partial(os.fdatasync, self._file))
             segment = tx.execute("SELECT id FROM segment WHERE name=?", (staged.segment,)).get
             if segment is None:
                 tx.execute("INSERT INTO segment(name, made) VALUES(?,?)", (staged.segment, now))

@@ -9,8 +9,8 @@ import queue
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future as ConcurrentFuture
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -71,15 +71,14 @@ class Database:
             self._single = _single_writer_if_needed(Path(path))
         self._busy_ms = int(busy_seconds * 1000)
         self._writer = self._connect()
+        self._reader: apsw.Connection | None = None
         self._synchronous = ""
         self._closed = False
         self.rollbacks = 0  # what was remembered about rows may be wrong after one
-        if not self.inline:
-            self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-            self._reader: apsw.Connection | None = None
-            self._read_pool = ThreadPoolExecutor(1, "penstock-read")
-            self._thread = threading.Thread(target=self._run, name="penstock-write", daemon=True)
-            self._thread.start()
+        self._queue: deque[_Job] = deque()
+        self._busy = False
+        self._before_commit: list[Callable[[], object]] = []
+        self._waits = ThreadPoolExecutor(1, "penstock-commit")  # for what blocks: the disk, and another process's lock
 
     # -- opening ---------------------------------------------------------------------------------------------------------
 
@@ -155,68 +154,104 @@ class Database:
     # -- writing ---------------------------------------------------------------------------------------------------------
 
     async def write(self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False) -> T:
-        """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves."""
-        if self.inline:
-            return self.write_now(work, durable=durable)
+        """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves.
+
+        Statements run on the loop's own thread: handing each of them to another one cost more than SQLite does. What
+        blocks, the sync of a COMMIT and the wait for another process's lock, goes to a thread.
+        """
         self._refuse_if_closed()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put(_Job(work, synced or (durable and self.durability == "full"), loop, future))
-        result = await asyncio.shield(future)  # a cancelled caller must not hide what was committed
+        job = _Job(work, synced or (durable and self.durability == "full"))
+        if self.inline:
+            self._settle([job])
+        else:
+            loop = asyncio.get_running_loop()
+            job.future = loop.create_future()
+            self._queue.append(job)
+            if not self._busy:
+                self._busy = True
+                loop.call_soon(self._next, loop)
+            await asyncio.shield(job.future)  # a cancelled caller must not hide what was committed
+        result: T = job.outcome()
         return result
 
-    def submit(self, work: Callable[[Tx], T], *, durable: bool = True) -> ConcurrentFuture[T]:
-        """For callers without a loop."""
-        job = _Job(work, durable and self.durability == "full", None, None)
+    def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
+        """For commands without a loop, and before one runs."""
         self._refuse_if_closed()
-        job.waiter = ConcurrentFuture()
-        self._jobs.put(job)
-        return job.waiter
+        if self._busy:
+            raise RuntimeError("write_now while the loop writes")
+        job = _Job(work, durable and self.durability == "full")
+        self._settle([job])
+        result: T = job.outcome()
+        return result
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise StoreUnavailable(f"{self.path} is closed", hint="it was closed by this process; nothing more can be written")
 
-    def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
-        """For inline stores and commands without a loop."""
-        if not self.inline:
-            raise RuntimeError("write_now needs an inline store")
-        job = _Job(work, durable and self.durability == "full", None, None)
-        self._commit([job])
-        if job.error is not None:
-            raise job.error
-        result: T = job.result
-        return result
+    def before_commit(self, work: Callable[[], object]) -> None:
+        """Called by a job: `work` runs where blocking does not hurt, after the jobs and before their COMMIT."""
+        self._before_commit.append(work)
 
-    def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            group = []
-            while job is not None:
-                group.append(job)
-                if len(group) >= MAX_GROUP:
-                    break
-                try:
-                    job = self._jobs.get_nowait()
-                except queue.Empty:
-                    break
-            if group:
-                self._commit(group)
-                _answer(group)
-            if job is None:
-                return
+    def _settle(self, group: Sequence[_Job]) -> None:
+        """The whole way on one thread."""
+        if not self._begin(group, wait=True):
+            raise AssertionError("a patient BEGIN answers or raises")
+        self._run(group)
+        self._finish(group)
 
-    def _commit(self, group: Sequence[_Job]) -> None:
-        """BEGIN IMMEDIATE … COMMIT around the whole group; one failing job is rolled back alone."""
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Whoever writes at this moment shares a transaction."""
+        group = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_GROUP))]
+        if self._begin(group, wait=False):
+            self._go_on(loop, group)
+        else:
+            loop.run_in_executor(self._waits, lambda: self._begin(group, wait=True)).add_done_callback(lambda _: self._go_on(loop, group))
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+        self._run(group)
+        if self._before_commit or self._synchronous == "FULL":
+            loop.run_in_executor(self._waits, self._finish, group).add_done_callback(lambda _: self._answer(loop, group))
+        else:
+            self._finish(group)
+            self._answer(loop, group)
+
+    def _answer(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+        if self._queue:
+            loop.call_soon(self._next, loop)
+        else:
+            self._busy = False
+        for job in group:
+            if job.future is not None and not job.future.done():
+                job.future.set_result(None)
+
+    # The three steps of a transaction. An outage anywhere fails the whole group, and then nothing was written.
+
+    def _begin(self, group: Sequence[_Job], *, wait: bool) -> bool:
+        """False: another process writes, and we were not to wait."""
         c = self._writer
         try:
             level = "FULL" if any(j.durable for j in group) else "NORMAL"
             if level != self._synchronous:
                 c.execute(f"PRAGMA synchronous={level}")
                 self._synchronous = level
+            c.set_busy_timeout(self._busy_ms if wait else 0)
             c.execute("BEGIN IMMEDIATE")
-            alone = len(group) == 1
+        except apsw.BusyError as e:
+            if not wait:
+                return False
+            self._fail(group, e)
+        except BaseException as e:
+            self._fail(group, e)
+        return True
+
+    def _run(self, group: Sequence[_Job]) -> None:
+        """One failing job is rolled back alone."""
+        c = self._writer
+        alone = len(group) == 1
+        try:
             for job in group:
+                if job.error is not None:
+                    return  # BEGIN failed: they all did
                 if not alone:
                     c.execute("SAVEPOINT job")
                 try:
@@ -229,30 +264,41 @@ class Database:
                     c.execute("ROLLBACK" if alone else "ROLLBACK TO job")
                 if not alone:
                     c.execute("RELEASE job")
-            if c.in_transaction:
-                c.execute("COMMIT")
         except BaseException as e:
-            with contextlib.suppress(apsw.Error):
-                if c.in_transaction:
-                    c.execute("ROLLBACK")
-            self.rollbacks += 1
-            self._synchronous = ""
+            self._fail(group, e)
+
+    def _finish(self, group: Sequence[_Job]) -> None:
+        before, self._before_commit = self._before_commit, []
+        try:
+            if self._writer.in_transaction:
+                for work in before:
+                    work()
+                self._writer.execute("COMMIT")
+        except BaseException as e:
+            self._fail(group, e)
+
+    def _fail(self, group: Sequence[_Job], e: BaseException) -> None:
+        with contextlib.suppress(apsw.Error):
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+        self.rollbacks += 1
+        self._synchronous = ""
+        if isinstance(e, apsw.Error | OSError):
             outage = StoreUnavailable(f"{self.path} does not take writes: {e}", hint="free disk space or repair permissions; work goes on by itself then")
             outage.__cause__ = e
-            for job in group:
-                job.error = outage if isinstance(e, apsw.Error | OSError) else e
+            e = outage
+        for job in group:
+            job.error = e
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     async def read(self, work: Callable[[Tx], T]) -> T:
-        if self.inline:
-            return work(cast(Tx, self._writer))
-        return await asyncio.get_running_loop().run_in_executor(self._read_pool, self._read, work)
+        """What is committed. Short questions only: they run on the loop's thread, and a WAL reader never waits."""
+        return self.read_now(work)
 
     def read_now(self, work: Callable[[Tx], T]) -> T:
-        return work(cast(Tx, self._writer)) if self.inline else self._read_pool.submit(self._read, work).result()
-
-    def _read(self, work: Callable[[Tx], T]) -> T:
+        if self.inline:
+            return work(cast(Tx, self._writer))
         if self._reader is None:
             self._reader = apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY)
             self._reader.set_busy_timeout(self._busy_ms)
@@ -269,50 +315,29 @@ class Database:
         if self._closed:
             return
         self._closed = True
-        if not self.inline:
-            self._jobs.put(None)
-            self._thread.join()
-            self._read_pool.shutdown()
-            if self._reader is not None:
-                self._reader.close()
+        self._waits.shutdown()
+        while self._queue:  # accepted before we closed
+            self._settle([self._queue.popleft()])
+        if self._reader is not None:
+            self._reader.close()
         self._writer.close()
         if self._single is not None:
             self._single.release()
 
 
 class _Job:
-    __slots__ = ("durable", "error", "future", "loop", "result", "waiter", "work")
+    __slots__ = ("durable", "error", "future", "result", "work")
 
-    def __init__(self, work: Callable[[Tx], Any], durable: bool, loop: asyncio.AbstractEventLoop | None, future: asyncio.Future[Any] | None) -> None:
-        self.work, self.durable, self.loop, self.future = work, durable, loop, future
+    def __init__(self, work: Callable[[Tx], Any], durable: bool) -> None:
+        self.work, self.durable = work, durable
+        self.future: asyncio.Future[None] | None = None
         self.result: Any = None
         self.error: BaseException | None = None
-        self.waiter: ConcurrentFuture[Any] | None = None
 
-
-def _answer(group: Sequence[_Job]) -> None:
-    """One wake-up per loop and commit."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
-    for job in group:
-        if job.loop is not None:
-            by_loop.setdefault(job.loop, []).append(job)
-        elif job.waiter is not None and job.error is not None:
-            job.waiter.set_exception(job.error)
-        elif job.waiter is not None:
-            job.waiter.set_result(job.result)
-    for loop, jobs in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is gone: the commit stands, nobody waits for it
-            loop.call_soon_threadsafe(_resolve, jobs)
-
-
-def _resolve(jobs: Sequence[_Job]) -> None:
-    for job in jobs:
-        if job.future is None or job.future.done():
-            continue
-        if job.error is not None:
-            job.future.set_exception(job.error)
-        else:
-            job.future.set_result(job.result)
+    def outcome(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.result
 
 
 def file_system_of(path: Path, mountinfo: str = "/proc/self/mountinfo") -> str:
