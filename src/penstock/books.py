@@ -206,8 +206,9 @@ class Books:
                 placed.append(a)
                 continue
             slot = next(slots[e.key])
-            if slot > now + HOLD_BEYOND:
-                holds.setdefault((d.topic, d.group), {})[d.key] = slot
+            until = holds.setdefault((d.topic, d.group), {})
+            if slot > now + HOLD_BEYOND and until.get(d.key, 0.0) <= now + PARK_BEYOND:  # to the last slot given, or the first that is still free
+                until[d.key] = slot
             if slot > now + PARK_BEYOND:
                 if self.broker.settle_in(tx, [(d, Retry(slot - now, "slot"))])[0]:  # else its lease was lost, and another may be at it
                     self.ledger.delay_in(tx, e, self.ledger.standing_in(tx, e.id), slot, f"waiting for a slot of {e.key}", now)
@@ -222,7 +223,7 @@ class Books:
     # -- a handler starts ----------------------------------------------------------------------------------------------------
 
     async def begin(self, starts: Sequence[tuple[Delivery, Event, int]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
-        """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile, here or elsewhere, and is settled; or its lease was lost."""
+        """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile and is settled, or its lease was lost."""
         return await self.store.write(lambda tx: self._begin(tx, starts, asks, writing), durable=False)
 
     def _begin(self, tx: Any, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool], writing: bool) -> list[int | None]:

@@ -40,7 +40,8 @@ class SqliteOutbox:
         """([(extractor, key, line)], unchanged, changed): what leaves for the sinks, after change detection against the books."""
         lines: list[tuple[str, str, bytes]] = []
         unchanged = changed = 0
-        same: dict[tuple[str, str], list[Record]] = {}  # rows without a key of their own share the page's: they are compared as a whole, or they would take turns
+        # Rows without a key of their own share the page's: they are compared as a whole, or they would take turns in being news.
+        same: dict[tuple[str, str], list[Record]] = {}
         for r in records:
             same.setdefault((r.extractor, r.key), []).append(r)
         for (extractor, key), rows in same.items():
