@@ -1,0 +1,1031 @@
+"""The books: what becomes true together, in what order, and that it adds up after every single step."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.books import Books, Settings, SinkBinding
+from penstock.brokers.sqlite import SqliteBroker
+from penstock.claims.sqlite import SqliteClaims
+from penstock.errors import BadEnvelope, StoreUnavailable
+from penstock.intake import event_of, push
+from penstock.ledgers.sqlite import SqliteLedger
+from penstock.ledgers.sqlite_outbox import SqliteOutbox
+from penstock.locks import WorkerLock
+from penstock.model import Event, Link, Record, decode_event, encode_event, page_id
+from penstock.pages.segments import SegmentStore
+from penstock.ports import Accepted, Admitted, Delivery, End, Out, PageMeta, TopicSpec
+from penstock.rules import breaker, pace
+from penstock.stages.handover import PageMessage
+from penstock.stores.sqlite import Database
+from penstock.testing.clock import ManualClock
+
+URL = "https://shop.test/p/1"
+OPEN = ("pending", "delayed", "in_flight", "writing")
+STATES = (*OPEN, "success", "dead", "duplicate")
+Held = tuple[Delivery, Event, Admitted]
+Begun = tuple[Delivery, Event, Admitted, int]
+Outcome = Literal["success", "retry", "park", "release", "dead", "handover", "writing"]
+UNLIMITED = pace.Limits(rate=None)
+
+
+class Rig:
+    """Everything that is open on one store, and a worker's moves by hand. `other` is a second worker on the same store."""
+
+    def __init__(
+        self, directory: Path, *, limits: pace.Limits = UNLIMITED, worker: str = "w1", lease: float = 30.0, base: Rig | None = None, **more: Any
+    ) -> None:
+        self.directory, self.limits, self.lease = directory, limits, lease
+        self.clock = base.clock if base else ManualClock()
+        self.db = base.db if base else Database(":memory:")
+        self.broker = SqliteBroker(self.db, self.clock)
+        self.ledger, self.outbox = SqliteLedger(self.db, self.clock), SqliteOutbox(self.db)
+        self.claims = SqliteClaims(self.db, self.clock, limits, random.Random(1))
+        self.pages = SegmentStore(self.db, directory / "pages", self.clock, writer=worker)
+        self.settings = base.settings if base and not more else Settings(sinks=(SinkBinding("out"),), **more)
+        parts = {"broker": self.broker, "ledger": self.ledger, "outbox": self.outbox, "claims": self.claims, "pages": self.pages}
+        self.books = Books(self.db, **parts, settings=self.settings, worker=worker, clock=self.clock)
+        self.db.write_now(lambda tx: self.broker.ensure_in(tx, [TopicSpec(name=name) for name in ("requests", "pages", "records")]))
+        self.sub = self.broker.subscribe("requests", "main", owner=worker, lease=lease)
+        self.worker = worker
+
+    def other(self, worker: str = "w2") -> Rig:
+        return Rig(self.directory, limits=self.limits, worker=worker, lease=self.lease, base=self)
+
+    def sql(self, query: str, *bindings: Any) -> list[Any]:
+        return self.db.read_now(lambda tx: tx.execute(query, bindings).fetchall())
+
+    def row(self, event_id: str) -> dict[str, Any]:
+        names = [r[1] for r in self.sql("PRAGMA table_info(event)")]
+        return dict(zip(names, self.sql("SELECT * FROM event WHERE id=?", event_id)[0], strict=True))
+
+    def status(self, *ids: str) -> str:
+        return " ".join(self.row(i)["status"] for i in ids)
+
+    def count(self, name: str) -> int:
+        return int(sum(n for (n,) in self.sql("SELECT n FROM counter WHERE name=?", name)))
+
+    async def accept(self, *ids: str, url: str = URL, **more: Any) -> list[Accepted]:
+        answers = await self.books.accept([msgspec.structs.replace(event_of(url, id_=i), **more) for i in ids])
+        assert_books_balance(self)
+        return answers
+
+    async def receive(self, limit: int = 100) -> list[Delivery]:
+        return list(await self.sub.receive(limit, 0.0))
+
+    async def admit(self, deliveries: Sequence[Delivery] | None = None, *, fetches: bool = True, event: Event | None = None) -> list[Held]:
+        """Those that may go on."""
+        got = await self.receive() if deliveries is None else deliveries
+        pairs: list[tuple[Delivery, Event | BadEnvelope]] = []
+        for d in got:
+            try:
+                pairs.append((d, event or decode_event(d.body)))
+            except BadEnvelope as e:
+                pairs.append((d, e))
+        answers = await self.books.admit(pairs, fetches=fetches)
+        assert_books_balance(self)
+        return [(d, e, a) for (d, e), a in zip(pairs, answers, strict=True) if a.verdict == "go" and isinstance(e, Event)]
+
+    async def begin(self, held: Sequence[Held], *, writing: bool = False) -> list[Begun]:
+        """Those that were begun."""
+        fences = await self.books.begin([(d, e, a.row) for d, e, a in held], asks=[a.slot > 0 and not a.page for _, _, a in held], writing=writing)
+        assert_books_balance(self)
+        return [(*h, fence) for h, fence in zip(held, fences, strict=True) if fence is not None]
+
+    async def start(self, *ids: str) -> list[Begun]:
+        """From the queue to a running handler."""
+        begun = await self.begin(await self.admit())
+        if ids:
+            assert [e.id for _, e, _, _ in begun] == list(ids)
+        return begun
+
+    async def conclude(self, begun: Begun, outcome: Outcome, *, body: bytes | None = None, **more: Any) -> bool:
+        d, e, a, fence = begun
+        bodies = []
+        if body is not None:
+            more["meta"] = PageMeta(page=page_id(body), url=e.url, status=200, headers={"etag": "x"}, fetched_at=self.clock.now(), size=len(body))
+            bodies.append((page_id(body), body))
+        more.setdefault("extractors", "product@1")
+        end = End(event=e, delivery=d, fence=fence, row=a.row, outcome=outcome, restarted=a.starts > 0, **more)
+        (answer,) = await self.books.conclude([end], bodies)
+        assert_books_balance(self)
+        return answer
+
+    async def succeed(self, begun: Begun, *records: Record, body: bytes = b"page", links: Iterable[str] = (), **more: Any) -> bool:
+        found = [Link(url=url, extractor="product") for url in links]
+        return await self.conclude(begun, "success", body=body, records=records, links=found, **more)
+
+    async def die(self, begun: Begun, reason: str = "HTTP 404") -> bool:
+        return await self.conclude(begun, "dead", reason=reason, error_class="permanent", stage="fetch", fingerprint="f", response_status=404)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [msgspec.json.decode(body) for (body,) in self.sql("SELECT body FROM outbox ORDER BY n")]
+
+
+def record(key: str = "a", price: int = 1, index: int = 0) -> Record:
+    fields = msgspec.json.encode({"sku": key, "price": price})
+    return Record(extractor="product", version=1, key=key, index=index, fields=fields, hash=page_id(fields).encode())
+
+
+def assert_books_balance(r: Rig) -> None:
+    """I10 and what it rests on: every counter is the number of rows it stands for, and no open event is without a message that will bring it back."""
+    counters = {(t, s): n for t, s, n in r.sql("SELECT topic, name, n FROM counter") if s in STATES and n}
+    assert counters == {(t, s): n for t, s, n in r.sql("SELECT topic, status, count(*) FROM event GROUP BY topic, status")}
+    for gid, *noted in r.sql("SELECT id, ready, leased, delayed FROM grp"):
+        found = dict(r.sql("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", gid))
+        assert noted == [found.get(state, 0) for state in range(3)]
+    ready = {tuple(k): n for *k, n in r.sql("SELECT grp, prio, key, ready FROM keyq WHERE ready<>0")}
+    assert ready == {tuple(k): n for *k, n in r.sql("SELECT grp, prio, key, count(*) FROM queue WHERE state=0 GROUP BY grp, prio, key")}
+    queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
+    assert r.sql(f"SELECT id FROM event WHERE status IN {OPEN} AND id NOT IN ({queued})") == [], "an open event that nothing will bring back is lost"
+    assert r.sql("SELECT id FROM event WHERE status='duplicate' AND duplicate_of IS NULL") == []
+    assert r.sql("SELECT id FROM event WHERE status NOT IN ('duplicate') AND duplicate_of IS NOT NULL") == []
+    assert r.sql("SELECT d.event FROM dead d JOIN event e ON e.id=d.event WHERE e.status<>'dead'") == [], "a letter of an event that is not dead"
+    for sink, next_, flushed in r.sql("SELECT id, next, flushed FROM sink"):
+        assert [n for (n,) in r.sql("SELECT n FROM outbox WHERE sink=? ORDER BY n", sink)] == list(range(flushed + 1, next_)), (
+            "dense, from where the flusher is"
+        )
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+# -- intake ----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_same_id_twice_is_one_event(rig: Rig) -> None:
+    assert await rig.accept("e1", "e1") == ["new", "known"]
+    assert await rig.accept("e1", "e2", url=URL + "0") == ["known", "new"]
+    assert len(await rig.receive()) == 2
+    assert rig.count("pending") == 2
+
+
+async def test_an_event_that_ended_is_still_known(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start()
+    await rig.succeed(begun)
+    assert await rig.accept("e1") == ["known"]
+    assert await rig.receive() == []
+
+
+async def test_a_full_pipeline_says_so_and_takes_more_when_something_ends(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_pending=2)
+    assert await rig.accept("e1", "e1", "e2", "e3", url=URL) == ["new", "known", "new", "full"]
+    first, second = await rig.admit()
+    assert await rig.accept("e3", url=URL + "3") == ["full"]
+    (begun,) = await rig.begin([first])
+    await rig.succeed(begun)
+    assert await rig.accept("e3", url=URL + "3") == ["new"]
+    assert rig.status("e1", "e2", "e3") == "success pending pending"
+    assert second[1].id == "e2"
+
+
+async def test_the_cursor_moves_with_the_events_and_only_when_none_was_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_pending=1)
+
+    async def moved(*ids: str, to: bytes) -> bytes | None:
+        await rig.books.accept([event_of(URL, id_=i) for i in ids], cursor=("feed", to))
+        return await rig.db.read(lambda tx: rig.ledger.cursor_in(tx, "feed"))
+
+    assert await moved("e1", to=b"1") == b"1"
+    assert await moved("e1", "e2", to=b"2") == b"1"
+    assert await moved("e1", to=b"3") == b"3", "what is known already was accepted once"
+    assert await moved(to=b"4") == b"4"
+
+
+async def test_push_waits_for_room_and_refuses_what_is_no_url(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_pending=2)
+    pushing = asyncio.ensure_future(push(rig.books, [URL + str(i) for i in range(3)] + ["mailto:x"], clock=rig.clock))
+    await rig.clock.elapse(1.0)
+    assert not pushing.done()
+    for begun in await rig.start():
+        await rig.succeed(begun)
+    await rig.clock.elapse(1.0)
+    result = await pushing
+    assert (result.new, [url for url, _ in result.refused]) == (3, ["mailto:x"])
+    short = await push(rig.books, [URL + "a", URL + "b"], clock=rig.clock, wait_when_full=False)
+    assert (short.new, short.refused[0][1]) == (1, "the queue is full")
+
+
+async def test_an_event_published_past_intake_is_taken_into_the_books_when_it_arrives(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun)
+    rig.clock.advance(5.0)
+    await rig.broker.publish([Out(topic="requests", id="x1", key="shop.test", body=encode_event(event_of(URL, id_="x1")))])
+    assert await rig.admit() == []
+    assert rig.status("x1") == "delayed", "it arrived later than the GET: it may tell of a change"
+    assert rig.row("x1")["accepted_at"] == rig.clock.now()
+
+
+@pytest.mark.parametrize("body", [b"", b"not json", b"{}", b'{"specversion":"1.0"}', b"\xff\xfe", encode_event(event_of(URL, id_="e"))[:-1]])
+async def test_an_unreadable_envelope_is_a_dead_letter_never_acked_away_and_never_stuck(rig: Rig, body: bytes) -> None:
+    await rig.broker.publish([Out(topic="requests", id="x", key="k", body=body, headers={"a": "b"})])
+    assert await rig.admit() == []
+    ((kept, headers, stage, reason),) = rig.sql("SELECT envelope, headers, stage, reason FROM dead")
+    assert (kept, headers, stage) == (body, '{"a":"b"}', "intake")
+    assert reason
+    rig.clock.advance(100.0)
+    assert await rig.receive() == []
+    assert rig.count("unreadable") == 1
+    ((letter,),) = rig.sql("SELECT event FROM dead")
+    assert await rig.books.redrive([letter]) == 0, "there is no event to drive"
+    assert await rig.books.drop([letter]) == 1
+
+
+# -- the usual way -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_usual_way_of_an_event_is_told_row_by_row(rig: Rig) -> None:
+    await rig.accept("e1")
+    accepted = rig.clock.now()
+    rig.clock.advance(1.0)
+    (held,) = await rig.admit()
+    assert (held[2].starts, held[2].attempts, held[2].crashes, held[2].baseline, held[2].page) == (0, 0, 0, None, None)
+    rig.clock.advance(1.0)
+    (begun,) = await rig.begin([held])
+    assert rig.row("e1") | {"status": "in_flight", "starts": 1, "crashes": 1, "worker": "w1", "dispatched_at": accepted + 2} == rig.row("e1")
+    rig.clock.advance(1.0)
+    assert await rig.succeed(begun, record("a"), record("b", index=1), body=b"<html>", response_status=200, response_hash="h")
+    wanted = {"status": "success", "finished_at": accepted + 3, "crashes": 0, "attempts": 0, "response_status": 200, "extractors": "product@1"}
+    assert rig.row("e1") | wanted == rig.row("e1")
+    assert [s for (s,) in rig.sql("SELECT status FROM history ORDER BY at")] == ["pending", "in_flight", "success"]
+    assert [(line["sku"], line["_penstock"]["event_id"], line["_penstock"]["key"]) for line in rig.lines()] == [("a", "e1", "a"), ("b", "e1", "b")]
+    assert await rig.pages.get(page_id(b"<html>")) == b"<html>"
+    rig.clock.advance(1000.0)
+    assert await rig.receive() == []
+
+
+async def test_a_failure_that_is_retried_costs_an_attempt_and_a_release_or_a_park_none(rig: Rig) -> None:
+    await rig.accept("e1")
+    for outcome, more, attempts in (
+        ("retry", {"until": rig.clock.now() + 5, "reason": "HTTP 502"}, 1),
+        ("park", {"until": rig.clock.now() + 20}, 1),
+        ("release", {}, 1),
+        ("retry", {"until": rig.clock.now() + 40, "charged": False}, 1),
+        ("retry", {"until": rig.clock.now() + 60}, 2),
+    ):
+        (begun,) = await rig.start()
+        await rig.conclude(begun, outcome, **more)  # type: ignore[arg-type]
+        assert rig.status("e1") == ("pending" if outcome == "release" else "delayed")
+        if until := more.get("until"):
+            assert await rig.receive() == []
+            rig.clock.advance(float(until) - rig.clock.now())  # type: ignore[arg-type]
+            await rig.books.tick()
+            assert rig.status("e1") == "pending"
+        assert rig.row("e1")["attempts"] == attempts
+    assert rig.row("e1") | {"starts": 5, "crashes": 0} == rig.row("e1")
+    assert (await rig.admit())[0][2].attempts == 2
+
+
+async def test_once_the_ledger_knows_the_page_nobody_fetches_it_again(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start()
+    await rig.conclude(begun, "retry", body=b"<html>", until=rig.clock.now() + 1)
+    rig.clock.advance(2.0)
+    (held,) = await rig.admit()
+    assert held[2].page == page_id(b"<html>")
+    assert msgspec.msgpack.decode(held[2].page_meta, type=PageMeta).size == 6
+    assert held[2].slot == 0.0, "and no slot of the host is spent on it"
+
+
+async def test_a_handover_goes_on_in_the_next_topic_with_the_event_still_open(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start()
+    await rig.conclude(begun, "handover", body=b"x", publish=[Out(topic="pages", id="e1", key="k", body=b"page")])
+    assert rig.status("e1") == "pending"
+    assert await rig.receive() == []
+    (d,) = await rig.broker.subscribe("pages", "main", owner="w1", lease=30.0).receive(5, 0.0)
+    (held,) = await rig.admit([d], fetches=False, event=begun[1])
+    (again,) = await rig.begin([held])
+    await rig.conclude(again, "writing", publish=[Out(topic="records", id="e1", key="k", body=b"rows")])
+    assert rig.status("e1") == "writing"
+    (d,) = await rig.broker.subscribe("records", "main", owner="w1", lease=30.0).receive(5, 0.0)
+    (held,) = await rig.admit([d], fetches=False, event=begun[1])
+    (last,) = await rig.begin([held], writing=True)
+    assert rig.status("e1") == "writing"
+    await rig.conclude(last, "success", was_writing=True)
+    assert rig.status("e1") == "success"
+
+
+async def test_a_hand_over_to_a_full_topic_is_an_outage_and_not_a_loss(rig: Rig) -> None:
+    await rig.broker.ensure([TopicSpec(name="pages", max_depth=1)])
+    await rig.accept("e1")
+    await rig.accept("e2", url=URL + "2")
+    first, second = await rig.start()
+    await rig.conclude(first, "handover", publish=[Out(topic="pages", id=first[1].id, key="k", body=b"")])
+    with pytest.raises(StoreUnavailable):
+        await rig.conclude(second, "handover", publish=[Out(topic="pages", id=second[1].id, key="k", body=b"")])
+    assert_books_balance(rig)
+    assert rig.status(second[1].id) == "in_flight"
+
+
+# -- fencing and crashes -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_workers_work_comes_back_at_once_and_counts_as_a_start(rig: Rig, tmp_path: Path) -> None:
+    await rig.accept("e1")
+    await rig.accept("e2", url=URL + "2")
+    first, _ = await rig.admit()
+    await rig.begin([first])
+    with WorkerSign(tmp_path, "w1"):
+        assert await rig.books.reclaim(tmp_path) == []
+    (tmp_path / "w1.alive").write_text("")  # as a killed process leaves it
+    survivor = rig.other()
+    assert await survivor.books.reclaim(tmp_path) == ["w1"]
+    assert_books_balance(rig)
+    assert await survivor.books.reclaim(tmp_path) == []
+    held = {e.id: a for _, e, a in await survivor.admit()}
+    assert (held["e1"].starts, held["e1"].crashes, held["e2"].starts, held["e2"].crashes) == (1, 1, 0, 0), "the bystander is not charged"
+
+
+class WorkerSign(WorkerLock):
+    def __enter__(self) -> None:
+        assert self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("outcome", ["success", "retry", "park", "release", "dead", "handover", "writing"])
+async def test_a_worker_whose_lease_ran_out_changes_nothing_afterwards(rig: Rig, outcome: Outcome) -> None:
+    await rig.accept("e1")
+    (old,) = await rig.start()
+    rig.clock.advance(31.0)
+    (new,) = await rig.other().start()
+    before = _everything(rig)
+    assert not await rig.conclude(old, outcome, reason="late", until=rig.clock.now() + 5, records=[record()], links=[Link(url=URL + "9", extractor="x")])
+    assert _everything(rig) == before
+    assert await rig.succeed(new, record())
+    assert len(rig.lines()) == 1
+
+
+@pytest.mark.parametrize("outcome", ["success", "retry", "dead", "release"])
+async def test_a_worker_that_lost_its_lease_before_it_began_cannot_begin(rig: Rig, outcome: Outcome) -> None:
+    await rig.accept("e1")
+    held = await rig.admit()
+    rig.clock.advance(31.0)
+    other = rig.other()
+    (new,) = await other.start()
+    before = _everything(rig)
+    assert await rig.begin(held) == []
+    assert _everything(rig) == before
+    assert await other.conclude(new, outcome, until=rig.clock.now() + 5)
+
+
+async def test_a_worker_that_lost_its_lease_before_it_was_admitted_does_not_park_what_another_runs(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, limits=pace.Limits(rate=0.01, jitter=0.0))
+    await rig.accept("e1")
+    late = await rig.receive()
+    rig.clock.advance(31.0)
+    other = rig.other()
+    (running,) = await other.start()
+    assert await rig.admit(late) == []
+    assert rig.status("e1") == "in_flight"
+    assert await other.succeed(running)
+
+
+async def test_two_messages_of_one_event_end_it_once(rig: Rig) -> None:
+    await rig.accept("e1")
+    await rig.broker.publish([Out(topic="requests", id="e1", key="shop.test", body=encode_event(event_of(URL, id_="e1")))])
+    first, second = await rig.start()
+    assert not await rig.succeed(first, record())
+    assert await rig.succeed(second, record())
+    assert rig.status("e1") == "success"
+    assert len(rig.lines()) == 1
+    assert await rig.receive() == []
+
+
+async def test_an_event_that_ended_between_admission_and_start_is_left_as_it_ended(rig: Rig) -> None:
+    await rig.accept("e1")
+    await rig.broker.publish([Out(topic="requests", id="e1", key="shop.test", body=encode_event(event_of(URL, id_="e1")))])
+    first, second = await rig.admit()
+    (begun,) = await rig.begin([first])
+    await rig.die(begun)
+    await rig.accept("e2")
+    (newer,) = await rig.admit()
+    assert [b[1].id for b in await rig.begin([newer, second])] == ["e2"]
+    assert rig.status("e1", "e2") == "dead in_flight"
+
+
+def _everything(rig: Rig) -> dict[str, list[Any]]:
+    tables = [name for (name,) in rig.sql("SELECT name FROM sqlite_master WHERE type='table' AND name NOT LIKE 'sqlite_%'")]
+    return {name: rig.sql(f"SELECT * FROM {name}") for name in tables}
+
+
+# -- duplicates and freshness ------------------------------------------------------------------------------------------------------------
+
+
+async def test_two_events_for_one_url_at_the_same_instant_are_one_fetch_and_a_duplicate_that_names_it(rig: Rig) -> None:
+    await rig.accept("e1", "e2")
+    (begun,) = await rig.start()
+    other = "e2" if begun[1].id == "e1" else "e1"
+    assert rig.row(other) | {"status": "duplicate", "duplicate_of": begun[1].id} == rig.row(other)
+    assert await rig.succeed(begun)
+    assert await rig.receive() == []
+
+
+@pytest.mark.parametrize(("after", "status"), [(0.0, "duplicate"), (2.0, "duplicate"), (2.1, "delayed"), (59.0, "delayed"), (61.0, "in_flight")])
+async def test_what_becomes_of_an_event_depends_on_how_long_after_the_get_it_came(rig: Rig, after: float, status: str) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun)
+    rig.clock.advance(after)
+    await rig.accept("e2")
+    await rig.start()
+    assert rig.status("e2") == status
+
+
+async def test_the_trailing_event_waits_for_the_windows_end_and_is_the_next_owner(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun)
+    rig.clock.advance(10.0)
+    await rig.accept("e2", "e3")
+    assert await rig.start() == []
+    assert {rig.status("e2"), rig.status("e3")} == {"delayed", "duplicate"}
+    trailing, spare = ("e2", "e3") if rig.status("e2") == "delayed" else ("e3", "e2")
+    assert rig.row(spare)["duplicate_of"] == trailing
+    rig.clock.advance(49.9)
+    assert await rig.receive() == []
+    rig.clock.advance(0.2)
+    (next_,) = await rig.start(trailing)
+    rig.clock.advance(1.0)
+    await rig.accept("e4")
+    await rig.start()
+    assert rig.row("e4")["duplicate_of"] == trailing
+    assert await rig.succeed(next_)
+
+
+async def test_the_trailing_event_waits_on_while_the_owner_is_still_at_it(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    rig.clock.advance(10.0)
+    await rig.accept("e2")
+    await rig.start()
+    for _ in range(8):
+        rig.clock.advance(10.0)
+        await rig.sub.extend([begun[0]], 30.0)
+        assert await rig.start() == []
+    assert rig.status("e1", "e2") == "in_flight delayed"
+    await rig.succeed(begun)
+    rig.clock.advance(2.0)
+    await rig.start("e2")
+
+
+async def test_while_the_owner_waits_for_its_retry_every_arrival_is_its_duplicate(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.conclude(begun, "retry", until=rig.clock.now() + 30)
+    rig.clock.advance(10.0)
+    await rig.accept("e2")
+    assert await rig.start() == []
+    assert rig.row("e2")["duplicate_of"] == "e1"
+
+
+async def test_drop_mode_drops_the_rest_of_the_window(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, drop=True, window=3600.0)
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun)
+    rig.clock.advance(3000.0)
+    await rig.accept("e2")
+    assert await rig.start() == []
+    assert rig.row("e2")["duplicate_of"] == "e1"
+    rig.clock.advance(601.0)
+    await rig.accept("e3")
+    await rig.start("e3")
+
+
+async def test_an_event_may_bring_its_own_window_and_force_needs_none(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun)
+    rig.clock.advance(5.0)
+    await rig.accept("e2", window=4.0)
+    (second,) = await rig.start("e2")
+    await rig.accept("e3", force=True)
+    (third,) = await rig.start("e3")
+    assert third[2].baseline is None
+    await rig.succeed(second)
+    await rig.succeed(third)
+
+
+async def test_when_the_owner_dies_its_oldest_duplicate_is_promoted_once_with_a_budget_of_its_own(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.accept("e2", "e3")
+    await rig.start()
+    assert rig.status("e2", "e3") == "duplicate duplicate"
+    await rig.die(begun)
+    assert rig.status("e1", "e2", "e3") == "dead pending duplicate"
+    (second,) = await rig.start("e2")
+    assert second[2].attempts == 0
+    await rig.die(second)
+    assert rig.status("e1", "e2", "e3") == "dead dead duplicate", "once: a page that is gone does not eat all its duplicates"
+    assert await rig.receive() == []
+
+
+async def test_a_dead_owner_leaves_the_url_free(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.die(begun)
+    await rig.accept("e2")
+    await rig.start("e2")
+
+
+async def test_the_baseline_is_the_last_success_even_when_an_owner_died_in_between(rig: Rig) -> None:
+    for i, ends in enumerate(("success", "dead", "")):
+        await rig.accept(f"e{i}")
+        (begun,) = await rig.start(f"e{i}")
+        if ends == "success":
+            await rig.succeed(begun, body=b"first")
+        elif ends == "dead":
+            assert begun[2].baseline is not None
+            await rig.die(begun)
+        rig.clock.advance(100.0)
+    assert begun[2].baseline is not None
+    assert (begun[2].baseline.page, begun[2].baseline.etag, begun[2].baseline.extractors) == (page_id(b"first"), "x", "product@1")
+
+
+# -- links that are followed ---------------------------------------------------------------------------------------------------------
+
+
+async def test_children_are_accepted_with_their_parents_success_and_not_before(rig: Rig) -> None:
+    await rig.accept("e1", trace="tr")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun, links=[URL + "2", URL + "2#top", URL, "mailto:x", "https://else.where.test/", "https://www.shop.test/p/3"])
+    assert {name: rig.count(name) for name in ("followed", "followed_seen", "followed_fresh", "followed_bad", "followed_offsite")} == {
+        "followed": 2, "followed_seen": 1, "followed_fresh": 1, "followed_bad": 1, "followed_offsite": 1,
+    }  # fmt: skip
+    children = [decode_event(d.body) for d in await rig.receive()]
+    assert {(c.url, c.depth, c.parent, c.trace, c.source) for c in children} == {
+        (URL + "2", 1, "e1", "tr", "follow:product"),
+        ("https://www.shop.test/p/3", 1, "e1", "tr", "follow:product"),
+    }
+
+
+async def test_a_parent_that_is_replayed_has_the_same_children(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun, links=[URL + "2"])
+    rig.clock.advance(2 * 86400.0)
+    (first,) = rig.sql("SELECT id FROM event WHERE id<>'e1'")
+    rig.db.write_now(lambda tx: tx.execute("DELETE FROM seen"))
+    rig.db.write_now(lambda tx: tx.execute("DELETE FROM claim"))
+    await rig.accept("e9", url=URL + "9")
+    ((d, e, a, fence),) = [b for b in await rig.start() if b[1].id == "e9"]
+    await rig.succeed((d, msgspec.structs.replace(e, id="e1", url=URL), a, fence), links=[URL + "2"])
+    assert rig.sql("SELECT id FROM event WHERE id NOT IN ('e1','e9')") == [first]
+
+
+async def test_links_stop_at_the_depth_that_is_set(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, follow_depth=2)
+    await rig.accept("e1")
+    for i in range(2, 5):
+        for begun in await rig.start():
+            await rig.succeed(begun, links=[URL + str(i)])
+    assert sorted(url for (url,) in rig.sql("SELECT url FROM event")) == [URL, URL + "2", URL + "3"]
+    assert rig.count("followed_too_deep") == 1
+
+
+async def test_a_link_inside_its_day_is_counted_and_not_accepted(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start()
+    await rig.succeed(begun)
+    await rig.accept("p1", url=URL + "0")
+    (parent,) = await rig.start()
+    rig.clock.advance(20.0)
+    await rig.accept("waits", url=URL + "7")
+    await rig.succeed(parent, links=[URL, URL + "7"])
+    assert (rig.count("followed"), rig.count("followed_fresh")) == (0, 2)
+    rig.clock.advance(86401.0)
+    await rig.accept("p2", url=URL + "1")
+    for begun in await rig.start():
+        if begun[1].id == "p2":
+            await rig.succeed(begun, links=[URL])
+    assert rig.count("followed") == 1
+
+
+async def test_a_link_with_a_window_of_nothing_is_always_followed(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start()
+    await rig.succeed(begun)
+    rig.clock.advance(5.0)
+    await rig.accept("p1", url=URL + "0")
+    (parent,) = await rig.start()
+    await rig.conclude(parent, "success", links=[Link(url=URL, extractor="x", window=0.0)])
+    assert rig.count("followed") == 1
+
+
+async def test_other_domains_are_followed_when_that_is_set(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, follow_same_domain=False)
+    await rig.accept("e1")
+    (begun,) = await rig.start()
+    await rig.succeed(begun, links=["https://else.where.test/"])
+    assert rig.count("followed") == 1
+
+
+# -- records and changes -----------------------------------------------------------------------------------------------------------------
+
+
+async def _scrape(rig: Rig, event_id: str, *records: Record, url: str = URL, **more: Any) -> None:
+    await rig.accept(event_id, url=url, **more)
+    (begun,) = await rig.start(event_id)
+    await rig.succeed(begun, *records)
+    rig.clock.advance(100.0)
+
+
+async def test_a_record_that_did_not_change_leaves_no_new_row(rig: Rig) -> None:
+    await _scrape(rig, "e1", record("a"), record("b", index=1))
+    await _scrape(rig, "e2", record("a"), record("b", 2, index=1))
+    assert [(line["sku"], line["price"]) for line in rig.lines()] == [("a", 1), ("b", 1), ("b", 2)]
+    assert (rig.count("records"), rig.count("records_unchanged"), rig.count("changes")) == (3, 1, 1)
+
+
+async def test_the_same_key_from_another_url_is_news(rig: Rig) -> None:
+    await _scrape(rig, "e1", record("a"))
+    await _scrape(rig, "e2", record("a"), url=URL + "2")
+    assert [line["_penstock"]["url"] for line in rig.lines()] == [URL, URL + "2"]
+    assert rig.count("changes") == 0
+
+
+async def test_unchanged_rows_come_when_asked_for_and_when_forced(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await _scrape(rig, "e1", record("a"))
+    await _scrape(rig, "e2", record("a"), force=True)
+    assert len(rig.lines()) == 2
+    loud = Rig(tmp_path / "2", emit_unchanged=True)
+    await _scrape(loud, "e1", record("a"))
+    await _scrape(loud, "e2", record("a"))
+    assert len(loud.lines()) == 2
+
+
+async def test_a_change_waits_for_its_hook_with_what_was_and_what_is(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, hooks=True)
+    await _scrape(rig, "e1", record("a", 1))
+    await _scrape(rig, "e2", record("a", 2))
+    ((n, body),) = await rig.outbox.changes(10)
+    change = msgspec.msgpack.decode(body)
+    assert (change["event_id"], change["key"], change["fields"]) == ("e2", "a", {"price": [1, 2]})
+    await rig.outbox.hooked([], [("boom", n)])
+    assert len(await rig.outbox.changes(10)) == 1, "at least once"
+    await rig.outbox.hooked([n], [])
+    assert await rig.outbox.changes(10) == []
+
+
+async def test_two_rows_of_one_page_with_one_key_do_not_take_turns_in_being_news(rig: Rig) -> None:
+    for i in range(4):
+        await _scrape(rig, f"e{i}", record("a", 1), record("a", 2, index=1))
+    rows = [(line["_penstock"]["event_id"], line["price"]) for line in rig.lines()]
+    assert rows[:2] == [("e0", 1), ("e0", 2)]
+    assert rows[-1][1] == 2, "the page's last word on a key stays its last word in the file"
+    assert {price for _, price in rows[2:]} != {1}
+
+
+async def test_an_elder_event_that_ends_late_does_not_take_the_newer_record_back(rig: Rig) -> None:
+    await rig.accept("e1")
+    (elder,) = await rig.start("e1")
+    await rig.accept("e2", force=True)
+    (newer,) = await rig.start("e2")
+    await rig.succeed(newer, record("a", 2))
+    await rig.succeed(elder, record("a", 1))
+    assert [n for (n,) in rig.sql("SELECT ord FROM outbox ORDER BY n")] == [2, 1], "a keyed sink goes by this order"
+    assert rig.sql("SELECT n FROM record") == [(2,)]
+    assert rig.count("changes") == 0
+
+
+async def test_an_outbox_is_numbered_densely_over_commits_and_flushes(rig: Rig) -> None:
+    for i in range(3):
+        await _scrape(rig, f"e{i}", record("a", i), record("b", i, index=1))
+        if i == 1:
+            await rig.outbox.flushed("out", upto=3, mark="77")
+    rows = await rig.outbox.rows("out", after=3, limit=10, max_bytes=1 << 20)
+    assert [r.n for r in rows] == [4, 5, 6]
+    assert await rig.outbox.position("out") == (3, "77")
+    assert await rig.outbox.backlog("out") == 3
+    assert_books_balance(rig)
+
+
+async def test_a_sink_gets_only_the_extractors_it_asked_for(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    settings = msgspec.structs.replace(rig.settings, sinks=(SinkBinding("all"), SinkBinding("none", only=("other",))))
+    rig.books.settings = settings
+    await _scrape(rig, "e1", record("a"))
+    assert rig.sql("SELECT s.name, count(o.n) FROM sink s LEFT JOIN outbox o ON o.sink=s.id GROUP BY s.id") == [("all", 1)]
+
+
+async def test_a_failing_sink_in_the_transaction_leaves_no_trace_of_the_end(tmp_path: Path) -> None:
+    def refuses(tx: Any, rows: Sequence[tuple[str, bytes, int]]) -> None:
+        raise ZeroDivisionError
+
+    rig = Rig(tmp_path)
+    rig.books.settings = msgspec.structs.replace(rig.settings, sinks=(SinkBinding("out"), SinkBinding("table", write=refuses)))
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    before = _everything(rig)
+    with pytest.raises(ZeroDivisionError):
+        await rig.succeed(begun, record("a"), body=b"p", links=[URL + "2"])
+    assert _everything(rig) == before
+    rig.books.settings = rig.settings
+    assert await rig.succeed(begun, record("a"), body=b"p")
+    assert await rig.pages.get(page_id(b"p")) == b"p"
+
+
+# -- dead letters and the breaker -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_letter_can_be_redriven_with_a_new_budget_and_the_old_history(rig: Rig) -> None:
+    await rig.accept("e1", data={"a": 1})
+    (begun,) = await rig.start("e1")
+    await rig.conclude(begun, "retry", until=rig.clock.now())
+    (begun,) = await rig.start("e1")
+    await rig.die(begun)
+    ((envelope, reason, stage, kind),) = rig.sql("SELECT envelope, reason, stage, class FROM dead")
+    assert (decode_event(envelope).data, reason, stage, kind) == ({"a": 1}, "HTTP 404", "fetch", "permanent")
+    assert rig.row("e1")["attempts"] == 2
+    assert await rig.books.redrive(["e1", "e1", "nobody"], lambda e: msgspec.structs.replace(e, priority=0)) == 1
+    assert_books_balance(rig)
+    assert rig.sql("SELECT count(*) FROM dead") == [(0,)]
+    (again,) = await rig.start("e1")
+    assert (again[2].attempts, again[2].crashes, again[2].starts, again[1].priority) == (0, 0, 2, 0)
+    assert await rig.succeed(again)
+    assert [s for (s,) in rig.sql("SELECT DISTINCT status FROM history")].count("dead") == 1
+    assert await rig.books.redrive(["e1"]) == 0
+
+
+async def test_dropping_a_letter_leaves_its_event_dead(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.die(begun)
+    assert await rig.books.drop(["e1", "e1"]) == 1
+    assert_books_balance(rig)
+    assert rig.status("e1") == "dead"
+    assert await rig.books.redrive(["e1"]) == 0
+
+
+async def test_an_event_that_dies_in_a_later_stage_can_be_redriven_too(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    meta = PageMeta(page=page_id(b"x"), url=URL, status=200, headers={}, fetched_at=0.0, size=1)
+    message = PageMessage(event=begun[0].body, page=meta).write()
+    await rig.conclude(begun, "handover", body=b"x", publish=[Out(topic="pages", id="e1", key="k", body=message)])
+    (d,) = await rig.broker.subscribe("pages", "main", owner="w1", lease=30.0).receive(5, 0.0)
+    (again,) = await rig.begin(await rig.admit([d], fetches=False, event=begun[1]))
+    await rig.die(again, "no title")
+    assert await rig.books.redrive(["e1"]) == 1
+    assert_books_balance(rig)
+    await rig.start("e1")
+
+
+async def test_the_breaker_opens_above_a_fifth_and_not_below_fifty(tmp_path: Path) -> None:
+    async def run(dead: int, success: int) -> str | None:
+        rig = Rig(tmp_path / f"{dead}-{success}")
+        ids = [f"e{i}" for i in range(dead + success)]
+        for i, id_ in enumerate(ids):
+            await rig.books.accept([event_of(f"{URL}{i}", id_=id_)])
+        begun = []
+        while held := await rig.admit():
+            begun += await rig.begin(held)
+        ends = []
+        for i, (d, e, a, fence) in enumerate(begun):
+            outcome, reason = ("success", "") if i < success else ("dead", "x")
+            ends.append(End(event=e, delivery=d, fence=fence, row=a.row, outcome=outcome, reason=reason))  # type: ignore[arg-type]
+        await rig.books.conclude(ends)
+        assert_books_balance(rig)
+        ((paused,),) = rig.sql("SELECT paused FROM topic WHERE name='requests'")
+        await rig.books.accept([event_of(URL, id_="last")])
+        assert bool(await rig.receive()) is (paused is None), "a paused topic hands nothing out"
+        return str(paused) if paused else None
+
+    assert await run(49, 0) is None
+    assert await run(50, 200) is None
+    assert await run(50, 199) == "breaker: 50 of 249 events ended dead within 60 s"
+
+
+async def test_the_breaker_forgets_after_its_window(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, breaker=breaker.Limits(at_least=2, dead_share=0.2, window=60.0))
+    for i in range(2):
+        await rig.accept(f"e{i}", url=URL + str(i))
+        (begun,) = await rig.start()
+        await rig.die(begun)
+        rig.clock.advance(70.0)
+    assert rig.sql("SELECT paused FROM topic WHERE name='requests'") == [(None,)]
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [1.0, 8.0, 12.0, 60.0, 600.0])
+@pytest.mark.parametrize("batch", [2, 100])
+async def test_a_slow_host_is_asked_at_its_own_rate_and_never_forgotten(tmp_path: Path, gap: float, batch: int) -> None:
+    """Ten events of a host, one request per `gap`: all are asked, no two closer than that, in little more than the time that takes."""
+    rig = Rig(tmp_path, limits=pace.Limits(rate=1 / gap, jitter=0.1))
+    for i in range(10):
+        await rig.accept(f"e{i}", url=URL + str(i))
+    asked: list[float] = []
+    start, waiting = rig.clock.now(), []
+    while len(asked) < 10 and rig.clock.now() < start + 20 * gap + 60:
+        waiting += await rig.admit(list(await rig.sub.receive(batch, 0.0, per_key=batch)))
+        for held in [h for h in waiting if h[2].slot <= rig.clock.now()]:
+            waiting.remove(held)
+            (begun,) = await rig.begin([held])
+            asked.append(rig.clock.now())
+            await rig.succeed(begun, body=held[1].id.encode())
+        await rig.sub.extend([d for d, _, _ in waiting], 30.0)
+        assert all(h[2].slot <= rig.clock.now() + 10.0 for h in waiting), "a longer wait is no place in the window"
+        rig.clock.advance(min(gap / 20, 1.0))
+    assert len(asked) == 10
+    assert all(b - a >= gap * 0.94 for a, b in pairwise(asked))
+    assert asked[-1] - asked[0] < 9 * gap * 1.25 + 10
+
+
+async def test_a_host_that_must_wait_does_not_hold_up_another(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, limits=pace.Limits(rate=0.01, jitter=0.0))
+    for i in range(20):
+        await rig.accept(f"s{i}", url=f"https://slow.test/{i}")
+    await rig.accept("f1", url="https://fast.test/1")
+    assert {e.id for _, e, _ in await rig.admit()} >= {"f1"}
+
+
+# -- retention -----------------------------------------------------------------------------------------------------------------------------
+
+
+async def test_history_is_pruned_behind_what_must_stay_and_counters_keep_counting(rig: Rig) -> None:
+    for i in range(6):
+        await rig.accept(f"e{i}", url=URL + str(i))
+    begun = {b[1].id: b for b in await rig.start()}
+    for i in range(3):
+        await rig.die(begun[f"e{i}"])
+    await rig.succeed(begun["e4"], body=b"4")
+    await rig.succeed(begun["e5"], body=b"5")
+    rig.clock.advance(1000.0)
+    gone = [await rig.db.write(lambda tx: rig.ledger.prune_in(tx, rig.clock.now() - 500, lambda key, id_: False, limit=2)) for _ in range(8)]
+    assert sum(gone) == 2, "three dead and one open at the head do not stop it"
+    assert [i for (i,) in rig.sql("SELECT id FROM event ORDER BY n")] == ["e0", "e1", "e2", "e3"]
+    assert rig.count("success") == 2
+
+
+# -- anything, in any order ------------------------------------------------------------------------------------------------------------------
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Three workers, a few URLs, and every move there is; the books balance after each, and once faults stop everything ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = tempfile.TemporaryDirectory()
+        # One loop for all steps, as a process has.
+        self.loop = asyncio.new_event_loop()
+        self.rig = Rig(Path(self.place.name))
+        self.rigs = [self.rig, self.rig.other("w2"), self.rig.other("w3")]
+        self.received: list[list[Delivery]] = [[], [], []]
+        self.held: list[list[Held]] = [[], [], []]
+        self.begun: list[list[Begun]] = [[], [], []]
+        self.accepted = 0
+        self.ended: dict[str, str] = {}
+        self.redriven: set[str] = set()
+
+    def teardown(self) -> None:
+        try:
+            self.settle_down()
+        finally:
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
+            self.rig.db.close_now()
+            self.place.cleanup()
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+    workers = st.integers(0, 2)
+
+    @rule(url=st.integers(0, 3), n=st.integers(1, 2), force=st.sampled_from([False, False, False, True]), priority=st.integers(0, 2))
+    def accept(self, url: int, n: int, force: bool, priority: int) -> None:
+        ids = [f"e{self.accepted + i}" for i in range(n)]
+        self.accepted += n
+        self.run(self.rig.accept(*ids, url=f"{URL}{url}", force=force, priority=priority))
+
+    @rule(w=workers, n=st.integers(1, 5))
+    def receive(self, w: int, n: int) -> None:
+        self.received[w] += self.run(self.rigs[w].receive(n))
+
+    @rule(w=workers)
+    def admit(self, w: int) -> None:
+        got, self.received[w] = self.received[w], []
+        self.held[w] += self.run(self.rigs[w].admit(got))
+
+    @rule(w=workers, n=st.integers(1, 4))
+    def begin(self, w: int, n: int) -> None:
+        some, self.held[w] = self.held[w][:n], self.held[w][n:]
+        self.begun[w] += self.run(self.rigs[w].begin(some))
+
+    @rule(w=workers, n=st.integers(1, 3))
+    def start(self, w: int, n: int) -> None:
+        self.receive(w, n)
+        self.admit(w)
+        self.begin(w, 9)
+
+    @precondition(lambda self: any(self.begun))
+    @rule(w=workers, which=st.integers(0, 3), outcome=st.sampled_from(["success", "success", "retry", "dead", "release", "park"]), page=st.booleans())
+    def conclude(self, w: int, which: int, outcome: Outcome, page: bool) -> None:
+        if not self.begun[w]:
+            return
+        begun = self.begun[w].pop(which % len(self.begun[w]))
+        now = self.rig.clock.now()
+        body = b"body of " + begun[1].url.encode() if page else None
+        links = [Link(url=f"{URL}{int(now) % 5}", extractor="x")] if outcome == "success" else []
+        self.run(self.rigs[w].conclude(begun, outcome, body=body, until=now + 7, reason="r", links=links, records=[record(begun[1].url, int(now) % 3)]))
+
+    @rule(w=workers)
+    def crash(self, w: int) -> None:
+        """The process is gone with all it held in memory; its sign of life is free."""
+        (Path(self.place.name) / f"{self.rigs[w].worker}.alive").write_text("")
+        self.received[w], self.held[w], self.begun[w] = [], [], []
+        self.run(self.rigs[(w + 1) % 3].books.reclaim(Path(self.place.name)))
+
+    @rule(w=workers)
+    def forget(self, w: int) -> None:
+        """Gone without a sign of life: only the lease knows."""
+        self.received[w], self.held[w], self.begun[w] = [], [], []
+
+    @rule(w=workers)
+    def extend(self, w: int) -> None:
+        alive = [*self.received[w], *(h[0] for h in self.held[w]), *(b[0] for b in self.begun[w])]
+        self.run(self.rigs[w].sub.extend(alive, 30.0))
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 10.0, 31.0, 61.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.rig.clock.advance(seconds)
+        self.run(self.rig.books.tick())
+
+    @rule()
+    def redrive(self) -> None:
+        dead = [i for (i,) in self.rig.sql("SELECT event FROM dead ORDER BY n LIMIT 2")]
+        if dead:
+            assert self.run(self.rig.books.redrive(dead)) == len(dead)
+            self.redriven.update(dead)
+
+    @rule()
+    def publish_again(self) -> None:
+        """A sender that never heard `ok` publishes the same event again."""
+        rows = self.rig.sql("SELECT v.body FROM event e JOIN envelope v ON v.event=e.n ORDER BY e.n DESC LIMIT 1")
+        for (body,) in rows:
+            e = decode_event(body)
+            self.run(self.rig.broker.publish([Out(topic="requests", id=e.id, key=e.key, body=body, priority=e.priority)]))
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        assert_books_balance(self.rig)
+
+    @invariant()
+    def an_end_is_an_end(self) -> None:
+        """I2: only a redrive takes a death back, and only its owner's death a duplicate."""
+        now = dict(self.rig.sql("SELECT id, status FROM event WHERE status IN ('success','dead','duplicate')"))
+        promoted = {i for (i,) in self.rig.sql("SELECT id FROM event WHERE promoted=1")}
+        for event, end in self.ended.items():
+            if now.get(event) != end:
+                assert end == "duplicate" and event in promoted or end == "dead" and event in self.redriven, (event, end, now.get(event))  # noqa: RUF021
+        self.ended, self.redriven = now, set()
+
+    @invariant()
+    def no_line_is_there_twice_and_none_is_of_a_stranger(self) -> None:
+        lines = Counter(line["_penstock"]["event_id"] for line in self.rig.lines())
+        successes = {i for (i,) in self.rig.sql("SELECT id FROM event WHERE status='success'")}
+        assert set(lines) <= successes
+        assert all(n == 1 for n in lines.values())
+
+    def settle_down(self) -> None:
+        """I1 and I7: once faults stop, one worker ends everything in bounded time."""
+        for w in range(3):
+            self.forget(w)
+        for _ in range(60):
+            self.rig.clock.advance(31.0)
+            self.run(self.rig.books.tick())
+            for begun in self.run(self.rig.start()):
+                self.run(self.rig.succeed(begun, record(begun[1].url, 1), body=begun[1].url.encode()))
+            if not self.rig.sql(f"SELECT 1 FROM event WHERE status IN {OPEN} LIMIT 1"):
+                break
+        assert self.rig.sql(f"SELECT id, status FROM event WHERE status IN {OPEN}") == []
+        self.an_end_is_an_end()
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+)
