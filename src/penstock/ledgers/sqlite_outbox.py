@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from hashlib import blake2b
 
 import msgspec
@@ -119,11 +120,24 @@ class SqliteOutbox:
 
 def render(event: Event, r: Record, fetched_at: float) -> bytes:
     """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus `_penstock`."""
-    when = datetime.fromtimestamp(fetched_at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    meta = _json(
-        {"event_id": event.id, "trace_id": event.trace, "url": event.url, "key": r.key, "extractor": r.extractor, "version": r.version, "fetched_at": when}
+    seconds, fraction = divmod(fetched_at, 1)
+    return b'%s%s"_penstock":{"event_id":%s,"trace_id":%s,"url":%s,"key":%s,"extractor":%s,"version":%d,"fetched_at":"%s.%03dZ"}}' % (
+        r.fields[:-1],
+        b"," if len(r.fields) > 2 else b"",
+        _json(event.id),
+        _json(event.trace),
+        _json(event.url),
+        _json(r.key),
+        _json(r.extractor),
+        r.version,
+        _to_the_second(int(seconds)),
+        int(fraction * 1000),
     )
-    return b'%s%s"_penstock":%s}' % (r.fields[:-1], b"," if len(r.fields) > 2 else b"", meta)
+
+
+@lru_cache(64)
+def _to_the_second(seconds: int) -> bytes:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S").encode()
 
 
 def _change(event: Event, r: Record, old_fields: bytes) -> bytes:

@@ -107,7 +107,9 @@ class Database:
                 )
             if self.path != ":memory:":
                 c.execute("PRAGMA journal_mode=WAL")
-            c.execute(f"PRAGMA application_id={APPLICATION_ID}; PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
+            if not known:  # only then: it takes the write lock, and most who open only want to look
+                c.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            c.execute("PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
             c.execute("PRAGMA wal_autocheckpoint=4000; PRAGMA journal_size_limit=67108864")
             c.execute("CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID")
             return c
