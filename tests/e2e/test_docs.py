@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock.cli.main import COMMANDS, build
 from penstock.errors import PenstockError
 from penstock.options import OPTIONS
 from penstock.pipeline import load
+from penstock.ports import Row
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -183,7 +185,7 @@ def test_every_command_in_the_text_exists(page: Path) -> None:
     text = page.read_text("utf-8")
     code = [b.body for b in blocks(page) if b.info.startswith("sh")] + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
     for line in code:
-        for m in re.finditer(r"(?:^|[\s;|&(])penstock ([a-z]+)(?: ([a-z]+)\b)?", line):
+        for m in re.finditer(r"(?<!from )(?:^|(?<=[\s;|&(]))penstock ([a-z]+)(?: ([a-z]+)\b)?", line):
             name, inner = m[1], m[2]
             assert name in names, f"{page.name}: penstock {name}"
             subcommands = [n for n in app[name] if not n.startswith("-")]
@@ -242,3 +244,39 @@ def test_every_option_and_command_is_in_the_reference() -> None:
         assert all(f"`{variable}`" in configuration for variable in option.variables)
     for name, *_ in COMMANDS:
         assert f"## penstock {name}" in cli
+
+
+# -- the examples for contributors -------------------------------------------------------------------------------------
+
+
+def test_the_sink_of_the_contributors_guide_is_found_by_its_scheme_and_holds_every_row_once(tmp_path: Path) -> None:
+    example = next(b.body for b in blocks(ROOT / "CONTRIBUTING.md") if b.info == "python file=tab_sink.py")
+    entry_point = next(b.body for b in blocks(ROOT / "CONTRIBUTING.md") if b.info == "toml" and "entry-points" in b.body)
+    found = tomllib.loads(entry_point)["project"]["entry-points"]["penstock.sinks"]
+    (tmp_path / "tab_sink.py").write_text(example, "utf-8")
+    about = tmp_path / "tab_sink-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tab-sink\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[penstock.sinks]\n" + "".join(f"{k} = {v}\n" for k, v in found.items()))
+    (tmp_path / "shop.py").write_text(
+        'from penstock import Pipeline\nshop = Pipeline("shop")\n@shop.extract\ndef all(page):\n    yield {"t": page.text}\nshop.sink("tab:out.tsv")\n'
+    )
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    checked = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", "config", "check", "shop.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+
+    module = ModuleType("tab_sink")
+    exec(compile(example, "tab_sink.py", "exec"), module.__dict__)  # noqa: S102  our own documentation
+    rows = [Row(n, f"k{n}", b"{}", n) for n in range(1, 5)]
+    (tmp_path / "out.tsv").write_bytes(b"there before\n")
+    sink = module.open_sink("tab:out.tsv", {}, tmp_path)
+    mark = sink.write(rows[:2]) if sink.open(0, "") else ""
+    sink.write(rows[2:])  # and killed before it was noted
+    again = module.open_sink("tab:out.tsv", {}, tmp_path)
+    assert again.open(2, mark) == mark
+    again.write(rows[2:])
+    again.close()
+    sink.close()
+    assert (tmp_path / "out.tsv").read_text() == "there before\n" + "".join(f"k{n}\t{{}}\n" for n in range(1, 5))
