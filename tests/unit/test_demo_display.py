@@ -13,12 +13,12 @@ from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source,
 
 SHOP = "http://127.0.0.1:41234"
 QUIET = Snapshot(
-    elapsed=0.3, total=20, address=SHOP, sources=(Source("seed list", 0, None), Source("change list", 0, None)),
+    elapsed=0.3, total=20, address=SHOP, sources=(Source("seed list", 0, None), Source("change list", 0, None), Source("links followed", 0, None)),
     hosts=(Host("127.0.0.1:41234", 0, 5), Host("127.0.0.1:41235", 0, 5)),
 )  # fmt: skip
 BUSY = replace(
     QUIET, elapsed=14.2, counts=Counts(pending=9, in_flight=2, delayed=2, success=41, duplicate=1, dead=1),
-    sources=(Source("seed list", 18, 13.2), Source("change list", 7, 0.3)),
+    sources=(Source("seed list", 18, 13.2), Source("change list", 7, 0.3), Source("links followed", 31, 4.0)),
     hosts=(Host("127.0.0.1:41234", 4.8, 5), Host("127.0.0.1:41235", 0.1, 5, blocked=2.13)),
     waiting=(
         Waiting(SHOP + "/product/santoku-knife-17-cm", "window of 5 s", 3.8),
@@ -94,11 +94,20 @@ def test_the_bar_shows_even_one_dead_event_in_ten_million() -> None:
     assert "\x1b[31m━\x1b[0m" in bar
 
 
+def test_a_row_wears_the_colour_of_its_mark_only_on_the_mark() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+    console.print(render(BUSY, 80))
+    assert isinstance(console.file, io.StringIO)
+    row = next(line for line in console.file.getvalue().splitlines() if "mystery-box" in line)
+    assert row.count("\x1b[31m") == 1
+    assert row.index("\x1b[0m", row.index("dead")) < row.index("mystery-box")
+
+
 @pytest.mark.parametrize("hostile", ["\x1b[2J\x1b]0;owned\x07", "a\nb\rc\td", "[bold red]markup[/] [/nope]", "\u202eabc\u2066", "漢字" * 60, "x" * 5000])
 def test_nothing_scraped_can_move_the_cursor_or_break_the_picture(hostile: str) -> None:
     nasty = replace(
         BUSY, waiting=(Waiting(hostile, hostile, 1.0),), moved=(Moved("1", hostile, hostile, hostile, hostile),), dead=(Buried(hostile, hostile),),
-        sources=(Source(hostile, 1, 1), Source("b", 1, 1)), hosts=(Host(hostile, 1, 1), Host("b", 1, None)), breaker=hostile, notice=hostile,
+        sources=(Source(hostile, 1, 1), Source("b", 1, 1), Source("c", 1, 1)), hosts=(Host(hostile, 1, 1), Host("b", 1, None)), breaker=hostile, notice=hostile,
     )  # fmt: skip
     lines = drawn(nasty, 80)
     assert len(lines) == len(drawn(BUSY, 80))

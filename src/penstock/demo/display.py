@@ -170,10 +170,11 @@ def _line(width: int, left: Text, right: Text | None = None) -> Text:
     return left + Text(" ") + right
 
 
-def _row(width: int, mark: Text, what: str, why: Text, *, style: str = "") -> Text:
+def _row(width: int, mark: Text, what: str, why: Text) -> Text:
     """The three columns that records and what is set aside share."""
     name = min(44, (width - 8) * 2 // 5)
-    return _line(8, mark) + _line(name, Text(what, style)) + Text("  ") + _line(width - 10 - name, why)
+    # assembled, not added: the first part's style would colour the whole row
+    return Text.assemble(_line(8, mark), _line(name, Text(what)), "  ", _line(width - 10 - name, why))
 
 
 def _header(s: Snapshot, width: int) -> Text:

@@ -28,4 +28,4 @@ def price_moved(change: Change) -> None:
 
 
 shop.sink("jsonl:records.jsonl")  # every record, as it came
-shop.sink("sqlite:products.db")  # one row a product, the newest
+shop.sink("sqlite:products.db?table=products")  # one row a product, the newest

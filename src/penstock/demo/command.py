@@ -1,0 +1,253 @@
+"""`penstock demo`: the shop in a process of its own, the product on it as anybody would run it, a display, and an ending. Nothing here scrapes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from rich.live import Live
+
+from penstock import config, locks
+from penstock.app import ROLES, Running, open_stores
+from penstock.cli.options import SafeFormatter
+from penstock.cli.output import console
+from penstock.demo import ending
+from penstock.demo.display import Snapshot, plain, render
+from penstock.demo.triggers import Triggers
+from penstock.demo.watching import Look, Watch
+from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
+from penstock.locks import FileLock
+
+FRAME, LINE = 0.25, 2.0  # seconds between two pictures, between two lines
+FINISH = 3.0  # seconds that open events get after the end of the run
+REDESIGN = 15.0  # when `--break` breaks a run without an end, and at the latest after 0.6 of one that has
+PRICES = ("0.5", "2.0")  # seconds between two price changes, from and to
+SETTINGS = """\
+# The demo's settings. Everything else is as always; `penstock config show` lists it.
+pipeline = "shop.py"
+net.allow = {allow} # the shop's two ports, and nothing else on this machine
+pace.rate = 8 # requests a second to each host; 1 is the default
+dedup.window = "3s" # short, for prices that move every other second
+dedup.settle = "200ms"
+retry.base = "1s"
+grace = "5s"
+"""
+
+
+def run(seconds: float | None, break_: bool, out: Path | None, lines: bool) -> int:
+    """Until the time is over or Ctrl-C. 1 if no record was written; the dead page is expected."""
+    cwd = Path.cwd()
+    where = (cwd / (out or "penstock-demo")).absolute()
+    lock = _fresh(where)
+    try:
+        os.chdir(where)  # sinks and hooks of a pipeline write where it runs
+        with _logging(where / "demo.log"):
+            return asyncio.run(_demo(where, cwd, seconds, break_, lines or not console().is_terminal or console().is_dumb_terminal))
+    finally:
+        os.chdir(cwd)
+        lock.release()
+
+
+# -- the directory -----------------------------------------------------------------------------------------------------
+
+
+def _fresh(where: Path) -> FileLock:
+    """Every demo starts anew: the shop is another one, on other ports. Removes what an earlier demo left, and only that."""
+    state = where / ".penstock"
+    lock = FileLock(state / "demo.lock")
+    if where.exists() and not where.is_dir():
+        raise UsageError(f"{where} is there and is no directory", hint="--out DIR")
+    if where.exists() and any(where.iterdir()) and not lock.path.exists():
+        raise UsageError(f"{where} is there and is not from a demo", hint="--out DIR, a new or empty one")
+    if not lock.try_acquire() or any(locks.holder_alive(sign) for sign in (state / "workers").glob("*.alive")):
+        raise UsageError(f"a demo or a worker is running in {where}", hint="--out DIR for another one")
+    for path in state.iterdir():
+        if path != lock.path:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for name in ("records.jsonl", "products.db", "products.db-wal", "products.db-shm", "changes.txt", "shop.log", "demo.log"):
+        (where / name).unlink(missing_ok=True)
+    shutil.copyfile(Path(__file__).with_name("pipeline.py"), where / "shop.py")
+    return lock
+
+
+@contextlib.contextmanager
+def _logging(file: Path) -> Iterator[None]:
+    """The product's own log goes to a file: the terminal belongs to the picture."""
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    log = logging.getLogger("penstock")
+    before = log.level, log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
+        handler.close()
+
+
+# -- the shop ----------------------------------------------------------------------------------------------------------
+
+
+class _Shop:
+    def __init__(self, process: asyncio.subprocess.Process, url: str, limited: str) -> None:
+        self.process, self.url, self.limited = process, url, limited
+
+    def redesign(self) -> None:
+        self.process.send_signal(signal.SIGUSR1)
+
+
+@contextlib.asynccontextmanager
+async def _shop(log: Path) -> AsyncIterator[_Shop]:
+    """In a process of its own: it answers at its own pace, and Ctrl-C on the terminal is not meant for it."""
+    command = (sys.executable, "-P", "-m", "penstock.demo.shop", "--with-parent", "--every", *PRICES, "--log", str(log))
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        said = await process.stdout.readline()
+        if not said:
+            raise PenstockError("the demo's shop did not open", hint=f"{' '.join(command[:4])} says why")
+        found = json.loads(said)
+        yield _Shop(process, found["url"], found["limited"])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+class _Screen:
+    """A live picture on a terminal, lines of text elsewhere."""
+
+    def __init__(self, lines: bool) -> None:
+        self._before: Snapshot | None = None
+        self._due = 0.0
+        self._live = None if lines else Live(console=console(), auto_refresh=False, transient=True, vertical_overflow="crop")
+
+    def __enter__(self) -> _Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, snapshot: Snapshot, *, last: bool = False) -> None:
+        if self._live is not None:
+            self._live.update(render(snapshot, console().width), refresh=True)
+        elif last or snapshot.elapsed >= self._due or bool(snapshot.records) > bool(self._before and self._before.records):
+            print(plain(snapshot, self._before), flush=True)
+            self._before, self._due = snapshot, snapshot.elapsed + LINE
+
+
+async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lines: bool) -> int:
+    started = time.time()
+    asked_to_end = asyncio.Event()
+    with _Screen(lines) as screen:
+        _on_signals(asked_to_end, screen)
+        async with _shop(where / "shop.log") as shop:
+            settings = _settings(where, shop)
+            if lines:
+                print(f"penstock demo: the shop is at {shop.url}, results go to {where}", flush=True)
+            running = Running(settings, where / "shop.py", roles=frozenset(ROLES))
+            stop, opened = asyncio.Event(), asyncio.Event()
+            work = asyncio.create_task(running.run(stop, opened=lambda _: opened.set()))
+            try:
+                await _either(work, opened)
+                triggers = Triggers(running, shop.url)
+                watch = Watch(running, triggers, shop=shop.url, limited=shop.limited, changes=where / "changes.txt", started=started, total=seconds)
+                watch.notice = "" if lines else f"results in {where.name}/ · Ctrl-C ends it"
+                redesigned = await _watch(watch, triggers, screen, work, shop, asked_to_end, seconds, break_)
+            finally:
+                stop.set()
+                await work
+            elapsed = time.time() - started
+    stores = open_stores(settings, create=False, inline=True)
+    try:
+        look = stores.db.read_now(Look)
+    finally:
+        stores.close()
+    made = ending.Ending(
+        out=where, cwd=cwd, elapsed=elapsed, first_row=watch.first_row, look=look, limited=shop.limited, redesigned=redesigned, requests=where / "shop.log",
+    )  # fmt: skip
+    found, typed = ending.text(made)
+    if lines:
+        print()
+    console().print(found, end="")
+    console().print(typed, soft_wrap=True)
+    return OK if look.counters.get("records") else RAN_WITH_FAILURES
+
+
+def _settings(where: Path, shop: _Shop) -> config.Config:
+    allow = json.dumps([url.removeprefix("http://") for url in (shop.url, shop.limited)])
+    (where / config.FILE_NAME).write_text(SETTINGS.format(allow=allow), encoding="utf-8")
+    return config.load({}, {}, where).config  # no environment: a broker of the user's own is not for playing
+
+
+def _on_signals(asked_to_end: asyncio.Event, screen: _Screen) -> None:
+    def on_signal(number: int) -> None:
+        if asked_to_end.is_set():
+            screen.__exit__()  # the cursor comes back
+            os._exit(128 + number)
+        asked_to_end.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+
+
+async def _either(work: asyncio.Task[int], event: asyncio.Event, seconds: float | None = None) -> None:
+    """Wait for `event`, at most so long, but not for a worker that has failed."""
+    happens = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait([work, happens], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        happens.cancel()
+    if work.done():
+        await work
+        raise PenstockError("the worker ended before the demo did", hint="demo.log says more")
+
+
+async def _watch(
+    watch: Watch, triggers: Triggers, screen: _Screen, work: asyncio.Task[int], shop: _Shop, asked_to_end: asyncio.Event, seconds: float | None, break_: bool
+) -> float | None:
+    """Look and show until the end. Returns when the shop was redesigned, if it was."""
+    redesigned: float | None = None
+    break_at = (REDESIGN if seconds is None else min(REDESIGN, seconds * 0.6)) if break_ else float("inf")
+    finishing = float("inf")
+    reading = asyncio.create_task(triggers.run())
+    try:
+        while True:
+            snapshot = await watch.look()
+            elapsed = snapshot.elapsed
+            if redesigned is None and elapsed >= break_at:
+                shop.redesign()
+                redesigned, watch.notice = elapsed, f"the shop was redesigned after {elapsed:.0f} s"
+            if seconds is not None and elapsed >= seconds and finishing == float("inf"):
+                reading.cancel()
+                finishing, watch.notice = elapsed + FINISH, "finishing what is open"
+            over = asked_to_end.is_set() or elapsed >= finishing or (finishing < float("inf") and watch.idle)
+            screen.show(snapshot, last=over)
+            if over:
+                return redesigned
+            if reading.done() and not reading.cancelled():
+                reading.result()
+            nap = min(FRAME, max(0.01, seconds - elapsed)) if seconds is not None and elapsed < seconds else FRAME
+            await _either(work, asked_to_end, nap)
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)

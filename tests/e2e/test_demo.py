@@ -1,0 +1,139 @@
+"""`penstock demo` as a stranger runs it: it ends by itself, leaves what it says it leaves, and one page turns it away and one is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.e2e.harness import PENSTOCK, Project, wait_for
+
+from penstock.testing.web import read_log
+
+pytestmark = pytest.mark.slow
+BROKEN, LIMITED = "/product/mystery-box", "/product/founders-kettle"
+
+
+def demo_of(project: Project) -> Project:
+    """The directory that the demo made, as a project of the same user."""
+    there = Project(project.dir / "penstock-demo")
+    there.env = project.env
+    return there
+
+
+def said_lines(text: str, beginning: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip().startswith(beginning)]
+
+
+def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_letter(project: Project) -> None:
+    began = time.time()
+    done = project.penstock("demo", "--seconds", "12")
+    assert done.code == 0, done.said
+    assert not done.err, done.said
+    out = demo_of(project)
+
+    rows = out.rows("records.jsonl")
+    assert len({row["sku"] for row in rows}) >= 45, done.said
+    assert out.total()["dead"] == 1
+    first = (out.dir / "shop.log").read_text().splitlines()[0]
+    assert json.loads(first)["at"] / 1e6 - began < 10
+    assert float(re.search(r"first row came after ([\d.]+) s", done.out)[1]) < 10  # type: ignore[index]
+    db = sqlite3.connect(out.dir / "products.db")
+    assert db.execute("SELECT count(*) FROM products").fetchone()[0] == len({row["sku"] for row in rows})
+    db.close()
+
+    asked = [e for e in read_log(out.dir / "shop.log") if e.path == LIMITED]
+    assert [e.status for e in asked[:2]] == [429, 200]
+    assert 2.9 <= (asked[1].at - asked[0].at) / 1e6 < 6
+    assert "asked again 3." in done.out
+
+    (letter,) = out.letters().values()
+    assert letter["url"].endswith(BROKEN)
+    assert letter["reason"] == "empty key: field 'sku' is empty in a record of product"
+    assert len([e for e in read_log(out.dir / "shop.log") if e.path == BROKEN]) == 1
+
+    moved = [row for n, row in enumerate(rows) if any(row["sku"] == before["sku"] for before in rows[:n])]
+    told = (out.dir / "changes.txt").read_text("utf-8").splitlines()
+    assert moved, "no price moved in twelve seconds"
+    assert [line.rpartition("€")[2] for line in told] == [row["price"] for row in moved]
+    out.doctor()
+
+
+def test_output_without_a_terminal_is_short_lines_that_name_everything_once(project: Project) -> None:
+    done = project.penstock("demo", "--seconds", "6", "--break")
+    assert done.code == 0, done.said
+    assert "\x1b" not in done.out
+    lines = done.out.splitlines()
+    assert len(lines) < 45
+    assert lines[0].startswith("penstock demo: the shop is at http://127.0.0.1:")
+    assert len(said_lines(done.out, "dead     http")) == 1
+    assert len(said_lines(done.out, "delayed ")) >= 1
+    assert "the shop was redesigned after 4 s" in done.out
+    empty = int(re.search(r"since then (\d+) pages? gave no row", done.out)[1])  # type: ignore[index]
+    out = demo_of(project)
+    assert empty == out.status()["counters"]["empty"] >= 1
+    for command in ("status", "trace last", "dlq ls"):
+        (line,) = said_lines(done.out, f"{sys.executable} -m penstock.cli.main {command}")
+        assert subprocess.run(line.strip().split("  ")[0], shell=True, cwd=out.dir, env=out.env, capture_output=True).returncode == 0
+
+
+def test_a_second_run_starts_anew_and_a_directory_of_others_is_left_alone(project: Project) -> None:
+    for _ in range(2):
+        done = project.penstock("demo", "--seconds", "2")
+        assert done.code == 0, done.said
+    out = demo_of(project)
+    assert out.total()["accepted"] < 49 + 8, "the first run's events are still there"
+    assert len(out.rows("records.jsonl")) == out.status()["counters"]["records"]
+    own = project.dir / "mine"
+    own.mkdir()
+    (own / "records.jsonl").write_text("mine\n")
+    refused = project.penstock("demo", "--seconds", "2", "--out", "mine")
+    assert refused.code == 2
+    assert "not from a demo" in refused.err
+    assert (own / "records.jsonl").read_text() == "mine\n"
+    assert sorted(p.name for p in own.iterdir()) == ["records.jsonl"]
+
+
+def test_ctrl_c_on_a_terminal_ends_it_with_the_summary_and_leaves_no_process(project: Project) -> None:
+    us, theirs = pty.openpty()
+    env = {name: value for name, value in project.env.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen([*PENSTOCK, "demo"], cwd=project.dir, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    screen = b""
+
+    def read() -> bytes:
+        nonlocal screen
+        while select.select([us], [], [], 0)[0]:
+            try:
+                screen += os.read(us, 65536)
+            except OSError:
+                break
+        return screen
+
+    try:
+        wait_for(lambda: b"links followed" in read() and _has_rows(project.dir / "penstock-demo" / "records.jsonl"), "a picture and a row", 15)
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: (read() or True) and process.poll() is not None, "the end", 10)
+        assert process.returncode == 0
+        shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", read().decode())
+        assert "Done after" in shown
+        assert "dlq ls" in shown
+        assert b"\x1b[?25h" in screen, "the cursor stays hidden"
+    finally:
+        process.kill()
+        process.wait()
+        os.close(us)
+    project.nothing_runs()
+
+
+def _has_rows(path: Path) -> bool:
+    return path.exists() and b"\n" in path.read_bytes()
