@@ -177,6 +177,10 @@ class Flusher:
     def _up_or(self, reason: str | None) -> None:
         if reason == self.down:
             return
+        if reason is None:
+            self._on_notice(f"sink {self.sink.name} takes rows again")
+        elif self.down is None:
+            self._on_notice(f"sink {self.sink.name} is down: {reason}; its rows wait in the outbox and nothing new is fetched until it is back")
         if reason is None or self.down is None:
             self.since = self.clock.now() if reason else None
         self.down = reason
