@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock import locks
 from penstock.books import Books, Settings, SinkBinding
+from penstock.claims.sqlite_proxies import SqliteProxies
 from penstock.clock import SystemClock
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
 from penstock.flusher import Flusher
@@ -34,6 +35,7 @@ from penstock.rules import breaker, retry
 from penstock.sinks.sqlite import SqliteSink
 from penstock.stages.fetch import FetchOptions, FetchStage
 from penstock.stages.inprocess import InProcess
+from penstock.stages.proxies import Proxies
 from penstock.stages.sandbox import Limits, Sandbox
 from penstock.stores.context import Context
 from penstock.telemetry import Signals
@@ -56,6 +58,7 @@ class Stores:
         self.broker, self.ledger, self.claims, self.pages = broker, ledger, claims, pages
         self.db = ledger.db
         self.outbox = SqliteOutbox(self.db)
+        self.proxies = SqliteProxies(self.db, self.clock)
         self.books = self.with_settings(_settings(config))
 
     def with_settings(self, settings: Settings) -> Books:
@@ -189,7 +192,9 @@ class Running:
             if "extract" in self.roles:
                 extraction, suspects = await self._open_extraction()
             if "fetch" in self.roles:
-                fetcher = self._fetcher()
+                fetcher = open_fetcher(self.config)
+                self.proxies = Proxies(self.config.proxies, self.stores.proxies, fetcher, self.clock, self.stores.context.rng)
+                await self.stores.proxies.refresh()
             bindings = self._bind_sinks()
             books = self.stores.with_settings(_settings(self.config, sinks=bindings, hooks=bool(self.pipeline.hooks)))
             dead_before = await self._dead()
@@ -214,6 +219,8 @@ class Running:
             for opened_extraction in (extraction, suspects):
                 if opened_extraction is not None:
                     await opened_extraction.close()
+            if self.proxies is not None:
+                await self.proxies.close()
             if fetcher is not None:
                 await fetcher.close()
             lock.release()
@@ -288,19 +295,6 @@ class Running:
         await sandbox.start()
         return (sandbox, None) if c.isolation == "process" else (InProcess(self.pipeline), sandbox)
 
-    def _fetcher(self) -> CurlFetcher:
-        n = self.config.net
-        guard = Guard(parse_allow(",".join(n.allow)), ports=n.ports)
-        options = HttpOptions(
-            user_agent=n.user_agent,
-            connect_timeout=n.timeout.connect,
-            first_byte_timeout=n.timeout.first_byte,
-            total_timeout=n.timeout.total,
-            max_encoded_bytes=n.max_body,
-            max_decoded_bytes=n.max_body,
-        )
-        return CurlFetcher(guard, options)
-
     def _bind_sinks(self) -> list[SinkBinding]:
         """A table in the ledger's own file is written in the success transaction; every other sink goes through its outbox."""
         bindings = []
@@ -329,8 +323,9 @@ class Running:
             lease=c.lease,
             grace=c.grace,
             per_key=max(1, int(c.pace.rate * 2)) if limited else None,
+            max_age=c.retry.max_age,
         )
-        policies = retry.table(base=c.retry.base, cap=c.retry.max, budget=c.retry.budget)
+        policies = retry.table(base=c.retry.base, cap=c.retry.max, budget=c.retry.budget, next_pool=c.retry.next_pool)
 
         def on_records() -> None:
             if not self._wake_set:
@@ -346,7 +341,7 @@ class Running:
 
         for first, last in chains(self.roles):
             fetch = (
-                FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, FetchOptions(robots=c.robots))
+                FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, FetchOptions(robots=c.robots), self.proxies)
                 if first == "fetch" and fetcher is not None
                 else None
             )
@@ -394,6 +389,8 @@ class Running:
             try:
                 await self.stores.claims.refresh()
                 if beats % 10 == 0:
+                    if self.config.proxies:
+                        await self.stores.proxies.refresh()
                     for worker in await self.stores.books.reclaim(self.stores.workers_directory):
                         log.warning("worker %s is gone; its work was taken back", worker)
                     await self.stores.books.tick()
@@ -405,11 +402,27 @@ class Running:
                 await self.clock.sleep(1.0)
 
     async def _retention(self) -> None:
+        await self.stores.proxies.prune()
         await retain(self.stores, pages_keep=self.config.pages.keep, pages_bytes=self.config.pages.max_bytes, history_keep=self.config.history.keep)
 
     def _notice(self, text: str) -> None:
         log.warning("%s", text)
         self.notices.append(text)
+
+
+def open_fetcher(config: Config) -> CurlFetcher:
+    """The one client of the product, with the limits and exceptions that are configured."""
+    n = config.net
+    guard = Guard(parse_allow(",".join(n.allow)), ports=n.ports)
+    options = HttpOptions(
+        user_agent=n.user_agent,
+        connect_timeout=n.timeout.connect,
+        first_byte_timeout=n.timeout.first_byte,
+        total_timeout=n.timeout.total,
+        max_encoded_bytes=n.max_body,
+        max_decoded_bytes=n.max_body,
+    )
+    return CurlFetcher(guard, options)
 
 
 def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:

@@ -18,6 +18,7 @@ from penstock.rules import breaker, freshness
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.identity import url_key as _url_key
+from penstock.rules.proxies import needs_proxy
 
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
 HOLD_BEYOND = 0.05
@@ -134,6 +135,7 @@ class Books:
                             slot=-1.0 if asks else 0.0,
                             starts=standing.starts,
                             attempts=standing.attempts,
+                            failures=self.ledger.failures_in(tx, standing.n) if standing.attempts and needs_proxy(e.route) else {},
                             crashes=standing.crashes,
                             page=standing.page,
                             page_meta=standing.page_meta or b"",

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from penstock import units
 from penstock.errors import ConfigError
-from penstock.options import BY_PATH, BY_VARIABLE, OPTIONS, PREFIX, SECTIONS, Config, Option
+from penstock.options import BY_PATH, OPTIONS, POOL, PREFIX, SECTIONS, Config, Option, ProxyPoolConfig, pool_options
 
-__all__ = ["OPTIONS", "Config", "Loaded", "Option", "Shown", "load", "show"]
+__all__ = ["OPTIONS", "Config", "Loaded", "Option", "Shown", "load", "options", "show"]
 
 FILE_NAME = "penstock.toml"
 # Variables with our prefix that are no options: where the file is, and where ./dev keeps its environment.
@@ -50,16 +49,75 @@ def load(cli: Mapping[str, str], env: Mapping[str, str], cwd: Path) -> Loaded:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     file = _file(cli.get("config") or env.get("PENSTOCK_CONFIG"), cwd)
-    for option, origin, value in (*_from_file(file, cwd), *_from_env(env, cwd), *_from_cli(cli)):
+    document, shown = _document(file, cwd)
+    pools = _pools(document, env, cli, shown)
+    table = _Table([*OPTIONS, *(option for name in pools for option in pool_options(name))], pools)
+    for option, origin, value in (*_from_file(document, shown, table), *_from_env(env, cwd, table), *_from_cli(cli, table)):
         values[option.path], origins[option.path] = value, origin
     _derive(values, cwd)
     _agree(values, origins)
-    return Loaded(config=_build(Config, values), origins={path: origins.get(path, "default") for path in BY_PATH}, file=file)
+    config = _build(Config, values)
+    if pools:
+        config = msgspec.structs.replace(config, proxies={name: _build(ProxyPoolConfig, values, f"{POOL}.{name}.") for name in pools})
+        _check_pools(config.proxies)
+    return Loaded(config=config, origins={path: origins.get(path, "default") for path in table.by_path}, file=file)
+
+
+def options(config: Config) -> tuple[Option, ...]:
+    """The table, with the options of every pool of proxies that this configuration has."""
+    return (*OPTIONS, *(option for name in config.proxies for option in pool_options(name)))
 
 
 def show(loaded: Loaded) -> list[Shown]:
     """Every option with its value and origin, in the order of the table; passwords masked."""
-    return [Shown(option.path, _written(option, _at(loaded.config, option.path)), loaded.origins[option.path]) for option in OPTIONS]
+    return [Shown(option.path, _written(option, _at(loaded.config, option.path)), loaded.origins[option.path]) for option in options(loaded.config)]
+
+
+class _Table:
+    """The options that there are, once the names of the user's own tables are known."""
+
+    def __init__(self, found: list[Option], pools: list[str]) -> None:
+        self.by_path = {option.path: option for option in found}
+        self.by_variable = {variable: option for option in found for variable in option.variables}
+        self.sections = SECTIONS | {POOL} | {f"{POOL}.{name}" for name in pools}
+
+
+def _pools(document: Mapping[str, Any], env: Mapping[str, str], cli: Mapping[str, str], shown: str) -> list[str]:
+    """Names of pools, wherever they are first mentioned. A variable cannot say `-`, so it may mean a name with one."""
+    tables = document.get(POOL, {})
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{POOL}: is a section of {shown}, not a value", hint=f'[{POOL}.main] urls = ["http://user:password@proxy.example:8080"]')
+    names = list(tables)
+    names += [path.split(".")[1] for path in cli if path.startswith(POOL + ".") and path.count(".") == 2]
+    start = PREFIX + POOL.upper() + "_"
+    ends = tuple(sorted({"_" + option.path.rpartition(".")[2].upper() for option in pool_options("x")}, key=len, reverse=True))
+    known = {name.upper().replace("-", "_") for name in names}
+    for variable in sorted(env):
+        text = variable.removesuffix("_FILE")
+        end = next((end for end in ends if variable.startswith(start) and text.endswith(end) and env[variable]), None)
+        if end is not None and (name := text[len(start) : -len(end)]) and name not in known:
+            known.add(name)
+            names.append(name.lower())
+    names = list(dict.fromkeys(names))
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", name):
+            raise ConfigError(f"{POOL}.{name}: is no name for a pool", hint="letters, digits, _ and -")
+        if not isinstance(tables.get(name, {}), dict):
+            raise ConfigError(f"{POOL}.{name}: is a section of {shown}, not a value", hint=f"[{POOL}.{name}] urls = …")
+    for variable in {name.upper().replace("-", "_") for name in names}:
+        if len(same := [name for name in names if name.upper().replace("-", "_") == variable]) > 1:
+            raise ConfigError(f"{POOL}: {' and '.join(same)} would share their variables", hint="rename one of them")
+    return names
+
+
+def _check_pools(pools: Mapping[str, ProxyPoolConfig]) -> None:
+    for name, pool in pools.items():
+        if not pool.urls and not pool.list_url:
+            raise ConfigError(f"{POOL}.{name}: has neither urls nor list_url", hint='urls = ["http://user:password@proxy.example:8080"]')
+        if pool.next and pool.next not in pools:
+            raise ConfigError(
+                f"{POOL}.{name}.next: there is no pool {pool.next!r}", hint=_suggest(pool.next, list(pools), "the pools are: " + ", ".join(pools))
+            )
 
 
 _Found = tuple[Option, str, Any]
@@ -71,12 +129,12 @@ def _file(named: str | None, cwd: Path) -> Path | None:
     return cwd / FILE_NAME if (cwd / FILE_NAME).exists() else None
 
 
-def _from_file(file: Path | None, cwd: Path) -> Iterator[_Found]:
+def _document(file: Path | None, cwd: Path) -> tuple[dict[str, Any], str]:
     if file is None:
-        return
+        return {}, ""
     shown = str(file.relative_to(cwd)) if file.is_relative_to(cwd) else str(file)
     try:
-        document = tomllib.loads(file.read_bytes().decode("utf-8-sig"))
+        return tomllib.loads(file.read_bytes().decode("utf-8-sig")), shown
     except FileNotFoundError:
         raise ConfigError(f"{shown}: there is no such file", hint="penstock init, or give another --config") from None
     except OSError as e:
@@ -85,36 +143,39 @@ def _from_file(file: Path | None, cwd: Path) -> Iterator[_Found]:
         raise ConfigError(f"{shown}: is not UTF-8 text (byte {e.start})", hint="save it as UTF-8") from e
     except (tomllib.TOMLDecodeError, RecursionError) as e:
         raise ConfigError(f"{shown}: is not valid TOML: {e}", hint='a line reads key = value; texts and durations are in quotes: lease = "30s"') from e
-    for path, value in _leaves(document, "", shown):
-        yield BY_PATH[path], shown, _read(BY_PATH[path], value, shown, is_file=True)
 
 
-def _leaves(table: Mapping[str, Any], prefix: str, shown: str) -> Iterator[tuple[str, Any]]:
+def _from_file(document: Mapping[str, Any], shown: str, known: _Table) -> Iterator[_Found]:
+    for path, value in _leaves(document, "", shown, known):
+        yield known.by_path[path], shown, _read(known.by_path[path], value, shown, is_file=True)
+
+
+def _leaves(table: Mapping[str, Any], prefix: str, shown: str, known: _Table) -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         path = prefix + key
-        if path in BY_PATH:
+        if path in known.by_path:
             yield path, value
-        elif path in SECTIONS:
+        elif path in known.sections:
             if not isinstance(value, dict):
-                inside = next(option for option in OPTIONS if option.path.startswith(path + "."))
+                inside = next(option for option in known.by_path.values() if option.path.startswith(path + "."))
                 raise ConfigError(f"{path}: is a section of {shown}, not a value", hint=_toml(inside, whole=True))
-            yield from _leaves(value, path + ".", shown)
+            yield from _leaves(value, path + ".", shown, known)
         else:
-            raise ConfigError(f"{path}: there is no such option (in {shown})", hint=_suggest(path, [*BY_PATH, *sorted(SECTIONS)]))
+            raise ConfigError(f"{path}: there is no such option (in {shown})", hint=_suggest(path, [*known.by_path, *sorted(known.sections)]))
 
 
-def _from_env(env: Mapping[str, str], cwd: Path) -> Iterator[_Found]:
+def _from_env(env: Mapping[str, str], cwd: Path, table: _Table) -> Iterator[_Found]:
     seen: dict[str, str] = {}
     for variable in sorted(env):
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or not env[variable]:
             continue
-        option, text = BY_VARIABLE.get(variable), env[variable]
+        option, text = table.by_variable.get(variable), env[variable]
         if option is None:
-            option = BY_VARIABLE.get(variable.removesuffix("_FILE"))
+            option = table.by_variable.get(variable.removesuffix("_FILE"))
             if option is None or not option.secret:
                 if _INJECTED.search(variable) or (variable.endswith("_PORT") and "://" in text):
                     continue
-                known = [*BY_VARIABLE, *(f"{v}_FILE" for v, o in BY_VARIABLE.items() if o.secret)]
+                known = [*table.by_variable, *(f"{v}_FILE" for v, o in table.by_variable.items() if o.secret)]
                 raise ConfigError(f"{variable}: there is no such variable", hint=_suggest(variable, known))
             text = _content(variable, cwd / text)
         if option.path in seen:
@@ -131,13 +192,13 @@ def _content(variable: str, file: Path) -> str:
         raise ConfigError(f"{variable}: {file} cannot be read ({reason})", hint=f"put the value into that file, or set {variable.removesuffix('_FILE')}") from e
 
 
-def _from_cli(cli: Mapping[str, str]) -> Iterator[_Found]:
+def _from_cli(cli: Mapping[str, str], known: _Table) -> Iterator[_Found]:
     for path, text in cli.items():
         if path == "config":
             continue
-        if path not in BY_PATH:
-            raise ConfigError(f"{path}: there is no such option", hint=_suggest(path, list(BY_PATH)))
-        yield BY_PATH[path], "command line", _read(BY_PATH[path], text, "command line")
+        if path not in known.by_path:
+            raise ConfigError(f"{path}: there is no such option", hint=_suggest(path, list(known.by_path)))
+        yield known.by_path[path], "command line", _read(known.by_path[path], text, "command line")
 
 
 # -- one value ---------------------------------------------------------------------------------------------------------
@@ -174,21 +235,20 @@ def _toml(option: Option, *, whole: bool = False) -> str:
     return f"[{section}] {key} = {value}" if whole else f"{key} = {value}"
 
 
-def _suggest(name: str, known: list[str]) -> str:
+def _suggest(name: str, known: list[str], otherwise: str = "penstock config show lists every option") -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if not close:  # the right key in the wrong section
         last = re.split(r"[._]", name)[-1]
         close = [path for path in known if re.split(r"\.", path)[-1] == last][:1]
-    return f"did you mean {close[0]}?" if close else "penstock config show lists every option"
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def _written(option: Option, value: Any) -> str:
     if value in ("", ()):
         return ""
-    text = option.kind.write(value)
     if not option.secret:
-        return text
-    return units.mask(text) if option.kind is units.DSN else "***"
+        return option.kind.write(value)
+    return option.kind.masked(value) if option.kind.masked is not None else "***"
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
@@ -243,5 +303,5 @@ def _build(section: type[Any], values: Mapping[str, Any], prefix: str = "") -> A
 def _at(config: Config, path: str) -> Any:
     value: Any = config
     for name in path.split("."):
-        value = getattr(value, name)
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
     return value

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from penstock import units
+from penstock.rules.proxies import canonical_list, masked_list, parse_members
 
 PREFIX = "PENSTOCK_"
 
@@ -37,6 +38,37 @@ _DB = "sqlite:<state.dir>/penstock.db"
 _PATH = units.texts(r"[^\x00]+", 'a path such as "./data"')
 _NAME = units.texts(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "a name of letters, digits, . _ -")
 _LINE = units.texts(r"[\x20-\x7e]+", "printable ASCII")
+
+
+def _proxies(value: object) -> tuple[str, ...]:
+    """Texts with commas or line breaks between them (a file has one a line), or a list."""
+    lines = [part.strip() for part in re.split(r"[,\n]", value)] if isinstance(value, str) else value
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(value)
+    parse_members(lines)
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+_PROXIES = units.Kind(
+    name="list of proxies",
+    expected='URLs of proxies with their ports, separated by commas ("http://user:password@proxy.example:8080,socks5://10.0.0.1:1080 3")',
+    read=_proxies,
+    write=",".join,
+    masked=lambda value: ",".join(member.label for member in parse_members(value)),
+)
+_LIST = units.Kind(
+    name="URL",
+    expected="an http or https URL without user and password",
+    read=canonical_list,
+    masked=masked_list,
+)
+_WORDS = units.Kind(
+    name="list of names",
+    expected='names, separated by commas ("de,at")',
+    read=units.words,
+    write=",".join,
+)
+_WEIGHT = units.Kind(name="number", expected="a number above 0", read=units.positive, write=lambda value: f"{value:g}", quoted=False)
 
 # -- the table: every option once, with its type, default and one line of help ------------------------------------------
 
@@ -67,6 +99,8 @@ class RetryConfig(_Section, frozen=True, kw_only=True):
     base: Annotated[float, Opt(units.durations(0.001, 86400), "first back-off; then exponential, with jitter")] = 10.0
     max: Annotated[float, Opt(units.durations(0.001, 7 * 86400), "longest back-off")] = 900.0
     budget: Annotated[int, Opt(units.counts(0, 1000), "retries after the first attempt")] = 3
+    next_pool: Annotated[bool, Opt(units.FLAG, "whether a blocked event is tried again by its route's next proxy pool")] = True
+    max_age: Annotated[float, Opt(units.durations(1), "age beyond which an event that failed, or found no proxy, is not put off again")] = 7 * 86400.0
 
 
 class TimeoutConfig(_Section, frozen=True, kw_only=True):
@@ -138,6 +172,21 @@ class OutputConfig(_Section, frozen=True, kw_only=True):
     unchanged: Annotated[Literal["skip", "emit"], Opt(units.choices("skip", "emit"), "what an unchanged page writes")] = "skip"
 
 
+class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
+    """One `[proxies.NAME]` table; there may be any number of them."""
+
+    urls: Annotated[tuple[str, ...], Opt(_PROXIES, "its proxies, with weights if need be", example="http://user:password@proxy.example:8080", secret=True)] = ()
+    list_url: Annotated[str, Opt(_LIST, "a provider's list of proxies, one a line", example="https://provider.example/list.txt", secret=True)] = ""
+    list_every: Annotated[float, Opt(units.durations(1, 7 * 86400), "how often the list is fetched")] = 600.0
+    geo: Annotated[tuple[str, ...], Opt(_WORDS, "where its exits are: serves routes with that geo", example="de,at")] = ()
+    account: Annotated[tuple[str, ...], Opt(_WORDS, "accounts it is reserved for; * for any", example="alice")] = ()
+    weight: Annotated[float, Opt(_WEIGHT, "its share among pools that serve the same route")] = 1.0
+    cooldown: Annotated[float, Opt(units.durations(0, 86400), "rest of a proxy after its first failure at a host, then doubled; 0 for none")] = 30.0
+    cooldown_max: Annotated[float, Opt(units.durations(0, 7 * 86400), "longest rest")] = 3600.0
+    sticky: Annotated[bool, Opt(units.FLAG, "the same account by the same proxy, as long as it is well")] = True
+    next: Annotated[str, Opt(_NAME, "pool that an event blocked in this one goes to", example="backup")] = ""
+
+
 class Config(_Section, frozen=True, kw_only=True):
     """Everything that can be set, checked. `pipeline` and `namespace` are empty where they are not set."""
 
@@ -166,6 +215,7 @@ class Config(_Section, frozen=True, kw_only=True):
     breaker: BreakerConfig = BreakerConfig()
     history: HistoryConfig = HistoryConfig()
     output: OutputConfig = OutputConfig()
+    proxies: Mapping[str, ProxyPoolConfig] = {}  # by name; see POOL and `pool_options`
 
 
 # -- the table, as data ------------------------------------------------------------------------------------------------
@@ -189,10 +239,15 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return (self.env, self.alias) if self.alias else (self.env,)
 
 
+POOL = "proxies"  # its tables have names of the user's choosing, so their options are made when the names are known
+
+
 def _options(section: type[_Section], prefix: str = "") -> Iterator[Option]:
     hints = get_type_hints(section, include_extras=True)
     for field in msgspec.structs.fields(section):
         hint, path = hints[field.name], prefix + field.name
+        if path == POOL:
+            continue
         if get_origin(hint) is not Annotated:
             yield from _options(hint, path + ".")
             continue
@@ -208,3 +263,8 @@ OPTIONS: tuple[Option, ...] = tuple(_options(Config))
 BY_PATH = {option.path: option for option in OPTIONS}
 BY_VARIABLE = {variable: option for option in OPTIONS for variable in option.variables}
 SECTIONS = {path[: match.start()] for path in BY_PATH for match in re.finditer(r"\.", path)}
+
+
+def pool_options(name: str) -> tuple[Option, ...]:
+    """The options of one `[proxies.NAME]` table. `-` in a name is `_` in its variables: PENSTOCK_PROXIES_NAME_URLS."""
+    return tuple(msgspec.structs.replace(option, env=option.env.replace("-", "_")) for option in _options(ProxyPoolConfig, f"{POOL}.{name}."))

@@ -164,6 +164,7 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True):
     slot: float = 0.0  # when its host may be asked
     starts: int = 0
     attempts: int = 0  # recorded failures
+    failures: Mapping[str, int] = {}  # the same by error class; only for events with a route, since only a route can change
     crashes: int = 0  # starts that never ended: makes a suspect, not a culprit
     baseline: Baseline | None = None
     page: str | None = None  # the ledger knows the page already: do not fetch again
@@ -229,10 +230,10 @@ class PageStore(Protocol):
     """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that names them, in the books' transaction."""
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Any:
-        """Write what is new, of (id, body). Nobody can find it yet, and a crash now leaves nothing visible."""
+        """Write what is new, of (id, body). Nobody can find it yet, and a crash now leaves nothing visible. Raises StoreUnavailable."""
 
-    def index_in(self, tx: Any, staged: Any) -> None:
-        """Make staged bytes durable and findable, inside the store's transaction."""
+    def index_in(self, tx: Any, staged: Any) -> Sequence[str]:
+        """Make staged bytes durable and findable, inside the store's transaction. Returns ids that were taken for stored but are gone: stage them again."""
 
     def forget(self, staged: Any) -> None:
         """That transaction failed."""
@@ -327,6 +328,21 @@ class Pace(Protocol):
 
     def blocked_until(self, host: str) -> float:
         """0, or when the host may be asked again; a local view at most 100 ms old, for a last look before sending."""
+
+
+class ProxyHealth(Protocol):
+    """Trouble with proxies, per host (`*`: with any), shared by the fleet. Proxies go by an id and a label that hold no secret."""
+
+    @property
+    def view(self) -> Mapping[tuple[str, str], Any]:
+        """(proxy, host) → rules.proxies.Health of all that had trouble; a local view at most seconds old."""
+
+    async def failed(self, proxy: str, host: str, label: str, *, cooldown: float, longest: float, reason: str, least: float = 0.0) -> None: ...
+
+    async def worked(self, proxy: str, host: str, label: str) -> None: ...
+
+    async def listed(self, pool: str, members: int, error: str) -> None:
+        """What became of fetching a pool's list; for people."""
 
 
 # -- extraction ----------------------------------------------------------------------------------------------------------

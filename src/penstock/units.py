@@ -27,6 +27,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     read: Callable[[object], Any]
     write: Callable[[Any], str] = str
     quoted: bool = True  # a string in TOML
+    masked: Callable[[Any], str] | None = None  # how a secret of this kind is shown; else not at all
 
 
 # -- numbers, times, sizes ---------------------------------------------------------------------------------------------
@@ -195,6 +196,20 @@ def _items(value: object) -> list[object]:
     raise ValueError(value)
 
 
+def words(value: object) -> tuple[str, ...]:
+    found = tuple(_items(value))
+    if not all(isinstance(item, str) and re.fullmatch(r"\*|[^\s,*]{1,200}", item) for item in found):
+        raise ValueError(value)
+    return tuple(map(str, found))
+
+
+def positive(value: object) -> float:
+    found = _real(value)
+    if not 0 < found <= 1e6:
+        raise ValueError(value)
+    return found
+
+
 def _target(value: object) -> str:
     """ADDRESS:PORT, NETWORK/BITS:PORT, [IPV6]:PORT or NAME:PORT; * is any port. The guard makes its rules of these texts."""
     match = re.fullmatch(r"(?:\[([^\]%]+)\]|([^:\[\]]+)):([0-9]{1,5}|\*)", value.strip()) if isinstance(value, str) else None
@@ -225,12 +240,6 @@ PORTS = Kind(
 
 # -- addresses of stores -----------------------------------------------------------------------------------------------
 
-DSN = Kind(
-    name="URL",
-    expected='a URL such as "sqlite:./penstock.db" or "amqp://user@host/"',
-    read=texts(r"[a-z][a-z0-9+.-]*:[^\x00-\x1f\x7f]+", "").read,
-)
-
 
 def mask(url: str) -> str:
     """The URL without its passwords: for everything that is printed, logged or stored. Rather too much is masked than too little."""
@@ -242,3 +251,11 @@ def mask(url: str) -> str:
         user, separator, _ = rest[:at].partition(":")
         rest = f"{user}{separator}{'***' if separator else ''}{rest[at:]}"
     return scheme + colon + slashes + _SECRET_PARAMETER.sub(r"\1***", rest)
+
+
+DSN = Kind(
+    name="URL",
+    expected='a URL such as "sqlite:./penstock.db" or "amqp://user@host/"',
+    read=texts(r"[a-z][a-z0-9+.-]*:[^\x00-\x1f\x7f]+", "").read,
+    masked=mask,
+)

@@ -19,6 +19,7 @@ from penstock.model import ErrorClass, Event, Failure, Page, Release, decode_eve
 from penstock.ports import Admitted, Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
 from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
+from penstock.rules.proxies import PoolExhausted
 from penstock.stages.fetch import FetchStage
 from penstock.stages.handover import PageMessage, RecordsMessage
 from penstock.telemetry import Signals
@@ -261,7 +262,7 @@ class Worker:
                 self._extracted(item, item.extracted or Extracted())
             elif item.asked:
                 assert self.fetch is not None
-                response = await self.fetch.fetch(item.event, self._usable(item))
+                response = await self.fetch.fetch(item.event, self._usable(item), turn=self._turn(item))
                 await self._fetched(item, response)
             else:
                 stage = "extract"
@@ -282,6 +283,10 @@ class Worker:
             self._active -= 1
             self._startable.set()
 
+    def _turn(self, item: Item) -> int:
+        """How many pools its route has moved on by."""
+        return retry.turns(self.policies, "fetch", item.admitted.failures) if item.admitted.failures else 0
+
     def _usable(self, item: Item) -> Baseline | None:
         """A 304 helps only if what it stands for is still there to be extracted again, or need not be."""
         b = item.admitted.baseline
@@ -298,7 +303,7 @@ class Worker:
             body = await self.books.pages.get(b.page) if b.page else None
             if body is None:
                 assert self.fetch is not None
-                r = await self.fetch.fetch(item.event, None)
+                r = await self.fetch.fetch(item.event, None, turn=self._turn(item))
             else:  # a newer extractor: read the page we have again
                 r = msgspec.structs.replace(r, status=200, body=body)
         hash_ = page_id(r.body)
@@ -382,9 +387,11 @@ class Worker:
 
     def _fail(self, item: Item, stage: str, f: Failure) -> None:
         now = self.clock.now()
-        if f.kind is ErrorClass.THROTTLED and f.status is None:  # its host is blocked: nobody asked, so nobody pays
-            self._end(item, "park", reason=f.reason, until=now + (f.after or 1.0), stage=stage, error_class=f.kind)
-            return
+        if f.kind is ErrorClass.THROTTLED and f.status is None:  # its host is blocked, or its proxies are: nobody asked, so nobody pays
+            if not isinstance(f, PoolExhausted) or now - item.event.accepted_at <= self.o.max_age:
+                self._end(item, "park", reason=_clean(f.reason), until=now + (f.after or 1.0), stage=stage, error_class=f.kind)
+                return
+            f = Failure(ErrorClass.PERMANENT, f"too old to wait any longer: {f.reason}", detail=f.detail)
         d = retry.decide(
             self.policies,
             stage,

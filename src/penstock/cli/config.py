@@ -31,7 +31,7 @@ def show(
     from penstock import config
 
     loaded = common.load()
-    by_path = {option.path: option for option in config.OPTIONS}
+    by_path = {option.path: option for option in config.options(loaded.config)}
     rows = [
         row
         for row in config.show(loaded)

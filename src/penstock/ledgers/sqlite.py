@@ -137,6 +137,11 @@ class SqliteLedger:
         page, meta = (starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get) or (None, None)
         return Standing(n, status, attempts, starts, crashes, page, meta, accepted_at)
 
+    def failures_in(self, tx: Tx, n: int) -> dict[str, int]:
+        """Failures put on record by class, since the event was last given a new budget."""
+        since = tx.execute("SELECT coalesce(max(at), 0) FROM history WHERE event=? AND status='dead'", (n,)).get
+        return dict(tx.execute("SELECT class, count(*) FROM history WHERE event=? AND at>? AND status='delayed' AND class<>'' GROUP BY class", (n, since)))
+
     def duplicate_in(self, tx: Tx, event: Event, was: Standing, of: str, now: float) -> None:
         reason = f"duplicate of {of}"
         tx.execute("UPDATE event SET status='duplicate', duplicate_of=?, finished_at=?, reason=? WHERE n=?", (of, now, reason, was.n))

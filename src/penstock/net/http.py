@@ -19,6 +19,7 @@ from penstock.net.guard import Guard, Target
 from penstock.net.transfer import Engine, Exchange, HttpOptions, SetUp
 from penstock.ports import Response
 from penstock.rules.identity import BadUrl, canonical_url
+from penstock.rules.proxies import ProxyFailed
 from penstock.rules.verdict import Breach, breach, transport
 
 __all__ = ["CurlFetcher", "HttpOptions", "parse_proxy"]
@@ -32,6 +33,7 @@ _RESERVED = frozenset(
 _name = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}").fullmatch
 _value = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*").fullmatch
 _ADDRESSES = 3  # of one name, tried in turn where nobody listens
+_E_PROXY = 97  # CURLE_PROXY, which pycurl does not name
 _NO_PIN = ("",)  # a literal address is its own
 _ENGINES = 64  # proxies with a warm connection pool
 _FRESH = 1.0  # seconds a checked target serves further requests; the guard itself keeps its answers longer
@@ -187,7 +189,10 @@ class CurlFetcher:
         if proxy.scheme == "socks5h" and not self.options.remote_dns:
             raise breach(Breach.BAD_PROXY, "socks5h resolves names at the proxy; use socks5, or allow it with remote_dns")
         target = self.guard.check_url(url) if self.options.remote_dns else await self.guard.resolve(url)
-        via = _Via(proxy, await self.guard.resolve_proxy(proxy.host, proxy.port, scheme=proxy.scheme))
+        try:
+            via = _Via(proxy, await self.guard.resolve_proxy(proxy.host, proxy.port, scheme=proxy.scheme))
+        except Failure as e:
+            raise ProxyFailed(e.kind, f"the proxy's own address: {e.reason}", own=True, detail=e.detail) from None
         self._check_open()
         # A pool for each DSN: libcurl would hand a tunnel made with one user name to a request with another.
         engine = self._proxied.get(dsn)
@@ -265,16 +270,21 @@ def _response(ex: Exchange, url: str) -> Response:
 
 
 _refused = re.compile(r"CONNECT tunnel failed, response (\d+)").search
+_ABOUT_TARGET = range(17, 26)  # CURLPX_REPLY_…: what a SOCKS server says of the target, not of us
 
 
 def _failure(ex: Exchange, error: tuple[int, str] | None, proxied: bool) -> Failure:
-    if ex.failure is not None:
-        return ex.failure
     code, message = error or (0, "")
-    if proxied:
+    if proxied and ex.failure is None:
         if m := _refused(message):
             kind = ErrorClass.BLOCKED if m[1] in ("401", "403", "407") else ErrorClass.TRANSIENT
-            return Failure(kind, f"{Breach.PROXY.sentence}: it answered {m[1]}", detail=message)
-        if code in (pycurl.E_COULDNT_RESOLVE_PROXY, pycurl.E_COULDNT_CONNECT, 97):
-            return Failure(Breach.PROXY.kind, Breach.PROXY.sentence, detail=message)
+            return ProxyFailed(kind, f"{Breach.PROXY.sentence}: it answered {m[1]}", own=m[1] in ("401", "407"), detail=message)
+        if code == _E_PROXY:
+            return ProxyFailed(Breach.PROXY.kind, Breach.PROXY.sentence, own=ex.curl.getinfo(pycurl.PROXY_ERROR) not in _ABOUT_TARGET, detail=message)
+        if code in (pycurl.E_COULDNT_RESOLVE_PROXY, pycurl.E_COULDNT_CONNECT) or "CONNECT aborted" in message:
+            return ProxyFailed(Breach.PROXY.kind, Breach.PROXY.sentence, own=True, detail=message)
+    if ex.failure is not None:
+        if proxied and ex.failure.kind is ErrorClass.TRANSIENT and not ex.ready_at and not ex.curl.getinfo(pycurl.CONNECT_TIME):
+            return ProxyFailed(ex.failure.kind, f"{Breach.PROXY.sentence}: {ex.failure.reason}", own=True, detail=ex.failure.detail)
+        return ex.failure
     return transport(code, message).failure(detail=message)

@@ -127,6 +127,13 @@ def parse_retry_after(value: str, now: float) -> float | None:
         text = text[:65] if text.isdecimal() else ""
     if _number(text):
         return min(float(text), MAX_RETRY_AFTER)
+    then = parse_date(text)
+    return None if then is None else min(max(then - now, 0.0), MAX_RETRY_AFTER)
+
+
+def parse_date(value: str) -> float | None:
+    """Epoch seconds of an HTTP date, in any of its forms; nonsense is None."""
+    text = value.strip().lower()
     m = _date(text) or _asctime(text)
     if m is None or m["month"] not in _MONTHS:
         return None
@@ -135,8 +142,7 @@ def parse_retry_after(value: str, now: float) -> float | None:
         year += 2000 if year < 70 else 1900
     if not (year >= 1970 and 1 <= day <= 31 and int(m["h"]) < 24 and int(m["m"]) < 60 and int(m["s"]) <= 60):
         return None
-    then = calendar.timegm((year, _MONTHS[m["month"]], day, int(m["h"]), int(m["m"]), int(m["s"])))
-    return min(max(then - now, 0.0), MAX_RETRY_AFTER)
+    return float(calendar.timegm((year, _MONTHS[m["month"]], day, int(m["h"]), int(m["m"]), int(m["s"]))))
 
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

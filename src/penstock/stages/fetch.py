@@ -9,11 +9,14 @@ from typing import Literal
 import msgspec
 
 from penstock.model import ErrorClass, Event, Failure
+from penstock.net.cookies import Jar
 from penstock.ports import Baseline, Clock, Fetcher, Hop, Pace, Response, RobotsCache
+from penstock.rules import proxies
 from penstock.rules import robots as rules
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
 from penstock.rules.pace import parse_retry_after
 from penstock.rules.verdict import Breach, breach, judge
+from penstock.stages.proxies import Proxies
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # What may go along to another origin: it says what we can read, not who we are.
@@ -43,31 +46,55 @@ class _Known(msgspec.Struct, frozen=True):
 class FetchStage:
     """The slot of the event's own host was awaited before `fetch` is called; every further request takes one of its own (I8)."""
 
-    def __init__(self, fetcher: Fetcher, robots_cache: RobotsCache, pace: Pace, clock: Clock, options: FetchOptions | None = None) -> None:
-        self._fetcher, self._cache, self._pace, self._clock = fetcher, robots_cache, pace, clock
+    def __init__(
+        self, fetcher: Fetcher, robots_cache: RobotsCache, pace: Pace, clock: Clock, options: FetchOptions | None = None, proxies: Proxies | None = None
+    ) -> None:  # fmt: skip
+        self._fetcher, self._cache, self._pace, self._clock, self._proxies = fetcher, robots_cache, pace, clock, proxies
         self._options = options or FetchOptions()
         self._robots: dict[str, _Known] = {}
         self._loading: dict[str, asyncio.Task[_Known]] = {}
         self._misses: dict[str, int] = {}  # origins whose robots.txt cannot be reached, and how often in a row
 
-    async def fetch(self, event: Event, baseline: Baseline | None, *, proxy: str | None = None) -> Response:
-        """The final answer, with the hops that led to it; its verdict is good. Raises Failure for everything else."""
+    async def fetch(self, event: Event, baseline: Baseline | None, *, turn: int = 0, proxy: str | None = None) -> Response:
+        """The final answer, with the hops that led to it; its verdict is good. Raises Failure for everything else.
+
+        An event whose route asks for a proxy goes through one or not at all. `turn`: how often it was blocked, so which of its pools is next.
+        """
+        if proxy is not None or not proxies.needs_proxy(event.route):
+            return await self._walk(event, baseline, proxy)
+        if self._proxies is None:
+            proxies.plan({}, event.route, key=event.id)  # raises: there is no such pool
+            raise AssertionError
+        return await self._proxies.through(event, turn, lambda dsn: self._walk(event, baseline, dsn))
+
+    async def _walk(self, event: Event, baseline: Baseline | None, proxy: str | None) -> Response:
+        account = event.route.account
+        session = self._proxies.jar(account) if account and self._proxies is not None else None
+        jar = session  # without an account there is none, but for what a chain of redirects sets on its way
         ask, o = event.ask, self._options
         url, host, method, body = event.url, event.key, ask.method, ask.body
         headers, conditional = self._headers(event, baseline)
         hops: list[Hop] = []
-        seen: set[tuple[str, str]] = set()
+        seen: set[tuple[str, str, str]] = set()
         while True:
-            if o.robots == "obey" and host not in o.robots_exceptions and await self._permit(url, host, proxy):
-                await self._take_slot(host)  # robots.txt was fetched in ours
-            response = await self._send(url, host, method, headers, body, proxy)
+            try:
+                if o.robots == "obey" and host not in o.robots_exceptions and await self._permit(url, host, proxy):
+                    await self._take_slot(host)  # robots.txt was fetched in ours
+                cookies = jar.header(url, self._clock.now()) if jar and "cookie" not in headers else ""
+                response = await self._send(url, host, method, {**headers, "cookie": cookies} if cookies else headers, body, proxy)
+            except proxies.ProxyFailed as e:
+                e.own = e.own and not hops  # a chain is not begun again at once: its first host was asked already
+                raise
             location = response.headers.get("location") if response.status in _REDIRECTS else None
+            if "set-cookie" in response.headers and (session is not None or location is not None):
+                jar = Jar() if jar is None else jar
+                jar.store(url, response.headers, self._clock.now())
             if location is None:
                 break
             hops.append(Hop(url=url, status=response.status, peer=response.peer, seconds=response.seconds))
             if len(hops) > o.max_redirects:
                 raise breach(Breach.REDIRECTS, f"more than {o.max_redirects}", status=response.status)
-            seen.add((method, url))
+            seen.add((method, url, cookies))
             target = self._follow(url, location, response.status)
             if (method == "POST" and response.status in (301, 302)) or (method not in ("GET", "HEAD") and response.status == 303):
                 method, body = "GET", None
@@ -76,7 +103,7 @@ class FetchStage:
                 if body is not None:
                     raise breach(Breach.NOWHERE, "the request's body would go to another origin", status=response.status)
                 headers = {k: v for k, v in headers.items() if k in _HARMLESS}
-            if (method, target) in seen:
+            if (method, target, jar.header(target, self._clock.now()) if jar and "cookie" not in headers else "") in seen:
                 raise breach(Breach.LOOP, status=response.status)
             url, host = target, host_key(target, o.key_by)
             await self._take_slot(host)
@@ -85,6 +112,8 @@ class FetchStage:
         )  # fmt: skip
         if verdict is not None:
             raise verdict.failure()
+        if session is not None and "set-cookie" in response.headers:  # an account's, which no page store or ledger need know
+            response = msgspec.structs.replace(response, headers={k: v for k, v in response.headers.items() if k != "set-cookie"})
         return msgspec.structs.replace(response, hops=tuple(hops)) if hops else response
 
     async def robots(self, url: str, *, proxy: str | None = None) -> rules.Robots:
@@ -169,9 +198,13 @@ class FetchStage:
             if stored is not None and stored[2] > self._clock.now():
                 return await self._learn(start, *stored), False
             task = self._loading.get(start)  # another may have begun meanwhile
-        if task is None:
-            task = self._loading[start] = asyncio.ensure_future(self._fetch_robots(start, proxy))
-            task.add_done_callback(lambda t: self._loaded(start, t))
+        if task is not None:
+            try:
+                return await asyncio.shield(task), True
+            except proxies.ProxyFailed:  # that was the other's proxy
+                return await self._load(start, proxy)
+        task = self._loading[start] = asyncio.ensure_future(self._fetch_robots(start, proxy))
+        task.add_done_callback(lambda t: self._loaded(start, t))
         return await asyncio.shield(task), True
 
     def _loaded(self, start: str, task: asyncio.Task[_Known]) -> None:
@@ -213,6 +246,8 @@ class FetchStage:
                 if hop:
                     await self._take_slot(host)
                 response = await self._send(url, host, "GET", {}, None, proxy)
+            except proxies.ProxyFailed:
+                raise  # says nothing about the site
             except Failure as e:
                 if e.kind is ErrorClass.TRANSIENT:
                     return _UNREACHABLE, None

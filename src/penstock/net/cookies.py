@@ -1,0 +1,142 @@
+"""A cookie jar (RFC 6265): what was set, and what goes back to whom. One per account; nothing is shared and nothing is stored."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.rules.identity import authority, registrable_domain
+from penstock.rules.pace import parse_date
+
+MAX_COOKIES = 300
+MAX_PER_DOMAIN = 50
+MAX_SIZE = 4096
+MAX_AGE = 400 * 86400.0  # as browsers have it
+_bad = re.compile(r"[\x00-\x08\x0a-\x1f\x7f;]").search
+
+
+class Cookie(msgspec.Struct, frozen=True):
+    name: str
+    value: str
+    domain: str
+    path: str
+    host_only: bool
+    secure: bool
+    expires: float  # inf: as long as the jar
+    n: int  # order of creation
+
+
+class Jar:
+    """Not for several threads."""
+
+    def __init__(self) -> None:
+        self._cookies: dict[tuple[str, str, str], Cookie] = {}
+        self._n = 0
+
+    def __len__(self) -> int:
+        return len(self._cookies)
+
+    def header(self, url: str, now: float) -> str:
+        """The value of `Cookie` for this URL, longest path first; empty for none."""
+        if not self._cookies:
+            return ""
+        scheme, host, _ = authority(url)
+        path = _path(url)
+        fit = []
+        for key, c in list(self._cookies.items()):
+            if c.expires <= now:
+                del self._cookies[key]
+            elif (host == c.domain if c.host_only else _within(host, c.domain)) and _covers(c.path, path) and (not c.secure or scheme == "https"):
+                fit.append(c)
+        fit.sort(key=lambda c: (-len(c.path), c.n))
+        return "; ".join(f"{c.name}={c.value}" if c.name else c.value for c in fit)
+
+    def store(self, url: str, headers: Mapping[str, str], now: float) -> None:
+        """From an answer's `set-cookie`, several separated by line feeds. What does not belong to the URL's site is left out."""
+        for line in headers.get("set-cookie", "").split("\n"):
+            if line and (cookie := _parse(line, url, now, self._n)) is not None:
+                key = cookie.domain, cookie.path, cookie.name
+                old = self._cookies.pop(key, None)
+                if cookie.expires > now:
+                    self._cookies[key] = cookie if old is None else msgspec.structs.replace(cookie, n=old.n)
+                    self._n += 1
+                    self._trim(cookie.domain)
+
+    def _trim(self, domain: str) -> None:
+        """The one that was set longest ago goes first."""
+        own = [key for key in self._cookies if key[0] == domain]
+        for key in own[: max(0, len(own) - MAX_PER_DOMAIN)]:
+            del self._cookies[key]
+        while len(self._cookies) > MAX_COOKIES:
+            del self._cookies[next(iter(self._cookies))]
+
+
+def _parse(line: str, url: str, now: float, n: int) -> Cookie | None:
+    pair, *attributes = line.split(";")
+    name, equals, value = pair.partition("=")
+    name, value = (name.strip(), value.strip()) if equals else ("", name.strip())
+    if not (name or value) or len(name) + len(value) > MAX_SIZE or _bad(name) or _bad(value):
+        return None
+    scheme, host, _ = authority(url)
+    domain, path, host_only, secure = host, "", True, False
+    expires, max_age = math.inf, None
+    for attribute in attributes:
+        key, _, text = attribute.partition("=")
+        key, text = key.strip().lower(), text.strip()
+        if key == "domain" and text:
+            asked = text.lower().removeprefix(".")
+            if not _within(host, asked) or (asked != host and not _may_share(asked)):
+                return None
+            # A public suffix that sets a cookie for itself means itself alone.
+            domain, host_only = asked, asked == host and not _may_share(asked)
+        elif key == "path":
+            path = text
+        elif key == "secure":
+            secure = True
+        elif key == "max-age" and re.fullmatch(r"-?[0-9]{1,12}", text):
+            max_age = int(text)
+        elif key == "expires" and (at := parse_date(text.replace("-", " "))) is not None:
+            expires = at
+    if max_age is not None:
+        expires = now + max_age if max_age > 0 else 0.0
+    if secure and scheme != "https":
+        return None
+    if not path.startswith("/"):
+        directory = _path(url).rpartition("/")[0]
+        path = directory or "/"
+    low = name.lower()
+    if low.startswith("__secure-") and not secure:
+        return None
+    if low.startswith("__host-") and not (secure and host_only and path == "/"):
+        return None
+    return Cookie(name, value, domain, path, host_only, secure, expires if expires == math.inf else min(expires, now + MAX_AGE), n)
+
+
+def _path(url: str) -> str:
+    rest = url[url.index("/", 8) :]
+    return rest.partition("?")[0]
+
+
+def _within(host: str, domain: str) -> bool:
+    if host == domain:
+        return True
+    if not host.endswith("." + domain):
+        return False
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
+
+
+def _may_share(domain: str) -> bool:
+    """Not a public suffix, which strangers share."""
+    return registrable_domain("x." + domain) != "x." + domain
+
+
+def _covers(cookie: str, path: str) -> bool:
+    return path == cookie or (path.startswith(cookie) and (cookie.endswith("/") or path[len(cookie)] == "/"))
