@@ -71,11 +71,13 @@ WRITTEN_AS = """\
 
 
 def configuration() -> str:
-    from penstock.options import OPTIONS
+    from penstock import options
 
     lines = [CONFIGURATION + WRITTEN_AS]
     section: str | None = None
-    for option in OPTIONS:
+    # Tables that the user names are made on demand, so they are not among OPTIONS.
+    named = options.pool_options("NAME") if hasattr(options, "pool_options") else ()
+    for option in (*options.OPTIONS, *named):
         of = option.path.rpartition(".")[0]
         if of != section:
             section = of

@@ -35,17 +35,18 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=inde
 class Block:
     info: str
     body: str
-    expected: str = ""  # of the ```text block that follows
+    expected: str = ""  # of the ```text block right below it
+    end: int = 0
 
 
 def blocks(page: Path) -> list[Block]:
     found: list[Block] = []
     for m in FENCE.finditer(page.read_text("utf-8")):
         info = m["info"].strip()
-        if info == "text" and found and found[-1].info == "sh run":
+        if info == "text" and found and found[-1].info == "sh run" and m.start() == found[-1].end + 1:
             found[-1].expected = m["body"]
         else:
-            found.append(Block(info, m["body"]))
+            found.append(Block(info, m["body"], end=m.end()))
     return found
 
 
