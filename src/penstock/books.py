@@ -35,6 +35,10 @@ def _own_envelope(end: End) -> bytes:
     return end.delivery.body if end.delivery.topic == end.event.topic else encode_event(end.event)
 
 
+class _PagesGone(Exception):
+    """Pages that the page store took for known are not there any more."""
+
+
 class SinkBinding(msgspec.Struct, frozen=True):
     """How records reach one sink: through its outbox, or by `write` inside the transaction when its table lies in the same file."""
 
@@ -271,18 +275,23 @@ class Books:
 
     async def conclude(self, ends: Sequence[End], bodies: Sequence[tuple[str, bytes]] = ()) -> list[bool]:
         """Everything that follows from these ends, in one transaction. False: the fence was old, that end changed nothing."""
-        staged = self.pages.stage(bodies)
-        try:
-            answers = await self.store.write(lambda tx: self._conclude(tx, ends, staged))
-        except BaseException:
-            self.pages.forget(staged)
-            raise
+        while True:
+            staged = self.pages.stage(bodies)
+            try:
+                answers = await self.store.write(partial(self._conclude, ends=ends, staged=staged))
+                break
+            except _PagesGone:  # retention was quicker: their bytes are needed again
+                self.pages.forget(staged)
+            except BaseException:
+                self.pages.forget(staged)
+                raise
         self.broker.wake({o.topic for end in ends for o in end.publish} | {end.event.topic for end in ends if end.links or end.outcome in ("dead", "release")})
         return answers
 
     def _conclude(self, tx: Any, ends: Sequence[End], staged: Any) -> list[bool]:
         now = self.clock.now()
-        self.pages.index_in(tx, staged)
+        if self.pages.index_in(tx, staged):
+            raise _PagesGone
         answers: list[bool] = []
         delta: dict[str, Counter[str]] = {}
         settles: list[tuple[Delivery, Outcome]] = []

@@ -881,6 +881,28 @@ async def test_history_is_pruned_behind_what_must_stay_and_counters_keep_countin
     assert rig.count("success") == 2
 
 
+async def test_a_page_that_retention_took_in_another_process_is_stored_again(rig: Rig) -> None:
+    await _scrape(rig, "e1", record("a"))
+    other = rig.other()
+    await rig.db.write(lambda tx: other.pages.prune_in(tx, older_than=rig.clock.now() + 1, max_bytes=None, keep=lambda pages: set()))
+    assert await rig.pages.get(page_id(b"page")) is None
+    await _scrape(rig, "e2", record("a"))
+    assert await rig.pages.get(page_id(b"page")) == b"page"
+
+
+async def test_pages_that_cannot_be_written_are_an_outage_and_the_end_can_be_told_again(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    before = _everything(rig)
+    (rig.directory / "pages").write_text("a file is in the way")
+    with pytest.raises(StoreUnavailable):
+        await rig.succeed(begun, record("a"))
+    assert _everything(rig) == before
+    (rig.directory / "pages").unlink()
+    assert await rig.succeed(begun, record("a"))
+    assert await rig.pages.get(page_id(b"page")) == b"page"
+
+
 # -- anything, in any order ------------------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 import zstandard
 
-from penstock.errors import Unreachable
+from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
 from penstock.model import page_id
 from penstock.ports import Clock
@@ -30,6 +31,8 @@ FRAME_BYTES = 4 << 20
 SEGMENT_BYTES = 64 << 20
 REMEMBERED = 200_000
 LIVE_SHARE = 0.5  # a segment with less than this still wanted is rewritten
+MOVE_BYTES = 4 << 20  # packed bytes moved in one go: a transaction must not hold everybody up
+ORPHANED = 3600.0  # a segment that no row names for so long never will be
 
 
 class Staged(msgspec.Struct):
@@ -56,6 +59,8 @@ class SegmentStore:
         self._file: int = -1
         self._name, self._end, self._count = "", 0, 0
         self._lock: FileLock | None = None
+        self._last_lock: FileLock | None = None  # of the segment before: what was staged there may not be committed yet
+        self._closing = threading.Lock()
         self._known: dict[str, None] = {}
         self._squeeze = zstandard.ZstdCompressor(level=1)
         self._expand = zstandard.ZstdDecompressor()
@@ -64,8 +69,22 @@ class SegmentStore:
     # -- writing -----------------------------------------------------------------------------------------------------------
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
-        """Append what is new. Not durable before `index_in`, which syncs."""
+        """Append what is new. Not durable before `index_in`, which syncs. Raises StoreUnavailable; then nothing was staged."""
         staged = Staged(rows=[], again=[])
+        new: list[str] = []
+        try:
+            self._stage(pages, staged, new)
+        except BaseException as e:
+            for hash_ in new:
+                self._known.pop(hash_, None)
+            if isinstance(e, OSError):
+                raise StoreUnavailable(f"cannot write pages to {self.directory}: {e}", hint="free space or set PENSTOCK_PAGES_URL=file:DIR") from e
+            raise
+        if len(self._known) > REMEMBERED:
+            self._known.clear()
+        return staged
+
+    def _stage(self, pages: Iterable[tuple[str, bytes]], staged: Staged, new: list[str]) -> None:
         frame: list[tuple[str, bytes]] = []
         held = 0
         for hash_, body in pages:
@@ -73,6 +92,7 @@ class SegmentStore:
                 staged.again.append(hash_)
                 continue
             self._known[hash_] = None
+            new.append(hash_)
             frame.append((hash_, body))
             held += len(body)
             if len(frame) >= FRAME_PAGES or held >= FRAME_BYTES:
@@ -80,20 +100,19 @@ class SegmentStore:
                 frame, held = [], 0
         if frame:
             self._append(frame, staged)
-        if len(self._known) > REMEMBERED:
-            self._known.clear()
-        return staged
 
     def _append(self, frame: Sequence[tuple[str, bytes]], staged: Staged) -> None:
         if self._file < 0 or (self._end >= SEGMENT_BYTES and not staged.rows):
             self._rotate()
         staged.segment = self._name
         packed = self._squeeze.compress(b"".join([body for _, body in frame]))
-        at, view = self._end, memoryview(packed)
+        at = end = self._end
+        view = memoryview(packed)
         while view:
-            wrote = os.pwrite(self._file, view, self._end)
-            self._end += wrote
+            wrote = os.pwrite(self._file, view, end)
+            end += wrote
             view = view[wrote:]
+        self._end = end
         start = 0
         for hash_, body in frame:
             staged.rows.append((hash_, at, len(packed), start, len(body)))
@@ -102,24 +121,43 @@ class SegmentStore:
     def _rotate(self) -> None:
         self._close_segment()
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._count += 1
-        self._name, self._end = f"{self.writer}-{self._count}.seg", 0
-        try:
-            self._lock = FileLock(self.directory / (self._name + ".lock"))
-            self._lock.try_acquire()
-            self._file = os.open(self.directory / self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            fd = os.open(self.directory, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
-        except OSError as e:
-            raise Unreachable(f"cannot write pages to {self.directory}: {e}", hint="free space or set PENSTOCK_PAGES_URL=file:DIR") from e
+        while True:
+            self._count += 1
+            name = f"{self.writer}-{self._count}.seg"
+            lock = FileLock(self.directory / (name + ".lock"))
+            if not lock.try_acquire():
+                continue
+            try:
+                self._file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                fd = os.open(self.directory, os.O_RDONLY)
+                os.fsync(fd)
+                os.close(fd)
+            except FileExistsError:  # of a worker that went by this name before
+                lock.release()
+            except BaseException:
+                lock.release(remove=True)
+                raise
+            else:
+                self._name, self._end, self._lock = name, 0, lock
+                return
 
-    def index_in(self, tx: Tx, staged: Staged) -> None:
-        """Sync the bytes, then name them: a row never points at bytes that a power cut could take."""
+    def _sync(self, segment: str) -> None:
+        """A segment that was closed meanwhile was synced then."""
+        with self._closing:
+            fd = os.dup(self._file) if self._name == segment and self._file >= 0 else -1
+        if fd >= 0:
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+    def index_in(self, tx: Tx, staged: Staged) -> list[str]:
+        """Sync the bytes, then name them: a row never points at bytes that a power cut could take.
+        Returns what was taken for known but is gone: retention, in another process perhaps, was quicker."""
         now = self.clock.now()
         if staged.rows:
-            if self.db.durability == "full" and self._name == staged.segment:
-                self.db.before_commit(partial(os.fdatasync, self._file))
+            if self.db.durability == "full":
+                self.db.before_commit(partial(self._sync, staged.segment))
             segment = tx.execute("SELECT id FROM segment WHERE name=?", (staged.segment,)).get
             if segment is None:
                 tx.execute("INSERT INTO segment(name, made) VALUES(?,?)", (staged.segment, now))
@@ -128,12 +166,16 @@ class SegmentStore:
                 "INSERT INTO page VALUES(?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET seen=excluded.seen",
                 [(bytes.fromhex(h), segment, frame, packed, start, size, now) for h, frame, packed, start, size in staged.rows],
             )
-        if staged.again:
-            tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(now, bytes.fromhex(h)) for h in staged.again])
+        gone = []
+        for h in staged.again:
+            tx.execute("UPDATE page SET seen=? WHERE hash=?", (now, bytes.fromhex(h)))
+            if not tx.changes():
+                gone.append(h)
+        return gone
 
     def forget(self, staged: Staged) -> None:
         """The transaction failed: these are not known after all."""
-        for h, *_ in staged.rows:
+        for h in [*(row[0] for row in staged.rows), *staged.again]:
             self._known.pop(h, None)
 
     # -- reading -----------------------------------------------------------------------------------------------------------
@@ -146,19 +188,22 @@ class SegmentStore:
         if row is None:
             return None
         name, frame, packed, start, size = row
-        try:
-            with open(self.directory / name, "rb") as f:
-                f.seek(frame)
-                body = self._expand.decompress(f.read(packed))[start : start + size]
-        except (OSError, zstandard.ZstdError) as e:
-            raise Unreachable(
-                f"page {page} cannot be read from {name}: {e}", hint="restore the pages directory from a backup, or push the URL again with --force"
-            ) from e
+        body = self._frame(name, frame, packed)[start : start + size]
         if page_id(body) != page:
             raise Unreachable(
                 f"page {page} in {name} does not have its hash any more", hint="restore the pages directory from a backup, or push the URL again with --force"
             )
         return body
+
+    def _frame(self, name: str, frame: int, packed: int) -> bytes:
+        try:
+            with open(self.directory / name, "rb") as f:
+                f.seek(frame)
+                return self._expand.decompress(f.read(packed))
+        except (OSError, zstandard.ZstdError) as e:
+            raise Unreachable(
+                f"pages cannot be read from {name}: {e}", hint="restore the pages directory from a backup, or push the URL again with --force"
+            ) from e
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
         """Ids that begin so; ten at most."""
@@ -171,7 +216,7 @@ class SegmentStore:
         """(pages removed, bytes freed). `keep` answers which of these pages an open event still needs."""
         removed = 0
         if older_than is not None:
-            query = "SELECT p.hash FROM segment s JOIN page p ON p.segment=s.id WHERE s.made<?1 AND p.seen<?1 LIMIT 100000"
+            query = "SELECT p.hash FROM segment s JOIN page p ON p.segment=s.id WHERE s.made<?1 AND p.seen<?1 LIMIT 20000"
             old = [h.hex() for (h,) in tx.execute(query, (older_than,))]
             removed += self._remove(tx, old, keep)
         if max_bytes is not None:
@@ -201,27 +246,42 @@ class SegmentStore:
         return sizes
 
     def _reclaim(self, tx: Tx) -> int:
-        """Unlink segments nobody needs; move the rest of one that is mostly empty."""
-        freed = 0
+        """Unlink segments nobody needs; move the rest of one that is mostly empty, a little at a time."""
+        freed, budget = 0, MOVE_BYTES
         for id_, size in self._sizes(tx).items():
             name = tx.execute("SELECT name FROM segment WHERE id=?", (id_,)).get
             if self._in_use(name):
                 continue
-            live = tx.execute("SELECT coalesce(sum(packed), 0) FROM (SELECT DISTINCT frame, packed FROM page WHERE segment=?)", (id_,)).get
-            if live >= size * LIVE_SHARE and live:
+            frames = tx.execute("SELECT DISTINCT frame, packed FROM page WHERE segment=? ORDER BY frame", (id_,)).fetchall()
+            if frames and sum(packed for _, packed in frames) >= size * LIVE_SHARE:
                 continue
-            pages = [(h.hex(), seen) for h, seen in tx.execute("SELECT hash, seen FROM page WHERE segment=?", (id_,)).fetchall()]
-            bodies = [(h, self.get_in(tx, h)) for h, _ in pages]
-            for h, _ in pages:
-                self._known.pop(h, None)
-            tx.execute("DELETE FROM page WHERE segment=?", (id_,))
-            if pages:
-                self.index_in(tx, self.stage((h, b) for h, b in bodies if b is not None))
-                tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(seen, bytes.fromhex(h)) for h, seen in pages])
-            tx.execute("DELETE FROM segment WHERE id=?", (id_,))
-            tx.execute("INSERT OR IGNORE INTO doomed VALUES(?)", (name,))
-            freed += size
+            moved = 0
+            with contextlib.suppress(Unreachable):  # a damaged segment stays as it is: whoever asks for its pages is told
+                for frame, packed in frames:
+                    if budget <= 0:
+                        break
+                    budget -= packed
+                    self._move(tx, id_, name, frame, packed)
+                    moved += 1
+            if moved == len(frames):
+                tx.execute("DELETE FROM segment WHERE id=?", (id_,))
+                tx.execute("INSERT OR IGNORE INTO doomed VALUES(?)", (name,))
+                freed += size
         return freed
+
+    def _move(self, tx: Tx, segment: int, name: str, frame: int, packed: int) -> None:
+        """Write what is left of a frame again, elsewhere."""
+        rows = tx.execute("SELECT hash, start, size, seen FROM page WHERE segment=? AND frame=?", (segment, frame)).fetchall()
+        whole = self._frame(name, frame, packed)
+        pages = [(h.hex(), whole[start : start + size]) for h, start, size, _ in rows]
+        for h, body in pages:
+            if page_id(body) != h:
+                raise Unreachable(f"page {h} in {name} does not have its hash any more")
+            self._known.pop(h, None)
+        tx.execute("DELETE FROM page WHERE segment=? AND frame=?", (segment, frame))
+        self.index_in(tx, self.stage(pages))
+        tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(seen, h) for h, _, _, seen in rows])
+        tx.execute("UPDATE segment SET made=min(made, ?) WHERE name=?", (min(seen for *_, seen in rows), self._name))  # or age would pass them over
 
     def sweep_in(self, tx: Tx) -> None:
         """Unlink what an earlier, committed transaction doomed: a rolled-back one must find its files again."""
@@ -230,6 +290,12 @@ class SegmentStore:
                 with contextlib.suppress(FileNotFoundError):
                     (self.directory / (name + suffix)).unlink()
         tx.execute("DELETE FROM doomed")
+        named = {name for (name,) in tx.execute("SELECT name FROM segment")}
+        for path in self.directory.glob("*.seg"):  # of a process that was killed before its first commit
+            with contextlib.suppress(FileNotFoundError):
+                if path.name not in named and path.stat().st_mtime < self.clock.now() - ORPHANED and not self._in_use(path.name):
+                    path.unlink()
+                    path.with_name(path.name + ".lock").unlink()
 
     def _in_use(self, name: str) -> bool:
         if name == self._name:
@@ -242,14 +308,18 @@ class SegmentStore:
 
     def _close_segment(self) -> None:
         if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+            with self._closing:
+                if self.db.durability == "full":  # what was staged here is committed later, when this descriptor is gone
+                    os.fdatasync(self._file)
+                os.close(self._file)
+                self._file = -1
+        if self._last_lock is not None:
+            self._last_lock.release()
+        self._last_lock, self._lock = self._lock, None
 
     def close(self) -> None:
-        self._close_segment()
+        for _ in range(2):
+            self._close_segment()
 
 
 def open_pages(url: str, context: Context) -> SegmentStore:

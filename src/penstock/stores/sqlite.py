@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import queue
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -319,7 +317,10 @@ class Database:
         self._closed = True
         self._waits.shutdown()
         while self._queue:  # accepted before we closed
-            self._settle([self._queue.popleft()])
+            job = self._queue.popleft()
+            self._settle([job])
+            if job.future is not None and not job.future.done() and not job.future.get_loop().is_closed():
+                job.future.set_result(None)
         if self._reader is not None:
             self._reader.close()
         self._writer.close()
