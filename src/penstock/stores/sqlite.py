@@ -144,7 +144,8 @@ class Database:
             c = apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY) if self.path != ":memory:" else self._writer
             try:
                 c.set_busy_timeout(self._busy_ms)
-                return [str(row[0]) for row in c.execute("PRAGMA quick_check(10)") if row[0] != "ok"]
+                lines = [line for row in c.execute("PRAGMA quick_check(10)") for line in str(row[0]).splitlines()]
+                return [line for line in lines if line != "ok" and not line.startswith("*** in database")]
             finally:
                 if c is not self._writer:
                     c.close()
