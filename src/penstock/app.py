@@ -172,6 +172,7 @@ class Running:
         self.workers: list[Worker] = []
         self.flushers: list[Flusher] = []
         self.notices: list[str] = []
+        self.proxies: Proxies | None = None  # where this process fetches
         self._backlog = 0
         self._wake_set = False
         self._signature_cache: dict[str, str] = {}
