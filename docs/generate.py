@@ -37,7 +37,7 @@ Every option can be set in three places. The first that has it wins:
 2. the environment: `PENSTOCK_PACE_RATE=5`;
 3. the file `penstock.toml` in the current directory, or the one that `--config FILE` or `PENSTOCK_CONFIG` names:
 
-   ```toml
+   ```toml config
    [pace]
    rate = "5"
    ```
@@ -71,13 +71,11 @@ WRITTEN_AS = """\
 
 
 def configuration() -> str:
-    from penstock import options
+    from penstock.options import OPTIONS, pool_options
 
     lines = [CONFIGURATION + WRITTEN_AS]
     section: str | None = None
-    # Tables that the user names are made on demand, so they are not among OPTIONS.
-    named = options.pool_options("NAME") if hasattr(options, "pool_options") else ()
-    for option in (*options.OPTIONS, *named):
+    for option in (*OPTIONS, *pool_options("NAME")):
         of = option.path.rpartition(".")[0]
         if of != section:
             section = of
@@ -203,7 +201,7 @@ def outcomes() -> str:
         "",
         "Retries are with the default `retry.budget` (3), `retry.base` (10s) and `retry.max` (15m).",
         "A back-off doubles with each failure; chance takes away up to half of it.",
-        "A `Retry-After` goes before the back-off. An event that is older than seven days is not put off again.",
+        "A `Retry-After` goes before the back-off. An event that is older than `retry.max_age` (7 d) is not put off again.",
         "",
         "## Answers",
         "",

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from types import ModuleType
 
 import pytest
 
+from penstock import config
 from penstock.cli.main import COMMANDS, build
 from penstock.errors import PenstockError
-from penstock.options import OPTIONS
+from penstock.options import OPTIONS, pool_options
 from penstock.pipeline import load
 from penstock.ports import Row
 
@@ -154,6 +156,17 @@ def test_every_pipeline_in_the_text_loads(page: str, kind: str, text: str, tmp_p
         pytest.fail(f"{page}: {e.message}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_piece_of_configuration_in_the_text_is_good(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page):
+        if block.info == "toml config":
+            (tmp_path / "penstock.toml").write_text(textwrap.dedent(block.body), "utf-8")
+            try:
+                config.load({}, {}, tmp_path)
+            except PenstockError as e:
+                pytest.fail(f"{page.name}: {e.message}")
+
+
 def headings(page: Path) -> set[str]:
     """Anchors as GitHub makes them."""
     text = FENCE.sub("", page.read_text("utf-8"))
@@ -209,7 +222,7 @@ def test_every_test_and_source_file_in_the_text_exists() -> None:
 
 
 def test_options_named_in_the_text_exist() -> None:
-    variables = {v for option in OPTIONS for v in option.variables}
+    variables = {v for option in (*OPTIONS, *pool_options("NAME")) for v in option.variables}
     ours = {"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL"}
     paths = {option.path for option in OPTIONS}
     sections = {path.partition(".")[0] for path in paths if "." in path}
