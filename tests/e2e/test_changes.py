@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.testing.web import Reply, Request, reply, tagged
 from tests.e2e.harness import SHOP, Project, Site, product, read_rows
+
+from penstock.testing.web import Reply, Request, reply, tagged
 
 HOOKED = (
     SHOP
@@ -41,7 +42,7 @@ def test_unchanged_pages_end_as_success_without_a_row_and_changed_ones_tell_old_
     again(project, *urls)
     assert [entry.status for entry in site.asked("/p/etag")] == [200, 304]
     assert [(e["status"], e["reason"], e["response_status"]) for e in project.events("--url", urls[0])] == [("success", "unchanged", 304), ("success", "", 200)]
-    assert [(e["status"], e["reason"]) for e in project.events("--url", urls[1])][0] == ("success", "unchanged")
+    assert next((e["status"], e["reason"]) for e in project.events("--url", urls[1])) == ("success", "unchanged")
     rows = project.rows()
     assert [(row["sku"], row["price"]) for row in rows[3:]] == [("S-moves", "12.50")]
     (change,) = read_rows(project.dir / "changes.jsonl")

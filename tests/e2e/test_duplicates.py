@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-
 from tests.e2e.harness import PENSTOCK, Project, Site, product, wait_for
 
 URLS = 10

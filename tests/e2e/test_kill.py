@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.harness import Project, Target, read_rows, wait_for
 
 from penstock.testing.web import ends_dead, read_log
-from tests.e2e.harness import Project, Target, read_rows, wait_for
 
 PAGES, KILLS, DEAD_SHARE = 5000, 20, 0.02
 CONCURRENCY, HELD = 32, 64  # of one worker; fetched and not yet written counts as held

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 
 import pytest
-
 from tests.e2e.harness import Project, Target, wait_for
 
 PAGES = 500

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 
-from penstock.testing.web import Reply, Request, reply
 from tests.e2e.harness import Project, Site, product, wait_for
+
+from penstock.testing.web import Reply, Request, reply
 
 
 def answering(*answers: Reply) -> Callable[[Request], Reply]:
@@ -36,7 +38,7 @@ def test_after_three_retries_it_is_dead_with_its_whole_history_and_the_run_says_
     project.run(expect=1)
     times = [entry.at / 1e6 for entry in site.asked("/p/1")]
     assert len(times) == 4, "three retries are four attempts"
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     assert gaps[0] >= 0.05, "back-off begins at half of retry.base at least"
     assert gaps[1] >= 0.1
     assert gaps[2] >= 0.2

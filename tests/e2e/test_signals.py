@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from tests.e2e.harness import Project, Site, Target, product, wait_for
 
 from penstock.testing.web import Reply, Request
-from tests.e2e.harness import Project, Site, Target, product, wait_for
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

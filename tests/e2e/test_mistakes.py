@@ -1,0 +1,206 @@
+"""What can be wrong before or around the work: each a sentence with a next step and its exit code, never a traceback, and nothing lost."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.e2e.harness import SHOP, Done, Project, Site, Target, product, wait_for
+
+USAGE, CONFIGURATION, UNREACHABLE = 2, 3, 4
+
+
+def refused(done: Done, code: int, *words: str) -> None:
+    assert done.code == code, done.said
+    assert [line[:6] for line in done.err.splitlines()].count("Error:") == 1, done.said
+    assert "Try:" in done.err, done.said
+    assert len(done.err.strip().splitlines()) <= 6, done.said
+    for word in words:
+        assert word in done.err, (word, done.said)
+
+
+CONFIGURATIONS = {
+    "not TOML": ("pace = [", ("penstock.toml", "TOML")),
+    "unknown key": ("[pace]\nrat = 5\n", ("pace.rat", "did you mean pace.rate?")),
+    "unknown section": ("[pase]\nrate = 5\n", ("pase",)),
+    "a text for a number": ('[fetch]\nconcurrency = "many"\n', ("fetch.concurrency", "many")),
+    "a number for a duration": ("lease = -1\n", ("lease",)),
+    "a list for a text": ("pipeline = [1]\n", ("pipeline",)),
+    "beyond its bounds": ("[extract]\nprocesses = 0\n", ("extract.processes",)),
+    "values that do not agree": ("[breaker]\nalert = 0.5\ndead_share = 0.1\n", ("breaker.alert",)),
+    "an adapter that is not installed": ('[broker]\nurl = "carrier-pigeon://home"\n', ("carrier-pigeon",)),
+}
+
+
+@pytest.mark.parametrize("what", CONFIGURATIONS)
+def test_a_bad_configuration_names_the_option_and_what_to_write(project: Project, what: str) -> None:
+    text, words = CONFIGURATIONS[what]
+    project.write("penstock.toml", text)
+    refused(project.penstock("run", "shop.py", "--until-idle"), CONFIGURATION, *words)
+    refused(project.penstock("push", "https://example.com/"), CONFIGURATION, *words)
+    assert not (project.dir / ".penstock" / "penstock.db").exists() or what == "an adapter that is not installed"
+
+
+def test_a_bad_variable_is_named_and_a_password_is_not_shown(project: Project) -> None:
+    project.set(pace_rate="fast")
+    refused(project.penstock("status"), CONFIGURATION, "PENSTOCK_PACE_RATE", "fast")
+    del project.env["PENSTOCK_PACE_RATE"]
+    project.set(pase_rate="1")
+    refused(project.penstock("status"), CONFIGURATION, "PENSTOCK_PASE_RATE", "PENSTOCK_PACE_RATE")
+    del project.env["PENSTOCK_PASE_RATE"]
+    project.set(broker_url="nothing-we-know://user:hunter2@host")
+    done = project.penstock("push", "https://example.com/")
+    refused(done, CONFIGURATION)
+    assert "hunter2" not in done.err + done.out
+
+
+PIPELINES = {
+    "a syntax error": ("def product(page:\n", ("shop.py:1", "SyntaxError")),
+    "an exception": ("import penstock\nx = 1 / 0\n", ("shop.py:2", "ZeroDivisionError")),
+    "a missing module": ("import nowhere_to_be_found\n", ("shop.py:1", "nowhere_to_be_found")),
+    "it leaves": ("import sys\nsys.exit(0)\n", ("shop.py:2",)),
+    "no Pipeline": ("x = 1\n", ("one Pipeline", "none")),
+    "two Pipelines": ('from penstock import Pipeline\na = Pipeline("a")\nb = Pipeline("b")\n', ("one Pipeline", "a = ", "b = ")),
+    "a bad name": ('from penstock import Pipeline\na = Pipeline("no spaces please")\n', ("shop.py:2", "no spaces please")),
+    "a wrong type": (SHOP.replace("version=1", 'version="one"'), ("shop.py", "version")),
+    "a sink without a kind": (SHOP.replace("jsonl:products.jsonl", "products.jsonl"), ("sink", "products.jsonl")),
+    "a sink nobody knows": (SHOP.replace("jsonl:products.jsonl", "parquet:products"), ("parquet",)),
+    "two sinks on one file": (SHOP + 'shop.sink("jsonl:products.jsonl")\n', ("two sinks",)),
+    "an async extractor": (SHOP.replace("def product", "async def product").replace("yield from page", "return; page"), ("shop.py", "async")),
+    "a hook for nothing": (SHOP + '@shop.on_change(extractor="produkt")\ndef tell(change): ...\n', ("produkt", "product")),
+}
+
+
+@pytest.mark.parametrize("what", PIPELINES)
+def test_a_bad_pipeline_file_is_refused_with_its_line_before_anything_is_touched(project: Project, what: str) -> None:
+    text, words = PIPELINES[what]
+    project.write("shop.py", text)
+    refused(project.penstock("run", "shop.py", "--until-idle"), CONFIGURATION, *words)
+    refused(project.penstock("run", "shop.py", "--until-idle", "--workers", "2"), CONFIGURATION, *words)
+    assert not (project.dir / "products.jsonl").exists()
+
+
+def test_a_bad_declarative_pipeline_is_refused_too(project: Project) -> None:
+    project.write("shop.toml", '[pipeline]\nname = "shop"\n[[extract]]\nmatch = "*"\n[extract.fields]\nprice = "p["\n[[sink]]\nurl = "jsonl:x.jsonl"\n')
+    refused(project.penstock("run", "shop.toml", "--until-idle"), CONFIGURATION, "shop.toml", "p[")
+    project.write("shop.toml", '[pipeline]\nname = "shop"\n[[extract]]\nversion = "one"\n[extract.fields]\ntitle = "h1::text"\n')
+    refused(project.penstock("run", "shop.toml", "--until-idle"), CONFIGURATION, "shop.toml", "version")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("run",), USAGE, ("which pipeline",)),
+        (("run", "nowhere.py"), CONFIGURATION, ("nowhere.py",)),
+        (("run", "shop.py", "--role", "cook"), USAGE, ("cook", "fetch")),
+        (("run", "shop.py", "--workers", "0"), USAGE, ("--workers",)),
+        (("run", "shop.py", "--workers", "some"), USAGE, ("workers",)),
+        (("push",), USAGE, ("push what",)),
+        (("push", "--priority", "urgent", "https://example.com/"), USAGE, ("urgent",)),
+        (("puhs",), USAGE, ("did you mean penstock push?",)),
+        (("status", "--no-such-option"), USAGE, ("no-such-option",)),
+        (("status",), UNREACHABLE, ("penstock push",)),
+        (("trace", "last"), UNREACHABLE, ("penstock push",)),
+        (("dlq", "retry"), USAGE, ("--all",)),
+    ],
+)
+def test_a_wrong_command_line_says_what_to_type_instead(project: Project, args: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
+    refused(project.penstock(*args), code, *words)
+    assert not (project.dir / ".penstock" / "penstock.db").exists()
+
+
+def test_what_is_no_url_is_refused_by_name_and_the_rest_is_accepted(project: Project, site: Site) -> None:
+    url = site.serve("/p/1", product(1))
+    done = project.penstock("push", "-", input=f"{url}\n# a comment\n\nnot a url\nftp://example.com/x\njavascript:alert(1)\n")
+    assert done.code == 1, done.said
+    for line in ("stdin:4", "stdin:5", "stdin:6"):
+        assert line in done.err, done.said
+    assert project.total()["accepted"] == 1
+    project.run()
+    assert len(project.rows()) == 1
+
+
+# -- the store -------------------------------------------------------------------------------------------------------------
+
+
+def database(project: Project) -> Path:
+    return project.dir / ".penstock" / "penstock.db"
+
+
+def all_refuse(project: Project, *words: str) -> None:
+    for args in (("run", "shop.py", "--until-idle"), ("push", "https://example.com/"), ("status",)):
+        refused(project.penstock(*args), UNREACHABLE, *words)
+
+
+def test_a_store_of_a_newer_release_is_left_alone(project: Project, site: Site) -> None:
+    project.push(site.serve("/p/1", product(1)))
+    with sqlite3.connect(database(project)) as c:
+        (part,) = c.execute("SELECT name FROM part ORDER BY name LIMIT 1").fetchone()
+        c.execute("UPDATE part SET version=version+1 WHERE name=?", (part,))
+    c.close()
+    before = sorted((p.name, p.read_bytes()) for p in database(project).parent.glob("penstock.db"))
+    all_refuse(project, "newer")
+    assert sorted((p.name, p.read_bytes()) for p in database(project).parent.glob("penstock.db")) == before
+    with sqlite3.connect(database(project)) as c:
+        c.execute("UPDATE part SET version=version-1 WHERE name=?", (part,))
+    c.close()
+    project.run()
+    assert len(project.rows()) == 1, "what was accepted is still there"
+
+
+@pytest.mark.parametrize("what", ["no database", "another's database", "a directory", "damaged"])
+def test_a_store_that_cannot_be_read_is_an_error_with_a_next_step(project: Project, target: Callable[..., Target], what: str) -> None:
+    path = database(project)
+    path.parent.mkdir()
+    if what == "no database":
+        path.write_bytes(b"these are not the bytes of a database\n" * 500)
+    elif what == "another's database":
+        with sqlite3.connect(path) as c:
+            c.execute("CREATE TABLE theirs(x)")
+        c.close()
+    elif what == "a directory":
+        path.mkdir()
+    else:
+        web = target(pages=500)
+        project.push(*web.urls)
+        for rest in path.parent.glob("penstock.db-*"):
+            rest.unlink()
+        whole = bytearray(path.read_bytes())
+        whole[100:8192] = b"\xa5" * 8092
+        path.write_bytes(whole)
+    kept = path.read_bytes() if path.is_file() else b""
+    all_refuse(project, str(path) if what != "damaged" else "")
+    assert (path.read_bytes() if path.is_file() else b"") == kept, "a file we cannot read was changed"
+
+
+def test_damage_behind_the_first_page_is_found_at_the_start_after_a_kill_and_by_doctor(project: Project, target: Callable[..., Target]) -> None:
+    web = target(pages=2000, delay=0.05)
+    project.push(*web.urls)
+    running = project.start("run", "shop.py")
+    wait_for(lambda: web.lines() > 200, f"under way: {running.said}")
+    running.kill()
+    project.nothing_runs()
+    project.status()  # a reader that closes the file brings the log into it
+    path = database(project)
+    with sqlite3.connect(path) as c:
+        c.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    c.close()
+    copy = project.dir / "copy.db"
+    shutil.copy(path, copy)
+    whole = bytearray(path.read_bytes())
+    page = 4096
+    for number in range(20, len(whole) // page, 7):  # every seventh page is noise
+        whole[number * page : number * page + 200] = b"\x5a" * 200
+    path.write_bytes(whole)
+    refused(project.penstock("run", "shop.py", "--until-idle"), UNREACHABLE, "damaged")
+    sick = project.penstock("doctor")
+    assert sick.code in (4, 5), sick.said
+    for rest in path.parent.glob("penstock.db-*"):
+        rest.unlink()
+    shutil.copy(copy, path)
+    project.run()
+    assert project.total()["success"] == 2000
+    assert len({row["sku"] for row in project.rows()}) == len(project.rows()) == 2000

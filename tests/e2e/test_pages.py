@@ -1,0 +1,85 @@
+"""Stored pages: given back byte for byte, kept as long as somebody needs them, removed when nobody does."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import subprocess
+
+from tests.e2e.harness import PENSTOCK, Project, Site, product, wait_for
+
+from penstock.testing.web import Reply
+
+
+def shown(project: Project, what: str) -> bytes:
+    return subprocess.run([*PENSTOCK, "pages", "show", what], cwd=project.dir, env=project.env, capture_output=True, check=True).stdout
+
+
+def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(project: Project, site: Site) -> None:
+    noise = random.Random(7).randbytes(200_000)
+    bodies = {
+        "/p/noise": noise, "/p/every-byte": bytes(range(256)) * 3, "/p/crlf": b"<h1>a\r\nb</h1>\r\n\n\r", "/p/latin": "<h1>caf\xe9</h1>".encode("latin-1"), "/p/large": b"<p>" + b"x" * 3_000_000,
+    }  # fmt: skip
+    for path, body in bodies.items():
+        site.serve(path, Reply(200, {"content-type": "application/octet-stream"}, body))
+    site.serve("/p/gzip", Reply(200, {"content-type": "application/octet-stream", "content-encoding": "gzip"}, gzip.compress(noise[:50_000])))
+    bodies["/p/gzip"] = noise[:50_000]
+    project.write(
+        "shop.py",
+        'from penstock import Pipeline\nshop = Pipeline("shop")\n@shop.extract\ndef size(page):\n    yield {"n": len(page.body)}\nshop.sink("jsonl:products.jsonl")\n',
+    )
+    project.push(*(site.url(path) for path in bodies))
+    project.run()
+    for path, body in bodies.items():
+        url = site.url(path)
+        event = project.event(url)
+        assert shown(project, url) == body, path
+        assert shown(project, event["event_id"]) == body
+        assert shown(project, event["page"]) == body
+    assert sorted(row["n"] for row in project.rows()) == sorted(len(body) for body in bodies.values())
+
+
+def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(project: Project, site: Site) -> None:
+    done = [site.serve(f"/p/done{n}", product(f"done{n}")) for n in range(5)]
+    project.push(*done)
+    project.run()
+    waiting = [site.serve(f"/p/open{n}", product(f"open{n}")) for n in range(5)]
+    dead = site.serve("/p/dead", "<h1>no sku</h1>")
+    project.push(*waiting, dead)
+    fetch = project.start("run", "shop.py", "--role", "fetch")
+    wait_for(lambda: all(project.event(url)["page"] for url in (*waiting, dead)), f"fetched, not extracted: {fetch.said}", every=0.1)
+    fetch.signal(15)
+    assert fetch.wait() == 0
+
+    assert json.loads(project.good("pages", "prune", "--keep", "1h", "--json"))["removed"] == 0
+    removed = json.loads(project.good("pages", "prune", "--max-bytes", "0", "--json"))
+    assert removed["removed"] == 5
+    gone = project.penstock("pages", "show", done[0])
+    assert gone.code == 1
+    assert "retention" in gone.err
+    for url in waiting:
+        assert shown(project, url) == product(url.rpartition("/")[2]).encode()
+
+    project.run(expect=1)
+    assert sorted(row["sku"] for row in project.rows()) == sorted([f"S-done{n}" for n in range(5)] + [f"S-open{n}" for n in range(5)])
+    assert all(len(site.asked(f"/p/open{n}")) == 1 for n in range(5)), "its page was taken, so it was fetched again"
+    assert set(project.letters()) == {"dead"}
+    project.good("pages", "prune", "--max-bytes", "0")
+    assert shown(project, dead) == b"<h1>no sku</h1>", "a dead letter's page is evidence"
+    left = json.loads(project.good("pages", "ls", "--json"))["total"]
+    assert left["pages"] == 1
+    project.doctor()
+
+
+def test_after_its_page_was_pruned_an_unchanged_url_is_still_only_asked_conditionally_or_read_anew(project: Project, site: Site) -> None:
+    project.set(dedup_window="0s", dedup_settle="0s")
+    url = site.serve("/p/1", product(1))
+    project.push(url)
+    project.run()
+    project.good("pages", "prune", "--max-bytes", "0")
+    site.serve("/p/1", product(1, "11.00"))
+    project.push(url)
+    project.run()
+    assert [row["price"] for row in project.rows()] == ["10.00", "11.00"]
+    assert shown(project, url) == product(1, "11.00").encode()
