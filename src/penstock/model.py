@@ -147,6 +147,8 @@ def decode_event(raw: bytes) -> Event:
     if c.type != EVENT_TYPE:
         raise BadEnvelope(f"event type {c.type!r} is not {EVENT_TYPE!r}", hint="run the version of Penstock that wrote it, or upgrade this one")
     d = c.data
+    if not c.id or not d.url:
+        raise BadEnvelope(f"an event needs an id and a url; this one has no {'url' if c.id else 'id'}")
     return Event(
         id=c.id, url=d.url, key=d.key, topic=d.topic, source=c.source.removeprefix(_SOURCE_PREFIX), trace=c.traceid, cause=d.cause, route=d.route,
         priority=c.priority, depth=d.depth, parent=d.parent, force=d.force, window=d.window, window_mode=d.window_mode, accepted_at=d.accepted_at,

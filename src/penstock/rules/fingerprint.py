@@ -10,4 +10,4 @@ _VARYING = re.compile(r"https?://\S+|\b[0-9a-f]{8,}\b|'[^']{0,200}'|\"[^\"]{0,20
 
 def fingerprint(stage: str, kind: str, reason: str) -> str:
     shape = _VARYING.sub("#", reason)[:300]
-    return hashlib.blake2b(f"{stage}\0{kind}\0{shape}".encode(), digest_size=6).hexdigest()
+    return hashlib.blake2b(f"{stage}\0{kind}\0{shape}".encode("utf-8", "replace"), digest_size=6).hexdigest()
