@@ -1,0 +1,161 @@
+"""The values that travel: what is encoded is decoded, by any version, and no bytes do any harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import BadEnvelope
+from penstock.model import Ask, Event, Page, Priority, Route, child_id, decode_event, encode_event, mint, page_id
+
+EVENT = Event(id="e1", url="https://shop.test/p/1", key="shop.test")
+FULL = Event(
+    id="é\n",
+    url="https://shop.test/p/1",
+    key="shop.test",
+    topic="urgent",
+    source="feed:https://shop.test/feed",
+    trace="t1",
+    cause="lsn/0/16B",
+    route=Route(geo="de", pool="home", account="a", render=True),
+    priority=Priority.HIGH,
+    depth=3,
+    parent="e0",
+    force=True,
+    window=0.0,
+    window_mode="drop",
+    accepted_at=1700000000.123,
+    ask=Ask(method="POST", headers={"accept": "application/json"}, body=b"\x00\xff"),
+    data={"row": {"id": 1, "tags": ["a", None, True, 1.5]}},
+)
+
+
+@pytest.mark.parametrize("event", [EVENT, FULL])
+def test_an_event_comes_back_as_it_went(event: Event) -> None:
+    assert decode_event(encode_event(event)) == event
+
+
+def test_the_envelope_is_cloudevents_that_any_tool_reads() -> None:
+    raw = json.loads(encode_event(FULL))
+    assert (raw["specversion"], raw["id"], raw["type"], raw["source"]) == ("1.0", "é\n", "penstock.request.v1", "/penstock/feed:https://shop.test/feed")
+    assert (raw["subject"], raw["traceid"], raw["priority"], raw["data"]["url"]) == (FULL.url, "t1", 0, FULL.url)
+    assert all(name == name.lower() and name.isalnum() for name in raw), "as the standard wants attributes named"
+
+
+def test_what_others_add_to_the_envelope_is_no_error() -> None:
+    raw = json.loads(encode_event(EVENT)) | {"time": "2026-01-01T00:00:00Z", "partitionkey": "x"}
+    assert decode_event(json.dumps(raw).encode()) == EVENT
+
+
+def change(**more: Any) -> bytes:
+    return json.dumps(json.loads(encode_event(EVENT)) | more).encode()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"null", b"[]", b"{}", b"\xff", b"\x00", b"[" * 100_000, b'{"data":' * 50_000, change(specversion="0.3"), change(type="penstock.request.v2"),
+        change(type="order.created"), change(data=None), change(data={"url": "x"}), change(id=5), change(id=None),
+        change(priority="high"), change(priority=1.5),
+        change(id=""), change(data={"url": "", "key": "k"}), change(data={"url": "https://x.test/", "key": "k", "route": {"moon": True}}),
+        encode_event(EVENT)[:-1], encode_event(EVENT) + b"x", b'{"specversion":"1.0","id":"\\ud800"}',
+    ],
+)  # fmt: skip
+def test_bytes_that_are_no_event_of_ours_are_refused_with_a_sentence(raw: bytes) -> None:
+    with pytest.raises(BadEnvelope) as e:
+        decode_event(raw)
+    assert e.value.message
+
+
+def test_a_version_we_do_not_know_says_what_to_do() -> None:
+    with pytest.raises(BadEnvelope, match=r"v2") as e:
+        decode_event(change(type="penstock.request.v2"))
+    assert "upgrade" in e.value.hint
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode) | st.integers(0, len(encode_event(FULL))).map(lambda n: encode_event(FULL)[:n] + b"}"))
+def test_any_bytes_decode_or_are_refused_and_nothing_else(raw: bytes) -> None:
+    try:
+        decode_event(raw)
+    except BadEnvelope:
+        pass
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8"), max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+
+
+@given(
+    words,
+    words,
+    words,
+    st.text(st.characters(codec="utf-8"), max_size=20),
+    st.integers(0, 2),
+    st.binary(max_size=50),
+    st.dictionaries(words, json_values, max_size=4),
+)
+def test_whatever_a_source_puts_into_an_event_arrives(id_: str, url: str, key: str, cause: str, priority: int, body: bytes, data: dict[str, Any]) -> None:
+    event = Event(id=id_, url=url, key=key, cause=cause, priority=priority, ask=Ask(body=body), data=data)
+    assert decode_event(encode_event(event)) == event
+
+
+# -- ids -----------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(max_size=5), max_size=4), st.lists(st.text(max_size=5), max_size=4))
+def test_the_same_cause_has_the_same_id_and_another_cause_another(a: list[str], b: list[str]) -> None:
+    assert (mint(*a) == mint(*b)) is (a == b)
+
+
+def test_an_id_is_32_hex_digits_and_does_not_change_between_releases() -> None:
+    assert mint("feed", "https://shop.test/feed", "entry-1") == "c2789254fbab036b4d123a2bbb56d53b"
+    assert mint() != mint("")
+    assert mint("ab", "c") != mint("a", "bc")
+    assert len(mint("\ud800")) == 32, "half a character in somebody's feed is a cause like any other"
+
+
+def test_a_child_is_known_by_its_parent_its_extractor_and_its_url() -> None:
+    assert child_id("p", "product", "https://x.test/") == child_id("p", "product", "https://x.test/")
+    assert len({child_id("p", "a", "u"), child_id("q", "a", "u"), child_id("p", "b", "u"), child_id("p", "a", "v"), mint("p", "a", "u")}) == 5
+
+
+# -- pages ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_addressed_by_what_it_holds() -> None:
+    assert page_id(b"") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert page_id(b"a") != page_id(b"b")
+
+
+def test_a_saved_page_is_all_that_a_test_of_an_extractor_needs(tmp_path: Path) -> None:
+    (tmp_path / "saved.html").write_bytes("<h1 data-sku=A1>Täller</h1><a class=related href='/p/2'>x</a>".encode())
+    page = Page.from_file(tmp_path / "saved.html", url="https://shop.test/p/1", headers={"Content-Type": "text/html; charset=utf-8"})
+    assert (page.css("h1::text").get(), page.css("[data-sku]::attr(data-sku)").get()) == ("Täller", "A1")
+    assert [link.url for link in page.follow("a.related")] == ["https://shop.test/p/2"]
+    assert page.headers == {"content-type": "text/html; charset=utf-8"}
+    assert (page.status, page.url, page.requested_url) == (200, "https://shop.test/p/1", "https://shop.test/p/1")
+
+
+def test_an_event_cannot_be_changed_by_whoever_holds_it() -> None:
+    with pytest.raises(AttributeError):
+        EVENT.url = "https://else.test/"  # type: ignore[misc]
+    assert msgspec.structs.replace(EVENT, depth=1).depth == 1
+    assert EVENT.depth == 0
+
+
+def test_priorities_go_by_name() -> None:
+    assert [Priority.named(n) for n in ("high", "Normal", "LOW")] == [0, 1, 2]
