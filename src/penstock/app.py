@@ -166,6 +166,7 @@ class Running:
         self.config, self.file, self.roles = config, pipeline_file, roles
         self.pipeline = load(pipeline_file)
         self.sinks = open_sinks(self.pipeline, Path.cwd())
+        _check_roles(self.pipeline, roles)
         self.id = worker_id()
         self.clock: Clock = clock or SystemClock()
         self.signals = Signals()
@@ -436,6 +437,15 @@ def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:
                 last += 1
             found.append((first, STAGES[last]))
     return found
+
+
+def _check_roles(pipeline: Pipeline, roles: frozenset[str]) -> None:
+    """A role that would silently do nothing is a mistake that shows only when the data is missing."""
+    if "source" in roles:
+        for source in pipeline.sources:
+            adapter("sources", source.url)
+    if not roles.intersection(STAGES):
+        raise ConfigError(f"nothing to do for the role {', '.join(sorted(roles))}", hint="give it fetch, extract or sink, or leave --role out for all of them")
 
 
 def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, Any]]]:

@@ -437,6 +437,13 @@ class Books:
         if breaker.judge(limits, ended, dead) == "open":
             self.broker.pause_in(tx, topic, f"breaker: {dead} of {ended} events ended dead within {limits.window:g} s")
 
+    def alerts_in(self, tx: Any) -> dict[str, tuple[int, int]]:
+        """Topics with more dead ends of late than is usual, (ended, dead) each: worth a look, not a stop."""
+        now, limits = self.clock.now(), self.settings.breaker
+        topics = [topic for (topic,) in tx.execute("SELECT DISTINCT topic FROM counter").fetchall()]
+        recent = {topic: self.ledger.recent_in(tx, topic, limits.window, now) for topic in topics}
+        return {topic: seen for topic, seen in recent.items() if breaker.judge(limits, *seen)}
+
     # -- dead letters ----------------------------------------------------------------------------------------------------------
 
     async def redrive(self, ids: Sequence[str], change: Callable[[Event], Event] = lambda e: e) -> int:
@@ -467,6 +474,7 @@ class Books:
             for id_ in ids:
                 tx.execute("DELETE FROM dead WHERE event=?", (id_,))
                 gone += tx.changes()
+                tx.execute("DELETE FROM needed WHERE event=(SELECT n FROM event WHERE id=?)", (id_,))
             return gone
 
         return await self.store.write(work)

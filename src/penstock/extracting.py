@@ -60,7 +60,7 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
     except _EmptyKey as e:
         return Extracted(error=_line(str(e)), kind=ErrorClass.PERMANENT.value)
     except Failure as e:
-        return Extracted(error=_line(e.reason), kind=ErrorClass(e.kind).value, detail=(e.detail or _trace(e))[-MAX_DETAIL:])
+        return Extracted(error=_line(e.reason), kind=ErrorClass(e.kind).value, detail=(e.detail or _trace(e))[-MAX_DETAIL:], after=e.after)
     except MemoryError as e:  # the limit of this process was reached; perhaps by another page's garbage, so it is tried alone like a death
         return Extracted(error=_line(_brief(e)), kind=ErrorClass.POISON.value, detail=_trace(e))
     except (Exception, SystemExit, GeneratorExit) as e:

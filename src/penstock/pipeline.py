@@ -61,14 +61,14 @@ class SourceSpec:
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What an `on_change` hook is given: a record that is new (`old` is None) or not what it was."""
+    """What an `on_change` hook is given: a record that is not what it was. A record seen for the first time is no change."""
 
     event_id: str
     trace_id: str
     url: str
     extractor: str
     key: str
-    old: dict[str, Any] | None
+    old: dict[str, Any]
     new: dict[str, Any]
     fields: dict[str, list[Any]]  # name: [old, new], only those that differ
 

@@ -357,6 +357,7 @@ class Extracted(msgspec.Struct, kw_only=True):
     error: str = ""  # one line
     kind: str = ""  # ErrorClass value
     detail: str = ""  # traceback
+    after: float | None = None  # the user's own wish for the next try
 
 
 @runtime_checkable

@@ -371,7 +371,7 @@ class Worker:
 
     def _extracted(self, item: Item, x: Extracted) -> None:
         if x.error:
-            self._fail(item, "extract", Failure(ErrorClass(x.kind or "permanent"), x.error, detail=x.detail))
+            self._fail(item, "extract", Failure(ErrorClass(x.kind or "permanent"), x.error, detail=x.detail, after=x.after))
             return
         if self.last == "extract":
             message = RecordsMessage(event=_envelope(item, self.first), page=item.meta, records=x.records, links=x.links, matched=x.matched)

@@ -59,7 +59,7 @@ def _watch(stores: Stores, json: bool) -> int:
         return 0
 
 
-Look = tuple["Standing", list[dict[str, Any]]]
+Look = tuple["Standing", list[dict[str, Any]], dict[str, tuple[int, int]]]
 
 
 def look(stores: Stores) -> tuple[Look, float]:
@@ -67,14 +67,15 @@ def look(stores: Stores) -> tuple[Look, float]:
     from penstock.locks import worker_alive
 
     found = ask(stores, queries.standing)
+    alerts = ask(stores, stores.books.alerts_in)
     directory = stores.workers_directory
     signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(found.running)
     workers = [{"id": worker, "alive": worker_alive(directory, worker), "holds": found.running.get(worker, 0)} for worker in sorted(signs)]
-    return (found, workers), time.time()
+    return (found, workers, alerts), time.time()
 
 
 def document(looked: Look, now: float) -> dict[str, Any]:
-    found, workers = looked
+    found, workers, alerts = looked
     total = {name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)}
     breaker = {topic: reason for topic, reason in found.paused.items() if reason.startswith("breaker:")}
     return {
@@ -82,6 +83,7 @@ def document(looked: Look, now: float) -> dict[str, Any]:
         "total": total,
         "breaker": "open" if breaker else "closed",
         "paused": found.paused,
+        "alerts": [{"topic": topic, "ended": ended, "dead": dead} for topic, (ended, dead) in alerts.items()],
         "counters": {**dict.fromkeys(COUNTERS, 0), **found.counters},
         "delays": [{"reason": w.reason, "events": w.events, "next_at": iso(w.next_at)} for w in found.waiting],
         "dead_causes": [
@@ -111,8 +113,13 @@ def picture(looked: Look, now: float) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    found, workers = looked
+    found, workers, alerts = looked
     parts: list[RenderableType] = []
+    for topic, (ended, dead) in alerts.items():
+        parts += [
+            Text.assemble((" alert ", "black on yellow"), " ", (plain(topic), "bold"), f": {count(dead)} of the last {count(ended)} events ended dead"),
+            "",
+        ]
     for topic, reason in found.paused.items():
         parts += [
             Text.assemble(

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import msgspec
+import certifi
 import pycurl
 
 from penstock.model import ErrorClass, Failure
@@ -78,11 +79,7 @@ def _ca_file(options: HttpOptions) -> str:
     for path in (options.ca_file, paths.cafile, "/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem"):
         if path and Path(path).is_file():
             return path
-    try:
-        import certifi  # here: only systems without a bundle of their own need it
-    except ImportError:
-        return options.ca_file or "/etc/ssl/certs/ca-certificates.crt"
-    return str(certifi.where())
+    return certifi.where()
 
 
 class CurlFetcher:

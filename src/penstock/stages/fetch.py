@@ -253,6 +253,8 @@ class FetchStage:
                     return _UNREACHABLE, None
                 if hop and e.kind is ErrorClass.PERMANENT:
                     return 404, None  # it leads where we do not go: there is none (RFC 9309, 2.3.1.2)
+                if e.kind is ErrorClass.PERMANENT:
+                    raise  # the page would fare no better: same origin, same answer
                 raise Failure(e.kind, f"robots.txt: {e.reason}", after=e.after, status=e.status, detail=e.detail) from e
             location = response.headers.get("location") if response.status in _REDIRECTS else None
             if location is None:
