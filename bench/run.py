@@ -12,6 +12,7 @@ from common import BenchError
 
 BENCHES = {
     "pages": ("pages", "pages a second on one core, against Scrapy and other peers (--all), with full durability"),
+    "claim": ("claim", "what taking an event costs with a thousand and with a million waiting; `status` and memory then"),
     "profile": ("profiling", "where the time of one Penstock run goes, by module and function"),
 }
 
