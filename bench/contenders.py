@@ -12,6 +12,7 @@ from pathlib import Path
 import apsw
 from common import BENCH, BenchError, Watched, cache, clean_environment, last_json, watch
 from environments import python_of
+from redis_server import redis_serving
 from target import HOSTS, PORT, TLS_PORT, sku, url
 
 OUT = "products.jsonl"
@@ -27,6 +28,7 @@ class Job:
     nice: int = 0
     tls: bool = False
     workers: int = 1
+    every: float = 0.05  # seconds between looks at its tree
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class Contender:
     name: str
     run: Callable[[Job], Result]
     slow: bool = True  # gets --peer-n pages: its rate does not depend on how many there are
+    workers: int = 1  # and as many cores
+    beside_site: bool = False  # the site shares its cores
+    tls: bool = True  # can be told to trust the site's certificate
 
 
 def fresh(name: str) -> Path:
@@ -129,7 +134,7 @@ def penstock(isolation: str) -> Callable[[Job], Result]:
     def run(job: Job) -> Result:
         who = f"penstock ({isolation})"
         directory, env, command = penstock_prepared(job, f"penstock-{isolation}", isolation)
-        w = watch(command, cores=set(job.cores), nice=job.nice, cwd=directory, env=env)
+        w = watch(command, cores=set(job.cores), nice=job.nice, cwd=directory, env=env, every=job.every)
         check_ended(w, who)
         start, end = penstock_span(directory, job.n, who)
         check_rows(directory / OUT, job.n, who)
@@ -175,9 +180,28 @@ def peer(name: str, environment: str, script: str, arguments: Sequence[str] = ()
     return run
 
 
-ISOLATED, IN_PROCESS, SCRAPY = "penstock", "penstock in process", "scrapy"
+def scrapy_redis(job: Job) -> Result:
+    with redis_serving(fresh("redis"), core=0) as port:
+        return peer("scrapy-redis", "scrapy", "scrapy_with_redis.py", [str(port)])(job)
+
+
+ISOLATED, IN_PROCESS, SCRAPY, ALONE = "penstock", "penstock in process", "scrapy", "1 worker, site on its core"
 STANDARD = (
     Contender(ISOLATED, penstock("process"), slow=False),
     Contender(IN_PROCESS, penstock("none"), slow=False),
     Contender(SCRAPY, peer("scrapy", "scrapy", "scrapy_tuned.py")),
 )
+OTHERS = (
+    Contender("scrapy-redis", scrapy_redis),
+    Contender("crawlee", peer("crawlee", "crawlee", "crawlee_parsel.py"), tls=False),
+    Contender("aiohttp loop", peer("aiohttp loop", "aiohttp", "aiohttp_loop.py"), slow=False),
+)
+
+
+def scaling(workers: int) -> tuple[Contender, Contender]:
+    """One worker on one core and `workers` on as many; in both the site shares those cores, so that each core has the same to do."""
+    run = penstock("process")
+    return (
+        Contender(ALONE, run, slow=False, beside_site=True),
+        Contender(f"{workers} workers", run, slow=False, beside_site=True, workers=workers),
+    )

@@ -177,8 +177,8 @@ def _configuration(directory: Path, site: Path, *, tls: bool, compressed: bool) 
 
 
 @contextmanager
-def serving(directory: Path, site: Path, *, core: int, tls: bool = False, compressed: bool = False, nice: int = 0) -> Iterator[None]:
-    """nginx, one process, on one core, until the block ends."""
+def serving(directory: Path, site: Path, *, core: int, tls: bool = False, compressed: bool = False, nice: int = 0) -> Iterator[int]:
+    """nginx, one process, on one core, until the block ends; its pid."""
     directory.mkdir(parents=True, exist_ok=True)
     port = TLS_PORT if tls else PORT
     with socket.socket() as probe:
@@ -200,7 +200,7 @@ def serving(directory: Path, site: Path, *, core: int, tls: bool = False, compre
                 break
             except OSError:
                 time.sleep(0.05)
-        yield
+        yield server.pid
     finally:
         if server.poll() is None:
             server.send_signal(signal.SIGTERM)

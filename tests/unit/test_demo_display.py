@@ -87,7 +87,7 @@ def test_pages_without_a_row_and_an_open_breaker_are_said_aloud() -> None:
 
 
 def test_the_bar_shows_even_one_dead_event_in_ten_million() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard", no_color=False)
     console.print(render(replace(QUIET, counts=Counts(success=10**7, dead=1)), 80))
     assert isinstance(console.file, io.StringIO)
     bar = next(line for line in console.file.getvalue().splitlines() if line.count("━") == 78)
@@ -95,7 +95,7 @@ def test_the_bar_shows_even_one_dead_event_in_ten_million() -> None:
 
 
 def test_a_row_wears_the_colour_of_its_mark_only_on_the_mark() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard", no_color=False)
     console.print(render(BUSY, 80))
     assert isinstance(console.file, io.StringIO)
     row = next(line for line in console.file.getvalue().splitlines() if "mystery-box" in line)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import msgspec
 import certifi
+import msgspec
 import pycurl
 
 from penstock.model import ErrorClass, Failure
