@@ -86,6 +86,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_work_and_room_lets_it_go_on(project: Project, target: Callable[..., Target], small_disk: Path) -> None:
     web = target(pages=400)
     project.set(state=str(small_disk / "state"))
@@ -120,6 +121,7 @@ def test_a_full_disk_stops_the_work_and_room_lets_it_go_on(project: Project, tar
     project.doctor()
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow_for_a_while_stop_the_work_and_nobody_pays(project: Project, target: Callable[..., Target]) -> None:
     """The same without a file system of our own: the kernel refuses every write beyond a size, then does not any more."""
     web = target(pages=3000, delay=0.05)

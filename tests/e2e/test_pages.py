@@ -7,28 +7,43 @@ import json
 import random
 import subprocess
 
+import pytest
 from tests.e2e.harness import PENSTOCK, Project, Site, product, wait_for
 
 from penstock.testing.web import Reply
+
+SIZES = """
+from penstock import Pipeline
+
+shop = Pipeline("shop")
+
+@shop.extract
+def size(page):
+    yield {"n": len(page.body)}
+
+shop.sink("jsonl:products.jsonl")
+"""
 
 
 def shown(project: Project, what: str) -> bytes:
     return subprocess.run([*PENSTOCK, "pages", "show", what], cwd=project.dir, env=project.env, capture_output=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(project: Project, site: Site) -> None:
     noise = random.Random(7).randbytes(200_000)
     bodies = {
-        "/p/noise": noise, "/p/every-byte": bytes(range(256)) * 3, "/p/crlf": b"<h1>a\r\nb</h1>\r\n\n\r", "/p/latin": "<h1>caf\xe9</h1>".encode("latin-1"), "/p/large": b"<p>" + b"x" * 3_000_000,
-    }  # fmt: skip
+        "/p/noise": noise,
+        "/p/every-byte": bytes(range(256)) * 3,
+        "/p/crlf": b"<h1>a\r\nb</h1>\r\n\n\r",
+        "/p/latin": "<h1>caf\xe9</h1>".encode("latin-1"),
+        "/p/large": b"<p>" + b"x" * 3_000_000,
+    }
     for path, body in bodies.items():
         site.serve(path, Reply(200, {"content-type": "application/octet-stream"}, body))
     site.serve("/p/gzip", Reply(200, {"content-type": "application/octet-stream", "content-encoding": "gzip"}, gzip.compress(noise[:50_000])))
     bodies["/p/gzip"] = noise[:50_000]
-    project.write(
-        "shop.py",
-        'from penstock import Pipeline\nshop = Pipeline("shop")\n@shop.extract\ndef size(page):\n    yield {"n": len(page.body)}\nshop.sink("jsonl:products.jsonl")\n',
-    )
+    project.write("shop.py", SIZES)
     project.push(*(site.url(path) for path in bodies))
     project.run()
     for path, body in bodies.items():
@@ -40,6 +55,7 @@ def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(proj
     assert sorted(row["n"] for row in project.rows()) == sorted(len(body) for body in bodies.values())
 
 
+@pytest.mark.slow
 def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(project: Project, site: Site) -> None:
     done = [site.serve(f"/p/done{n}", product(f"done{n}")) for n in range(5)]
     project.push(*done)

@@ -37,9 +37,15 @@ def product(page: Page):
 shop.sink("jsonl:products.jsonl")
 """
 REASONS = {
-    "31": "killed by SIGSEGV", "97": "ran longer than 2 s", "140": "ran out of memory", "201": "exited with status 0", "256": "exited with status 3", "333": "SystemExit.*enough",
-    "404": "RecursionError", "480": "more than 1048576 bytes of output",
-}  # fmt: skip
+    "31": "killed by SIGSEGV",
+    "97": "ran longer than 2 s",
+    "140": "ran out of memory",
+    "201": "exited with status 0",
+    "256": "exited with status 3",
+    "333": "SystemExit.*enough",
+    "404": "RecursionError",
+    "480": "more than 1048576 bytes of output",
+}
 
 
 @pytest.mark.slow

@@ -109,6 +109,7 @@ def test_an_owner_that_dies_passes_on_to_its_oldest_duplicate_once(project: Proj
 
 def test_a_topic_that_dead_letters_everything_is_paused_and_says_so_and_can_be_resumed(project: Project, site: Site) -> None:
     site.serve("/p/*", GONE)
+    project.set(fetch_concurrency="8", fetch_prefetch="16")  # what is in hand already goes on to its end
     project.push(*(site.url(f"/p/{n}") for n in range(400)))
     done = project.run(expect=1)
     status = project.status()

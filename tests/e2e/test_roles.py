@@ -85,9 +85,7 @@ def test_what_dies_in_the_extract_role_can_be_seen_and_put_back_to_work(project:
     project.doctor()
 
 
-def test_what_split_roles_left_half_done_is_finished_by_one_process_with_all_roles_without_another_fetch(
-    project: Project, target: Callable[..., Target]
-) -> None:
+def test_what_split_roles_left_half_done_is_finished_by_whoever_comes_without_another_fetch(project: Project, target: Callable[..., Target]) -> None:
     web = target(pages=100)
     project.push(*web.urls)
     fetch = project.start("run", "shop.py", "--role", "fetch")

@@ -14,6 +14,7 @@ from tests.e2e.harness import Project, Site, Target, product, wait_for
 from penstock.testing.web import Reply, Request
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_sigterm_drains_and_exits_0_and_no_event_is_ever_started_twice(project: Project, target: Callable[..., Target], workers: str) -> None:
     web = target(pages=600, delay=0.3)
