@@ -429,7 +429,7 @@ class Project:
 async def test_exhaustion_delays_uncharged_then_ages_out_and_other_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Target() as t, Proxy() as gone:
         await gone.stop()
-        toml = f'[retry]\nmax_age = "1s"\n[proxies.p]\nurls = ["{gone.dsn}"]\ncooldown = "200ms"\ncooldown_max = "300ms"\n'
+        toml = f'[retry]\nmax_age = "4s"\n[proxies.p]\nurls = ["{gone.dsn}"]\ncooldown = "200ms"\ncooldown_max = "300ms"\n'
         project = Project(tmp_path, monkeypatch, toml, t.port, gone.port)
         await project.push(t.url("/one"), t.url("/two"), pool="p")
         await project.push(t.url("/unknown"), pool="nosuch")
