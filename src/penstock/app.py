@@ -472,21 +472,31 @@ def _table_writer(sink: SqliteSink) -> Callable[[Any, Sequence[tuple[str, bytes,
     return write
 
 
-async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int | None, history_keep: float | None) -> tuple[int, int]:
-    """Retention of pages, history and ended events. (pages removed, bytes freed)."""
-    now = stores.clock.now()
+async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int | None, history_keep: float | None, seconds: float = 5.0) -> tuple[int, int]:
+    """Retention of pages, history and ended events: small transactions, until nothing is left to do or the time is up. (pages removed, bytes freed)."""
+    until = stores.clock.now() + seconds
+    removed = freed = 0
+    while True:
+        pages, size = await stores.db.write(partial(_retain_pages, stores, pages_keep, pages_bytes))
+        done = [pages, size, await stores.db.write(stores.broker.prune_in)]
+        if history_keep is not None:
+            done.append(await stores.db.write(partial(_retain_events, stores, history_keep)))
+        removed, freed = removed + pages, freed + size
+        if not any(done) or stores.clock.now() > until:
+            return removed, freed
+        await stores.clock.sleep(0.01)  # others write too
 
-    def work(tx: Any) -> tuple[int, int]:
-        def needed(pages: Sequence[str]) -> set[str]:
-            return {page for (page,) in tx.execute("SELECT DISTINCT page FROM needed")}.intersection(pages)
 
-        stores.pages.sweep_in(tx)
-        removed: tuple[int, int] = stores.pages.prune_in(tx, older_than=None if pages_keep is None else now - pages_keep, max_bytes=pages_bytes, keep=needed)
-        return removed
+def _retain_pages(stores: Stores, keep: float | None, max_bytes: int | None, tx: Any) -> tuple[int, int]:
+    def needed(pages: Sequence[str]) -> set[str]:
+        return {page for (page,) in tx.execute("SELECT DISTINCT page FROM needed")}.intersection(pages)
 
-    removed: tuple[int, int] = await stores.db.write(work)
-    await stores.db.write(lambda tx: stores.broker.prune_in(tx))
-    if history_keep is not None:
-        await stores.db.write(lambda tx: stores.ledger.prune_in(tx, now - history_keep, lambda key, id_: stores.claims.names_in(tx, key, id_)))
-        await stores.db.write(lambda tx: stores.claims.prune_in(tx, now - history_keep))
+    stores.pages.sweep_in(tx)
+    removed: tuple[int, int] = stores.pages.prune_in(tx, older_than=None if keep is None else stores.clock.now() - keep, max_bytes=max_bytes, keep=needed)
     return removed
+
+
+def _retain_events(stores: Stores, keep: float, tx: Any) -> int:
+    before = stores.clock.now() - keep
+    stores.claims.prune_in(tx, before)
+    return int(stores.ledger.prune_in(tx, before, lambda key, id_: stores.claims.names_in(tx, key, id_)))

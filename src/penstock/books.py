@@ -427,7 +427,7 @@ class Books:
         self._republish(tx, n, decode_event(envelope), "duplicate", f"promoted: {dead.id} died", now, promoted=True)
 
     def _republish(self, tx: Any, n: int, event: Event, was: str, reason: str, now: float, *, promoted: bool = False) -> None:
-        body = encode_event(event)
+        body = encode_event(msgspec.structs.replace(event, accepted_at=round(now, 3)))  # a new chance has its whole life before it
         (position,) = self._publish(tx, [Out(topic=event.topic, id=event.id, key=event.key, body=body, priority=event.priority)])
         self.ledger.reopen_in(tx, n, event.topic, was, reason, now, promoted=promoted, envelope=body, position=position)
 
@@ -460,7 +460,10 @@ class Books:
             row = tx.execute("SELECT n FROM event WHERE id=? AND status='dead'", (id_,)).get
             if letter is None or row is None:
                 continue
-            event = change(decode_event(letter))
+            before = decode_event(letter)
+            event = change(before)
+            if (event.id, event.topic, event.url) != (before.id, before.topic, before.url):
+                raise ValueError("a redriven event keeps its id, topic and URL: the ledger's row does")
             tx.execute("DELETE FROM dead WHERE event=?", (id_,))
             self._republish(tx, row, event, "dead", "redriven", now)
             n += 1

@@ -19,6 +19,7 @@ from penstock.model import ErrorClass, Event, Failure, Page, Release, decode_eve
 from penstock.ports import Admitted, Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
 from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
+from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.proxies import PoolExhausted
 from penstock.stages.fetch import FetchStage
 from penstock.stages.handover import PageMessage, RecordsMessage
@@ -207,7 +208,7 @@ class Worker:
 
     def _open(self, d: Delivery) -> Item:
         if self.first == "fetch":
-            return Item(d, decode_event(d.body))
+            return Item(d, self._known_form(decode_event(d.body)))
         if self.first == "extract":
             message = PageMessage.read(d.body)
             item = Item(d, decode_event(message.event))
@@ -217,6 +218,16 @@ class Worker:
         item = Item(d, decode_event(letter.event))
         item.meta, item.extracted = letter.page, Extracted(records=letter.records, links=letter.links, matched=letter.matched)
         return item
+
+    def _known_form(self, event: Event) -> Event:
+        """What was published past intake may be written otherwise: dedup and pace go by the canonical form."""
+        try:
+            url = canonical_url(event.url)
+        except BadUrl as e:
+            raise BadEnvelope(f"its URL cannot be fetched: {e.reason}") from e
+        if url != event.url or not event.key:
+            return msgspec.structs.replace(event, url=url, key=host_key(url, self.books.settings.host_by))
+        return event
 
     def _make_ready(self, item: Item) -> None:
         item.timer = None

@@ -532,7 +532,7 @@ def test_what_user_code_prints_goes_to_standard_error(shop: Path, capfd: pytest.
 
 def change(key: str, where: Path, field: str = "a") -> bytes:
     return msgspec.msgpack.encode(
-        Change(event_id="e", trace_id="t", url=str(where), extractor="page", key=key, old=None, new={field: 1}, fields={field: [None, 1]})
+        Change(event_id="e", trace_id="t", url=str(where), extractor="page", key=key, old={}, new={field: 1}, fields={field: [None, 1]})
     )
 
 
