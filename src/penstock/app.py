@@ -308,7 +308,7 @@ class Running:
                 continue
             bindings.append(SinkBinding(sink.name, only))
             if "sink" in self.roles:
-                lock = self.config.state.dir / "sinks" / f"{mint('sink', sink.name)[:16]}.lock"
+                lock = sink_lock(self.config, sink.name)
                 self.flushers.append(Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice))
         return bindings
 
@@ -437,6 +437,11 @@ def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:
                 last += 1
             found.append((first, STAGES[last]))
     return found
+
+
+def sink_lock(config: Config, name: str) -> Path:
+    """Held by the one process that writes this sink; its note says what is wrong with the target."""
+    return config.state.dir / "sinks" / f"{mint('sink', name)[:16]}.lock"
 
 
 def _check_roles(pipeline: Pipeline, roles: frozenset[str]) -> None:

@@ -336,7 +336,7 @@ def test_status_adds_up_per_topic_and_in_total(ran: Shop) -> None:
     assert s["total"] == {"accepted": 24, "pending": 0, "in_flight": 0, "delayed": 0, "success": 20, "duplicate": 1, "dead": 3}
     assert (s["breaker"], s["paused"], s["workers"], s["oldest_pending_age"]) == ("closed", {}, [], None)
     assert {k: s["counters"][k] for k in ("records", "empty", "unmatched", "followed")} == {"records": 18, "empty": 1, "unmatched": 1, "followed": 2}
-    assert s["sinks"] == [{"name": "jsonl:products.jsonl", "flushed": 18, "backlog": 0}]
+    assert s["sinks"] == [{"name": "jsonl:products.jsonl", "flushed": 18, "backlog": 0, "down": None}]
     assert {c["reason"]: c["letters"] for c in s["dead_causes"] if c["stage"] == "fetch"} == {"HTTP 404": 2}
 
 

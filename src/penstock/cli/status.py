@@ -59,23 +59,26 @@ def _watch(stores: Stores, json: bool) -> int:
         return 0
 
 
-Look = tuple["Standing", list[dict[str, Any]], dict[str, tuple[int, int]]]
+Look = tuple["Standing", list[dict[str, Any]], dict[str, tuple[int, int]], dict[str, str]]
 
 
 def look(stores: Stores) -> tuple[Look, float]:
+    from penstock.app import sink_lock
     from penstock.ledgers import sqlite_queries as queries
-    from penstock.locks import worker_alive
+    from penstock.locks import holder_alive, note_of, worker_alive
 
     found = ask(stores, queries.standing)
     alerts = ask(stores, stores.books.alerts_in)
     directory = stores.workers_directory
     signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(found.running)
     workers = [{"id": worker, "alive": worker_alive(directory, worker), "holds": found.running.get(worker, 0)} for worker in sorted(signs)]
-    return (found, workers, alerts), time.time()
+    locks = {s.name: sink_lock(stores.config, s.name) for s in found.sinks}
+    down = {name: note for name, lock in locks.items() if holder_alive(lock) and (note := note_of(lock))}
+    return (found, workers, alerts, down), time.time()
 
 
 def document(looked: Look, now: float) -> dict[str, Any]:
-    found, workers, alerts = looked
+    found, workers, alerts, down = looked
     total = {name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)}
     breaker = {topic: reason for topic, reason in found.paused.items() if reason.startswith("breaker:")}
     return {
@@ -99,7 +102,7 @@ def document(looked: Look, now: float) -> dict[str, Any]:
             }
             for c in found.causes
         ],
-        "sinks": [{"name": s.name, "flushed": s.flushed, "backlog": s.backlog} for s in found.sinks],
+        "sinks": [{"name": s.name, "flushed": s.flushed, "backlog": s.backlog, "down": down.get(s.name)} for s in found.sinks],
         "hooks_waiting": found.changes_waiting,
         "workers": workers,
         "oldest_pending_age": None if found.oldest is None else round(max(0.0, now - found.oldest), 3),
@@ -113,7 +116,7 @@ def picture(looked: Look, now: float) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    found, workers, alerts = looked
+    found, workers, alerts, down = looked
     parts: list[RenderableType] = []
     for topic, (ended, dead) in alerts.items():
         parts += [
@@ -127,6 +130,8 @@ def picture(looked: Look, now: float) -> RenderableType:
             ),
             "",
         ]
+    for name, reason in down.items():
+        parts += [Text.assemble((" sink down ", "bold white on red"), " ", (plain(name), "bold"), f": {plain(reason)}; nothing is lost, it waits"), ""]
     parts += [_figures(found), "", _workers(found, workers, now)]
     for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
         if part is not None:

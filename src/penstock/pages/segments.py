@@ -61,6 +61,7 @@ class SegmentStore:
         self._lock: FileLock | None = None
         self._last_lock: FileLock | None = None  # of the segment before: what was staged there may not be committed yet
         self._closing = threading.Lock()
+        self._lost: set[str] = set()  # segments that a sync failed for: the kernel tells once, then forgets the bytes
         self._known: dict[str, None] = {}
         self._squeeze = zstandard.ZstdCompressor(level=1)
         self._expand = zstandard.ZstdDecompressor()
@@ -102,7 +103,7 @@ class SegmentStore:
             self._append(frame, staged)
 
     def _append(self, frame: Sequence[tuple[str, bytes]], staged: Staged) -> None:
-        if self._file < 0 or (self._end >= SEGMENT_BYTES and not staged.rows):
+        if self._file < 0 or (not staged.rows and (self._end >= SEGMENT_BYTES or self._name in self._lost)):
             self._rotate()
         staged.segment = self._name
         packed = self._squeeze.compress(b"".join([body for _, body in frame]))
@@ -143,11 +144,16 @@ class SegmentStore:
 
     def _sync(self, segment: str) -> None:
         """A segment that was closed meanwhile was synced then."""
+        if segment in self._lost:
+            raise OSError(f"{segment} could not be synced before")
         with self._closing:
             fd = os.dup(self._file) if self._name == segment and self._file >= 0 else -1
         if fd >= 0:
             try:
                 os.fdatasync(fd)
+            except OSError:
+                self._lost.add(segment)
+                raise
             finally:
                 os.close(fd)
 
