@@ -32,6 +32,7 @@ from penstock.options import Config
 from penstock.pipeline import Pipeline, load
 from penstock.ports import Clock, Extraction, Row, Sink, TopicSpec
 from penstock.rules import breaker, retry
+from penstock.rules.robots import product_token
 from penstock.sinks.sqlite import SqliteSink
 from penstock.stages.fetch import FetchOptions, FetchStage
 from penstock.stages.inprocess import InProcess
@@ -343,7 +344,7 @@ class Running:
 
         for first, last in chains(self.roles):
             fetch = (
-                FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, FetchOptions(robots=c.robots), self.proxies)
+                FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, fetch_options(c), self.proxies)
                 if first == "fetch" and fetcher is not None
                 else None
             )
@@ -423,8 +424,15 @@ def open_fetcher(config: Config) -> CurlFetcher:
         total_timeout=n.timeout.total,
         max_encoded_bytes=n.max_body,
         max_decoded_bytes=n.max_body,
+        remote_dns=n.remote_dns,
     )
     return CurlFetcher(guard, options)
+
+
+def fetch_options(config: Config) -> FetchOptions:
+    return FetchOptions(
+        agent=product_token(config.net.user_agent), robots=config.robots, allow_downgrade=config.fetch.allow_downgrade, soft_404=config.fetch.soft_404
+    )
 
 
 def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:

@@ -114,12 +114,14 @@ class NetConfig(_Section, frozen=True, kw_only=True):
     ports: Annotated[tuple[int, ...], Opt(units.PORTS, "ports of public targets that may be asked")] = (80, 443, 8080, 8443)
     user_agent: Annotated[str, Opt(_LINE, "who we are: put in a URL where the owner of a site finds you")] = "penstock/0.1 (+https://penstock.example/bot)"
     max_body: Annotated[int, Opt(units.sizes(1024), "largest decoded body")] = 16 * 2**20
+    remote_dns: Annotated[bool, Opt(units.FLAG, "let proxies resolve names, unchecked by the guard; recorded as an exception")] = False
     timeout: TimeoutConfig = TimeoutConfig()
 
 
 class PaceConfig(_Section, frozen=True, kw_only=True):
     rate: Annotated[float, Opt(units.RATE, "requests a second for each host, jittered")] = 1.0
     burst: Annotated[int, Opt(units.counts(1, 10_000), "requests a host may get at once after a rest")] = 1
+    concurrency: Annotated[int, Opt(units.counts(1, 10_000), "requests in flight to one host in one worker")] = 8
 
 
 class DedupConfig(_Section, frozen=True, kw_only=True):
@@ -138,6 +140,8 @@ class FetchConfig(_Section, frozen=True, kw_only=True):
     concurrency: Annotated[int, Opt(units.counts(1, 10_000), "requests in flight in one worker")] = 64
     prefetch: Annotated[int, Opt(units.counts(1, 100_000), "events one worker holds", example="512", derived="8 x fetch.concurrency")]
     bytes: Annotated[int, Opt(units.sizes(2**20), "bodies one worker holds in memory")] = 64 * 2**20
+    allow_downgrade: Annotated[bool, Opt(units.FLAG, "follow redirects from https to http")] = False
+    soft_404: Annotated[bool, Opt(units.FLAG, "take a short page that says “not found” with status 200 for a 404")] = False
 
 
 class ExtractConfig(_Section, frozen=True, kw_only=True):

@@ -291,6 +291,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""  # ip:port that was dialled
     seconds: float = 0.0
     first_byte: float = 0.0
+    connect: float = 0.0  # until the request could be sent: TCP, proxy and TLS; near 0 on a connection that was open already
     http_version: str = ""
     hops: tuple[Hop, ...] = ()
 
@@ -313,6 +314,9 @@ class RobotsCache(Protocol):
 
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None: ...
 
+    def exempt(self, host: str) -> bool:
+        """Is there a recorded exception, so that this host's robots.txt is not obeyed? A local view at most 100 ms old."""
+
 
 class Pace(Protocol):
     """Slots: WHEN a host may be asked, fleet-wide. Each slot is given once."""
@@ -328,6 +332,9 @@ class Pace(Protocol):
 
     def blocked_until(self, host: str) -> float:
         """0, or when the host may be asked again; a local view at most 100 ms old, for a last look before sending."""
+
+    def concurrency(self, host: str) -> int:
+        """How many requests to the host may be in flight in one worker; a local view like the above."""
 
 
 class ProxyHealth(Protocol):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -28,6 +29,8 @@ from penstock.telemetry import Signals
 T = TypeVar("T")
 Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
+LATE = 0.25  # seconds after its slot, beyond which an event that had to wait for one needs a new one: those behind it have theirs
+CROWD_REST = 0.25  # seconds for which no more is taken of a host that has more waiting here than is its share
 SUSPECT = 2  # starts that never ended, before a page's extraction leaves our process and runs alone
 log = logging.getLogger("penstock.worker")
 
@@ -52,7 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class Item:
     """One held delivery, from receive until the books have its end."""
 
-    __slots__ = ("admitted", "asked", "begun", "body", "delivery", "event", "extracted", "fence", "meta", "response", "task", "timer")
+    __slots__ = ("admitted", "asked", "begun", "body", "delivery", "event", "extracted", "fence", "meta", "response", "slot", "task", "timer")
 
     def __init__(self, delivery: Delivery, event: Event) -> None:
         self.delivery, self.event = delivery, event
@@ -60,6 +63,7 @@ class Item:
         self.fence = 0
         self.begun = 0.0
         self.asked = False
+        self.slot = math.inf  # where it had to wait for one
         self.timer: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self.meta: PageMeta | None = None
@@ -98,6 +102,9 @@ class Worker:
         self.outage: str | None = None
         self._ready: deque[Item] = deque()
         self._active = 0
+        self._asking: dict[str, int] = {}  # hosts with requests in flight, and how many
+        self._crowd: dict[str, deque[Item]] = {}  # ready, but their host has as many as it may have
+        self._reslotting: set[asyncio.Task[None]] = set()
         self._bytes = 0
         self._extracts: list[Item] = []
         self._ends: list[tuple[Item, End]] = []
@@ -143,6 +150,9 @@ class Worker:
                 item.timer.cancel()
             self.held.pop(item.delivery.position)
         self._ready.clear()
+        self._crowd.clear()
+        for reslotting in list(self._reslotting):
+            reslotting.cancel()
         if waiting:  # the books know of no start, so there is nothing but the lease to give back
             await self._insist(lambda: self.sub.settle([(item.delivery, Release()) for item in waiting]))
         while self.held and self.clock.now() < until:
@@ -173,9 +183,19 @@ class Worker:
             if self._paused() or room < max(1, self.o.window // 2) or self._bytes > self.o.byte_budget:
                 await self._nap(self._room, 0.1)
                 continue
+            if self._crowd and len(self._asking) > 1:
+                await self._rest_crowds()
             got = await self._insist(partial(self.sub.receive, room, 0.5, per_key=self.o.per_key))
             if got:
                 await self._admit(got)
+
+    async def _rest_crowds(self) -> None:
+        """A slow host must not fill the window with events that wait for their turn, while others would have theirs."""
+        share = self.o.window // max(1, self.o.concurrency)  # places for each request that may be in flight
+        until, limit = self.clock.now() + CROWD_REST, self.books.claims.concurrency
+        full = {key: until for key, crowd in self._crowd.items() if len(crowd) > share * limit(key)}
+        if full:
+            await self._insist(partial(self.sub.hold, full))
 
     async def _admit(self, got: Sequence[Delivery]) -> None:
         pairs: list[tuple[Delivery, Event | BadEnvelope]] = []
@@ -202,6 +222,8 @@ class Worker:
             held.admitted = answer
             if answer.slot > now:
                 held.timer = loop.call_later(answer.slot - now, self._make_ready, held)
+                if answer.slot > now + 0.01:
+                    held.slot = answer.slot
             else:
                 self._ready.append(held)
         self._startable.set()
@@ -246,8 +268,9 @@ class Worker:
             if min(permits, len(self._ready)) < self.o.start_group and self._active:
                 await self.clock.sleep(self.o.start_linger)  # a transaction for one start costs as much as one for many
                 permits = self.o.concurrency - self._active
-            items = [self._ready.popleft() for _ in range(min(permits, len(self._ready)))]
-            asks = [self.first == "fetch" and not item.admitted.page for item in items]
+            items, asks = self._choose(permits)
+            if not items:
+                continue
             self._active += len(items)  # taken before the await, or a second look would hand the same permits out again
             try:
                 fences = await self._insist(
@@ -260,10 +283,61 @@ class Worker:
             for item, fence, asks_host in zip(items, fences, asks, strict=True):
                 if fence is None:  # a duplicate, delayed or ended after all; the books have settled it
                     self._active -= 1
+                    if asks_host:
+                        self._leave(item.event.key)
                     self.held.pop(item.delivery.position, None)
                     continue
                 item.fence, item.begun, item.asked = fence, now, asks_host
                 item.task = asyncio.create_task(self._handle(item))
+
+    def _choose(self, permits: int) -> tuple[list[Item], list[bool]]:
+        """Who starts now, and whether it asks its host. What finds its host busy, or its slot long past, waits without a permit."""
+        items: list[Item] = []
+        asks: list[bool] = []
+        late: list[Item] = []
+        ready, asking, limit = self._ready, self._asking, self.books.claims.concurrency
+        fetches, stale = self.first == "fetch", self.clock.now() - LATE
+        while ready and len(items) < permits:
+            item = ready.popleft()
+            ask = fetches and not item.admitted.page
+            if ask:
+                key = item.event.key
+                n = asking.get(key, 0)
+                if n and n >= limit(key):
+                    self._crowd.setdefault(key, deque()).append(item)
+                    continue
+                if item.slot < stale:
+                    late.append(item)
+                    continue
+                asking[key] = n + 1
+            items.append(item)
+            asks.append(ask)
+        if late:
+            self._spawn(self._reslotting, self._reslot(late))
+        return items, asks
+
+    def _leave(self, key: str) -> None:
+        """One request less in flight: the next in the crowd goes first."""
+        n = self._asking[key] - 1
+        if n:
+            self._asking[key] = n
+        else:
+            del self._asking[key]
+        if self._crowd and (crowd := self._crowd.get(key)):
+            self._ready.appendleft(crowd.popleft())
+            if not crowd:
+                del self._crowd[key]
+
+    async def _reslot(self, items: Sequence[Item]) -> None:
+        """They missed their slots, waiting for a permit or for their host; sent now, they would come on top of those whose turn it is."""
+        wants = Counter(item.event.key for item in items)
+        slots = await self._insist(lambda: self.books.claims.reserve(wants))
+        left = {key: iter(times) for key, times in slots.items()}
+        now, loop = self.clock.now(), asyncio.get_running_loop()
+        for item in items:
+            slot = next(left[item.event.key])
+            item.slot = slot if slot > now + 0.01 else math.inf
+            item.timer = loop.call_later(max(0.0, slot - now), self._make_ready, item)
 
     async def _handle(self, item: Item) -> None:
         """The scope that owns a delivery: whatever happens in it, an end is noted."""
@@ -292,6 +366,8 @@ class Worker:
         finally:
             item.task = None
             self._active -= 1
+            if item.asked:
+                self._leave(item.event.key)
             self._startable.set()
 
     def _turn(self, item: Item) -> int:

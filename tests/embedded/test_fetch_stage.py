@@ -49,6 +49,7 @@ class Hosts:
         self.reports: list[tuple[str, int, float | None]] = []
         self.kept: dict[str, tuple[bytes | None, int, float]] = {}
         self.lookups = 0
+        self.exempted: set[str] = set()
 
     def state(self, host: str) -> rules.HostState:
         return self.states.get(host, rules.HostState())
@@ -69,6 +70,12 @@ class Hosts:
 
     def blocked_until(self, host: str) -> float:
         return self.state(host).blocked_until
+
+    def concurrency(self, host: str) -> int:
+        return self.limits.concurrency
+
+    def exempt(self, host: str) -> bool:
+        return host in self.exempted
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
         self.lookups += 1
@@ -208,7 +215,7 @@ async def test_robots_is_followed_through_five_redirects_and_no_more() -> None:
         assert r.web.counts["/robots.txt"] == 6
 
 
-async def test_robots_can_be_ignored_by_setting_or_for_one_host_with_a_reason() -> None:
+async def test_robots_can_be_ignored_by_setting_or_for_one_host_by_exception() -> None:
     async with rig(robots="ignore") as r:
         r.web.route("/*", PAGE)
         assert (await r.fetch("/a")).status == 200
@@ -216,7 +223,8 @@ async def test_robots_can_be_ignored_by_setting_or_for_one_host_with_a_reason() 
     async with Web() as web:
         web.route("/robots.txt", reply("User-agent: *\nDisallow: /\n", "text/plain"))
         web.route("/*", PAGE)
-        async with rig(robots_exceptions={host_key(web.url()): "our own shop"}) as r:
+        async with rig() as r:
+            r.hosts.exempted.add(host_key(web.url()))
             r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /\n", "text/plain"))
             assert (await r.fetch(web.url("/a"))).status == 200
             assert (await r.fails("/a")).kind is ErrorClass.PERMANENT

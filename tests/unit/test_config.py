@@ -203,7 +203,7 @@ def test_a_wrong_variable_is_named_with_its_path(tmp_path: Path) -> None:
     ("toml", "message", "hint"),
     [
         ("[fetch]\nconcurency = 3", "fetch.concurency: there is no such option", "did you mean fetch.concurrency?"),
-        ("concurrency = 3", "concurrency: there is no such option", "did you mean fetch.concurrency?"),
+        ("max_body = 3", "max_body: there is no such option", "did you mean net.max_body?"),
         ("[fetc]\nconcurrency = 3", "fetc: there is no such option", "did you mean fetch"),
         ("[net.timeout]\nconect = 3", "net.timeout.conect: there is no such option", "did you mean net.timeout.connect?"),
         ("fetch = 3", "fetch: is a section", "[fetch] concurrency = 64"),

@@ -17,8 +17,14 @@ SCHEMA = """
 -- Who fetched or fetches a URL, the last success before that, and the one event delayed to the window's end. Written once per fetch:
 -- how far the owner has come is in its ledger row.
 CREATE TABLE claim(url_key BLOB PRIMARY KEY, owner TEXT NOT NULL, good TEXT, next TEXT, at REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL NOT NULL, slowed INTEGER NOT NULL) WITHOUT ROWID;
+-- Beside the state, what every worker looks at ten times a second: hosts that are held back, and those with limits of their own.
+CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL NOT NULL, slowed INTEGER NOT NULL, own INTEGER NOT NULL,
+  concurrency INTEGER) WITHOUT ROWID;
 CREATE INDEX host_slowed ON host(slowed) WHERE slowed=1;
+CREATE INDEX host_own ON host(own) WHERE own=1;
+-- Rules of ours that are not kept somewhere, and who said so, why, and from when to when. Written by sqlite_hosts.
+CREATE TABLE exception(n INTEGER PRIMARY KEY, kind TEXT NOT NULL, host TEXT NOT NULL, reason TEXT NOT NULL, who TEXT NOT NULL, at REAL NOT NULL, ended REAL);
+CREATE UNIQUE INDEX exception_open ON exception(kind, host) WHERE ended IS NULL;
 CREATE TABLE robots(origin TEXT PRIMARY KEY, body BLOB, status INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
 """
 _encode = msgspec.msgpack.Encoder().encode
@@ -37,7 +43,9 @@ class SqliteClaims:
     def __init__(self, db: Database, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
         self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
         self._pruned = b""
-        self._slowed: dict[str, float] = {}  # hosts that throttled us, and until when they are blocked
+        self._slowed: dict[str, float] = {}  # hosts that throttled us or are paused, and until when they are left alone
+        self._own: dict[str, int] = {}  # hosts with a limit of their own to requests in flight
+        self._exempt: frozenset[str] = frozenset()  # hosts whose robots.txt is not obeyed
         db.part("claims", 1, SCHEMA)
 
     # -- claims ------------------------------------------------------------------------------------------------------------
@@ -62,6 +70,7 @@ class SqliteClaims:
         last = tx.execute("SELECT max(url_key) FROM (SELECT url_key FROM claim WHERE url_key>? ORDER BY url_key LIMIT ?)", (self._pruned, limit)).get
         if last is not None:
             tx.execute("DELETE FROM claim WHERE url_key>? AND url_key<=? AND at<?", (self._pruned, last, before))
+        tx.execute("DELETE FROM exception WHERE ended<?", (before,))
         self._pruned = last or b""
 
     # -- pace --------------------------------------------------------------------------------------------------------------
@@ -95,7 +104,7 @@ class SqliteClaims:
     def _report(self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float) -> float:
         state = pace.report(self._state(tx, host), self.limits, self.clock.now(), status, retry_after, seconds)
         self._keep(tx, host, state)
-        return state.blocked_until
+        return pace.held_until(state)
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
         def work(tx: Tx) -> None:
@@ -110,28 +119,45 @@ class SqliteClaims:
         return pace.HostState() if raw is None else _decode(raw)
 
     def _keep(self, tx: Tx, host: str, state: pace.HostState) -> None:
+        held = pace.held_until(state)
+        own = state.rate is not None or state.burst is not None or state.concurrency is not None
         tx.execute(
-            "INSERT INTO host VALUES(?,?,?,?) ON CONFLICT DO UPDATE SET state=excluded.state, blocked_until=excluded.blocked_until, slowed=excluded.slowed",
-            (host, _encode(state), state.blocked_until, int(state.penalty > 1 or state.blocked_until > self.clock.now())),
+            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT DO UPDATE SET state=excluded.state, blocked_until=excluded.blocked_until,"
+            " slowed=excluded.slowed, own=excluded.own, concurrency=excluded.concurrency",
+            (host, _encode(state), held, int(state.penalty > 1 or held > self.clock.now()), int(own), state.concurrency),
         )
 
     def blocked_until(self, host: str) -> float:
         return self._slowed.get(host, 0.0)
 
+    def concurrency(self, host: str) -> int:
+        return self._own.get(host, self.limits.concurrency)
+
     async def refresh(self) -> None:
         """Bring the local view up to date; the worker calls it several times a second."""
-        self._slowed = await self.db.read(lambda tx: dict(tx.execute("SELECT host, blocked_until FROM host WHERE slowed=1").fetchall()))
+        self._slowed, self._own, self._exempt = await self.db.read(_look)
 
     # -- robots ------------------------------------------------------------------------------------------------------------
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
         return await self.db.read(lambda tx: tx.execute("SELECT body, status, until FROM robots WHERE origin=?", (origin,)).get)
 
+    def exempt(self, host: str) -> bool:
+        return host in self._exempt
+
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
         await self.db.write(lambda tx: tx.execute("INSERT OR REPLACE INTO robots VALUES(?,?,?,?)", (origin, body, status, until)), durable=False)
 
 
+def _look(tx: Tx) -> tuple[dict[str, float], dict[str, int], frozenset[str]]:
+    return (
+        dict(tx.execute("SELECT host, blocked_until FROM host WHERE slowed=1").fetchall()),
+        dict(tx.execute("SELECT host, concurrency FROM host WHERE own=1 AND concurrency IS NOT NULL").fetchall()),
+        frozenset(host for (host,) in tx.execute("SELECT host FROM exception WHERE kind='robots' AND ended IS NULL")),
+    )
+
+
 def open_claims(url: str, context: Context) -> SqliteClaims:
-    rate = context.config.pace.rate
-    limits = pace.Limits(rate=None if rate == math.inf else rate, burst=context.config.pace.burst)
+    c = context.config.pace
+    limits = pace.Limits(rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency)
     return SqliteClaims(context.database(url), context.clock, limits, context.rng)

@@ -262,7 +262,7 @@ def _response(ex: Exchange, url: str) -> Response:
     info = ex.curl.getinfo
     return Response(
         url=url, status=ex.status, headers=headers, body=body, peer=ex.peer, seconds=info(pycurl.TOTAL_TIME), first_byte=info(pycurl.STARTTRANSFER_TIME),
-        http_version=ex.version,
+        http_version=ex.version, connect=ex.ready_at - ex.started,
     )  # fmt: skip
 
 

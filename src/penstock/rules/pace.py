@@ -19,7 +19,10 @@ _STEP = 0.5  # seconds: what a penalty multiplies where the rate alone would giv
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator allows per host. `rate` is requests a second, None for unlimited; `jitter` is a share of the interval."""
+    """What the operator allows per host. `rate` is requests a second, None for unlimited; `jitter` is a share of the interval.
+
+    `concurrency` is requests in flight in one worker; all else is for the whole fleet.
+    """
 
     rate: float | None = 1.0
     burst: int = 1
@@ -31,9 +34,11 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All that is remembered about a host, as one value. It stays when the queue is empty, and so do the penalties."""
 
     tat: float = 0.0  # theoretical arrival time of the next request (GCRA)
-    blocked_until: float = 0.0  # nothing is sent before
+    blocked_until: float = 0.0  # nothing is sent before: the host's own wish
+    paused_until: float = 0.0  # nothing is sent before: the operator's wish; inf until it is resumed
     penalty: float = 1.0  # multiplies the interval
     crawl_delay: float | None = None  # from robots.txt
+    ignores_robots: bool = False  # a recorded exception: the crawl delay does not count
     rate: float | None = None  # this host's own, over the limits'; inf for unlimited
     burst: int | None = None
     concurrency: int | None = None
@@ -43,13 +48,24 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     latency: float = 0.0  # smoothed seconds per answer
 
 
+def held_until(state: HostState) -> float:
+    """Before this moment nothing is sent, whoever wished it."""
+    return max(state.blocked_until, state.paused_until)
+
+
+def limited(state: HostState, limits: Limits, now: float, rate: float | None, burst: int | None, concurrency: int | None) -> HostState:
+    """With limits of its own (None: the usual ones) from now on: a wait that an old limit made longer is cut to the new one's."""
+    after = msgspec.structs.replace(state, rate=rate, burst=burst, concurrency=concurrency)
+    return msgspec.structs.replace(after, tat=min(state.tat, now + interval(after, limits)))
+
+
 def interval(state: HostState, limits: Limits) -> float:
     """Seconds between two requests now; 0 is unlimited."""
     rate = state.rate if state.rate is not None else limits.rate
     gap = 0.0 if rate is None or rate == math.inf else 1.0 / rate
     if state.penalty > 1.0:
         gap = max(gap, _STEP) * state.penalty
-    if state.crawl_delay:
+    if state.crawl_delay and not state.ignores_robots:
         gap = max(gap, min(state.crawl_delay, MAX_CRAWL_DELAY))
     return gap
 
@@ -59,13 +75,13 @@ def reserve(state: HostState, limits: Limits, now: float, n: int, jitter: Sequen
 
     `jitter` holds numbers in [0, 1), used in turn; none, no jitter. It only delays, and the next slot counts from the delayed one.
     """
-    start = max(now, min(state.blocked_until, now + MAX_RETRY_AFTER))
+    start = max(now, min(held_until(state), now + MAX_RETRY_AFTER))
     gap = interval(state, limits)
     if gap == 0.0:
         return state, [start] * n
     burst = state.burst if state.burst is not None else limits.burst
     # A crawl delay is a delay between any two requests, and a host that asked us to slow down gets no bursts.
-    slack = 0.0 if state.crawl_delay or state.penalty > 1.0 else (max(burst, 1) - 1) * gap
+    slack = 0.0 if (state.crawl_delay and not state.ignores_robots) or state.penalty > 1.0 else (max(burst, 1) - 1) * gap
     spread = limits.jitter * gap
     tat, slots = state.tat, []
     for i in range(n):
@@ -80,7 +96,7 @@ def reserve(state: HostState, limits: Limits, now: float, n: int, jitter: Sequen
 
 def holds(state: HostState, slot: float) -> bool:
     """Is a slot that was given out earlier still good? Asked just before sending: a block may have come in between."""
-    return slot >= state.blocked_until
+    return slot >= held_until(state)
 
 
 def report(state: HostState, limits: Limits, now: float, status: int | None, retry_after: float | None = None, seconds: float | None = None) -> HostState:

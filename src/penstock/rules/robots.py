@@ -58,9 +58,10 @@ def _encode(m: re.Match[str]) -> str:
 class _Wild:
     """A pattern with `*` or a final `$`, matched piece by piece from the left: linear, nothing to back-track into."""
 
-    __slots__ = ("allow", "anchored", "first", "last", "middle", "need", "size")
+    __slots__ = ("allow", "anchored", "first", "last", "middle", "need", "pattern", "size")
 
     def __init__(self, pattern: str, allow: bool) -> None:
+        self.pattern = pattern
         self.anchored = pattern.endswith("$")
         body = pattern[:-1] if self.anchored else pattern
         pieces = body.split("*")
@@ -110,7 +111,8 @@ class _Group:
         self.lengths = sorted({len(p) for p in self.literal}, reverse=True)
         self.wild = sorted(wild.values(), key=lambda w: (-w.size, not w.allow))
 
-    def allows(self, path: str) -> bool:
+    def decide(self, path: str) -> tuple[bool, str]:
+        """The verdict, and the rule's pattern that it comes from ("": none matches)."""
         size, verdict = -1, True
         for n in self.lengths:
             allow = self.literal.get(path[:n])
@@ -121,8 +123,8 @@ class _Group:
             if w.size < size or (w.size == size and verdict):
                 break
             if w.need in path and w.matches(path) and (w.size > size or w.allow):
-                return w.allow
-        return verdict
+                return w.allow, w.pattern
+        return verdict, path[:size] if size >= 0 else ""
 
 
 class Robots:
@@ -144,7 +146,12 @@ class Robots:
             return False
         if path == "/robots.txt":
             return True
-        return not self._refuse_all and self._group(agent).allows(path)
+        return not self._refuse_all and self._group(agent).decide(path)[0]
+
+    def deciding(self, agent: str, url: str) -> str:
+        """The rule behind `allows`, as a line of robots.txt; "" where none matches."""
+        allow, pattern = self._group(agent).decide(_path(url))
+        return f"{'Allow' if allow else 'Disallow'}: {pattern}" if pattern else ""
 
     def crawl_delay(self, agent: str) -> float | None:
         return self._group(agent).delay
@@ -189,6 +196,15 @@ def _token(agent: str) -> str:
         return "*"
     m = _token_of(agent) or _word_of(agent)
     return m[0].lower() if m else ""
+
+
+_compatible = re.compile(r"\(compatible; *([A-Za-z_-]+)", re.IGNORECASE).search
+
+
+def product_token(user_agent: str) -> str:
+    """The name that robots.txt knows us by: of `shopbot/2.1 (+https://…)` and of `Mozilla/5.0 (compatible; shopbot/2.1; …)` it is `shopbot`."""
+    m = _compatible(user_agent) or _token_of(user_agent.strip()) or _word_of(user_agent.strip())
+    return (m[1] if m.re.groups else m[0]) if m else ""
 
 
 def parse(body: bytes) -> Robots:

@@ -193,7 +193,7 @@ class Breach(enum.Enum):
     LOOP = (_P, "a redirect leads back to itself")
     DOWNGRADE = (_P, "a redirect leads from https to http")
     NOWHERE = (_P, "a redirect leads to nothing we fetch")
-    HELD = (_T, "the host asked to be left alone")
+    HELD = (_T, "the host is to be left alone for now")
     PROXY = (_X, "the proxy did not let us through")
     BAD_PROXY = (_O, "not a proxy we can use")
     SOCKET = (_O, "this machine gave us no socket")

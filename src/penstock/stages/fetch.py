@@ -14,7 +14,7 @@ from penstock.ports import Baseline, Clock, Fetcher, Hop, Pace, Response, Robots
 from penstock.rules import proxies
 from penstock.rules import robots as rules
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
-from penstock.rules.pace import parse_retry_after
+from penstock.rules.pace import MAX_RETRY_AFTER, parse_retry_after
 from penstock.rules.verdict import Breach, breach, judge
 from penstock.stages.proxies import Proxies
 
@@ -27,7 +27,6 @@ _UNREACHABLE = 0  # as ports.RobotsCache has it
 class FetchOptions(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = "Penstock"  # the product token that robots.txt knows us by
     robots: Literal["obey", "ignore"] = "obey"
-    robots_exceptions: Mapping[str, str] = {}  # host key → why its robots.txt is not obeyed
     robots_redirects: int = 5
     robots_in_memory: int = 8192  # origins
     max_redirects: int = 10
@@ -78,7 +77,7 @@ class FetchStage:
         seen: set[tuple[str, str, str]] = set()
         while True:
             try:
-                if o.robots == "obey" and host not in o.robots_exceptions and await self._permit(url, host, proxy):
+                if o.robots == "obey" and not self._cache.exempt(host) and await self._permit(url, host, proxy):
                     await self._take_slot(host)  # robots.txt was fetched in ours
                 cookies = jar.header(url, self._clock.now()) if jar and "cookie" not in headers else ""
                 response = await self._send(url, host, method, {**headers, "cookie": cookies} if cookies else headers, body, proxy)
@@ -145,7 +144,7 @@ class FetchStage:
     async def _send(self, url: str, host: str, method: str, headers: Mapping[str, str], body: bytes | None, proxy: str | None) -> Response:
         blocked = self._pace.blocked_until(host)
         if blocked and (wait := blocked - self._clock.now()) > 0:
-            raise breach(Breach.HELD, host, after=wait)
+            raise breach(Breach.HELD, host, after=min(wait, MAX_RETRY_AFTER))
         response = await self._fetcher.fetch(url, method=method, headers=headers, body=body, proxy=proxy)
         status = response.status
         value = response.headers.get("retry-after") if status in (429, 503) else None
