@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from claiming import STEPS, Costs, compare
-from common import BENCH, BenchError, Watched, cache, clean_environment, last_json, machine, median, pin, say, table, watch
+from common import BENCH, BenchError, Watched, cache, clean_environment, last_json, machine, median, pin, refuse_taken, say, table, watch
 from looking import steps_of_status
 
 HOST_COUNTS = "20,1,5000"
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--few", type=int, default=1000, help="the backlog to compare with (default 1000)")
     parser.add_argument("--hosts", default=HOST_COUNTS, help=f"numbers of hosts they belong to (default {HOST_COUNTS}); memory is taken with the first")
     parser.add_argument("--slices", type=int, default=12, help="interleaved slices of 512 events on each backlog (default 12)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long the worker works while its memory is watched (default 30)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the worker works while its memory is watched (default 60)")
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
     o = parser.parse_args(arguments)
     try:
@@ -194,6 +194,7 @@ def tell_status(s: dict[str, object], o: argparse.Namespace) -> str:
 def work(directory: Path, hosts: int, seconds: float) -> tuple[Watched, int, float]:
     """`penstock run` on what waits, against a small site; (its tree's memory over time, events that ended, seconds it ran)."""
     names = [address(i) for i in range(hosts)]
+    refuse_taken(names[0], PORT)
     env = clean_environment(PENSTOCK_NET_ALLOW=",".join(f"{name}:{PORT}" for name in names), PENSTOCK_PACE_RATE="100000")
     before = _successes(directory)
     site_core = {min(os.sched_getaffinity(0))}
@@ -201,7 +202,7 @@ def work(directory: Path, hosts: int, seconds: float) -> tuple[Watched, int, flo
     with subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=pin(site_core)) as site:
         try:
             if site.stdout is None or site.stdout.readline() != b"ready\n":
-                raise BenchError(f"the site did not start on port {PORT}", "is another benchmark running? Wait for it, then run this again")
+                raise BenchError(f"the site did not start on port {PORT}")
             started = time.time()
             run = [*CLI, "run", str(BENCH / "pipeline.py")]
             w = watch(run, cores=_core(), cwd=directory, env=env, stop_after=seconds, timeout=120)

@@ -6,6 +6,7 @@ import bisect
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -62,6 +63,16 @@ def pin(cores: set[int], nice: int = 0) -> Callable[[], None]:
                 pass  # not root, or no autogroups: plain scheduling
 
     return apply
+
+
+def refuse_taken(host: str, port: int) -> None:
+    """Two benches at once would measure each other."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as e:
+            raise BenchError(f"{host}:{port} is taken ({e.strerror})", "is another benchmark running? Wait for it, then run this again") from e
 
 
 # -- watching a process tree ---------------------------------------------------------------------------------------------

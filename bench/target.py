@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common import BenchError, pin, say
+from common import BenchError, pin, refuse_taken, say
 
 HOSTS = [f"127.0.0.{n}" for n in range(2, 22)]
 PORT, TLS_PORT = 8190, 8193
@@ -181,12 +181,7 @@ def serving(directory: Path, site: Path, *, core: int, tls: bool = False, compre
     """nginx, one process, on one core, until the block ends; its pid."""
     directory.mkdir(parents=True, exist_ok=True)
     port = TLS_PORT if tls else PORT
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOSTS[0], port))
-        except OSError as e:
-            raise BenchError(f"{HOSTS[0]}:{port} is taken ({e.strerror})", "is another benchmark running? Wait for it, then run this again") from e
+    refuse_taken(HOSTS[0], port)
     conf = directory / "nginx.conf"
     conf.write_text(_configuration(directory, site, tls=tls, compressed=compressed))
     with open(directory / "nginx.out", "wb") as out:

@@ -1,0 +1,65 @@
+"""The benches still run against the product as it is, and say what they promise to. What the figures are is not tested here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the benches pin processes and read /proc: they need Linux")]
+
+
+def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
+    """The JSON object on its last line."""
+    env = os.environ | {"PENSTOCK_BENCH_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(ROOT / "bench" / "run.py"), *args, "--json"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    if done.returncode == 1 and " is taken (" in done.stderr:
+        pytest.skip(f"NOT TESTED: another benchmark runs on this machine ({done.stderr.strip().splitlines()[-2]})")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_claim_tells_costs_ratios_memory_and_that_status_reads_counters(tmp_path: Path) -> None:
+    found = bench(tmp_path, "claim", "--pending", "2000", "--hosts", "20,1", "--slices", "2", "--seconds", "4")
+    assert set(found["cpu_us"]) == set(found["ratio"]) == {"20", "1"}
+    for step in ("receive", "admit", "begin", "claim", "conclude"):
+        assert found["cpu_us"]["20"][step]["few"] > 0
+        assert found["cpu_us"]["20"][step]["many"] > 0
+        assert found["ratio"]["20"][step] > 0
+    assert found["claim_ratio"] == max(found["ratio"][hosts]["claim"] for hosts in ("20", "1"))
+    assert found["within_bar"] == (found["claim_ratio"] <= found["bar"] == 1.5)
+    assert found["status"]["reads_counters"]
+    assert not {"event", "queue", "message", "history"} & set(found["status"]["scans"])
+    assert found["push"]["events_per_second"] > 0
+    assert found["worker"]["events"] > 0
+    for who in ("push", "worker"):
+        assert found[who]["rss_peak_mb"] > 10
+        assert found[who]["flat"] is None, "four seconds are too short for a verdict"
+
+
+def test_a_bench_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "bench" / "run.py"), "speed"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "one of: pages, claim, profile" in done.stderr
+
+
+def test_pages_tells_pages_a_second_of_every_contender_and_how_it_scales(tmp_path: Path) -> None:
+    if shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin:/usr/local/sbin") is None:
+        pytest.skip("NOT TESTED: nginx is not installed, and `bench pages` fetches from it (apt install nginx)")
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("NOT TESTED: `bench pages` needs two cores")
+    found = bench(tmp_path, "pages", "--n", "200", "--reps", "1", "--only", "penstock,worker", "--workers", "2")  # no peer: nothing to install
+    names = {"penstock", "penstock in process", "1 worker, site on its core", "2 workers"}
+    assert set(found["pages_per_second"]) == set(found["pss_mb"]) == names
+    assert all(rate > 0 for rate in found["pages_per_second"].values())
+    assert found["n"]["2 workers"] == 400
+    assert found["scaling"] > 0
+    assert {"ratio_to_scrapy", "ratio_to_scrapy_in_process"} <= set(found)
