@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import logging
 import os
 import random
@@ -17,6 +18,7 @@ from typing import Any
 
 from penstock import locks
 from penstock.books import Books, Settings, SinkBinding
+from penstock.claims.sqlite_hosts import SqliteHosts
 from penstock.claims.sqlite_proxies import SqliteProxies
 from penstock.clock import SystemClock
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
@@ -60,6 +62,7 @@ class Stores:
         self.db = ledger.db
         self.outbox = SqliteOutbox(self.db)
         self.proxies = SqliteProxies(self.db, self.clock)
+        self.hosts = SqliteHosts(claims)
         self.books = self.with_settings(_settings(config))
 
     def with_settings(self, settings: Settings) -> Books:
@@ -196,6 +199,8 @@ class Running:
                 extraction, suspects = await self._open_extraction()
             if "fetch" in self.roles:
                 fetcher = open_fetcher(self.config)
+                await self.stores.claims.refresh()
+                await self.stores.db.write(lambda tx: self.stores.hosts.configured_in(tx, exceptions(self.config), operator()), durable=False)
                 self.proxies = Proxies(self.config.proxies, self.stores.proxies, fetcher, self.clock, self.stores.context.rng)
                 await self.stores.proxies.refresh()
             bindings = self._bind_sinks()
@@ -427,6 +432,23 @@ def open_fetcher(config: Config) -> CurlFetcher:
         remote_dns=n.remote_dns,
     )
     return CurlFetcher(guard, options)
+
+
+def exceptions(config: Config) -> dict[str, str]:
+    """Rules of ours that the configuration turns off everywhere, and how; "" where it does not. They are recorded when a worker starts."""
+    return {
+        "robots": 'robots = "ignore" in the configuration' if config.robots == "ignore" else "",
+        "remote_dns": "net.remote_dns = true in the configuration: proxies resolve names, unchecked" if config.net.remote_dns else "",
+    }
+
+
+def operator() -> str:
+    """Who gives the orders here, for the record."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def fetch_options(config: Config) -> FetchOptions:

@@ -451,6 +451,22 @@ class SqliteBroker:
             "SELECT t.name, g.name, g.ready, g.leased, g.delayed, t.paused FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name"
         ).fetchall()
 
+    def depths_in(self, tx: Tx, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000) -> dict[str, int]:
+        """What is ready, by key: of these keys, or of those with most."""
+        g = self._group(tx, topic, group)
+        if keys is None:
+            return dict(
+                tx.execute("SELECT key, sum(ready) AS n FROM keyq WHERE grp=? AND ready>0 GROUP BY key ORDER BY n DESC, key LIMIT ?", (g.id, limit)).fetchall()
+            )
+        total = "SELECT coalesce(sum(ready), 0) FROM keyq WHERE grp=? AND prio BETWEEN 0 AND ? AND key=?"
+        return {key: tx.execute(total, (g.id, LOWEST, key)).get for key in keys}
+
+    def hasten_in(self, tx: Tx, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
+        """The key is held back no longer, and these delayed messages of it are due now."""
+        g, now = self._group(tx, topic, group), self.clock.now()
+        tx.executemany("UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=? AND next_at>?1", [(now, g.id, prio, key) for prio in WEIGHTS])
+        tx.executemany("UPDATE queue SET at=? WHERE grp=? AND seq=? AND state=2 AND at>?1", [(now, g.id, seq) for seq in positions])
+
     def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool:
         """A reason pauses, None resumes. False: no such topic."""
         tx.execute("UPDATE topic SET paused=? WHERE name=?", (reason, topic))

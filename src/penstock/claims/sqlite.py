@@ -83,7 +83,7 @@ class SqliteClaims:
         now = self.clock.now()
         slots: dict[str, Sequence[float]] = {}
         for host, n in wants.items():
-            state = self._state(tx, host)
+            state = self.state_in(tx, host)
             spread = self.limits.jitter * pace.interval(state, self.limits)
             calm = 1.0 if within is None or spread <= within / 2 else within / 2 / spread  # or the jitter alone would send it away again
             jitter = [calm * self.rng.random() for _ in range(n)]
@@ -93,7 +93,7 @@ class SqliteClaims:
                 after, given = pace.reserve(state, self.limits, now, near, jitter)
                 slots[host] = [*given, *slots[host][near:]]
             if after != state:
-                self._keep(tx, host, after)
+                self.keep_in(tx, host, after)
         return slots
 
     async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
@@ -102,23 +102,23 @@ class SqliteClaims:
             self._slowed[host] = await self.db.write(lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False)
 
     def _report(self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float) -> float:
-        state = pace.report(self._state(tx, host), self.limits, self.clock.now(), status, retry_after, seconds)
-        self._keep(tx, host, state)
+        state = pace.report(self.state_in(tx, host), self.limits, self.clock.now(), status, retry_after, seconds)
+        self.keep_in(tx, host, state)
         return pace.held_until(state)
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
         def work(tx: Tx) -> None:
-            state = self._state(tx, host)
+            state = self.state_in(tx, host)
             if state.crawl_delay != seconds:
-                self._keep(tx, host, msgspec.structs.replace(state, crawl_delay=seconds))
+                self.keep_in(tx, host, msgspec.structs.replace(state, crawl_delay=seconds))
 
         await self.db.write(work, durable=False)
 
-    def _state(self, tx: Tx, host: str) -> pace.HostState:
+    def state_in(self, tx: Tx, host: str) -> pace.HostState:
         raw = tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
         return pace.HostState() if raw is None else _decode(raw)
 
-    def _keep(self, tx: Tx, host: str, state: pace.HostState) -> None:
+    def keep_in(self, tx: Tx, host: str, state: pace.HostState) -> None:
         held = pace.held_until(state)
         own = state.rate is not None or state.burst is not None or state.concurrency is not None
         tx.execute(

@@ -338,6 +338,15 @@ class SqliteLedger:
             delta[topic, "pending"] += 1
         self._count_all(tx, delta)
 
+    def parked_in(self, tx: Tx, host: str, reasons: Sequence[str]) -> list[tuple[int, int]]:
+        """(number, position) of delayed events of a host that wait for one of these reasons. Looks at all that is delayed: for people."""
+        wanted = ",".join("?" * len(reasons))
+        return tx.execute(f"SELECT n, position FROM event WHERE status='delayed' AND host=? AND reason IN ({wanted})", (host, *reasons)).fetchall()
+
+    def hasten_in(self, tx: Tx, events: Sequence[int], now: float) -> None:
+        """Their delay ends now."""
+        tx.executemany("UPDATE event SET not_before=? WHERE n=? AND status='delayed'", [(now, n) for n in events])
+
     # -- counting ----------------------------------------------------------------------------------------------------------
 
     def count_in(self, tx: Tx, topic: str, deltas: dict[Any, int]) -> None:
