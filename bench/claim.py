@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
                 summary["push"] = {"events_per_second": round(rate), **memory(pushed)}
                 summary["status"] = looked = status(few, many)
                 print(tell_status(looked, o))
-            costs[hosts] = compare(few, many, slices=o.slices, hosts=hosts, top_up=lambda n, start, hosts=hosts: urls(start, start + n, hosts))
+            costs[hosts] = compare(few, many, slices=o.slices, fresh=partial(urls, hosts=hosts))
             say(f"{hosts} hosts: the claim costs {costs[hosts].ratio('claim'):.2f} times as much")
             if i == 0:
                 worked, done, seconds = work(many, min(hosts, 200), o.seconds)
@@ -147,7 +148,7 @@ def memory(w: Watched) -> dict[str, float | bool | None]:
 
 def _memory_line(w: Watched) -> str:
     m = memory(w)
-    verdict = {True: "flat", False: "GROWS", None: "too short to tell"}[m["flat"]]
+    verdict = "too short to tell" if m["flat"] is None else "flat" if m["flat"] else "GROWS"
     return f"RSS {m['rss_warm_mb']} MB when warm, {m['rss_end_mb']} MB at the end, peak {m['rss_peak_mb']} MB: {verdict}"
 
 

@@ -22,6 +22,7 @@ from penstock.ports import Accepted, Admitted, Delivery, End, PageMeta, Subscrip
 
 RECEIVE, BEGIN, CONCLUDE = 256, 16, 128  # how many at a time, as a worker at full speed does
 SLICE = 2 * RECEIVE
+FRESH = 1_000_000_000  # numbers of URLs that no backlog has
 STEPS = ("receive", "admit", "begin", "claim", "conclude")
 BODY = b"<p>a quiet kettle for a little kitchen</p>" * 50
 FIELDS = b'{"sku":"P-1","name":"Copper Lamp","price":"12.50"}'
@@ -48,11 +49,12 @@ def opened(directory: Path) -> Stores:
     return stores
 
 
-def compare(few: Path, many: Path, *, slices: int, hosts: int, top_up: Callable[[int, int], Sequence[str]]) -> Costs:
-    return asyncio.run(_compare(few, many, slices, top_up))
+def compare(few: Path, many: Path, *, slices: int, fresh: Callable[[int, int], Sequence[str]]) -> Costs:
+    """`fresh(start, end)`: URLs by number, for what is accepted in the place of what was taken."""
+    return asyncio.run(_compare(few, many, slices, fresh))
 
 
-async def _compare(few: Path, many: Path, slices: int, top_up: Callable[[int, int], Sequence[str]]) -> Costs:
+async def _compare(few: Path, many: Path, slices: int, fresh: Callable[[int, int], Sequence[str]]) -> Costs:
     costs = Costs()
     sides = [(opened(directory), into) for directory, into in ((few, costs.few), (many, costs.many))]
     try:
@@ -63,8 +65,8 @@ async def _compare(few: Path, many: Path, slices: int, top_up: Callable[[int, in
                 if i:  # the first one warms
                     for step, us in measured.items():
                         into[step].append(us)
-                fresh = [event_of(url) for url in top_up(SLICE, 1_000_000_000 + i * SLICE)]  # so that as many wait as before
-                assert await stores.books.accept(fresh) == [Accepted.NEW] * SLICE
+                more = [event_of(url) for url in fresh(FRESH + i * SLICE, FRESH + (i + 1) * SLICE)]  # so that as many wait as before
+                assert await stores.books.accept(more) == [Accepted.NEW] * SLICE
     finally:
         for stores, _ in sides:
             stores.close()
