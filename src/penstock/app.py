@@ -131,6 +131,27 @@ def open_stores(
         raise
 
 
+class Politeness:
+    """What one request needs of the store, without queue, books and pages. In memory where there is no state yet."""
+
+    def __init__(self, config: Config, *, clock: Clock | None = None, rng: random.Random | None = None) -> None:
+        url = config.claims.url
+        self.shared = not url.startswith("sqlite:") or Path(url.removeprefix("sqlite:")).exists()
+        url = url if self.shared else "sqlite::memory:"
+        self.clock: Clock = clock or SystemClock()
+        self.context = Context(config, self.clock, rng or random.Random(), worker=worker_id(), inline=True)
+        try:
+            self.claims = adapter("claims", url)(url, self.context)
+            self.hosts = SqliteHosts(self.claims)
+            self.proxies = SqliteProxies(self.claims.db, self.clock)
+        except BaseException:
+            self.context.close()
+            raise
+
+    def close(self) -> None:
+        self.context.close()
+
+
 def _ensure(stores: Stores) -> None:
     specs = [TopicSpec(name=name) for name in TOPICS] + [TopicSpec(name=name + ".dead", groups=()) for name in TOPICS]
     known = {row[0] for row in stores.db.read_now(lambda tx: tx.execute("SELECT name FROM topic").fetchall())}
@@ -451,9 +472,12 @@ def operator() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def fetch_options(config: Config) -> FetchOptions:
+def fetch_options(config: Config, *, ignore_robots: bool = False) -> FetchOptions:
     return FetchOptions(
-        agent=product_token(config.net.user_agent), robots=config.robots, allow_downgrade=config.fetch.allow_downgrade, soft_404=config.fetch.soft_404
+        agent=product_token(config.net.user_agent),
+        robots="ignore" if ignore_robots else config.robots,
+        allow_downgrade=config.fetch.allow_downgrade,
+        soft_404=config.fetch.soft_404,
     )
 
 

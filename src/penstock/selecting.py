@@ -185,14 +185,18 @@ def parse(body: bytes, content_type: str | None = None) -> Selector:
     return Selector(parse_html(body, encoding=encoding, detect_encoding=encoding is None, positions=False))
 
 
-def decode(body: bytes, content_type: str | None = None) -> str:
-    """The body as text, by the same order of evidence as `parse`; what is malformed becomes U+FFFD."""
+def charset(body: bytes, content_type: str | None = None) -> str:
+    """The codec by which a body is read, by the same order of evidence as `parse`; empty where nothing tells."""
     if body.startswith(b"\xef\xbb\xbf"):
-        return body[3:].decode("utf-8", "replace")
-    codec: str | None = None
+        return "utf-8-sig"
     if not body.startswith((b"\xff\xfe", b"\xfe\xff")) and (label := _header_charset(content_type)):
-        codec = "whatwg-" + label
-    codec = codec or charsets.detect(body).codec
+        return "whatwg-" + label
+    return charsets.detect(body).codec or ""
+
+
+def decode(body: bytes, content_type: str | None = None) -> str:
+    """The body as text; what is malformed becomes U+FFFD."""
+    codec = charset(body, content_type)
     return body.decode(codec, "replace") if codec else ""
 
 

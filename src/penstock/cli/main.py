@@ -17,6 +17,7 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
     ("init", "penstock.cli.init:init", "Begin", "write a pipeline and a commented penstock.toml to start from"),
     ("run", "penstock.cli.run:run", "Begin", "run a pipeline: all roles in one process, or some of them"),
     ("push", "penstock.cli.push:push", "Begin", "have URLs scraped"),
+    ("fetch", "penstock.cli.fetch:fetch", "Look", "fetch one URL as a worker would, and tell what happened on the way"),
     ("status", "penstock.cli.status:status", "Look", "how much is pending, in flight, delayed, done, dead"),
     ("trace", "penstock.cli.trace:trace", "Look", "what happened to an event or a URL, step by step"),
     ("events", "penstock.cli.events:app", "Look", "list events"),

@@ -123,6 +123,11 @@ class FetchStage:
             known, _ = await self._load(start, proxy)
         return known.robots
 
+    def remembered(self, url: str) -> tuple[rules.Robots, int] | None:
+        """The rules that were last applied to this URL's origin, and the status they came with; nothing is fetched."""
+        known = self._robots.get(origin(url))
+        return None if known is None else (known.robots, known.status)
+
     async def close(self) -> None:
         tasks = list(self._loading.values())
         for task in tasks:

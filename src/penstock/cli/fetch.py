@@ -1,0 +1,363 @@
+"""`penstock fetch URL`: one request along the whole way (guard, robots, slot, proxy, redirects, verdict), without queue and books, and what is seen on it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from penstock.cli.options import WITH_OUTPUT, CommonWithOutput, Json
+from penstock.cli.output import FIXED, FOLD, RIGHT, lasting, plain, plural, print_json, say, show, size, styled, table
+from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
+
+if TYPE_CHECKING:
+    from penstock.app import Politeness
+    from penstock.model import Event, Failure
+    from penstock.net.http import CurlFetcher
+    from penstock.options import Config
+    from penstock.ports import Response
+    from penstock.stages.fetch import FetchStage
+
+_SECRET = re.compile(r"(?i)cookie|auth|token|secret|session|csrf|xsrf|api-?key|signature|password")
+_TEXT = re.compile(r"(?i)text/|html|xml|json|javascript")
+
+
+def fetch(
+    url: Annotated[str, Parameter(help="an http or https URL")],
+    /,
+    *,
+    head: Annotated[bool, Parameter(help="ask for the headers only")] = False,
+    output: Annotated[str | None, Parameter(name=["--output", "-o"], help="write the body to this file")] = None,
+    geo: Annotated[str | None, Parameter(help="through a proxy pool that serves this place")] = None,
+    pool: Annotated[str | None, Parameter(help="through this proxy pool")] = None,
+    account: Annotated[str | None, Parameter(help="through a proxy pool that serves this account")] = None,
+    ignore_robots: Annotated[str | None, Parameter(help="do not obey robots.txt this time; the value is the reason, which is recorded")] = None,
+    wait: Annotated[str, Parameter(help="how long to wait for a slot of the host at most")] = "30s",
+    json: Json = False,
+    common: CommonWithOutput = WITH_OUTPUT,
+) -> int:
+    """Fetch one URL as a worker would, and tell what happened on the way. It counts for the host's pace, and enters no queue and no books."""
+    import msgspec
+
+    from penstock import units
+    from penstock.intake import event_of
+    from penstock.model import Ask, Route
+    from penstock.rules.identity import BadUrl
+
+    if ignore_robots is not None and not ignore_robots.strip():
+        raise UsageError("an exception needs a reason", hint='--ignore-robots "our own shop"')
+    try:
+        patience = float(units.durations(0, 86400).read(wait))
+    except ValueError:
+        raise UsageError(f"{wait!r} is no duration", hint="--wait 10s") from None
+    config = common.load().config
+    if pool is not None and pool not in config.proxies:
+        raise UsageError(f"there is no proxy pool {pool!r}", hint=f"pools: {', '.join(config.proxies) or 'none; [proxies.NAME] in penstock.toml makes one'}")
+    try:
+        event = event_of(url, source="fetch", route=Route(geo=geo, pool=pool, account=account), force=True)
+    except BadUrl as e:
+        raise UsageError(f"this is no URL that can be fetched: {e.reason}", hint="penstock fetch https://shop.example/") from None
+    if head:
+        event = msgspec.structs.replace(event, ask=Ask(method="HEAD"))
+    seen = asyncio.run(_run(config, event, patience, " ".join(ignore_robots.split()) if ignore_robots else ""))
+    saved = output if output is not None and seen.last is not None else None
+    if saved is not None and seen.last is not None:
+        Path(saved).write_bytes(seen.last.body)
+    document = seen.document(saved)
+    if json:
+        print_json(document)
+    else:
+        _tell(document)
+    return OK if seen.failure is None else RAN_WITH_FAILURES
+
+
+# -- what is seen on the way ---------------------------------------------------------------------------------------------
+
+
+class _Pace:
+    """The store's pace and robots cache, as the stage uses them; notes what was waited for and where robots.txt came from."""
+
+    def __init__(self, claims: Any, clock: Any) -> None:
+        self._claims, self._clock = claims, clock
+        self.waits: list[tuple[str, float]] = []  # (host, seconds)
+        self.sources: dict[str, str] = {}  # origin → cache or site
+        self.loading = False  # robots.txt is being fetched, with its own redirects
+        self.report, self.crawl_delay, self.blocked_until = claims.report, claims.crawl_delay, claims.blocked_until
+        self.concurrency, self.exempt = claims.concurrency, claims.exempt
+
+    async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
+        slots: Mapping[str, Sequence[float]] = await self._claims.reserve(wants)
+        self.waits += [(host, max(0.0, slot - self._clock.now())) for host, times in slots.items() for slot in times]
+        return slots
+
+    async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
+        stored: tuple[bytes | None, int, float] | None = await self._claims.robots(origin)
+        good = stored is not None and stored[2] > self._clock.now()
+        self.sources[origin], self.loading = "cache" if good else "site", not good
+        return stored
+
+    async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
+        self.loading = False
+        await self._claims.keep_robots(origin, body, status, until)
+
+
+class _Fetcher:
+    """The product's client; notes every exchange, what the guard said and how long each part took."""
+
+    def __init__(self, fetcher: CurlFetcher, pace: _Pace) -> None:
+        self._fetcher, self._pace = fetcher, pace
+        self.exchanges: list[dict[str, Any]] = []
+        self.last: Response | None = None  # of the page, whatever its status
+
+    async def fetch(
+        self, url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None, body: bytes | None = None, proxy: str | None = None
+    ) -> Response:
+        from penstock.model import Failure
+        from penstock.rules.proxies import parse_member, scrub
+
+        noted: dict[str, Any] = {"for": "robots.txt" if self._pace.loading else "page", "method": method, "url": url, "status": None, "peer": None}
+        noted |= {"proxy": parse_member(proxy).label if proxy else None, "guard": None, "dns": None, "connect": None, "first_byte": None, "total": None}
+        self.exchanges.append(noted)
+        if noted["for"] == "page":
+            self.last = None
+        noted["dns"], noted["guard"], _ = await _guarded(self._fetcher, url, through_proxy=proxy is not None)
+        start = time.monotonic()
+        try:
+            response = await self._fetcher.fetch(url, method=method, headers=headers, body=body, proxy=proxy)
+        except Failure as e:
+            noted |= {"error": scrub(e.reason, proxy) if proxy else e.reason, "total": time.monotonic() - start}
+            raise
+        noted |= {"status": response.status, "peer": response.peer, "http_version": response.http_version}
+        noted |= {"connect": response.connect, "first_byte": response.first_byte, "total": response.seconds}
+        if noted["for"] == "page":
+            self.last = response
+        return response
+
+    async def close(self) -> None:
+        await self._fetcher.close()
+
+
+async def _guarded(fetcher: CurlFetcher, url: str, *, through_proxy: bool = False) -> tuple[float, dict[str, Any], Failure | None]:
+    """(seconds, verdict, the failure if it is none). What is found here is what the client dials: the guard keeps its answers for a while."""
+    from penstock.model import ErrorClass, Failure
+
+    start, failure = time.monotonic(), None
+    try:
+        unchecked = through_proxy and fetcher.options.remote_dns
+        target = fetcher.guard.check_url(url) if unchecked else await fetcher.guard.resolve(url)
+        verdict = {"verdict": "allowed", "addresses": list(target.addresses), "reason": "the proxy resolves the name" if unchecked else ""}
+    except Failure as e:
+        word, failure = "refused" if e.kind is ErrorClass.PERMANENT else "unresolved", e
+        verdict = {"verdict": word, "addresses": [], "reason": e.reason}
+    return time.monotonic() - start, verdict, failure
+
+
+# -- the way -------------------------------------------------------------------------------------------------------------
+
+
+async def _run(config: Config, event: Event, patience: float, ignoring: str) -> _Seen:
+    from penstock.app import Politeness, fetch_options, open_fetcher
+    from penstock.model import Failure
+    from penstock.rules.proxies import needs_proxy
+    from penstock.stages.fetch import FetchStage
+    from penstock.stages.proxies import Proxies
+
+    store = Politeness(config)
+    try:
+        fetcher = open_fetcher(config)
+        pace = _Pace(store.claims, store.clock)
+        told = _Fetcher(fetcher, pace)
+        proxies = Proxies(config.proxies, store.proxies, fetcher, store.clock, store.context.rng)
+        stage = FetchStage(told, pace, pace, store.clock, fetch_options(config, ignore_robots=bool(ignoring)), proxies)
+        seen = _Seen(event, told, pace, stage, config, ignoring)
+        try:
+            await store.claims.refresh()
+            await store.proxies.refresh()
+            seen.dns, seen.guard, refused = await _guarded(fetcher, event.url, through_proxy=needs_proxy(event.route))
+            if refused is not None:  # nothing will be sent, so no slot is spent on it
+                raise refused
+            await _slot(store, pace, event.key, patience)
+            if ignoring:
+                await store.claims.db.write(lambda tx: store.hosts.note_in(tx, "robots", event.key, ignoring, _who(), at_once=True))
+            await stage.fetch(event, None)
+        except Failure as e:
+            seen.failure = e
+        finally:
+            seen.end = time.monotonic()
+            await stage.close()
+            await proxies.close()
+            await fetcher.close()
+            fetcher.guard.close()
+        return seen
+    finally:
+        store.close()
+
+
+async def _slot(store: Politeness, pace: _Pace, host: str, patience: float) -> None:
+    """The first of the host's slots; where that is too far away it is left to others."""
+    from penstock.model import ErrorClass, Failure
+
+    slots = await store.claims.db.write(lambda tx: store.claims.reserve_in(tx, {host: 1}, within=patience))
+    wait = slots[host][0] - store.clock.now()
+    if wait > patience:
+        raise Failure(ErrorClass.THROTTLED, f"the next slot of {host} is {lasting(wait)} away", after=wait, detail="--wait, or penstock domains show")
+    pace.waits.append((host, max(0.0, wait)))
+    if wait > 0:
+        await store.clock.sleep(wait)
+
+
+def _who() -> str:
+    from penstock.app import operator
+
+    return operator()
+
+
+# -- the report ----------------------------------------------------------------------------------------------------------
+
+
+class _Seen:
+    def __init__(self, event: Event, told: _Fetcher, pace: _Pace, stage: FetchStage, config: Config, ignoring: str) -> None:
+        self.event, self._told, self._pace, self._stage, self._config, self._ignoring = event, told, pace, stage, config, ignoring
+        self.guard: dict[str, Any] = {"verdict": "allowed", "addresses": [], "reason": ""}
+        self.dns = 0.0
+        self.failure: Failure | None = None
+        self.start = time.monotonic()
+        self.end = self.start
+
+    @property
+    def last(self) -> Response | None:
+        return self._told.last
+
+    def document(self, saved: str | None) -> dict[str, Any]:
+        pages = [x for x in self._told.exchanges if x["for"] == "page"]
+        last, final = self.last, pages[-1] if pages else {}
+        f = self.failure
+        return {
+            "url": self.event.url,
+            "method": self.event.ask.method,
+            "ok": f is None,
+            "status": last.status if last else f.status if f else None,
+            "final_url": last.url if last else None,
+            "error": None if f is None else {"class": str(f.kind), "reason": f.reason, "detail": f.detail, "retry_after": f.after},
+            "guard": next((x["guard"] for x in pages if x["guard"]["verdict"] != "allowed"), self.guard),
+            "robots": [self._robots(url) for url in self._urls(pages)],
+            "slots": [{"host": host, "waited": seconds} for host, seconds in self._pace.waits],
+            "exchanges": self._told.exchanges,
+            "timing": {
+                "dns": self.dns,
+                "connect": final.get("connect"),
+                "first_byte": final.get("first_byte"),
+                "answer": final.get("total"),
+                "total": self.end - self.start,
+            },
+            "http_version": last.http_version if last else None,
+            "headers": _masked(last.headers) if last else {},
+            "size": len(last.body) if last else None,
+            "charset": _charset(last) if last else None,
+            "output": saved,
+        }
+
+    def _urls(self, pages: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Every URL that robots.txt was asked about: those that were sent, and the one a redirect led to that was not."""
+        from penstock.rules.identity import BadUrl, canonical_url
+
+        found = list(dict.fromkeys([self.event.url, *(x["url"] for x in pages)]))
+        if self.last is not None and 300 <= self.last.status < 400 and (location := self.last.headers.get("location")):
+            try:
+                found.append(canonical_url(location, self.last.url))
+            except BadUrl:
+                pass
+        return list(dict.fromkeys(found))
+
+    def _robots(self, url: str) -> dict[str, Any]:
+        from penstock.rules.identity import host_key, origin
+        from penstock.rules.robots import product_token
+
+        agent = product_token(self._config.net.user_agent)
+        about = {"url": url, "agent": agent, "verdict": "not asked", "rule": "", "status": None, "from": self._pace.sources.get(origin(url))}
+        if self._ignoring or self._config.robots == "ignore" or self._pace.exempt(host_key(url)):
+            why = self._ignoring or ("a recorded exception" if self._config.robots == "obey" else 'robots = "ignore"')
+            return about | {"verdict": "ignored", "rule": why}
+        if (known := self._stage.remembered(url)) is None:
+            return about
+        rules, status = known
+        verdict = "unreadable" if not status or status >= 500 else "allowed" if rules.allows(agent, url) else "disallowed"
+        return about | {"verdict": verdict, "status": status, "rule": rules.deciding(agent, url) if verdict != "unreadable" else ""}
+
+
+def _masked(headers: Mapping[str, str]) -> dict[str, str]:
+    """Names as they came; values that let somebody in are hidden, and so are passwords and tokens in addresses."""
+    from penstock.units import mask
+
+    found = {}
+    for name, value in headers.items():
+        if name == "set-cookie":
+            value = "\n".join(re.sub(r"^([^=;]*)=[^;]*", r"\1=***", line) for line in value.split("\n"))
+        elif _SECRET.search(name) and name not in ("www-authenticate", "proxy-authenticate"):
+            value = "***"
+        elif name in ("location", "content-location", "refresh", "link"):
+            value = mask(value)
+        found[name] = value
+    return found
+
+
+def _charset(response: Response) -> str | None:
+    kind = response.headers.get("content-type")
+    if not response.body or (kind and not _TEXT.search(kind)):
+        return None
+    from penstock.selecting import charset
+
+    return charset(response.body, kind).removeprefix("whatwg-") or None
+
+
+def _tell(d: Mapping[str, Any]) -> None:
+    say(styled(f"{d['method']} ", "bold"), d["url"])
+    for name, text, style in _lines(d):
+        say(styled(f"{name:<9}", "dim"), styled(text, style))
+    if d["exchanges"]:
+        made = table(("for", FIXED), ("status", RIGHT), ("peer", FIXED), ("connect", RIGHT), ("first byte", RIGHT), ("total", RIGHT), ("url", FOLD))
+        for x in d["exchanges"]:
+            peer = f"{x['peer'] or ''}{' via ' + x['proxy'] if x['proxy'] else ''}"
+            times = (lasting(x[part]) if x[part] is not None else "" for part in ("connect", "first_byte", "total"))
+            made.add_row(x["for"], str(x["status"] or x.get("error", "")), plain(peer), *times, plain(x["url"]))
+        show(made)
+    for name, value in d["headers"].items():
+        for line in value.split("\n"):
+            say(styled(f"{name}: ", "cyan"), line)
+    if d["status"]:
+        good = d["ok"]
+        more = [f"HTTP/{d['http_version']}"] if d["http_version"] else []
+        more += [size(d["size"])] if d["size"] is not None else []
+        more += [d["charset"]] if d["charset"] else []
+        more += [f"written to {d['output']}"] if d["output"] else []
+        say(styled(str(d["status"]), "bold green" if good else "bold red"), "".join(f", {m}" for m in more))
+    if d["error"]:
+        e = d["error"]
+        say(styled(f"{e['class']}: {e['reason']}", "bold red"))
+        if e["detail"]:
+            say(styled(e["detail"], "dim"))
+
+
+def _lines(d: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    g, t = d["guard"], d["timing"]
+    where = f"{', '.join(g['addresses'])} " if g["addresses"] else ""
+    yield "guard", f"{g['verdict']} {where}{g['reason']}".strip(), "" if g["verdict"] == "allowed" else "bold red"
+    for r in d["robots"]:
+        said = {"cache": "known already", "site": f"answered {r['status']}" if r["status"] else "just asked"}.get(r["from"] or "", "")
+        parts = [p for p in (r["rule"] or ("no rule is about it" if r["verdict"] == "allowed" else ""), said) if p]
+        about = "" if len(d["robots"]) == 1 else f"{r['url']} "
+        yield "robots", f"{about}{r['verdict']}" + (f" ({'; '.join(parts)})" if parts else ""), "" if r["verdict"] in ("allowed", "not asked") else "yellow"
+    for host in dict.fromkeys(s["host"] for s in d["slots"]):
+        waits = [s["waited"] for s in d["slots"] if s["host"] == host]
+        yield "slot", f"waited {lasting(sum(waits))} for {plural(len(waits), 'slot')} of {host}", ""
+    parts = [
+        f"{name} {lasting(t[key])}"
+        for name, key in (("name", "dns"), ("connect", "connect"), ("first byte", "first_byte"), ("answer", "answer"))
+        if t[key] is not None
+    ]
+    yield "time", f"{', '.join(parts)}; {lasting(t['total'])} in all", ""
