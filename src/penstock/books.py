@@ -24,7 +24,7 @@ PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a pl
 HOLD_BEYOND = 0.05
 
 
-@lru_cache(1 << 16)
+@lru_cache(1 << 13)
 def url_key(url: str) -> bytes:
     """Asked at every step of an event; its URL is canonical since intake."""
     return _url_key(url, canonical=True)

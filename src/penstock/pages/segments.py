@@ -29,7 +29,7 @@ CREATE TABLE doomed(name TEXT PRIMARY KEY) WITHOUT ROWID;
 FRAME_PAGES = 32  # one dictionary for pages that look alike: 5.6:1 instead of 4.3:1, and cheaper
 FRAME_BYTES = 4 << 20
 SEGMENT_BYTES = 64 << 20
-REMEMBERED = 200_000
+REMEMBERED = 30_000
 LIVE_SHARE = 0.5  # a segment with less than this still wanted is rewritten
 MOVE_BYTES = 4 << 20  # packed bytes moved in one go: a transaction must not hold everybody up
 ORPHANED = 3600.0  # a segment that no row names for so long never will be
