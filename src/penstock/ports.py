@@ -336,6 +336,9 @@ class Pace(Protocol):
     def concurrency(self, host: str) -> int:
         """How many requests to the host may be in flight in one worker; a local view like the above."""
 
+    async def refresh(self) -> None:
+        """Bring the local view up to date."""
+
 
 class ProxyHealth(Protocol):
     """Trouble with proxies, per host (`*`: with any), shared by the fleet. Proxies go by an id and a label that hold no secret."""

@@ -30,7 +30,8 @@ T = TypeVar("T")
 Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
 LATE = 0.25  # seconds after its slot, beyond which an event that had to wait for one needs a new one: those behind it have theirs
-CROWD_REST = 0.25  # seconds for which no more is taken of a host that has more waiting here than is its share
+CROWD_REST = 0.25  # seconds for which no more is taken of a host that has its share of the window waiting here
+CROWD_PATIENCE = 1.0  # seconds without room in the window, after which what waits beyond its host's share goes back
 SUSPECT = 2  # starts that never ended, before a page's extraction leaves our process and runs alone
 log = logging.getLogger("penstock.worker")
 
@@ -105,6 +106,7 @@ class Worker:
         self._asking: dict[str, int] = {}  # hosts with requests in flight, and how many
         self._crowd: dict[str, deque[Item]] = {}  # ready, but their host has as many as it may have
         self._reslotting: set[asyncio.Task[None]] = set()
+        self._received = 0.0  # when there was last room to ask for more
         self._bytes = 0
         self._extracts: list[Item] = []
         self._ends: list[tuple[Item, End]] = []
@@ -180,22 +182,41 @@ class Worker:
         while not self._stopping:
             self._room.clear()
             room = self.o.window - len(self.held)
-            if self._paused() or room < max(1, self.o.window // 2) or self._bytes > self.o.byte_budget:
-                await self._nap(self._room, 0.1)
+            full = room < max(1, self.o.window // 2)
+            if self._paused() or full or self._bytes > self.o.byte_budget:
+                if full and self._crowd and self.clock.now() > self._received + CROWD_PATIENCE:
+                    await self._disperse()
+                else:
+                    await self._nap(self._room, 0.1)
                 continue
             if self._crowd and len(self._asking) > 1:
                 await self._rest_crowds()
             got = await self._insist(partial(self.sub.receive, room, 0.5, per_key=self.o.per_key))
+            self._received = self.clock.now()
             if got:
                 await self._admit(got)
 
     async def _rest_crowds(self) -> None:
         """A slow host must not fill the window with events that wait for their turn, while others would have theirs."""
-        share = self.o.window // max(1, self.o.concurrency)  # places for each request that may be in flight
-        until, limit = self.clock.now() + CROWD_REST, self.books.claims.concurrency
-        full = {key: until for key, crowd in self._crowd.items() if len(crowd) > share * limit(key)}
+        until = self.clock.now() + CROWD_REST
+        full = {key: until for key, crowd in self._crowd.items() if len(crowd) >= self._share(key)}
         if full:
             await self._insist(partial(self.sub.hold, full))
+
+    async def _disperse(self) -> None:
+        """Nothing moves, since slow hosts have filled the window already: give back what is beyond their share, and see whether others have work."""
+        self._received = self.clock.now()
+        back = [crowd.pop() for key, crowd in self._crowd.items() for _ in range(len(crowd) - self._share(key))]
+        if back:
+            await self._rest_crowds()
+            for item in back:
+                self.held.pop(item.delivery.position, None)
+            await self._insist(lambda: self.sub.settle([(item.delivery, Release()) for item in back]))
+
+    def _share(self, key: str) -> int:
+        """Places of the window for what waits for this host: as many for each request that it may have in flight as there are for any."""
+        limit: int = self.books.claims.concurrency(key)
+        return max(1, min(limit * (self.o.window // max(1, self.o.concurrency)), self.o.window // 4))
 
     async def _admit(self, got: Sequence[Delivery]) -> None:
         pairs: list[tuple[Delivery, Event | BadEnvelope]] = []

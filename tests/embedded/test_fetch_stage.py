@@ -74,6 +74,9 @@ class Hosts:
     def concurrency(self, host: str) -> int:
         return self.limits.concurrency
 
+    async def refresh(self) -> None:
+        pass
+
     def exempt(self, host: str) -> bool:
         return host in self.exempted
 

@@ -88,6 +88,7 @@ class _Pace:
         self.sources: dict[str, str] = {}  # origin → cache or site
         self.loading = False  # robots.txt is being fetched, with its own redirects
         self.report, self.crawl_delay, self.blocked_until = claims.report, claims.crawl_delay, claims.blocked_until
+        self.refresh = claims.refresh
         self.concurrency, self.exempt = claims.concurrency, claims.exempt
 
     async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:

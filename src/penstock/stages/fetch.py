@@ -147,8 +147,9 @@ class FetchStage:
         return headers, "if-none-match" in headers or "if-modified-since" in headers
 
     async def _send(self, url: str, host: str, method: str, headers: Mapping[str, str], body: bytes | None, proxy: str | None) -> Response:
-        blocked = self._pace.blocked_until(host)
-        if blocked and (wait := blocked - self._clock.now()) > 0:
+        if self._pace.blocked_until(host) > self._clock.now():
+            await self._pace.refresh()  # an operator may have resumed it since the last look: put off now, it would be for long
+        if (wait := self._pace.blocked_until(host) - self._clock.now()) > 0:
             raise breach(Breach.HELD, host, after=min(wait, MAX_RETRY_AFTER))
         response = await self._fetcher.fetch(url, method=method, headers=headers, body=body, proxy=proxy)
         status = response.status

@@ -1,0 +1,297 @@
+"""Rules for single hosts: limits, pauses and robots exceptions, given by a command and kept by running workers; and the limit to requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import config
+from penstock.app import Running, open_stores
+from penstock.cli.main import main
+from penstock.cli.output import console
+from penstock.intake import push
+from penstock.testing.web import Reply, Request, Web, reply
+
+PAGE = "<html><body><h1>a page of some length, so that nobody takes it for a challenge</h1></body></html>"
+SHOP = """
+from penstock import Pipeline
+shop = Pipeline("shop")
+@shop.extract
+def page(page):
+    yield {"title": page.css("h1::text").get()}
+shop.sink("jsonl:out.jsonl")
+"""
+
+
+class Project:
+    """A directory with a pipeline; workers run in this process and commands on a thread, over one state."""
+
+    def __init__(self, tmp: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], toml: str = "", rate: str = "unlimited") -> None:
+        self.dir, self._capfd = tmp, capfd
+        (tmp / "shop.py").write_text(SHOP)
+        common = f'durability = "process"\n[pace]\nrate = "{rate}"\n[net]\nallow = "127.0.0.1:*,127.0.0.2:*"\n[extract]\nisolation = "none"\n'
+        (tmp / "penstock.toml").write_text(common + toml)
+        monkeypatch.chdir(tmp)
+
+    @property
+    def config(self) -> config.Config:
+        return config.load({}, {}, self.dir).config
+
+    async def push(self, *urls: str) -> None:
+        stores = open_stores(self.config)
+        try:
+            await push(stores.books, urls, clock=stores.clock)
+        finally:
+            stores.close()
+
+    async def text(self, *args: str, code: int = 0) -> str:
+        console.cache_clear()
+        self._capfd.readouterr()
+        found = await asyncio.to_thread(main, ["domains", *args])
+        shown = self._capfd.readouterr()
+        assert found == code, shown
+        return shown.out + shown.err
+
+    async def __call__(self, *args: str) -> Any:
+        return json.loads(await self.text(*args, "--json"))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Running]:
+        running = Running(self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"}))
+        stop = asyncio.Event()
+        task = asyncio.create_task(running.run(stop))
+        try:
+            yield running
+        finally:
+            stop.set()
+            await task
+
+    async def run(self) -> None:
+        running = Running(self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"}))
+        await running.run(asyncio.Event(), until_idle=True)
+
+    def rows(self, sql: str) -> list[Any]:
+        stores = open_stores(self.config, inline=True)
+        try:
+            found: list[Any] = stores.db.read_now(lambda tx: tx.execute(sql).fetchall())
+            return found
+        finally:
+            stores.close()
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    return lambda **more: Project(tmp_path, monkeypatch, capfd, **more)
+
+
+async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come to pass"
+        await asyncio.sleep(0.02)
+
+
+# -- orders ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_paused_host_gets_nothing_from_a_running_worker_and_resuming_sets_free_what_waited(project: Any) -> None:
+    async with Web() as web:
+        web.route("/*", PAGE)
+        domains = project()
+        await domains.push(*(web.url(f"/{n}") for n in range(20)))
+        key = f"127.0.0.1:{web.port}"
+        told = await domains("pause", key, "--for", "1h")
+        assert (told["state"], told["paused"], told["queued"]) == ("paused", True, 20)
+        async with domains.running():
+            await domains.push(web.url("/other", host="127.0.0.2"))  # nobody listens there, so it fails: the worker is at work
+            await until(lambda: domains.rows("SELECT 1 FROM event WHERE status='delayed' AND reason LIKE 'waiting for a slot%'") != [])
+            await asyncio.sleep(0.5)
+            assert web.entries == []
+            assert "goes on" in await domains.text("resume", web.url("/any/page"))
+            await until(lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(20,)])
+        assert (await domains("show", key))["paused"] is False
+
+
+async def test_a_pause_stops_a_worker_in_the_middle_of_its_work(project: Any) -> None:
+    async with Web() as web:
+        web.route("/robots.txt", reply("", "text/plain"))
+        web.route("/p/*", PAGE)
+        domains = project(rate="20")
+        await domains.push(*(web.url(f"/p/{n}") for n in range(100)))
+        async with domains.running():
+            await until(lambda: len(web.entries) > 5)
+            await domains.text("pause", web.url())
+            ordered = time.time()
+            await asyncio.sleep(1.0)
+            late = [e for e in web.entries if e.at / 1e6 > ordered + 0.25]
+            assert late == []
+        assert (await domains("show", web.url()))["paused_until"] is None, "until it is resumed"
+
+
+async def test_a_limit_of_its_own_holds_for_one_host_and_a_new_one_sets_free_what_waited_for_the_old(project: Any) -> None:
+    async with Web() as web, Web(host="127.0.0.2") as other:
+        for w in (web, other):
+            w.route("/*", PAGE)
+        domains = project()
+        told = await domains("limit", web.url(), "10/s", "--burst", "1")
+        assert (told["rate"], told["own"]) == (10.0, {"rate": 10.0, "burst": 1, "concurrency": None})
+        await domains.push(*(web.url(f"/{n}") for n in range(8)), *(other.url(f"/{n}") for n in range(8)))
+        await domains.run()
+        at = sorted(e.at / 1e6 for e in web.entries)
+        assert at[-1] - at[0] >= 0.75, "nine requests, robots.txt included, at ten a second"
+        assert max(e.at for e in other.entries) / 1e6 - min(e.at for e in other.entries) / 1e6 < 0.75, "the other has none"
+        await domains("limit", web.url(), "1/h")
+        await domains.push(*(web.url(f"/later/{n}") for n in range(5)))
+        async with domains.running():
+            await until(lambda: domains.rows("SELECT count(*) FROM event WHERE status='delayed'")[0][0] >= 4)
+            told = await domains("limit", web.url(), "default")
+            assert (told["rate"], told["own"]["rate"]) == (None, None)
+            await until(lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(21,)])
+
+
+async def test_robots_is_ignored_for_one_host_from_the_order_on_and_obeyed_again_after_the_next(project: Any) -> None:
+    async with Web() as web:
+        web.route("/robots.txt", reply("User-agent: *\nDisallow: /\nCrawl-delay: 5\n", "text/plain"))
+        web.route("/*", PAGE)
+        domains = project()
+        assert "needs a reason" in await domains.text("robots", web.url(), "ignore", code=2)
+        await domains.push(web.url("/1"))
+        await domains.run()
+        assert domains.rows("SELECT status, reason FROM event") == [("dead", "robots.txt disallows it")]
+        told = await domains("robots", web.url(), "ignore", "--reason", "our own shop")
+        assert (told["robots"], told["crawl_delay"], told["interval"]) == ("ignore", 5.0, 0.0), "nor its crawl delay"
+        async with domains.running():
+            await domains.push(web.url("/2"), web.url("/3"))
+            await until(lambda: web.counts["/2"] + web.counts["/3"] == 2)
+            told = await domains("robots", web.url(), "obey")
+            assert (told["robots"], told["interval"]) == ("obey", 5.0)
+            await asyncio.sleep(0.3)
+            await domains.push(web.url("/4"))
+            await until(lambda: domains.rows("SELECT status FROM event WHERE url LIKE '%/4'") == [("dead",)], 15)
+        assert web.counts["/4"] == 0
+        (noted,) = told["exceptions"]
+        assert (noted["kind"], noted["reason"]) == ("robots", "our own shop")
+        assert noted["at"] < noted["ended"]
+        assert "@" in noted["who"]
+
+
+async def test_exceptions_of_the_configuration_are_recorded_when_a_worker_starts_and_ended_when_they_are_gone(project: Any) -> None:
+    async with Web() as web:
+        web.route("/*", PAGE)
+        domains = project(toml="[proxies.p]\nurls = 'http://127.0.0.1:9'\n")
+        domains.dir.joinpath("penstock.toml").write_text(domains.dir.joinpath("penstock.toml").read_text().replace("[net]\n", "[net]\nremote_dns = true\n"))
+        await domains.push(web.url("/1"))
+        await domains.run()
+        listed = await domains("ls")
+        assert [(e["kind"], e["host"]) for e in listed["exceptions"]] == [("remote_dns", "*")]
+        assert "everywhere: net.remote_dns = true" in await domains.text("ls")
+        domains.dir.joinpath("penstock.toml").write_text(domains.dir.joinpath("penstock.toml").read_text().replace("remote_dns = true\n", ""))
+        await domains.push(web.url("/2"))
+        await domains.run()
+        assert (await domains("ls"))["exceptions"] == []
+
+
+async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resumed_away(project: Any) -> None:
+    async with Web() as web:
+        web.route("/busy", Reply(429, {"retry-after": "300"}))
+        domains = project()
+        await domains.push(web.url("/busy"), "http://many.example/1", "http://many.example/2", "http://aaa.example/1")
+        await domains.text("pause", "many.example")
+        await domains.text("pause", "aaa.example")
+        async with domains.running():
+            await until(lambda: web.counts["/busy"] == 1)
+            await asyncio.sleep(0.3)
+        (first,) = (await domains("ls", "--limit", "1"))["domains"]
+        assert first["state"] != "ok"
+        by_host = {d["host"]: d for d in (await domains("ls"))["domains"]}
+        blocked = by_host[f"127.0.0.1:{web.port}"]
+        assert (blocked["state"], blocked["last_status"], blocked["throttles"]) == ("blocked", 429, 1)
+        assert by_host["many.example"]["state"] == "paused"
+        assert [r["status"] for r in blocked["robots_txt"]] == [404]
+        assert "it asked to be left alone itself" in await domains.text("resume", web.url())
+        assert (await domains("show", web.url()))["state"] == "blocked"
+        for bad in (["limit", "x.example"], ["limit", "x.example", "9x"], ["pause", "x.example", "--for", "long"], ["show", "bad host"]):
+            assert "Error:" in await domains.text(*bad, code=2)
+
+
+# -- requests in flight --------------------------------------------------------------------------------------------------
+
+
+def gauge() -> tuple[Callable[[Request], Awaitable[Reply]], list[int]]:
+    """A page that takes a while, and how many were asked for at once."""
+    now, seen = 0, [0]
+
+    async def slow(request: Request) -> Reply:
+        nonlocal now
+        now += 1
+        seen[0] = max(seen[0], now)
+        await asyncio.sleep(0.05)
+        now -= 1
+        return reply(PAGE)
+
+    return slow, seen
+
+
+async def test_no_host_gets_more_at_once_than_its_limit_and_others_do_not_wait_for_it(project: Any) -> None:
+    (slow, most), (other_slow, other_most) = gauge(), gauge()
+    async with Web() as web, Web(host="127.0.0.2") as other:
+        web.route("/p/*", slow)
+        other.route("/p/*", other_slow)
+        domains = project(toml='[fetch]\nconcurrency = 24\nprefetch = 48\n[retry]\nbase = "10ms"\n')
+        await domains.text("limit", other.url(), "--concurrency", "2")
+        await domains.push(*(web.url(f"/p/{n}") for n in range(60)), *(other.url(f"/p/{n}") for n in range(20)))
+        await domains.run()
+        assert domains.rows("SELECT status, count(*) FROM event GROUP BY status") == [("success", 80)]
+        assert most[0] == 8, "the usual limit, and it was reached"
+        assert other_most[0] == 2
+
+
+async def test_a_host_that_hangs_does_not_fill_the_window_of_the_others(project: Any) -> None:
+    async with Web() as web, Web(host="127.0.0.2") as other:
+        hung = asyncio.Event()
+
+        async def hang(request: Request) -> Reply:
+            await hung.wait()
+            return reply(PAGE)
+
+        web.route("/p/*", hang)
+        other.route("/p/*", PAGE)
+        domains = project(toml="[fetch]\nconcurrency = 16\nprefetch = 64\n")
+        await domains.push(*(web.url(f"/p/{n}") for n in range(1000)))
+        async with domains.running():
+            await until(lambda: sum(web.counts.values()) >= 8)
+            await domains.push(*(other.url(f"/p/{n}") for n in range(300)))
+            await until(lambda: sum(other.counts.values()) > 300, 15)
+            hung.set()
+
+
+async def test_what_missed_its_slot_behind_a_host_that_hung_takes_a_new_one(project: Any) -> None:
+    """The limit to requests in flight holds many back; when it lets them go they must not all go at once."""
+    async with Web() as web:
+        hung = asyncio.Event()
+
+        async def hang(request: Request) -> Reply:
+            await hung.wait()
+            return reply(PAGE)
+
+        web.route("/p/*", hang)
+        domains = project(toml="concurrency = 2\n", rate="10")
+        text = domains.dir.joinpath("penstock.toml").read_text().replace("concurrency = 2\n", "").replace('rate = "10"', 'rate = "10"\nconcurrency = 2')
+        domains.dir.joinpath("penstock.toml").write_text(text)
+        await domains.push(*(web.url(f"/p/{n}") for n in range(30)))
+        async with domains.running():
+            await until(lambda: sum(web.counts.values()) >= 3)
+            await asyncio.sleep(2.0)
+            assert sum(web.counts.values()) == 3, "robots.txt and two pages"
+            hung.set()
+            await until(lambda: sum(web.counts.values()) == 31, 20)
+        at = sorted(e.at / 1e6 for e in web.entries)[3:]
+        for i in range(len(at) - 10):
+            assert at[i + 10] - at[i] > 0.8, "ten a second, in every second"
