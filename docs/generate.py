@@ -227,7 +227,7 @@ def outcomes() -> str:
         + ", ".join(f"“{mark.decode()}”" for mark in SMALL_MARKS)
         + ".",
         "",
-        f"Pages that say 404 with status 200 ({soft}) are not looked for: the rule is there, and no option turns it on.",
+        f"With `fetch.soft_404 = true`, an HTML page of at most {SMALL} bytes that says 404 with status 200 ({soft}) is permanent too.",
         "",
         "## Our own limits",
         "",

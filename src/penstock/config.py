@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -264,7 +265,9 @@ def _derive(values: dict[str, Any], cwd: Path) -> None:
         if scheme in ("sqlite", "file") and rest and not rest.startswith(("/", ":")):
             url = f"{scheme}:{cwd.absolute() / rest}"
         values[path] = url
-    values.setdefault("fetch.prefetch", min(8 * values.get("fetch.concurrency", BY_PATH["fetch.concurrency"].default), 100_000))
+    in_flight = values.get("fetch.concurrency", BY_PATH["fetch.concurrency"].default)
+    values.setdefault("pace.concurrency", in_flight if values.get("pace.rate") == math.inf else 8)  # who lifts the limit means it
+    values.setdefault("fetch.prefetch", min(8 * in_flight, 100_000))
 
 
 def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:

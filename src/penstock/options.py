@@ -121,7 +121,9 @@ class NetConfig(_Section, frozen=True, kw_only=True):
 class PaceConfig(_Section, frozen=True, kw_only=True):
     rate: Annotated[float, Opt(units.RATE, "requests a second for each host, jittered")] = 1.0
     burst: Annotated[int, Opt(units.counts(1, 10_000), "requests a host may get at once after a rest")] = 1
-    concurrency: Annotated[int, Opt(units.counts(1, 10_000), "requests in flight to one host in one worker")] = 8
+    concurrency: Annotated[
+        int, Opt(units.counts(1, 10_000), "requests in flight to one host in one worker", example="8", derived="8; with an unlimited rate fetch.concurrency")
+    ]
 
 
 class DedupConfig(_Section, frozen=True, kw_only=True):
@@ -209,7 +211,7 @@ class Config(_Section, frozen=True, kw_only=True):
     pages: PagesConfig
     retry: RetryConfig = RetryConfig()
     net: NetConfig = NetConfig()
-    pace: PaceConfig = PaceConfig()
+    pace: PaceConfig
     dedup: DedupConfig = DedupConfig()
     follow: FollowConfig = FollowConfig()
     fetch: FetchConfig
