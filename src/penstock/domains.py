@@ -142,7 +142,7 @@ class Domains:
     def limit(self, host: str, *, rate: float | None, burst: int | None, concurrency: int | None) -> None:
         """Limits of its own from now on; None is the usual one, a rate of inf is none at all."""
         usual = self._stores.claims.limits
-        self._change(host, lambda state: pace.limited(state, usual, self._clock.now(), rate, burst, concurrency))
+        self._change(host, lambda state: pace.limited(state, usual, rate, burst, concurrency))
         self._set_free(host)
 
     def pause(self, host: str, seconds: float | None) -> float:

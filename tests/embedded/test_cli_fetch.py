@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +188,41 @@ async def test_through_a_proxy_the_way_is_told_and_the_password_is_not(place: An
         assert told["error"]["class"] == "throttled"
         assert USER not in said
         assert PASSWORD not in said
+
+
+async def test_the_options_that_bend_a_rule_reach_the_request(place: Any) -> None:
+    async with Web() as web:
+        web.route("/soft", "<html><title>404 Not Found</title><body>there is no such thing in this shop, sorry</body></html>")
+        fetch = place(web.port)
+        await fetch(0, web.url("/soft"))
+        told = await fetch(1, web.url("/soft"), "--set", "fetch.soft_404=true")
+        assert told["error"]["class"] == "permanent"
+
+
+async def test_a_downgrade_is_followed_only_where_it_is_allowed(place: Any, tmp_path: Path) -> None:
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    subprocess.run(command.split(), check=True, cwd=tmp_path, capture_output=True)  # noqa: ASYNC221
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    async with Web() as web:
+        web.route("/plain", PAGE)
+        web.route("/tls", Reply(302, {"location": web.url("/plain")}))
+        port = await web.listen(tls=context)
+        fetch = place(web.port, port)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+            told = await fetch(1, f"https://127.0.0.1:{port}/tls")
+            assert told["error"]["reason"] == "a redirect leads from https to http"
+            told = await fetch(0, f"https://127.0.0.1:{port}/tls", "--set", "fetch.allow_downgrade=true")
+            assert told["final_url"] == web.url("/plain")
+
+
+async def test_with_remote_dns_the_proxy_resolves_and_the_guard_says_so(place: Any) -> None:
+    async with Proxy() as proxy:
+        fetch = place(proxy.port, toml=f'[proxies.p]\nurls = "{proxy.dsn}"\n')
+        told = await fetch(1, "http://only-the-proxy-knows.invalid/", "--pool", "p")
+        assert told["guard"]["verdict"] == "unresolved"
+        assert proxy.connects == []
+        told = await fetch(1, "http://only-the-proxy-knows.invalid/", "--pool", "p", "--set", "net.remote_dns=true")
+        assert told["guard"] == {"verdict": "allowed", "addresses": [], "reason": "the proxy resolves the name"}
+        assert proxy.connects != []

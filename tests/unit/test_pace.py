@@ -18,8 +18,10 @@ from penstock.rules.pace import (
     RECOVERY,
     HostState,
     Limits,
+    held_until,
     holds,
     interval,
+    limited,
     parse_rate,
     parse_retry_after,
     report,
@@ -161,6 +163,32 @@ def test_successes_win_the_rate_back_step_by_step_and_time_alone_does_not() -> N
         assert report(broken, limits, NOW, status).successes == 0
         assert report(broken, limits, NOW, status).penalty == 4.0
     assert report(broken, limits, NOW, 404).penalty == 2.0
+
+
+def test_a_pause_holds_until_it_ends_beside_what_the_host_asked_for() -> None:
+    state = report(HostState(paused_until=math.inf), Limits(rate=None), NOW, 429, 5.0)
+    assert held_until(state) == math.inf
+    assert reserve(state, Limits(rate=None), NOW, 1)[1] == [NOW + MAX_RETRY_AFTER], "asked again after a day"
+    assert not holds(state, NOW + 1e9)
+    resumed = msgspec.structs.replace(state, paused_until=0.0)
+    assert reserve(resumed, Limits(rate=None), NOW, 1)[1] == [NOW + 5.0]
+
+
+def test_a_crawl_delay_does_not_count_where_robots_is_ignored() -> None:
+    state = HostState(crawl_delay=30.0, ignores_robots=True)
+    assert interval(state, Limits(rate=2.0)) == 0.5
+    assert reserve(state, Limits(rate=2.0, burst=2, jitter=0.0), NOW, 2)[1] == [NOW, NOW]
+
+
+def test_under_a_new_limit_the_next_slot_keeps_the_new_distance_from_the_last_one() -> None:
+    limits = Limits(rate=1.0, jitter=0.0)
+    state, _ = reserve(HostState(rate=1 / 3600), limits, NOW, 1)
+    faster = limited(state, limits, 2.0, None, None)
+    assert reserve(faster, limits, NOW + 0.1, 2)[1] == [NOW + 0.5, NOW + 1.0]
+    assert limited(faster, limits, None, None, None).rate is None
+    given_out, _ = reserve(HostState(), limits, NOW, 3)
+    slower = limited(given_out, limits, 0.1, None, 3)
+    assert (reserve(slower, limits, NOW, 2)[1], slower.concurrency) == ([NOW + 12, NOW + 22], 3)
 
 
 def test_a_state_survives_its_store() -> None:

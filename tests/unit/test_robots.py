@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.rules.robots import MAX_BYTES, Robots, from_answer, parse, ttl
+from penstock.rules.robots import MAX_BYTES, Robots, from_answer, parse, product_token, ttl
 
 AGENT = "Penstock/0.1 (+https://example.com/bot)"
 
@@ -151,6 +151,28 @@ def test_crawl_delays_belong_to_their_agents_and_nonsense_is_left_out() -> None:
 def test_sitemaps_are_listed_once_in_order_wherever_they_stand() -> None:
     body = "Sitemap: https://a.test/1.xml\nUser-agent: x\nsitemap:https://a.test/ü.xml#c\nSITEMAP: https://a.test/1.xml\nSitemap:\nSitemap: /3.xml"
     assert parse(body.encode()).sitemaps == ("https://a.test/1.xml", "https://a.test/ü.xml", "/3.xml")
+
+
+@pytest.mark.parametrize(
+    ("user_agent", "token"),
+    [
+        ("penstock/0.1 (+https://penstock.example/bot)", "penstock"),
+        ("Mozilla/5.0 (compatible; Shop-Bot/2.1; +https://shop.example/bot)", "Shop-Bot"),
+        ("Mozilla/5.0 (X11; Linux x86_64)", "Mozilla"),
+        ("shopbot", "shopbot"),
+        ("42bot/1", "42bot"),
+        (" ", ""),
+    ],
+)
+def test_the_name_in_robots_is_the_product_of_the_user_agent(user_agent: str, token: str) -> None:
+    assert product_token(user_agent) == token
+
+
+def test_the_rule_behind_a_verdict_can_be_told() -> None:
+    found = parse(b"User-agent: *\nDisallow: /a\nAllow: /a/b\nDisallow: /*.php$\n")
+    for path, rule in (("/a/x", "Disallow: /a"), ("/a/b/c", "Allow: /a/b"), ("/x.php", "Disallow: /*.php$"), ("/c", "")):
+        assert found.deciding("me", path) == rule
+        assert found.allows("me", path) is not rule.startswith("Disallow")
 
 
 def test_only_the_first_500_kib_count_and_a_line_cut_there_is_no_rule() -> None:

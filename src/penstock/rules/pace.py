@@ -53,10 +53,10 @@ def held_until(state: HostState) -> float:
     return max(state.blocked_until, state.paused_until)
 
 
-def limited(state: HostState, limits: Limits, now: float, rate: float | None, burst: int | None, concurrency: int | None) -> HostState:
-    """With limits of its own (None: the usual ones) from now on: a wait that an old limit made longer is cut to the new one's."""
+def limited(state: HostState, limits: Limits, rate: float | None, burst: int | None, concurrency: int | None) -> HostState:
+    """With limits of its own (None: the usual ones) from now on: the next slot keeps the new distance from the last one given out."""
     after = msgspec.structs.replace(state, rate=rate, burst=burst, concurrency=concurrency)
-    return msgspec.structs.replace(after, tat=min(state.tat, now + interval(after, limits)))
+    return msgspec.structs.replace(after, tat=state.tat - interval(state, limits) + interval(after, limits))
 
 
 def interval(state: HostState, limits: Limits) -> float:
