@@ -36,7 +36,7 @@ def say(text: str) -> None:
 
 def cache() -> Path:
     """Environments of the peers, the site and scratch: outside the clone, on a real disk (a file system in memory would make every sync free)."""
-    base = os.environ.get("PENSTOCK_BENCH_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "penstock-bench")
+    base = os.environ.get("BENCH_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "penstock-bench")
     directory = Path(base).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     return directory

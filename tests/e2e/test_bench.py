@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
     """The JSON object on its last line."""
-    env = os.environ | {"PENSTOCK_BENCH_CACHE": str(tmp_path)}
+    env = os.environ | {"BENCH_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, str(ROOT / "bench" / "run.py"), *args, "--json"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     if done.returncode == 1 and " is taken (" in done.stderr:
         pytest.skip(f"NOT TESTED: another benchmark runs on this machine ({done.stderr.strip().splitlines()[-2]})")
