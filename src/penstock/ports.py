@@ -333,6 +333,9 @@ class Pace(Protocol):
     def blocked_until(self, host: str) -> float:
         """0, or when the host may be asked again; a local view at most 100 ms old, for a last look before sending."""
 
+    def voided(self, host: str) -> float:
+        """0, or when the host was found to want more time between requests: a slot given out before that is not to be used. A local view."""
+
     def concurrency(self, host: str) -> int:
         """How many requests to the host may be in flight in one worker; a local view like the above."""
 

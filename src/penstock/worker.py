@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -29,7 +29,8 @@ from penstock.telemetry import Signals
 T = TypeVar("T")
 Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
-LATE = 0.25  # seconds after its slot, beyond which an event that had to wait for one needs a new one: those behind it have theirs
+KEPT = 0.95  # of the distance between two slots, where the first went late: so that it catches up
+LATE = 0.1  # seconds after its slot, beyond which an event that had to wait for one needs a new one: those behind it have theirs
 CROWD_REST = 0.25  # seconds for which no more is taken of a host that has its share of the window waiting here
 CROWD_PATIENCE = 1.0  # seconds without room in the window, after which what waits beyond its host's share goes back
 SUSPECT = 2  # starts that never ended, before a page's extraction leaves our process and runs alone
@@ -56,7 +57,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class Item:
     """One held delivery, from receive until the books have its end."""
 
-    __slots__ = ("admitted", "asked", "begun", "body", "delivery", "event", "extracted", "fence", "meta", "response", "slot", "task", "timer")
+    __slots__ = ("admitted", "asked", "begun", "body", "delivery", "event", "extracted", "fence", "given", "meta", "response", "slot", "task", "timer")
 
     def __init__(self, delivery: Delivery, event: Event) -> None:
         self.delivery, self.event = delivery, event
@@ -65,6 +66,7 @@ class Item:
         self.begun = 0.0
         self.asked = False
         self.slot = math.inf  # where it had to wait for one
+        self.given = math.inf  # when it got it
         self.timer: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self.meta: PageMeta | None = None
@@ -107,6 +109,7 @@ class Worker:
         self._crowd: dict[str, deque[Item]] = {}  # ready, but their host has as many as it may have
         self._reslotting: set[asyncio.Task[None]] = set()
         self._received = 0.0  # when there was last room to ask for more
+        self._sent: dict[str, tuple[float, float]] = {}  # by host, where it has a limit: the slot used last, and when
         self._bytes = 0
         self._extracts: list[Item] = []
         self._ends: list[tuple[Item, End]] = []
@@ -231,7 +234,11 @@ class Worker:
                 self.held[d.position] = item
                 pairs.append((d, item.event))
                 items.append(item)
-        fetches = self.first == "fetch"
+        await self._place(pairs, items)
+
+    async def _place(self, pairs: Sequence[tuple[Delivery, Event | BadEnvelope]], items: Sequence[Item | None]) -> None:
+        """Have them admitted, and wait for their slots."""
+        fetches, asked = self.first == "fetch", self.clock.now()
         answers = await self._insist(lambda: self.books.admit(pairs, fetches=fetches))
         now, loop = self.clock.now(), asyncio.get_running_loop()
         for held, answer in zip(items, answers, strict=True):
@@ -240,7 +247,7 @@ class Worker:
             if answer.verdict == "settled":
                 self.held.pop(held.delivery.position, None)
                 continue
-            held.admitted = answer
+            held.admitted, held.slot, held.given = answer, math.inf, asked
             if answer.slot > now:
                 held.timer = loop.call_later(answer.slot - now, self._make_ready, held)
                 if answer.slot > now + 0.01:
@@ -316,8 +323,10 @@ class Worker:
         items: list[Item] = []
         asks: list[bool] = []
         late: list[Item] = []
-        ready, asking, limit = self._ready, self._asking, self.books.claims.concurrency
-        fetches, stale = self.first == "fetch", self.clock.now() - LATE
+        paced = self.o.per_key is not None
+        ready, asking, limit, voided = self._ready, self._asking, self.books.claims.concurrency, self.books.claims.voided
+        now, fetches = self.clock.now(), self.first == "fetch"
+        stale = now - LATE
         while ready and len(items) < permits:
             item = ready.popleft()
             ask = fetches and not item.admitted.page
@@ -327,8 +336,11 @@ class Worker:
                 if n and n >= limit(key):
                     self._crowd.setdefault(key, deque()).append(item)
                     continue
-                if item.slot < stale:
+                if item.slot < stale or item.given < voided(key):
                     late.append(item)
+                    continue
+                if (paced or item.slot < math.inf or key in self._sent) and (wait := self._too_soon(key, item.admitted.slot, now)):
+                    item.timer = asyncio.get_running_loop().call_later(wait, self._make_ready, item)
                     continue
                 asking[key] = n + 1
             items.append(item)
@@ -336,6 +348,19 @@ class Worker:
         if late:
             self._spawn(self._reslotting, self._reslot(late))
         return items, asks
+
+    def _too_soon(self, key: str, slot: float, now: float) -> float:
+        """Seconds until it may go. Where the one before went late, this one keeps its distance, or several would go at once."""
+        last, sent = self._sent.get(key, (slot, 0.0))
+        # No more than the host's own gap: slots that lie apart because there was nothing to do, or we were slow, need no distance.
+        gap: float = self.books.claims.gap(key)
+        due = sent + KEPT * min(slot - last, gap)
+        if due > now + 0.005:
+            return due - now
+        if len(self._sent) > 8192:
+            self._sent = {host: pair for host, pair in self._sent.items() if pair[1] > now - 60.0}
+        self._sent[key] = slot, now
+        return 0.0
 
     def _leave(self, key: str) -> None:
         """One request less in flight: the next in the crowd goes first."""
@@ -350,15 +375,9 @@ class Worker:
                 del self._crowd[key]
 
     async def _reslot(self, items: Sequence[Item]) -> None:
-        """They missed their slots, waiting for a permit or for their host; sent now, they would come on top of those whose turn it is."""
-        wants = Counter(item.event.key for item in items)
-        slots = await self._insist(lambda: self.books.claims.reserve(wants))
-        left = {key: iter(times) for key, times in slots.items()}
-        now, loop = self.clock.now(), asyncio.get_running_loop()
-        for item in items:
-            slot = next(left[item.event.key])
-            item.slot = slot if slot > now + 0.01 else math.inf
-            item.timer = loop.call_later(max(0.0, slot - now), self._make_ready, item)
+        """They missed their slots, waiting for a permit or for their host, and sent now they would come on top of those whose turn it is;
+        or their host wants more time than was known when they got them. Admitted anew: what has to wait long is delayed in the books."""
+        await self._place([(item.delivery, item.event) for item in items], items)
 
     async def _handle(self, item: Item) -> None:
         """The scope that owns a delivery: whatever happens in it, an end is noted."""

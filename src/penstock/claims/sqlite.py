@@ -43,7 +43,9 @@ class SqliteClaims:
     def __init__(self, db: Database, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
         self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
         self._pruned = b""
+        self._gaps: dict[str, float] = {}
         self._slowed: dict[str, float] = {}  # hosts that throttled us or are paused, and until when they are left alone
+        self._voided: dict[str, float] = {}  # hosts that were found to want more time, and when: slots of before are too close together
         self._own: dict[str, int] = {}  # hosts with a limit of their own to requests in flight
         self._exempt: frozenset[str] = frozenset()  # hosts whose robots.txt is not obeyed
         db.part("claims", 1, SCHEMA)
@@ -84,7 +86,10 @@ class SqliteClaims:
         slots: dict[str, Sequence[float]] = {}
         for host, n in wants.items():
             state = self.state_in(tx, host)
-            spread = self.limits.jitter * pace.interval(state, self.limits)
+            if len(self._gaps) > 8192:
+                self._gaps.clear()
+            gap = self._gaps[host] = pace.interval(state, self.limits)
+            spread = self.limits.jitter * gap
             calm = 1.0 if within is None or spread <= within / 2 else within / 2 / spread  # or the jitter alone would send it away again
             jitter = [calm * self.rng.random() for _ in range(n)]
             after, slots[host] = pace.reserve(state, self.limits, now, n, jitter)
@@ -99,6 +104,8 @@ class SqliteClaims:
     async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
         """Free of any write while the host is content: only throttling, and recovery from it, are news."""
         if status in (429, 503) or host in self._slowed:
+            if status in (429, 503):
+                self._void(host)
             self._slowed[host] = await self.db.write(lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False)
 
     def _report(self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float) -> float:
@@ -113,6 +120,21 @@ class SqliteClaims:
                 self.keep_in(tx, host, msgspec.structs.replace(state, crawl_delay=seconds))
 
         await self.db.write(work, durable=False)
+        if seconds:
+            self._void(host)  # whoever changed it: this worker has only now read that robots.txt
+
+    def gap(self, host: str) -> float:
+        """Seconds between two requests to the host, when slots were last given; 0 is unlimited."""
+        return self._gaps.get(host, 0.0)
+
+    def voided(self, host: str) -> float:
+        return self._voided.get(host, 0.0)
+
+    def _void(self, host: str) -> None:
+        if len(self._voided) > 8192:  # no slot is given this far ahead
+            old = self.clock.now() - 60.0
+            self._voided = {h: at for h, at in self._voided.items() if at > old}
+        self._voided[host] = self.clock.now()
 
     def state_in(self, tx: Tx, host: str) -> pace.HostState:
         raw = tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
@@ -135,7 +157,11 @@ class SqliteClaims:
 
     async def refresh(self) -> None:
         """Bring the local view up to date; the worker calls it several times a second."""
+        before = self._slowed
         self._slowed, self._own, self._exempt = await self.db.read(_look)
+        for host, until in self._slowed.items():
+            if until > before.get(host, 0.0):  # another worker was told
+                self._void(host)
 
     # -- robots ------------------------------------------------------------------------------------------------------------
 

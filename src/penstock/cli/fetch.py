@@ -89,7 +89,7 @@ class _Pace:
         self.loading = False  # robots.txt is being fetched, with its own redirects
         self.report, self.crawl_delay, self.blocked_until = claims.report, claims.crawl_delay, claims.blocked_until
         self.refresh = claims.refresh
-        self.concurrency, self.exempt = claims.concurrency, claims.exempt
+        self.concurrency, self.exempt, self.voided = claims.concurrency, claims.exempt, claims.voided
 
     async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
         slots: Mapping[str, Sequence[float]] = await self._claims.reserve(wants)
