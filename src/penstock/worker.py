@@ -338,9 +338,11 @@ class Worker:
                     continue
                 if item.slot < stale or item.given < voided(key):
                     late.append(item)
+                    self._call_up(key)
                     continue
                 if (paced or item.slot < math.inf or key in self._sent) and (wait := self._too_soon(key, item.admitted.slot, now)):
                     item.timer = asyncio.get_running_loop().call_later(wait, self._make_ready, item)
+                    self._call_up(key)
                     continue
                 asking[key] = n + 1
             items.append(item)
@@ -369,6 +371,10 @@ class Worker:
             self._asking[key] = n
         else:
             del self._asking[key]
+        self._call_up(key)
+
+    def _call_up(self, key: str) -> None:
+        """One of the crowd takes the place of one that left, or that could not use it: nobody else would call them."""
         if self._crowd and (crowd := self._crowd.get(key)):
             self._ready.appendleft(crowd.popleft())
             if not crowd:
