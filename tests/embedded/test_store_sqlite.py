@@ -173,7 +173,7 @@ async def test_durability_decides_whether_a_commit_waits_for_the_disk(tmp_path: 
 async def test_one_durable_job_makes_its_whole_group_durable(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     gate = threading.Event()
-    hold = asyncio.ensure_future(db.write(lambda tx: gate.wait(10), durable=False))
+    hold = asyncio.ensure_future(db.write(held_commit(db, gate), durable=False))
     await asyncio.sleep(0.05)
     ask = [asyncio.ensure_future(db.write(lambda tx: tx.execute("PRAGMA synchronous").get, durable=durable)) for durable in (False, True, False)]
     await asyncio.sleep(0)
