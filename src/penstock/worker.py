@@ -293,7 +293,7 @@ class Worker:
                 self._startable.clear()
                 await self._startable.wait()
                 continue
-            if min(permits, len(self._ready)) < self.o.start_group and self._active:
+            if permits < self.o.start_group and permits < len(self._ready) and self._active:
                 await self.clock.sleep(self.o.start_linger)  # a transaction for one start costs as much as one for many
                 permits = self.o.concurrency - self._active
             items, asks = self._choose(permits)
@@ -468,7 +468,7 @@ class Worker:
         if len(self._extracts) >= self.o.extract_group:
             self._flush_extracts()
         elif self._extract_timer is None:
-            self._extract_timer = asyncio.get_running_loop().call_later(self.o.extract_linger, self._flush_extracts)
+            self._extract_timer = asyncio.get_running_loop().call_later(self._linger(self.o.extract_linger), self._flush_extracts)
 
     def _flush_extracts(self) -> None:
         if self._extract_timer is not None:
@@ -569,7 +569,7 @@ class Worker:
         if len(self._ends) >= self.o.conclude_group:
             self._flush_ends()
         elif self._conclude_timer is None:
-            self._conclude_timer = asyncio.get_running_loop().call_later(self.o.conclude_linger, self._flush_ends)
+            self._conclude_timer = asyncio.get_running_loop().call_later(self._linger(self.o.conclude_linger), self._flush_ends)
 
     def _flush_ends(self) -> None:
         if self._conclude_timer is not None:
@@ -655,6 +655,10 @@ class Worker:
             await asyncio.wait_for(event.wait(), seconds)
         except TimeoutError:
             pass
+
+    def _linger(self, alone: float) -> float:
+        """Under load more events share a hand-over or a sync; one that comes alone is not kept waiting for others."""
+        return 4 * alone if len(self.held) > self.o.concurrency else alone
 
     def _spawn(self, among: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
