@@ -7,7 +7,6 @@ import logging
 import math
 import random
 import traceback
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -17,7 +16,7 @@ import msgspec
 from penstock.books import Books
 from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.model import ErrorClass, Event, Failure, Page, Release, decode_event, page_id
-from penstock.ports import Admitted, Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
+from penstock.ports import Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
 from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
@@ -25,12 +24,11 @@ from penstock.rules.proxies import PoolExhausted
 from penstock.stages.fetch import FetchStage
 from penstock.stages.handover import PageMessage, RecordsMessage
 from penstock.telemetry import Signals
+from penstock.turns import Item, Turns
 
 T = TypeVar("T")
 Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
-KEPT = 0.95  # of the distance between two slots, where the first went late: so that it catches up
-LATE = 0.1  # seconds after its slot, beyond which an event that had to wait for one needs a new one: those behind it have theirs
 CROWD_REST = 0.25  # seconds for which no more is taken of a host that has its share of the window waiting here
 CROWD_PATIENCE = 1.0  # seconds without room in the window, after which what waits beyond its host's share goes back
 SUSPECT = 2  # starts that never ended, before a page's extraction leaves our process and runs alone
@@ -52,27 +50,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float = 600.0  # of one handler; the watchdog ends what exceeds it
     per_key: int | None = None
     max_age: float = 7 * 86400.0
-
-
-class Item:
-    """One held delivery, from receive until the books have its end."""
-
-    __slots__ = ("admitted", "asked", "begun", "body", "delivery", "event", "extracted", "fence", "given", "meta", "response", "slot", "task", "timer")
-
-    def __init__(self, delivery: Delivery, event: Event) -> None:
-        self.delivery, self.event = delivery, event
-        self.admitted = Admitted(verdict="go")
-        self.fence = 0
-        self.begun = 0.0
-        self.asked = False
-        self.slot = math.inf  # where it had to wait for one
-        self.given = math.inf  # when it got it
-        self.timer: asyncio.TimerHandle | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.meta: PageMeta | None = None
-        self.body: bytes = b""
-        self.response: Response | None = None
-        self.extracted: Extracted | None = None
 
 
 class Worker:
@@ -103,13 +80,10 @@ class Worker:
         self._paused, self._on_records = paused, on_records
         self.held: dict[int, Item] = {}
         self.outage: str | None = None
-        self._ready: deque[Item] = deque()
+        self._turns = Turns(books.claims, paced=options.per_key is not None, window=options.window, concurrency=options.concurrency)
         self._active = 0
-        self._asking: dict[str, int] = {}  # hosts with requests in flight, and how many
-        self._crowd: dict[str, deque[Item]] = {}  # ready, but their host has as many as it may have
         self._reslotting: set[asyncio.Task[None]] = set()
         self._received = 0.0  # when there was last room to ask for more
-        self._sent: dict[str, tuple[float, float]] = {}  # by host, where it has a limit: the slot used last, and when
         self._bytes = 0
         self._extracts: list[Item] = []
         self._ends: list[tuple[Item, End]] = []
@@ -154,8 +128,7 @@ class Worker:
             if item.timer is not None:
                 item.timer.cancel()
             self.held.pop(item.delivery.position)
-        self._ready.clear()
-        self._crowd.clear()
+        self._turns.clear()
         for reslotting in list(self._reslotting):
             reslotting.cancel()
         if waiting:  # the books know of no start, so there is nothing but the lease to give back
@@ -187,12 +160,12 @@ class Worker:
             room = self.o.window - len(self.held)
             full = room < max(1, self.o.window // 2)
             if self._paused() or full or self._bytes > self.o.byte_budget:
-                if full and self._crowd and self.clock.now() > self._received + CROWD_PATIENCE:
+                if full and self._turns.crowded and self.clock.now() > self._received + CROWD_PATIENCE:
                     await self._disperse()
                 else:
                     await self._nap(self._room, 0.1)
                 continue
-            if self._crowd and len(self._asking) > 1:
+            if self._turns.crowded and self._turns.mixed:
                 await self._rest_crowds()
             got = await self._insist(partial(self.sub.receive, room, 0.5, per_key=self.o.per_key))
             self._received = self.clock.now()
@@ -200,26 +173,18 @@ class Worker:
                 await self._admit(got)
 
     async def _rest_crowds(self) -> None:
-        """A slow host must not fill the window with events that wait for their turn, while others would have theirs."""
         until = self.clock.now() + CROWD_REST
-        full = {key: until for key, crowd in self._crowd.items() if len(crowd) >= self._share(key)}
-        if full:
+        if full := dict.fromkeys(self._turns.full(), until):
             await self._insist(partial(self.sub.hold, full))
 
     async def _disperse(self) -> None:
         """Nothing moves, since slow hosts have filled the window already: give back what is beyond their share, and see whether others have work."""
         self._received = self.clock.now()
-        back = [crowd.pop() for key, crowd in self._crowd.items() for _ in range(len(crowd) - self._share(key))]
-        if back:
+        if back := self._turns.excess():
             await self._rest_crowds()
             for item in back:
                 self.held.pop(item.delivery.position, None)
             await self._insist(lambda: self.sub.settle([(item.delivery, Release()) for item in back]))
-
-    def _share(self, key: str) -> int:
-        """Places of the window for what waits for this host: as many for each request that it may have in flight as there are for any."""
-        limit: int = self.books.claims.concurrency(key)
-        return max(1, min(limit * (self.o.window // max(1, self.o.concurrency)), self.o.window // 4))
 
     async def _admit(self, got: Sequence[Delivery]) -> None:
         pairs: list[tuple[Delivery, Event | BadEnvelope]] = []
@@ -248,12 +213,13 @@ class Worker:
                 self.held.pop(held.delivery.position, None)
                 continue
             held.admitted, held.slot, held.given = answer, math.inf, asked
+            held.asks = fetches and not answer.page
             if answer.slot > now:
                 held.timer = loop.call_later(answer.slot - now, self._make_ready, held)
                 if answer.slot > now + 0.01:
                     held.slot = answer.slot
             else:
-                self._ready.append(held)
+                self._turns.ready.append(held)
         self._startable.set()
 
     def _open(self, d: Delivery) -> Item:
@@ -281,7 +247,7 @@ class Worker:
 
     def _make_ready(self, item: Item) -> None:
         item.timer = None
-        self._ready.append(item)
+        self._turns.ready.append(item)
         self._startable.set()
 
     # -- starting --------------------------------------------------------------------------------------------------------------
@@ -289,96 +255,40 @@ class Worker:
     async def _start(self) -> None:
         while not self._stopping:
             permits = self.o.concurrency - self._active
-            if not self._ready or permits <= 0:
+            if not self._turns.ready or permits <= 0:
                 self._startable.clear()
                 await self._startable.wait()
                 continue
-            if permits < self.o.start_group and permits < len(self._ready) and self._active:
+            if permits < self.o.start_group and permits < len(self._turns.ready) and self._active:
                 await self.clock.sleep(self.o.start_linger)  # a transaction for one start costs as much as one for many
                 permits = self.o.concurrency - self._active
-            items, asks = self._choose(permits)
+            items = self._choose(permits)
             if not items:
                 continue
             self._active += len(items)  # taken before the await, or a second look would hand the same permits out again
+            starts = [(i.delivery, i.event, i.admitted.row) for i in items]
             try:
-                fences = await self._insist(
-                    partial(self.books.begin, [(i.delivery, i.event, i.admitted.row) for i in items], asks=asks, writing=self.first == "sink")
-                )
+                fences = await self._insist(partial(self.books.begin, starts, asks=[i.asks for i in items], writing=self.first == "sink"))
             except BaseException:
                 self._active -= len(items)
                 raise
             now = self.clock.now()
-            for item, fence, asks_host in zip(items, fences, asks, strict=True):
+            for item, fence in zip(items, fences, strict=True):
                 if fence is None:  # a duplicate, delayed or ended after all; the books have settled it
                     self._active -= 1
-                    if asks_host:
-                        self._leave(item.event.key)
+                    self._turns.leave(item)
                     self.held.pop(item.delivery.position, None)
                     continue
-                item.fence, item.begun, item.asked = fence, now, asks_host
+                item.fence, item.begun = fence, now
                 item.task = asyncio.create_task(self._handle(item))
 
-    def _choose(self, permits: int) -> tuple[list[Item], list[bool]]:
-        """Who starts now, and whether it asks its host. What finds its host busy, or its slot long past, waits without a permit."""
-        items: list[Item] = []
-        asks: list[bool] = []
-        late: list[Item] = []
-        paced = self.o.per_key is not None
-        ready, asking, limit, voided = self._ready, self._asking, self.books.claims.concurrency, self.books.claims.voided
-        now, fetches = self.clock.now(), self.first == "fetch"
-        stale = now - LATE
-        while ready and len(items) < permits:
-            item = ready.popleft()
-            ask = fetches and not item.admitted.page
-            if ask:
-                key = item.event.key
-                n = asking.get(key, 0)
-                if n and n >= limit(key):
-                    self._crowd.setdefault(key, deque()).append(item)
-                    continue
-                if item.slot < stale or item.given < voided(key):
-                    late.append(item)
-                    self._call_up(key)
-                    continue
-                if (paced or item.slot < math.inf or key in self._sent) and (wait := self._too_soon(key, item.admitted.slot, now)):
-                    item.timer = asyncio.get_running_loop().call_later(wait, self._make_ready, item)
-                    self._call_up(key)
-                    continue
-                asking[key] = n + 1
-            items.append(item)
-            asks.append(ask)
-        if late:
-            self._spawn(self._reslotting, self._reslot(late))
-        return items, asks
-
-    def _too_soon(self, key: str, slot: float, now: float) -> float:
-        """Seconds until it may go. Where the one before went late, this one keeps its distance, or several would go at once."""
-        last, sent = self._sent.get(key, (slot, 0.0))
-        # No more than the host's own gap: slots that lie apart because there was nothing to do, or we were slow, need no distance.
-        gap: float = self.books.claims.gap(key)
-        due = sent + KEPT * min(slot - last, gap)
-        if due > now + 0.005:
-            return due - now
-        if len(self._sent) > 8192:
-            self._sent = {host: pair for host, pair in self._sent.items() if pair[1] > now - 60.0}
-        self._sent[key] = slot, now
-        return 0.0
-
-    def _leave(self, key: str) -> None:
-        """One request less in flight: the next in the crowd goes first."""
-        n = self._asking[key] - 1
-        if n:
-            self._asking[key] = n
-        else:
-            del self._asking[key]
-        self._call_up(key)
-
-    def _call_up(self, key: str) -> None:
-        """One of the crowd takes the place of one that left, or that could not use it: nobody else would call them."""
-        if self._crowd and (crowd := self._crowd.get(key)):
-            self._ready.appendleft(crowd.popleft())
-            if not crowd:
-                del self._crowd[key]
+    def _choose(self, permits: int) -> list[Item]:
+        chosen = self._turns.choose(permits, self.clock.now())
+        for item, wait in chosen.early:
+            item.timer = asyncio.get_running_loop().call_later(wait, self._make_ready, item)
+        if chosen.late:
+            self._spawn(self._reslotting, self._reslot(chosen.late))
+        return chosen.start
 
     async def _reslot(self, items: Sequence[Item]) -> None:
         """They missed their slots, waiting for a permit or for their host, and sent now they would come on top of those whose turn it is;
@@ -391,7 +301,7 @@ class Worker:
         try:
             if self.first == "sink":
                 self._extracted(item, item.extracted or Extracted())
-            elif item.asked:
+            elif item.asks:
                 assert self.fetch is not None
                 response = await self.fetch.fetch(item.event, self._usable(item), turn=self._turn(item))
                 await self._fetched(item, response)
@@ -412,8 +322,7 @@ class Worker:
         finally:
             item.task = None
             self._active -= 1
-            if item.asked:
-                self._leave(item.event.key)
+            self._turns.leave(item)
             self._startable.set()
 
     def _turn(self, item: Item) -> int:
