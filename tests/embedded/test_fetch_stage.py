@@ -50,6 +50,7 @@ class Hosts:
         self.kept: dict[str, tuple[bytes | None, int, float]] = {}
         self.lookups = 0
         self.exempted: set[str] = set()
+        self.voids: dict[str, float] = {}
 
     def state(self, host: str) -> rules.HostState:
         return self.states.get(host, rules.HostState())
@@ -67,6 +68,11 @@ class Hosts:
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
         self.states[host] = msgspec.structs.replace(self.state(host), crawl_delay=seconds)
+        if seconds:
+            self.voids[host] = self.time.now()
+
+    def voided(self, host: str) -> float:
+        return self.voids.get(host, 0.0)
 
     def blocked_until(self, host: str) -> float:
         return self.state(host).blocked_until
@@ -233,12 +239,18 @@ async def test_robots_can_be_ignored_by_setting_or_for_one_host_by_exception() -
             assert (await r.fails("/a")).kind is ErrorClass.PERMANENT
 
 
-async def test_the_crawl_delay_reaches_the_pace() -> None:
+async def test_the_crawl_delay_reaches_the_pace_and_the_event_is_put_off_instead_of_waiting_with_a_permit() -> None:
     async with rig() as r:
         r.web.route("/robots.txt", reply("User-agent: *\nCrawl-delay: 7\n", "text/plain"))
         r.web.route("/*", PAGE)
-        await r.fetch("/a")
+        with pytest.raises(Failure) as caught:
+            await r.fetch("/a")
+        assert (caught.value.kind, caught.value.status) == (ErrorClass.THROTTLED, None), "so it costs the event nothing"
+        assert "robots.txt asks for more time" in caught.value.reason
         assert r.hosts.states[r.key].crawl_delay == 7.0
+        assert r.hosts.slots == []
+        await r.fetch("/a")
+        assert r.web.counts == {"/robots.txt": 1, "/a": 1}
 
 
 async def test_the_page_waits_for_a_slot_of_its_own_after_robots_took_the_events() -> None:

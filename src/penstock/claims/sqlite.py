@@ -105,7 +105,7 @@ class SqliteClaims:
         """Free of any write while the host is content: only throttling, and recovery from it, are news."""
         if status in (429, 503) or host in self._slowed:
             if status in (429, 503):
-                self._void(host)
+                self._void(host, self.clock.now())
             self._slowed[host] = await self.db.write(lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False)
 
     def _report(self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float) -> float:
@@ -114,14 +114,18 @@ class SqliteClaims:
         return pace.held_until(state)
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
-        def work(tx: Tx) -> None:
-            state = self.state_in(tx, host)
+        def work(tx: Tx) -> float:
+            state, now = self.state_in(tx, host), self.clock.now()
             if state.crawl_delay != seconds:
-                self.keep_in(tx, host, msgspec.structs.replace(state, crawl_delay=seconds))
+                state = msgspec.structs.replace(state, crawl_delay=seconds, delay_since=now)
+                if seconds:  # robots.txt itself was a request, a moment ago
+                    state = msgspec.structs.replace(state, tat=max(state.tat, now + pace.interval(state, self.limits)))
+                self.keep_in(tx, host, state)
+            return state.delay_since
 
-        await self.db.write(work, durable=False)
+        since = await self.db.write(work, durable=False)
         if seconds:
-            self._void(host)  # whoever changed it: this worker has only now read that robots.txt
+            self._void(host, since)
 
     def gap(self, host: str) -> float:
         """Seconds between two requests to the host, when slots were last given; 0 is unlimited."""
@@ -130,11 +134,11 @@ class SqliteClaims:
     def voided(self, host: str) -> float:
         return self._voided.get(host, 0.0)
 
-    def _void(self, host: str) -> None:
+    def _void(self, host: str, at: float) -> None:
         if len(self._voided) > 8192:  # no slot is given this far ahead
             old = self.clock.now() - 60.0
             self._voided = {h: at for h, at in self._voided.items() if at > old}
-        self._voided[host] = self.clock.now()
+        self._voided[host] = max(at, self._voided.get(host, 0.0))
 
     def state_in(self, tx: Tx, host: str) -> pace.HostState:
         raw = tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
@@ -161,7 +165,7 @@ class SqliteClaims:
         self._slowed, self._own, self._exempt = await self.db.read(_look)
         for host, until in self._slowed.items():
             if until > before.get(host, 0.0):  # another worker was told
-                self._void(host)
+                self._void(host, self.clock.now())
 
     # -- robots ------------------------------------------------------------------------------------------------------------
 

@@ -89,12 +89,16 @@ class _Pace:
         self.loading = False  # robots.txt is being fetched, with its own redirects
         self.report, self.crawl_delay, self.blocked_until = claims.report, claims.crawl_delay, claims.blocked_until
         self.refresh = claims.refresh
-        self.concurrency, self.exempt, self.voided = claims.concurrency, claims.exempt, claims.voided
+        self.concurrency, self.exempt = claims.concurrency, claims.exempt
 
     async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
         slots: Mapping[str, Sequence[float]] = await self._claims.reserve(wants)
         self.waits += [(host, max(0.0, slot - self._clock.now())) for host, times in slots.items() for slot in times]
         return slots
+
+    def voided(self, host: str) -> float:
+        """Nobody puts this one off: it waits for its slot, however far."""
+        return 0.0
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
         stored: tuple[bytes | None, int, float] | None = await self._claims.robots(origin)

@@ -38,6 +38,7 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paused_until: float = 0.0  # nothing is sent before: the operator's wish; inf until it is resumed
     penalty: float = 1.0  # multiplies the interval
     crawl_delay: float | None = None  # from robots.txt
+    delay_since: float = 0.0  # when that was learned
     ignores_robots: bool = False  # a recorded exception: the crawl delay does not count
     rate: float | None = None  # this host's own, over the limits'; inf for unlimited
     burst: int | None = None

@@ -75,9 +75,12 @@ class FetchStage:
         headers, conditional = self._headers(event, baseline)
         hops: list[Hop] = []
         seen: set[tuple[str, str, str]] = set()
+        started = self._clock.now()
         while True:
             try:
                 if o.robots == "obey" and not self._cache.exempt(host) and await self._permit(url, host, proxy):
+                    if not hops and self._pace.voided(host) >= started:  # all that waited for it would wait here, one crawl delay after the other
+                        raise breach(Breach.HELD, f"{host}: robots.txt asks for more time between requests", after=0.1)
                     await self._take_slot(host)  # robots.txt was fetched in ours
                 cookies = jar.header(url, self._clock.now()) if jar and "cookie" not in headers else ""
                 response = await self._send(url, host, method, {**headers, "cookie": cookies} if cookies else headers, body, proxy)
