@@ -348,6 +348,7 @@ class Running:
             concurrency=c.fetch.concurrency,
             window=c.fetch.prefetch,
             byte_budget=c.fetch.bytes,
+            deadline=c.fetch.deadline,
             extract_group=c.extract.group,
             lease=c.lease,
             grace=c.grace,
