@@ -170,11 +170,25 @@ def codings(header: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def add(parts: list[bytes | bytearray], piece: bytes) -> None:
+    """Crumbs are put together at once: an object for each takes many times their size."""
+    if len(piece) > 1024 or not parts:
+        parts.append(piece)
+    elif type(last := parts[-1]) is bytearray:
+        last += piece
+    else:
+        parts.append(bytearray(piece))
+
+
+def joined(parts: list[bytes | bytearray]) -> bytes:
+    return parts[0] if len(parts) == 1 and type(parts[0]) is bytes else b"".join(parts)
+
+
 class Decoder:
     """Takes the body as it arrives. Raises DecodedTooLarge or BrokenCoding as soon as either is known."""
 
     def __init__(self, names: tuple[str, ...], limit: int) -> None:
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | bytearray] = []
         self._room = self._inner_room = limit
         self._stages: list[_Stage] = []
         out: Out = self._collect
@@ -189,7 +203,7 @@ class Decoder:
         if self._room < 0:
             self._parts.clear()
             raise DecodedTooLarge
-        self._parts.append(piece)
+        add(self._parts, piece)
 
     def _between(self, stage: _Stage) -> Out:
         feed = stage.feed
@@ -206,5 +220,4 @@ class Decoder:
     def finish(self) -> bytes:
         for stage in self._stages:
             stage.end()
-        parts = self._parts
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return joined(self._parts)

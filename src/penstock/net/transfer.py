@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import select
@@ -14,11 +15,13 @@ import msgspec
 import pycurl
 
 from penstock.model import Failure
-from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder, TooManyCodings, codings
+from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder, TooManyCodings, add, codings, joined
 from penstock.net.guard import Guard, Target
 from penstock.rules.verdict import Breach, breach
 
-_SLICE = 0.02  # seconds of transfers before the loop gets its turn again
+_SLICE = 0.01  # seconds of transfers before the loop gets its turn again
+_PAUSE: int = pycurl.WRITEFUNC_PAUSE
+_REST = 0.015  # seconds after which a transfer has to stop in the middle: libcurl goes on with all that it has received, in crumbs if need be
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +76,7 @@ class Exchange:
     """An easy handle and what it is receiving. Reused: setting up a handle costs more than a request."""
 
     __slots__ = (
-        "curl", "decoder", "done", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin", "plain", "plain_headers",
+        "curl", "decoder", "done", "engine", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin", "plain", "plain_headers",
         "ready_at", "room", "set_up", "size", "started", "status", "target", "version", "waits",
     )  # fmt: skip
 
@@ -82,6 +85,7 @@ class Exchange:
         self.done: asyncio.Future[tuple[int, str] | None] | None = None
         self.decoder: Decoder | None = None
         self.failure: Failure | None = None
+        self.engine: Engine | None = None
         self.target: Target | None = None  # whom we may be connected to: the host, or the proxy
         self._setup()
         self.clear()
@@ -114,7 +118,7 @@ class Exchange:
 
     def clear(self) -> None:
         self.lines: list[bytes] = []
-        self.parts: list[bytes] = []
+        self.parts: list[bytes | bytearray] = []
         self.headers: dict[str, str] | None = None
         self.decoder, self.failure, self.target, self.peer = None, None, None, ""
         self.status, self.version, self.size, self.mark_size = 0, "", 0, 0
@@ -183,6 +187,8 @@ class Exchange:
 
     def _on_body(self, chunk: bytes) -> int | None:
         try:
+            if self.engine is not None and self.engine.rests(self):
+                return _PAUSE  # this chunk comes again
             self.size += len(chunk)
             if self.headers is None:
                 self.read_head()
@@ -190,7 +196,10 @@ class Exchange:
                 self.decoder.feed(chunk)
                 return None
             if self.size <= self.set_up.options.max_decoded_bytes:
-                self.parts.append(chunk)
+                if self.parts:
+                    add(self.parts, chunk)
+                else:
+                    self.parts.append(chunk)
                 return None
             self.failure = breach(Breach.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
         except DecodedTooLarge:
@@ -217,8 +226,7 @@ class Exchange:
             if not self.size:
                 return b""  # HEAD, 304: the coding of a body that is not here
             return self.decoder.finish()
-        parts = self.parts
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return joined(self.parts)
 
 
 _fold = re.compile(r"\n[ \t]+").sub
@@ -257,6 +265,8 @@ class Engine:
         self.active: dict[pycurl.Curl, Exchange] = {}
         self._known: set[int] = set()
         self._kicked, self._deadline = False, 0.0
+        self._turn_ends = math.inf
+        self._resting: dict[Exchange, None] = {}  # in the order in which they go on
         self._alarm: asyncio.TimerHandle | None = None
         self._sweep: asyncio.TimerHandle | None = None
         self._tick = max(0.01, min(0.25, options.connect_timeout / 4, options.first_byte_timeout / 4, options.total_timeout / 4, options.min_rate_span / 4))
@@ -270,6 +280,7 @@ class Engine:
 
     def start(self, ex: Exchange) -> asyncio.Future[tuple[int, str] | None]:
         done = ex.done = self._loop.create_future()
+        ex.engine = self
         ex.started = self._loop.time()
         self._multi.add_handle(ex.curl)
         self.active[ex.curl] = ex
@@ -281,6 +292,7 @@ class Engine:
         """End it now, wherever it is; its connection is closed unless the answer was complete."""
         if self.active.pop(ex.curl, None) is None:
             return
+        self._resting.pop(ex, None)
         self._multi.remove_handle(ex.curl)
         if ex.done is not None and not ex.done.done():
             ex.done.set_result(error)
@@ -343,20 +355,48 @@ class Engine:
 
     def _kick(self) -> None:
         self._kicked = False
+        self._turn_ends = self._loop.time() + _REST
         if self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)[1] != len(self.active):
             self._reap()
 
     def _on_events(self) -> None:
         action, running, now = self._multi.socket_action, -1, self._loop.time
-        until = 0.0
+        until = now() + _SLICE
+        self._turn_ends = until - _SLICE + _REST
         for fd, event in self._epoll.poll(0, 256):
             running = action(fd, (1 if event & 25 else 0) | (2 if event & 4 else 0))[1]  # ERR and HUP are found by reading
-            if not until:
-                until = now() + _SLICE
-            elif now() > until:
+            if now() > until:
                 break  # what is left stays readable
         if running != len(self.active):
             self._reap()
+
+    def rests(self, ex: Exchange) -> bool:
+        """Has this turn lasted too long? Then the exchange goes on in another."""
+        if self._loop.time() < self._turn_ends:
+            return False
+        if not self._resting:
+            self._loop.call_soon(self._go_on)
+        self._resting[ex] = None
+        return True
+
+    def _go_on(self) -> None:
+        now = self._loop.time
+        until = now() + _SLICE
+        self._turn_ends = until - _SLICE + _REST
+        waiting, self._resting = self._resting, {}
+        while waiting and now() < until:
+            ex = next(iter(waiting))
+            del waiting[ex]
+            if ex.curl not in self.active:
+                continue
+            try:
+                ex.curl.pause(pycurl.PAUSE_CONT)  # delivers what it had received; may rest again
+            except pycurl.error as e:
+                self.stop(ex, (e.args[0], str(e.args[-1])))
+        if waiting:
+            if not self._resting:
+                self._loop.call_soon(self._go_on)
+            self._resting = {**waiting, **self._resting}
 
     def _reap(self) -> None:
         active, remove = self.active, self._multi.remove_handle
