@@ -200,23 +200,30 @@ class FetchStage:
 
     async def _load(self, start: str, proxy: str | None) -> tuple[_Known, bool]:
         """From the fleet's cache, or from the site: once, however many ask."""
-        task = self._loading.get(start)
-        if task is None:
-            stored = await self._cache.robots(start)
-            if stored is not None and stored[2] > self._clock.now():
-                return await self._learn(start, *stored), False
-            task = self._loading.get(start)  # another may have begun meanwhile
-        if task is not None:
+        while True:
+            if (task := self._under_way(start)) is None:
+                stored = await self._cache.robots(start)
+                if stored is not None and stored[2] > self._clock.now():
+                    return await self._learn(start, *stored), False
+                task = self._under_way(start)  # another may have begun meanwhile
+            if task is None:
+                break
             try:
                 return await asyncio.shield(task), True
-            except proxies.ProxyFailed:  # that was the other's proxy
-                return await self._load(start, proxy)
+            except proxies.ProxyFailed:
+                pass  # that was the other's proxy; ours may do better
         task = self._loading[start] = asyncio.ensure_future(self._fetch_robots(start, proxy))
         task.add_done_callback(lambda t: self._loaded(start, t))
         return await asyncio.shield(task), True
 
+    def _under_way(self, start: str) -> asyncio.Task[_Known] | None:
+        """One that is done, but not yet taken off the list, is nothing to wait for: asked again at once, it would fail again at once, for ever."""
+        task = self._loading.get(start)
+        return None if task is None or task.done() else task
+
     def _loaded(self, start: str, task: asyncio.Task[_Known]) -> None:
-        self._loading.pop(start, None)
+        if self._loading.get(start) is task:
+            del self._loading[start]
         if not task.cancelled():
             task.exception()  # whoever waited has it; where nobody waits any more, it is not news
 
