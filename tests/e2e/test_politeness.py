@@ -151,6 +151,7 @@ def test_after_one_429_nobody_asks_that_host_until_its_time_is_over_and_the_othe
     at = told[0]
     assert [t - at for t in hosts.times(first) if at + 0.25 < t < at + 5.0] == []
     after = [t - at for t in hosts.times(first) if t >= at + 5.0]
+    print(f"asked again {after[0] - 5.0:.3f} s after its time was over")
     assert after[0] < 6.0, "and then it goes on"
     assert count(after, 5.0, 1.0) <= 1 + 1.05 * RATES[0], "as before, not with all that waited"
     for port, rate in zip(others, RATES[1:], strict=True):

@@ -104,24 +104,24 @@ class SqliteClaims:
     async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
         """Free of any write while the host is content: only throttling, and recovery from it, are news."""
         if status in (429, 503) or host in self._slowed:
-            if status in (429, 503):
-                self._void(host, self.clock.now())
-            self._slowed[host] = await self.db.write(lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False)
+            state = await self.db.write(lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False)
+            self._slowed[host] = pace.held_until(state)
+            self._void(host, state.slower_since)
 
-    def _report(self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float) -> float:
+    def _report(self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float) -> pace.HostState:
         state = pace.report(self.state_in(tx, host), self.limits, self.clock.now(), status, retry_after, seconds)
         self.keep_in(tx, host, state)
-        return pace.held_until(state)
+        return state
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
         def work(tx: Tx) -> float:
             state, now = self.state_in(tx, host), self.clock.now()
             if state.crawl_delay != seconds:
-                state = msgspec.structs.replace(state, crawl_delay=seconds, delay_since=now)
+                state = msgspec.structs.replace(state, crawl_delay=seconds, slower_since=now)
                 if seconds:  # robots.txt itself was a request, a moment ago
                     state = msgspec.structs.replace(state, tat=max(state.tat, now + pace.interval(state, self.limits)))
                 self.keep_in(tx, host, state)
-            return state.delay_since
+            return state.slower_since
 
         since = await self.db.write(work, durable=False)
         if seconds:
@@ -163,9 +163,10 @@ class SqliteClaims:
         """Bring the local view up to date; the worker calls it several times a second."""
         before = self._slowed
         self._slowed, self._own, self._exempt = await self.db.read(_look)
-        for host, until in self._slowed.items():
-            if until > before.get(host, 0.0):  # another worker was told
-                self._void(host, self.clock.now())
+        told = [host for host, until in self._slowed.items() if until > before.get(host, 0.0)]  # by another worker, it may be
+        if told:
+            for host, since in await self.db.read(lambda tx: [(name, self.state_in(tx, name).slower_since) for name in told]):
+                self._void(host, since)
 
     # -- robots ------------------------------------------------------------------------------------------------------------
 

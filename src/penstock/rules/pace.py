@@ -38,7 +38,7 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paused_until: float = 0.0  # nothing is sent before: the operator's wish; inf until it is resumed
     penalty: float = 1.0  # multiplies the interval
     crawl_delay: float | None = None  # from robots.txt
-    delay_since: float = 0.0  # when that was learned
+    slower_since: float = 0.0  # when it was last found to want more time: a slot given out before that is not to be used
     ignores_robots: bool = False  # a recorded exception: the crawl delay does not count
     rate: float | None = None  # this host's own, over the limits'; inf for unlimited
     burst: int | None = None
@@ -106,8 +106,9 @@ def report(state: HostState, limits: Limits, now: float, status: int | None, ret
     if seconds is not None and seconds >= 0:
         latency = seconds if latency == 0.0 else 0.8 * latency + 0.2 * seconds
     penalty, blocked, successes, throttles = state.penalty, state.blocked_until, state.successes, state.throttles
+    slower = state.slower_since
     if status in (429, 503):
-        throttles, successes = throttles + 1, 0
+        throttles, successes, slower = throttles + 1, 0, now
         if retry_after:
             blocked = max(blocked, now + min(retry_after, MAX_RETRY_AFTER))
         elif blocked <= now:  # else the same incident, seen by the requests that were under way together
@@ -120,7 +121,8 @@ def report(state: HostState, limits: Limits, now: float, status: int | None, ret
         if penalty > 1.0 and successes >= RECOVERY:
             penalty, successes = max(penalty / 2.0, 1.0), 0
     return msgspec.structs.replace(
-        state, penalty=penalty, blocked_until=blocked, successes=successes, throttles=throttles, last_status=status, latency=latency
+        state, penalty=penalty, blocked_until=blocked, successes=successes, throttles=throttles, last_status=status, latency=latency,
+        slower_since=slower,
     )  # fmt: skip
 
 
