@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the benches pin processes and read /proc: they need Linux")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the benches pin processes and read /proc: they need Linux"),
+    pytest.mark.skipif(
+        not os.environ.get("BENCH_SMOKE"), reason="NOT TESTED: BENCH_SMOKE=1 runs the benches; what they measure depends on who else is at work"
+    ),
+]
 
 
 def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
