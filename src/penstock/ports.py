@@ -169,7 +169,6 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True):
     baseline: Baseline | None = None
     page: str | None = None  # the ledger knows the page already: do not fetch again
     page_meta: bytes = b""
-    paused: str = ""
 
 
 class PageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -199,7 +198,6 @@ class End(msgspec.Struct, kw_only=True):
     fingerprint: str = ""
     until: float = 0.0  # retry, park
     meta: PageMeta | None = None
-    unchanged: bool = False
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()
     extractors: str = ""

@@ -574,10 +574,6 @@ class Worker:
         among.add(task)
         task.add_done_callback(among.discard)
 
-    @property
-    def in_flight(self) -> int:
-        return len(self.held)
-
 
 def _envelope(item: Item, first: Stage) -> bytes:
     return item.delivery.body if first == "fetch" else PageMessage.read(item.delivery.body).event

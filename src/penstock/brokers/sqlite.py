@@ -365,10 +365,6 @@ class SqliteBroker:
                 ids += [r[4] for r in rows]
         return ids
 
-    def owners_in(self, tx: Tx) -> set[str]:
-        """Who holds leases."""
-        return {o for (o,) in tx.execute("SELECT DISTINCT owner FROM queue WHERE state=1")}
-
     def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
         """Is the lease of each still its own?"""
         held = []
