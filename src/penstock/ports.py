@@ -39,6 +39,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     hold_keys: bool  # can keep a host's work back until its slot, so it takes no place in the window
     exact_stats: bool
     transactional: bool  # settle, publish and the ledger may share one transaction
+    lease: Literal["time", "connection"] = "time"  # what ends it: the clock, or the death of the connection or membership that holds it
 
 
 class TopicSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +78,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     body: bytes
     headers: dict[str, str] = {}
-    position: int  # audit and replay only
+    position: int  # audit and replay; no two deliveries of one subscription that are out at the same time have the same
     token: int  # fencing: a settle with an old token touches nothing
     deliveries: int  # times handed out, crashes included; not guilt
 
@@ -120,6 +121,12 @@ class Broker(Protocol):
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
 
     async def stats(self, topic: str, group: str) -> Stats: ...
+
+    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
+        """What waits, oldest first, at most `limit`; nothing is consumed, counted or moved by looking."""
+
+    async def purge(self, topic: str) -> int:
+        """Remove what waits, for every group; what is in flight may be kept. Returns how many (an estimate where stats are)."""
 
     async def replay(self, topic: str, group: str, *, since: float) -> int:
         """Hand everything published since then to `group` again. Only with caps.replay. Returns how many."""

@@ -441,6 +441,35 @@ class SqliteBroker:
         age = None if oldest is None else max(0.0, self.clock.now() - oldest)
         return Stats(ready=row[1], delayed=row[2], in_flight=row[3], dead=dead, oldest_age=age, exact=True)
 
+    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
+        return await self.db.read(lambda tx: self.peek_in(tx, topic, limit))
+
+    def peek_in(self, tx: Tx, topic: str, limit: int) -> list[Out]:
+        rows = tx.execute(
+            "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(at) FROM queue q WHERE q.seq=m.seq AND q.state=2), 0.0) FROM message m"
+            " JOIN topic t ON t.id=m.topic WHERE t.name=? AND (EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=t.id)"
+            " OR NOT EXISTS(SELECT 1 FROM grp g WHERE g.topic=t.id)) ORDER BY m.seq LIMIT ?",
+            (topic, limit),
+        )
+        return [
+            Out(topic=topic, id=id_, key=key, body=body, headers=msgspec.json.decode(headers) if headers else {}, priority=prio, not_before=at)
+            for id_, key, body, headers, prio, at in rows
+        ]
+
+    async def purge(self, topic: str) -> int:
+        return await self.db.write(lambda tx: self.purge_in(tx, topic))
+
+    def purge_in(self, tx: Tx, topic: str) -> int:
+        """What waits goes, and history with it; what is in flight stays."""
+        t = self._topic(tx, topic)
+        gone = tx.execute("SELECT count(*) FROM message WHERE topic=?1 AND seq NOT IN (SELECT seq FROM queue WHERE state=1)", (t,)).get
+        tx.execute("DELETE FROM queue WHERE state<>1 AND grp IN (SELECT id FROM grp WHERE topic=?)", (t,))
+        tx.execute("DELETE FROM keyq WHERE grp IN (SELECT id FROM grp WHERE topic=?)", (t,))
+        tx.execute("DELETE FROM message WHERE topic=? AND seq NOT IN (SELECT seq FROM queue)", (t,))
+        tx.execute("UPDATE grp SET ready=0, delayed=0 WHERE topic=?", (t,))
+        tx.execute("UPDATE topic SET letters=0 WHERE id=?", (t,))
+        return int(gone)
+
     def topics_in(self, tx: Tx) -> list[tuple[str, str, int, int, int, str | None]]:
         """(topic, group, ready, leased, delayed, paused) for every group."""
         return tx.execute(
