@@ -18,13 +18,13 @@ from typing import Any
 
 from penstock import locks
 from penstock.books import Books, Settings, SinkBinding
-from penstock.claims.sqlite_hosts import SqliteHosts
-from penstock.claims.sqlite_proxies import SqliteProxies
+from penstock.claims.sql_hosts import SqlHosts
+from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
 from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
-from penstock.ledgers.sqlite_outbox import SqliteOutbox
+from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.locks import FileLock, WorkerLock
 from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
@@ -60,9 +60,9 @@ class Stores:
         self.config, self.context, self.clock = config, context, context.clock
         self.broker, self.ledger, self.claims, self.pages = broker, ledger, claims, pages
         self.db = ledger.db
-        self.outbox = SqliteOutbox(self.db)
-        self.proxies = SqliteProxies(self.db, self.clock)
-        self.hosts = SqliteHosts(claims)
+        self.outbox = SqlOutbox(self.db)
+        self.proxies = SqlProxies(self.db, self.clock)
+        self.hosts = SqlHosts(claims)
         self.books = self.with_settings(_settings(config))
 
     def with_settings(self, settings: Settings) -> Books:
@@ -142,8 +142,8 @@ class Politeness:
         self.context = Context(config, self.clock, rng or random.Random(), worker=worker_id(), inline=True)
         try:
             self.claims = adapter("claims", url)(url, self.context)
-            self.hosts = SqliteHosts(self.claims)
-            self.proxies = SqliteProxies(self.claims.db, self.clock)
+            self.hosts = SqlHosts(self.claims)
+            self.proxies = SqlProxies(self.claims.db, self.clock)
         except BaseException:
             self.context.close()
             raise

@@ -19,11 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.books import Books, Settings, SinkBinding
 from penstock.brokers.sqlite import SqliteBroker
-from penstock.claims.sqlite import SqliteClaims
+from penstock.claims.sql import SqlClaims
 from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.intake import event_of, push
-from penstock.ledgers.sqlite import SqliteLedger
-from penstock.ledgers.sqlite_outbox import SqliteOutbox
+from penstock.ledgers.sql import SqlLedger
+from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.locks import WorkerLock
 from penstock.model import Event, Link, Record, decode_event, encode_event, page_id
 from penstock.pages.segments import SegmentStore
@@ -52,8 +52,8 @@ class Rig:
         self.clock = base.clock if base else ManualClock()
         self.db = base.db if base else Database(":memory:")
         self.broker = SqliteBroker(self.db, self.clock)
-        self.ledger, self.outbox = SqliteLedger(self.db, self.clock), SqliteOutbox(self.db)
-        self.claims = SqliteClaims(self.db, self.clock, limits, random.Random(1))
+        self.ledger, self.outbox = SqlLedger(self.db, self.clock), SqlOutbox(self.db)
+        self.claims = SqlClaims(self.db, self.clock, limits, random.Random(1))
         self.pages = SegmentStore(self.db, directory / "pages", self.clock, writer=worker)
         self.settings = base.settings if base and not more else Settings(sinks=(SinkBinding("out"),), **more)
         parts = {"broker": self.broker, "ledger": self.ledger, "outbox": self.outbox, "claims": self.claims, "pages": self.pages}

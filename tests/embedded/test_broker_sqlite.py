@@ -20,7 +20,8 @@ from penstock.brokers.sqlite import SqliteBroker
 from penstock.clock import SystemClock
 from penstock.model import Ack, Release, Retry
 from penstock.ports import Broker, Out, TopicSpec
-from penstock.stores.sqlite import Database, Tx
+from penstock.stores.sql import Tx
+from penstock.stores.sqlite import Database
 from penstock.testing.clock import ManualClock
 from penstock.testing.conformance import BrokerConformance
 

@@ -17,8 +17,8 @@ from tests.embedded.proxy_servers import PASSWORD, USER, Proxy, Target
 
 from penstock import config
 from penstock.app import Running, open_stores
-from penstock.claims.sqlite import SqliteClaims
-from penstock.claims.sqlite_proxies import SqliteProxies
+from penstock.claims.sql import SqlClaims
+from penstock.claims.sql_proxies import SqlProxies
 from penstock.cli.main import main
 from penstock.intake import event_of, push
 from penstock.model import ErrorClass, Failure, Route
@@ -52,8 +52,8 @@ class Rig:
 
     def __init__(self, target: Target, fetcher: CurlFetcher, time: Time, db: Database, pools: dict[str, ProxyPoolConfig], robots: str) -> None:
         self.target, self.time = target, time
-        self.health = SqliteProxies(db, time)
-        claims = SqliteClaims(db, time, pace.Limits(rate=None), random.Random(1))
+        self.health = SqlProxies(db, time)
+        claims = SqlClaims(db, time, pace.Limits(rate=None), random.Random(1))
         self.proxies = Proxies(pools, self.health, fetcher, time, random.Random(2))
         self.stage = FetchStage(fetcher, claims, claims, time, FetchOptions(robots=robots), self.proxies)  # type: ignore[arg-type]
 
@@ -265,7 +265,7 @@ async def test_what_one_worker_learns_the_others_know_after_a_look() -> None:
     async with Target() as t, Proxy() as gone, rig(t, {"p": pool(gone)}) as r:
         await gone.stop()
         await r.fails("/", pool="p")
-        other = SqliteProxies(r.health.db, r.time)
+        other = SqlProxies(r.health.db, r.time)
         assert not other.view
         await other.refresh()
         assert other.view == r.health.view

@@ -18,7 +18,8 @@ import pytest
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.stores import sqlite as store
-from penstock.stores.sqlite import Database, Tx, file_system_of, has_wal_reset_bug
+from penstock.stores.sql import Tx
+from penstock.stores.sqlite import Database, file_system_of, has_wal_reset_bug
 
 SCHEMA = "CREATE TABLE t(x); CREATE TABLE big(x)"
 

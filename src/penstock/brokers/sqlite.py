@@ -11,7 +11,8 @@ import msgspec
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
 from penstock.stores.context import Context
-from penstock.stores.sqlite import Database, Tx
+from penstock.stores.sql import Tx
+from penstock.stores.sqlite import Database
 
 SCHEMA = """
 CREATE TABLE topic(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, ordered INTEGER NOT NULL, max_depth INTEGER, retention REAL NOT NULL, paused TEXT,

@@ -17,13 +17,13 @@ from penstock import locks
 from penstock.cli.options import ask
 from penstock.cli.output import joined, lasting, plural, short, size
 from penstock.errors import PenstockError
-from penstock.ledgers import sqlite_queries
+from penstock.ledgers import sql_queries
 from penstock.stores.sqlite import NETWORK_FILE_SYSTEMS, file_system_of, has_wal_reset_bug, sqlite_version
 
 if TYPE_CHECKING:
     from penstock.app import Stores
     from penstock.config import Loaded
-    from penstock.ledgers.sqlite_queries import Audit
+    from penstock.ledgers.sql_queries import Audit
     from penstock.options import Config
 
 LOW, VERY_LOW = 1 << 30, 64 << 20  # free disk space
@@ -145,7 +145,7 @@ def store(stores: Stores) -> Iterator[Finding]:
         return
     yield Finding("integrity", "ok", f"{Path(stores.db.path).name}, {size(os.path.getsize(stores.db.path))}")
     now = stores.clock.now()
-    audit = ask(stores, lambda tx: sqlite_queries.audit(tx, now))
+    audit = ask(stores, lambda tx: sql_queries.audit(tx, now))
     yield _accounting(audit)
     yield _queue(audit)
     yield from _workers(stores, audit)
@@ -193,7 +193,7 @@ def _queue(a: Audit) -> Finding:
 
 
 def _workers(stores: Stores, a: Audit) -> Iterator[Finding]:
-    held = ask(stores, sqlite_queries.leases)
+    held = ask(stores, sql_queries.leases)
     directory = stores.workers_directory
     dead = {worker: n for worker, n in held.items() if not locks.worker_alive(directory, worker)}
     alive = [sign for sign in directory.glob("*.alive") if locks.holder_alive(sign)]
@@ -214,7 +214,7 @@ def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
     for name, noted, rows in a.outbox:
         if noted != rows:
             yield Finding("outbox", "fail", f"{name}: {noted:,} rows should wait and {rows:,} do", "please report it; keep a copy of the state directory")
-    for sink in ask(stores, sqlite_queries.sinks):
+    for sink in ask(stores, sql_queries.sinks):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
         end = _noted_end(sink.mark)
@@ -266,7 +266,7 @@ def _file_of(name: str) -> Path | None:
 
 
 def _pages(stores: Stores) -> Iterator[Finding]:
-    pages, segments = ask(stores, sqlite_queries.page_totals)
+    pages, segments = ask(stores, sql_queries.page_totals)
     gone = [name for name in segments if not (stores.pages.directory / name).exists()]
     if gone:
         yield Finding(

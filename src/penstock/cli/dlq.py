@@ -22,8 +22,8 @@ from penstock.cli.output import FIXED, FOLD, RIGHT, console, count, iso, lasting
 from penstock.cli.output import show as show_table
 from penstock.cli.trace import step_document
 from penstock.errors import BadEnvelope, UsageError
-from penstock.ledgers import sqlite_queries as queries
-from penstock.ledgers.sqlite_queries import Filter, Letter
+from penstock.ledgers import sql_queries as queries
+from penstock.ledgers.sql_queries import Filter, Letter
 from penstock.model import Event, Priority, decode_event
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import FIXED, FOLD, RIGHT, lasting, moment, plain, print_json, say, short, show, status_text, styled, table
 from penstock.cli.trace import row_document
 from penstock.errors import UsageError
-from penstock.ledgers import sqlite_queries as queries
+from penstock.ledgers import sql_queries as queries
 
 app = App(name="events", help="list events")
 STATUSES = ("pending", "in_flight", "delayed", "writing", "success", "duplicate", "dead")

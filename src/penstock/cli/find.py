@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.cli.output import joined, short
 from penstock.errors import PenstockError, UsageError
-from penstock.ledgers import sqlite_queries as queries
+from penstock.ledgers import sql_queries as queries
 
 if TYPE_CHECKING:
-    from penstock.ledgers.sqlite_queries import EventRow
+    from penstock.ledgers.sql_queries import EventRow
 
 MOST = 6
 

@@ -16,7 +16,7 @@ from penstock.cli.options import DEFAULTS, WITH_OUTPUT, Common, CommonWithOutput
 from penstock.cli.output import FIXED, FOLD, RIGHT, console, iso, moment, plain, plural, print_json, say, short, size, styled, table
 from penstock.cli.output import show as show_table
 from penstock.errors import PenstockError, UsageError
-from penstock.ledgers import sqlite_queries as queries
+from penstock.ledgers import sql_queries as queries
 
 if TYPE_CHECKING:
     from penstock.app import Stores

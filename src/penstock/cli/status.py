@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from penstock.app import Stores
-    from penstock.ledgers.sqlite_queries import Standing
+    from penstock.ledgers.sql_queries import Standing
 
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 COUNTERS = ("records", "records_unchanged", "changes", "unchanged", "empty", "unmatched", "followed", "unreadable")
@@ -64,7 +64,7 @@ Look = tuple["Standing", list[dict[str, Any]], dict[str, tuple[int, int]], dict[
 
 def look(stores: Stores) -> tuple[Look, float]:
     from penstock.app import sink_lock
-    from penstock.ledgers import sqlite_queries as queries
+    from penstock.ledgers import sql_queries as queries
     from penstock.locks import holder_alive, note_of, worker_alive
 
     found = ask(stores, queries.standing)

@@ -12,14 +12,14 @@ from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import console, iso, lasting, moment, plain, plural, print_json, short, size, status_text, styled
 from penstock.errors import BadEnvelope
-from penstock.ledgers import sqlite_queries as queries
+from penstock.ledgers import sql_queries as queries
 from penstock.model import Event, decode_event
 
 if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from penstock.ledgers.sqlite_queries import EventRow, Step
+    from penstock.ledgers.sql_queries import EventRow, Step
 
 
 class Found(msgspec.Struct, kw_only=True):

@@ -9,9 +9,9 @@ from pathlib import Path
 from penstock.app import Running
 from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting
 from penstock.demo.triggers import Triggers
-from penstock.ledgers import sqlite_queries as queries
+from penstock.ledgers import sql_queries as queries
 from penstock.rules.identity import host_key
-from penstock.stores.sqlite import Tx
+from penstock.stores.sql import Tx
 
 LATELY = 3.0  # seconds over which a host's rate is taken
 RECENT = 50  # events whose way to the row is told

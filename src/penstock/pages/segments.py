@@ -17,7 +17,8 @@ from penstock.locks import FileLock
 from penstock.model import page_id
 from penstock.ports import Clock
 from penstock.stores.context import Context
-from penstock.stores.sqlite import Database, Tx
+from penstock.stores.sql import Tx
+from penstock.stores.sqlite import Database
 
 SCHEMA = """
 CREATE TABLE segment(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, made REAL NOT NULL);

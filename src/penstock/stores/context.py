@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.options import Config
 from penstock.ports import Clock
+from penstock.stores.sql import SqlStore
 from penstock.stores.sqlite import Database
 
 
@@ -25,6 +26,10 @@ class Context:
         if key not in self._databases:
             self._databases[key] = Database(key, durability=self.config.durability, inline=self.inline)
         return self._databases[key]
+
+    def store(self, url: str) -> SqlStore:
+        """What shared SQL runs on, whatever the scheme; the same one for the same URL."""
+        return self.database(url)
 
     def close(self) -> None:
         for db in self._databases.values():

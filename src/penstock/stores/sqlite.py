@@ -8,39 +8,18 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import apsw
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
+from penstock.stores.sql import Tx
 
 T = TypeVar("T")
-
-
-class Rows(Protocol):
-    """What a statement answers; SQL knows the types, Python cannot."""
-
-    @property
-    def get(self) -> Any:
-        """The only value of the first row, or the row, or None."""
-
-    def fetchall(self) -> list[Any]: ...
-    def __iter__(self) -> Iterator[Any]: ...
-
-
-class Tx(Protocol):
-    """What `work(tx)` is given: an apsw connection inside a transaction."""
-
-    def execute(self, sql: str, bindings: Any = ..., /) -> Rows: ...
-    def executemany(self, sql: str, rows: Any, /) -> Any: ...
-    def changes(self) -> int: ...
-    def last_insert_rowid(self) -> int: ...
-    def cursor(self) -> Any: ...
-
 
 APPLICATION_ID = 0x50454E53  # "PENS"
 WAL_RESET_FIXED = (3, 51, 3)  # 3.7.0–3.51.2 may corrupt a WAL that several processes write and checkpoint
@@ -55,7 +34,7 @@ _OUTAGE = (
 
 
 class Database:
-    """Implements ports.Store. `write` returns after COMMIT; whoever writes at the same moment shares that commit.
+    """Implements ports.Store and stores.sql.SqlStore. `write` returns after COMMIT; whoever writes at the same moment shares that commit.
 
     `inline=True` (always so for `:memory:`) runs everything on the caller's thread: tests and simulation.
     """

@@ -1,4 +1,4 @@
-"""Health of proxies per host, in the embedded SQLite file, shared by the fleet. No proxy's URL is written here; the decisions are in rules/proxies."""
+"""Health of proxies per host, in the shared store, and so known by the fleet. No proxy's URL is written here; the decisions are in rules/proxies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from penstock.ports import Clock
 from penstock.rules import proxies as rules
-from penstock.stores.sqlite import Database, Tx
+from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
 -- Only what had trouble: a proxy that always worked has no row. `failures` 0 tells other workers that it recovered; upkeep removes it later.
@@ -18,10 +18,10 @@ CREATE TABLE proxy_list(pool TEXT PRIMARY KEY, at REAL NOT NULL, members INTEGER
 _OVERLAP = 5.0  # seconds read again, for writers whose clock or commit was late
 
 
-class SqliteProxies:
+class SqlProxies:
     """Implements ports.ProxyHealth."""
 
-    def __init__(self, db: Database, clock: Clock) -> None:
+    def __init__(self, db: SqlStore, clock: Clock) -> None:
         self.db, self.clock = db, clock
         self._view: dict[tuple[str, str], rules.Health] = {}
         self._seen = 0.0

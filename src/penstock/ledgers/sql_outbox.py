@@ -1,4 +1,4 @@
-"""Records on their way out of the SQLite ledger: change detection, the outbox of the sinks, and changes waiting for their hooks."""
+"""Records on their way out of the ledger: change detection, the outbox of the sinks, and changes waiting for their hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.model import Event, Record
 from penstock.ports import Row
-from penstock.stores.sqlite import Database, Tx
+from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
 CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL,
@@ -26,10 +26,10 @@ _json = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class SqliteOutbox:
+class SqlOutbox:
     """The sinks' side of the ledger. `names` are the sinks this pipeline feeds through the outbox."""
 
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: SqlStore) -> None:
         self.db = db
         db.part("outbox", 1, SCHEMA)
 

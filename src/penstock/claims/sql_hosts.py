@@ -1,4 +1,4 @@
-"""What is remembered of hosts, for people: states, cached robots.txt, and exceptions with their reasons. Workers only ever look at sqlite.py's view of it."""
+"""What is remembered of hosts, for people: states, cached robots.txt, and exceptions with their reasons. Workers only ever look at sql.py's view of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from penstock.claims.sqlite import SqliteClaims
+from penstock.claims.sql import SqlClaims
 from penstock.rules import pace
-from penstock.stores.sqlite import Tx
+from penstock.stores.sql import Tx
 
 EVERYWHERE = "*"  # the host of an exception that the configuration makes
 ROBOTS = "robots"
@@ -35,8 +35,8 @@ class Kept(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class SqliteHosts:
-    def __init__(self, claims: SqliteClaims) -> None:
+class SqlHosts:
+    def __init__(self, claims: SqlClaims) -> None:
         self.claims = claims
 
     # -- states ------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""What in the SQLite books must agree with something else, counted over whole tables at one moment: for doctor, on purpose slow."""
+"""What in the books must agree with something else, counted over whole tables at one moment: for doctor, on purpose slow."""
 
 from __future__ import annotations
 
 import msgspec
 
 from penstock.ports import Status
-from penstock.stores.sqlite import Tx
+from penstock.stores.sql import Tx
 
 _STATUSES = frozenset(status.value for status in Status)
 

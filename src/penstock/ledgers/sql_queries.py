@@ -1,4 +1,4 @@
-"""Questions to the SQLite books: pure reads inside a transaction, each by an index or within a stated bound. Nothing is changed or printed here."""
+"""Questions to the books: pure reads inside a transaction, each by an index or within a stated bound. Nothing is changed or printed here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.ledgers.sqlite import decode_meta
-from penstock.ledgers.sqlite_audit import Audit, audit
-from penstock.ledgers.sqlite_letters import Cause, Filter, Letter, causes, last_letter, letter, letter_count, letter_groups, letters, letters_like
+from penstock.ledgers.sql import decode_meta
+from penstock.ledgers.sql_audit import Audit, audit
+from penstock.ledgers.sql_letters import Cause, Filter, Letter, causes, last_letter, letter, letter_count, letter_groups, letters, letters_like
 from penstock.ports import PageMeta
-from penstock.stores.sqlite import Tx
+from penstock.stores.sql import Tx
 
 # What commands may ask, in one place; letters and the audit have modules of their own only for their size.
 __all__ = [

@@ -1,4 +1,4 @@
-"""Questions about dead letters in SQLite: pure reads inside a transaction. What puts them there and takes them away is in books.py."""
+"""Questions about dead letters: pure reads inside a transaction. What puts them there and takes them away is in books.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.stores.sqlite import Tx
+from penstock.stores.sql import Tx
 
 CAUSES = 200  # distinct causes of death looked at by `status`
 COUNTED = 10_000  # letters of one cause that `status` counts

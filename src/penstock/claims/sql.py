@@ -1,0 +1,194 @@
+"""Claims on URLs, slots of hosts and robots.txt bodies, in SQL. The decisions are in rules/."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from penstock.ports import Clock
+from penstock.rules import pace
+from penstock.stores.context import Context
+from penstock.stores.sql import SqlStore, Tx
+
+SCHEMA = """
+-- Who fetched or fetches a URL, the last success before that, and the one event delayed to the window's end. Written once per fetch:
+-- how far the owner has come is in its ledger row.
+CREATE TABLE claim(url_key BLOB PRIMARY KEY, owner TEXT NOT NULL, good TEXT, next TEXT, at REAL NOT NULL) WITHOUT ROWID;
+-- Beside the state, what every worker looks at ten times a second: hosts that are held back, and those with limits of their own.
+CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL NOT NULL, slowed INTEGER NOT NULL, own INTEGER NOT NULL,
+  concurrency INTEGER) WITHOUT ROWID;
+CREATE INDEX host_slowed ON host(slowed) WHERE slowed=1;
+CREATE INDEX host_own ON host(own) WHERE own=1;
+-- Rules of ours that are not kept somewhere, and who said so, why, and from when to when. Written by sql_hosts.
+CREATE TABLE exception(n INTEGER PRIMARY KEY, kind TEXT NOT NULL, host TEXT NOT NULL, reason TEXT NOT NULL, who TEXT NOT NULL, at REAL NOT NULL, ended REAL);
+CREATE UNIQUE INDEX exception_open ON exception(kind, host) WHERE ended IS NULL;
+CREATE TABLE robots(origin TEXT PRIMARY KEY, body BLOB, status INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
+"""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(pace.HostState).decode
+
+
+class Holder(msgspec.Struct, frozen=True):
+    owner: str
+    good: str | None
+    next: str | None
+
+
+class SqlClaims:
+    """Implements ports.Pace and ports.RobotsCache; claims are taken inside the books' transaction (`_in`)."""
+
+    def __init__(self, db: SqlStore, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
+        self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
+        self._pruned = b""
+        self._gaps: dict[str, float] = {}
+        self._slowed: dict[str, float] = {}  # hosts that throttled us or are paused, and until when they are left alone
+        self._voided: dict[str, float] = {}  # hosts that were found to want more time, and when: slots of before are too close together
+        self._own: dict[str, int] = {}  # hosts with a limit of their own to requests in flight
+        self._exempt: frozenset[str] = frozenset()  # hosts whose robots.txt is not obeyed
+        db.part("claims", 1, SCHEMA)
+
+    # -- claims ------------------------------------------------------------------------------------------------------------
+
+    def holder_in(self, tx: Tx, url_key: bytes) -> Holder | None:
+        row = tx.execute("SELECT owner, good, next FROM claim WHERE url_key=?", (url_key,)).get
+        return None if row is None else Holder(*row)
+
+    def names_in(self, tx: Tx, url_key: bytes, event_id: str) -> bool:
+        holder = self.holder_in(tx, url_key)
+        return holder is not None and event_id in (holder.owner, holder.good)
+
+    def take_in(self, tx: Tx, rows: Sequence[tuple[bytes, str, str | None]], now: float) -> None:
+        """(URL, new owner, last success) of claims that may be taken."""
+        tx.executemany("INSERT OR REPLACE INTO claim(url_key, owner, good, at) VALUES(?,?,?,?)", [(*row, now) for row in rows])
+
+    def next_in(self, tx: Tx, url_key: bytes, event_id: str) -> None:
+        tx.execute("UPDATE claim SET next=? WHERE url_key=?", (event_id, url_key))
+
+    def prune_in(self, tx: Tx, before: float, limit: int = 5000) -> None:
+        """A stretch of the table at a time; the next call goes on where this one ended."""
+        last = tx.execute("SELECT max(url_key) FROM (SELECT url_key FROM claim WHERE url_key>? ORDER BY url_key LIMIT ?)", (self._pruned, limit)).get
+        if last is not None:
+            tx.execute("DELETE FROM claim WHERE url_key>? AND url_key<=? AND at<?", (self._pruned, last, before))
+        tx.execute("DELETE FROM exception WHERE ended<?", (before,))
+        self._pruned = last or b""
+
+    # -- pace --------------------------------------------------------------------------------------------------------------
+
+    async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
+        return await self.db.write(lambda tx: self.reserve_in(tx, wants), durable=False)
+
+    def reserve_in(self, tx: Tx, wants: Mapping[str, int], *, within: float | None = None) -> dict[str, Sequence[float]]:
+        """Slots more than `within` seconds away are told but not given: who is sent away until then asks again, and a slot given twice is one lost."""
+        now = self.clock.now()
+        slots: dict[str, Sequence[float]] = {}
+        for host, n in wants.items():
+            state = self.state_in(tx, host)
+            if len(self._gaps) > 8192:
+                self._gaps.clear()
+            gap = self._gaps[host] = pace.interval(state, self.limits)
+            spread = self.limits.jitter * gap
+            calm = 1.0 if within is None or spread <= within / 2 else within / 2 / spread  # or the jitter alone would send it away again
+            jitter = [calm * self.rng.random() for _ in range(n)]
+            after, slots[host] = pace.reserve(state, self.limits, now, n, jitter)
+            if within is not None and slots[host][-1] > now + within:
+                near = sum(slot <= now + within for slot in slots[host])
+                after, given = pace.reserve(state, self.limits, now, near, jitter)
+                slots[host] = [*given, *slots[host][near:]]
+            if after != state:
+                self.keep_in(tx, host, after)
+        return slots
+
+    async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
+        """Free of any write while the host is content: only throttling, and recovery from it, are news."""
+        if status in (429, 503) or host in self._slowed:
+            state = await self.db.write(lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False)
+            self._slowed[host] = pace.held_until(state)
+            self._void(host, state.slower_since)
+
+    def _report(self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float) -> pace.HostState:
+        state = pace.report(self.state_in(tx, host), self.limits, self.clock.now(), status, retry_after, seconds)
+        self.keep_in(tx, host, state)
+        return state
+
+    async def crawl_delay(self, host: str, seconds: float | None) -> None:
+        def work(tx: Tx) -> float:
+            state, now = self.state_in(tx, host), self.clock.now()
+            if state.crawl_delay != seconds:
+                state = msgspec.structs.replace(state, crawl_delay=seconds, slower_since=now)
+                if seconds:  # robots.txt itself was a request, a moment ago
+                    state = msgspec.structs.replace(state, tat=max(state.tat, now + pace.interval(state, self.limits)))
+                self.keep_in(tx, host, state)
+            return state.slower_since
+
+        since = await self.db.write(work, durable=False)
+        if seconds:
+            self._void(host, since)
+
+    def gap(self, host: str) -> float:
+        """Seconds between two requests to the host, when slots were last given; 0 is unlimited."""
+        return self._gaps.get(host, 0.0)
+
+    def voided(self, host: str) -> float:
+        return self._voided.get(host, 0.0)
+
+    def _void(self, host: str, at: float) -> None:
+        if len(self._voided) > 8192:  # no slot is given this far ahead
+            old = self.clock.now() - 60.0
+            self._voided = {h: at for h, at in self._voided.items() if at > old}
+        self._voided[host] = max(at, self._voided.get(host, 0.0))
+
+    def state_in(self, tx: Tx, host: str) -> pace.HostState:
+        raw = tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
+        return pace.HostState() if raw is None else _decode(raw)
+
+    def keep_in(self, tx: Tx, host: str, state: pace.HostState) -> None:
+        held = pace.held_until(state)
+        own = state.rate is not None or state.burst is not None or state.concurrency is not None
+        tx.execute(
+            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT DO UPDATE SET state=excluded.state, blocked_until=excluded.blocked_until,"
+            " slowed=excluded.slowed, own=excluded.own, concurrency=excluded.concurrency",
+            (host, _encode(state), held, int(state.penalty > 1 or held > self.clock.now()), int(own), state.concurrency),
+        )
+
+    def blocked_until(self, host: str) -> float:
+        return self._slowed.get(host, 0.0)
+
+    def concurrency(self, host: str) -> int:
+        return self._own.get(host, self.limits.concurrency)
+
+    async def refresh(self) -> None:
+        """Bring the local view up to date; the worker calls it several times a second."""
+        before = self._slowed
+        self._slowed, self._own, self._exempt = await self.db.read(_look)
+        told = [host for host, until in self._slowed.items() if until > before.get(host, 0.0)]  # by another worker, it may be
+        if told:
+            for host, since in await self.db.read(lambda tx: [(name, self.state_in(tx, name).slower_since) for name in told]):
+                self._void(host, since)
+
+    # -- robots ------------------------------------------------------------------------------------------------------------
+
+    async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
+        return await self.db.read(lambda tx: tx.execute("SELECT body, status, until FROM robots WHERE origin=?", (origin,)).get)
+
+    def exempt(self, host: str) -> bool:
+        return host in self._exempt
+
+    async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
+        await self.db.write(lambda tx: tx.execute("INSERT OR REPLACE INTO robots VALUES(?,?,?,?)", (origin, body, status, until)), durable=False)
+
+
+def _look(tx: Tx) -> tuple[dict[str, float], dict[str, int], frozenset[str]]:
+    return (
+        dict(tx.execute("SELECT host, blocked_until FROM host WHERE slowed=1").fetchall()),
+        dict(tx.execute("SELECT host, concurrency FROM host WHERE own=1 AND concurrency IS NOT NULL").fetchall()),
+        frozenset(host for (host,) in tx.execute("SELECT host FROM exception WHERE kind='robots' AND ended IS NULL")),
+    )
+
+
+def claims_on(store: SqlStore, context: Context) -> SqlClaims:
+    c = context.config.pace
+    limits = pace.Limits(rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency)
+    return SqlClaims(store, context.clock, limits, context.rng)

@@ -1,0 +1,402 @@
+"""The ledger in SQL: one row per request event, its transitions, its dead letter, and counters. Questions are in sql_queries, sinks in sql_outbox."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.model import Event
+from penstock.ports import Baseline, Clock, End, PageMeta, Status
+from penstock.rules.freshness import Claim
+from penstock.rules.identity import url_key
+from penstock.stores.sql import SqlStore, Tx
+
+SCHEMA = """
+CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL,
+  trace TEXT NOT NULL, url TEXT NOT NULL, url_key BLOB NOT NULL,
+  host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, starts INTEGER NOT NULL DEFAULT 0,
+  crashes INTEGER NOT NULL DEFAULT 0, fence INTEGER NOT NULL DEFAULT 0,
+  accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT,
+  reason TEXT, worker TEXT, extractors TEXT,
+  duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0);
+-- Wide and written once: kept apart, so that a change of status rewrites a short row.
+CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE fetched(event INTEGER PRIMARY KEY, page TEXT NOT NULL, meta BLOB NOT NULL);
+-- Pages of events that are put off or dead: retention leaves them alone.
+CREATE TABLE needed(event INTEGER PRIMARY KEY, page TEXT NOT NULL);
+CREATE INDEX event_url ON event(url_key, n);
+CREATE INDEX event_trace ON event(trace);
+CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';
+CREATE INDEX event_duplicate ON event(duplicate_of, n) WHERE duplicate_of IS NOT NULL;
+-- Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and reading it.
+CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
+  PRIMARY KEY(event, at, status)) WITHOUT ROWID;
+CREATE TABLE counter(topic TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY(topic, name)) WITHOUT ROWID;
+CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, url TEXT NOT NULL, host TEXT NOT NULL,
+  at REAL NOT NULL, stage TEXT NOT NULL, class TEXT NOT NULL,
+  reason TEXT NOT NULL, fingerprint TEXT NOT NULL, detail TEXT NOT NULL, envelope BLOB NOT NULL, headers TEXT NOT NULL);
+CREATE INDEX dead_fingerprint ON dead(fingerprint);
+CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER NOT NULL, dead INTEGER NOT NULL, PRIMARY KEY(topic, bucket)) WITHOUT ROWID;
+CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL, PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
+CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
+"""
+TALLY_SECONDS = 5
+OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
+_encode = msgspec.msgpack.Encoder().encode
+decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What the books know of an event that was just delivered."""
+
+    n: int
+    status: str
+    attempts: int
+    starts: int
+    crashes: int
+    page: str | None
+    page_meta: bytes | None
+    accepted_at: float
+
+
+class SqlLedger:
+    """Transitions, each inside a caller's transaction. Which follows which is decided in books.py."""
+
+    def __init__(self, db: SqlStore, clock: Clock) -> None:
+        self.db, self.clock = db, clock
+        self._pruned = 0
+        db.part("ledger", 1, SCHEMA)
+
+    # -- entering ----------------------------------------------------------------------------------------------------------
+
+    def knows_in(self, tx: Tx, event_id: str) -> bool:
+        return tx.execute("SELECT 1 FROM event WHERE id=?", (event_id,)).get is not None
+
+    def enter_in(
+        self, tx: Tx, rows: Sequence[tuple[Event, bytes, int]], now: float, *, status: Status = Status.PENDING, not_before: float | None = None
+    ) -> None:
+        """(event, envelope, position) of events that are new."""
+        at = int(now * 1e6)
+        for e, envelope, position in rows:
+            tx.execute(
+                "INSERT INTO event(id, topic, position, source, trace, url, url_key, host, status, accepted_at, not_before) VALUES(?,?,?,?,?,?,?,?,?,?,?)",
+                (e.id, e.topic, position, e.source, e.trace, e.url, url_key(e.url, canonical=True), e.key, status, e.accepted_at, not_before),
+            )
+            n = tx.last_insert_rowid()
+            tx.execute("INSERT INTO envelope VALUES(?,?)", (n, envelope))
+            tx.execute("INSERT INTO history(event, at, status) VALUES(?,?,?)", (n, at, status))
+        for topic, n in Counter(e.topic for e, _, _ in rows).items():
+            self.count_in(tx, topic, {status: n})
+
+    def pending_in(self, tx: Tx, topic: str) -> int:
+        """Accepted and not yet ended; O(1)."""
+        return tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE topic=? AND name IN ('pending','delayed','in_flight','writing')", (topic,)).get or 0
+
+    def has_open_in(self, tx: Tx, key: bytes) -> bool:
+        """Is an event for this URL still to be fetched?"""
+        newest = "SELECT status FROM event WHERE url_key=? ORDER BY n DESC LIMIT 8"
+        return tx.execute(f"SELECT 1 FROM ({newest}) WHERE status IN ('pending','delayed') LIMIT 1", (key,)).get is not None
+
+    def owner_in(self, tx: Tx, event_id: str, next_: str | None) -> Claim | None:
+        """How far the owner of a claim has come; None where it died or is forgotten, and the claim is free."""
+        row = tx.execute("SELECT n, status, asked_at FROM event WHERE id=?", (event_id,)).get
+        if row is None or row[1] in ("dead", "duplicate") or row[2] is None:
+            return None
+        n, status, asked_at = row
+        waits = status in ("pending", "delayed") and tx.execute("SELECT 1 FROM fetched WHERE event=?", (n,)).get is None
+        return Claim(event_id, 0.0 if waits else asked_at, status == "success", next_)
+
+    def baseline_in(self, tx: Tx, event_id: str) -> Baseline | None:
+        """What a success left behind: for conditional requests and change detection."""
+        row = tx.execute("SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n WHERE e.id=? AND e.status='success'", (event_id,)).get
+        if row is None:
+            return None
+        headers = decode_meta(row[1]).headers
+        return Baseline(etag=headers.get("etag"), last_modified=headers.get("last-modified"), response_hash=row[0], page=row[0], extractors=row[2] or "")
+
+    def is_fresh_in(self, tx: Tx, owner: str, since: float) -> bool:
+        """Is the claim's owner still at it, or did it ask since then?"""
+        row = tx.execute("SELECT status, asked_at FROM event WHERE id=?", (owner,)).get
+        return row is not None and (row[0] in ("pending", "delayed", "in_flight", "writing") or (row[0] == "success" and (row[1] or 0.0) >= since))
+
+    def first_in_trace_in(self, tx: Tx, trace: str, key: bytes, now: float) -> bool:
+        tx.execute("INSERT OR IGNORE INTO seen VALUES(?,?,?)", (trace, key, now))
+        return tx.changes() == 1
+
+    # -- on the way --------------------------------------------------------------------------------------------------------
+
+    def standing_in(self, tx: Tx, event_id: str) -> Standing | None:
+        row = tx.execute("SELECT n, status, attempts, starts, crashes, accepted_at FROM event WHERE id=?", (event_id,)).get
+        if row is None:
+            return None
+        n, status, attempts, starts, crashes, accepted_at = row
+        page, meta = (starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get) or (None, None)
+        return Standing(n, status, attempts, starts, crashes, page, meta, accepted_at)
+
+    def failures_in(self, tx: Tx, n: int) -> dict[str, int]:
+        """Failures put on record by class, since the event was last given a new budget."""
+        since = tx.execute("SELECT coalesce(max(at), 0) FROM history WHERE event=? AND status='dead'", (n,)).get
+        return dict(tx.execute("SELECT class, count(*) FROM history WHERE event=? AND at>? AND status='delayed' AND class<>'' GROUP BY class", (n, since)))
+
+    def duplicate_in(self, tx: Tx, event: Event, was: Standing, of: str, now: float) -> None:
+        reason = f"duplicate of {of}"
+        tx.execute("UPDATE event SET status='duplicate', duplicate_of=?, finished_at=?, reason=? WHERE n=?", (of, now, reason, was.n))
+        self._note(tx, was.n, now, "duplicate", reason=reason)
+        self.count_in(tx, event.topic, {was.status: -1, "duplicate": 1})
+
+    def delay_in(self, tx: Tx, event: Event, was: Standing, until: float, reason: str, now: float) -> None:
+        tx.execute("UPDATE event SET status='delayed', not_before=?, reason=? WHERE n=?", (until, reason, was.n))
+        self._note(tx, was.n, now, "delayed", reason=reason)
+        if was.status != "delayed":  # put off once more: it was counted when it was put off first
+            self.count_in(tx, event.topic, {was.status: -1, "delayed": 1})
+
+    def begin_in(
+        self, tx: Tx, events: Sequence[tuple[int, Event]], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight"
+    ) -> list[int | None]:
+        """Counts the start, before the work. The fence of each, or None where it has ended meanwhile."""
+        fences: list[int | None] = []
+        notes: list[tuple[int, int, str, str]] = []
+        at = int(now * 1e6)
+        delta: Counter[tuple[str, str]] = Counter()
+        for (n, e), asking in zip(events, asks, strict=True):
+            # `crashes` counts this start as lost until it ends; a recorded end takes it back.
+            was, fence = tx.execute("SELECT status, fence+1 FROM event WHERE n=?", (n,)).get or ("", 0)
+            if was not in OPEN:
+                fences.append(None)
+                continue
+            tx.execute(
+                "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?",
+                (status, fence, worker, now, now if asking else None, n),
+            )
+            notes.append((n, at, status, worker))
+            delta[e.topic, was] -= 1
+            delta[e.topic, status] += 1
+            fences.append(fence)
+        tx.executemany("INSERT OR REPLACE INTO history(event, at, status, worker) VALUES(?,?,?,?)", notes)
+        self._count_all(tx, delta)
+        return fences
+
+    def writing_in(self, tx: Tx, end: End, now: float) -> bool:
+        """The records are on their way to a sink in another process: from now on only the write is repeated."""
+        return self._end(tx, end, "writing", now, finished=None) is not None
+
+    # -- ending ------------------------------------------------------------------------------------------------------------
+
+    def succeed_in(self, tx: Tx, end: End, now: float) -> int | None:
+        """The event's number, or None: the fence is old, nothing was touched."""
+        return self._end(tx, end, "success", now, finished=now)
+
+    def _end(self, tx: Tx, end: End, status: str, now: float, *, finished: float | None) -> int | None:
+        tx.execute(
+            "UPDATE event SET status=?, finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, crashes=max(0, crashes-1)"
+            " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
+            (status, finished, end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence),
+        )
+        n = end.row if tx.changes() == 1 else None
+        if n is not None:
+            self._keep_meta(tx, n, end)
+            tx.execute(
+                "INSERT OR REPLACE INTO history(event, at, status, stage, reason) VALUES(?,?,?,?,?)", (n, int(now * 1e6), status, end.stage, end.reason or None)
+            )
+        return n
+
+    def _keep_meta(self, tx: Tx, n: int, end: End) -> None:
+        """From now on the ledger knows the page, and no redelivery fetches it again."""
+        if end.meta is not None:
+            tx.execute("INSERT OR REPLACE INTO fetched VALUES(?,?,?)", (n, end.meta.page, _encode(end.meta)))
+            if end.outcome != "success":
+                tx.execute("INSERT OR REPLACE INTO needed VALUES(?,?)", (n, end.meta.page))
+        if end.outcome == "success" and end.restarted:
+            tx.execute("DELETE FROM needed WHERE event=?", (n,))
+
+    def put_off_in(self, tx: Tx, end: End, now: float, *, status: Literal["delayed", "pending"]) -> int | None:
+        """Retry (charged or not), park and release: the event goes on later."""
+        tx.execute(
+            "UPDATE event SET status=?, not_before=?, reason=?, attempts=attempts+?, crashes=max(0, crashes-1), response_status=coalesce(?, response_status)"
+            " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
+            (status, end.until, end.reason, int(end.outcome == "retry" and end.charged), end.response_status, end.row, end.fence),
+        )
+        n = end.row if tx.changes() == 1 else None
+        if n is not None:
+            self._keep_meta(tx, n, end)
+            self._note(tx, n, now, status, end=end)
+        return n
+
+    def bury_in(self, tx: Tx, end: End, now: float, *, envelope: bytes, headers: str) -> int | None:
+        tx.execute(
+            "UPDATE event SET status='dead', finished_at=?, reason=?, attempts=attempts+1, crashes=max(0, crashes-1),"
+            " response_status=coalesce(?, response_status) WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
+            (now, end.reason, end.response_status, end.row, end.fence),
+        )
+        n = end.row if tx.changes() == 1 else None
+        if n is not None:
+            self._keep_meta(tx, n, end)
+            self._note(tx, n, now, "dead", end=end)
+            self.letter_in(
+                tx,
+                event_id=end.event.id,
+                topic=end.event.topic,
+                url=end.event.url,
+                host=end.event.key,
+                now=now,
+                stage=end.stage,
+                kind=end.error_class,
+                reason=end.reason,
+                fingerprint=end.fingerprint,
+                detail=end.detail,
+                envelope=envelope,
+                headers=headers,
+            )
+        return n
+
+    def letter_in(
+        self,
+        tx: Tx,
+        *,
+        event_id: str,
+        topic: str,
+        url: str,
+        host: str,
+        now: float,
+        stage: str,
+        kind: str,
+        reason: str,
+        fingerprint: str,
+        detail: str,
+        envelope: bytes,
+        headers: str,
+    ) -> None:
+        tx.execute(
+            "INSERT OR REPLACE INTO dead(event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers)"
+            " VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
+            (event_id, topic, url, host, now, stage, kind, reason, fingerprint, detail, envelope, headers),
+        )
+
+    def eldest_duplicate_in(self, tx: Tx, owner: str) -> tuple[int, str, bytes] | None:
+        """(n, id, envelope) of the one to promote when `owner` died; None if the owner was itself promoted."""
+        if tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
+            return None
+        row: tuple[int, str, bytes] | None = tx.execute(
+            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n LIMIT 1",
+            (owner,),
+        ).get
+        return row
+
+    def reopen_in(
+        self,
+        tx: Tx,
+        n: int,
+        topic: str,
+        was: str,
+        reason: str,
+        now: float,
+        *,
+        promoted: bool = False,
+        envelope: bytes | None = None,
+        position: int | None = None,
+    ) -> None:
+        """Promotion of a duplicate, and redrive of a dead letter: a new budget, the old history."""
+        tx.execute(
+            "UPDATE event SET status='pending', duplicate_of=NULL, finished_at=NULL, not_before=NULL, attempts=0, crashes=0,"
+            " promoted=max(promoted, ?), reason=?, position=coalesce(?, position) WHERE n=?",
+            (int(promoted), reason, position, n),
+        )
+        if envelope is not None:
+            tx.execute("UPDATE envelope SET body=? WHERE event=?", (envelope, n))
+        for table in ("fetched", "needed"):  # a new chance asks again
+            tx.execute(f"DELETE FROM {table} WHERE event=?", (n,))
+        self._note(tx, n, now, "pending", reason=reason)
+        self.count_in(tx, topic, {was: -1, "pending": 1})
+
+    def lost_in(self, tx: Tx, ids: Sequence[str], worker: str, now: float) -> int:
+        """A worker is gone: what it had in flight waits again, its start still counted."""
+        delta: Counter[tuple[str, str]] = Counter()
+        for id_ in ids:
+            row = tx.execute(
+                "UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=? AND status='in_flight' RETURNING n, topic", (id_, worker)
+            ).get
+            if row is not None:
+                n, topic = row
+                self._note(tx, n, now, "pending", reason="worker gone", worker=worker)
+                delta[topic, "in_flight"] -= 1
+                delta[topic, "pending"] += 1
+        self._count_all(tx, delta)
+        return -sum(d for (_, status), d in delta.items() if status == "in_flight")
+
+    def due_in(self, tx: Tx, now: float) -> None:
+        """Delays that have ended are pending again (the broker hands them out by itself)."""
+        rows = tx.execute("SELECT n, topic FROM event WHERE status='delayed' AND not_before<=? LIMIT 1000", (now,)).fetchall()
+        delta: Counter[tuple[str, str]] = Counter()
+        for n, topic in rows:
+            tx.execute("UPDATE event SET status='pending' WHERE n=?", (n,))
+            self._note(tx, n, now, "pending", reason="its time has come")
+            delta[topic, "delayed"] -= 1
+            delta[topic, "pending"] += 1
+        self._count_all(tx, delta)
+
+    def parked_in(self, tx: Tx, host: str, reasons: Sequence[str]) -> list[tuple[int, int]]:
+        """(number, position) of delayed events of a host that wait for one of these reasons. Looks at all that is delayed: for people."""
+        wanted = ",".join("?" * len(reasons))
+        return tx.execute(f"SELECT n, position FROM event WHERE status='delayed' AND host=? AND reason IN ({wanted})", (host, *reasons)).fetchall()
+
+    def hasten_in(self, tx: Tx, events: Sequence[int], now: float) -> None:
+        """Their delay ends now."""
+        tx.executemany("UPDATE event SET not_before=? WHERE n=? AND status='delayed'", [(now, n) for n in events])
+
+    # -- counting ----------------------------------------------------------------------------------------------------------
+
+    def count_in(self, tx: Tx, topic: str, deltas: dict[Any, int]) -> None:
+        tx.executemany("INSERT INTO counter VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n", [(topic, str(name), d) for name, d in deltas.items() if d])
+
+    def _count_all(self, tx: Tx, delta: Counter[tuple[str, str]]) -> None:
+        tx.executemany("INSERT INTO counter VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n", [(*k, d) for k, d in delta.items() if d])
+
+    def tally_in(self, tx: Tx, topic: str, ended: int, dead: int, now: float) -> None:
+        tx.execute(
+            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT DO UPDATE SET ended=ended+excluded.ended, dead=dead+excluded.dead",
+            (topic, int(now / TALLY_SECONDS), ended, dead),
+        )
+
+    def recent_in(self, tx: Tx, topic: str, seconds: float, now: float) -> tuple[int, int]:
+        """(ended, dead) in the last seconds."""
+        row = tx.execute(
+            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?", (topic, int((now - seconds) / TALLY_SECONDS))
+        ).get
+        return int(row[0]), int(row[1])
+
+    def _note(self, tx: Tx, n: int, now: float, status: str, *, reason: str | None = None, worker: str | None = None, end: End | None = None) -> None:
+        if end is not None:
+            row: Iterable[Any] = (n, int(now * 1e6), status, worker, end.stage, end.error_class or None, end.reason)
+        else:
+            row = (n, int(now * 1e6), status, worker, None, None, reason)
+        tx.execute("INSERT OR REPLACE INTO history(event, at, status, worker, stage, class, reason) VALUES(?,?,?,?,?,?,?)", tuple(row))
+
+    # -- cursors -----------------------------------------------------------------------------------------------------------
+
+    def cursor_in(self, tx: Tx, source: str) -> bytes | None:
+        body: bytes | None = tx.execute("SELECT body FROM cursor WHERE source=?", (source,)).get
+        return body
+
+    def move_cursor_in(self, tx: Tx, source: str, body: bytes | None, now: float) -> None:
+        tx.execute("INSERT OR REPLACE INTO cursor VALUES(?,?,?)", (source, body, now))
+
+    # -- retention ---------------------------------------------------------------------------------------------------------
+
+    def prune_in(self, tx: Tx, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000) -> int:
+        """Forget ended events (never dead ones) and their history; the counters keep counting them. `keep(URL, id)` says which success is still a baseline."""
+        # A stretch at a time, the next call goes on behind it: what must stay at the head of the table does not stop the rest.
+        stretch = tx.execute(
+            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>? ORDER BY n LIMIT ?", (self._pruned, limit)
+        ).fetchall()
+        self._pruned = stretch[-1][0] if len(stretch) == limit and stretch[-1][3] < before else 0
+        ended = [row for row in stretch if row[1] in ("success", "duplicate") and row[2] < before]
+        rows = [(n,) for n, status, _, _, key, id_ in ended if status == "duplicate" or not keep(key, id_)]
+        for table in ("history", "envelope", "fetched", "needed"):
+            tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
+        tx.executemany("DELETE FROM event WHERE n=?", rows)
+        tx.execute("DELETE FROM tally WHERE bucket<?", (int((self.clock.now() - 3600) / TALLY_SECONDS),))
+        tx.execute("DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen WHERE at<? LIMIT ?)", (before, limit))
+        return len(rows)

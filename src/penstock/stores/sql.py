@@ -1,0 +1,64 @@
+"""What shared SQL asks of the store it runs on: transactions with statements that SQLite and PostgreSQL both understand, and who commits them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Rows(Protocol):
+    """What a statement answers; SQL knows the types, Python cannot."""
+
+    @property
+    def get(self) -> Any:
+        """The only value of the first row, or the row, or None."""
+
+    def fetchall(self) -> list[Any]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Tx(Protocol):
+    """What `work(tx)` is given: statements inside one transaction, with `?` or `?1` for bindings."""
+
+    def execute(self, sql: str, bindings: Any = ..., /) -> Rows: ...
+    def executemany(self, sql: str, rows: Any, /) -> Any: ...
+    def changes(self) -> int: ...
+    def last_insert_rowid(self) -> int: ...
+    def cursor(self) -> Any: ...
+
+
+class SqlStore(Protocol):
+    """A ports.Store whose transactions are SQL."""
+
+    @property
+    def path(self) -> str:
+        """Its name in messages; holds no password."""
+
+    @property
+    def rollbacks(self) -> int:
+        """How many there were: what was remembered about rows may be wrong after one."""
+
+    def part(self, name: str, version: int, schema: str) -> None:
+        """Create or check one adapter's tables. A newer version than ours is refused, never touched."""
+
+    def before_commit(self, work: Callable[[], object], /) -> None:
+        """Called by a job: `work` runs where blocking does not hurt, after the jobs and before their COMMIT."""
+
+    async def write(self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False) -> T:
+        """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves."""
+
+    def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
+        """For commands without a loop, and before one runs."""
+
+    async def read(self, work: Callable[[Tx], T]) -> T: ...
+
+    def read_now(self, work: Callable[[Tx], T]) -> T: ...
+
+    def check(self) -> list[str]:
+        """Integrity, in sentences; [] is good."""
+
+    async def close(self) -> None: ...
+
+    def close_now(self) -> None: ...
