@@ -13,6 +13,8 @@ import os
 
 import pytest
 
+pytest_plugins = ["tests.servers"]
+
 LIMIT, SLOW_LIMIT = 60.0, 900.0  # seconds; the second for tests marked slow
 
 
