@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from penstock import config
-from penstock.app import Stores, open_stores
 from penstock.books import SinkBinding
 from penstock.errors import BadEnvelope
 from penstock.intake import event_of
 from penstock.model import Event, Record, decode_event, page_id
+from penstock.opening import Stores, open_stores
 from penstock.ports import Accepted, Admitted, Delivery, End, PageMeta, Subscription
 
 RECEIVE, BEGIN, CONCLUDE = 256, 16, 128  # how many at a time, as a worker at full speed does

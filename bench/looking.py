@@ -10,8 +10,8 @@ from typing import Any
 import apsw
 
 from penstock import config
-from penstock.app import open_stores
 from penstock.cli.status import document, look
+from penstock.opening import open_stores
 
 SCAN = re.compile(r"SCAN (\w+)$")  # without an index
 

@@ -7,177 +7,43 @@ import contextlib
 import getpass
 import logging
 import os
-import random
-import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from penstock import locks
-from penstock.books import Books, Settings, SinkBinding
-from penstock.claims.sql_hosts import SqlHosts
-from penstock.claims.sql_proxies import SqlProxies
+from penstock.books import Books, SinkBinding
 from penstock.clock import SystemClock
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
 from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
-from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.locks import FileLock, WorkerLock
 from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
+from penstock.opening import Stores, adapter, open_stores, settings, worker_id
 from penstock.options import Config
 from penstock.pipeline import Pipeline, load
-from penstock.ports import Clock, Extraction, Row, Sink, TopicSpec
-from penstock.rules import breaker, retry
+from penstock.ports import Clock, Extraction, Row, Sink
+from penstock.rules import retry
 from penstock.rules.robots import product_token
 from penstock.sinks.sqlite import SqliteSink
 from penstock.stages.fetch import FetchOptions, FetchStage
 from penstock.stages.inprocess import InProcess
 from penstock.stages.proxies import Proxies
 from penstock.stages.sandbox import Limits, Sandbox
-from penstock.stores.context import Context
 from penstock.telemetry import Signals
 from penstock.worker import ENTRY, Options, Stage, Worker
 
 log = logging.getLogger("penstock")
 ROLES = ("source", "serve", "fetch", "extract", "sink")
 STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
-TOPICS = ("requests", "pages", "records")
 SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
 UPKEEP = 60.0
 FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
-
-
-class Stores:
-    """Everything that is open on one store. Close it once."""
-
-    def __init__(self, config: Config, context: Context, *, broker: Any, ledger: Any, claims: Any, pages: Any) -> None:
-        self.config, self.context, self.clock = config, context, context.clock
-        self.broker, self.ledger, self.claims, self.pages = broker, ledger, claims, pages
-        self.db = ledger.db
-        self.outbox = SqlOutbox(self.db)
-        self.proxies = SqlProxies(self.db, self.clock)
-        self.hosts = SqlHosts(claims)
-        self.books = self.with_settings(_settings(config))
-
-    def with_settings(self, settings: Settings) -> Books:
-        self.books = Books(
-            self.db,
-            broker=self.broker,
-            ledger=self.ledger,
-            outbox=self.outbox,
-            claims=self.claims,
-            pages=self.pages,
-            settings=settings,
-            worker=self.context.worker,
-            clock=self.clock,
-        )
-        return self.books
-
-    @property
-    def workers_directory(self) -> Path:
-        return self.config.state.dir / "workers"
-
-    def close(self) -> None:
-        self.pages.close()
-        self.context.close()
-
-
-def adapter(kind: str, url: str) -> Callable[..., Any]:
-    """The `open_*` function that an entry point names for this URL's scheme."""
-    scheme = url.partition(":")[0].partition("+")[0]
-    known = {e.name: e for e in entry_points(group=f"penstock.{kind}")}
-    if scheme not in known:
-        raise ConfigError(
-            f"no {kind[:-1]} adapter for {scheme!r}",
-            hint=f"installed: {', '.join(sorted(known)) or 'none'}; others are extras, e.g. pip install 'penstock[{scheme}]'",
-        )
-    try:
-        opener: Callable[..., Any] = known[scheme].load()
-    except ImportError as e:
-        raise ConfigError(f"the {scheme!r} {kind[:-1]} adapter needs a package that is missing: {e}", hint=f"pip install 'penstock[{scheme}]'") from e
-    return opener
-
-
-def open_stores(
-    config: Config, *, worker: str | None = None, create: bool = True, inline: bool = False, clock: Clock | None = None, rng: random.Random | None = None
-) -> Stores:
-    """Raises ConfigError or Unreachable, and then nothing is left open."""
-    if not create and config.ledger.url.startswith("sqlite:") and not Path(config.ledger.url.removeprefix("sqlite:")).exists():
-        raise Unreachable(
-            f"there is no Penstock state in {config.state.dir}",
-            hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state",
-        )
-    context = Context(config, clock or SystemClock(), rng or random.Random(), worker=worker or worker_id(), inline=inline)
-    try:
-        broker = adapter("brokers", config.broker.url)(config.broker.url, context)
-        ledger = adapter("ledgers", config.ledger.url)(config.ledger.url, context)
-        claims = adapter("claims", config.claims.url)(config.claims.url, context)
-        pages = adapter("pages", config.pages.url)(config.pages.url, context)
-        if not (broker.db is ledger.db is claims.db):
-            raise ConfigError("broker, ledger and claims lie in different SQLite files", hint="give all three the same URL, or set only PENSTOCK_STATE")
-        stores = Stores(config, context, broker=broker, ledger=ledger, claims=claims, pages=pages)
-        if create:
-            context.database(config.ledger.url)
-            _ensure(stores)
-        return stores
-    except BaseException:
-        context.close()
-        raise
-
-
-class Politeness:
-    """What one request needs of the store, without queue, books and pages. In memory where there is no state yet."""
-
-    def __init__(self, config: Config, *, clock: Clock | None = None, rng: random.Random | None = None) -> None:
-        url = config.claims.url
-        self.shared = not url.startswith("sqlite:") or Path(url.removeprefix("sqlite:")).exists()
-        url = url if self.shared else "sqlite::memory:"
-        self.clock: Clock = clock or SystemClock()
-        self.context = Context(config, self.clock, rng or random.Random(), worker=worker_id(), inline=True)
-        try:
-            self.claims = adapter("claims", url)(url, self.context)
-            self.hosts = SqlHosts(self.claims)
-            self.proxies = SqlProxies(self.claims.db, self.clock)
-        except BaseException:
-            self.context.close()
-            raise
-
-    def close(self) -> None:
-        self.context.close()
-
-
-def _ensure(stores: Stores) -> None:
-    specs = [TopicSpec(name=name) for name in TOPICS] + [TopicSpec(name=name + ".dead", groups=()) for name in TOPICS]
-    known = {row[0] for row in stores.db.read_now(lambda tx: tx.execute("SELECT name FROM topic").fetchall())}
-    if not {s.name for s in specs} <= known:
-        stores.db.write_now(lambda tx: stores.broker.ensure_in(tx, specs))
-
-
-def worker_id() -> str:
-    return f"{socket.gethostname()[:40] or 'worker'}-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-def _settings(config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool = False) -> Settings:
-    b = config.breaker
-    return Settings(
-        max_pending=config.intake.max_pending,
-        window=config.dedup.window,
-        settle=config.dedup.settle,
-        drop=config.dedup.mode == "drop",
-        follow_window=config.follow.window,
-        follow_depth=config.follow.depth,
-        follow_same_domain=config.follow.same_domain,
-        emit_unchanged=config.output.unchanged == "emit",
-        hooks=hooks,
-        sinks=tuple(sinks),
-        breaker=breaker.Limits(dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert),
-    )
 
 
 # -- running --------------------------------------------------------------------------------------------------------------
@@ -215,6 +81,7 @@ class Running:
         fetcher: CurlFetcher | None = None
         try:
             await self._check_after_unclean_stop()
+            await self.stores.start()
             await self.stores.books.reclaim(self.stores.workers_directory)
             if "extract" in self.roles:
                 extraction, suspects = await self._open_extraction()
@@ -225,7 +92,7 @@ class Running:
                 self.proxies = Proxies(self.config.proxies, self.stores.proxies, fetcher, self.clock, self.stores.context.rng)
                 await self.stores.proxies.refresh()
             bindings = self._bind_sinks()
-            books = self.stores.with_settings(_settings(self.config, sinks=bindings, hooks=bool(self.pipeline.hooks)))
+            books = self.stores.with_settings(settings(self.config, sinks=bindings, hooks=bool(self.pipeline.hooks)))
             dead_before = await self._dead()
             background += [asyncio.create_task(f.run(), name=f"flush {f.sink.name}") for f in self.flushers]
             hooks = None
@@ -252,6 +119,7 @@ class Running:
                 await self.proxies.close()
             if fetcher is not None:
                 await fetcher.close()
+            await self.stores.stop()
             lock.release()
             self.stores.close()
 
@@ -290,8 +158,7 @@ class Running:
         return int(await self.stores.db.read(lambda tx: tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='dead'").get))
 
     async def _breaker(self) -> str | None:
-        found: str | None = await self.stores.db.read(lambda tx: tx.execute("SELECT paused FROM topic WHERE paused IS NOT NULL LIMIT 1").get)
-        return found
+        return next(iter((await self.stores.db.read(self.stores.broker.paused_in)).values()), None)
 
     async def _check_after_unclean_stop(self) -> None:
         """A worker went without saying goodbye: is the file whole? A large one is checked beside the work."""
@@ -418,6 +285,7 @@ class Running:
             beats += 1
             try:
                 await self.stores.claims.refresh()
+                await self.stores.books.relay()
                 if beats % 10 == 0:
                     if self.config.proxies:
                         await self.stores.proxies.refresh()

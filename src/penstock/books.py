@@ -1,4 +1,4 @@
-"""The order of writes: what becomes true together when an event is accepted, admitted, begun, concluded or redriven. For stores that commit together."""
+"""The order of writes: what becomes true together when an event is accepted, admitted, begun, concluded or redriven, and what follows for the broker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,8 +20,11 @@ from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.identity import url_key as _url_key
 from penstock.rules.proxies import needs_proxy
 
+T = TypeVar("T")
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
 HOLD_BEYOND = 0.05
+BUSY = 2.0  # seconds after which a copy of a message, whose event another worker has in flight, is looked at again
+EARLY = 0.05
 
 
 @lru_cache(1 << 13)
@@ -64,17 +67,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Books:
-    """One transaction per call. Needs a broker, ledger, outbox, claims and pages whose `_in` methods take the store's transaction."""
+    """One transaction per call. Needs a broker, ledger, outbox, claims and pages whose `_in` methods take the store's transaction.
+
+    A broker that lies apart (`broker.apart`: a relay) notes there what it is to be told, and is told after the commit. Its messages
+    may come in copies, early, or for an event that somebody is at already: the ledger knows, and `admit` decides by it.
+    """
 
     def __init__(self, store: Store, *, broker: Any, ledger: Any, outbox: Any, claims: Any, pages: Any, settings: Settings, worker: str, clock: Any) -> None:
         self.store, self.broker, self.ledger, self.outbox, self.claims, self.pages = store, broker, ledger, outbox, claims, pages
         self.settings, self.worker, self.clock = settings, worker, clock
 
+    async def _write(self, work: Callable[[Any], T], *, durable: bool = True) -> T:
+        """One transaction, and then what it decided for a broker apart. What is told there must outlive a power cut here."""
+        if not self.broker.apart:
+            return await self.store.write(work, durable=durable)
+
+        def job(tx: Any) -> tuple[T, Any]:
+            with self.broker.collecting(tx) as after:
+                return work(tx), after
+
+        result, after = await self.store.write(job, durable=durable)
+        await self.broker.follow_up(after)
+        return result
+
     # -- intake ------------------------------------------------------------------------------------------------------------
 
     async def accept(self, events: Sequence[Event], *, cursor: tuple[str, bytes | None] | None = None) -> list[Accepted]:
         """Durable when it returns. The cursor moves in the same transaction, and only if nothing was refused as full."""
-        answers = await self.store.write(lambda tx: self._accept(tx, events, cursor))
+        answers = await self._write(lambda tx: self._accept(tx, events, cursor))
         self.broker.wake(e.topic for e in events)
         return answers
 
@@ -108,7 +128,7 @@ class Books:
 
     async def admit(self, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], *, fetches: bool) -> list[Admitted]:
         """Dedup, freshness, the slot. What is a duplicate, delayed or long ended is settled here and now; `fetches=False` (pages, records) skips both."""
-        return await self.store.write(lambda tx: self._admit(tx, deliveries, fetches), durable=False)
+        return await self._write(lambda tx: self._admit(tx, deliveries, fetches), durable=self.broker.apart)
 
     def _admit(self, tx: Any, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], fetches: bool) -> list[Admitted]:
         now = self.clock.now()
@@ -127,6 +147,8 @@ class Books:
                     standing = self.ledger.standing_in(tx, e.id)
                 if standing.status in ("success", "dead", "duplicate"):
                     outcome = Ack()
+                elif self.broker.apart and (put_off := self._put_off(tx, d, standing, now)):
+                    outcome = put_off
                 else:
                     asks = fetches and not standing.page
                     holder = self.claims.holder_in(tx, url_key(e.url)) if asks and not e.force else None
@@ -153,6 +175,15 @@ class Books:
         if settles:
             self.broker.settle_in(tx, settles)
         return answers
+
+    def _put_off(self, tx: Any, d: Delivery, standing: Any, now: float) -> Outcome | None:
+        """A message of a broker apart, whose event is in other hands or not due yet."""
+        if standing.status in ("in_flight", "writing") and self.broker.busy_in(tx, standing.n):
+            return Retry(BUSY, "another worker is at it")
+        if standing.status == "delayed" and standing.not_before is not None and standing.not_before > now + EARLY:
+            return Retry(standing.not_before - now, "its time has not come")
+        self.ledger.found_at_in(tx, standing.n, d.position)
+        return None
 
     def _unreadable(self, tx: Any, d: Delivery, e: BadEnvelope, now: float) -> Outcome:
         """Bytes that are no event: kept as a dead letter, never acked away and never stuck."""
@@ -230,15 +261,17 @@ class Books:
 
     async def begin(self, starts: Sequence[tuple[Delivery, Event, int]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
         """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile and is settled, or its lease was lost."""
-        return await self.store.write(lambda tx: self._begin(tx, starts, asks, writing), durable=False)
+        return await self._write(lambda tx: self._begin(tx, starts, asks, writing), durable=False)
 
     def _begin(self, tx: Any, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool], writing: bool) -> list[int | None]:
         now = self.clock.now()
         settles: list[tuple[Delivery, Outcome]] = []
         may: list[bool] = []
         taken: dict[bytes, tuple[str, str | None]] = {}
-        for (d, e, _), asking, held in zip(starts, asks, self.broker.holds_in(tx, [d for d, _, _ in starts]), strict=True):
+        for (d, e, row), asking, held in zip(starts, asks, self.broker.holds_in(tx, [d for d, _, _ in starts]), strict=True):
             outcome = self._take(tx, e, taken, now) if held and asking and not e.force else None
+            if held and self.broker.apart and self.broker.busy_in(tx, row):  # another copy was quicker
+                outcome = Release()
             may.append(held and outcome is None)
             if outcome is not None:
                 settles.append((d, outcome))
@@ -249,6 +282,8 @@ class Books:
         answers = [next(fences) if ok else None for ok in may]
         settles += [(d, Ack()) for (d, _, _), ok, fence in zip(starts, may, answers, strict=True) if ok and fence is None]
         if settles:
+            if self.broker.apart:  # this commit may not outlive a power cut: let them come back, and be settled by one that does
+                settles = [(d, Release()) for d, _ in settles]
             self.broker.settle_in(tx, settles)
         return answers
 
@@ -278,7 +313,7 @@ class Books:
         while True:
             staged = self.pages.stage(bodies)
             try:
-                answers = await self.store.write(partial(self._conclude, ends=ends, staged=staged))
+                answers = await self._write(partial(self._conclude, ends=ends, staged=staged))
                 break
             except _PagesGone:  # retention was quicker: their bytes are needed again
                 self.pages.forget(staged)
@@ -335,7 +370,8 @@ class Books:
                 count["writing" if end.was_writing else "in_flight"] -= 1
                 if end.publish:
                     self._publish(tx, end.publish)
-            settles.append((end.delivery, outcome))
+            # Somebody else has the event: this message is a copy, and is judged anew. (A broker in the store has fenced it already.)
+            settles.append((end.delivery, Release() if n is None and self.broker.apart else outcome))
         for sink, rows in lines.items():
             self.outbox.put_in(tx, sink, rows)
         for topic, count in delta.items():
@@ -448,7 +484,7 @@ class Books:
 
     async def redrive(self, ids: Sequence[str], change: Callable[[Event], Event] = lambda e: e) -> int:
         """Dead letters go back to work with a new budget: published and removed in one transaction. Returns how many."""
-        n = await self.store.write(lambda tx: self._redrive(tx, ids, change))
+        n = await self._write(lambda tx: self._redrive(tx, ids, change))
         self.broker.wake(["requests"])
         return n
 
@@ -480,7 +516,7 @@ class Books:
                 tx.execute("DELETE FROM needed WHERE event=(SELECT n FROM event WHERE id=?)", (id_,))
             return gone
 
-        return await self.store.write(work)
+        return await self._write(work)
 
     # -- upkeep ------------------------------------------------------------------------------------------------------------------
 
@@ -488,7 +524,7 @@ class Books:
         """Workers of this machine that are known to be gone: their leases end at once, not after the lease."""
         gone = locks.dead_workers(directory)
         for worker in gone:
-            await self.store.write(partial(self._reclaim, worker))
+            await self._write(partial(self._reclaim, worker))
             locks.forget_worker(directory, worker)
         if gone:
             self.broker.wake(["requests", "pages", "records"])
@@ -498,8 +534,15 @@ class Books:
         ids = self.broker.reclaim_in(tx, worker)
         self.ledger.lost_in(tx, ids, worker, self.clock.now())
 
+    async def relay(self) -> None:
+        """Several times a second: a broker apart is told what is due."""
+        if self.broker.apart:
+            await self.broker.tick()
+
     async def tick(self) -> None:
-        """Once a second: delays that ended are pending again in the books."""
+        """Once a second: we are alive, and delays that ended are pending again in the books."""
         now = self.clock.now()
+        if self.broker.apart:
+            await self.store.write(self.broker.beat_in, durable=False)
         if await self.store.read(lambda tx: tx.execute("SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)).get):
-            await self.store.write(lambda tx: self.ledger.due_in(tx, now), durable=False)
+            await self._write(lambda tx: self.ledger.due_in(tx, now), durable=False)

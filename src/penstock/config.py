@@ -20,6 +20,7 @@ __all__ = ["OPTIONS", "Config", "Loaded", "Option", "Shown", "load", "options", 
 FILE_NAME = "penstock.toml"
 # Variables with our prefix that are no options: where the file is, and where ./dev keeps its environment.
 OTHER_VARIABLES = frozenset({"PENSTOCK_CONFIG", "PENSTOCK_VENV"})
+STORES = ("broker.url", "topics.requests", "topics.pages", "topics.records", "ledger.url", "claims.url", "pages.url")
 # Kubernetes puts these into every pod beside a Service whose name begins with "penstock".
 _INJECTED = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?$")
 
@@ -259,15 +260,40 @@ def _derive(values: dict[str, Any], cwd: Path) -> None:
     """Defaults that depend on other options; relative paths become absolute, so a later chdir changes nothing."""
     state = cwd.absolute() / values.get("state.dir", ".penstock")
     values["state.dir"] = state
-    for path, default in (("broker.url", "sqlite"), ("ledger.url", "sqlite"), ("claims.url", "sqlite"), ("pages.url", "file")):
-        url = values.get(path) or f"{default}:{state / ('penstock.db' if default == 'sqlite' else 'pages')}"
-        scheme, _, rest = url.partition(":")
+    _derive_stores(values, state)
+    for path in STORES:
+        scheme, _, rest = values[path].partition(":")
         if scheme in ("sqlite", "file") and rest and not rest.startswith(("/", ":")):
-            url = f"{scheme}:{cwd.absolute() / rest}"
-        values[path] = url
+            values[path] = f"{scheme}:{cwd.absolute() / rest}"
     in_flight = values.get("fetch.concurrency", BY_PATH["fetch.concurrency"].default)
     values.setdefault("pace.concurrency", in_flight if values.get("pace.rate") == math.inf else 8)  # who lifts the limit means it
     values.setdefault("fetch.prefetch", min(8 * in_flight, 100_000))
+
+
+def _derive_stores(values: dict[str, Any], state: Path) -> None:
+    """What is not set follows the broker, to a place that every machine of the fleet can see; never silently to a file of this one."""
+    embedded = not values.get("broker.url")
+    broker = values.setdefault("broker.url", f"sqlite:{state / 'penstock.db'}")
+    for topic in ("topics.requests", "topics.pages", "topics.records"):
+        values.setdefault(topic, broker)
+    local = embedded and all(values[topic] == broker for topic in ("topics.requests", "topics.pages", "topics.records"))
+    if local or _kind(broker) == "sqlite":
+        values.setdefault("ledger.url", broker if _kind(broker) == "sqlite" else f"sqlite:{state / 'penstock.db'}")
+        values.setdefault("claims.url", values["ledger.url"] if _kind(values["ledger.url"]) in ("sqlite", "postgres") else broker)
+        values.setdefault("pages.url", values["ledger.url"] if _kind(values["ledger.url"]) == "postgres" else f"file:{state / 'pages'}")
+        return
+    servers = [url for url in (values.get("ledger.url"), broker) if url]
+    for path, kinds in (("ledger.url", ("postgres",)), ("claims.url", ("postgres", "redis")), ("pages.url", ("postgres",))):
+        found = next((url for kind in kinds for url in servers if _kind(url) == kind), None)
+        if found is not None:
+            values.setdefault(path, found)
+    for path in ("ledger.url", "claims.url", "pages.url"):
+        values.setdefault(path, "")  # said when stores are opened: looking at the configuration needs none
+
+
+def _kind(url: str) -> str:
+    scheme = url.partition(":")[0].partition("+")[0]
+    return {"postgresql": "postgres", "rediss": "redis", "amqps": "amqp"}.get(scheme, scheme)
 
 
 def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from penstock.rules.robots import from_answer
 from penstock.rules.verdict import Breach
 
 if TYPE_CHECKING:
-    from penstock.app import Stores
+    from penstock.opening import Stores
 
 TOPIC, GROUP = "requests", "main"
 BATCH = 1000  # parked events set free in one transaction

@@ -81,6 +81,18 @@ class BrokerConfig(_Section, frozen=True, kw_only=True):
     url: Annotated[str, _store("broker that carries the topics", _DB)]
 
 
+def _topic(what: str) -> Opt:
+    return Opt(units.DSN, f"broker that carries {what}", example="kafka://127.0.0.1:9092", derived="broker.url", secret=True)
+
+
+class TopicsConfig(_Section, frozen=True, kw_only=True):
+    """Each topic names its broker; by default one carries them all."""
+
+    requests: Annotated[str, _topic("requests: events on their way to be fetched, and their retries")]
+    pages: Annotated[str, _topic("pages: what was fetched, on its way to other processes")]
+    records: Annotated[str, _topic("records: what was extracted, on its way to other processes")]
+
+
 class LedgerConfig(_Section, frozen=True, kw_only=True):
     url: Annotated[str, _store("store of the ledger: events, dead letters, outbox", _DB)]
 
@@ -198,7 +210,7 @@ class Config(_Section, frozen=True, kw_only=True):
     """Everything that can be set, checked. `pipeline` and `namespace` are empty where they are not set."""
 
     pipeline: Annotated[str, Opt(_PATH, "pipeline that `penstock run` takes without an argument", example="shop.py")] = ""
-    namespace: Annotated[str, Opt(_NAME, "prefix of names on servers (else the pipeline's name)", example="shop")] = ""
+    namespace: Annotated[str, Opt(_NAME, "prefix of names on servers, so that pipelines can share them", example="shop")] = ""
     durability: Annotated[
         Literal["full", "process"], Opt(units.choices("full", "process"), "full: survives a power cut; process: survives a killed process")
     ] = "full"  # fmt: skip
@@ -207,6 +219,7 @@ class Config(_Section, frozen=True, kw_only=True):
     robots: Annotated[Literal["obey", "ignore"], Opt(units.choices("obey", "ignore"), "whether robots.txt is obeyed")] = "obey"
     state: StateConfig
     broker: BrokerConfig
+    topics: TopicsConfig
     ledger: LedgerConfig
     claims: ClaimsConfig
     pages: PagesConfig

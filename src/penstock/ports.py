@@ -81,6 +81,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     position: int  # audit and replay; no two deliveries of one subscription that are out at the same time have the same
     token: int  # fencing: a settle with an old token touches nothing
     deliveries: int  # times handed out, crashes included; not guilt
+    priority: int = 1
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +133,16 @@ class Broker(Protocol):
         """Hand everything published since then to `group` again. Only with caps.replay. Returns how many."""
 
     async def close(self) -> None: ...
+
+
+class QueueAudit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a broker in the ledger's own store says about itself, counted over whole tables; for doctor."""
+
+    unqueued: list[str]  # the first few open events that no default group holds
+    unqueued_count: int
+    lingering_count: int  # queued events that have ended; acked when they are handed out
+    groups: list[tuple[str, str, tuple[int, int, int], tuple[int, int, int]]]  # topic, group, noted and counted (ready, leased, delayed)
+    expired: int  # leases that ran out and were not taken back
 
 
 # -- the books -----------------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy
 
 from penstock import config
-from penstock.app import open_stores
 from penstock.cli.main import main
 from penstock.cli.output import console
+from penstock.opening import open_stores
 from penstock.testing.web import Reply, Web, reply
 
 PAGE = "<html><body>a page of some length, so that nobody takes it for a challenge</body></html>"

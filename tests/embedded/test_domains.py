@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from penstock import config
-from penstock.app import Running, open_stores
+from penstock.app import Running
 from penstock.cli.main import main
 from penstock.cli.output import console
 from penstock.intake import push
+from penstock.opening import open_stores
 from penstock.testing.web import Reply, Request, Web, reply
 
 PAGE = "<html><body><h1>a page of some length, so that nobody takes it for a challenge</h1></body></html>"

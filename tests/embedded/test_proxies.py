@@ -16,7 +16,7 @@ import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy, Target
 
 from penstock import config
-from penstock.app import Running, open_stores
+from penstock.app import Running
 from penstock.claims.sql import SqlClaims
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.cli.main import main
@@ -24,6 +24,7 @@ from penstock.intake import event_of, push
 from penstock.model import ErrorClass, Failure, Route
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
+from penstock.opening import open_stores
 from penstock.options import ProxyPoolConfig
 from penstock.ports import Response
 from penstock.rules import pace

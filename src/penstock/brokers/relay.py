@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections import defaultdict
@@ -13,7 +12,7 @@ import msgspec
 
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Outcome, Retry
-from penstock.ports import Broker, Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
+from penstock.ports import Broker, Capabilities, Clock, Delivery, Out, Published, QueueAudit, Stats, Subscription, TopicSpec
 
 SCHEMA = """
 -- What is to be published: entered with the row it belongs to, gone when the broker has confirmed it. `sender` is at it until `claimed`.
@@ -35,7 +34,7 @@ log = logging.getLogger("penstock.relay")
 class After(msgspec.Struct):
     """What a transaction decided, to be done once it is committed."""
 
-    sent: int  # of the messages known to be published, those whose rows it removed
+    sent: list[int] = []  # rows it removed, since the brokers have confirmed their messages
     outs: list[tuple[int, Out]] = []
     settles: list[tuple[Delivery, Outcome]] = []
 
@@ -50,12 +49,11 @@ class Relay:
         self._carriers = dict(carriers)
         self._subscriptions: dict[tuple[str, str], RelayedSubscription] = {}
         self._after: After | None = None
-        self._published: list[int] = []  # rows of confirmed messages, removed by the next transaction
+        self._published: set[int] = set()  # rows of confirmed messages, removed by the next transaction
         self._next_due = 0.0  # of what was put aside, as far as we know
         self._paused: dict[str, str] = {}
         self._paused_at = 0.0
         self._looked = 0.0
-        self._carried: set[asyncio.Task[None]] = set()
         store.part("relay", 1, SCHEMA)
 
     def carrier(self, topic: str) -> Broker:
@@ -78,8 +76,6 @@ class Relay:
         return drift
 
     async def close(self) -> None:
-        if self._carried:
-            await asyncio.wait(self._carried, timeout=5.0)
         for broker in self.brokers:
             await broker.close()
 
@@ -88,10 +84,10 @@ class Relay:
     @contextlib.contextmanager
     def collecting(self, tx: Any) -> Iterator[After]:
         """One job of the books: what it decides is gathered here, and is good only if it commits."""
-        self._after = after = After(len(self._published))
+        self._after = after = After(sent=list(self._published))
         try:
             if after.sent:
-                tx.executemany("DELETE FROM outgoing WHERE n=?", [(n,) for n in self._published[: after.sent]])
+                tx.executemany("DELETE FROM outgoing WHERE n=?", [(n,) for n in after.sent])
             yield after
         finally:
             self._after = None
@@ -172,6 +168,15 @@ class Relay:
         found: float | None = tx.execute("SELECT min(due) FROM outgoing WHERE due<=?", (self.clock.now(),)).get
         return found
 
+    def leased_in(self, tx: Any, limit: int) -> list[str]:
+        """The ids of what living workers have in flight."""
+        found = "SELECT e.id FROM event e JOIN member m ON m.worker=e.worker WHERE e.status='in_flight' LIMIT ?"
+        return [id_ for (id_,) in tx.execute(found, (limit,))]
+
+    def audit_in(self, tx: Any, now: float) -> QueueAudit:
+        """The brokers' own queues cannot be counted from here."""
+        return QueueAudit(unqueued=[], unqueued_count=0, lingering_count=0, groups=[], expired=0)
+
     def depths_in(self, tx: Any, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000) -> dict[str, int]:
         """What is pending, by host, from the books: looks at all events, so it is for people."""
         pending = "SELECT host, count(*) AS n FROM event WHERE topic=? AND status='pending'"
@@ -196,7 +201,7 @@ class Relay:
 
     async def follow_up(self, after: After) -> None:
         """Publish, then settle. Neither can undo what is in the books: what fails here is repeated by `tick`, or when the message comes back."""
-        del self._published[: after.sent]
+        self._published.difference_update(after.sent)
         if after.outs:
             await self._publish(after.outs)
         groups: dict[tuple[str, str], list[tuple[Delivery, Outcome]]] = defaultdict(list)
@@ -223,20 +228,20 @@ class Relay:
                     log.warning("%d messages wait for the broker: %s", len(batch), e.message)
                     continue
                 confirmed = [n for (n, _), answer in zip(batch, answers, strict=True) if answer is Published.OK]
-                self._published += confirmed
+                self._published.update(confirmed)
                 done += len(confirmed)
         return done
 
     async def tick(self) -> None:
         """Several times a second: publish what is due, ours or left behind by others."""
         now = self.clock.now()
-        if not (now >= self._looked + 1.0 or self._next_due and now >= self._next_due):
+        if not (now >= self._looked + 1.0 or (self._next_due and now >= self._next_due)):
             return
         self._looked = now
         due, self._next_due = await self.store.read(self._due)
         if due or self._published:
             rows, after = await self.store.write(self._take, durable=False)
-            del self._published[: after.sent]
+            self._published.difference_update(after.sent)
             if rows:
                 await self._publish(rows)
 
@@ -267,7 +272,7 @@ class Relay:
                 return after
 
         after = await self.store.write(work, durable=False)
-        del self._published[: after.sent]
+        self._published.difference_update(after.sent)
 
     # -- receiving -----------------------------------------------------------------------------------------------------------------
 
@@ -316,4 +321,4 @@ class RelayedSubscription:
 
 
 def _again(d: Delivery, due: float) -> Out:
-    return Out(topic=d.topic, id=d.id, key=d.key, body=d.body, headers=d.headers, not_before=due)
+    return Out(topic=d.topic, id=d.id, key=d.key, body=d.body, headers=d.headers, priority=d.priority, not_before=due)

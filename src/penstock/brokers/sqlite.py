@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from penstock.model import Ack, Dead, Outcome, Release, Retry
-from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
+from penstock.ports import Capabilities, Clock, Delivery, Out, Published, QueueAudit, Stats, Subscription, TopicSpec
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx
 from penstock.stores.sqlite import Database
@@ -79,6 +79,7 @@ class SqliteBroker:
     """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the books')."""
 
     caps = CAPS
+    apart = False  # its messages lie in the ledger's own store
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self.db, self.clock = db, clock
@@ -110,6 +111,9 @@ class SqliteBroker:
         self._topics.clear()
         self._groups.clear()
         return drift
+
+    def has_in(self, tx: Tx, names: Sequence[str]) -> bool:
+        return {name for (name,) in tx.execute("SELECT name FROM topic")}.issuperset(names)
 
     def _topic(self, tx: Tx, name: str) -> int:
         """Remembered until a transaction is rolled back: it may have been the one that made it, and the number may then go to another."""
@@ -497,6 +501,51 @@ class SqliteBroker:
         """A reason pauses, None resumes. False: no such topic."""
         tx.execute("UPDATE topic SET paused=? WHERE name=?", (reason, topic))
         return tx.changes() == 1
+
+    def paused_in(self, tx: Tx) -> dict[str, str]:
+        """Topic → why."""
+        return dict(tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall())
+
+    def running_in(self, tx: Tx, limit: int) -> dict[str, int]:
+        """How many deliveries each worker holds, looking at `limit` of a group; there are never more than the fleet's windows together."""
+        held: Counter[str] = Counter()
+        for (group,) in tx.execute("SELECT id FROM grp WHERE leased>0").fetchall():
+            held.update(owner for (owner,) in tx.execute("SELECT owner FROM queue WHERE grp=? AND state=1 LIMIT ?", (group, limit)))
+        return dict(held)
+
+    def leased_in(self, tx: Tx, limit: int) -> list[str]:
+        """The ids of what is handed out."""
+        leased = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1 AND q.grp IN (SELECT id FROM grp WHERE leased>0) LIMIT ?"
+        return [id_ for (id_,) in tx.execute(leased, (limit,))]
+
+    def oldest_in(self, tx: Tx, limit: int) -> float | None:
+        """When the oldest message that is ready or leased was queued; behind more than `limit` delayed ones, the oldest of these."""
+        found: float | None = None
+        for (group,) in tx.execute("SELECT g.id FROM grp g JOIN topic t ON t.id=g.topic WHERE g.name='main' AND g.ready+g.leased>0").fetchall():
+            rows = tx.execute("SELECT seq, state FROM queue WHERE grp=? ORDER BY seq LIMIT ?", (group, limit)).fetchall()
+            seq = next((seq for seq, state in rows if state != DELAYED), rows[0][0] if rows else None)
+            at = None if seq is None else tx.execute("SELECT at FROM message WHERE seq=?", (seq,)).get
+            if at is not None and (found is None or at < found):
+                found = at
+        return found
+
+    def audit_in(self, tx: Tx, now: float) -> QueueAudit:
+        groups = []
+        for topic, group, gid, *noted in tx.execute(
+            "SELECT t.name, g.name, g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic ORDER BY 1, 2"
+        ).fetchall():
+            counted = dict(tx.execute("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (gid,)).fetchall())
+            groups.append((topic, group, (noted[0], noted[1], noted[2]), (counted.get(0, 0), counted.get(1, 0), counted.get(2, 0))))
+        open_ = "SELECT id FROM event WHERE status IN ('pending','delayed','in_flight','writing')"
+        queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp IN (SELECT id FROM grp WHERE name='main')"
+        unqueued = [id_ for (id_,) in tx.execute(f"{open_} EXCEPT {queued}")]
+        return QueueAudit(
+            unqueued=unqueued[:5],
+            unqueued_count=len(unqueued),
+            lingering_count=int(tx.execute(f"SELECT count(*) FROM ({queued} EXCEPT {open_})").get),
+            groups=groups,
+            expired=int(tx.execute("SELECT count(*) FROM queue WHERE state=1 AND at<?", (now,)).get),
+        )
 
     # -- history ---------------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,9 @@ from penstock.ledgers import sql_queries
 from penstock.stores.sqlite import NETWORK_FILE_SYSTEMS, file_system_of, has_wal_reset_bug, sqlite_version
 
 if TYPE_CHECKING:
-    from penstock.app import Stores
     from penstock.config import Loaded
     from penstock.ledgers.sql_queries import Audit
+    from penstock.opening import Stores
     from penstock.options import Config
 
 LOW, VERY_LOW = 1 << 30, 64 << 20  # free disk space
@@ -145,7 +145,7 @@ def store(stores: Stores) -> Iterator[Finding]:
         return
     yield Finding("integrity", "ok", f"{Path(stores.db.path).name}, {size(os.path.getsize(stores.db.path))}")
     now = stores.clock.now()
-    audit = ask(stores, lambda tx: sql_queries.audit(tx, now))
+    audit = ask(stores, lambda tx: sql_queries.audit(tx, stores.broker.audit_in(tx, now)))
     yield _accounting(audit)
     yield _queue(audit)
     yield from _workers(stores, audit)
@@ -155,8 +155,7 @@ def store(stores: Stores) -> Iterator[Finding]:
         yield Finding("clock", "fail", f"events were accepted {lasting(audit.future - now)} in the future", "set the clocks of all machines by NTP")
     else:
         yield Finding("clock", "ok", "not behind what is in the books")
-    paused = ask(stores, lambda tx: tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall())
-    for topic, reason in paused:
+    for topic, reason in ask(stores, stores.broker.paused_in).items():
         yield Finding("paused", "warn", f"{topic}: {reason}", f"penstock topics resume {topic}")
 
 
@@ -180,20 +179,22 @@ def _accounting(a: Audit) -> Finding:
 
 
 def _queue(a: Audit) -> Finding:
-    wrong = [f"{topic}/{group} notes {noted} ready, leased, delayed and has {counted}" for topic, group, noted, counted in a.groups if noted != counted]
-    if a.unqueued_count:
-        wrong.append(f"{plural(a.unqueued_count, 'open event')} in no queue: {joined(short(i) for i in a.unqueued)}")
+    wrong = [f"{topic}/{group} notes {noted} ready, leased, delayed and has {counted}" for topic, group, noted, counted in a.queue.groups if noted != counted]
+    if a.queue.unqueued_count:
+        wrong.append(f"{plural(a.queue.unqueued_count, 'open event')} in no queue: {joined(short(i) for i in a.queue.unqueued)}")
     if a.letterless:
         wrong.append(f"{plural(a.letterless, 'dead letter')} of events that are not dead")
     if wrong:
         return Finding("queue", "fail", joined(wrong, 3), "please report it; penstock push --force queues a URL again")
-    if a.lingering_count:
-        return Finding("queue", "warn", f"{plural(a.lingering_count, 'queued message')} of events that have ended", "a worker removes them when it meets them")
+    if a.queue.lingering_count:
+        return Finding(
+            "queue", "warn", f"{plural(a.queue.lingering_count, 'queued message')} of events that have ended", "a worker removes them when it meets them"
+        )
     return Finding("queue", "ok", "every open event is queued once")
 
 
 def _workers(stores: Stores, a: Audit) -> Iterator[Finding]:
-    held = ask(stores, sql_queries.leases)
+    held = ask(stores, lambda tx: stores.broker.running_in(tx, sql_queries.SCAN))
     directory = stores.workers_directory
     dead = {worker: n for worker, n in held.items() if not locks.worker_alive(directory, worker)}
     alive = [sign for sign in directory.glob("*.alive") if locks.holder_alive(sign)]
@@ -204,8 +205,8 @@ def _workers(stores: Stores, a: Audit) -> Iterator[Finding]:
             f"{plural(sum(dead.values()), 'lease')} of {plural(len(dead), 'worker')} that is gone",
             "the next `penstock run` takes the work back",
         )
-    elif a.expired and not alive:
-        yield Finding("leases", "warn", f"{plural(a.expired, 'lease')} that ran out", "the next `penstock run` takes the work back")
+    elif a.queue.expired and not alive:
+        yield Finding("leases", "warn", f"{plural(a.queue.expired, 'lease')} that ran out", "the next `penstock run` takes the work back")
     else:
         yield Finding("leases", "ok", f"{plural(len(alive), 'worker')} running, no lease without its worker")
 

@@ -27,7 +27,7 @@ from penstock.ledgers.sql_queries import Filter, Letter
 from penstock.model import Event, Priority, decode_event
 
 if TYPE_CHECKING:
-    from penstock.app import Stores
+    from penstock.opening import Stores
 
 app = App(name="dlq", help="dead letters: list, show, retry, drop, export")
 BATCH = 500
@@ -187,7 +187,7 @@ def retry(
         if dry_run:
             _told(json, {"would_retry": total, "retried": 0, "skipped": 0}, f"would retry {plural(total, 'dead letter')}")
             return 0
-        done = asyncio.run(_paced(chosen, total, pace, lambda batch: stores.books.redrive(batch, change), "retrying"))
+        done = stores.perform(lambda: _paced(chosen, total, pace, lambda batch: stores.books.redrive(batch, change), "retrying"))
     skipped = total - done
     more = f"; {plural(skipped, 'letter')} could not be (no readable event in it)" if skipped > 0 else ""
     _told(json, {"would_retry": total, "retried": done, "skipped": max(0, skipped)}, f"retried {plural(done, 'dead letter')}{more}")

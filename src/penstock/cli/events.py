@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from penstock.cli import find
-from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import FIXED, FOLD, RIGHT, lasting, moment, plain, print_json, say, short, show, status_text, styled, table
 from penstock.cli.trace import row_document
 from penstock.errors import UsageError
@@ -34,7 +34,13 @@ def ls(
     if status is not None and status not in STATUSES:
         raise UsageError(f"there is no status {status!r}", hint=", ".join(STATUSES))
     key = None if url is None else find.key_of(url)
-    listing = common.read(lambda tx: queries.events(tx, status=status, host=host, source=source, url_key=key, limit=max(1, limit), everything=everything))
+    with common.stores() as stores:
+        listing = ask(
+            stores,
+            lambda tx: queries.events(
+                tx, status=status, host=host, source=source, url_key=key, limit=max(1, limit), everything=everything, broker=stores.broker
+            ),
+        )
     if json:
         print_json({"events": [row_document(row) for row in listing.events], "complete": listing.complete})
         return 0

@@ -16,9 +16,9 @@ from penstock.cli.output import FIXED, FOLD, RIGHT, lasting, plain, plural, prin
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
 
 if TYPE_CHECKING:
-    from penstock.app import Politeness
     from penstock.model import Event, Failure
     from penstock.net.http import CurlFetcher
+    from penstock.opening import Politeness
     from penstock.options import Config
     from penstock.ports import Response
     from penstock.stages.fetch import FetchStage
@@ -166,8 +166,9 @@ async def _guarded(fetcher: CurlFetcher, url: str, *, through_proxy: bool = Fals
 
 
 async def _run(config: Config, event: Event, patience: float, ignoring: str) -> _Seen:
-    from penstock.app import Politeness, fetch_options, open_fetcher
+    from penstock.app import fetch_options, open_fetcher
     from penstock.model import Failure
+    from penstock.opening import Politeness
     from penstock.rules.proxies import needs_proxy
     from penstock.stages.fetch import FetchStage
     from penstock.stages.proxies import Proxies

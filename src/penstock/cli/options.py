@@ -16,8 +16,8 @@ from penstock.cli.output import plain
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.app import Stores
     from penstock.config import Loaded
+    from penstock.opening import Stores
     from penstock.options import Config
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Common:
     @contextlib.contextmanager
     def stores(self, *, create: bool = False, config: Config | None = None) -> Iterator[Stores]:
         """Open for one command: on this thread, closed at its end. Without `create`, missing state is an error."""
-        from penstock.app import open_stores
+        from penstock.opening import open_stores
 
         opened = open_stores(config or self.load().config, create=create, inline=True)
         try:

@@ -19,7 +19,7 @@ from penstock.errors import PenstockError, UsageError
 from penstock.ledgers import sql_queries as queries
 
 if TYPE_CHECKING:
-    from penstock.app import Stores
+    from penstock.opening import Stores
 
 app = App(name="pages", help="stored pages: show, list, prune")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -117,8 +116,8 @@ def push(
     inputs = Inputs(urls, file)
     route = Route(geo=geo, pool=pool, account=account)
     with common.stores(create=True) as stores, _watched() as seen:
-        done = asyncio.run(
-            intake.push(
+        done = stores.perform(
+            lambda: intake.push(
                 stores.books,
                 inputs,
                 clock=stores.clock,

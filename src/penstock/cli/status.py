@@ -13,8 +13,8 @@ from penstock.cli.output import FOLD, RIGHT, console, count, iso, lasting, plain
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from penstock.app import Stores
     from penstock.ledgers.sql_queries import Standing
+    from penstock.opening import Stores
 
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 COUNTERS = ("records", "records_unchanged", "changes", "unchanged", "empty", "unmatched", "followed", "unreadable")
@@ -67,7 +67,7 @@ def look(stores: Stores) -> tuple[Look, float]:
     from penstock.ledgers import sql_queries as queries
     from penstock.locks import holder_alive, note_of, worker_alive
 
-    found = ask(stores, queries.standing)
+    found = ask(stores, lambda tx: queries.standing(tx, stores.broker))
     alerts = ask(stores, stores.books.alerts_in)
     directory = stores.workers_directory
     signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(found.running)

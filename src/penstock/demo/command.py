@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.live import Live
 
 from penstock import config, locks
-from penstock.app import ROLES, Running, open_stores
+from penstock.app import ROLES, Running
 from penstock.cli.options import SafeFormatter
 from penstock.cli.output import console
 from penstock.demo import ending
@@ -26,6 +26,7 @@ from penstock.demo.triggers import Triggers
 from penstock.demo.watching import Look, Watch
 from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
 from penstock.locks import FileLock
+from penstock.opening import open_stores
 
 FRAME, LINE = 0.25, 2.0  # seconds between two pictures, between two lines
 FINISH = 3.0  # seconds that open events get after the end of the run
@@ -179,7 +180,7 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
             elapsed = time.time() - started
     stores = open_stores(settings, create=False, inline=True)
     try:
-        look = stores.db.read_now(Look)
+        look = stores.db.read_now(lambda tx: Look(tx, stores.broker))
     finally:
         stores.close()
     made = ending.Ending(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.app import Running
 from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting
@@ -22,13 +23,13 @@ _STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 class Look:
     """The books at one moment."""
 
-    def __init__(self, tx: Tx) -> None:
-        found = queries.standing(tx)
+    def __init__(self, tx: Tx, broker: Any) -> None:
+        found = queries.standing(tx, broker)
         self.counters = found.counters
         self.counts = Counts(**{name: sum(row[name] for row in found.topics.values()) for name in _STATES})
         self.breaker = next(iter(found.paused.values()), "")
         self.hooks_waiting = found.changes_waiting
-        self.delayed = queries.events(tx, status="delayed", limit=LISTED).events
+        self.delayed = queries.events(tx, status="delayed", limit=LISTED, broker=broker).events
         self.dead = queries.letters(tx, queries.Filter(), limit=LISTED, newest_first=True)
 
     @property
@@ -53,7 +54,8 @@ class Watch:
         self.idle = False
 
     async def look(self) -> Snapshot:
-        look: Look = await self._running.stores.db.read(Look)
+        stores = self._running.stores
+        look = await stores.db.read(lambda tx: Look(tx, stores.broker))
         now, elapsed = self._clock.now(), self.elapsed
         c = look.counters
         if c.get("records") and self.first_row is None:

@@ -60,6 +60,7 @@ class Standing(msgspec.Struct, frozen=True):
     page: str | None
     page_meta: bytes | None
     accepted_at: float
+    not_before: float | None
 
 
 class SqlLedger:
@@ -129,12 +130,16 @@ class SqlLedger:
     # -- on the way --------------------------------------------------------------------------------------------------------
 
     def standing_in(self, tx: Tx, event_id: str) -> Standing | None:
-        row = tx.execute("SELECT n, status, attempts, starts, crashes, accepted_at FROM event WHERE id=?", (event_id,)).get
+        row = tx.execute("SELECT n, status, attempts, starts, crashes, accepted_at, not_before FROM event WHERE id=?", (event_id,)).get
         if row is None:
             return None
-        n, status, attempts, starts, crashes, accepted_at = row
+        n, status, attempts, starts, crashes, accepted_at, not_before = row
         page, meta = (starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get) or (None, None)
-        return Standing(n, status, attempts, starts, crashes, page, meta, accepted_at)
+        return Standing(n, status, attempts, starts, crashes, page, meta, accepted_at, not_before)
+
+    def found_at_in(self, tx: Tx, n: int, position: int) -> None:
+        """Where a broker apart keeps its message: known when it is handed out, not when it is published."""
+        tx.execute("UPDATE event SET position=? WHERE n=?", (position, n))
 
     def failures_in(self, tx: Tx, n: int) -> dict[str, int]:
         """Failures put on record by class, since the event was last given a new budget."""
@@ -181,7 +186,10 @@ class SqlLedger:
 
     def writing_in(self, tx: Tx, end: End, now: float) -> bool:
         """The records are on their way to a sink in another process: from now on only the write is repeated."""
-        return self._end(tx, end, "writing", now, finished=None) is not None
+        if self._end(tx, end, "writing", now, finished=None) is None:
+            return False
+        tx.execute("UPDATE event SET worker=NULL WHERE n=?", (end.row,))  # nobody is at it until the sink begins
+        return True
 
     # -- ending ------------------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,6 @@ __all__ = [
     "history",
     "ids_like",
     "last_letter",
-    "leases",
     "letter",
     "letter_count",
     "letter_groups",
@@ -45,7 +44,6 @@ __all__ = [
     "newest",
     "of_trace",
     "of_url",
-    "oldest",
     "page_of_url",
     "page_totals",
     "paged_events",
@@ -96,7 +94,7 @@ def counts_of(row: dict[str, int]) -> dict[str, int]:
     return {"accepted": sum(states.values()), **states}
 
 
-def standing(tx: Tx) -> Standing:
+def standing(tx: Tx, broker: Any) -> Standing:
     """All that `status` shows; reads counters, never counts events."""
     per_topic: dict[str, dict[str, int]] = {"requests": {}}
     for topic, name, n in tx.execute("SELECT topic, name, n FROM counter"):
@@ -108,14 +106,14 @@ def standing(tx: Tx) -> Standing:
     return Standing(
         topics={topic: counts_of(row) for topic, row in per_topic.items()},
         counters=dict(others),
-        paused=dict(tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall()),
+        paused=broker.paused_in(tx),
         waiting=waiting,
         waiting_seen=seen,
         causes=causes(tx),
         sinks=sinks(tx),
-        running=leases(tx),
+        running=broker.running_in(tx, SCAN),
         changes_waiting=tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is not None,
-        oldest=oldest(tx),
+        oldest=broker.oldest_in(tx, SAMPLE),
     )
 
 
@@ -136,26 +134,6 @@ def sinks(tx: Tx) -> list[SinkState]:
         SinkState(name=name, flushed=flushed, backlog=next_ - 1 - flushed, mark=mark)
         for name, next_, flushed, mark in tx.execute("SELECT name, next, flushed, mark FROM sink ORDER BY id")
     ]
-
-
-def leases(tx: Tx) -> dict[str, int]:
-    """How many deliveries each worker holds; there are never more than the fleet's windows together."""
-    held: Counter[str] = Counter()
-    for (group,) in tx.execute("SELECT id FROM grp WHERE leased>0").fetchall():
-        held.update(owner for (owner,) in tx.execute("SELECT owner FROM queue WHERE grp=? AND state=1 LIMIT ?", (group, SCAN)))
-    return dict(held)
-
-
-def oldest(tx: Tx) -> float | None:
-    """When the oldest message that is ready or leased was queued; behind more than SAMPLE delayed ones, the oldest of these."""
-    found: float | None = None
-    for (group,) in tx.execute("SELECT g.id FROM grp g JOIN topic t ON t.id=g.topic WHERE g.name='main' AND g.ready+g.leased>0").fetchall():
-        rows = tx.execute("SELECT seq, state FROM queue WHERE grp=? ORDER BY seq LIMIT ?", (group, SAMPLE)).fetchall()
-        seq = next((seq for seq, state in rows if state != 2), rows[0][0] if rows else None)
-        at = None if seq is None else tx.execute("SELECT at FROM message WHERE seq=?", (seq,)).get
-        if at is not None and (found is None or at < found):
-            found = at
-    return found
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -293,6 +271,7 @@ def events(
     url_key: bytes | None = None,
     limit: int = 50,
     everything: bool = False,
+    broker: Any,
 ) -> Listing:
     """Newest first (delayed: due next first). Filters without an index look at the newest SCAN events only, unless everything is asked for."""
     conditions, bindings = ["1"], []
@@ -302,8 +281,9 @@ def events(
             bindings.append(value)
     order, index, indexed, bounded = "e.n DESC", "", url_key is not None, False
     if url_key is None and status == "in_flight":  # whatever is in flight is leased
-        leased = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1 AND q.grp IN (SELECT id FROM grp WHERE leased>0)"
-        conditions.append(f"e.status='in_flight' AND e.id IN ({leased})")
+        leased = broker.leased_in(tx, SCAN)
+        conditions.append(f"e.status='in_flight' AND e.id IN ({','.join('?' * len(leased))})")
+        bindings += leased
         indexed = True
     elif url_key is None and status == "delayed":
         conditions.append("e.status='delayed'")  # spelled as its partial index is
