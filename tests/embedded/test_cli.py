@@ -284,16 +284,6 @@ def test_a_broker_whose_extra_is_missing_exits_3_and_names_it(empty: Shop) -> No
     assert "pip install 'penstock[rabbitmq]'" in done.err
 
 
-@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "kafka://127.0.0.1:1", "sqs://x:x@127.0.0.1:1/?region=x"])
-def test_a_fleet_without_shared_stores_is_told_which_are_missing(empty: Shop, url: str) -> None:
-    done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url)
-    assert done.code == 3
-    for variable in ("PENSTOCK_LEDGER_URL", "PENSTOCK_PAGES_URL"):
-        assert variable in done.err
-    assert ("PENSTOCK_CLAIMS_URL" in done.err) is not url.startswith("redis:")
-    assert not (empty.directory / ".penstock").exists(), "nothing was put into a local file instead"
-
-
 def test_a_file_that_is_no_store_exits_4_and_is_left_alone(empty: Shop) -> None:
     state = empty.directory / ".penstock"
     state.mkdir()

@@ -1,0 +1,43 @@
+"""The same pipeline on every layout of servers, by configuration alone: kills of workers and of the broker lose nothing and write nothing twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.e2e.harness import Project, Target
+from tests.e2e.test_kill import CONCURRENCY, DEAD_SHARE, HELD, check, check_starts, run_and_kill
+
+PAGES = 2000
+
+
+def lay_out(project: Project, layout: str) -> None:
+    """Environment variables, and nothing else."""
+    state = project.dir / ".penstock"
+    one_machine = {"ledger_url": f"sqlite:{state}/ledger.db", "claims_url": f"sqlite:{state}/ledger.db", "pages_url": f"file:{state}/pages"}
+    if layout == "apart":
+        project.set(broker_url=f"sqlite:{state}/broker.db", **one_machine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["apart"])
+def test_workers_killed_at_random_lose_nothing_on_any_broker(project: Project, target: Callable[..., Target], seed: int, layout: str) -> None:
+    rng = random.Random(seed)
+    lay_out(project, layout)
+    project.set(fetch_concurrency=str(CONCURRENCY), fetch_prefetch=str(HELD), lease="2s")
+    web = target(pages=PAGES, dead_share=DEAD_SHARE, delay=0.02)
+    project.push(*web.urls)
+
+    def strike(pid: int, running: Any) -> None:
+        running.kill()
+
+    kills = 8
+    for _ in range(kills):
+        run_and_kill(project, web, rng, ("--workers", "2"), strike)
+    done = project.penstock("run", "shop.py", "--until-idle", "--workers", "2")
+    assert done.code in (0, 1), done.said
+    check(project.status(), web.log, project.dir / "products.jsonl", pages=PAGES, crashes=kills, at_once=2 * HELD)
+    check_starts(project, web)
+    project.nothing_runs()
