@@ -267,7 +267,7 @@ def _derive(values: dict[str, Any], cwd: Path) -> None:
             values[path] = f"{scheme}:{cwd.absolute() / rest}"
     in_flight = values.get("fetch.concurrency", BY_PATH["fetch.concurrency"].default)
     values.setdefault("pace.concurrency", in_flight if values.get("pace.rate") == math.inf else 8)  # who lifts the limit means it
-    values.setdefault("fetch.prefetch", min(8 * in_flight, 100_000))
+    values.setdefault("fetch.prefetch", min(4 * in_flight, 100_000))
 
 
 def _derive_stores(values: dict[str, Any], state: Path) -> None:

@@ -36,15 +36,15 @@ log = logging.getLogger("penstock.worker")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    concurrency: int = 64
+    concurrency: int = 128
     window: int = 512  # deliveries held at once
     byte_budget: int = 64 << 20
     extract_group: int = 32
     extract_linger: float = 0.01
-    conclude_group: int = 128
+    conclude_group: int = 256
     conclude_linger: float = 0.02
-    start_group: int = 16
-    start_linger: float = 0.004
+    start_group: int = 48
+    start_linger: float = 0.01
     lease: float = 30.0
     grace: float = 25.0
     deadline: float = 600.0  # of one handler; the watchdog ends what exceeds it
@@ -567,7 +567,7 @@ class Worker:
 
     def _linger(self, alone: float) -> float:
         """Under load more events share a hand-over or a sync; one that comes alone is not kept waiting for others."""
-        return 4 * alone if len(self.held) > self.o.concurrency else alone
+        return 8 * alone if len(self.held) > self.o.concurrency else alone
 
     def _spawn(self, among: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
