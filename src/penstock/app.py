@@ -293,6 +293,8 @@ class Running:
                         log.warning("worker %s is gone; its work was taken back", worker)
                     await self.stores.books.tick()
                     self._backlog = max([await f.outbox.backlog(f.sink.name) for f in self.flushers], default=0)
+                if beats % max(10, int(self.config.lease * 10)) == 0 and (again := await self.stores.books.recover()):
+                    log.warning("the broker had lost %d messages of open events; they were published again", again)
                 if beats % int(UPKEEP * 10) == 0:
                     await self._retention()
             except StoreUnavailable as e:

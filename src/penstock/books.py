@@ -76,6 +76,7 @@ class Books:
     def __init__(self, store: Store, *, broker: Any, ledger: Any, outbox: Any, claims: Any, pages: Any, settings: Settings, worker: str, clock: Any) -> None:
         self.store, self.broker, self.ledger, self.outbox, self.claims, self.pages = store, broker, ledger, outbox, claims, pages
         self.settings, self.worker, self.clock = settings, worker, clock
+        self._empty_looks = 0
 
     async def _write(self, work: Callable[[Any], T], *, durable: bool = True) -> T:
         """One transaction, and then what it decided for a broker apart. What is told there must outlive a power cut here."""
@@ -268,10 +269,13 @@ class Books:
         settles: list[tuple[Delivery, Outcome]] = []
         may: list[bool] = []
         taken: dict[bytes, tuple[str, str | None]] = {}
+        rows: set[int] = set()
         for (d, e, row), asking, held in zip(starts, asks, self.broker.holds_in(tx, [d for d, _, _ in starts]), strict=True):
             outcome = self._take(tx, e, taken, now) if held and asking and not e.force else None
-            if held and self.broker.apart and self.broker.busy_in(tx, row):  # another copy was quicker
-                outcome = Release()
+            if held and self.broker.apart:
+                if row in rows or self.broker.busy_in(tx, row):  # another copy was quicker
+                    outcome = Release()
+                rows.add(row)
             may.append(held and outcome is None)
             if outcome is not None:
                 settles.append((d, outcome))
@@ -538,6 +542,28 @@ class Books:
         """Several times a second: a broker apart is told what is due."""
         if self.broker.apart:
             await self.broker.tick()
+
+    async def recover(self) -> int:
+        """Every lease: a broker apart that has nothing left, while the books have open events, has lost messages; they are published again.
+
+        Twice in a row, since its figures and ours are not of one moment. A copy too many does no harm.
+        """
+        if not self.broker.apart:
+            return 0
+        empty = await self.broker.empty()
+        self._empty_looks = self._empty_looks + 1 if empty else 0
+        if self._empty_looks < 2:
+            return 0
+        self._empty_looks = 0
+        return await self._write(self._recover)
+
+    def _recover(self, tx: Any) -> int:
+        lost = [row for row in self.ledger.open_in(tx, self.clock.now() - 2 * self.broker.lease, limit=500) if not self.broker.at_hand_in(tx, *row[:2])]
+        for n, _, envelope in lost:
+            e = decode_event(envelope)
+            self._publish(tx, [Out(topic=e.topic, id=e.id, key=e.key, body=envelope, priority=e.priority)])
+            self.ledger.note_in(tx, n, "pending", "published again: the broker had lost its message", self.clock.now())
+        return len(lost)
 
     async def tick(self) -> None:
         """Once a second: we are alive, and delays that ended are pending again in the books."""

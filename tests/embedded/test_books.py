@@ -131,6 +131,15 @@ class Rig:
     async def die(self, begun: Begun, reason: str = "HTTP 404") -> bool:
         return await self.conclude(begun, "dead", reason=reason, error_class="permanent", stage="fetch", fingerprint="f", response_status=404)
 
+    def assert_queued(self) -> None:
+        for gid, *noted in self.sql("SELECT id, ready, leased, delayed FROM grp"):
+            found = dict(self.sql("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", gid))
+            assert noted == [found.get(state, 0) for state in range(3)]
+        ready = {tuple(k): n for *k, n in self.sql("SELECT grp, prio, key, ready FROM keyq WHERE ready<>0")}
+        assert ready == {tuple(k): n for *k, n in self.sql("SELECT grp, prio, key, count(*) FROM queue WHERE state=0 GROUP BY grp, prio, key")}
+        queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
+        assert self.sql(f"SELECT id FROM event WHERE status IN {OPEN} AND id NOT IN ({queued})") == [], "an open event that nothing will bring back is lost"
+
     def lines(self) -> list[dict[str, Any]]:
         return [msgspec.json.decode(body) for (body,) in self.sql("SELECT body FROM outbox ORDER BY n")]
 
@@ -144,13 +153,7 @@ def assert_books_balance(r: Rig) -> None:
     """I10 and what it rests on: every counter is the number of rows it stands for, and no open event is without a message that will bring it back."""
     counters = {(t, s): n for t, s, n in r.sql("SELECT topic, name, n FROM counter") if s in STATES and n}
     assert counters == {(t, s): n for t, s, n in r.sql("SELECT topic, status, count(*) FROM event GROUP BY topic, status")}
-    for gid, *noted in r.sql("SELECT id, ready, leased, delayed FROM grp"):
-        found = dict(r.sql("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", gid))
-        assert noted == [found.get(state, 0) for state in range(3)]
-    ready = {tuple(k): n for *k, n in r.sql("SELECT grp, prio, key, ready FROM keyq WHERE ready<>0")}
-    assert ready == {tuple(k): n for *k, n in r.sql("SELECT grp, prio, key, count(*) FROM queue WHERE state=0 GROUP BY grp, prio, key")}
-    queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
-    assert r.sql(f"SELECT id FROM event WHERE status IN {OPEN} AND id NOT IN ({queued})") == [], "an open event that nothing will bring back is lost"
+    r.assert_queued()
     assert r.sql("SELECT id FROM event WHERE status='duplicate' AND duplicate_of IS NULL") == []
     assert r.sql("SELECT id FROM event WHERE status NOT IN ('duplicate') AND duplicate_of IS NOT NULL") == []
     assert r.sql("SELECT d.event FROM dead d JOIN event e ON e.id=d.event WHERE e.status<>'dead'") == [], "a letter of an event that is not dead"

@@ -19,6 +19,7 @@ SCHEMA = """
 CREATE TABLE outgoing(n INTEGER PRIMARY KEY AUTOINCREMENT, topic TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, prio INTEGER NOT NULL,
   headers TEXT, body BLOB NOT NULL, due REAL NOT NULL, claimed REAL NOT NULL);
 CREATE INDEX outgoing_due ON outgoing(due);
+CREATE INDEX outgoing_id ON outgoing(id);
 CREATE TABLE pausing(topic TEXT PRIMARY KEY, reason TEXT NOT NULL) WITHOUT ROWID;
 -- Workers that are alive until then, as far as the others know: an event that one of them has in flight is left to it.
 CREATE TABLE member(worker TEXT PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
@@ -130,6 +131,10 @@ class Relay:
             "SELECT 1 FROM event e JOIN member m ON m.worker=e.worker WHERE e.n=? AND e.status IN ('in_flight','writing') AND m.until>?", (n, self.clock.now())
         ).get
         return found is not None
+
+    def at_hand_in(self, tx: Any, n: int, id_: str) -> bool:
+        """Is its message still to be published, or a living worker at it?"""
+        return self.busy_in(tx, n) or tx.execute("SELECT 1 FROM outgoing WHERE id=? LIMIT 1", (id_,)).get is not None
 
     def beat_in(self, tx: Any) -> None:
         """We are alive."""
@@ -286,6 +291,16 @@ class Relay:
             self._paused = await self.store.read(self.paused_in)
             self._paused_at = self.clock.now()
         return topic in self._paused
+
+    async def empty(self) -> bool:
+        """Do the brokers say that nothing waits, is delayed or in flight on any topic?"""
+        for topic in self._carriers:
+            if await self.paused(topic):
+                return False
+            s = await self.stats(topic, GROUP)
+            if s.ready or s.delayed or s.in_flight:
+                return False
+        return True
 
     async def stats(self, topic: str, group: str) -> Stats:
         return await self.carrier(topic).stats(topic, group)

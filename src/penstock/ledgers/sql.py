@@ -334,6 +334,18 @@ class SqlLedger:
         self._count_all(tx, delta)
         return -sum(d for (_, status), d in delta.items() if status == "in_flight")
 
+    def open_in(self, tx: Tx, before: float, limit: int) -> list[tuple[int, str, bytes]]:
+        """(number, id, envelope) of events that wait for nothing and that nobody has touched since then. Looks at all events: for when messages were lost."""
+        return tx.execute(
+            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.status IN ('pending','in_flight','writing')"
+            " AND (SELECT max(h.at) FROM history h WHERE h.event=e.n)<? ORDER BY e.n LIMIT ?",
+            (int(before * 1e6), limit),
+        ).fetchall()
+
+    def note_in(self, tx: Tx, n: int, status: str, reason: str, now: float) -> None:
+        """A line of history, without a change of status."""
+        self._note(tx, n, now, status, reason=reason)
+
     def due_in(self, tx: Tx, now: float) -> None:
         """Delays that have ended are pending again (the broker hands them out by itself)."""
         rows = tx.execute("SELECT n, topic FROM event WHERE status='delayed' AND not_before<=? LIMIT 1000", (now,)).fetchall()

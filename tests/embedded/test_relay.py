@@ -1,0 +1,263 @@
+"""A broker that lies apart from the ledger: what is in the books is told to it, late or twice if need be, and never lost between the two."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.embedded.test_books import OPEN, Rig, assert_books_balance
+
+from penstock.books import Books
+from penstock.brokers.relay import PATIENCE, Relay
+from penstock.brokers.sqlite import SqliteBroker
+from penstock.errors import StoreUnavailable
+from penstock.model import Outcome
+from penstock.ports import Accepted, Delivery, Out, Published, Subscription, TopicSpec
+from penstock.stores.sqlite import Database
+
+TOPICS = ("requests", "pages", "records")
+
+
+class Line:
+    """The line to a real broker, which loses what it is told to lose. Everything else is the broker's own doing."""
+
+    def __init__(self, broker: SqliteBroker) -> None:
+        self._broker = broker
+        self.caps = broker.caps
+        self.down = False
+        self.deaf = False  # answers to publishing get lost
+        self.cut_settles = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._broker, name)
+
+    async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
+        if self.down:
+            raise StoreUnavailable("the broker is away")
+        answers = await self._broker.publish(batch)
+        return [Published.UNKNOWN] * len(batch) if self.deaf else answers
+
+    def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
+        sub = self._broker.subscribe(topic, group, owner=owner, lease=lease)
+        settle = sub.settle
+
+        async def cut(items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
+            if self.cut_settles:
+                raise StoreUnavailable("the broker is away")
+            return await settle(items)
+
+        sub.settle = cut  # type: ignore[method-assign]
+        return sub
+
+
+class ApartRig(Rig):
+    def __init__(self, directory: Path, **more: Any) -> None:
+        base = more.get("base")
+        super().__init__(directory, **more)
+        self.line: Any = base.line if base else Line(SqliteBroker(Database(":memory:"), self.clock))
+        self.relay = Relay(self.db, dict.fromkeys(TOPICS, self.line), self.clock, worker=self.worker, lease=self.lease)
+        parts = {"broker": self.relay, "ledger": self.ledger, "outbox": self.outbox, "claims": self.claims, "pages": self.pages}
+        self.books = Books(self.db, **parts, settings=self.settings, worker=self.worker, clock=self.clock)
+        self.line.db.write_now(lambda tx: self.line.ensure_in(tx, [TopicSpec(name=name) for name in TOPICS]))
+        self.sub = self.relay.subscribe("requests", "main", owner=self.worker, lease=self.lease)
+        self.db.write_now(self.relay.beat_in)
+
+    def other(self, worker: str = "w2") -> ApartRig:
+        return ApartRig(self.directory, limits=self.limits, worker=worker, lease=self.lease, base=self)
+
+    def assert_queued(self) -> None:
+        """Every open event has a message in the broker, or one that is still to be published."""
+        with_message = {id_ for (id_,) in self.line.db.read_now(lambda tx: tx.execute("SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq").fetchall())}
+        noted = {id_ for (id_,) in self.sql("SELECT id FROM outgoing")}
+        assert {id_ for (id_,) in self.sql(f"SELECT id FROM event WHERE status IN {OPEN}")} <= with_message | noted
+
+    async def later(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.db.write_now(self.relay.beat_in)
+        await self.books.relay()
+        await self.books.tick()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> ApartRig:
+    return ApartRig(tmp_path)
+
+
+async def test_what_was_accepted_reaches_the_broker_and_leaves_nothing_behind(rig: ApartRig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.conclude(begun, "success", body=b"x")
+    assert rig.status("e1") == "success"
+    await rig.later(2.0)
+    assert rig.sql("SELECT count(*) FROM outgoing") == [(0,)]
+    await rig.later(100.0)
+    assert await rig.receive() == []
+
+
+async def test_what_the_broker_did_not_take_is_published_when_it_is_back(rig: ApartRig) -> None:
+    rig.line.down = True
+    assert await rig.accept("e1", "e2", url="https://a.test/1") == [Accepted.NEW, Accepted.NEW]
+    assert await rig.receive() == []
+    rig.line.down = False
+    await rig.later(PATIENCE + 1.0)
+    assert sorted(d.id for d in await rig.receive()) == ["e1", "e2"]
+
+
+async def test_another_worker_publishes_what_a_dead_one_left(rig: ApartRig) -> None:
+    rig.line.down = True
+    await rig.accept("e1")
+    rig.line.down = False
+    other = rig.other()
+    await other.later(PATIENCE + 1.0)
+    assert [d.id for d in await other.receive()] == ["e1"]
+
+
+async def test_an_unknown_answer_makes_a_copy_and_the_copy_changes_nothing(rig: ApartRig) -> None:
+    rig.line.deaf = True
+    await rig.accept("e1")
+    rig.line.deaf = False
+    await rig.later(PATIENCE + 1.0)
+    first, copy = await rig.receive()
+    begun = await rig.begin(await rig.admit([first]))
+    assert await rig.admit([copy]) == [], "somebody alive is at it"
+    assert await rig.conclude(begun[0], "success", body=b"x")
+    await rig.later(3.0)
+    assert await rig.start() == []
+    await rig.later(100.0)
+    assert await rig.receive() == [], "the copy was acked when its event had ended"
+    assert rig.row("e1")["starts"] == 1
+
+
+async def test_two_copies_in_one_batch_start_once(rig: ApartRig) -> None:
+    rig.line.deaf = True
+    await rig.accept("e1")
+    rig.line.deaf = False
+    await rig.later(PATIENCE + 1.0)
+    held = await rig.admit()
+    assert len(held) == 2
+    assert len(await rig.begin(held[:1])) == 1
+    assert await rig.begin(held[1:]) == []
+    assert rig.row("e1")["starts"] == 1
+
+
+async def test_a_settle_that_did_not_arrive_is_made_up_for_when_the_message_comes_back(rig: ApartRig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    rig.line.cut_settles = True
+    assert await rig.conclude(begun, "success", body=b"x")
+    rig.line.cut_settles = False
+    await rig.later(rig.lease + 1.0)
+    (back,) = await rig.receive()
+    assert await rig.admit([back]) == []
+    await rig.later(rig.lease + 1.0)
+    assert await rig.receive() == []
+    assert rig.row("e1")["starts"] == 1
+
+
+async def test_a_retry_that_did_not_arrive_still_waits_for_its_time(rig: ApartRig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    rig.line.cut_settles = True
+    assert await rig.conclude(begun, "retry", until=rig.clock.now() + rig.lease + 8.0, reason="503")
+    rig.line.cut_settles = False
+    await rig.later(rig.lease + 1.0)
+    assert await rig.start() == [], "its lease ran out, its time has not come"
+    await rig.later(8.0)
+    assert len(await rig.start("e1")) == 1
+
+
+async def test_a_long_wait_is_spent_in_the_books_and_not_in_the_broker(rig: ApartRig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.conclude(begun, "retry", until=rig.clock.now() + 3600.0, reason="429")
+    stats = await rig.relay.stats("requests", "main")
+    assert (stats.ready, stats.delayed, stats.in_flight) == (0, 0, 0)
+    await rig.later(3500.0)
+    assert await rig.receive() == []
+    await rig.later(101.0)
+    assert len(await rig.start("e1")) == 1
+
+
+async def test_a_killed_workers_event_is_left_alone_until_its_sign_of_life_is_old(rig: ApartRig) -> None:
+    await rig.accept("e1")
+    await rig.start("e1")  # and dies
+    other = rig.other()
+    rig.clock.advance(rig.lease / 2)
+    await other.later(rig.lease / 2 + 1.0)
+    (begun,) = await other.start("e1")
+    assert rig.row("e1")["crashes"] == 2
+    assert await other.conclude(begun, "success", body=b"x")
+
+
+async def test_a_worker_whose_event_was_taken_over_changes_nothing(rig: ApartRig) -> None:
+    await rig.accept("e1")
+    (stale,) = await rig.start("e1")
+    other = rig.other()
+    rig.clock.advance(rig.lease + 1.0)
+    (begun,) = await other.start("e1")
+    assert not await rig.conclude(stale, "dead", reason="late")
+    assert await other.conclude(begun, "success", body=b"x")
+    assert rig.status("e1") == "success"
+
+
+async def test_messages_that_the_broker_lost_are_published_again(rig: ApartRig) -> None:
+    await rig.accept("e1")
+    await rig.accept("e2", url="https://other.test/2")
+    await rig.line.purge("requests")
+    await rig.later(3 * rig.lease)
+    assert await rig.books.recover() == 0, "one look may be at a bad moment"
+    assert await rig.books.recover() == 2
+    assert sorted(d.id for d in await rig.receive()) == ["e1", "e2"]
+    assert await rig.books.recover() == 0
+
+
+async def test_a_paused_topic_hands_out_nothing_and_loses_nothing(rig: ApartRig) -> None:
+    await rig.accept("e1")
+    rig.db.write_now(lambda tx: rig.relay.pause_in(tx, "requests", "by hand"))
+    assert await rig.receive() == []
+    assert rig.db.read_now(rig.relay.paused_in) == {"requests": "by hand"}
+    rig.db.write_now(lambda tx: rig.relay.pause_in(tx, "requests", None))
+    assert [d.id for d in await rig.receive()] == ["e1"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_gets_lost_on_the_line_every_event_ends_once(tmp_path: Path, seed: int) -> None:
+    """Answers, settles and whole workers get lost at random; once that stops, everything ends, and the books add up at every step."""
+    dice = random.Random(seed)
+    rig = ApartRig(tmp_path, lease=5.0)
+    workers = [rig, rig.other("w2"), rig.other("w3")]
+    ids = [f"e{i}" for i in range(30)]
+    for i, id_ in enumerate(ids):
+        rig.line.deaf = dice.random() < 0.2
+        await rig.accept(id_, url=f"https://shop.test/{i}")
+    running: list[tuple[ApartRig, Any]] = []
+    for step in range(400):
+        calm = step > 250
+        rig.line.deaf, rig.line.cut_settles, rig.line.down = (not calm and dice.random() < p for p in (0.2, 0.3, 0.1))
+        who = dice.choice(workers)
+        if not calm and dice.random() < 0.1:  # killed: what it ran is never heard of again, and another takes its place
+            running = [(w, b) for w, b in running if w is not who]
+            workers[workers.index(who)] = rig.other(f"w{step + 10}")
+        elif running and dice.random() < 0.5:
+            owner, begun = running.pop(dice.randrange(len(running)))
+            outcome = dice.choice(["success", "retry", "success", "release"]) if not calm else "success"
+            await owner.conclude(begun, outcome, body=b"x" if outcome == "success" else None, until=rig.clock.now() + dice.choice([0.5, 20.0]), charged=False)
+        else:
+            running += [(who, b) for b in await who.begin(await who.admit(await who.receive(3)))]
+        for w in workers:
+            await w.later(dice.random())
+        assert_books_balance(rig)
+    for _ in range(60):
+        for owner, begun in running:
+            await owner.conclude(begun, "success", body=b"x")
+        running = [(w, b) for w in workers for b in await w.start()]
+        for w in workers:
+            await w.later(4.0)
+            await w.books.recover()
+    assert {rig.status(i) for i in ids} == {"success"}
+    assert sorted(r[0] for r in rig.sql("SELECT id FROM event WHERE status='success'")) == sorted(ids)
+    stats = await rig.relay.stats("requests", "main")
+    assert (stats.ready, stats.in_flight, stats.delayed) == (0, 0, 0)
