@@ -7,4 +7,4 @@ from penstock.stores.context import Context
 
 
 def open_claims(url: str, context: Context) -> SqlClaims:
-    return claims_on(context.store(url), context)
+    return claims_on(context.server(url), context)

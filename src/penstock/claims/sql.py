@@ -23,7 +23,8 @@ CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL
 CREATE INDEX host_slowed ON host(slowed) WHERE slowed=1;
 CREATE INDEX host_own ON host(own) WHERE own=1;
 -- Rules of ours that are not kept somewhere, and who said so, why, and from when to when. Written by sql_hosts.
-CREATE TABLE exception(n INTEGER PRIMARY KEY, kind TEXT NOT NULL, host TEXT NOT NULL, reason TEXT NOT NULL, who TEXT NOT NULL, at REAL NOT NULL, ended REAL);
+CREATE TABLE exception(n INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, host TEXT NOT NULL, reason TEXT NOT NULL, who TEXT NOT NULL, at REAL NOT NULL,
+  ended REAL);
 CREATE UNIQUE INDEX exception_open ON exception(kind, host) WHERE ended IS NULL;
 CREATE TABLE robots(origin TEXT PRIMARY KEY, body BLOB, status INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
 """
@@ -62,18 +63,22 @@ class SqlClaims:
 
     def take_in(self, tx: Tx, rows: Sequence[tuple[bytes, str, str | None]], now: float) -> None:
         """(URL, new owner, last success) of claims that may be taken."""
-        tx.executemany("INSERT OR REPLACE INTO claim(url_key, owner, good, at) VALUES(?,?,?,?)", [(*row, now) for row in rows])
+        tx.executemany(
+            "INSERT INTO claim(url_key, owner, good, at) VALUES(?,?,?,?) ON CONFLICT(url_key)"
+            " DO UPDATE SET owner=excluded.owner, good=excluded.good, next=NULL, at=excluded.at",
+            [(*row, now) for row in rows],
+        )
 
     def next_in(self, tx: Tx, url_key: bytes, event_id: str) -> None:
         tx.execute("UPDATE claim SET next=? WHERE url_key=?", (event_id, url_key))
 
     def prune_in(self, tx: Tx, before: float, limit: int = 5000) -> None:
         """A stretch of the table at a time; the next call goes on where this one ended."""
-        last = tx.execute("SELECT max(url_key) FROM (SELECT url_key FROM claim WHERE url_key>? ORDER BY url_key LIMIT ?)", (self._pruned, limit)).get
-        if last is not None:
-            tx.execute("DELETE FROM claim WHERE url_key>? AND url_key<=? AND at<?", (self._pruned, last, before))
+        stretch = tx.execute("SELECT url_key FROM claim WHERE url_key>? ORDER BY url_key LIMIT ?", (self._pruned, limit)).fetchall()
+        if stretch:
+            tx.execute("DELETE FROM claim WHERE url_key>? AND url_key<=? AND at<?", (self._pruned, stretch[-1][0], before))
         tx.execute("DELETE FROM exception WHERE ended<?", (before,))
-        self._pruned = last or b""
+        self._pruned = stretch[-1][0] if stretch else b""
 
     # -- pace --------------------------------------------------------------------------------------------------------------
 
@@ -148,7 +153,7 @@ class SqlClaims:
         held = pace.held_until(state)
         own = state.rate is not None or state.burst is not None or state.concurrency is not None
         tx.execute(
-            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT DO UPDATE SET state=excluded.state, blocked_until=excluded.blocked_until,"
+            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT(host) DO UPDATE SET state=excluded.state, blocked_until=excluded.blocked_until,"
             " slowed=excluded.slowed, own=excluded.own, concurrency=excluded.concurrency",
             (host, _encode(state), held, int(state.penalty > 1 or held > self.clock.now()), int(own), state.concurrency),
         )
@@ -177,7 +182,8 @@ class SqlClaims:
         return host in self._exempt
 
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
-        await self.db.write(lambda tx: tx.execute("INSERT OR REPLACE INTO robots VALUES(?,?,?,?)", (origin, body, status, until)), durable=False)
+        sql = "INSERT INTO robots VALUES(?,?,?,?) ON CONFLICT(origin) DO UPDATE SET body=excluded.body, status=excluded.status, until=excluded.until"
+        await self.db.write(lambda tx: tx.execute(sql, (origin, body, status, until)), durable=False)
 
 
 def _look(tx: Tx) -> tuple[dict[str, float], dict[str, int], frozenset[str]]:

@@ -52,7 +52,7 @@ class SqlHosts:
     def listed_in(self, tx: Tx, limit: int) -> dict[str, pace.HostState]:
         """Hosts with a state: those that are held back or have limits of their own first."""
         found: dict[str, pace.HostState] = {}
-        for where in ("slowed=1", "own=1", "1"):
+        for where in ("slowed=1", "own=1", "1=1"):
             if len(found) < limit:
                 rows = tx.execute(f"SELECT host, state FROM host WHERE {where} ORDER BY host LIMIT ?", (limit,))
                 found |= {host: _decode(raw) for host, raw in rows if host not in found}
@@ -67,7 +67,7 @@ class SqlHosts:
 
     def exceptions_in(self, tx: Tx, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000) -> list[Noted]:
         """Of these hosts, or of all; those that hold, or with `ended` the past ones too. The newest first."""
-        where = ["1"] if ended else ["ended IS NULL"]
+        where = ["1=1"] if ended else ["ended IS NULL"]
         if hosts is not None:
             where.append(f"host IN ({','.join('?' * len(hosts))})")
         sql = f"SELECT kind, host, reason, who, at, ended FROM exception WHERE {' AND '.join(where)} ORDER BY n DESC LIMIT ?"

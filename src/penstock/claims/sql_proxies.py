@@ -75,7 +75,8 @@ class SqlProxies:
             self._view[proxy, host] = health
 
     async def listed(self, pool: str, members: int, error: str) -> None:
-        await self.db.write(lambda tx: tx.execute("INSERT OR REPLACE INTO proxy_list VALUES(?,?,?,?)", (pool, self.clock.now(), members, error)), durable=False)
+        sql = "INSERT INTO proxy_list VALUES(?,?,?,?) ON CONFLICT(pool) DO UPDATE SET at=excluded.at, members=excluded.members, error=excluded.error"
+        await self.db.write(lambda tx: tx.execute(sql, (pool, self.clock.now(), members, error)), durable=False)
 
     async def prune(self) -> None:
         before = self.clock.now() - rules.FORGET
@@ -102,5 +103,7 @@ def _health(tx: Tx, proxy: str, host: str) -> rules.Health | None:
 
 def _keep(tx: Tx, proxy: str, host: str, label: str, health: rules.Health, now: float) -> None:
     tx.execute(
-        "INSERT OR REPLACE INTO proxy_health VALUES(?,?,?,?,?,?,?,?)", (proxy, host, label, health.failures, health.until, health.at, health.reason[:200], now)
+        "INSERT INTO proxy_health VALUES(?,?,?,?,?,?,?,?) ON CONFLICT(proxy, host) DO UPDATE SET label=excluded.label, failures=excluded.failures,"
+        " until=excluded.until, at=excluded.at, reason=excluded.reason, changed=excluded.changed",
+        (proxy, host, label, health.failures, health.until, health.at, health.reason[:200], now),
     )

@@ -1,10 +1,69 @@
-"""The ledger in PostgreSQL, shared by every machine that reaches it; the SQL is in sql.py, the server's side in stores/postgres.py."""
+"""The ledger in PostgreSQL, shared by every machine that reaches it: the SQL is sql.py's; here the history lies in a table per week, dropped as a whole."""
 
 from __future__ import annotations
 
-from penstock.ledgers.sql import SqlLedger
+from collections.abc import Sequence
+
+from penstock.ledgers.sql import SCHEMA, SqlLedger
+from penstock.ports import Clock
 from penstock.stores.context import Context
+from penstock.stores.postgres import PostgresStore
+from penstock.stores.sql import Tx
+
+DAY = 86400 * 1_000_000  # history.at is in microseconds
+WEEK = 7 * DAY
+# What finds no week (a clock that jumped, upkeep that was late, and what outlives its week) lies in `history_rest`, so a note never fails for lack of one.
+HISTORY = """
+CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
+  PRIMARY KEY(event, at, status)) PARTITION BY RANGE(at);
+CREATE TABLE history_rest PARTITION OF history DEFAULT;
+-- A few rows that change all the time: with room beside them an old version is overwritten, not collected.
+ALTER TABLE counter SET (fillfactor=20);
+ALTER TABLE tally SET (fillfactor=20);
+ALTER TABLE event SET (fillfactor=70);
+"""
 
 
-def open_ledger(url: str, context: Context) -> SqlLedger:
-    return SqlLedger(context.store(url), context.clock)
+class PostgresLedger(SqlLedger):
+    def __init__(self, db: PostgresStore, clock: Clock) -> None:
+        week = int(clock.now() * 1e6) // WEEK
+        self.schema = SCHEMA + HISTORY + ";".join([_making(week), _making(week + 1)])
+        super().__init__(db, clock)
+        self._looked = (0, 0)  # day and rollbacks when the weeks were last looked after
+
+    def forget_in(self, tx: Tx, rows: Sequence[tuple[int]], before: float) -> None:
+        """Weeks that have passed go as a whole; what their events still need (dead letters, baselines) is carried over first."""
+        now = int(self.clock.now() * 1e6)
+        looked = (now // DAY, self.db.rollbacks)
+        if looked == self._looked:
+            return
+        week = now // WEEK
+        tx.execute("SET LOCAL lock_timeout TO '2s'")  # everybody waits for us, so we do not wait for a reader
+        there = {int(name.removeprefix("history_w")) for name in _weeks(tx)}
+        for missing in {week, week + 1} - there:
+            if tx.execute("SELECT 1 FROM history_rest WHERE at>=? AND at<? LIMIT 1", (missing * WEEK, (missing + 1) * WEEK)).get is None:
+                tx.execute(_making(missing))
+        for passed in sorted(w for w in there if (w + 1) * WEEK <= before * 1e6):
+            tx.execute(f"ALTER TABLE history DETACH PARTITION history_w{passed}")
+            tx.execute(f"INSERT INTO history_rest SELECT h.* FROM history_w{passed} h WHERE EXISTS(SELECT 1 FROM event e WHERE e.n=h.event)")
+            tx.execute(f"DROP TABLE history_w{passed}")
+        tx.execute("DELETE FROM history_rest h WHERE at<? AND NOT EXISTS(SELECT 1 FROM event e WHERE e.n=h.event)", (int(before * 1e6),))
+        tx.execute("SET LOCAL lock_timeout TO '30s'")
+        self._looked = looked
+
+    def entered_in(self, tx: Tx) -> int | None:
+        """A sequence also counts what was rolled back."""
+        return None
+
+
+def _making(week: int) -> str:
+    return f"CREATE TABLE history_w{week} PARTITION OF history FOR VALUES FROM ({week * WEEK}) TO ({(week + 1) * WEEK})"
+
+
+def _weeks(tx: Tx) -> list[str]:
+    children = tx.execute("SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid=inhrelid WHERE inhparent='history'::regclass")
+    return [name for (name,) in children if name.startswith("history_w")]
+
+
+def open_ledger(url: str, context: Context) -> PostgresLedger:
+    return PostgresLedger(context.server(url), context.clock)

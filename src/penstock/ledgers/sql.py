@@ -31,9 +31,6 @@ CREATE INDEX event_url ON event(url_key, n);
 CREATE INDEX event_trace ON event(trace);
 CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';
 CREATE INDEX event_duplicate ON event(duplicate_of, n) WHERE duplicate_of IS NOT NULL;
--- Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and reading it.
-CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
-  PRIMARY KEY(event, at, status)) WITHOUT ROWID;
 CREATE TABLE counter(topic TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY(topic, name)) WITHOUT ROWID;
 CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, url TEXT NOT NULL, host TEXT NOT NULL,
   at REAL NOT NULL, stage TEXT NOT NULL, class TEXT NOT NULL,
@@ -43,7 +40,18 @@ CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER N
 CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL, PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
 """
+# Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and reading it.
+HISTORY = """
+CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
+  PRIMARY KEY(event, at, status)) WITHOUT ROWID;
+"""
 TALLY_SECONDS = 5
+_COUNT = "INSERT INTO counter VALUES(?,?,?) ON CONFLICT(topic, name) DO UPDATE SET n=counter.n+excluded.n"
+_NOTE = (
+    "INSERT INTO history(event, at, status, worker, stage, class, reason) VALUES(?,?,?,?,?,?,?) ON CONFLICT(event, at, status)"
+    " DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=excluded.class, reason=excluded.reason"
+)
+_ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"  # a recorded end takes back what its start counted as lost
 OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
 decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
@@ -66,10 +74,12 @@ class Standing(msgspec.Struct, frozen=True):
 class SqlLedger:
     """Transitions, each inside a caller's transaction. Which follows which is decided in books.py."""
 
+    schema = SCHEMA + HISTORY
+
     def __init__(self, db: SqlStore, clock: Clock) -> None:
         self.db, self.clock = db, clock
         self._pruned = 0
-        db.part("ledger", 1, SCHEMA)
+        db.part("ledger", 1, self.schema)
 
     # -- entering ----------------------------------------------------------------------------------------------------------
 
@@ -81,14 +91,16 @@ class SqlLedger:
     ) -> None:
         """(event, envelope, position) of events that are new."""
         at = int(now * 1e6)
-        for e, envelope, position in rows:
-            tx.execute(
-                "INSERT INTO event(id, topic, position, source, trace, url, url_key, host, status, accepted_at, not_before) VALUES(?,?,?,?,?,?,?,?,?,?,?)",
-                (e.id, e.topic, position, e.source, e.trace, e.url, url_key(e.url, canonical=True), e.key, status, e.accepted_at, not_before),
-            )
-            n = tx.last_insert_rowid()
-            tx.execute("INSERT INTO envelope VALUES(?,?)", (n, envelope))
-            tx.execute("INSERT INTO history(event, at, status) VALUES(?,?,?)", (n, at, status))
+        numbers = tx.executemany(
+            "INSERT INTO event(id, topic, position, source, trace, url, url_key, host, status, accepted_at, not_before) VALUES(?,?,?,?,?,?,?,?,?,?,?)"
+            " RETURNING n",
+            [
+                (e.id, e.topic, position, e.source, e.trace, e.url, url_key(e.url, canonical=True), e.key, status, e.accepted_at, not_before)
+                for e, _, position in rows
+            ],
+        ).fetchall()
+        tx.executemany("INSERT INTO envelope VALUES(?,?)", [(n, envelope) for (n,), (_, envelope, _) in zip(numbers, rows, strict=True)])
+        tx.executemany("INSERT INTO history(event, at, status) VALUES(?,?,?)", [(n, at, status) for (n,) in numbers])
         for topic, n in Counter(e.topic for e, _, _ in rows).items():
             self.count_in(tx, topic, {status: n})
 
@@ -99,7 +111,7 @@ class SqlLedger:
     def has_open_in(self, tx: Tx, key: bytes) -> bool:
         """Is an event for this URL still to be fetched?"""
         newest = "SELECT status FROM event WHERE url_key=? ORDER BY n DESC LIMIT 8"
-        return tx.execute(f"SELECT 1 FROM ({newest}) WHERE status IN ('pending','delayed') LIMIT 1", (key,)).get is not None
+        return tx.execute(f"SELECT 1 FROM ({newest}) AS newest WHERE status IN ('pending','delayed') LIMIT 1", (key,)).get is not None
 
     def owner_in(self, tx: Tx, event_id: str, next_: str | None) -> Claim | None:
         """How far the owner of a claim has come; None where it died or is forgotten, and the claim is free."""
@@ -124,7 +136,7 @@ class SqlLedger:
         return row is not None and (row[0] in ("pending", "delayed", "in_flight", "writing") or (row[0] == "success" and (row[1] or 0.0) >= since))
 
     def first_in_trace_in(self, tx: Tx, trace: str, key: bytes, now: float) -> bool:
-        tx.execute("INSERT OR IGNORE INTO seen VALUES(?,?,?)", (trace, key, now))
+        tx.execute("INSERT INTO seen VALUES(?,?,?) ON CONFLICT(trace, url_key) DO NOTHING", (trace, key, now))
         return tx.changes() == 1
 
     # -- on the way --------------------------------------------------------------------------------------------------------
@@ -180,7 +192,9 @@ class SqlLedger:
             delta[e.topic, was] -= 1
             delta[e.topic, status] += 1
             fences.append(fence)
-        tx.executemany("INSERT OR REPLACE INTO history(event, at, status, worker) VALUES(?,?,?,?)", notes)
+        tx.executemany(
+            "INSERT INTO history(event, at, status, worker) VALUES(?,?,?,?) ON CONFLICT(event, at, status) DO UPDATE SET worker=excluded.worker", notes
+        )
         self._count_all(tx, delta)
         return fences
 
@@ -199,7 +213,7 @@ class SqlLedger:
 
     def _end(self, tx: Tx, end: End, status: str, now: float, *, finished: float | None) -> int | None:
         tx.execute(
-            "UPDATE event SET status=?, finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, crashes=max(0, crashes-1)"
+            f"UPDATE event SET status=?, finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, {_ENDED}"
             " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
             (status, finished, end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence),
         )
@@ -207,23 +221,28 @@ class SqlLedger:
         if n is not None:
             self._keep_meta(tx, n, end)
             tx.execute(
-                "INSERT OR REPLACE INTO history(event, at, status, stage, reason) VALUES(?,?,?,?,?)", (n, int(now * 1e6), status, end.stage, end.reason or None)
+                "INSERT INTO history(event, at, status, stage, reason) VALUES(?,?,?,?,?)"
+                " ON CONFLICT(event, at, status) DO UPDATE SET stage=excluded.stage, reason=excluded.reason",
+                (n, int(now * 1e6), status, end.stage, end.reason or None),
             )
         return n
 
     def _keep_meta(self, tx: Tx, n: int, end: End) -> None:
         """From now on the ledger knows the page, and no redelivery fetches it again."""
         if end.meta is not None:
-            tx.execute("INSERT OR REPLACE INTO fetched VALUES(?,?,?)", (n, end.meta.page, _encode(end.meta)))
+            tx.execute(
+                "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page, meta=excluded.meta",
+                (n, end.meta.page, _encode(end.meta)),
+            )
             if end.outcome != "success":
-                tx.execute("INSERT OR REPLACE INTO needed VALUES(?,?)", (n, end.meta.page))
+                tx.execute("INSERT INTO needed VALUES(?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page", (n, end.meta.page))
         if end.outcome == "success" and end.restarted:
             tx.execute("DELETE FROM needed WHERE event=?", (n,))
 
     def put_off_in(self, tx: Tx, end: End, now: float, *, status: Literal["delayed", "pending"]) -> int | None:
         """Retry (charged or not), park and release: the event goes on later."""
         tx.execute(
-            "UPDATE event SET status=?, not_before=?, reason=?, attempts=attempts+?, crashes=max(0, crashes-1), response_status=coalesce(?, response_status)"
+            f"UPDATE event SET status=?, not_before=?, reason=?, attempts=attempts+?, {_ENDED}, response_status=coalesce(?, response_status)"
             " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
             (status, end.until, end.reason, int(end.outcome == "retry" and end.charged), end.response_status, end.row, end.fence),
         )
@@ -235,7 +254,7 @@ class SqlLedger:
 
     def bury_in(self, tx: Tx, end: End, now: float, *, envelope: bytes, headers: str) -> int | None:
         tx.execute(
-            "UPDATE event SET status='dead', finished_at=?, reason=?, attempts=attempts+1, crashes=max(0, crashes-1),"
+            f"UPDATE event SET status='dead', finished_at=?, reason=?, attempts=attempts+1, {_ENDED},"
             " response_status=coalesce(?, response_status) WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
             (now, end.reason, end.response_status, end.row, end.fence),
         )
@@ -277,9 +296,9 @@ class SqlLedger:
         envelope: bytes,
         headers: str,
     ) -> None:
+        tx.execute("DELETE FROM dead WHERE event=?", (event_id,))  # a new letter has a new number: it is the newest
         tx.execute(
-            "INSERT OR REPLACE INTO dead(event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers)"
-            " VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
+            "INSERT INTO dead(event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
             (event_id, topic, url, host, now, stage, kind, reason, fingerprint, detail, envelope, headers),
         )
 
@@ -309,8 +328,8 @@ class SqlLedger:
         """Promotion of a duplicate, and redrive of a dead letter: a new budget, the old history."""
         tx.execute(
             "UPDATE event SET status='pending', duplicate_of=NULL, finished_at=NULL, not_before=NULL, attempts=0, crashes=0,"
-            " promoted=max(promoted, ?), reason=?, position=coalesce(?, position) WHERE n=?",
-            (int(promoted), reason, position, n),
+            " promoted=CASE WHEN promoted>? THEN promoted ELSE ? END, reason=?, position=coalesce(?, position) WHERE n=?",
+            (int(promoted), int(promoted), reason, position, n),
         )
         if envelope is not None:
             tx.execute("UPDATE envelope SET body=? WHERE event=?", (envelope, n))
@@ -369,14 +388,14 @@ class SqlLedger:
     # -- counting ----------------------------------------------------------------------------------------------------------
 
     def count_in(self, tx: Tx, topic: str, deltas: dict[Any, int]) -> None:
-        tx.executemany("INSERT INTO counter VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n", [(topic, str(name), d) for name, d in deltas.items() if d])
+        tx.executemany(_COUNT, [(topic, str(name), d) for name, d in deltas.items() if d])
 
     def _count_all(self, tx: Tx, delta: Counter[tuple[str, str]]) -> None:
-        tx.executemany("INSERT INTO counter VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n", [(*k, d) for k, d in delta.items() if d])
+        tx.executemany(_COUNT, [(*k, d) for k, d in delta.items() if d])
 
     def tally_in(self, tx: Tx, topic: str, ended: int, dead: int, now: float) -> None:
         tx.execute(
-            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT DO UPDATE SET ended=ended+excluded.ended, dead=dead+excluded.dead",
+            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT(topic, bucket) DO UPDATE SET ended=tally.ended+excluded.ended, dead=tally.dead+excluded.dead",
             (topic, int(now / TALLY_SECONDS), ended, dead),
         )
 
@@ -392,7 +411,7 @@ class SqlLedger:
             row: Iterable[Any] = (n, int(now * 1e6), status, worker, end.stage, end.error_class or None, end.reason)
         else:
             row = (n, int(now * 1e6), status, worker, None, None, reason)
-        tx.execute("INSERT OR REPLACE INTO history(event, at, status, worker, stage, class, reason) VALUES(?,?,?,?,?,?,?)", tuple(row))
+        tx.execute(_NOTE, tuple(row))
 
     # -- cursors -----------------------------------------------------------------------------------------------------------
 
@@ -401,7 +420,7 @@ class SqlLedger:
         return body
 
     def move_cursor_in(self, tx: Tx, source: str, body: bytes | None, now: float) -> None:
-        tx.execute("INSERT OR REPLACE INTO cursor VALUES(?,?,?)", (source, body, now))
+        tx.execute("INSERT INTO cursor VALUES(?,?,?) ON CONFLICT(source) DO UPDATE SET body=excluded.body, at=excluded.at", (source, body, now))
 
     # -- retention ---------------------------------------------------------------------------------------------------------
 
@@ -414,9 +433,18 @@ class SqlLedger:
         self._pruned = stretch[-1][0] if len(stretch) == limit and stretch[-1][3] < before else 0
         ended = [row for row in stretch if row[1] in ("success", "duplicate") and row[2] < before]
         rows = [(n,) for n, status, _, _, key, id_ in ended if status == "duplicate" or not keep(key, id_)]
-        for table in ("history", "envelope", "fetched", "needed"):
+        for table in ("envelope", "fetched", "needed"):
             tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
+        self.forget_in(tx, rows, before)
         tx.executemany("DELETE FROM event WHERE n=?", rows)
         tx.execute("DELETE FROM tally WHERE bucket<?", (int((self.clock.now() - 3600) / TALLY_SECONDS),))
         tx.execute("DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen WHERE at<? LIMIT ?)", (before, limit))
         return len(rows)
+
+    def forget_in(self, tx: Tx, rows: Sequence[tuple[int]], before: float) -> None:
+        """The history of events that are forgotten now."""
+        tx.executemany("DELETE FROM history WHERE event=?", rows)
+
+    def entered_in(self, tx: Tx) -> int | None:
+        """Events ever entered, counted by the store itself and not by us; None where it cannot tell."""
+        return int(tx.execute("SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)").get)

@@ -13,19 +13,19 @@ _STATUSES = frozenset(status.value for status in Status)
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[tuple[str, str], int]  # (topic, status)
     rows: dict[tuple[str, str], int]
-    entered: int  # events ever entered
+    entered: int | None  # events ever entered, where the store knows
     queue: QueueAudit
     letterless: int  # letters of events that are not dead
     outbox: list[tuple[str, int, int]]  # sink, noted backlog, rows
     future: float  # newest note in the history
 
 
-def audit(tx: Tx, queue: QueueAudit) -> Audit:
+def audit(tx: Tx, queue: QueueAudit, *, entered: int | None) -> Audit:
     """Everything that must agree with something else, at one moment; the broker has counted its own part."""
     return Audit(
         counters={(t, s): n for t, s, n in tx.execute("SELECT topic, name, n FROM counter") if s in _STATUSES},
         rows={(t, s): n for t, s, n in tx.execute("SELECT topic, status, count(*) FROM event GROUP BY topic, status")},
-        entered=int(tx.execute("SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)").get),
+        entered=entered,
         queue=queue,
         letterless=int(tx.execute("SELECT count(*) FROM dead d JOIN event e ON e.id=d.event WHERE e.status<>'dead'").get),
         outbox=tx.execute("SELECT s.name, s.next-1-s.flushed, (SELECT count(*) FROM outbox o WHERE o.sink=s.id) FROM sink s").fetchall(),

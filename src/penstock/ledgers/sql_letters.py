@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -35,7 +36,7 @@ def causes(tx: Tx, *, most: int = 5) -> list[Cause]:
         fingerprint = tx.execute("SELECT min(fingerprint) FROM dead WHERE fingerprint>?", (fingerprint,)).get
         if fingerprint is None:
             break
-        n = tx.execute("SELECT count(*) FROM (SELECT 1 FROM dead WHERE fingerprint=? LIMIT ?)", (fingerprint, COUNTED)).get
+        n = tx.execute("SELECT count(*) FROM (SELECT 1 FROM dead WHERE fingerprint=? LIMIT ?) AS some", (fingerprint, COUNTED)).get
         found.append((n, fingerprint))
     found.sort(reverse=True)
     return [_cause(tx, f, n, exact=n < COUNTED) for n, f in found[:most]]
@@ -83,12 +84,12 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
                 conditions.append(f"{column}=?")
                 bindings.append(value)
         if self.reason is not None:
-            conditions.append("instr(lower(reason), lower(?))")
-            bindings.append(self.reason)
+            conditions.append("lower(reason) LIKE lower(?) ESCAPE '!'")
+            bindings.append("%" + re.sub("[!%_]", r"!\g<0>", self.reason) + "%")
         if self.fingerprint is not None:
             conditions.append("fingerprint>=? AND fingerprint<?")
             bindings += [self.fingerprint, self.fingerprint + _END]
-        return " AND ".join(conditions) or "1", bindings
+        return " AND ".join(conditions) or "1=1", bindings
 
 
 _LETTER = "n, event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers"

@@ -16,7 +16,7 @@ from penstock.stores.sql import SqlStore, Tx
 SCHEMA = """
 CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL,
   PRIMARY KEY(extractor, key)) WITHOUT ROWID;
-CREATE TABLE sink(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0,
+CREATE TABLE sink(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0,
   mark TEXT NOT NULL DEFAULT '');
 CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, ord INTEGER NOT NULL, PRIMARY KEY(sink,
   n)) WITHOUT ROWID;
@@ -54,7 +54,11 @@ class SqlOutbox:
                 continue
             lines += [(extractor, key, render(event, r, fetched_at)) for r in rows]
             if old is None or n >= old[2]:
-                tx.execute("INSERT OR REPLACE INTO record VALUES(?,?,?,?,?,?)", (extractor, key, url_key, hash_, last.fields, n))
+                tx.execute(
+                    "INSERT INTO record VALUES(?,?,?,?,?,?) ON CONFLICT(extractor, key)"
+                    " DO UPDATE SET url_key=excluded.url_key, hash=excluded.hash, fields=excluded.fields, n=excluded.n",
+                    (extractor, key, url_key, hash_, last.fields, n),
+                )
             if old is not None and old[0] != hash_ and n >= old[2]:
                 changed += 1
                 if hooks:

@@ -55,6 +55,8 @@ __all__ = [
 ]
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 SCAN = 200_000  # rows looked at, newest first, where no index answers
+LEASES = 30_000  # a fleet holds fewer; a statement of PostgreSQL takes 65,535 values
+STRETCH = 500  # of those, looked at in one go
 SAMPLE = 1000  # delayed events looked at for their reasons
 _END = "\U0010ffff"  # above everything an id begins with
 
@@ -184,14 +186,20 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIELDS = tuple(f.name for f in msgspec.structs.fields(EventRow))
-_ELSEWHERE = {"page": "f.page", "page_meta": "f.meta", "envelope": "coalesce(v.body, x'')"}
+_ELSEWHERE = {"page": "f.page", "page_meta": "f.meta", "envelope": "v.body"}
 _COLUMNS = ", ".join(_ELSEWHERE.get(name, f"e.{name}") for name in _FIELDS)
 _JOINED = "LEFT JOIN fetched f ON f.event=e.n LEFT JOIN envelope v ON v.event=e.n"
 
 
 def _rows(tx: Tx, where: str, bindings: Sequence[Any] = (), *, index: str = "") -> list[EventRow]:
     rows = tx.execute(f"SELECT {_COLUMNS} FROM event e {index} {_JOINED} {where}", tuple(bindings))
-    return [EventRow(**dict(zip(_FIELDS, row, strict=True))) for row in rows]
+    return [_event_row(row) for row in rows]
+
+
+def _event_row(row: Sequence[Any]) -> EventRow:
+    fields = dict(zip(_FIELDS, row, strict=True))
+    fields["envelope"] = fields["envelope"] or b""
+    return EventRow(**fields)
 
 
 def event(tx: Tx, id_: str) -> EventRow | None:
@@ -230,7 +238,7 @@ def of_trace(tx: Tx, trace: str, most: int) -> list[EventRow]:
 
 
 def trace_size(tx: Tx, trace: str) -> int:
-    return int(tx.execute("SELECT count(*) FROM (SELECT 1 FROM event WHERE trace=? LIMIT ?)", (trace, SCAN)).get)
+    return int(tx.execute("SELECT count(*) FROM (SELECT 1 FROM event WHERE trace=? LIMIT ?) AS some", (trace, SCAN)).get)
 
 
 def history(tx: Tx, n: int) -> list[Step]:
@@ -245,15 +253,14 @@ def duplicates_of(tx: Tx, id_: str, most: int = 20) -> list[tuple[str, str]]:
 
 def records_of(tx: Tx, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
     """Event number → (extractor, key) of the records that are still from it. None: too many records to look through."""
-    wanted = list(events)
-    indexed = tx.execute("SELECT 1 FROM pragma_index_list('record') l JOIN pragma_index_info(l.name) i WHERE i.seqno=0 AND i.name='n'").get is not None
-    if not indexed and (tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='records'").get or 0) > SCAN:
+    if (tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='records'").get or 0) > SCAN:
         return None
+    wanted = list(events)
     found: dict[int, list[tuple[str, str]]] = {}
-    for n, extractor, key in tx.execute(
-        "SELECT n, extractor, key FROM record WHERE n IN (SELECT value FROM json_each(?))", (msgspec.json.encode(wanted).decode(),)
-    ):
-        found.setdefault(n, []).append((extractor, key))
+    for start in range(0, len(wanted), 500):
+        some = wanted[start : start + 500]
+        for n, extractor, key in tx.execute(f"SELECT n, extractor, key FROM record WHERE n IN ({','.join('?' * len(some))})", some):
+            found.setdefault(n, []).append((extractor, key))
     return found
 
 
@@ -274,15 +281,15 @@ def events(
     broker: Any,
 ) -> Listing:
     """Newest first (delayed: due next first). Filters without an index look at the newest SCAN events only, unless everything is asked for."""
-    conditions, bindings = ["1"], []
+    conditions, bindings = ["1=1"], []
     for column, value in (("host", host), ("source", source), ("url_key", url_key)):
         if value is not None:
             conditions.append(f"e.{column}=?")
             bindings.append(value)
     order, index, indexed, bounded = "e.n DESC", "", url_key is not None, False
     if url_key is None and status == "in_flight":  # whatever is in flight is leased
-        leased = broker.leased_in(tx, SCAN)
-        conditions.append(f"e.status='in_flight' AND e.id IN ({','.join('?' * len(leased))})")
+        leased = broker.leased_in(tx, LEASES)
+        conditions.append(f"e.status='in_flight' AND e.id IN ({','.join('?' * len(leased)) or 'NULL'})")
         bindings += leased
         indexed = True
     elif url_key is None and status == "delayed":
@@ -305,7 +312,7 @@ def events(
 def page_of_url(tx: Tx, key: bytes) -> str | None:
     """The newest page of a URL that is still stored."""
     for (page,) in tx.execute("SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100", (key,)).fetchall():
-        if tx.execute("SELECT 1 FROM page WHERE hash=unhex(?)", (page,)).get is not None:
+        if tx.execute("SELECT 1 FROM page WHERE hash=?", (bytes.fromhex(page),)).get is not None:
             return str(page)
     return None
 
@@ -317,18 +324,25 @@ def event_of_page(tx: Tx, page: str) -> EventRow | None:
 
 
 def paged_events(tx: Tx, limit: int, host: str | None = None) -> Iterator[tuple[EventRow, int | None]]:
-    """The newest events that have a page, each page once, with its size (None: retention took it). With a host, of the newest SCAN events."""
-    condition, bindings = ("", ()) if host is None else ("WHERE e.host=? AND e.n>(SELECT max(n) FROM event)-?", (host, SCAN))
+    """The newest events that have a page, each page once, with its size (None: retention took it), of the newest SCAN that were fetched."""
+    condition, bindings = ("", ()) if host is None else ("WHERE e.host=?", (host,))
+    stretch = "SELECT event, page, meta FROM fetched WHERE event<? ORDER BY event DESC LIMIT ?"
+    query = f"SELECT {_COLUMNS} FROM ({stretch}) AS f JOIN event e ON e.n=f.event LEFT JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC"
     seen: set[str] = set()
-    query = f"SELECT {_COLUMNS} FROM fetched f CROSS JOIN event e ON e.n=f.event LEFT JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC LIMIT ?"
-    for row in tx.execute(query, (*bindings, SCAN)):
-        found = EventRow(**dict(zip(_FIELDS, row, strict=True)))
-        if found.page is None or found.page in seen:
-            continue
-        seen.add(found.page)
-        yield found, tx.execute("SELECT size FROM page WHERE hash=unhex(?)", (found.page,)).get
-        if len(seen) >= limit:
+    before = 2**62
+    for _ in range(SCAN // STRETCH):
+        last = tx.execute(f"SELECT min(event) FROM ({stretch}) AS f", (before, STRETCH)).get
+        if last is None:
             return
+        for row in tx.execute(query, (before, STRETCH, *bindings)).fetchall():
+            found = _event_row(row)
+            if found.page is None or found.page in seen:
+                continue
+            seen.add(found.page)
+            yield found, tx.execute("SELECT size FROM page WHERE hash=?", (bytes.fromhex(found.page),)).get
+            if len(seen) >= limit:
+                return
+        before = last
 
 
 def page_totals(tx: Tx) -> tuple[int, list[str]]:

@@ -1,9 +1,10 @@
-"""What an adapter's `open_*` function is given: the configuration, the clock, and SQLite files opened once each."""
+"""What an adapter's `open_*` function is given: the configuration, the clock, and stores opened once each."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
 from penstock.options import Config
@@ -11,11 +12,15 @@ from penstock.ports import Clock
 from penstock.stores.sql import SqlStore
 from penstock.stores.sqlite import Database
 
+if TYPE_CHECKING:
+    from penstock.stores.postgres import PostgresStore
+
 
 class Context:
     def __init__(self, config: Config, clock: Clock, rng: random.Random, *, worker: str, inline: bool = False) -> None:
         self.config, self.clock, self.rng, self.worker, self.inline = config, clock, rng, worker, inline
         self._databases: dict[str, Database] = {}
+        self._servers: dict[str, PostgresStore] = {}
 
     def database(self, url: str) -> Database:
         """Adapters that name the same file share its one writing connection, and so may commit together."""
@@ -27,10 +32,21 @@ class Context:
             self._databases[key] = Database(key, durability=self.config.durability, inline=self.inline)
         return self._databases[key]
 
+    def server(self, url: str) -> PostgresStore:
+        """Adapters that name the same database share its connections, and so may commit together."""
+        from penstock.stores.postgres import PostgresStore  # an extra
+
+        if url not in self._servers:
+            namespace = self.config.namespace or "penstock"
+            self._servers[url] = PostgresStore(url, namespace=namespace, durability=self.config.durability, inline=self.inline)
+        return self._servers[url]
+
     def store(self, url: str) -> SqlStore:
-        """What shared SQL runs on, whatever the scheme; the same one for the same URL."""
-        return self.database(url)
+        """What shared SQL runs on, whatever the scheme."""
+        return self.server(url) if url.startswith(("postgres:", "postgresql:")) else self.database(url)
 
     def close(self) -> None:
         for db in self._databases.values():
             db.close_now()
+        for server in self._servers.values():
+            server.close_now()
