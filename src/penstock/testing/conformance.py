@@ -23,6 +23,7 @@ from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Broker, Capabilities, Delivery, Out, Published, Subscription, TopicSpec
 
 MIB = 1 << 20
+OUTLASTS = 30.0  # a lease that does not lapse while a sentence waits for something else
 Test = Callable[[Any, Any], Awaitable[None]]
 
 
@@ -278,7 +279,7 @@ class BrokerConformance:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"], not_before=self.now() + 2.0)
         await self.fill(broker, ["a2"], not_before=self.now() - 5.0)
-        sub = self.sub(broker)
+        sub = self.sub(broker, lease=OUTLASTS)
         assert [d.id for d in await self.take(sub, 5)] == ["a2"]
         await self.counts(broker, 0, 1, 1)
         await self.sleep(2.0 + self.slack)
@@ -302,7 +303,7 @@ class BrokerConformance:
     async def test_a_held_key_is_kept_back_and_nothing_else(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2", "b1"])
-        sub = self.sub(broker)
+        sub = self.sub(broker, lease=OUTLASTS)
         await sub.hold({"a": self.now() + 5.0, "c": self.now() + 5.0})
         await self.fill(broker, ["c1"])
         await self.fill(broker, ["a3"], priority=0)
@@ -387,7 +388,7 @@ class BrokerConformance:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, ["a1"])
         await self.fill(broker, ["a2"], not_before=self.now() + 1.0)
-        sub = self.sub(broker)
+        sub = self.sub(broker, lease=OUTLASTS)
         (d,) = await self.take(sub, 10)
         await self.sleep(1.0 + self.slack)
         assert await self.take(sub, 10) == []
