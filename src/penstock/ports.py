@@ -40,6 +40,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     exact_stats: bool
     transactional: bool  # settle, publish and the ledger may share one transaction
     lease: Literal["time", "connection"] = "time"  # what ends it: the clock, or the death of the connection or membership that holds it
+    fair_keys: bool = True  # a key with much work does not keep others waiting even where nobody sets per_key; else the order of publication decides
+    max_body: int | None = None  # bytes that it always takes, whatever they are; None: more than we ever send
 
 
 class TopicSpec(msgspec.Struct, frozen=True, kw_only=True):
