@@ -223,7 +223,7 @@ def test_every_test_and_source_file_in_the_text_exists() -> None:
 
 def test_options_named_in_the_text_exist() -> None:
     variables = {v for option in (*OPTIONS, *pool_options("NAME")) for v in option.variables}
-    ours = {"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL"}
+    ours = {"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL", "PENSTOCK_SERVICES_DIR"}
     paths = {option.path for option in OPTIONS}
     sections = {path.partition(".")[0] for path in paths if "." in path}
     for page in PAGES:
