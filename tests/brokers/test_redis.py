@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 
 import pytest
-from tests.servers import Handle
+from tests.brokers.served import Served
 
 from penstock.brokers.redis import RedisBroker
 from penstock.clock import SystemClock
 from penstock.ports import Broker
 from penstock.stores.redis import Server
-from penstock.testing.conformance import BrokerConformance
 
 pytestmark = pytest.mark.server("redis")
 
@@ -21,13 +19,10 @@ def fresh(url: str, prefix: str = "") -> RedisBroker:
     return RedisBroker(Server(url, evictable=False), prefix or f"t{uuid.uuid4().hex[:8]}", SystemClock())
 
 
-class TestRedis(BrokerConformance):
+class TestRedis(Served):
+    name = "redis"
     lease = 1.0
     slack = 0.4
-
-    @pytest.fixture(autouse=True)
-    def _place(self, server: Callable[[str], Handle]) -> None:
-        self.url = server("redis").url
 
     async def open(self) -> Broker:
         self.broker = fresh(self.url)

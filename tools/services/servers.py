@@ -222,7 +222,8 @@ class JavaServer(Server):
 
 class Kafka(JavaServer):
     name = "kafka"
-    usual = {"clients": 29092, "controller": 30092}
+    # Clients go where a broker says it is. For a proxy in between: asked at `behind`, it says that it is at `proxied`, where nobody listens.
+    usual = {"clients": 29092, "controller": 30092, "behind": 30392, "proxied": 30692}
     memory = "512m"
 
     def url(self) -> str:
@@ -235,7 +236,9 @@ class Kafka(JavaServer):
         single = {"offsets.topic.": 4, "transaction.state.log.": 4, "share.coordinator.state.topic.": 4}
         properties = self.write(
             "server.properties", "process.roles=broker,controller", "node.id=1", f"controller.quorum.bootstrap.servers={HOST}:{controller}",
-            f"listeners=PLAINTEXT://{HOST}:{self.port},CONTROLLER://{HOST}:{controller}", f"advertised.listeners=PLAINTEXT://{HOST}:{self.port}",
+            f"listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['behind']},CONTROLLER://{HOST}:{controller}",
+            f"advertised.listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['proxied']}",
+            "listener.security.protocol.map=PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,CONTROLLER:PLAINTEXT", "inter.broker.listener.name=PLAINTEXT",
             "controller.listener.names=CONTROLLER", f"log.dirs={logs}",
             *[f"{topic}replication.factor=1" for topic in single], *[f"{topic}num.partitions={n}" for topic, n in single.items()],
             "transaction.state.log.min.isr=1", "share.coordinator.state.topic.min.isr=1", "group.initial.rebalance.delay.ms=0",

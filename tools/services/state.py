@@ -84,10 +84,9 @@ class Place:
 
     def ports(self, wanted: Mapping[str, int]) -> Mapping[str, int]:
         """The ones it always had, or now the first free ones from the usual ones on."""
-        noted = self.noted()
-        if set(noted.ports) != set(wanted):
-            noted = self.note(ports={name: _free(first, self.directory) for name, first in wanted.items()})
-        return noted.ports
+        ports = self.noted().ports
+        missing = {name: _free(first, self.directory) for name, first in wanted.items() if name not in ports}
+        return self.note(ports={**ports, **missing}).ports if missing else ports
 
     def data(self, user: str | None) -> Path:
         """Where the server keeps its own. A server that runs as another user may be unable to come here: then it is in the temporary directory, by a link."""

@@ -6,126 +6,27 @@ An adapter's whole test file is:
         lease = 1.0
         async def open(self) -> Broker: ...
 
-A sentence that a broker does not promise (its `Capabilities` say so) is skipped by that name. Needs pytest or unittest, and no asyncio plugin.
+A sentence that a broker does not promise (its `Capabilities` say so) is skipped by that name. A rig that can stop its server, or open a broker
+through a proxy, offers the hooks for it; the sentences about outages are skipped where it does not. Needs pytest or unittest, and no asyncio plugin.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
-import unittest
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from penstock.model import Ack, Dead, Outcome, Release, Retry
-from penstock.ports import Broker, Capabilities, Delivery, Out, Published, Subscription, TopicSpec
+from penstock.ports import Broker, Delivery, Out, Published, Subscription, TopicSpec
+from penstock.testing.outages import Outages
+from penstock.testing.rig import delays, lapses, orders, sentence
 
 MIB = 1 << 20
 OUTLASTS = 30.0  # a lease that does not lapse while a sentence waits for something else
-Test = Callable[[Any, Any], Awaitable[None]]
 
 
-def sentence(needs: Callable[[Capabilities], bool] = lambda caps: True) -> Callable[[Test], Callable[[Any], None]]:
-    """An `async def test(self, broker)` becomes a plain test method with a broker of its own; skipped where `needs` is not promised."""
-
-    def wrap(test: Test) -> Callable[[Any], None]:
-        async def run(self: BrokerConformance) -> None:
-            async with asyncio.timeout(self.limit):
-                broker = await self.open()
-                try:
-                    if not needs(broker.caps):
-                        raise unittest.SkipTest("not promised by this broker")
-                    await test(self, broker)
-                finally:
-                    await self.shut(self._latest or broker)
-
-        def runner(self: BrokerConformance) -> None:
-            self._latest = None
-            asyncio.run(run(self))
-
-        runner.__name__, runner.__doc__ = test.__name__, test.__doc__
-        runner.__qualname__ = f"BrokerConformance.{runner.__name__}"
-        return runner
-
-    return wrap
-
-
-def _orders(caps: Capabilities) -> bool:
-    return caps.order_per_key != "none"
-
-
-def _lapses(caps: Capabilities) -> bool:
-    return caps.lease == "time"
-
-
-def _delays(caps: Capabilities) -> bool:
-    return caps.delay != "none"
-
-
-class BrokerConformance:
-    """The rig: `open` is all that must be there. Real time by default; a broker on a clock of its own overrides `sleep` and `now`."""
-
-    lease = 30.0  # seconds; as short as the broker can bear where time is real
-    patience = 0.0  # how long one `receive` may wait for what is known to be there
-    slack = 0.5  # how much later than asked a delay may end
-    limit = 60.0  # seconds a sentence may take
-    _latest: Broker | None = None
-
-    async def open(self) -> Broker:
-        """A broker that is empty, or in a namespace of its own."""
-        raise NotImplementedError
-
-    async def reopen(self, broker: Broker) -> Broker:
-        """The same place after the death of whoever had it open: nothing was said goodbye to. Default: the same connection."""
-        return broker
-
-    async def shut(self, broker: Broker) -> None:
-        await broker.close()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    def now(self) -> float:
-        return time.time()
-
-    # -- helpers -----------------------------------------------------------------------------------------------------------
-
-    async def crash(self, broker: Broker) -> Broker:
-        self._latest = await self.reopen(broker)
-        return self._latest
-
-    async def lose(self, broker: Broker, sub: Subscription) -> Subscription:
-        """Whoever held the subscription is gone, and its leases with it. The one that goes on."""
-        if broker.caps.lease == "time":
-            await self.sleep(self.lease + self.slack)
-            return sub
-        return self.sub(await self.crash(broker), owner="w2")
-
-    def sub(self, broker: Broker, topic: str = "t", group: str = "main", owner: str = "w1", lease: float | None = None) -> Subscription:
-        return broker.subscribe(topic, group, owner=owner, lease=self.lease if lease is None else lease)
-
-    async def take(self, sub: Subscription, n: int, **more: Any) -> list[Delivery]:
-        """Up to `n`, asking until there is nothing more for `patience`."""
-        got: list[Delivery] = []
-        while len(got) < n:
-            some = await sub.receive(n - len(got), self.patience, **more)
-            if not some:
-                break
-            got += some
-        return got
-
-    async def fill(self, broker: Broker, ids: Sequence[str], *, topic: str = "t", **more: Any) -> None:
-        """Ids like `a1` belong to key `a`, unless told otherwise."""
-        batch = [Out(**{"topic": topic, "id": i, "key": i.rstrip("0123456789") or "k", "body": i.encode(), **more}) for i in ids]
-        answers = await broker.publish(batch)
-        assert list(answers) == [Published.OK] * len(batch)
-
-    async def counts(self, broker: Broker, ready: int, delayed: int, in_flight: int, *, topic: str = "t", group: str = "main") -> None:
-        s = await broker.stats(topic, group)
-        if s.exact:
-            assert (s.ready, s.delayed, s.in_flight) == (ready, delayed, in_flight)
+class BrokerConformance(Outages):
+    """The rig: `open` is all that must be there; `rig.py` says what else may be."""
 
     # -- publish, receive, settle ------------------------------------------------------------------------------------------
 
@@ -190,7 +91,7 @@ class BrokerConformance:
         assert list(await sub.settle([(second, Ack()), (second, Ack()), (first, Ack())])) == [True, False, False]
         await self.counts(broker, 0, 0, 0)
 
-    @sentence(_lapses)
+    @sentence(lapses)
     async def test_a_settle_after_the_lease_went_to_another_is_refused(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"])
@@ -260,9 +161,25 @@ class BrokerConformance:
         assert await self.take(sub, 5) == []
         assert (await broker.stats("t", "main")).dead == 1
 
+    @sentence()
+    async def test_a_dead_letter_can_be_redriven(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t"), TopicSpec(name="t.dead")])
+        await broker.publish([Out(topic="t", id="e1", key="k", body=b"\xff\x00", headers={"a": "b"})])
+        sub, graves = self.sub(broker), self.sub(broker, "t.dead")
+        (d,) = await self.take(sub, 1)
+        await sub.settle([(d, Dead("parsing: no title"))])
+        (letter,) = await self.take(graves, 1)
+        headers = {name: value for name, value in letter.headers.items() if not name.startswith("penstock-")}
+        assert list(await broker.publish([Out(topic="t", id=letter.id, key=letter.key, body=letter.body, headers=headers)])) == [Published.OK]
+        assert list(await graves.settle([(letter, Ack())])) == [True]
+        (again,) = await self.take(sub, 5)
+        assert (again.id, again.key, again.body, again.headers) == ("e1", "k", b"\xff\x00", {"a": "b"})
+        assert list(await sub.settle([(again, Ack())])) == [True]
+        assert await self.take(graves, 5) == []
+
     # -- time --------------------------------------------------------------------------------------------------------------
 
-    @sentence(_delays)
+    @sentence(delays)
     async def test_a_short_retry_behind_a_long_one_comes_first(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2"])
@@ -274,7 +191,7 @@ class BrokerConformance:
         await self.sleep(0.2 + self.slack)
         assert [d.id for d in await self.take(sub, 5)] == [short.id]
 
-    @sentence(_delays)
+    @sentence(delays)
     async def test_a_message_with_a_time_of_its_own_waits_for_it(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"], not_before=self.now() + 2.0)
@@ -285,7 +202,7 @@ class BrokerConformance:
         await self.sleep(2.0 + self.slack)
         assert [d.id for d in await self.take(sub, 5)] == ["a1"]
 
-    @sentence(_lapses)
+    @sentence(lapses)
     async def test_a_lease_that_is_extended_is_kept_and_one_that_is_not_lapses(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2"])
@@ -351,7 +268,7 @@ class BrokerConformance:
             await self.sleep(0.01)
         assert served >= 5
 
-    @sentence(_orders)
+    @sentence(orders)
     async def test_an_ordered_topic_hands_out_one_of_a_key_at_a_time_in_order(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, ["a1", "a2", "b1", "a3"])
@@ -364,7 +281,7 @@ class BrokerConformance:
         await sub.settle([(got["b1"], Ack()), (a2, Ack())])
         assert [d.id for d in await self.take(sub, 10)] == ["a3"]
 
-    @sentence(_orders)
+    @sentence(orders)
     async def test_order_holds_over_retry_release_and_a_lost_lease(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, ["a1", "a2"])
@@ -383,7 +300,7 @@ class BrokerConformance:
         await sub.settle([(d, Ack())])
         assert [d.id for d in await self.take(sub, 10)] == ["a2"]
 
-    @sentence(lambda caps: _orders(caps) and _delays(caps))
+    @sentence(lambda caps: orders(caps) and delays(caps))
     async def test_a_delayed_message_never_joins_one_of_its_key_that_is_out(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, ["a1"])
@@ -395,7 +312,7 @@ class BrokerConformance:
         await sub.settle([(d, Ack())])
         assert [d.id for d in await self.take(sub, 10)] == ["a2"]
 
-    @sentence(_orders)
+    @sentence(orders)
     async def test_in_an_ordered_topic_no_priority_lets_a_key_overtake_itself(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, ["a1"], priority=2)
@@ -405,7 +322,7 @@ class BrokerConformance:
         await sub.settle([(d, Ack())])
         assert [d.id, *[x.id for x in await self.take(sub, 10)]] == ["a1", "a2"]
 
-    @sentence(_orders)
+    @sentence(orders)
     async def test_in_an_ordered_topic_keys_take_turns(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(10)])
@@ -418,7 +335,7 @@ class BrokerConformance:
             await sub.settle([(d, Ack())])
         assert Counter(keys) == {"a": 4, "b": 4}
 
-    @sentence(_orders)
+    @sentence(orders)
     async def test_per_key_order_holds_under_many_workers(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         ids = [f"{key}{i}" for i in range(12) for key in ("a", "b", "c", "d")]
@@ -523,7 +440,7 @@ class BrokerConformance:
         assert list(await broker.ensure([TopicSpec(name="t")])) == []
         await self.fill(broker, ["a1"])
         assert list(await broker.ensure([TopicSpec(name="t", groups=("main", "late"))])) == []
-        if _orders(broker.caps):
+        if orders(broker.caps):
             assert any("t" in drift for drift in await broker.ensure([TopicSpec(name="t", ordered=True)]))
         assert [d.id for d in await self.take(self.sub(broker), 5)] == ["a1"]
 
@@ -598,3 +515,67 @@ class BrokerConformance:
                 assert all(await sub.settle([(d, Release()) for d in held])), "clean drain: what was not done is given back"
                 await sub.close()
         assert sorted(done) == sorted(ids)
+
+    @sentence()
+    async def test_members_come_and_go_while_messages_keep_coming(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        ids = [f"{'abcdefgh'[i % 8]}{i}" for i in range(160)]
+        settled: Counter[str] = Counter()
+        reached = {n: asyncio.Event() for n in (40, 60, 100)}
+
+        async def publish() -> None:
+            for i in range(0, len(ids), 16):
+                await self.fill(broker, ids[i : i + 16])
+                await asyncio.sleep(0)
+
+        async def work(owner: str, first: int, last: int) -> None:
+            """A member from when `first` are done until `last` are."""
+            if first:
+                await reached[first].wait()
+            sub = self.sub(broker, owner=owner)
+            while len(settled) < last:
+                some = await sub.receive(5, self.patience)
+                answers = await sub.settle([(d, Ack()) for d in some])
+                settled.update(d.id for d, done in zip(some, answers, strict=True) if done)
+                for n, event in reached.items():
+                    if len(settled) >= n:
+                        event.set()
+                await asyncio.sleep(0)
+            await sub.close()
+
+        await asyncio.gather(publish(), work("w1", 0, 80), work("w2", 40, 120), work("w3", 60, 160), work("w4", 100, 160))
+        assert sorted(settled) == sorted(ids)
+        assert set(settled.values()) == {1}, "what was settled came again"
+
+    @sentence()
+    async def test_a_member_that_leaves_gives_back_at_once_what_it_did_not_begin(self, broker: Broker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await self.fill(broker, [f"{'abcde'[i % 5]}{i}" for i in range(40)])
+        leaving = self.sub(broker)
+        done, *begun = await self.take(leaving, 4)
+        await leaving.settle([(done, Ack()), *[(d, Release()) for d in begun]])
+        await leaving.close()
+        left = await self.take(self.sub(broker, owner="w2"), 50)
+        assert len({d.id for d in left}) == len(left) == 39
+        assert done.id not in {d.id for d in left}
+
+    @sentence()
+    async def test_figures_are_right_once_all_is_quiet(self, broker: Broker) -> None:
+        """Also where they are estimates in between."""
+        await broker.ensure([TopicSpec(name="t")])
+
+        async def figures(ready: int, in_flight: int) -> None:
+            while True:
+                s = await broker.stats("t", "main")
+                if (s.ready, s.delayed, s.in_flight) == (ready, 0, in_flight):
+                    return
+                assert not s.exact, f"{s} is called exact"
+                await self.sleep(0.1)
+
+        await self.fill(broker, ["a1", "b1", "c1", "d1", "e1"])
+        await figures(5, 0)
+        sub = self.sub(broker)
+        got = await self.take(sub, 5)
+        await figures(0, 5)
+        await sub.settle([(d, Ack()) for d in got])
+        await figures(0, 0)
