@@ -25,6 +25,7 @@ PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a pl
 HOLD_BEYOND = 0.05
 BUSY = 2.0  # seconds after which a copy of a message, whose event another worker has in flight, is looked at again
 EARLY = 0.05
+WAITS = ("requests", "pages", "records")  # topics whose messages stand for open events
 
 
 @lru_cache(1 << 13)
@@ -521,6 +522,20 @@ class Books:
             return gone
 
         return await self._write(work)
+
+    async def purge(self, topic: str, reason: str) -> int:
+        """What waits on a topic is given up: its events end dead and can be redriven, then the broker's messages go. What is in flight is finished."""
+        given_up = 0
+        while topic in WAITS and (n := await self._write(lambda tx: self._give_up(tx, topic, reason))):
+            given_up += n
+        removed = await self.broker.purge(topic)
+        return given_up if topic in WAITS else int(removed)
+
+    def _give_up(self, tx: Any, topic: str, reason: str) -> int:
+        rows = self.ledger.waiting_in(tx, topic, 500)
+        for row in rows:
+            self.ledger.give_up_in(tx, row, reason, fingerprint("intake", "permanent", reason), self.clock.now())
+        return len(rows)
 
     # -- upkeep ------------------------------------------------------------------------------------------------------------------
 

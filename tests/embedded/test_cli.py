@@ -284,6 +284,16 @@ def test_a_broker_whose_extra_is_missing_exits_3_and_names_it(empty: Shop) -> No
     assert "pip install 'penstock[rabbitmq]'" in done.err
 
 
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "redis://127.0.0.1:1/1"])
+def test_a_fleet_without_shared_stores_is_told_which_are_missing(empty: Shop, url: str) -> None:
+    done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url)
+    assert done.code == 3
+    for variable in ("PENSTOCK_LEDGER_URL", "PENSTOCK_PAGES_URL"):
+        assert variable in done.err
+    assert ("PENSTOCK_CLAIMS_URL" in done.err) is not url.startswith("redis:")
+    assert not (empty.directory / ".penstock").exists(), "nothing was put into a local file instead"
+
+
 def test_a_file_that_is_no_store_exits_4_and_is_left_alone(empty: Shop) -> None:
     state = empty.directory / ".penstock"
     state.mkdir()
@@ -492,6 +502,41 @@ def test_a_paused_topic_is_shown_and_resuming_closes_the_breaker(ran: Shop, tmp_
     assert shop.sql("SELECT count(*) FROM tally") == [(0,)]
     assert [t["paused"] for t in shop("topics", "ls", "--json").json["topics"] if t["topic"] == "requests"] == [None]
     assert shop("topics", "pause", "reqests").code == 1
+
+
+def test_a_look_at_a_topic_consumes_nothing_and_its_figures_are_told(shop: Shop) -> None:
+    shop("push", "http://x.example/1", "http://x.example/2")
+    for _ in range(2):
+        seen = shop("topics", "peek", "requests", "--json").json["messages"]
+        assert [m["url"] for m in seen[-2:]] == ["http://x.example/1", "http://x.example/2"]
+    stats = {s["topic"]: s for s in shop("topics", "stats", "--json").json["topics"]}
+    assert stats["requests"]["ready"] + stats["requests"]["delayed"] >= 2
+    assert stats["requests"]["exact"]
+    assert "http://x.example/1" in shop("topics", "peek").out
+    assert shop("topics", "peek", "reqests").code == 1
+    assert shop("topics", "ensure", "--json").json["drift"] == []
+
+
+def test_what_is_purged_ends_dead_and_can_be_brought_back(empty: Shop) -> None:
+    empty("push", "http://x.example/1", "http://x.example/2")
+    refused = empty("topics", "purge", "requests")
+    assert refused.code == 2
+    assert "--yes" in refused.err
+    assert empty("topics", "purge", "requests", "--yes", "--json").json == {"topic": "requests", "purged": 2}
+    total = empty("status", "--json").json["total"]
+    assert (total["dead"], total["pending"]) == (2, 0)
+    assert empty("topics", "peek", "--json").json["messages"] == []
+    assert empty("dlq", "retry", "--all").code == 0
+    assert len(empty("topics", "peek", "--json").json["messages"]) == 2
+    assert empty("doctor").code == 0
+
+
+def test_a_group_can_see_again_what_was_published(empty: Shop) -> None:
+    empty("push", "http://x.example/1", "http://x.example/2")
+    assert empty("topics", "rewind", "requests", "--group", "audit", "--since", "1h", "--json").json["messages"] == 2
+    wrong = empty("topics", "rewind", "requests", "--group", "audit", "--since", "soon")
+    assert wrong.code == 2
+    assert "is no time" in wrong.err
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------

@@ -60,9 +60,8 @@ class Relay:
     def carrier(self, topic: str) -> Broker:
         return self._carriers[topic.removesuffix(".dead")]
 
-    @property
-    def caps(self) -> Capabilities:
-        return self._carriers["requests"].caps
+    def caps_of(self, topic: str) -> Capabilities:
+        return self.carrier(topic).caps
 
     @property
     def brokers(self) -> list[Broker]:
@@ -301,6 +300,23 @@ class Relay:
             if s.ready or s.delayed or s.in_flight:
                 return False
         return True
+
+    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
+        return await self.carrier(topic).peek(topic, limit)
+
+    async def purge(self, topic: str) -> int:
+        def work(tx: Any) -> int:
+            tx.execute("DELETE FROM outgoing WHERE topic=?", (topic,))
+            return int(tx.changes())
+
+        removed: int = await self.store.write(work)
+        return removed + await self.carrier(topic).purge(topic)
+
+    async def replay(self, topic: str, group: str, *, since: float) -> int:
+        return await self.carrier(topic).replay(topic, group, since=since)
+
+    def groups_in(self, tx: Any) -> list[tuple[str, str]]:
+        return [(topic, GROUP) for topic in sorted(self._carriers)]
 
     async def stats(self, topic: str, group: str) -> Stats:
         return await self.carrier(topic).stats(topic, group)

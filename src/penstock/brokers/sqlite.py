@@ -91,6 +91,9 @@ class SqliteBroker:
         self._pruned = 0
         db.part("broker", 1, SCHEMA)
 
+    def caps_of(self, topic: str) -> Capabilities:
+        return self.caps
+
     # -- topology --------------------------------------------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
@@ -475,11 +478,9 @@ class SqliteBroker:
         tx.execute("UPDATE topic SET letters=0 WHERE id=?", (t,))
         return int(gone)
 
-    def topics_in(self, tx: Tx) -> list[tuple[str, str, int, int, int, str | None]]:
-        """(topic, group, ready, leased, delayed, paused) for every group."""
-        return tx.execute(
-            "SELECT t.name, g.name, g.ready, g.leased, g.delayed, t.paused FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name"
-        ).fetchall()
+    def groups_in(self, tx: Tx) -> list[tuple[str, str]]:
+        """(topic, group) of everything that is handed out."""
+        return tx.execute("SELECT t.name, g.name FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name").fetchall()
 
     def depths_in(self, tx: Tx, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000) -> dict[str, int]:
         """What is ready, by key: of these keys, or of those with most."""

@@ -1,39 +1,123 @@
-"""`penstock topics …`: what the broker holds, and the switch that a person or a breaker turns."""
+"""`penstock topics …`: what the brokers hold, and what a person may do to it. Dead letters have a command of their own."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from cyclopts import App, Parameter
 
+from penstock import units
 from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json, ask
-from penstock.cli.output import FOLD, RIGHT, count, plain, print_json, say, show, styled, table
+from penstock.cli.output import FOLD, RIGHT, count, iso, lasting, moment, plain, plural, print_json, say, short, show, styled, table
+from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
 
-app = App(name="topics", help="list, pause and resume topics")
+if TYPE_CHECKING:
+    from penstock.opening import Stores
+    from penstock.ports import Out, Stats
+
+app = App(name="topics", help="what the brokers hold: look, pause, resume, purge, rewind")
 Name = Annotated[str, Parameter(help="the topic; `requests` stops all fetching")]
+Topic = Annotated[str, Parameter(help="requests, pages, records, or one of them with .dead")]
 
 
 @app.command
 def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
     """Topics and their groups, with what the broker holds for each."""
     with common.stores() as stores:
-        rows = ask(stores, stores.broker.topics_in)
+        paused, rows = ask(stores, stores.broker.paused_in), _figures(stores)
     if json:
         print_json(
             {
                 "topics": [
-                    {"topic": t, "group": g, "ready": ready, "leased": leased, "delayed": delayed, "paused": paused}
-                    for t, g, ready, leased, delayed, paused in rows
+                    {
+                        "topic": topic,
+                        "group": group,
+                        "ready": s.ready,
+                        "leased": s.in_flight,
+                        "delayed": s.delayed,
+                        "paused": paused.get(topic),
+                        "broker": _broker(common, topic),
+                    }
+                    for topic, group, s in rows
                 ]
             }
         )
-        return 0
-    made = table("topic", "group", ("ready", RIGHT), ("leased", RIGHT), ("delayed", RIGHT), ("paused", FOLD))
-    for topic, group, ready, leased, delayed, paused in rows:
-        made.add_row(styled(topic, "bold"), plain(group), count(ready), count(leased), count(delayed), styled(paused or "", "bold red"))
+        return OK
+    made = table("topic", "group", ("ready", RIGHT), ("leased", RIGHT), ("delayed", RIGHT), "broker", ("paused", FOLD))
+    for topic, group, s in rows:
+        made.add_row(
+            styled(topic, "bold"),
+            plain(group),
+            _count(s.ready, s),
+            _count(s.in_flight, s),
+            _count(s.delayed, s),
+            _broker(common, topic),
+            styled(paused.get(topic, ""), "bold red"),
+        )
     show(made)
-    return 0
+    return OK
+
+
+@app.command
+def stats(topic: Annotated[str | None, Parameter(help="one topic (else all)")] = None, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
+    """The brokers' own figures; `~` marks those that are estimates. The books count apart from them: penstock status."""
+    with common.stores() as stores:
+        _known(stores, topic)
+        rows = [row for row in _figures(stores) if topic in (None, row[0])]
+    if json:
+        print_json({"topics": [{"topic": name, "group": group, **msgspec.to_builtins(s)} for name, group, s in rows]})
+        return OK
+    made = table("topic", "group", ("ready", RIGHT), ("in flight", RIGHT), ("delayed", RIGHT), ("dead", RIGHT), ("oldest", RIGHT))
+    for name, group, s in rows:
+        age = "" if s.oldest_age is None else lasting(s.oldest_age)
+        made.add_row(styled(name, "bold"), plain(group), _count(s.ready, s), _count(s.in_flight, s), _count(s.delayed, s), _count(s.dead, s), age)
+    show(made)
+    return OK
+
+
+@app.command
+def ensure(*, json: Json = False, common: Common = DEFAULTS) -> int:
+    """Declare every topic on its broker; what is there already is left as it is. Exit code 5 where it differs from the configuration."""
+    from penstock.opening import TOPOLOGY
+
+    with common.stores(create=True) as stores:
+        drift = list(stores.perform(lambda: stores.broker.ensure(TOPOLOGY)))
+    if json:
+        print_json({"topics": [t.name for t in TOPOLOGY], "drift": drift})
+    else:
+        for sentence in drift:
+            say(styled(plain(sentence), "yellow"))
+        say(f"{plural(len(TOPOLOGY), 'topic')} there" + (f", {plural(len(drift), 'difference')}" if drift else ""))
+    return DIFFERENCES if drift else OK
+
+
+@app.command
+def peek(
+    topic: Topic = "requests",
+    /,
+    *,
+    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="messages to show")] = 10,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """What waits on a topic, oldest first. Looking consumes nothing."""
+    with common.stores() as stores:
+        _known(stores, topic)
+        found = stores.perform(lambda: stores.broker.peek(topic, max(1, limit)))
+    if json:
+        print_json({"topic": topic, "messages": [_message(m) for m in found]})
+        return OK
+    made = table("event", "key", ("size", RIGHT), "not before", ("url", FOLD))
+    for m in found:
+        made.add_row(short(m.id), plain(m.key), count(len(m.body)), moment(m.not_before) if m.not_before else "", plain(_url(m) or "no event"))
+    show(made)
+    if not found:
+        say(f"nothing waits on {topic}")
+    return OK
 
 
 @app.command
@@ -41,7 +125,7 @@ def pause(topic: Name = "requests", /, *, reason: Annotated[str, Parameter(help=
     """Hand out nothing of a topic; what is in flight is finished, what is pushed waits."""
     _set(common, topic, reason)
     say(f"{topic} is paused; penstock topics resume {topic} goes on")
-    return 0
+    return OK
 
 
 @app.command
@@ -49,7 +133,62 @@ def resume(topic: Name = "requests", /, *, common: Common = DEFAULTS) -> int:
     """Go on with a paused topic; an open breaker is closed, and counts from here."""
     _set(common, topic, None)
     say(f"{topic} goes on")
-    return 0
+    return OK
+
+
+@app.command
+def purge(
+    topic: Topic,
+    /,
+    *,
+    yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask")] = False,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Give up what waits on a topic: its events end as dead letters, which penstock dlq retry brings back. Asks first."""
+    with common.stores(create=True) as stores:
+        _known(stores, topic)
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UsageError(f"this would give up everything that waits on {topic}", hint="--yes if you mean it")
+            sys.stderr.write(f"Give up everything that waits on {topic}? [y/N] ")
+            sys.stderr.flush()
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                say("nothing purged")
+                return OK
+        gone = stores.perform(lambda: stores.books.purge(topic, "purged by hand"))
+    if json:
+        print_json({"topic": topic, "purged": gone})
+    else:
+        say(f"purged {plural(gone, 'message')} of {topic}")
+    return OK
+
+
+@app.command
+def rewind(
+    topic: Topic,
+    /,
+    *,
+    group: Annotated[str, Parameter(help="the group that is to see it again; `main` is the pipeline's own")],
+    since: Annotated[str, Parameter(help="how long ago (1h, 2d), a time (2026-11-16T08:00:00+00:00), or `beginning`")] = "beginning",
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Hand what was published since then to a group again, where the broker keeps history. Events that have ended are not done again."""
+    with common.stores(create=True) as stores:
+        _known(stores, topic)
+        at = _moment(since, stores.clock.now())
+        if not stores.broker.caps_of(topic).replay:
+            raise UsageError(f"{_broker(common, topic)} keeps no history to go back to", hint="a Kafka, Redis, Postgres or SQLite broker does")
+        n = stores.perform(lambda: stores.broker.replay(topic, group, since=at))
+    if json:
+        print_json({"topic": topic, "group": group, "since": iso(at), "messages": n})
+    else:
+        say(f"{plural(n, 'message')} of {topic} again for {group}")
+    return OK
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
 
 
 def _set(common: Common, topic: str, reason: str | None) -> None:
@@ -63,5 +202,77 @@ def _set(common: Common, topic: str, reason: str | None) -> None:
             return known
 
         if not stores.db.write_now(work):
-            names = sorted({row[0] for row in ask(stores, stores.broker.topics_in)})
-            raise find.NotFound(f"there is no topic {topic!r}", hint=", ".join(names))
+            raise _no_such(topic)
+
+
+def _figures(stores: Stores) -> list[tuple[str, str, Stats]]:
+    groups = ask(stores, stores.broker.groups_in)
+
+    async def all_of_them() -> list[tuple[str, str, Stats]]:
+        return [(topic, group, await stores.broker.stats(topic, group)) for topic, group in groups]
+
+    return stores.perform(all_of_them)
+
+
+def _known(stores: Stores, topic: str | None) -> None:
+    from penstock.opening import TOPOLOGY
+
+    if topic is not None and topic not in {t.name for t in TOPOLOGY} | {name for name, _ in ask(stores, stores.broker.groups_in)}:
+        raise _no_such(topic)
+
+
+def _no_such(topic: str) -> find.NotFound:
+    from penstock.opening import TOPOLOGY
+
+    return find.NotFound(f"there is no topic {topic!r}", hint=", ".join(t.name for t in TOPOLOGY))
+
+
+def _broker(common: Common, topic: str) -> str:
+    """Its scheme: the rest of a DSN may hold a password."""
+    topics = common.load().config.topics
+    return str(getattr(topics, topic.removesuffix(".dead"), topics.requests)).partition(":")[0]
+
+
+def _count(n: int, s: Stats) -> str:
+    return count(n) if s.exact else f"~{count(n)}"
+
+
+def _moment(text: str, now: float) -> float:
+    if text == "beginning":
+        return 0.0
+    try:
+        return now - units.duration(text)
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise UsageError(f"--since {text!r} is no time", hint="1h, 2d, 2026-11-16T08:00:00+00:00 or beginning") from None
+
+
+def _url(m: Out) -> str | None:
+    from penstock.model import decode_event
+    from penstock.stages.handover import PageMessage, RecordsMessage
+
+    try:
+        match m.topic.removesuffix(".dead"):
+            case "pages":
+                return decode_event(PageMessage.read(m.body).event).url
+            case "records":
+                return decode_event(RecordsMessage.read(m.body).event).url
+            case _:
+                return decode_event(m.body).url
+    except BadEnvelope:
+        return None
+
+
+def _message(m: Out) -> dict[str, Any]:
+    return {
+        "event_id": m.id,
+        "key": m.key,
+        "url": _url(m),
+        "priority": m.priority,
+        "headers": m.headers,
+        "not_before": iso(m.not_before) if m.not_before else None,
+        "size": len(m.body),
+    }

@@ -302,6 +302,28 @@ class SqlLedger:
             (event_id, topic, url, host, now, stage, kind, reason, fingerprint, detail, envelope, headers),
         )
 
+    def waiting_in(self, tx: Tx, topic: str, limit: int) -> list[tuple[int, str, str, str, str, str, bytes]]:
+        """(n, id, topic, status, URL, host, envelope) of open events whose next message is on this topic. Looks at all events: for a purge."""
+        known = "EXISTS(SELECT 1 FROM fetched f WHERE f.event=e.n)"
+        which = {
+            "requests": f"e.status IN ('pending','delayed') AND NOT {known}",
+            "pages": f"e.status IN ('pending','delayed') AND {known}",
+            "records": "e.status='writing' AND e.worker IS NULL",
+        }[topic]
+        query = f"SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE {which} ORDER BY e.n LIMIT ?"
+        return tx.execute(query, (limit,)).fetchall()
+
+    def give_up_in(self, tx: Tx, row: tuple[int, str, str, str, str, str, bytes], reason: str, fingerprint: str, now: float) -> None:
+        """By hand: the event ends dead without having failed, and its letter can be redriven."""
+        n, id_, topic, was, url, host, envelope = row
+        tx.execute("UPDATE event SET status='dead', finished_at=?, reason=? WHERE n=?", (now, reason, n))
+        self._note(tx, n, now, "dead", reason=reason)
+        self.letter_in(
+            tx, event_id=id_, topic=topic, url=url, host=host, now=now, stage="intake", kind="permanent", reason=reason, fingerprint=fingerprint, detail="",
+            envelope=envelope, headers="{}",
+        )  # fmt: skip
+        self.count_in(tx, topic, {was: -1, "dead": 1})
+
     def eldest_duplicate_in(self, tx: Tx, owner: str) -> tuple[int, str, bytes] | None:
         """(n, id, envelope) of the one to promote when `owner` died; None if the owner was itself promoted."""
         if tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
