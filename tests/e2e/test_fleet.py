@@ -1,4 +1,4 @@
-"""The same pipeline on every layout of servers, by configuration alone: kills of workers and of the broker lose nothing and write nothing twice."""
+"""The same pipeline on every layout of servers, by environment variables alone: kills of workers and of brokers lose nothing and write nothing twice."""
 
 from __future__ import annotations
 
@@ -9,23 +9,36 @@ from typing import Any
 import pytest
 from tests.e2e.harness import Project, Target
 from tests.e2e.test_kill import CONCURRENCY, DEAD_SHARE, HELD, check, check_starts, run_and_kill
+from tests.servers import Handle
 
 PAGES = 2000
+Server = Callable[[str], Handle]
+# Which server carries the requests; what it cannot keep lies in files of this machine, or in Postgres.
+LAYOUTS = [
+    pytest.param("apart", id="sqlite apart"),
+    pytest.param("redis", marks=pytest.mark.server("redis")),
+]
 
 
-def lay_out(project: Project, layout: str) -> None:
+def lay_out(project: Project, layout: str, server: Server) -> None:
     """Environment variables, and nothing else."""
     state = project.dir / ".penstock"
-    one_machine = {"ledger_url": f"sqlite:{state}/ledger.db", "claims_url": f"sqlite:{state}/ledger.db", "pages_url": f"file:{state}/pages"}
-    if layout == "apart":
-        project.set(broker_url=f"sqlite:{state}/broker.db", **one_machine)
+    files = {"ledger_url": f"sqlite:{state}/ledger.db", "claims_url": f"sqlite:{state}/ledger.db", "pages_url": f"file:{state}/pages"}
+    project.set(namespace=f"t{project.mark[:12]}")
+    match layout:
+        case "apart":
+            project.set(broker_url=f"sqlite:{state}/broker.db", **files)
+        case "redis" | "rabbitmq" | "kafka" | "sqs":
+            project.set(broker_url=server(layout).url, **files)
+        case "postgres":
+            project.set(broker_url=server(layout).url)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["apart"])
-def test_workers_killed_at_random_lose_nothing_on_any_broker(project: Project, target: Callable[..., Target], seed: int, layout: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_workers_killed_at_random_lose_nothing_on_any_broker(project: Project, target: Callable[..., Target], server: Server, seed: int, layout: str) -> None:
     rng = random.Random(seed)
-    lay_out(project, layout)
+    lay_out(project, layout, server)
     project.set(fetch_concurrency=str(CONCURRENCY), fetch_prefetch=str(HELD), lease="2s")
     web = target(pages=PAGES, dead_share=DEAD_SHARE, delay=0.02)
     project.push(*web.urls)

@@ -504,17 +504,17 @@ def test_a_paused_topic_is_shown_and_resuming_closes_the_breaker(ran: Shop, tmp_
     assert shop("topics", "pause", "reqests").code == 1
 
 
-def test_a_look_at_a_topic_consumes_nothing_and_its_figures_are_told(shop: Shop) -> None:
-    shop("push", "http://x.example/1", "http://x.example/2")
+def test_a_look_at_a_topic_consumes_nothing_and_its_figures_are_told(empty: Shop) -> None:
+    empty("push", "http://x.example/1", "http://x.example/2")
     for _ in range(2):
-        seen = shop("topics", "peek", "requests", "--json").json["messages"]
+        seen = empty("topics", "peek", "requests", "--json").json["messages"]
         assert [m["url"] for m in seen[-2:]] == ["http://x.example/1", "http://x.example/2"]
-    stats = {s["topic"]: s for s in shop("topics", "stats", "--json").json["topics"]}
+    stats = {s["topic"]: s for s in empty("topics", "stats", "--json").json["topics"]}
     assert stats["requests"]["ready"] + stats["requests"]["delayed"] >= 2
     assert stats["requests"]["exact"]
-    assert "http://x.example/1" in shop("topics", "peek").out
-    assert shop("topics", "peek", "reqests").code == 1
-    assert shop("topics", "ensure", "--json").json["drift"] == []
+    assert "http://x.example/1" in empty("topics", "peek").out
+    assert empty("topics", "peek", "reqests").code == 1
+    assert empty("topics", "ensure", "--json").json["drift"] == []
 
 
 def test_what_is_purged_ends_dead_and_can_be_brought_back(empty: Shop) -> None:
