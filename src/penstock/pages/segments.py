@@ -1,4 +1,4 @@
-"""The embedded page store: bodies in append-only segment files, many to a zstd frame, found through an index in the SQLite file."""
+"""The embedded page store: bodies in append-only segment files, many to a zstd frame, found through an index in the ledger's store."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from penstock.locks import FileLock
 from penstock.model import page_id
 from penstock.ports import Clock
 from penstock.stores.context import Context
-from penstock.stores.sql import Tx
-from penstock.stores.sqlite import Database
+from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
 CREATE TABLE segment(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, made REAL NOT NULL);
@@ -55,13 +54,14 @@ def _raw(page: str) -> bytes:
 class SegmentStore:
     """`stage` appends (any thread, before the transaction), `index_in` makes it findable (inside it), `get` reads back."""
 
-    def __init__(self, db: Database, directory: Path, clock: Clock, *, writer: str) -> None:
+    def __init__(self, db: SqlStore, directory: Path, clock: Clock, *, writer: str) -> None:
         self.db, self.directory, self.clock, self.writer = db, directory, clock, writer
         self._file: int = -1
         self._name, self._end, self._count = "", 0, 0
         self._lock: FileLock | None = None
         self._last_lock: FileLock | None = None  # of the segment before: what was staged there may not be committed yet
         self._closing = threading.Lock()
+        self._staging = threading.Lock()  # retention stages what it moves, on the store's thread where it has one
         self._lost: set[str] = set()  # segments that a sync failed for: the kernel tells once, then forgets the bytes
         self._known: dict[str, None] = {}
         self._squeeze = zstandard.ZstdCompressor(level=1)
@@ -75,7 +75,8 @@ class SegmentStore:
         staged = Staged(rows=[], again=[])
         new: list[str] = []
         try:
-            self._stage(pages, staged, new)
+            with self._staging:
+                self._stage(pages, staged, new)
         except BaseException as e:
             for hash_ in new:
                 self._known.pop(hash_, None)
@@ -170,15 +171,14 @@ class SegmentStore:
                 tx.execute("INSERT INTO segment(name, made) VALUES(?,?)", (staged.segment, now))
                 segment = tx.last_insert_rowid()
             tx.executemany(
-                "INSERT INTO page VALUES(?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET seen=excluded.seen",
+                "INSERT INTO page VALUES(?,?,?,?,?,?,?) ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
                 [(bytes.fromhex(h), segment, frame, packed, start, size, now) for h, frame, packed, start, size in staged.rows],
             )
-        gone = []
-        for h in staged.again:
-            tx.execute("UPDATE page SET seen=? WHERE hash=?", (now, bytes.fromhex(h)))
-            if not tx.changes():
-                gone.append(h)
-        return gone
+        if not staged.again:
+            return []
+        found = tx.executemany("UPDATE page SET seen=? WHERE hash=? RETURNING hash", [(now, bytes.fromhex(h)) for h in staged.again]).fetchall()
+        there = {h.hex() for (h,) in found}
+        return [h for h in staged.again if h not in there]
 
     def forget(self, staged: Staged) -> None:
         """The transaction failed: these are not known after all."""
@@ -272,7 +272,7 @@ class SegmentStore:
                     moved += 1
             if moved == len(frames):
                 tx.execute("DELETE FROM segment WHERE id=?", (id_,))
-                tx.execute("INSERT OR IGNORE INTO doomed VALUES(?)", (name,))
+                tx.execute("INSERT INTO doomed VALUES(?) ON CONFLICT(name) DO NOTHING", (name,))
                 freed += size
         return freed
 
@@ -288,7 +288,8 @@ class SegmentStore:
         tx.execute("DELETE FROM page WHERE segment=? AND frame=?", (segment, frame))
         self.index_in(tx, self.stage(pages))
         tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(seen, h) for h, _, _, seen in rows])
-        tx.execute("UPDATE segment SET made=min(made, ?) WHERE name=?", (min(seen for *_, seen in rows), self._name))  # or age would pass them over
+        oldest = min(seen for *_, seen in rows)  # or age would pass them over
+        tx.execute("UPDATE segment SET made=? WHERE name=? AND made>?", (oldest, self._name, oldest))
 
     def sweep_in(self, tx: Tx) -> None:
         """Unlink what an earlier, committed transaction doomed: a rolled-back one must find its files again."""
@@ -330,6 +331,6 @@ class SegmentStore:
 
 
 def open_pages(url: str, context: Context) -> SegmentStore:
-    """`file:DIR`: the bytes there, the index in the ledger's file, so that a page and its event are committed together."""
+    """`file:DIR`: the bytes there, the index in the ledger's store, so that a page and its event are committed together."""
     directory = Path(url.removeprefix("file:"))
-    return SegmentStore(context.database(context.config.ledger.url), directory, context.clock, writer=context.worker)
+    return SegmentStore(context.store(context.config.ledger.url), directory, context.clock, writer=context.worker)

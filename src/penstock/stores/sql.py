@@ -37,6 +37,10 @@ class SqlStore(Protocol):
         """Its name in messages; holds no password."""
 
     @property
+    def durability(self) -> str:
+        """`full` survives a power cut, `process` a killed process."""
+
+    @property
     def rollbacks(self) -> int:
         """How many there were: what was remembered about rows may be wrong after one."""
 
