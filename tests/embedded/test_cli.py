@@ -278,7 +278,7 @@ def test_a_password_is_never_printed(empty: Shop) -> None:
 
 
 def test_a_broker_whose_extra_is_missing_exits_3_and_names_it(empty: Shop) -> None:
-    (empty.directory / "aio_pika.py").write_text("raise ModuleNotFoundError(\"No module named 'aio_pika'\", name='aio_pika')\n")
+    (empty.directory / "aiormq.py").write_text("raise ModuleNotFoundError(\"No module named 'aiormq'\", name='aiormq')\n")
     done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL="amqp://broker.example/", PYTHONPATH=str(empty.directory))
     assert done.code == 3
     assert "pip install 'penstock[rabbitmq]'" in done.err

@@ -185,10 +185,11 @@ class BrokerConformance(Outages):
         await self.fill(broker, ["a1", "a2"])
         sub = self.sub(broker)
         long, short = await self.take(sub, 2)
-        await sub.settle([(long, Retry(10.0, "long")), (short, Retry(0.2, "short"))])
+        delay = 0.2 + self.patience  # or a look that waits would see the end of it
+        await sub.settle([(long, Retry(10.0, "long")), (short, Retry(delay, "short"))])
         assert await self.take(sub, 5) == []
         await self.counts(broker, 0, 2, 0)
-        await self.sleep(0.2 + self.slack)
+        await self.sleep(delay + self.slack)
         assert [d.id for d in await self.take(sub, 5)] == [short.id]
 
     @sentence(delays)
