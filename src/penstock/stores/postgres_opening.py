@@ -40,6 +40,8 @@ class Address:
             ) from e
         if not psycopg.capabilities.has_pipeline():
             raise ConfigError(f"psycopg runs with libpq {psycopg.pq.version() // 10000}, and Penstock needs 14 or newer", hint="pip install 'psycopg[binary]'")
+        if not re.fullmatch(r"\d{1,5}(,\d{1,5})*", str(found.get("port") or "5432")):  # not shown: a / in a password makes the half before it a port
+            raise ConfigError("what stands in the PostgreSQL URL for its port is no number", hint=f"it looks like {EXAMPLE}; / in a password is written %2F")
         host = str(found.get("host") or "localhost")
         where = f"{host}:{found['port']}" if found.get("port") else host
         who = f"{found['user']}@" if found.get("user") else ""
