@@ -1,0 +1,320 @@
+"""The PostgreSQL broker: the suite every broker passes, on a real server, and what only a database in the middle of a fleet promises."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from tests.servers import Handle
+
+from penstock.brokers.postgres import PostgresBroker
+from penstock.clock import SystemClock
+from penstock.errors import StoreUnavailable
+from penstock.model import Ack, Dead, Release, Retry
+from penstock.ports import Broker, Clock, Delivery, Out, Published, TopicSpec
+from penstock.stores.postgres import PostgresStore
+from penstock.stores.sql import Tx
+from penstock.testing.clock import ManualClock
+from penstock.testing.conformance import BrokerConformance
+
+pytestmark = pytest.mark.server("postgres")
+
+
+class TestPostgres(BrokerConformance):
+    """Time is the rig's, so that nothing sleeps; the server, its locks and its transactions are real."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Callable[[str], Handle]) -> Iterator[None]:
+        self.url, self.namespace = server("postgres").url, f"t{secrets.token_hex(6)}"
+        yield
+        with psycopg.connect(self.url) as db:
+            db.execute(f"DROP SCHEMA IF EXISTS {self.namespace} CASCADE")
+
+    async def open(self) -> Broker:
+        self.clock = ManualClock()
+        self.stores: list[PostgresStore] = []
+        return self._opened()
+
+    def _opened(self) -> Broker:
+        self.stores.append(PostgresStore(self.url, namespace=self.namespace, durability="process"))
+        return PostgresBroker(self.stores[-1], self.clock)
+
+    async def reopen(self, broker: Broker) -> Broker:
+        return self._opened()
+
+    async def shut(self, broker: Broker) -> None:
+        await broker.close()
+        for store in self.stores:
+            store.close_now()
+
+    async def sleep(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def now(self) -> float:
+        return self.clock.now()
+
+
+# -- what only PostgreSQL promises -------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """Processes of one pipeline, as the server sees them: connections of their own to one schema."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.namespace = url, f"t{secrets.token_hex(6)}"
+        self.brokers: list[PostgresBroker] = []
+
+    def join(self, clock: Clock | None = None) -> PostgresBroker:
+        self.brokers.append(PostgresBroker(PostgresStore(self.url, namespace=self.namespace, durability="process"), clock or SystemClock()))
+        return self.brokers[-1]
+
+    def sql(self, text: str) -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.url, autocommit=True) as db:
+            db.execute(f"SET search_path = {self.namespace}")
+            cursor = db.execute(text)
+            return cursor.fetchall() if cursor.description else []
+
+    def agrees(self) -> bool:
+        """What is noted by key is what is there."""
+        noted = "SELECT grp, prio, key, ready, leased, delayed FROM keyq WHERE ready<>0 OR leased<>0 OR delayed<>0"
+        counted = (
+            "SELECT grp, prio, key, count(*) FILTER (WHERE state=0), count(*) FILTER (WHERE state=1), count(*) FILTER (WHERE state=2)"
+            " FROM queue GROUP BY grp, prio, key"
+        )
+        return self.sql(f"({noted} EXCEPT {counted}) UNION ALL ({counted} EXCEPT {noted})") == []
+
+
+@pytest.fixture
+def fleet(server: Callable[[str], Handle]) -> Iterator[Fleet]:
+    made = Fleet(server("postgres").url)
+    yield made
+    for broker in made.brokers:
+        broker.db.close_now()
+    made.sql(f"DROP SCHEMA {made.namespace} CASCADE")
+
+
+def _out(i: int, *, key: str | None = None, topic: str = "t", **more: Any) -> Out:
+    return Out(topic=topic, id=f"e{i}", key=key or f"k{i % 50}", body=b"x" * 200, **more)
+
+
+async def test_many_processes_that_take_and_settle_at_once_lose_nothing_and_get_nothing_twice(fleet: Fleet) -> None:
+    brokers = [fleet.join() for _ in range(4)]
+    await brokers[0].ensure([TopicSpec(name="t"), TopicSpec(name="o", ordered=True), TopicSpec(name="t.dead", groups=())])
+    total, acked = 400, Counter[str]()
+
+    async def work(n: int, topic: str) -> None:
+        sub = brokers[n % 4].subscribe(topic, "main", owner=f"w{n}", lease=30.0)
+        dice = random.Random(n)
+        while sum(id_[0] == topic for id_ in acked) < total:
+            outcomes = [(d, dice.choice((Ack(), Ack(), Retry(0.0, "x"), Release()))) for d in await sub.receive(20, 0.05)]
+            assert all(await sub.settle(outcomes)), "what is handed out is ours alone"
+            acked.update(d.id for d, outcome in outcomes if isinstance(outcome, Ack))
+        await sub.close()
+
+    async def fill(n: int, topic: str) -> None:
+        for i in range(0, total // 2, 20):
+            await brokers[n].publish([Out(topic=topic, id=f"{topic}{n}-{i + j}", key=f"k{(i + j) % 7}", body=b"") for j in range(20)])
+
+    await asyncio.gather(*[fill(n, topic) for n in range(2) for topic in "to"], *[work(n, topic) for n in range(6) for topic in "to"])
+    assert set(acked.values()) == {1}
+    assert len(acked) == 2 * total
+    for topic in "to":
+        s = await brokers[0].stats(topic, "main")
+        assert (s.ready, s.delayed, s.in_flight) == (0, 0, 0)
+    assert fleet.agrees()
+    for broker in brokers:
+        await broker.close()
+
+
+async def test_what_is_published_in_one_process_wakes_a_receiver_of_another(fleet: Fleet) -> None:
+    one, other = fleet.join(), fleet.join()
+    await one.ensure([TopicSpec(name="t")])
+    sub = other.subscribe("t", "main", owner="w", lease=30.0)
+    waiting = asyncio.create_task(sub.receive(5, 50.0))
+    while fleet.sql(f"SELECT 1 FROM pg_stat_activity WHERE query='LISTEN {other.listener.channel}'") == []:  # noqa: ASYNC110 (only the server knows)
+        await asyncio.sleep(0.01)
+    woken = 0
+    asked = other.listener._set
+
+    def counting(topics: Any) -> None:
+        nonlocal woken
+        woken += 1
+        asked(topics)
+
+    other.listener._set = counting  # type: ignore[method-assign]
+    for i in range(20):  # within one moment: the first is told with its commit, the others with one more word
+        await one.publish([_out(i)])
+    got = [d.id for d in await waiting]
+    while len(got) < 20:
+        got += [d.id for d in await sub.receive(20, 5.0)]
+    assert sorted(got) == sorted(f"e{i}" for i in range(20))
+    assert 1 <= woken < 20
+    await one.close()
+    await other.close()
+
+
+async def test_a_topic_made_in_a_transaction_that_failed_is_not_remembered(fleet: Fleet) -> None:
+    broker = fleet.join(ManualClock())
+
+    def fails(tx: Tx) -> None:
+        for _ in range(2):
+            broker.publish_in(tx, [_out(1, topic="lost")])
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await broker.db.write(fails)
+    await broker.ensure([TopicSpec(name="taken")])
+    await broker.ensure([TopicSpec(name="lost")])
+    await broker.publish([_out(2, topic="lost")])
+    assert (await broker.stats("lost", "main")).ready == 1
+    assert (await broker.stats("taken", "main")).ready == 0
+
+
+async def test_more_delays_than_one_look_brings_back_never_let_a_key_overtake_itself(fleet: Fleet) -> None:
+    clock = ManualClock()
+    broker = fleet.join(clock)
+    await broker.ensure([TopicSpec(name="t", ordered=True)])
+    await broker.publish([_out(i, key=f"k{i:04}") for i in range(1500)])
+    sub = broker.subscribe("t", "main", owner="w", lease=600.0)
+    await sub.settle([(d, Retry(1.0, "x")) for d in await sub.receive(1500, 0.0)])
+    await broker.publish([Out(topic="t", id="younger", key="k1499", body=b"")])
+    clock.advance(2.0)
+    seen: list[str] = []
+    while got := await sub.receive(100, 0.0):
+        seen += [d.id for d in got]
+    assert len(seen) == 1500
+    assert "younger" not in seen
+    assert fleet.agrees()
+
+
+async def test_a_key_that_somebody_publishes_to_is_passed_over_and_nobody_waits(fleet: Fleet) -> None:
+    broker = fleet.join()
+    await broker.ensure([TopicSpec(name="t")])
+    await broker.publish([_out(1, key="busy"), _out(2, key="free")])
+    with psycopg.connect(fleet.url) as slow:  # a transaction that takes its time
+        slow.execute(f"SELECT * FROM {fleet.namespace}.keyq WHERE key='busy' FOR UPDATE")
+        sub = broker.subscribe("t", "main", owner="w", lease=30.0)
+        assert [d.id for d in await sub.receive(10, 0.0)] == ["e2"]
+    assert [d.id for d in await sub.receive(10, 5.0)] == ["e1"]
+
+
+async def test_a_worker_that_is_known_to_be_gone_gives_back_what_it_held(fleet: Fleet) -> None:
+    broker = fleet.join(ManualClock())
+    await broker.ensure([TopicSpec(name="t"), TopicSpec(name="o", ordered=True)])
+    await broker.publish([_out(1), _out(2), _out(3, topic="o", key="k"), _out(4, topic="o", key="k")])
+    held = [d for topic in "to" for d in await broker.subscribe(topic, "main", owner="gone", lease=600.0).receive(1, 0.0)]
+    kept = await broker.subscribe("t", "main", owner="alive", lease=600.0).receive(5, 0.0)
+    assert sorted(await broker.db.write(lambda tx: broker.reclaim_in(tx, "gone"))) == sorted(d.id for d in held)
+    assert await broker.db.read(lambda tx: broker.holds_in(tx, [*held, *kept])) == [False, False, True]
+    assert [d.id for d in await broker.subscribe("o", "main", owner="w", lease=600.0).receive(5, 0.0)] == ["e3"]
+    assert await broker.db.read(lambda tx: broker.running_in(tx, 100)) == {"alive": 1, "w": 1}
+    assert fleet.agrees()
+
+
+async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_past_what_must_stay(fleet: Fleet) -> None:
+    clock = ManualClock()
+    broker = fleet.join(clock)
+    await broker.ensure([TopicSpec(name="t", retention=100.0), TopicSpec(name="u", retention=10_000.0)])
+    await broker.publish([_out(i) for i in range(30)])  # stays queued
+    await broker.publish([_out(i, topic="u") for i in range(30, 60)])
+    sub = broker.subscribe("u", "main", owner="w", lease=30.0)
+    await sub.settle([(d, Ack()) for d in await sub.receive(30, 0.0)])
+    await broker.publish([_out(i, key="done") for i in range(70, 90)])
+    sub = broker.subscribe("t", "main", owner="w", lease=30.0)
+    await sub.settle([(d, Ack() if d.key == "done" else Release()) for d in await sub.receive(100, 0.0)])
+    clock.advance(200.0)
+    await broker.publish([_out(100, key="young")])
+    gone = 0
+    for _ in range(30):
+        gone += await broker.db.write(lambda tx: broker.prune_in(tx, limit=2))
+    assert gone == 20
+    assert (await broker.stats("t", "main")).ready == 31
+    assert await broker.replay("u", "main", since=0.0) == 30
+    assert fleet.agrees()
+
+
+async def test_a_purge_keeps_what_is_in_flight_and_its_key_goes_on(fleet: Fleet) -> None:
+    broker = fleet.join(ManualClock())
+    await broker.ensure([TopicSpec(name="o", ordered=True)])
+    await broker.publish([_out(i, topic="o", key="k") for i in range(3)])
+    sub = broker.subscribe("o", "main", owner="w", lease=600.0)
+    (d,) = await sub.receive(5, 0.0)
+    assert await broker.purge("o") == 2
+    await broker.publish([_out(9, topic="o", key="k")])
+    assert await sub.receive(5, 0.0) == []
+    assert list(await sub.settle([(d, Ack())])) == [True]
+    assert [d.id for d in await sub.receive(5, 0.0)] == ["e9"]
+    assert fleet.agrees()
+
+
+async def test_what_postgres_text_cannot_hold_is_refused_alone_and_hostile_text_is_kept(fleet: Fleet) -> None:
+    broker = fleet.join(ManualClock())
+    await broker.ensure([TopicSpec(name="t")])
+    hostile = "'; DROP TABLE queue; -- ? $1 {\"} \\ ☃"
+    answers = await broker.publish(
+        [
+            Out(topic="t", id="a\0b", key="k", body=b""),
+            Out(topic="t", id=hostile, key=hostile, body=hostile.encode(), headers={hostile: "\0"}),
+            Out(topic="t", id="x", key="\ud800", body=b""),
+        ]
+    )
+    assert list(answers) == [Published.FAILED, Published.OK, Published.FAILED]
+    sub = broker.subscribe("t", "main", owner=hostile, lease=30.0)
+    (d,) = await sub.receive(5, 0.0)
+    assert (d.id, d.key, d.body, d.headers) == (hostile, hostile, hostile.encode(), {hostile: "\0"})
+    assert list(await sub.settle([(d, Dead(hostile))])) == [True]
+
+
+async def test_the_questions_asked_all_the_time_use_their_indexes_at_any_depth(fleet: Fleet) -> None:
+    broker = fleet.join(ManualClock())
+    await broker.ensure([TopicSpec(name="t")])
+    for start in range(0, 20_000, 5000):
+        await broker.publish([_out(i, key=f"k{i % 500}") for i in range(start, start + 5000)])
+    fleet.sql("ANALYZE")
+    sub = broker.subscribe("t", "main", owner="w", lease=30.0)
+    for table in ("queue", "keyq", "message"):
+        fleet.sql(f"SELECT pg_stat_reset_single_table_counters('{table}'::regclass)")
+
+    def scans() -> dict[str, int]:
+        fleet.sql("SELECT pg_stat_force_next_flush()")
+        return dict(fleet.sql("SELECT relname, seq_tup_read FROM pg_stat_user_tables WHERE schemaname=current_schema() AND relname IN ('queue', 'message')"))
+
+    before = scans()
+    for _ in range(10):
+        got = await sub.receive(20, 0.0)
+        await sub.extend(got, 30.0)
+        await broker.db.read(lambda tx, got=got: broker.holds_in(tx, got))  # type: ignore[misc]
+        await sub.settle([(got[0], Retry(1.0, "x")), (got[1], Release()), *[(d, Ack()) for d in got[2:]]])
+        await sub.hold({"k1": 1e9})
+    await broker.db.write(lambda tx: tx.execute("SELECT pg_stat_force_next_flush()").get)
+    assert scans() == before
+
+
+async def test_a_connection_that_the_server_cut_is_an_outage_at_most_once_and_nothing_is_lost(fleet: Fleet) -> None:
+    broker = fleet.join()
+    await broker.ensure([TopicSpec(name="t")])
+    sub = broker.subscribe("t", "main", owner="w", lease=30.0)
+    sent: list[str] = []
+    got: list[Delivery] = []
+    for i in range(6):
+        if i % 2:
+            fleet.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name='penstock'")
+        while f"e{i}" not in sent:
+            try:
+                assert list(await broker.publish([_out(i)])) == [Published.OK]
+                sent.append(f"e{i}")
+            except StoreUnavailable:
+                continue
+        while len(got) <= i:
+            try:
+                got += await sub.receive(1, 1.0)
+            except StoreUnavailable:
+                continue
+    assert {d.id for d in got} == set(sent)
+    await broker.close()
