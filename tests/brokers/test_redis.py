@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import random
 import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
+from redis import Redis
 from tests.brokers.served import Served
+from tests.servers import Handle
 
-from penstock.brokers.redis import RedisBroker
+from penstock.brokers import redis as adapter
+from penstock.brokers.redis import RedisBroker, base_of, entry_of, position
 from penstock.clock import SystemClock
-from penstock.ports import Broker
-from penstock.stores.redis import Server
+from penstock.errors import ConfigError, StoreUnavailable, Unreachable
+from penstock.model import Ack, Dead, Retry
+from penstock.ports import Broker, Delivery, Out, Published, Subscription, TopicSpec
+from penstock.stores.redis import Server, judge, parse
 
 pytestmark = pytest.mark.server("redis")
+Servers = Callable[[str], Handle]
 
 
 def fresh(url: str, prefix: str = "") -> RedisBroker:
@@ -31,3 +41,320 @@ class TestRedis(Served):
     async def reopen(self, broker: Broker) -> Broker:
         await broker.close()
         return fresh(self.url, self.broker.prefix)
+
+
+@pytest.fixture
+def by_hand(server: Servers) -> Iterator[Redis]:
+    """What an operator types; the server's settings are put back afterwards."""
+    with Redis.from_url(server("redis").url) as client:
+        names = ("maxmemory", "maxmemory-policy", "appendonly")
+        before = {name: client.config_get(name)[name] for name in names}
+        yield client
+        for name, value in before.items():
+            client.config_set(name, value)
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str, *topics: TopicSpec, prefix: str = "") -> AsyncIterator[RedisBroker]:
+    broker = fresh(url, prefix)
+    try:
+        await broker.ensure(topics or [TopicSpec(name="t")])
+        yield broker
+    finally:
+        await broker.close()
+
+
+def messages(*ids: str, topic: str = "t") -> list[Out]:
+    return [Out(topic=topic, id=i, key=i[0], body=i.encode()) for i in ids]
+
+
+async def drained(sub: Subscription) -> list[Delivery]:
+    got: list[Delivery] = []
+    while some := await sub.receive(100, 0):
+        got += some
+    return got
+
+
+# -- outages -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_server_that_comes_back_has_lost_nothing_and_forgotten_no_settle(server: Servers) -> None:
+    redis = server("redis")
+    async with opened(redis.url) as broker:
+        await broker.publish(messages(*[f"a{i}" for i in range(50)]))
+        sub = broker.subscribe("t", "main", owner="w1", lease=1.0)
+        got = await sub.receive(20, 0)
+        await sub.settle([(d, Ack()) for d in got[:5]] + [(got[5], Retry(0.0, "x"))])
+        redis.kill()
+        for call in (sub.receive(5, 0), sub.settle([(got[6], Ack())]), sub.extend(got, 1.0), broker.stats("t", "main")):
+            with pytest.raises(StoreUnavailable, match="Redis at 127"):
+                await call
+        redis.start()
+        assert list(await sub.settle([(got[6], Ack()), (got[0], Ack())])) == [True, False], "its lease outlives the server"
+        done = {d.id for d in [*got[:5], got[6]]}
+        seen: set[str] = set()
+        while len(seen) < 44:
+            some = await sub.receive(10, 1.0)
+            assert all(await sub.settle([(d, Ack()) for d in some]))
+            seen |= {d.id for d in some}
+        assert seen == {f"a{i}" for i in range(50)} - done
+        s = await broker.stats("t", "main")
+        assert (s.ready, s.delayed, s.in_flight) == (0, 0, 0)
+
+
+async def test_publishing_to_a_server_that_is_away_says_so(server: Servers) -> None:
+    redis = server("redis")
+    async with opened(redis.url) as broker:
+        redis.kill()
+        with contextlib.suppress(StoreUnavailable):  # or unknown, on a connection that nobody has seen die yet
+            assert list(await broker.publish(messages("a1"))) == [Published.UNKNOWN]
+        with pytest.raises(StoreUnavailable):
+            await broker.publish(messages("a1"))
+
+
+async def test_a_server_that_forgot_the_scripts_is_sent_them_again(server: Servers, by_hand: Redis) -> None:
+    async with opened(server("redis").url) as broker:
+        by_hand.script_flush()
+        assert list(await broker.publish(messages("a1"))) == [Published.OK]
+        by_hand.script_flush()
+        assert [d.id for d in await drained(broker.subscribe("t", "main", owner="w", lease=5))] == ["a1"]
+
+
+async def test_a_full_server_takes_nothing_more_and_can_be_drained(server: Servers, by_hand: Redis) -> None:
+    async with opened(server("redis").url) as broker:
+        await broker.publish(messages("a1", "a2", "b1"))
+        by_hand.config_set("maxmemory", "1mb")  # less than an empty server has
+        assert list(await broker.publish(messages("c1", "c2"))) == [Published.FULL] * 2
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        got = await drained(sub)
+        assert {d.id for d in got} == {"a1", "a2", "b1"}
+        assert all(await sub.settle([(got[0], Ack()), (got[1], Retry(0.0, "x")), (got[2], Dead("no"))]))
+        assert len(await drained(sub)) == 1
+        by_hand.config_set("maxmemory", "0")
+        assert list(await broker.publish(messages("c1"))) == [Published.OK]
+
+
+# -- starting ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://", "names no host"),
+        ("redis:/var/run", "names no host"),
+        ("redis://h:port/0", "port that is no number"),
+        ("redis://h:99999/0", "port that is no number"),
+        ("redis://h/zero", "'zero', which is no number"),
+        ("redis://u:secret@h/?password=secret", "not known or has no such value: password"),
+        ("redis://u:secret@h/?volatile=maybe", "volatile"),
+        ("redis://h/?ssl_ca_certs=x", "ssl_ca_certs"),
+    ],
+)
+def test_a_mistyped_address_is_one_sentence_and_shows_no_password(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as e:
+        parse(url)
+    assert "secret" not in e.value.message + e.value.hint
+    assert e.value.hint
+
+
+def test_an_address_with_everything_is_understood() -> None:
+    options, volatile = parse("rediss://us%40er:p%2Fw@h.test:1234/5?volatile=allow&ssl_ca_certs=ca.pem")
+    assert options == {"host": "h.test", "port": 1234, "db": 5, "username": "us@er", "password": "p/w", "ssl_ca_certs": "ca.pem"}
+    assert volatile
+
+
+FINE = {"redis_version": "7.0.15", "role": "master", "maxmemory_policy": "noeviction", "aof_enabled": "1", "cluster_enabled": "0"}
+
+
+@pytest.mark.parametrize(
+    ("fact", "says"),
+    [
+        ({"redis_version": "6.2.14"}, "version 6.2.14; Penstock needs 7.0 or newer"),
+        ({"role": "slave"}, "is a replica"),
+        ({"cluster_enabled": "1"}, "is a cluster node"),
+        ({"maxmemory_policy": "allkeys-lru"}, "may evict our keys"),
+        ({"aof_enabled": "0"}, "forgets on a restart"),
+    ],
+)
+def test_a_server_that_cannot_be_trusted_is_refused_in_one_sentence(fact: dict[str, str], says: str) -> None:
+    judge(FINE, "h:1", evictable=True, volatile=False)
+    with pytest.raises(Unreachable, match=says) as e:
+        judge({**FINE, **fact}, "h:1", evictable=False, volatile=False)
+    assert e.value.hint
+
+
+def test_keys_that_expire_are_not_trusted_to_a_server_that_evicts_such_keys() -> None:
+    facts = {**FINE, "maxmemory_policy": "volatile-ttl"}
+    judge(facts, "h:1", evictable=False, volatile=False)
+    with pytest.raises(Unreachable, match="volatile-ttl"):
+        judge(facts, "h:1", evictable=True, volatile=False)
+
+
+@pytest.mark.parametrize(("name", "value"), [("maxmemory-policy", "allkeys-lfu"), ("appendonly", "no")])
+async def test_an_evicting_or_forgetful_server_is_refused_unless_told(server: Servers, by_hand: Redis, name: str, value: str) -> None:
+    by_hand.config_set(name, value)
+    broker = fresh(server("redis").url)
+    with pytest.raises(Unreachable, match="evict our keys" if name.startswith("max") else "forgets"):
+        await broker.ensure([TopicSpec(name="t")])
+    await broker.close()
+    async with opened(server("redis").url + "?volatile=allow") as told:
+        assert list(await told.publish(messages("a1"))) == [Published.OK]
+
+
+async def test_a_wrong_password_a_missing_permission_and_nobody_there_are_one_sentence_each(server: Servers, by_hand: Redis) -> None:
+    place = f"127.0.0.1:{server('redis').port}"
+    by_hand.execute_command("ACL", "SETUSER", "reader", "on", ">right", "~*", "+@read", "+info", "+@connection")
+    try:
+        for url, says in [
+            (f"redis://reader:wrong@{place}", "refuses the user or password"),
+            (f"redis://reader:right@{place}", "does not permit"),
+            ("redis://reader:right@127.0.0.1:1", "no Redis server answers at 127.0.0.1:1"),
+        ]:
+            broker = fresh(url)
+            with pytest.raises(Unreachable, match=says) as e:
+                await broker.ensure([TopicSpec(name="t")])
+            assert "right" not in e.value.message + e.value.hint
+            assert e.value.hint
+            await broker.close()
+    finally:
+        by_hand.execute_command("ACL", "DELUSER", "reader")
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_position_leads_back_to_the_entry_and_no_two_are_the_same() -> None:
+    dice = random.Random(5)
+    seen = set()
+    for _ in range(2000):
+        rank, ms, seq = dice.randrange(3), dice.randrange(1_600_000_000_000, 2_600_000_000_000), dice.choice([0, 1, 7, 999_999, 2_000_000])
+        p = position(rank, f"{ms}-{seq}".encode())
+        assert 0 < p < 1 << 63
+        assert entry_of(p) == (adapter.CLASSES[rank], f"{ms}-{seq}")
+        seen.add((p, (rank, ms, seq)))
+    assert len({p for p, _ in seen}) == len(seen)
+
+
+def test_a_topic_and_its_dead_letters_share_a_hash_tag() -> None:
+    assert base_of("shop", "requests") == "{shop.requests}"
+    assert base_of("shop", "requests.dead") == "{shop.requests}.dead"
+    assert base_of("a{b}", "c") == "{a_b_.c}"
+
+
+async def test_what_is_in_flight_is_in_the_groups_pending_list_under_its_owner(server: Servers, by_hand: Redis) -> None:
+    async with opened(server("redis").url) as broker:
+        await broker.publish(messages("a1", "a2", "b1"))
+        sub = broker.subscribe("t", "main", owner="w1", lease=30)
+        got = await sub.receive(2, 0)
+        rows = by_hand.xpending_range(broker.base("t") + ":normal", "main", "-", "+", 10)
+        assert [(r["consumer"], r["times_delivered"]) for r in rows] == [(b"w1", 1)] * 2
+        await sub.settle([(d, Ack()) for d in got])
+        await sub.close()
+        assert by_hand.xinfo_consumers(broker.base("t") + ":normal", "main") == []
+
+
+async def test_what_another_tool_added_is_handed_out_and_can_be_condemned(server: Servers, by_hand: Redis) -> None:
+    async with opened(server("redis").url) as broker:
+        by_hand.xadd(broker.base("t") + ":normal", {"payload": b"\xff{"})
+        by_hand.xadd(broker.base("t") + ":normal", {"body": b"{}", "key": b"\xff", "headers": "no json"})
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        got = await drained(sub)
+        assert sorted((d.body, d.headers) for d in got) == [(b"{}", {}), (b"\xff{", {})]
+        assert all(await sub.settle([(d, Dead("no envelope")) for d in got]))
+        assert {m.body for m in await broker.peek("t.dead", 5)} == {b"{}", b"\xff{"}
+
+
+async def test_a_consumer_removed_by_hand_takes_no_work_with_it(server: Servers, by_hand: Redis) -> None:
+    async with opened(server("redis").url) as broker:
+        await broker.publish(messages("a1", "b1"))
+        await broker.subscribe("t", "main", owner="gone", lease=0.2).receive(5, 0)
+        by_hand.xgroup_delconsumer(broker.base("t") + ":normal", "main", "gone")
+        sub, ids = broker.subscribe("t", "main", owner="w", lease=0.2), set()
+        while len(ids) < 2:
+            ids |= {d.id for d in await sub.receive(5, 1.0)}
+        assert ids == {"a1", "b1"}
+
+
+async def test_trimming_leaves_what_any_group_has_still_to_read_or_to_finish(server: Servers, by_hand: Redis) -> None:
+    spec = TopicSpec(name="t", groups=("main", "slow"), retention=0.0)
+    async with opened(server("redis").url, spec) as broker:
+        stream = broker.base("t") + ":normal"
+        by_hand.xgroup_create(stream, "foreign", "0")
+        ids = [f"a{i}" for i in range(600)]
+        await broker.publish(messages(*ids))
+        main, slow = (broker.subscribe("t", g, owner="w", lease=60) for g in ("main", "slow"))
+        await main.settle([(d, Ack()) for d in await drained(main)])
+        assert by_hand.xlen(stream) == 600, "unread by two groups"
+        by_hand.xreadgroup("foreign", "x", {stream: ">"}, count=600, noack=True)
+        rest = await drained(slow)
+        await slow.settle([(d, Ack()) for d in rest[1:]])
+        assert by_hand.xlen(stream) == 600, "the oldest is in flight"
+        await slow.settle([(rest[0], Retry(0.0, "x"))])
+        assert by_hand.xlen(stream) == 600, "the oldest is delayed"
+        (last,) = await drained(slow)
+        assert last.id == "a0"
+        await broker.publish(messages("b1"))
+        await slow.settle([(last, Ack())])
+        assert by_hand.xlen(stream) < 200
+        assert [d.id for d in await drained(main)] == ["b1"]
+
+
+async def test_history_within_its_retention_stays_and_can_be_replayed_into_a_new_group(server: Servers) -> None:
+    async with opened(server("redis").url) as broker:
+        await broker.publish(messages("a1", "b1"))
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        await sub.settle([(d, Ack()) for d in await drained(sub)])
+        assert await broker.replay("t", "audit", since=0) == 2
+        assert {d.id for d in await drained(broker.subscribe("t", "audit", owner="w", lease=5))} == {"a1", "b1"}
+        assert await drained(sub) == []
+
+
+async def test_a_group_that_comes_before_any_other_sees_all_and_a_later_one_what_comes_then(server: Servers) -> None:
+    broker = fresh(server("redis").url)
+    await broker.publish(messages("a1"))
+    assert [d.id for d in await drained(broker.subscribe("t", "main", owner="w", lease=5))] == ["a1"]
+    late = broker.subscribe("t", "late", owner="w", lease=5)
+    assert await drained(late) == []
+    await broker.publish(messages("a2"))
+    assert [d.id for d in await drained(late)] == ["a2"]
+    await broker.close()
+
+
+async def test_a_receiver_that_waits_is_woken_by_a_publish_and_by_the_end_of_a_delay(server: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "LOOK", 3600.0)  # asking again would be too late
+    async with opened(server("redis").url) as broker:
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        waiting = asyncio.create_task(sub.receive(5, 3600.0))
+        await asyncio.sleep(0)
+        async with opened(server("redis").url, prefix=broker.prefix) as other:
+            await other.publish(messages("a1"))
+        (d,) = await waiting
+        await sub.settle([(d, Retry(0.3, "x"))])
+        assert [d.id for d in await sub.receive(5, 3600.0)] == ["a1"]
+
+
+async def test_keys_that_were_only_held_take_no_place_of_others(server: Servers) -> None:
+    async with opened(server("redis").url) as broker:
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        await sub.hold({f"h{i}": SystemClock().now() - 1.0 for i in range(300)})
+        await broker.publish(messages("z1"))
+        assert [d.id for d in await sub.receive(10, 0)] == ["z1"]
+
+
+async def test_work_behind_thousands_of_a_held_key_is_found(server: Servers) -> None:
+    async with opened(server("redis").url) as broker:
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        await sub.hold({"a": SystemClock().now() + 60.0})
+        for n in range(7):
+            await broker.publish(messages(*[f"a{n}-{i}" for i in range(1000)]))
+        await broker.publish(messages("b1"))
+        assert [d.id for d in await sub.receive(10, 5.0)] == ["b1"]
+        s = await broker.stats("t", "main")
+        assert (s.ready, s.in_flight, s.exact) == (7000, 1, True)
+        assert await broker.purge("t") == 7000
+
+
+async def test_a_message_that_cannot_be_written_fails_alone(server: Servers) -> None:
+    async with opened(server("redis").url) as broker:
+        batch = [*messages("a1"), Out(topic="t", id="b\udcff", key="b", body=b""), *messages("c1")]
+        assert list(await broker.publish(batch)) == [Published.OK, Published.FAILED, Published.OK]

@@ -15,7 +15,7 @@ import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from penstock.brokers import redis_scripts as lua
-from penstock.errors import StoreUnavailable
+from penstock.errors import PenstockError
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
 from penstock.stores.context import Context
@@ -26,6 +26,7 @@ WEIGHTS = (16, 4, 1)  # of 21 places in a full batch
 TURNS = (0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0)  # the 21 places, evenly mixed: batches of one take turns as well as large ones
 EPOCH = 1_577_836_800_000  # positions count from 2020, so that they fit 63 bits for a long time
 LOOK = 1.0  # seconds; a publish wakes a waiting receiver at once, what others give back is noticed by asking
+SORTING = 20  # thousands that one look at the figures sorts at most; beyond it they are not exact
 CAPS = Capabilities(
     order_per_key="emulated",
     strict_priority="none",
@@ -133,7 +134,10 @@ class RedisBroker:
     # -- looking ---------------------------------------------------------------------------------------------------------
 
     async def stats(self, topic: str, group: str) -> Stats:
-        ready, delayed, in_flight, dead, age, exact = await self.server.run(lua.STATS, [self.base(topic)], group)
+        for _ in range(SORTING):  # what is delayed is only known of what was read and sorted: a thousand at a time
+            ready, delayed, in_flight, dead, age, exact = await self.server.run(lua.STATS, [self.base(topic)], group)
+            if exact:
+                break
         return Stats(ready=ready, delayed=delayed, in_flight=in_flight, dead=dead, oldest_age=None if age < 0 else age / 1000, exact=bool(exact))
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
@@ -256,7 +260,7 @@ class RedisSubscription:
             await self._server.run(lua.HOLD, self._keys, self.group, *args)
 
     async def close(self) -> None:
-        with suppress(StoreUnavailable):  # the server sees to it in time
+        with suppress(PenstockError):  # the server sees to it in time
             await self._server.run(lua.LEAVE, self._keys, self.group, self.owner)
 
 

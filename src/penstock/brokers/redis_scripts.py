@@ -58,10 +58,12 @@ end
 
 -- Anyone may XADD: what has no body of ours is handed out too, and condemned by whoever cannot read it.
 local function message(id, fields)
-  local m = {entry = id, id = id, key = '', headers = '', body = fields[2] or ''}
-  for i = 1, #fields, 2 do if m[fields[i]] ~= nil or fields[i] == 'at' then m[fields[i]] = fields[i + 1] end end
-  m.entry = id
-  return m
+  if fields[1] == 'id' and fields[3] == 'key' and fields[5] == 'body' and not fields[7] then -- nearly all
+    return {entry = id, id = fields[2], key = fields[4], headers = '', body = fields[6]}
+  end
+  local m = {}
+  for i = 1, #fields, 2 do m[fields[i]] = fields[i + 1] end
+  return {entry = id, id = m.id or id, key = m.key or '', headers = m.headers or '', body = m.body or fields[2] or '', at = tonumber(m.at or '')}
 end
 
 local function offer(g, c, key, ids, first)
@@ -95,7 +97,7 @@ local function sort(g, owner, count, fresh)
       live[#live + 1] = born(m.entry)
       live[#live + 1] = m.entry
       if fresh then fresh[c .. m.entry] = m end
-      if m.at and tonumber(m.at) and tonumber(m.at) > now then
+      if m.at and m.at > now then
         due[#due + 1] = m.at
         due[#due + 1] = m.entry .. ' ' .. m.key
       else
@@ -249,10 +251,11 @@ local function promote(c)
 end
 
 -- Round robin between keys by the time they were last served; a key's entries in order of publication.
-local function pick(c, places)
+local pick
+function pick(c, places)
   local keys, served = part(g, c, 'keys'), 0
   for _ in pairs(taken) do served = served + 1 end
-  local round, got = redis.call('ZRANGEBYSCORE', keys, '-inf', micros, 'LIMIT', 0, places + served), 0
+  local round, got, empty = redis.call('ZRANGEBYSCORE', keys, '-inf', micros, 'LIMIT', 0, places + served), 0, false
   local touched = round
   while #round > 0 and got < places do
     local share, again = math.max(1, math.floor((places - got) / #round)), {}
@@ -262,19 +265,19 @@ local function pick(c, places)
         local ids = redis.call('LPOP', part(g, c, 'k:' .. key), n) or {}
         for _, id in ipairs(ids) do table.insert(chosen[c], {id, key}) end
         got = got + #ids
-        taken[key] = (taken[key] or 0) + #ids
+        if #ids > 0 then taken[key] = (taken[key] or 0) + #ids else empty = true end
         if #ids == n and taken[key] < per_key then again[#again + 1] = key end
       end
     end
     round = again
   end
   for _, key in ipairs(touched) do
-    local left = redis.call('EXISTS', part(g, c, 'k:' .. key)) == 1
-    if ordered and (taken[key] or 0) > 0 then redis.call('ZADD', keys, '+inf', key)
-    elseif not left then redis.call('ZREM', keys, key)
-    elseif (taken[key] or 0) > 0 then redis.call('ZADD', keys, micros, key) end
+    if ordered and taken[key] then redis.call('ZADD', keys, '+inf', key)
+    elseif redis.call('EXISTS', part(g, c, 'k:' .. key)) == 0 then redis.call('ZREM', keys, key)
+    elseif taken[key] then redis.call('ZADD', keys, micros, key) end
   end
   total = total + got
+  if empty and got < places then pick(c, places - got) end -- keys that were only held took the places of others
 end
 
 local told = redis.call('HMGET', state, 'swept', 'cap')
@@ -458,10 +461,11 @@ local function trim(at, keep)
   end
 end
 local told = redis.call('HMGET', base, 'trimmed', 'retention')
-if now - tonumber(told[1] or '0') >= 5000 then
+local keep = tonumber(told[2] or '86400000')
+if now - tonumber(told[1] or '0') >= math.min(5000, keep) then
   redis.call('HSET', base, 'trimmed', now)
   local home = base
-  trim(home, tonumber(told[2] or '86400000'))
+  trim(home, keep)
   trim(home .. '.dead', tonumber(redis.call('HGET', home .. '.dead', 'retention') or '604800000'))
 end
 return table.concat(answers)
@@ -555,6 +559,14 @@ PEEK = Script(
 local limit, answer = tonumber(ARGV[1]), {}
 for _, c in ipairs(CLASSES) do
   local all, from, found, seen = groups(c), '-', 0, 0
+  if #all > 0 then -- not through all of history
+    local floor = now
+    for _, group in ipairs(all) do
+      local oldest = redis.call('ZRANGE', part(group.name, c, 'live'), 0, 0, 'WITHSCORES')
+      floor = math.min(floor, tonumber(oldest[2] or floor), born(group['last-delivered-id']))
+    end
+    from = string.format('%.0f-0', floor)
+  end
   if redis.call('EXISTS', stream(c)) == 1 then
     repeat
       local entries = redis.call('XRANGE', stream(c), from, '+', 'COUNT', 200)
@@ -572,7 +584,7 @@ for _, c in ipairs(CLASSES) do
             local ms, seq = string.match(id, '^(%d+)-(%d+)$')
             local last_ms, last_seq = string.match(group['last-delivered-id'], '^(%d+)-(%d+)$')
             ms, seq, last_ms, last_seq = tonumber(ms), tonumber(seq), tonumber(last_ms), tonumber(last_seq)
-            if ms > last_ms or (ms == last_ms and seq > last_seq) then wait = true; due = math.max(due, tonumber(m.at or '0')) end
+            if ms > last_ms or (ms == last_ms and seq > last_seq) then wait = true; due = math.max(due, m.at or 0) end
           end
         end
         if wait and found < limit then
@@ -652,7 +664,10 @@ REPLAY = Script(
 local g, c = ARGV[1], ARGV[2]
 local upto
 for _, group in ipairs(groups(c)) do if group.name == g then upto = group['last-delivered-id'] end end
-if not upto then create(g); return {0, ''} end
+if not upto then -- a group that is new: nothing of what is there already, but for what is asked for here
+  for _, name in ipairs(CLASSES) do redis.pcall('XGROUP', 'CREATE', stream(name), g, '$', 'MKSTREAM') end
+  upto = '+'
+end
 local entries, added = redis.call('XRANGE', stream(c), ARGV[3], upto, 'COUNT', 200), 0
 for _, entry in ipairs(entries) do
   local id = entry[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -142,33 +142,35 @@ class Server:
                 trouble = self.explained(said)
                 raise Unreachable(trouble.message, hint=trouble.hint)
             facts = dict(line.split(":", 1) for line in said.decode().splitlines() if ":" in line)
-            self._judge(facts)
+            judge(facts, self.name, evictable=self._evictable, volatile=self._volatile)
             self._checked = True
-
-    def _judge(self, facts: dict[str, str]) -> None:
-        version = facts.get("redis_version", "0")
-        if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
-            raise Unreachable(f"Redis at {self.name} is version {version}; Penstock needs 7.0 or newer", hint="upgrade the server, or name another one")
-        if facts.get("role") == "slave":
-            raise Unreachable(f"Redis at {self.name} is a replica and takes no writes", hint="name the primary in the DSN")
-        if facts.get("cluster_enabled") == "1":
-            raise Unreachable(f"Redis at {self.name} is a cluster node; Penstock needs a single primary", hint="name a server without cluster mode")
-        if self._volatile:
-            return
-        policy = facts.get("maxmemory_policy", "noeviction")
-        if policy.startswith("allkeys") or (self._evictable and policy != "noeviction"):
-            raise Unreachable(
-                f"Redis at {self.name} may evict our keys when memory is short (maxmemory-policy {policy})",
-                hint="CONFIG SET maxmemory-policy noeviction, or accept the loss with ?volatile=allow in the DSN",
-            )
-        if facts.get("aof_enabled") != "1":
-            raise Unreachable(
-                f"Redis at {self.name} forgets on a restart (no append-only file)",
-                hint="CONFIG SET appendonly yes (and in redis.conf), or accept the loss with ?volatile=allow in the DSN",
-            )
 
     async def close(self) -> None:
         await self._pool.disconnect()
+
+
+def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: bool) -> None:
+    """What INFO says, weighed. Raises Unreachable, in one sentence."""
+    version = facts.get("redis_version", "0")
+    if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
+        raise Unreachable(f"Redis at {name} is version {version}; Penstock needs 7.0 or newer", hint="upgrade the server, or name another one")
+    if facts.get("role") == "slave":
+        raise Unreachable(f"Redis at {name} is a replica and takes no writes", hint="name the primary in the DSN")
+    if facts.get("cluster_enabled") == "1":
+        raise Unreachable(f"Redis at {name} is a cluster node; Penstock needs a single primary", hint="name a server without cluster mode")
+    if volatile:
+        return
+    policy = facts.get("maxmemory_policy", "noeviction")
+    if policy.startswith("allkeys") or (evictable and policy != "noeviction"):
+        raise Unreachable(
+            f"Redis at {name} may evict our keys when memory is short (maxmemory-policy {policy})",
+            hint="CONFIG SET maxmemory-policy noeviction, or accept the loss with ?volatile=allow in the DSN",
+        )
+    if facts.get("aof_enabled") != "1":
+        raise Unreachable(
+            f"Redis at {name} forgets on a restart (no append-only file)",
+            hint="CONFIG SET appendonly yes (and in redis.conf), or accept the loss with ?volatile=allow in the DSN",
+        )
 
 
 def parse(url: str) -> tuple[dict[str, Any], bool]:
