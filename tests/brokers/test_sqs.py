@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 
 import pytest
-from tests.servers import Handle
+from tests.brokers.served import Served
 
 from penstock.brokers import sqs_wire as wire
 from penstock.brokers.sqs import SqsBroker
 from penstock.clock import SystemClock
 from penstock.ports import Broker
-from penstock.testing.conformance import BrokerConformance
 
 pytestmark = pytest.mark.server("sqs")
 
@@ -27,14 +25,12 @@ async def removed(broker: SqsBroker) -> None:
         await broker.call("delete_queue", QueueUrl=url)
 
 
-class TestSqs(BrokerConformance):
+class TestSqs(Served):
+    name = "sqs"
+    volatile = True
     lease = 4.0  # longer than the longest delay of the suite and its slack
     patience = 0.3
     slack = 1.2  # SQS counts whole seconds
-
-    @pytest.fixture(autouse=True)
-    def _place(self, server: Callable[[str], Handle]) -> None:
-        self.url = server("sqs").url
 
     async def open(self) -> Broker:
         self.namespace = "t" + uuid.uuid4().hex[:10]

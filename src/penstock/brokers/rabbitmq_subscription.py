@@ -7,22 +7,19 @@ import secrets
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from penstock.brokers.rabbitmq_link import ANSWER, TROUBLE
-from penstock.brokers.rabbitmq_publisher import Letter
-from penstock.brokers.rabbitmq_topology import CLASSES, DEAD, TURNS, level_for, ranks
+from penstock.brokers.rabbitmq_link import ANSWER, TROUBLE, Link
+from penstock.brokers.rabbitmq_publisher import Letter, Publisher
+from penstock.brokers.rabbitmq_topology import CLASSES, DEAD, TURNS, Names, level_for, ranks
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
-from penstock.ports import Delivery, Out, Published
-
-if TYPE_CHECKING:
-    from penstock.brokers.rabbitmq import RabbitBroker
+from penstock.ports import Clock, Delivery, Out, Published
 
 AHEAD = 256  # messages of a class that are looked at beyond what is asked for, so that a key with many does not hide the others
 AHEAD_BYTES = 32 << 20  # and not more than this much of them
@@ -53,6 +50,23 @@ class Held(msgspec.Struct, kw_only=True):
     due: float
     deliveries: int
     arrived: float = 0.0
+
+
+class Home(Protocol):
+    """What a subscription needs of the broker that it belongs to."""
+
+    consuming: Link
+    publisher: Publisher
+    names: Names
+    clock: Clock
+    looks: dict[tuple[str, str], int]
+    subscriptions: set[RabbitSubscription]
+
+    def letter(self, m: Out, *, group: str | None = None, count: int = 0, at: str = "") -> Letter: ...
+
+    async def declared(self, topic: str, group: str) -> None: ...
+
+    async def declare_again(self, topic: str, group: str) -> None: ...
 
 
 def text(value: Any) -> str:
@@ -92,7 +106,7 @@ def open_letter(message: DeliveredMessage, rank: int) -> Held:
 class RabbitSubscription:
     """Implements ports.Subscription. A lease lasts as long as the channel it came through: `token` names that channel."""
 
-    def __init__(self, broker: RabbitBroker, topic: str, group: str, owner: str) -> None:
+    def __init__(self, broker: Home, topic: str, group: str, owner: str) -> None:
         self.broker, self.topic, self.group, self.owner = broker, topic, group, owner
         self.ranks = ranks(topic)
         self._gate = asyncio.Lock()  # opening and standing down exclude each other

@@ -33,10 +33,8 @@ class Proxy:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
-        self.cut()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.cut()  # which also ends whoever waits for either side
+        await asyncio.gather(*self._tasks)
         await self._server.wait_closed()
 
     # -- faults ------------------------------------------------------------------------------------------------------------
