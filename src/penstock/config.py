@@ -19,7 +19,7 @@ __all__ = ["OPTIONS", "Config", "Loaded", "Option", "Shown", "load", "options", 
 
 FILE_NAME = "penstock.toml"
 # Variables with our prefix that are no options: where the file is, and where ./dev keeps its environment.
-OTHER_VARIABLES = frozenset({"PENSTOCK_CONFIG", "PENSTOCK_VENV"})
+OTHER_VARIABLES = frozenset({"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_KAFKA_OPTIONS"})
 STORES = ("broker.url", "topics.requests", "topics.pages", "topics.records", "ledger.url", "claims.url", "pages.url")
 # Kubernetes puts these into every pod beside a Service whose name begins with "penstock".
 _INJECTED = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?$")

@@ -1,0 +1,141 @@
+"""The window of a partition: whatever the order of settling, nothing below the watermark is open and nothing settled is handed out after a restart."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.rules.shares import TURNS, WEIGHTS, class_of, shares
+from penstock.rules.watermark import SPAN, Window, settled_ahead
+
+
+def window(*offsets: int, start: int = 0, epoch: int = 1) -> Window:
+    w = Window(epoch, start)
+    for offset in offsets:
+        assert w.add(offset)
+    return w
+
+
+@pytest.mark.parametrize(
+    ("received", "settled", "watermark"),
+    [
+        ([], [], 5),  # nothing was received: what was committed stays
+        ([5, 6, 7], [], 5),
+        ([5, 6, 7], [6, 7], 5),  # the first one holds it
+        ([5, 6, 7], [6, 5], 7),
+        ([5, 6, 7], [7, 6, 5], 8),
+        ([9, 12], [], 9),  # gaps count as settled
+        ([9, 12], [9], 12),
+        ([9, 12], [9, 12], 13),
+    ],
+)
+def test_the_watermark_is_the_first_offset_that_is_not_settled(received: list[int], settled: list[int], watermark: int) -> None:
+    w = window(*received, start=5)
+    assert all(w.settle(offset, 1) for offset in settled)
+    assert w.watermark == watermark
+
+
+def test_an_offset_is_settled_once_and_only_under_its_own_assignment() -> None:
+    w = window(5, 6, start=5, epoch=3)
+    assert not w.settle(6, 2)
+    assert w.settle(6, 3)
+    assert not w.settle(6, 3)
+    assert not w.settle(4, 3)
+    assert not w.settle(7, 3)
+    assert (w.watermark, len(w)) == (5, 1)
+
+
+def test_an_offset_that_was_received_before_is_not_taken_again() -> None:
+    w = window(5, 6, start=5)
+    assert not w.add(5)
+    assert w.settle(5, 1)
+    assert not w.add(5)
+    assert w.watermark == 6
+
+
+def test_after_a_restart_only_the_unsettled_are_open() -> None:
+    w = window(*range(100, 110), start=100)
+    for offset in (101, 103, 104, 109):
+        w.settle(offset, 1)
+    again = Window(2, w.watermark, settled_ahead(w.watermark, w.metadata()))
+    assert [offset for offset in range(100, 112) if again.add(offset)] == [100, 102, 105, 106, 107, 108, 110, 111]
+
+
+def test_what_is_settled_but_not_yet_received_again_survives_a_second_restart() -> None:
+    w = window(0, 1, 2, 3)
+    w.settle(2, 1)
+    second = Window(2, 0, settled_ahead(0, w.metadata()))
+    assert second.add(0)
+    assert settled_ahead(second.watermark, second.metadata()) == {2}
+    second.settle(0, 2)
+    third = Window(3, second.watermark, settled_ahead(second.watermark, second.metadata()))
+    assert [offset for offset in range(1, 4) if third.add(offset)] == [1, 3]
+
+
+def test_the_text_always_fits_and_what_does_not_fit_is_repeated_not_lost() -> None:
+    w = Window(1, 0)
+    offsets = range(4 * SPAN)
+    for offset in offsets:
+        w.add(offset)
+    dice = random.Random(7)
+    settled = {offset for offset in offsets[1:] if dice.random() < 0.5}
+    for offset in settled:
+        w.settle(offset, 1)
+    text = w.metadata()
+    assert len(text) < 4096
+    assert settled_ahead(0, text) == {offset for offset in settled if offset < SPAN}
+
+
+@pytest.mark.parametrize("text", [None, "", "leader=3", "1:", "1:!!!", "1:AAAA", "2:eJxjAAAAAQAB", "1:" + "A" * 4000])
+def test_text_of_another_program_says_nothing(text: str | None) -> None:
+    assert settled_ahead(10, text) == frozenset()
+
+
+def test_a_text_that_would_unpack_to_more_than_we_write_says_nothing() -> None:
+    import base64
+    import zlib
+
+    bomb = "1:" + base64.b64encode(zlib.compress(bytes(10_000_000))).decode()
+    assert settled_ahead(0, bomb) == frozenset()
+
+
+@given(st.lists(st.integers(1, 4), max_size=60), st.randoms(use_true_random=False), st.integers(0, 60))
+def test_whatever_the_order_nothing_open_is_below_the_watermark_and_a_restart_repeats_only_the_open(steps: list[int], dice: random.Random, cut: int) -> None:
+    offsets, at = [], 10
+    for step in steps:
+        offsets.append(at)
+        at += step
+    w = window(*offsets, start=10)
+    order = offsets[:]
+    dice.shuffle(order)
+    done = set(order[:cut])
+    before = w.watermark
+    for offset in order[:cut]:
+        assert w.settle(offset, 1)
+        assert w.watermark >= before, "it never goes back"
+        before = w.watermark
+    still = [offset for offset in offsets if offset not in done]
+    assert w.watermark == (still[0] if still else (offsets[-1] + 1 if offsets else 10))
+    assert len(w) == len(still)
+    again = Window(2, w.watermark, settled_ahead(w.watermark, w.metadata()))
+    assert [offset for offset in offsets if offset >= w.watermark and again.add(offset)] == still
+    for offset in still:
+        assert again.settle(offset, 2)
+    assert again.watermark == max(again.next, before)
+    assert again.metadata() == ""
+
+
+def test_twenty_one_places_are_shared_by_weight_however_they_are_cut() -> None:
+    assert [TURNS.count(prio) for prio in range(3)] == list(WEIGHTS)
+    for size in (1, 2, 5, 7, 20, 50):
+        total, first = [0, 0, 0], 0
+        while first < 2100:
+            for prio, n in enumerate(shares(first, size)):
+                total[prio] += n
+            first += size
+        assert sum(total) == first
+        assert total[0] > 3 * total[1] > 9 * total[2] > 0
+    assert [class_of(p) for p in (-3, 0, 1, 2, 9)] == [0, 0, 1, 2, 2]
