@@ -177,7 +177,7 @@ class PostgresStore:
         self._refuse_if_closed()
         with self._reading:
             for last in (False, True):
-                fresh = not self._reader.is_open
+                fresh = not self._reader.is_fresh
                 try:
                     if fresh:
                         self._reader.open()
@@ -230,7 +230,7 @@ class _Writer:
         self._thread = ThreadPoolExecutor(1, "penstock-write")
 
     def opened(self) -> Wire:
-        if not self._wire.is_open:
+        if not self._wire.is_fresh:
             self._wire.open()
         return self._wire
 

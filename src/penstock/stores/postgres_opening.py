@@ -30,6 +30,9 @@ class Address:
         """Raises ConfigError."""
         try:
             found = conninfo.conninfo_to_dict(url)
+            ports = str(found.get("port") or "5432").split(",")
+            if not all(port.isdecimal() and 0 < int(port) < 65536 for port in ports):
+                raise psycopg.ProgrammingError(f"{','.join(ports)} is not a port")
         except psycopg.Error as e:
             said = str(e).strip().splitlines()[0]
             secret = re.search(r"://[^@/]*:([^@/]+)@", url)

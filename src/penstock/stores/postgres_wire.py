@@ -155,6 +155,11 @@ class Wire:
     def is_open(self) -> bool:
         return self._connection is not None and not self._connection.closed
 
+    @property
+    def is_fresh(self) -> bool:
+        """Open, and the server has said nothing since: what it says unasked is goodbye, as a rule. To be asked between transactions."""
+        return self.is_open and not self._sent and not self._poll.poll(0)
+
     def open(self) -> None:
         """Raises psycopg.Error; then nothing is open."""
         self.close()
