@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.brokers.served import Served
 from tests.servers import Handle
 
 from penstock.brokers.rabbitmq import RabbitBroker
 from penstock.brokers.rabbitmq_link import read_address
 from penstock.clock import SystemClock
-from penstock.testing.conformance import BrokerConformance
 
 pytestmark = pytest.mark.server("rabbitmq")
 
@@ -50,7 +50,8 @@ def host(server: Callable[[str], Handle]) -> Iterator[Host]:
     made.remove()
 
 
-class TestRabbitMQ(BrokerConformance):
+class TestRabbitMQ(Served):
+    name = "rabbitmq"
     lease = 0.5
     patience = 0.6
     slack = 0.6
@@ -60,7 +61,7 @@ class TestRabbitMQ(BrokerConformance):
         self.host = host
 
     async def open(self) -> RabbitBroker:
-        return self.host.broker()
+        return self.host.broker(self.url + self.host.vhost)
 
     async def reopen(self, broker: RabbitBroker) -> RabbitBroker:
         broker.consuming.abort()
