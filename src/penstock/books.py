@@ -39,6 +39,10 @@ def _own_envelope(end: End) -> bytes:
     return end.delivery.body if end.delivery.topic == end.event.topic else encode_event(end.event)
 
 
+def _out(e: Event, body: bytes) -> Out:
+    return Out(topic=e.topic, id=e.id, key=e.key, body=body, priority=int(e.priority))  # a name for a number is not a number on every wire
+
+
 class _PagesGone(Exception):
     """Pages that the page store took for known are not there any more."""
 
@@ -121,7 +125,7 @@ class Books:
 
     def _enter(self, tx: Any, events: Sequence[Event], now: float) -> None:
         stamped = [msgspec.structs.replace(e, accepted_at=round(now, 3)) for e in events]
-        outs = [Out(topic=e.topic, id=e.id, key=e.key, body=encode_event(e), priority=e.priority) for e in stamped]
+        outs = [_out(e, encode_event(e)) for e in stamped]
         placed = self.broker.place_in(tx, outs)
         assert all(answer is Published.OK for answer, _ in placed), "the bound is kept here, not by the broker's own depth"
         self.ledger.enter_in(tx, [(e, out.body, position) for e, out, (_, position) in zip(stamped, outs, placed, strict=True)], now)
@@ -469,7 +473,7 @@ class Books:
 
     def _republish(self, tx: Any, n: int, event: Event, was: str, reason: str, now: float, *, promoted: bool = False) -> None:
         body = encode_event(msgspec.structs.replace(event, accepted_at=round(now, 3)))  # a new chance has its whole life before it
-        (position,) = self._publish(tx, [Out(topic=event.topic, id=event.id, key=event.key, body=body, priority=event.priority)])
+        (position,) = self._publish(tx, [_out(event, body)])
         self.ledger.reopen_in(tx, n, event.topic, was, reason, now, promoted=promoted, envelope=body, position=position)
 
     def _trip(self, tx: Any, topic: str, now: float) -> None:
@@ -576,7 +580,7 @@ class Books:
         lost = [row for row in self.ledger.open_in(tx, self.clock.now() - 2 * self.broker.lease, limit=500) if not self.broker.at_hand_in(tx, *row[:2])]
         for n, _, envelope in lost:
             e = decode_event(envelope)
-            self._publish(tx, [Out(topic=e.topic, id=e.id, key=e.key, body=envelope, priority=e.priority)])
+            self._publish(tx, [_out(e, envelope)])
             self.ledger.note_in(tx, n, "pending", "published again: the broker had lost its message", self.clock.now())
         return len(lost)
 

@@ -356,7 +356,9 @@ class Worker:
             self._end(item, "success", reason="unchanged", extractors=b.extractors)
         elif self.last == "fetch":
             message = PageMessage(event=item.delivery.body, page=item.meta)
-            self._end(item, "handover", publish=(Out(topic="pages", id=item.event.id, key=item.event.key, body=message.write(), priority=item.event.priority),))
+            self._end(
+                item, "handover", publish=(Out(topic="pages", id=item.event.id, key=item.event.key, body=message.write(), priority=int(item.event.priority)),)
+            )
         else:
             self._queue_extract(item)
 
@@ -418,7 +420,7 @@ class Worker:
         if self.last == "extract":
             message = RecordsMessage(event=_envelope(item, self.first), page=item.meta, records=x.records, links=x.links, matched=x.matched)
             self._end(
-                item, "writing", publish=(Out(topic="records", id=item.event.id, key=item.event.key, body=message.write(), priority=item.event.priority),)
+                item, "writing", publish=(Out(topic="records", id=item.event.id, key=item.event.key, body=message.write(), priority=int(item.event.priority)),)
             )
             return
         made = self.signature(item.event.url)

@@ -17,6 +17,7 @@ Server = Callable[[str], Handle]
 LAYOUTS = [
     pytest.param("apart", id="sqlite apart"),
     pytest.param("redis", marks=pytest.mark.server("redis")),
+    pytest.param("redis+postgres", marks=pytest.mark.server("redis", "postgres")),
 ]
 
 
@@ -30,6 +31,8 @@ def lay_out(project: Project, layout: str, server: Server) -> None:
             project.set(broker_url=f"sqlite:{state}/broker.db", **files)
         case "redis" | "rabbitmq" | "kafka" | "sqs":
             project.set(broker_url=server(layout).url, **files)
+        case "redis+postgres":
+            project.set(broker_url=server("redis").url, ledger_url=server("postgres").url, claims_url=server("postgres").url, pages_url=files["pages_url"])
         case "postgres":
             project.set(broker_url=server(layout).url)
 

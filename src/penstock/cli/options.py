@@ -105,13 +105,8 @@ DEFAULTS, WITH_OUTPUT = Common(), CommonWithOutput()
 
 
 def ask(stores: Stores, question: Callable[[Any], T]) -> T:
-    """A savepoint, so that several statements see the same moment."""
-
-    def work(tx: Any) -> T:
-        with tx:
-            return question(tx)
-
-    answer: T = stores.db.read_now(work)
+    """One moment, however many statements the question takes."""
+    answer: T = stores.db.moment(question)
     return answer
 
 

@@ -36,7 +36,7 @@ def causes(tx: Tx, *, most: int = 5) -> list[Cause]:
         fingerprint = tx.execute("SELECT min(fingerprint) FROM dead WHERE fingerprint>?", (fingerprint,)).get
         if fingerprint is None:
             break
-        n = tx.execute("SELECT count(*) FROM (SELECT 1 FROM dead WHERE fingerprint=? LIMIT ?) AS some", (fingerprint, COUNTED)).get
+        n = tx.execute("SELECT count(*) FROM (SELECT 1 FROM dead WHERE fingerprint=? LIMIT ?) AS found", (fingerprint, COUNTED)).get
         found.append((n, fingerprint))
     found.sort(reverse=True)
     return [_cause(tx, f, n, exact=n < COUNTED) for n, f in found[:most]]

@@ -238,7 +238,7 @@ def of_trace(tx: Tx, trace: str, most: int) -> list[EventRow]:
 
 
 def trace_size(tx: Tx, trace: str) -> int:
-    return int(tx.execute("SELECT count(*) FROM (SELECT 1 FROM event WHERE trace=? LIMIT ?) AS some", (trace, SCAN)).get)
+    return int(tx.execute("SELECT count(*) FROM (SELECT 1 FROM event WHERE trace=? LIMIT ?) AS found", (trace, SCAN)).get)
 
 
 def history(tx: Tx, n: int) -> list[Step]:

@@ -289,6 +289,15 @@ class Database:
         except _OUTAGE as e:
             raise StoreUnavailable(f"{self.path} cannot be read: {e}", hint="penstock doctor looks closer") from e
 
+    def moment(self, work: Callable[[Tx], T]) -> T:
+        """As read_now, with all that `work` reads from one moment."""
+
+        def whole(tx: Any) -> T:
+            with tx:
+                return work(tx)
+
+        return self.read_now(whole)
+
     async def close(self) -> None:
         self.close_now()
 
