@@ -164,8 +164,10 @@ class Running:
         """A worker went without saying goodbye: is the file whole? A large one is checked beside the work."""
         if not locks.dead_workers(self.stores.workers_directory):
             return
-        path = Path(self.stores.db.path)
-        if path.stat().st_size <= SMALL_STORE:
+        file = self.stores.db.file
+        if file is None:  # a server looks after its own
+            return
+        if file.stat().st_size <= SMALL_STORE:
             self._judge(await asyncio.to_thread(self.stores.db.check))
         else:
             self._check = asyncio.create_task(self._check_aside())
@@ -196,7 +198,7 @@ class Running:
         bindings = []
         for sink, options in self.sinks:
             only = tuple(options.get("only", ()))
-            if isinstance(sink, SqliteSink) and sink.path == Path(self.stores.db.path):
+            if isinstance(sink, SqliteSink) and sink.path == self.stores.db.file:
                 self.stores.db.write_now(partial(_prepare_table, sink))
                 bindings.append(SinkBinding(sink.name, only, _table_writer(sink)))
                 continue

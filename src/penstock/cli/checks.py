@@ -143,7 +143,8 @@ def store(stores: Stores) -> Iterator[Finding]:
     if problems:
         yield Finding("integrity", "fail", joined(problems, 3), "stop all workers, keep a copy, restore a backup or use the sqlite3 shell's .recover")
         return
-    yield Finding("integrity", "ok", f"{Path(stores.db.path).name}, {size(os.path.getsize(stores.db.path))}")
+    file = stores.db.file
+    yield Finding("integrity", "ok", stores.db.path if file is None else f"{file.name}, {size(file.stat().st_size)}")
     now = stores.clock.now()
     audit = ask(stores, lambda tx: sql_queries.audit(tx, stores.broker.audit_in(tx, now), entered=stores.ledger.entered_in(tx)))
     yield _accounting(audit)

@@ -9,6 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psycopg
@@ -172,6 +173,11 @@ class PostgresStore:
             return self.read_now(work)
         self._refuse_if_closed()
         return await asyncio.get_running_loop().run_in_executor(self._reads, self.read_now, work)
+
+    @property
+    def file(self) -> Path | None:
+        """It has none on this machine."""
+        return None
 
     def moment(self, work: Callable[[Tx], T]) -> T:
         """As read_now, with all that `work` reads from one moment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -41,6 +42,10 @@ class SqlStore(Protocol):
         """`full` survives a power cut, `process` a killed process."""
 
     @property
+    def file(self) -> Path | None:
+        """Where it lies on this machine; None for a server."""
+
+    @property
     def rollbacks(self) -> int:
         """How many there were: what was remembered about rows may be wrong after one."""
 
@@ -59,6 +64,9 @@ class SqlStore(Protocol):
     async def read(self, work: Callable[[Tx], T]) -> T: ...
 
     def read_now(self, work: Callable[[Tx], T]) -> T: ...
+
+    def moment(self, work: Callable[[Tx], T]) -> T:
+        """As read_now, with all that `work` reads from one moment."""
 
     def check(self) -> list[str]:
         """Integrity, in sentences; [] is good."""

@@ -58,6 +58,10 @@ class Database:
         self._before_commit: list[Callable[[], object]] = []
         self._waits = ThreadPoolExecutor(1, "penstock-commit")  # for what blocks: the disk, and another process's lock
 
+    @property
+    def file(self) -> Path | None:
+        return None if self.path == ":memory:" else Path(self.path)
+
     # -- opening ---------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> apsw.Connection:
