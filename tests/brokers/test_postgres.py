@@ -22,6 +22,7 @@ from penstock.stores.postgres import PostgresStore
 from penstock.stores.sql import Tx
 from penstock.testing.clock import ManualClock
 from penstock.testing.conformance import BrokerConformance
+from penstock.testing.proxy import Proxy
 
 pytestmark = pytest.mark.server("postgres")
 
@@ -31,7 +32,8 @@ class TestPostgres(BrokerConformance):
 
     @pytest.fixture(autouse=True)
     def _server(self, server: Callable[[str], Handle]) -> Iterator[None]:
-        self.url, self.namespace = server("postgres").url, f"t{secrets.token_hex(6)}"
+        self.server = server("postgres")
+        self.url, self.namespace = self.server.url, f"t{secrets.token_hex(6)}"
         yield
         with psycopg.connect(self.url) as db:
             db.execute(f"DROP SCHEMA IF EXISTS {self.namespace} CASCADE")
@@ -39,14 +41,28 @@ class TestPostgres(BrokerConformance):
     async def open(self) -> Broker:
         self.clock = ManualClock()
         self.stores: list[PostgresStore] = []
-        return self._opened()
+        return self._opened(self.url)
 
-    def _opened(self) -> Broker:
-        self.stores.append(PostgresStore(self.url, namespace=self.namespace, durability="process"))
+    def _opened(self, url: str) -> Broker:
+        self.stores.append(PostgresStore(url, namespace=self.namespace))
         return PostgresBroker(self.stores[-1], self.clock)
 
     async def reopen(self, broker: Broker) -> Broker:
-        return self._opened()
+        return self._opened(self.url)
+
+    async def stop_server(self) -> None:
+        await asyncio.to_thread(self.server.kill)
+
+    async def start_server(self) -> None:
+        await asyncio.to_thread(self.server.start)
+
+    def in_front(self) -> Proxy:
+        return Proxy("127.0.0.1", self.server.port)
+
+    async def open_through(self, proxy: Proxy) -> Broker:
+        self.clock, self.stores = ManualClock(), []
+        url = self.url.replace(f":{self.server.port}/", f":{proxy.port}/")
+        return await asyncio.to_thread(self._opened, url)  # it connects, and the proxy lives on this loop
 
     async def shut(self, broker: Broker) -> None:
         await broker.close()

@@ -14,6 +14,7 @@ from penstock.brokers import postgres_sql as sql
 from penstock.brokers.postgres_figures import Figures, Group
 from penstock.brokers.postgres_listening import Listener
 from penstock.brokers.postgres_sql import NEVER
+from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Subscription, TopicSpec
 from penstock.rules.shares import WEIGHTS, class_of, shares
@@ -125,7 +126,19 @@ class PostgresBroker(Figures):
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         if not batch:
             return []
-        answers = await self.db.write(lambda tx: self.publish_in(tx, batch))
+        begun = False
+
+        def work(tx: Tx) -> list[Published]:
+            nonlocal begun
+            begun = True
+            return self.publish_in(tx, batch)
+
+        try:
+            answers = await self.db.write(work)
+        except StoreUnavailable:
+            if not begun:  # nothing was asked of the server
+                raise
+            return [Published.UNKNOWN] * len(batch)  # the answer that was lost may have been the one to COMMIT
         self.wake(m.topic for m in batch)
         return answers
 
