@@ -11,6 +11,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -38,6 +39,10 @@ class Handle:
 
     def ports(self, name: str) -> int:
         return self._server.ports[name]
+
+    def file(self, name: str) -> Path:
+        """One of its own."""
+        return self._server.data / name
 
     def start(self) -> None:
         """Ready when it returns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable
 
@@ -13,9 +14,10 @@ from penstock.brokers.kafka_dsn import parse
 from penstock.clock import SystemClock
 from penstock.ports import Broker
 from penstock.testing.conformance import BrokerConformance
+from penstock.testing.proxy import Proxy
 
 pytestmark = pytest.mark.server("kafka")
-OPTIONS = "?partitions=2&retry_levels=5s&session=2s&grace=1s"
+OPTIONS = "?partitions=2&retry_levels=5s&session=2s&grace=1s&timeout=4s"
 
 
 def open_kafka(url: str, namespace: str = "", options: str = OPTIONS) -> KafkaBroker:
@@ -25,7 +27,7 @@ def open_kafka(url: str, namespace: str = "", options: str = OPTIONS) -> KafkaBr
 async def die(broker: KafkaBroker) -> None:
     """As if its process had been killed: nothing more is committed or published."""
     for reader in broker._readers.values():
-        reader.abandoned = True
+        reader.member.abandoned = True
     await broker.close()
 
 
@@ -36,7 +38,8 @@ class TestKafka(BrokerConformance):
 
     @pytest.fixture(autouse=True)
     def _place(self, server: Callable[[str], Handle]) -> None:
-        self.url = server("kafka").url
+        self.server = server("kafka")
+        self.url = self.server.url
 
     async def open(self) -> Broker:
         return open_kafka(self.url)
@@ -45,3 +48,15 @@ class TestKafka(BrokerConformance):
         assert isinstance(broker, KafkaBroker)
         await die(broker)
         return open_kafka(self.url, broker.topics.namespace)
+
+    async def stop_server(self) -> None:
+        await asyncio.to_thread(self.server.kill)
+
+    async def start_server(self) -> None:
+        await asyncio.to_thread(self.server.start)
+
+    def in_front(self) -> Proxy:
+        return Proxy("127.0.0.1", self.server.ports("behind"), listen=self.server.ports("proxied"))
+
+    async def open_through(self, proxy: Proxy) -> Broker:
+        return open_kafka(f"kafka://{proxy.host}:{proxy.port}", options=OPTIONS)

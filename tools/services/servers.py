@@ -223,7 +223,8 @@ class JavaServer(Server):
 class Kafka(JavaServer):
     name = "kafka"
     # Clients go where a broker says it is. For a proxy in between: asked at `behind`, it says that it is at `proxied`, where nobody listens.
-    usual = {"clients": 29092, "controller": 30092, "behind": 30392, "proxied": 30692}
+    # At `secure` it wants TLS and a login: user `penstock`, or `nobody`, whom a test may forbid what it likes.
+    usual = {"clients": 29092, "controller": 30092, "behind": 30392, "proxied": 30692, "secure": 30992}
     memory = "512m"
 
     def url(self) -> str:
@@ -236,9 +237,13 @@ class Kafka(JavaServer):
         single = {"offsets.topic.": 4, "transaction.state.log.": 4, "share.coordinator.state.topic.": 4}
         properties = self.write(
             "server.properties", "process.roles=broker,controller", "node.id=1", f"controller.quorum.bootstrap.servers={HOST}:{controller}",
-            f"listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['behind']},CONTROLLER://{HOST}:{controller}",
-            f"advertised.listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['proxied']}",
-            "listener.security.protocol.map=PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,CONTROLLER:PLAINTEXT", "inter.broker.listener.name=PLAINTEXT",
+            f"listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['behind']},SECURE://{HOST}:{self.ports['secure']},CONTROLLER://{HOST}:{controller}",
+            f"advertised.listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['proxied']},SECURE://{HOST}:{self.ports['secure']}",
+            "listener.security.protocol.map=PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,SECURE:SASL_SSL,CONTROLLER:PLAINTEXT", "inter.broker.listener.name=PLAINTEXT",
+            "sasl.enabled.mechanisms=PLAIN", "listener.name.secure.plain.sasl.jaas.config=org.apache.kafka.common.security.plain.PlainLoginModule required "
+            'user_penstock="secret" user_nobody="secret";', f"ssl.keystore.location={self._certificate()}", "ssl.keystore.password=penstock",
+            "authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer", "super.users=User:ANONYMOUS",
+            "allow.everyone.if.no.acl.found=true",
             "controller.listener.names=CONTROLLER", f"log.dirs={logs}",
             *[f"{topic}replication.factor=1" for topic in single], *[f"{topic}num.partitions={n}" for topic, n in single.items()],
             "transaction.state.log.min.isr=1", "share.coordinator.state.topic.min.isr=1", "group.initial.rebalance.delay.ms=0",
@@ -255,6 +260,21 @@ class Kafka(JavaServer):
                 told = [*(made.stdout + made.stderr).strip().splitlines(), "no word"]
                 raise ServiceError(f"Kafka's storage could not be formatted: {told[0]}", f"./dev services down --wipe {self.name}, then run this again")
         return self.java(classes, "kafka.Kafka", properties)
+
+    def _certificate(self) -> Path:
+        """A key for `secure`, made once; `kafka.pem` beside it is what a client must trust."""
+        store, trusted = self.data / "kafka.p12", self.data / "kafka.pem"
+        tool = [str(Path(java()).with_name("keytool")), "-alias", "kafka", "-keystore", str(store), "-storepass", "penstock"]
+        if not trusted.exists():
+            store.unlink(missing_ok=True)
+            made = ["-genkeypair", "-keyalg", "EC", "-dname", f"CN={HOST}", "-ext", f"san=ip:{HOST}", "-validity", "3650", "-storetype", "PKCS12"]
+            for arguments in (made, ["-exportcert", "-rfc", "-file", str(trusted)]):
+                done = subprocess.run(tool + arguments, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise ServiceError(
+                        f"Kafka's certificate could not be made: {done.stdout.strip()}", f"./dev services down --wipe {self.name}, then run this again"
+                    )
+        return store
 
     def version(self) -> str:
         from confluent_kafka.admin import AdminClient

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.brokers.kafka_backlog import Entry, Partition
-from penstock.brokers.kafka_consumer import GROUP, ID, NOT_BEFORE, PRIORITY, Reader, parse_message
 from penstock.brokers.kafka_dsn import Settings, parse
 from penstock.brokers.kafka_history import read
 from penstock.brokers.kafka_producer import Message, Outbound
+from penstock.brokers.kafka_reader import Reader
 from penstock.brokers.kafka_topics import EARLIEST, LATEST, NORMAL, Layout, Reach, Topics, at_time
+from penstock.brokers.kafka_wire import compose, read_message
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
@@ -40,21 +41,6 @@ CAPS = Capabilities(
     lease="connection",
 )
 _ENVELOPE = 65536  # bytes of a message that are not its body: headers, key, framing
-
-
-def _message(
-    topic: str, id_: str, key: str, body: bytes, headers: Mapping[str, str], *, not_before: float = 0.0, group: str = "", priority: int = NORMAL
-) -> Message:
-    extra: list[tuple[str, str | bytes | None]] = [(ID, id_)]
-    if not_before:
-        extra.append((NOT_BEFORE, repr(not_before)))
-    if priority != NORMAL:
-        extra.append((PRIORITY, str(priority)))
-    if group:
-        extra.append((GROUP, group))
-    if headers:
-        extra.extend(headers.items())
-    return Message(topic, body, key.encode("utf-8", "surrogatepass"), extra)
 
 
 class KafkaBroker:
@@ -96,7 +82,7 @@ class KafkaBroker:
                 level = plan.level(later - now)
                 if level is not None:
                     place, priority = level, place.priority
-            messages.append(_message(place.name, m.id, m.key, m.body, m.headers, not_before=later, priority=priority))
+            messages.append(compose(place.name, m.id, m.key, m.body, m.headers, not_before=later, priority=priority))
         return await self.outbound.send(messages)
 
     # -- receiving -------------------------------------------------------------------------------------------------------
@@ -129,7 +115,7 @@ class KafkaBroker:
     def _again(self, reader: Reader, e: Entry, not_before: float) -> Message:
         place = reader.plan.level(not_before - self.clock.now())
         assert place is not None
-        return _message(place.name, e.id, e.key, e.body, e.headers, not_before=not_before, group=reader.group, priority=e.priority)
+        return compose(place.name, e.id, e.key, e.body, e.headers, not_before=not_before, group=reader.group, priority=e.priority)
 
     async def settle(self, reader: Reader, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
         now = self.clock.now()
@@ -143,7 +129,7 @@ class KafkaBroker:
             mine.append((i, e, outcome))
             if isinstance(outcome, Dead):
                 marks = {"penstock-reason": outcome.reason, "penstock-position": str(d.position)}
-                sends.append(_message(reader.plan.dead, e.id, e.key, e.body, {**e.headers, **marks}))
+                sends.append(compose(reader.plan.dead, e.id, e.key, e.body, {**e.headers, **marks}))
             elif isinstance(outcome, Retry) and reader.plan.level(outcome.delay) is not None:
                 sends.append(self._again(reader, e, now + outcome.delay))
         if sends:
@@ -294,7 +280,7 @@ class KafkaBroker:
                 if m.offset() < start or m.offset() in ahead:
                     e, meant = _loose(plan, m)
                     if not meant or meant == group:
-                        found.append(_message(plan.retries[0].name, e.id, e.key, e.body, e.headers, group=group, priority=e.priority))
+                        found.append(compose(plan.retries[0].name, e.id, e.key, e.body, e.headers, group=group, priority=e.priority))
             return found
 
         messages = await self._ask(settled)
@@ -351,7 +337,7 @@ class KafkaSubscription:
 def _loose(plan: Layout, m: Any) -> tuple[Entry, str]:
     """A message read without a group."""
     place = next(place for place in plan.places if place.name == m.topic())
-    return parse_message(m, Partition(place, m.partition(), Window(0, 0)))
+    return read_message(m, Partition(place, m.partition(), Window(0, 0)))
 
 
 def open_broker(url: str, context: Context) -> KafkaBroker:
