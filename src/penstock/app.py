@@ -27,7 +27,7 @@ from penstock.net.transfer import HttpOptions
 from penstock.opening import Stores, adapter, open_stores, settings, worker_id
 from penstock.options import Config
 from penstock.pipeline import Pipeline, load
-from penstock.ports import Clock, Extraction, Row, Sink
+from penstock.ports import Clock, Extraction, Row, Sink, TableSink
 from penstock.rules import retry
 from penstock.rules.robots import product_token
 from penstock.sinks.sqlite import SqliteSink
@@ -194,13 +194,17 @@ class Running:
         return (sandbox, None) if c.isolation == "process" else (InProcess(self.pipeline), sandbox)
 
     def _bind_sinks(self) -> list[SinkBinding]:
-        """A table in the ledger's own file is written in the success transaction; every other sink goes through its outbox."""
+        """A table in the ledger's own file or database is written in the success transaction; every other sink goes through its outbox."""
         bindings = []
         for sink, options in self.sinks:
             only = tuple(options.get("only", ()))
             if isinstance(sink, SqliteSink) and sink.path == self.stores.db.file:
-                self.stores.db.write_now(partial(_prepare_table, sink))
-                bindings.append(SinkBinding(sink.name, only, _table_writer(sink)))
+                self.stores.db.write_now(lambda tx, sink=sink: sink.prepare_in(tx.cursor()))
+                bindings.append(SinkBinding(sink.name, only, _table_writer(sink.write_in, cursor=True)))
+                continue
+            if isinstance(sink, TableSink) and sink.shares(self.config.ledger.url):
+                self.stores.db.write_now(sink.prepare_in)
+                bindings.append(SinkBinding(sink.name, only, _table_writer(sink.write_in)))
                 continue
             bindings.append(SinkBinding(sink.name, only))
             if "sink" in self.roles:
@@ -393,13 +397,9 @@ def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, 
     return found
 
 
-def _prepare_table(sink: SqliteSink, tx: Any) -> None:
-    sink.prepare_in(tx.cursor())
-
-
-def _table_writer(sink: SqliteSink) -> Callable[[Any, Sequence[tuple[str, bytes, int]]], None]:
+def _table_writer(write_in: Callable[[Any, Sequence[Row]], None], *, cursor: bool = False) -> Callable[[Any, Sequence[tuple[str, bytes, int]]], None]:
     def write(tx: Any, rows: Sequence[tuple[str, bytes, int]]) -> None:
-        sink.write_in(tx.cursor(), [Row(0, key, body, order) for key, body, order in rows])
+        write_in(tx.cursor() if cursor else tx, [Row(0, key, body, order) for key, body, order in rows])
 
     return write
 

@@ -322,6 +322,8 @@ class Books:
         while True:
             staged = self.pages.stage(bodies)
             try:
+                if self.pages.remote:
+                    await self.pages.send(staged)
                 answers = await self._write(partial(self._conclude, ends=ends, staged=staged))
                 break
             except _PagesGone:  # retention was quicker: their bytes are needed again

@@ -245,10 +245,16 @@ class Store(Protocol):
 
 
 class PageStore(Protocol):
-    """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that names them, in the books' transaction."""
+    """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that names them, in the books' transaction.
+    The `_in` methods are given the ledger's transaction, wherever the bytes lie."""
+
+    remote: bool  # the bytes go over a network: `send` them before the books' transaction, which nobody should hold open for that long
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Any:
         """Write what is new, of (id, body). Nobody can find it yet, and a crash now leaves nothing visible. Raises StoreUnavailable."""
+
+    async def send(self, staged: Any) -> None:
+        """Only where `remote`: the bytes are there when it returns. Raises StoreUnavailable."""
 
     def index_in(self, tx: Any, staged: Any) -> Sequence[str]:
         """Make staged bytes durable and findable, inside the store's transaction. Returns ids that were taken for stored but are gone: stage them again."""
@@ -258,6 +264,15 @@ class PageStore(Protocol):
 
     async def get(self, page: str) -> bytes | None:
         """The body as it was decoded off the wire, unchanged; None where retention took it."""
+
+    def sizes_in(self, tx: Any, pages: Sequence[str]) -> Mapping[str, int]:
+        """Of these, the ones that are stored, with the sizes of their bodies."""
+
+    def totals_in(self, tx: Any) -> tuple[int, int]:
+        """(pages stored, bytes they take)."""
+
+    def problems_in(self, tx: Any) -> Sequence[str]:
+        """What is wrong with the place they lie in, in sentences; [] is good. For doctor."""
 
 
 # -- sinks ---------------------------------------------------------------------------------------------------------------
@@ -287,6 +302,20 @@ class Sink(Protocol):
         Raises OSError or StoreUnavailable for an outage of the target: the rows stay in the outbox and are tried again."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class TableSink(Sink, Protocol):
+    """A sink whose table may lie in a database that is also a store: then it is written in the books' transaction, and needs no outbox."""
+
+    def shares(self, url: str) -> bool:
+        """Is this store's database the table's own?"""
+
+    def prepare_in(self, tx: Any) -> None:
+        """Before the first `write_in`. Raises ConfigError: the table is somebody else's."""
+
+    def write_in(self, tx: Any, rows: Sequence[Row]) -> None:
+        """As `write`, in the caller's transaction."""
 
 
 # -- fetching ------------------------------------------------------------------------------------------------------------

@@ -268,15 +268,8 @@ def _file_of(name: str) -> Path | None:
 
 
 def _pages(stores: Stores) -> Iterator[Finding]:
-    pages, segments = ask(stores, sql_queries.page_totals)
-    gone = [name for name in segments if not (stores.pages.directory / name).exists()]
-    if gone:
-        yield Finding(
-            "pages",
-            "fail",
-            f"{plural(len(gone), 'segment file')} missing in {stores.pages.directory}: {joined(gone, 3)}",
-            "restore them from a backup; their URLs can be pushed again with --force",
-        )
+    (pages, total), problems = ask(stores, lambda tx: (stores.pages.totals_in(tx), stores.pages.problems_in(tx)))
+    if problems:
+        yield Finding("pages", "fail", joined(problems, 3), "restore them from a backup; their URLs can be pushed again with --force")
     else:
-        total = sum((stores.pages.directory / name).stat().st_size for name in segments)
-        yield Finding("pages", "ok", f"{plural(pages, 'page')} in {plural(len(segments), 'segment')}, {size(total)}")
+        yield Finding("pages", "ok", f"{plural(pages, 'page')}, {size(total)}")

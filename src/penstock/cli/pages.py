@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,8 +87,9 @@ def ls(
 ) -> int:
     """The newest pages, and how much is stored in all."""
     with common.stores() as stores:
-        rows, (pages, segments) = ask(stores, lambda tx: (list(queries.paged_events(tx, max(1, limit), host)), queries.page_totals(tx)))
-        on_disk = sum(_size(stores.pages.directory / name) for name in segments)
+        rows, (pages, on_disk) = ask(
+            stores, lambda tx: (list(queries.paged_events(tx, max(1, limit), partial(stores.pages.sizes_in, tx), host)), stores.pages.totals_in(tx))
+        )
     if json:
         listed = [
             {
@@ -156,7 +158,7 @@ def _find(stores: Stores, tx: Any, what: str) -> tuple[str, queries.EventRow | N
     """(page id, the event that fetched it, where it was asked for by one)."""
     if what == "last" or find.is_url(what):
         row = find.event_for(tx, what)
-        page = queries.page_of_url(tx, find.key_of(row.url)) or row.page
+        page = queries.page_of_url(tx, find.key_of(row.url), partial(stores.pages.sizes_in, tx)) or row.page
         if page is None:
             raise PenstockError(f"no page of {row.url} is stored; its newest event is {row.status}", hint=f"penstock trace {short(row.id)}")
         return page, next((r for r in queries.of_url(tx, find.key_of(row.url), 100) if r.page == page), row)
@@ -171,10 +173,3 @@ def _find(stores: Stores, tx: Any, what: str) -> tuple[str, queries.EventRow | N
     if row.page is None:
         raise PenstockError(f"event {short(row.id)} has no page; it is {row.status}", hint=f"penstock trace {short(row.id)}")
     return row.page, row
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -45,7 +45,6 @@ __all__ = [
     "of_trace",
     "of_url",
     "page_of_url",
-    "page_totals",
     "paged_events",
     "records_of",
     "sinks",
@@ -306,15 +305,17 @@ def events(
     return Listing(found, len(found) == limit or not bounded)
 
 
+Sizes = Callable[[Sequence[str]], Mapping[str, int]]  # the page store's: of these pages, the ones that are stored
+
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
-def page_of_url(tx: Tx, key: bytes) -> str | None:
+def page_of_url(tx: Tx, key: bytes, sizes: Sizes) -> str | None:
     """The newest page of a URL that is still stored."""
-    for (page,) in tx.execute("SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100", (key,)).fetchall():
-        if tx.execute("SELECT 1 FROM page WHERE hash=?", (bytes.fromhex(page),)).get is not None:
-            return str(page)
-    return None
+    found = tx.execute("SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100", (key,)).fetchall()
+    pages = [str(page) for (page,) in found]
+    stored = sizes(list(dict.fromkeys(pages)))
+    return next((page for page in pages if page in stored), None)
 
 
 def event_of_page(tx: Tx, page: str) -> EventRow | None:
@@ -323,7 +324,7 @@ def event_of_page(tx: Tx, page: str) -> EventRow | None:
     return found[0] if found else None
 
 
-def paged_events(tx: Tx, limit: int, host: str | None = None) -> Iterator[tuple[EventRow, int | None]]:
+def paged_events(tx: Tx, limit: int, sizes: Sizes, host: str | None = None) -> Iterator[tuple[EventRow, int | None]]:
     """The newest events that have a page, each page once, with its size (None: retention took it), of the newest SCAN that were fetched."""
     condition, bindings = ("", ()) if host is None else ("WHERE e.host=?", (host,))
     stretch = "SELECT event, page, meta FROM fetched WHERE event<? ORDER BY event DESC LIMIT ?"
@@ -339,12 +340,7 @@ def paged_events(tx: Tx, limit: int, host: str | None = None) -> Iterator[tuple[
             if found.page is None or found.page in seen:
                 continue
             seen.add(found.page)
-            yield found, tx.execute("SELECT size FROM page WHERE hash=?", (bytes.fromhex(found.page),)).get
+            yield found, sizes([found.page]).get(found.page)
             if len(seen) >= limit:
                 return
         before = last
-
-
-def page_totals(tx: Tx) -> tuple[int, list[str]]:
-    """(pages stored, names of the segments that hold them)."""
-    return int(tx.execute("SELECT count(*) FROM page").get), [name for (name,) in tx.execute("SELECT name FROM segment ORDER BY id")]

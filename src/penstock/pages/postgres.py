@@ -136,6 +136,10 @@ class PostgresPages:
         pages, size = self._asked(tx, lambda own: own.execute("SELECT count(*), coalesce(sum(packed), 0) FROM page_body").get)
         return pages, size
 
+    def problems_in(self, tx: Tx) -> list[str]:
+        """The server looks after its own files."""
+        return []
+
     def _asked(self, tx: Tx, work: Callable[[Tx], T]) -> T:
         """The caller's transaction is the ledger's; our rows may lie elsewhere."""
         return work(tx) if self.shared else self.db.read_now(work)

@@ -54,6 +54,8 @@ def _raw(page: str) -> bytes:
 class SegmentStore:
     """`stage` appends (any thread, before the transaction), `index_in` makes it findable (inside it), `get` reads back."""
 
+    remote = False
+
     def __init__(self, db: SqlStore, directory: Path, clock: Clock, *, writer: str) -> None:
         self.db, self.directory, self.clock, self.writer = db, directory, clock, writer
         self._file: int = -1
@@ -216,6 +218,19 @@ class SegmentStore:
         """Ids that begin so; ten at most."""
         low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
         return [h.hex() for (h,) in tx.execute("SELECT hash FROM page WHERE hash>=? AND hash<=? LIMIT 10", (low, high))]
+
+    def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
+        """Of these, the ones that are stored, with the sizes of their bodies."""
+        found = {page: tx.execute("SELECT size FROM page WHERE hash=?", (_raw(page),)).get for page in pages}
+        return {page: size for page, size in found.items() if size is not None}
+
+    def totals_in(self, tx: Tx) -> tuple[int, int]:
+        """(pages stored, bytes their segments take)."""
+        return int(tx.execute("SELECT count(*) FROM page").get), sum(self._sizes(tx).values())
+
+    def problems_in(self, tx: Tx) -> list[str]:
+        gone = [name for (name,) in tx.execute("SELECT name FROM segment ORDER BY id") if not (self.directory / name).exists()]
+        return [f"{name} is missing in {self.directory}" for name in gone]
 
     # -- retention ---------------------------------------------------------------------------------------------------------
 
