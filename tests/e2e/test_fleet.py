@@ -17,6 +17,7 @@ Server = Callable[[str], Handle]
 LAYOUTS = [
     pytest.param("apart", id="sqlite apart"),
     pytest.param("redis", marks=pytest.mark.server("redis")),
+    pytest.param("rabbitmq", marks=pytest.mark.server("rabbitmq")),
     pytest.param("redis+postgres", marks=pytest.mark.server("redis", "postgres")),
 ]
 
