@@ -18,6 +18,8 @@ LAYOUTS = [
     pytest.param("apart", id="sqlite apart"),
     pytest.param("redis", marks=pytest.mark.server("redis")),
     pytest.param("rabbitmq", marks=pytest.mark.server("rabbitmq")),
+    pytest.param("kafka", marks=pytest.mark.server("kafka")),
+    pytest.param("postgres", marks=pytest.mark.server("postgres")),
     pytest.param("redis+postgres", marks=pytest.mark.server("redis", "postgres")),
 ]
 
