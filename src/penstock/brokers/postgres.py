@@ -67,6 +67,9 @@ class PostgresBroker(Figures):
         self.listener = Listener(db)
         db.part("broker", 1, sql.SCHEMA)
 
+    def caps_of(self, topic: str) -> Capabilities:
+        return self.caps
+
     # -- topology --------------------------------------------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:

@@ -60,12 +60,9 @@ class Figures:
             for id_, key, body, headers, prio, at in rows
         ]
 
-    def topics_in(self, tx: Tx) -> list[tuple[str, str, int, int, int, str | None]]:
-        """(topic, group, ready, leased, delayed, paused) for every group."""
-        return tx.execute(
-            f"SELECT t.name, g.name, {sql.SUMS}, t.paused FROM topic t JOIN grp g ON g.topic=t.id LEFT JOIN keyq k ON k.grp=g.id"
-            " GROUP BY t.name, g.name, t.paused ORDER BY t.name, g.name"
-        ).fetchall()
+    def groups_in(self, tx: Tx) -> list[tuple[str, str]]:
+        """(topic, group) of everything that is handed out."""
+        return tx.execute("SELECT t.name, g.name FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name").fetchall()
 
     def depths_in(self, tx: Tx, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000) -> dict[str, int]:
         """What is ready, by key: of these keys, or of those with most."""
@@ -103,7 +100,11 @@ class Figures:
 
     def audit_in(self, tx: Tx, now: float) -> QueueAudit:
         groups = []
-        for topic, group, ready, leased, delayed, _ in self.topics_in(tx):
+        noted = tx.execute(
+            f"SELECT t.name, g.name, {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id LEFT JOIN keyq k ON k.grp=g.id"
+            " GROUP BY t.name, g.name ORDER BY t.name, g.name"
+        ).fetchall()
+        for topic, group, ready, leased, delayed in noted:
             counted: dict[int, int] = dict(
                 tx.execute("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (self._group(tx, topic, group).id,)).fetchall()
             )
