@@ -412,6 +412,8 @@ async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int |
         pages, size = await stores.db.write(partial(_retain_pages, stores, pages_keep, pages_bytes))
         done = [pages, size, await stores.db.write(stores.broker.prune_in)]
         if history_keep is not None:
+            if stores.claims.apart:
+                await stores.claims.prune(stores.clock.now() - history_keep)
             done.append(await stores.db.write(partial(_retain_events, stores, history_keep)))
         removed, freed = removed + pages, freed + size
         if not any(done) or stores.clock.now() > until:
@@ -430,5 +432,7 @@ def _retain_pages(stores: Stores, keep: float | None, max_bytes: int | None, tx:
 
 def _retain_events(stores: Stores, keep: float, tx: Any) -> int:
     before = stores.clock.now() - keep
+    if stores.claims.apart:  # what a claim elsewhere still names may go all the same: its URL is then fetched without a baseline
+        return int(stores.ledger.prune_in(tx, before, lambda key, id_: False))
     stores.claims.prune_in(tx, before)
     return int(stores.ledger.prune_in(tx, before, lambda key, id_: stores.claims.names_in(tx, key, id_)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,12 +14,13 @@ import msgspec
 from penstock import locks
 from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.model import Ack, Dead, Event, Link, Outcome, Release, Retry, child_id, decode_event, encode_event, mint
-from penstock.ports import Accepted, Admitted, Delivery, End, Out, Published, Store
+from penstock.ports import Accepted, Admitted, Delivery, End, Holder, Out, Published, Store
 from penstock.rules import breaker, freshness
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.identity import url_key as _url_key
 from penstock.rules.proxies import needs_proxy
+from penstock.seen import Seen
 
 T = TypeVar("T")
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
@@ -134,9 +136,25 @@ class Books:
 
     async def admit(self, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], *, fetches: bool) -> list[Admitted]:
         """Dedup, freshness, the slot. What is a duplicate, delayed or long ended is settled here and now; `fetches=False` (pages, records) skips both."""
-        return await self._write(lambda tx: self._admit(tx, deliveries, fetches), durable=self.broker.apart)
+        if not self.claims.apart:
+            return await self._write(lambda tx: self._admit(tx, deliveries, fetches), durable=self.broker.apart)
+        seen = Seen(await self.claims.holders([url_key(e.url) for _, e in deliveries if isinstance(e, Event)] if fetches else []))
+        answers, wants = await self._write(lambda tx: self._judge(tx, seen, deliveries, fetches), durable=self.broker.apart)
+        for following in seen.nexts:
+            await self.claims.set_next(*following)
+        if not wants:
+            return answers
+        slots = await self.claims.reserve(wants, within=PARK_BEYOND)
+        if max(times[-1] for times in slots.values()) <= self.clock.now() + HOLD_BEYOND:
+            return self._slots(None, deliveries, answers, slots)
+        return await self._write(lambda tx: self._slots(tx, deliveries, answers, slots), durable=self.broker.apart)
 
     def _admit(self, tx: Any, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], fetches: bool) -> list[Admitted]:
+        answers, wants = self._judge(tx, self.claims, deliveries, fetches)
+        return self._slots(tx, deliveries, answers, self.claims.reserve_in(tx, wants, within=PARK_BEYOND)) if wants else answers
+
+    def _judge(self, tx: Any, claims: Any, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], fetches: bool) -> tuple[list[Admitted], Counter[str]]:
+        """Who may go on, without slots yet, and how many of these each host has to give."""
         now = self.clock.now()
         answers: list[Admitted] = []
         settles: list[tuple[Delivery, Outcome]] = []
@@ -157,8 +175,8 @@ class Books:
                     outcome = put_off
                 else:
                     asks = fetches and not standing.page
-                    holder = self.claims.holder_in(tx, url_key(e.url)) if asks and not e.force else None
-                    outcome = holder and self._freshness(tx, e, standing, holder, now)
+                    holder = claims.holder_in(tx, url_key(e.url)) if asks and not e.force else None
+                    outcome = holder and self._freshness(tx, claims, e, standing, holder, now)
                     if outcome is None:
                         wants[e.key] += asks
                         admitted = Admitted(
@@ -176,11 +194,9 @@ class Books:
             if outcome is not None:
                 settles.append((d, outcome))
             answers.append(admitted)
-        if +wants:
-            answers = self._slots(tx, deliveries, answers, +wants, now)
         if settles:
             self.broker.settle_in(tx, settles)
-        return answers
+        return answers, +wants
 
     def _put_off(self, tx: Any, d: Delivery, standing: Any, now: float) -> Outcome | None:
         """A message of a broker apart, whose event is in other hands or not due yet."""
@@ -211,13 +227,16 @@ class Books:
         self.ledger.count_in(tx, d.topic, {"unreadable": 1})
         return Dead(e.message)
 
-    def _freshness(self, tx: Any, e: Event, standing: Any, holder: Any, now: float) -> Outcome | None:
-        """None: it may ask. Otherwise it is a duplicate or delayed, noted as such, and this is how its delivery is settled."""
+    def _decide(self, tx: Any, e: Event, standing: Any, holder: Holder, now: float) -> freshness.Take | freshness.Duplicate | freshness.Delay:
         s = self.settings
         claim = self.ledger.owner_in(tx, holder.owner, holder.next)
         window = e.window if e.window is not None else s.follow_window if e.parent else s.window
         drop = (s.drop or e.parent is not None) if e.window_mode is None else e.window_mode == "drop"
-        match freshness.decide(claim, e.id, accepted=standing.accepted_at, now=now, window=window, settle=s.settle, drop=drop):
+        return freshness.decide(claim, e.id, accepted=standing.accepted_at, now=now, window=window, settle=s.settle, drop=drop)
+
+    def _freshness(self, tx: Any, claims: Any, e: Event, standing: Any, holder: Holder, now: float) -> Outcome | None:
+        """None: it may ask. Otherwise it is a duplicate or delayed, noted as such, and this is how its delivery is settled."""
+        match self._decide(tx, e, standing, holder, now):
             case freshness.Take():
                 return None
             case freshness.Duplicate(of=of):
@@ -225,7 +244,7 @@ class Books:
                 return Ack()
             case freshness.Delay(until=until, becomes_next=becomes_next):
                 if becomes_next:
-                    self.claims.next_in(tx, url_key(e.url), e.id)
+                    claims.next_in(tx, url_key(e.url), e.id)
                 self.ledger.delay_in(tx, e, standing, until, "fetched less than its window ago", now)
                 return Retry(until - now, "window")
 
@@ -233,15 +252,10 @@ class Books:
         found = self.ledger.baseline_in(tx, holder.owner)
         return found if found is not None or holder.good is None else self.ledger.baseline_in(tx, holder.good)
 
-    def _slots(
-        self,
-        tx: Any,
-        deliveries: Sequence[tuple[Delivery, Any]],
-        answers: list[Admitted],
-        wants: Counter[str],
-        now: float,
-    ) -> list[Admitted]:
-        slots = {host: iter(times) for host, times in self.claims.reserve_in(tx, wants, within=PARK_BEYOND).items()}
+    def _slots(self, tx: Any, deliveries: Sequence[tuple[Delivery, Any]], answers: list[Admitted], reserved: Mapping[str, Sequence[float]]) -> list[Admitted]:
+        """Each its slot, in order. Whose is far away is delayed, and needs the transaction for it."""
+        now = self.clock.now()
+        slots = {host: iter(times) for host, times in reserved.items()}
         holds: dict[tuple[str, str], dict[str, float]] = {}
         placed = []
         for (d, e), a in zip(deliveries, answers, strict=True):
@@ -267,16 +281,51 @@ class Books:
 
     async def begin(self, starts: Sequence[tuple[Delivery, Event, int]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
         """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile and is settled, or its lease was lost."""
-        return await self._write(lambda tx: self._begin(tx, starts, asks, writing), durable=False)
+        claims = await self._claim_ahead(starts, asks) if self.claims.apart else self.claims
+        return await self._write(lambda tx: self._begin(tx, claims, starts, asks, writing), durable=False)
 
-    def _begin(self, tx: Any, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool], writing: bool) -> list[int | None]:
+    async def _claim_ahead(self, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool]) -> Seen:
+        """Claims of a store apart are taken before the start is noted: their owner is the event, so one that dies in between finds it is its own."""
+        wanted: dict[bytes, Event] = {}
+        for (_, e, _), asking in zip(starts, asks, strict=True):
+            if asking and not e.force:
+                wanted.setdefault(url_key(e.url), e)
+        seen = Seen(await self.claims.holders(list(wanted)))
+        rows: list[tuple[bytes, str, str | None, str | None]] = [(key, e.id, None, None) for key, e in wanted.items() if key not in seen.holders]
+        if any(seen.holders[key].owner != e.id for key, e in wanted.items() if key in seen.holders):
+            rows += await self.store.read(lambda tx: self._ripe(tx, seen, wanted))
+        lost = []
+        for (key, owner, good, _), won in zip(rows, await self.claims.take(rows), strict=True):
+            if won:
+                seen.won(key, owner, good)
+            else:
+                lost.append(key)
+        if lost:
+            seen.holders |= await self.claims.holders(lost)
+        return seen
+
+    def _ripe(self, tx: Any, seen: Seen, wanted: Mapping[bytes, Event]) -> list[tuple[bytes, str, str | None, str | None]]:
+        """Claims of others that may be taken over: (URL, new owner, last success, owner so far)."""
+        rows: list[tuple[bytes, str, str | None, str | None]] = []
+        for key, e in wanted.items():
+            holder, standing = seen.holders.get(key), self.ledger.standing_in(tx, e.id)
+            if holder is None or holder.owner == e.id or standing is None:
+                continue
+            if isinstance(self._decide(tx, e, standing, holder, self.clock.now()), freshness.Take):
+                rows.append((key, e.id, self._good(tx, holder), holder.owner))
+        return rows
+
+    def _good(self, tx: Any, holder: Holder) -> str | None:
+        return holder.owner if self.ledger.baseline_in(tx, holder.owner) else holder.good
+
+    def _begin(self, tx: Any, claims: Any, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool], writing: bool) -> list[int | None]:
         now = self.clock.now()
         settles: list[tuple[Delivery, Outcome]] = []
         may: list[bool] = []
-        taken: dict[bytes, tuple[str, str | None]] = {}
+        taken: dict[bytes, tuple[str, str | None]] = dict(claims.taken) if claims.apart else {}
         rows: set[int] = set()
         for (d, e, row), asking, held in zip(starts, asks, self.broker.holds_in(tx, [d for d, _, _ in starts]), strict=True):
-            outcome = self._take(tx, e, taken, now) if held and asking and not e.force else None
+            outcome = self._take(tx, claims, e, taken, now) if held and asking and not e.force else None
             if held and self.broker.apart:
                 if row in rows or self.broker.busy_in(tx, row):  # another copy was quicker
                     outcome = Release()
@@ -284,7 +333,7 @@ class Books:
             may.append(held and outcome is None)
             if outcome is not None:
                 settles.append((d, outcome))
-        self.claims.take_in(tx, [(key, *claim) for key, claim in taken.items()], now)
+        claims.take_in(tx, [(key, *claim) for key, claim in taken.items()], now)
         going = [(row, e, asking) for (_, e, row), asking, ok in zip(starts, asks, may, strict=True) if ok]
         begun = self.ledger.begin_in(tx, [g[:2] for g in going], self.worker, now, asks=[g[2] for g in going], status="writing" if writing else "in_flight")
         fences = iter(begun)
@@ -296,11 +345,13 @@ class Books:
             self.broker.settle_in(tx, settles)
         return answers
 
-    def _take(self, tx: Any, e: Event, taken: dict[bytes, tuple[str, str | None]], now: float) -> Outcome | None:
+    def _take(self, tx: Any, claims: Any, e: Event, taken: dict[bytes, tuple[str, str | None]], now: float) -> Outcome | None:
         """Between admission and the start another event may have taken the claim, in this very batch even."""
         key = url_key(e.url)
-        holder = self.claims.holder_in(tx, key)
+        holder = claims.holder_in(tx, key)
         if holder is None and key not in taken:
+            if claims.apart:  # we tried to take it, and it was another's for a moment
+                return Release()
             taken[key] = (e.id, None)
         elif (taken[key][0] if key in taken else holder.owner) != e.id:
             standing = self.ledger.standing_in(tx, e.id)
@@ -309,22 +360,23 @@ class Books:
             if key in taken:
                 self.ledger.duplicate_in(tx, e, standing, taken[key][0], now)
                 return Ack()
-            outcome = self._freshness(tx, e, standing, holder, now)
-            if outcome is not None:
-                return outcome
-            taken[key] = (e.id, holder.owner if self.ledger.baseline_in(tx, holder.owner) else holder.good)
+            outcome = self._freshness(tx, claims, e, standing, holder, now)
+            if outcome is not None or claims.apart:
+                return outcome or Release()
+            taken[key] = (e.id, self._good(tx, holder))
         return None
 
     # -- a handler ends --------------------------------------------------------------------------------------------------------
 
     async def conclude(self, ends: Sequence[End], bodies: Sequence[tuple[str, bytes]] = ()) -> list[bool]:
         """Everything that follows from these ends, in one transaction. False: the fence was old, that end changed nothing."""
+        claims = await self._holders_of_links(ends) if self.claims.apart else self.claims
         while True:
             staged = self.pages.stage(bodies)
             try:
                 if self.pages.remote:
                     await self.pages.send(staged)
-                answers = await self._write(partial(self._conclude, ends=ends, staged=staged))
+                answers = await self._write(partial(self._conclude, claims=claims, ends=ends, staged=staged))
                 break
             except _PagesGone:  # retention was quicker: their bytes are needed again
                 self.pages.forget(staged)
@@ -334,7 +386,15 @@ class Books:
         self.broker.wake({o.topic for end in ends for o in end.publish} | {end.event.topic for end in ends if end.links or end.outcome in ("dead", "release")})
         return answers
 
-    def _conclude(self, tx: Any, ends: Sequence[End], staged: Any) -> list[bool]:
+    async def _holders_of_links(self, ends: Sequence[End]) -> Seen:
+        keys = set()
+        for end in ends:
+            for link in end.links:
+                with contextlib.suppress(BadUrl):  # counted when they are followed
+                    keys.add(url_key(canonical_url(link.url)))
+        return Seen(await self.claims.holders(list(keys)))
+
+    def _conclude(self, tx: Any, claims: Any, ends: Sequence[End], staged: Any) -> list[bool]:
         now = self.clock.now()
         if self.pages.index_in(tx, staged):
             raise _PagesGone
@@ -352,7 +412,7 @@ class Books:
                     if n is not None:
                         self._emit(tx, end, n, key, lines, count)
                         if end.links:
-                            self._follow(tx, e, end.links, now, count)
+                            self._follow(tx, claims, e, end.links, now, count)
                         count["success"] += 1
                         if end.reason:
                             count[end.reason] += 1
@@ -421,7 +481,7 @@ class Books:
             else:
                 lines.setdefault(binding.name, []).extend(rows)
 
-    def _follow(self, tx: Any, parent: Event, links: Sequence[Link], now: float, count: Counter[str]) -> None:
+    def _follow(self, tx: Any, claims: Any, parent: Event, links: Sequence[Link], now: float, count: Counter[str]) -> None:
         """Children are accepted before their parent's success, in its transaction; one inside its window is counted, not accepted."""
         s = self.settings
         home = host_key(parent.url, by="domain") if s.follow_same_domain else None
@@ -439,7 +499,7 @@ class Books:
                 count["followed_offsite"] += 1
             elif not self.ledger.first_in_trace_in(tx, parent.trace, key, now):
                 count["followed_seen"] += 1
-            elif url == parent.url or self._is_fresh(tx, key, now - (s.follow_window if link.window is None else link.window)):
+            elif url == parent.url or self._is_fresh(tx, claims, key, now - (s.follow_window if link.window is None else link.window)):
                 count["followed_fresh"] += 1
             else:
                 child = Event(
@@ -461,8 +521,8 @@ class Books:
                     count["followed"] += 1
         self._enter(tx, children, now)
 
-    def _is_fresh(self, tx: Any, key: bytes, since: float) -> bool:
-        holder = self.claims.holder_in(tx, key)
+    def _is_fresh(self, tx: Any, claims: Any, key: bytes, since: float) -> bool:
+        holder = claims.holder_in(tx, key)
         return bool(holder is not None and self.ledger.is_fresh_in(tx, holder.owner, since)) or bool(self.ledger.has_open_in(tx, key))
 
     def _promote(self, tx: Any, dead: Event, now: float) -> None:

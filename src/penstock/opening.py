@@ -43,8 +43,8 @@ class Stores:
         self.broker, self.ledger, self.claims, self.pages = broker, ledger, claims, pages
         self.db = ledger.db
         self.outbox = SqlOutbox(self.db)
-        self.proxies = SqlProxies(self.db, self.clock)
-        self.hosts = SqlHosts(claims)
+        self.proxies = claims.proxies if claims.apart else SqlProxies(self.db, self.clock)
+        self.hosts = claims.hosts if claims.apart else SqlHosts(claims)
         self.books = self.with_settings(settings(config))
 
     def with_settings(self, settings: Settings) -> Books:
@@ -77,6 +77,8 @@ class Stores:
             with contextlib.suppress(StoreUnavailable):
                 await self.broker.tidy()
             await self.broker.close()
+        if self.claims.apart:
+            await self.claims.close()
 
     def perform(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """For commands, which have no loop of their own: `work` between start and stop."""
@@ -129,7 +131,7 @@ def open_stores(
     try:
         ledger = adapter("ledgers", config.ledger.url)(config.ledger.url, context)
         claims = adapter("claims", config.claims.url)(config.claims.url, context)
-        if claims.db is not ledger.db:
+        if not claims.apart and claims.db is not ledger.db:
             raise ConfigError("the claims lie in another store than the ledger", hint="give PENSTOCK_CLAIMS_URL the URL of the ledger")
         broker = _open_broker(config, context, ledger)
         pages = adapter("pages", config.pages.url)(config.pages.url, context)
@@ -180,11 +182,15 @@ class Politeness:
         self.context = Context(config, self.clock, rng or random.Random(), worker=worker_id(), inline=True)
         try:
             self.claims = adapter("claims", url)(url, self.context)
-            self.hosts = SqlHosts(self.claims)
-            self.proxies = SqlProxies(self.claims.db, self.clock)
+            self.hosts = self.claims.hosts if self.claims.apart else SqlHosts(self.claims)
+            self.proxies = self.claims.proxies if self.claims.apart else SqlProxies(self.claims.db, self.clock)
         except BaseException:
             self.context.close()
             raise
+
+    async def note(self, work: Callable[[Any], T]) -> T:
+        """A write to what is known of hosts: in its transaction, or in none where the store has no such thing."""
+        return work(None) if self.claims.apart else await self.claims.db.write(work)
 
     def close(self) -> None:
         self.context.close()

@@ -166,6 +166,14 @@ class Accepted(enum.StrEnum):
     FULL = "full"
 
 
+class Holder(msgspec.Struct, frozen=True):
+    """Who has the claim on a URL: the event that owns it, the last success before that, the one event delayed to the window's end."""
+
+    owner: str
+    good: str | None
+    next: str | None
+
+
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """What the last success of a URL left behind: for conditional requests and change detection."""
 

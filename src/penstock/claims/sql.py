@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from penstock.ports import Clock
+from penstock.ports import Clock, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
@@ -32,14 +32,10 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(pace.HostState).decode
 
 
-class Holder(msgspec.Struct, frozen=True):
-    owner: str
-    good: str | None
-    next: str | None
-
-
 class SqlClaims:
     """Implements ports.Pace and ports.RobotsCache; claims are taken inside the books' transaction (`_in`)."""
+
+    apart = False  # from the ledger's store
 
     def __init__(self, db: SqlStore, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
         self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
@@ -82,8 +78,8 @@ class SqlClaims:
 
     # -- pace --------------------------------------------------------------------------------------------------------------
 
-    async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
-        return await self.db.write(lambda tx: self.reserve_in(tx, wants), durable=False)
+    async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
+        return await self.db.write(lambda tx: self.reserve_in(tx, wants, within=within), durable=False)
 
     def reserve_in(self, tx: Tx, wants: Mapping[str, int], *, within: float | None = None) -> dict[str, Sequence[float]]:
         """Slots more than `within` seconds away are told but not given: who is sent away until then asks again, and a slot given twice is one lost."""

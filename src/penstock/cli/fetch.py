@@ -189,7 +189,7 @@ async def _run(config: Config, event: Event, patience: float, ignoring: str) -> 
                 raise refused
             await _slot(store, pace, event.key, patience)
             if ignoring:
-                await store.claims.db.write(lambda tx: store.hosts.note_in(tx, "robots", event.key, ignoring, _who(), at_once=True))
+                await store.note(lambda tx: store.hosts.note_in(tx, "robots", event.key, ignoring, _who(), at_once=True))
             await stage.fetch(event, None)
         except Failure as e:
             seen.failure = e
@@ -208,7 +208,7 @@ async def _slot(store: Politeness, pace: _Pace, host: str, patience: float) -> N
     """The first of the host's slots; where that is too far away it is left to others."""
     from penstock.model import ErrorClass, Failure
 
-    slots = await store.claims.db.write(lambda tx: store.claims.reserve_in(tx, {host: 1}, within=patience))
+    slots = await store.claims.reserve({host: 1}, within=patience)
     wait = slots[host][0] - store.clock.now()
     if wait > patience:
         raise Failure(ErrorClass.THROTTLED, f"the next slot of {host} is {lasting(wait)} away", after=wait, detail="--wait, or penstock domains show")
