@@ -32,19 +32,18 @@ class Address:
             found = conninfo.conninfo_to_dict(url)
             ports = str(found.get("port") or "5432").split(",")
             if not all(port.isdecimal() and 0 < int(port) < 65536 for port in ports):
-                raise psycopg.ProgrammingError(f"{','.join(ports)} is not a port")
+                # Not shown: where a password holds a /, the half of it before that is taken for the port.
+                raise psycopg.ProgrammingError("what stands for its port is no port")
         except psycopg.Error as e:
             said = str(e).strip().splitlines()[0]
             secret = re.search(r"://[^@/]*:([^@/]+)@", url)
             if secret:
                 said = said.replace(secret[1], "***")
             raise ConfigError(
-                f"the PostgreSQL URL cannot be read: {said}", hint=f"it looks like {EXAMPLE}; % and @ in a password are written %25 and %40"
+                f"the PostgreSQL URL cannot be read: {said}", hint=f"it looks like {EXAMPLE}; %, @ and / in a password are written %25, %40 and %2F"
             ) from e
         if not psycopg.capabilities.has_pipeline():
             raise ConfigError(f"psycopg runs with libpq {psycopg.pq.version() // 10000}, and Penstock needs 14 or newer", hint="pip install 'psycopg[binary]'")
-        if not re.fullmatch(r"\d{1,5}(,\d{1,5})*", str(found.get("port") or "5432")):  # not shown: a / in a password makes the half before it a port
-            raise ConfigError("what stands in the PostgreSQL URL for its port is no number", hint=f"it looks like {EXAMPLE}; / in a password is written %2F")
         host = str(found.get("host") or "localhost")
         where = f"{host}:{found['port']}" if found.get("port") else host
         who = f"{found['user']}@" if found.get("user") else ""
