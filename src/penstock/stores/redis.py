@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from redis import Redis
 from redis import exceptions as wrong
 from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.retry import Retry as BlockingRetry
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 
@@ -40,10 +42,9 @@ class Server:
         """`evictable`: the caller's keys expire, so a server that evicts only such keys could take them too."""
         options, volatile = parse(url)
         self.name = f"{options['host']}:{options['port']}"
-        kind = SSLConnection if url.startswith("rediss:") else Connection
-        self._pool = ConnectionPool(
-            connection_class=kind, protocol=2, socket_timeout=PATIENCE, socket_connect_timeout=5.0, retry=Retry(NoBackoff(), 0), **options
-        )
+        self.tls = url.startswith("rediss:")
+        self.options = {"protocol": 2, "socket_timeout": PATIENCE, "socket_connect_timeout": 5.0, **options}
+        self._pool = ConnectionPool(connection_class=SSLConnection if self.tls else Connection, retry=Retry(NoBackoff(), 0), **self.options)
         self._evictable, self._volatile = evictable, volatile
         self._checked = False
         self._checking = asyncio.Lock()
@@ -141,12 +142,51 @@ class Server:
             if isinstance(said, wrong.RedisError):
                 trouble = self.explained(said)
                 raise Unreachable(trouble.message, hint=trouble.hint)
-            facts = dict(line.split(":", 1) for line in said.decode().splitlines() if ":" in line)
-            judge(facts, self.name, evictable=self._evictable, volatile=self._volatile)
+            self.judge(dict(line.split(":", 1) for line in said.decode().splitlines() if ":" in line))
             self._checked = True
+
+    def judge(self, facts: Mapping[str, str]) -> None:
+        judge(facts, self.name, evictable=self._evictable, volatile=self._volatile)
 
     async def close(self) -> None:
         await self._pool.disconnect()
+
+
+class Blocking:
+    """The same server for commands that people type: they have no event loop, and wait for one answer at a time."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._client: Redis | None = None
+
+    def run(self, script: Script, keys: Sequence[str], *args: Argument) -> Any:
+        def call(client: Any) -> Any:
+            try:
+                return client.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+            except wrong.NoScriptError:
+                return client.execute_command("EVAL", script.text, len(keys), *keys, *args)
+
+        return self._ask(call)
+
+    def command(self, *args: Argument) -> Any:
+        return self._ask(lambda client: client.execute_command(*args))
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        try:
+            if self._client is None:
+                client = Redis(ssl=self._server.tls, retry=BlockingRetry(NoBackoff(), 0), **self._server.options)
+                facts: Any = client.info()
+                self._server.judge({name: str(fact) for name, fact in facts.items()})
+                self._client = client
+            return call(self._client)
+        except (wrong.RedisError, OSError) as e:
+            trouble = self._server.explained(e)
+            raise Unreachable(trouble.message, hint=trouble.hint) from e
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
 
 def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: bool) -> None:
