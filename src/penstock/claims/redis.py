@@ -15,8 +15,7 @@ import msgspec
 from penstock.claims import redis_scripts as lua
 from penstock.claims.redis_hosts import RedisHosts, aside
 from penstock.claims.redis_proxies import RedisProxies
-from penstock.claims.sql import Holder
-from penstock.ports import Clock
+from penstock.ports import Clock, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Server
