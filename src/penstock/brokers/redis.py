@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError
 
+from penstock.brokers import redis_looking as looking
 from penstock.brokers import redis_scripts as lua
 from penstock.errors import PenstockError
 from penstock.model import Ack, Dead, Outcome, Release, Retry
@@ -135,13 +136,13 @@ class RedisBroker:
 
     async def stats(self, topic: str, group: str) -> Stats:
         for _ in range(SORTING):  # what is delayed is only known of what was read and sorted: a thousand at a time
-            ready, delayed, in_flight, dead, age, exact = await self.server.run(lua.STATS, [self.base(topic)], group)
+            ready, delayed, in_flight, dead, age, exact = await self.server.run(looking.STATS, [self.base(topic)], group)
             if exact:
                 break
         return Stats(ready=ready, delayed=delayed, in_flight=in_flight, dead=dead, oldest_age=None if age < 0 else age / 1000, exact=bool(exact))
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        flat = await self.server.run(lua.PEEK, [self.base(topic)], limit)
+        flat = await self.server.run(looking.PEEK, [self.base(topic)], limit)
         rows = sorted((flat[i : i + 7] for i in range(0, len(flat), 7)), key=lambda row: position(row[0], row[1]))
         return [
             Out(topic=topic, id=_text(id_), key=_text(key), body=body, headers=_headers(headers), priority=rank, not_before=due / 1000)
@@ -153,7 +154,7 @@ class RedisBroker:
         removed: dict[bytes, int] = defaultdict(int)
         done = 0
         while not done:
-            done, *counts = await self.server.run(lua.PURGE, [self.base(topic)])
+            done, *counts = await self.server.run(looking.PURGE, [self.base(topic)])
             for group, n in zip(counts[::2], counts[1::2], strict=True):
                 removed[group] += n
         return max(removed.values(), default=0)
@@ -163,7 +164,7 @@ class RedisBroker:
         for name in CLASSES:
             start = f"{int(since * 1000)}-0"
             while start:
-                n, following = await self.server.run(lua.REPLAY, [self.base(topic)], group, name, start)
+                n, following = await self.server.run(looking.REPLAY, [self.base(topic)], group, name, start)
                 added, start = added + n, following.decode()
         return added
 
