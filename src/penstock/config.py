@@ -283,7 +283,7 @@ def _derive_stores(values: dict[str, Any], state: Path) -> None:
         values.setdefault("pages.url", values["ledger.url"] if _kind(values["ledger.url"]) == "postgres" else f"file:{state / 'pages'}")
         return
     servers = [url for url in (values.get("ledger.url"), broker) if url]
-    for path, kinds in (("ledger.url", ("postgres",)), ("claims.url", ("postgres", "redis")), ("pages.url", ("postgres",))):
+    for path, kinds in (("ledger.url", ("postgres",)), ("claims.url", ("redis", "postgres")), ("pages.url", ("postgres",))):
         found = next((url for kind in kinds for url in servers if _kind(url) == kind), None)
         if found is not None:
             values.setdefault(path, found)

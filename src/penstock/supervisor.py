@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.app import Running
-from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError
+from penstock.errors import OK, RAN_WITH_FAILURES, UNREACHABLE, PenstockError
 from penstock.options import Config
 
 log = logging.getLogger("penstock")
@@ -80,9 +80,13 @@ def _keep_freed_memory() -> None:
 
 
 def _supervise(work: Callable[[], int], n: int) -> int:
-    """Forks before anything is open. A worker that dies is started again; one that ends by itself ends the run with its code."""
+    """Forks before anything is open. A worker that dies is started again; one that ends by itself ends the run with its code.
+
+    What cannot be reached when the run starts is the user's to mend; what went away later comes back, and a replacement waits for it.
+    """
     me = os.getpid()
     children: dict[int, float] = {}
+    replacements: set[int] = set()
     stopping = 0
     codes: list[int] = []
 
@@ -92,25 +96,27 @@ def _supervise(work: Callable[[], int], n: int) -> int:
         for pid in children:
             os.kill(pid, signal.SIGTERM if stopping == 1 else signal.SIGKILL)
 
-    def start() -> None:
+    def start(*, replaces: bool) -> None:
         pid = os.fork()
         if pid == 0:
             os._exit(_child(work, me))
         children[pid] = time.monotonic()
+        if replaces:
+            replacements.add(pid)
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for _ in range(n):
-            start()
+            start(replaces=False)
         while children:
             pid, status = os.wait()
             started = children.pop(pid, 0.0)
             code = os.waitstatus_to_exitcode(status)
-            if code < 0 and not stopping:
-                log.warning("worker %d was killed by signal %d; starting another", pid, -code)
+            if not stopping and (code < 0 or (code == UNREACHABLE and pid in replacements)):
+                log.warning("worker %d %s; starting another", pid, f"was killed by signal {-code}" if code < 0 else "could not reach a server")
                 time.sleep(max(0.0, RESTART_DELAY - (time.monotonic() - started)))
                 if not stopping:
-                    start()
+                    start(replaces=True)
             elif code > 0 and not stopping:
                 codes.append(code)
                 if code != RAN_WITH_FAILURES:  # configuration, unreachable: the others would say the same

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from tests.e2e.harness import Project, Target
-from tests.e2e.test_kill import CONCURRENCY, DEAD_SHARE, HELD, check, check_starts, run_and_kill
+from tests.e2e.harness import Project, Target, wait_for
+from tests.e2e.test_kill import DEAD_SHARE, check, check_starts
 from tests.servers import Handle
 
-PAGES = 2000
+PAGES, KILLS, BROKER_KILLS, WORKERS = 5000, 50, 5, 3
+CONCURRENCY, HELD, DELAY = 8, 16, 0.25  # slow enough that there is work left for the last kill
 Server = Callable[[str], Handle]
-# Which server carries the requests; what it cannot keep lies in files of this machine, or in Postgres.
+# The server that is killed as well, where there is one that survives it (ElasticMQ keeps its queues in memory).
+KILLED = {"redis": "redis", "rabbitmq": "rabbitmq", "kafka": "kafka", "postgres": "postgres", "redis+postgres": "postgres"}
+
+
+def servers(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.server(*names)
+
+
 LAYOUTS = [
     pytest.param("apart", id="sqlite apart"),
-    pytest.param("redis", marks=pytest.mark.server("redis")),
-    pytest.param("rabbitmq", marks=pytest.mark.server("rabbitmq")),
-    pytest.param("kafka", marks=pytest.mark.server("kafka")),
-    pytest.param("postgres", marks=pytest.mark.server("postgres")),
-    pytest.param("redis+postgres", marks=pytest.mark.server("redis", "postgres")),
+    pytest.param("redis", marks=servers("redis")),
+    pytest.param("rabbitmq", marks=servers("rabbitmq")),
+    pytest.param("kafka", marks=servers("kafka")),
+    pytest.param("postgres", marks=servers("postgres")),
+    pytest.param("redis+postgres", marks=servers("redis", "postgres")),
 ]
 
 
@@ -32,31 +41,40 @@ def lay_out(project: Project, layout: str, server: Server) -> None:
     match layout:
         case "apart":
             project.set(broker_url=f"sqlite:{state}/broker.db", **files)
-        case "redis" | "rabbitmq" | "kafka" | "sqs":
+        case "redis":
+            project.set(broker_url=server("redis").url, ledger_url=files["ledger_url"], pages_url=files["pages_url"])
+        case "rabbitmq" | "kafka" | "sqs":
             project.set(broker_url=server(layout).url, **files)
         case "redis+postgres":
-            project.set(broker_url=server("redis").url, ledger_url=server("postgres").url, claims_url=server("postgres").url, pages_url=files["pages_url"])
+            project.set(broker_url=server("redis").url, ledger_url=server("postgres").url)
         case "postgres":
-            project.set(broker_url=server(layout).url)
+            project.set(broker_url=server("postgres").url)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_workers_killed_at_random_lose_nothing_on_any_broker(project: Project, target: Callable[..., Target], server: Server, seed: int, layout: str) -> None:
+def test_fifty_killed_workers_and_five_killed_brokers_lose_nothing(
+    project: Project, target: Callable[..., Target], server: Server, seed: int, layout: str
+) -> None:
     rng = random.Random(seed)
     lay_out(project, layout, server)
     project.set(fetch_concurrency=str(CONCURRENCY), fetch_prefetch=str(HELD), lease="2s")
-    web = target(pages=PAGES, dead_share=DEAD_SHARE, delay=0.02)
+    web = target(pages=PAGES, dead_share=DEAD_SHARE, delay=DELAY)
     project.push(*web.urls)
-
-    def strike(pid: int, running: Any) -> None:
-        running.kill()
-
-    kills = 8
-    for _ in range(kills):
-        run_and_kill(project, web, rng, ("--workers", "2"), strike)
-    done = project.penstock("run", "shop.py", "--until-idle", "--workers", "2")
-    assert done.code in (0, 1), done.said
-    check(project.status(), web.log, project.dir / "products.jsonl", pages=PAGES, crashes=kills, at_once=2 * HELD)
+    broker = server(KILLED[layout]) if layout in KILLED else None
+    running = project.start("run", "shop.py", "--until-idle", "--workers", str(WORKERS), "--log-level", "error")
+    share = PAGES // (KILLS + 10)
+    for kill in range(KILLS):
+        begun = web.lines()
+        some = rng.randrange(1, share)
+        wait_for(lambda begun=begun, some=some: running.ended or web.lines() - begun >= some, f"{some} requests: {running.said}", 120)
+        wait_for(lambda: running.ended or len(project.tree()[0]) == WORKERS, "as many workers as asked for", 60, every=0.02)
+        assert not running.ended, f"all was done after {kill} kills: {running.said}"
+        os.kill(rng.choice(project.tree()[0]), signal.SIGKILL)
+        if broker is not None and kill % (KILLS // BROKER_KILLS) == 5:
+            broker.kill()
+            broker.start()
+    assert running.wait(180) in (0, 1), running.said
+    check(project.status(), web.log, project.dir / "products.jsonl", pages=PAGES, crashes=KILLS, at_once=HELD)
     check_starts(project, web)
     project.nothing_runs()

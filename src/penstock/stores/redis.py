@@ -191,6 +191,8 @@ class Blocking:
 
 def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: bool) -> None:
     """What INFO says, weighed. Raises Unreachable, in one sentence."""
+    if facts.get("loading") == "1":  # what it says of itself is not final yet
+        raise Unreachable(f"Redis at {name} is loading its data", hint="try again in a moment")
     version = facts.get("redis_version", "0")
     if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
         raise Unreachable(f"Redis at {name} is version {version}; Penstock needs 7.0 or newer", hint="upgrade the server, or name another one")
