@@ -60,6 +60,14 @@ class Ground:
     def columns(self, r: Rig, table: str) -> list[str]:
         return [row[1] for row in r.sql(f"PRAGMA table_info({table})")]
 
+    def assert_queued(self, r: Rig) -> None:
+        """What is noted beside the queue is what is in it."""
+        for gid, *noted in r.sql("SELECT id, ready, leased, delayed FROM grp"):
+            found = dict(r.sql("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", gid))
+            assert noted == [found.get(state, 0) for state in range(3)]
+        ready = {tuple(k): n for *k, n in r.sql("SELECT grp, prio, key, ready FROM keyq WHERE ready<>0")}
+        assert ready == {tuple(k): n for *k, n in r.sql("SELECT grp, prio, key, count(*) FROM queue WHERE state=0 GROUP BY grp, prio, key")}
+
 
 class Rig:
     """Everything that is open on one store, and a worker's moves by hand. `other` is a second worker on the same store."""
@@ -152,11 +160,7 @@ class Rig:
         return await self.conclude(begun, "dead", reason=reason, error_class="permanent", stage="fetch", fingerprint="f", response_status=404)
 
     def assert_queued(self) -> None:
-        for gid, *noted in self.sql("SELECT id, ready, leased, delayed FROM grp"):
-            found = dict(self.sql("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", gid))
-            assert noted == [found.get(state, 0) for state in range(3)]
-        ready = {tuple(k): n for *k, n in self.sql("SELECT grp, prio, key, ready FROM keyq WHERE ready<>0")}
-        assert ready == {tuple(k): n for *k, n in self.sql("SELECT grp, prio, key, count(*) FROM queue WHERE state=0 GROUP BY grp, prio, key")}
+        self.ground.assert_queued(self)
         queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
         assert self.sql(f"SELECT id FROM event WHERE status IN {OPEN} AND id NOT IN ({queued})") == [], "an open event that nothing will bring back is lost"
 

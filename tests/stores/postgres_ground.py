@@ -1,30 +1,30 @@
-"""PostgreSQL under the sentences about the books: a schema for each rig, dropped behind the test. Which broker shares the transaction is the test's choice."""
+"""PostgreSQL under the sentences about the books: store, ledger and broker in a schema for each rig, dropped behind the test."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 import psycopg
 from psycopg import sql
 from tests.embedded.test_books import Ground, Rig
 
+from penstock.brokers.postgres import PostgresBroker
 from penstock.ledgers.postgres import PostgresLedger
 from penstock.stores.postgres import PostgresStore
 
 
 class PostgresGround(Ground):
-    def __init__(self, url: str, broker: Callable[[Any, Any], Any]) -> None:
-        self.url, self._broker = url, broker
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.stores: list[PostgresStore] = []
 
     def store(self) -> PostgresStore:
-        self.stores.append(PostgresStore(self.url, namespace=f"test_{secrets.token_hex(6)}", inline=True))
+        self.stores.append(PostgresStore(self.url, namespace=f"test_{secrets.token_hex(6)}", durability="process", inline=True))
         return self.stores[-1]
 
     def broker(self, db: Any, clock: Any) -> Any:
-        return self._broker(db, clock)
+        return PostgresBroker(db, clock)
 
     def ledger(self, db: Any, clock: Any) -> PostgresLedger:
         return PostgresLedger(db, clock)
@@ -35,6 +35,11 @@ class PostgresGround(Ground):
     def columns(self, r: Rig, table: str) -> list[str]:
         found = r.sql("SELECT attname FROM pg_attribute WHERE attrelid=?::regclass AND attnum>0 AND NOT attisdropped ORDER BY attnum", table)
         return [name for (name,) in found]
+
+    def assert_queued(self, r: Rig) -> None:
+        noted = {tuple(k): counts for *k, counts in r.sql("SELECT grp, prio, key, ARRAY[ready, leased, delayed] FROM keyq WHERE ready+leased+delayed<>0")}
+        counted = "ARRAY[count(*) FILTER (WHERE state=0), count(*) FILTER (WHERE state=1), count(*) FILTER (WHERE state=2)]"
+        assert noted == {tuple(k): counts for *k, counts in r.sql(f"SELECT grp, prio, key, {counted} FROM queue GROUP BY grp, prio, key")}
 
     def clear(self) -> None:
         with psycopg.connect(self.url, autocommit=True) as connection:

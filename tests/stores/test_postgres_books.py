@@ -1,0 +1,26 @@
+"""The sentences about the books, on PostgreSQL: the same tests, walks and machine, with ledger, claims, outbox and broker in one schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import settings
+from tests.embedded.test_books import *  # noqa: F403 (the sentences)
+from tests.embedded.test_books import AnyOrder, Rig
+from tests.servers import Handle
+from tests.stores.postgres_ground import PostgresGround
+
+pytestmark = pytest.mark.server("postgres")
+
+
+@pytest.fixture(autouse=True)
+def _on_postgres(server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ground = PostgresGround(server("postgres").url)
+    monkeypatch.setattr(Rig, "ground", ground)
+    yield
+    ground.clear()
+
+
+class TestAnyOrder(AnyOrder.TestCase):  # type: ignore[misc,valid-type]
+    settings = settings(AnyOrder.TestCase.settings, max_examples=20)
