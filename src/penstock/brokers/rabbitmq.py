@@ -74,11 +74,11 @@ class RabbitBroker:
             known = self._specs.get(topic, TopicSpec(name=topic))
             await self._declare(TopicSpec(name=topic, groups=(group,), max_depth=known.max_depth))
 
-    async def declare_again(self, topic: str, group: str) -> None:
+    def forget(self, topic: str) -> None:
+        """Something of it was found to be missing: it is declared again by whoever needs it next."""
         for name in (topic, topic + DEAD):
             self._groups.pop(name, None)
             self._ladders.discard(name)
-        await self.declared(topic, group)
 
     async def _declare(self, spec: TopicSpec) -> list[str]:
         drift: list[str] = []

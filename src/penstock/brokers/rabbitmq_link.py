@@ -45,15 +45,15 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_address(dsn: str) -> Address:
     shown = mask(dsn)
+    if "#" in dsn:
+        raise ConfigError(f"{shown!r} has a '#', which ends an address", hint="write it as %23 where it belongs to the password")
     try:
         parts = urlsplit(dsn)
         port = parts.port
-    except ValueError as e:
-        raise ConfigError(f"{shown!r} is not an address of a RabbitMQ server: {e}", hint=EXAMPLE) from e
+    except ValueError:  # what it says may quote a part of the password
+        raise ConfigError(f"{shown!r} is not an address of a RabbitMQ server", hint=f"{EXAMPLE}; write / @ : in a password as %2F %40 %3A") from None
     if parts.scheme not in ("amqp", "amqps") or not parts.hostname:
         raise ConfigError(f"{shown!r} names no RabbitMQ server", hint=EXAMPLE)
-    if parts.fragment:
-        raise ConfigError(f"{shown!r} has a '#', which ends an address", hint="write it as %23 where it belongs to the password")
     if "/" in parts.path.lstrip("/"):
         raise ConfigError(f"{shown!r} names a virtual host with a '/' in it", hint="write that '/' as %2F")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+from aiormq import exceptions as amqp
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
@@ -66,7 +67,7 @@ class Home(Protocol):
 
     async def declared(self, topic: str, group: str) -> None: ...
 
-    async def declare_again(self, topic: str, group: str) -> None: ...
+    def forget(self, topic: str) -> None: ...
 
 
 def text(value: Any) -> str:
@@ -204,7 +205,11 @@ class RabbitSubscription:
                     for rank in self.ranks:
                         missing = self._wanted(rank, limit) - self._granted(rank)
                         if missing > 0:
-                            await self._consume(channel, rank, max(8, 1 << (missing - 1).bit_length()))
+                            try:
+                                await self._consume(channel, rank, max(8, 1 << (missing - 1).bit_length()))
+                            except amqp.ChannelNotFoundEntity:
+                                self.broker.forget(self.topic)
+                                raise
             if self._watch is None:
                 self._watch = asyncio.get_running_loop().call_later(self._linger, self._spawn, self._look_after)
 
@@ -360,7 +365,8 @@ class RabbitSubscription:
         stale = min((keys[key][0].arrived for keys in self._ready.values() for key in keys), default=now) < now - self._linger
         if (resting and now > self._asked + LONGEST) or ((resting or stale) and await self._others()):
             await self._stand_down()
-            self._linger = min(LONGEST, self._linger * 2)
+            if not self._ahead:
+                self._linger = min(LONGEST, self._linger * 2)
         if self.alive and any(self._consumers.values()) and not self._closed:
             self._watch = loop.call_later(self._linger, self._spawn, self._look_after)
 
@@ -451,7 +457,8 @@ class RabbitSubscription:
     async def _send(self, copies: Sequence[Letter]) -> None:
         answers = await self.broker.publisher.send(copies)
         if Published.FAILED in answers:  # its queue is not there, or no longer: make it, and try once more
-            await self.broker.declare_again(self.topic, self.group)
+            self.broker.forget(self.topic)
+            await self.broker.declared(self.topic, self.group)
             answers = await self.broker.publisher.send(copies)
         if any(answer is not Published.OK for answer in answers):
             worst = next(answer for answer in answers if answer is not Published.OK)
