@@ -67,7 +67,7 @@ def host(server: Callable[[str], Handle]) -> Iterator[Host]:
 class TestRabbitMQ(Served):
     name = "rabbitmq"
     lease = 0.5
-    patience = 0.6
+    patience = 0.5
     slack = 0.6
 
     @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from penstock.ports import Clock, Delivery, Out, Published
 
 AHEAD = 256  # messages of a class that are looked at beyond what is asked for, so that a key with many does not hide the others
 AHEAD_BYTES = 32 << 20  # and not more than this much of them
-LINGER = 0.3  # seconds that a message may lie here unasked for while others could have it; longer after each time that it came back
+LINGER = 0.2  # seconds that a message may lie here unasked for while others could have it; longer after each time that it came back
 LONGEST = 30.0  # the same where nobody else is there
 QUIET = 0.003  # seconds without an arrival after which a burst is over
 BURST = 0.2  # seconds a burst is waited for at most
@@ -211,7 +211,7 @@ class RabbitSubscription:
                                 self.broker.forget(self.topic)
                                 raise
             if self._watch is None:
-                self._watch = asyncio.get_running_loop().call_later(self._linger, self._spawn, self._look_after)
+                self._watch = asyncio.get_running_loop().call_later(self._linger / 2, self._spawn, self._look_after)
 
     def _wanted(self, rank: int, limit: int) -> int:
         return self._busy[rank] + max(limit + min(limit, self._ahead), self._ahead)
@@ -368,7 +368,7 @@ class RabbitSubscription:
             if not self._ahead:
                 self._linger = min(LONGEST, self._linger * 2)
         if self.alive and any(self._consumers.values()) and not self._closed:
-            self._watch = loop.call_later(self._linger, self._spawn, self._look_after)
+            self._watch = loop.call_later(self._linger / 2, self._spawn, self._look_after)
 
     async def _others(self) -> bool:
         """Does anybody else consume these queues?"""
