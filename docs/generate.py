@@ -1,9 +1,11 @@
-"""Writes the pages of docs/ that are made from the code: configuration.md, cli.md and outcomes.md. `--check` only says whether they are up to date."""
+"""Writes the pages of docs/ that are made from the code, all those in PAGES. `--check` only says whether they are up to date."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,7 +243,93 @@ def outcomes() -> str:
     return "\n".join(lines)
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": cli, "outcomes.md": outcomes}
+# -- what brokers promise ------------------------------------------------------------------------------------------------
+
+BROKERS = """\
+# What each broker promises
+
+All brokers pass one suite, `penstock.testing.conformance`, each on a real server (`./dev test brokers`). What they can do besides is data,
+`Capabilities` in `src/penstock/ports.py`. A sentence of the suite that needs a capability is skipped where a broker does not claim it.
+This page is made from that data and from the suite. How to choose and how to connect is in [Brokers](brokers.md).
+
+## Capabilities
+
+"""
+ADAPTERS = {"sqlite": "SQLite", "postgres": "PostgreSQL", "redis": "Redis Streams", "amqp": "RabbitMQ", "kafka": "Kafka", "sqs": "SQS"}  # by scheme
+CAPABILITIES = {
+    "order_per_key": "a topic can be ordered: one message of a key at a time, in the order of publication",
+    "strict_priority": "a higher class always goes first (the classes high, normal and low are weighted on every broker)",
+    "delay": "a message can wait until its time without holding up others",
+    "replay": "keeps history, and hands it out again from a time on",
+    "bounded": "answers `full` itself (through intake, `intake.max_pending` does so on every broker)",
+    "counts_deliveries": "counts how often a message was handed out, crashes included (poison is judged from the ledger on every broker)",
+    "hold_keys": "keeps a host's messages back until its slot (elsewhere they are put aside in the ledger)",
+    "exact_stats": "its figures are exact at every moment; else they are right once all is quiet",
+    "transactional": "shares a transaction with the ledger in the same store; else a relay publishes after the commit, and again until it is confirmed",
+    "lease": "what ends a delivery's lease when its worker dies: time, or the end of its connection",
+    "fair_keys": "a host with much work does not keep others waiting",
+    "max_body": "bytes that a message always takes",
+}
+
+
+def _cell(value: object) -> str:
+    return {True: "yes", False: "–", "none": "–", None: "no limit"}.get(value, str(value)) if isinstance(value, bool | str | None) else f"{value:,}"
+
+
+def asked_for(needs: Callable[[Any], bool]) -> list[str]:
+    """The capabilities that a sentence of the suite depends on, found by asking it on behalf of a broker that has them all."""
+    from penstock.brokers.sqlite import CAPS
+
+    names: list[str] = []
+
+    class Asked:
+        def __getattr__(self, name: str) -> object:
+            names.append(name)
+            return getattr(CAPS, name)
+
+    needs(Asked())
+    return names
+
+
+def adapters() -> dict[str, Any]:
+    """Title → capabilities, of the adapters that this project has."""
+    from importlib.metadata import entry_points
+
+    modules = {e.name: e.module for e in entry_points(group="penstock.brokers") if e.module.startswith("penstock.")}
+    return {title: import_module(modules[scheme]).CAPS for scheme, title in ADAPTERS.items() if find_spec(modules[scheme])}
+
+
+def broker_guarantees() -> str:
+    import penstock.testing.conformance  # fills SENTENCES
+    from penstock.testing.rig import SENTENCES
+
+    assert penstock.testing.conformance.BrokerConformance
+    brokers = adapters()
+    lines = [BROKERS + "\n".join(_table("capability", "meaning", *brokers))]
+    lines += [_row(_code(name), meaning, *[_cell(getattr(caps, name)) for caps in brokers.values()]) for name, meaning in CAPABILITIES.items()]
+    lines += [
+        "",
+        "“native” is the server's own; “emulated” is made by the adapter from what the server has.",
+        "",
+        "## Sentences of the suite that need a capability",
+        "",
+    ]
+    lines += _table("sentence", "needs", *brokers)
+    words = {name: name.removeprefix("test_").replace("_", " ") for name in SENTENCES}
+    gated = {name: asked_for(needs) for name, needs in SENTENCES.items()}
+    for name, needed in gated.items():
+        if needed:
+            lines.append(_row(words[name], ", ".join(map(_code, needed)), *[_cell(SENTENCES[name](caps)) for caps in brokers.values()]))
+    lines += ["", "## Sentences that hold on every broker", "", *[f"- {words[name]}" for name, needed in gated.items() if not needed]]
+    lines += [
+        "",
+        "The sentences about servers that die and connections that are cut are for brokers with a server of their own. SQLite has none; its tests kill",
+        "processes. The SQS server of the tests forgets everything when it dies, so its death proves nothing and is left out.",
+    ]
+    return "\n".join(lines)
+
+
+PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": cli, "outcomes.md": outcomes, "broker-guarantees.md": broker_guarantees}
 
 
 def stale() -> list[str]:

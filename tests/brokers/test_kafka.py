@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Callable
 
 import pytest
-from tests.servers import Handle
+from tests.brokers.served import Served
 
 from penstock.brokers.kafka import KafkaBroker
 from penstock.brokers.kafka_dsn import parse
 from penstock.clock import SystemClock
 from penstock.ports import Broker
-from penstock.testing.conformance import BrokerConformance
-from penstock.testing.proxy import Proxy
 
 pytestmark = pytest.mark.server("kafka")
 OPTIONS = "?partitions=2&retry_levels=5s&session=2s&grace=1s&timeout=4s"
@@ -31,15 +27,11 @@ async def die(broker: KafkaBroker) -> None:
     await broker.close()
 
 
-class TestKafka(BrokerConformance):
+class TestKafka(Served):
+    name = "kafka"
     lease = 1.0
     patience = 0.3
     slack = 0.6
-
-    @pytest.fixture(autouse=True)
-    def _place(self, server: Callable[[str], Handle]) -> None:
-        self.server = server("kafka")
-        self.url = self.server.url
 
     async def open(self) -> Broker:
         return open_kafka(self.url)
@@ -48,15 +40,3 @@ class TestKafka(BrokerConformance):
         assert isinstance(broker, KafkaBroker)
         await die(broker)
         return open_kafka(self.url, broker.topics.namespace)
-
-    async def stop_server(self) -> None:
-        await asyncio.to_thread(self.server.kill)
-
-    async def start_server(self) -> None:
-        await asyncio.to_thread(self.server.start)
-
-    def in_front(self) -> Proxy:
-        return Proxy("127.0.0.1", self.server.ports("behind"), listen=self.server.ports("proxied"))
-
-    async def open_through(self, proxy: Proxy) -> Broker:
-        return open_kafka(f"kafka://{proxy.host}:{proxy.port}", options=OPTIONS)

@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from tests.brokers.served import Served
 from tests.servers import Handle
 
 from penstock.brokers.postgres import PostgresBroker
@@ -21,53 +22,41 @@ from penstock.ports import Broker, Clock, Delivery, Out, Published, TopicSpec
 from penstock.stores.postgres import PostgresStore
 from penstock.stores.sql import Tx
 from penstock.testing.clock import ManualClock
-from penstock.testing.conformance import BrokerConformance
-from penstock.testing.proxy import Proxy
 
 pytestmark = pytest.mark.server("postgres")
 
 
-class TestPostgres(BrokerConformance):
+class TestPostgres(Served):
     """Time is the rig's, so that nothing sleeps; the server, its locks and its transactions are real."""
 
+    name = "postgres"
+
     @pytest.fixture(autouse=True)
-    def _server(self, server: Callable[[str], Handle]) -> Iterator[None]:
-        self.server = server("postgres")
-        self.url, self.namespace = self.server.url, f"t{secrets.token_hex(6)}"
+    def _schema(self, _its_server: None) -> Iterator[None]:
+        self.namespace = f"t{secrets.token_hex(6)}"
         yield
-        with psycopg.connect(self.url) as db:
+        with psycopg.connect(self.served.url) as db:
             db.execute(f"DROP SCHEMA IF EXISTS {self.namespace} CASCADE")
 
     async def open(self) -> Broker:
         self.clock = ManualClock()
         self.stores: list[PostgresStore] = []
-        return self._opened(self.url)
+        return self._opened()
 
-    def _opened(self, url: str) -> Broker:
-        self.stores.append(PostgresStore(url, namespace=self.namespace))
+    def _opened(self) -> Broker:
+        self.stores.append(PostgresStore(self.url, namespace=self.namespace))
         return PostgresBroker(self.stores[-1], self.clock)
 
     async def reopen(self, broker: Broker) -> Broker:
-        return self._opened(self.url)
-
-    async def stop_server(self) -> None:
-        await asyncio.to_thread(self.server.kill)
-
-    async def start_server(self) -> None:
-        await asyncio.to_thread(self.server.start)
-
-    def in_front(self) -> Proxy:
-        return Proxy("127.0.0.1", self.server.port)
-
-    async def open_through(self, proxy: Proxy) -> Broker:
-        self.clock, self.stores = ManualClock(), []
-        url = self.url.replace(f":{self.server.port}/", f":{proxy.port}/")
-        return await asyncio.to_thread(self._opened, url)  # it connects, and the proxy lives on this loop
+        return self._opened()
 
     async def shut(self, broker: Broker) -> None:
         await broker.close()
         for store in self.stores:
             store.close_now()
+
+    def last_word(self, broker: Broker, message: bytes) -> bytes:
+        return b"\0" + self.stores[-1]._books._wire._names["COMMIT"] + b"\0"  # binds the prepared statement
 
     async def sleep(self, seconds: float) -> None:
         self.clock.advance(seconds)

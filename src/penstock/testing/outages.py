@@ -38,8 +38,8 @@ class Outages(BrokerRig):
         sub = self.sub(broker)
         done, *held = await self.take(sub, 4)
         assert list(await sub.settle([(done, Ack())])) == [True]
-        self.proxy.cut()
-        self.proxy.heal()
+        await self.proxy.cut()
+        await self.proxy.heal()
         await self.confirmed(broker, ["late"])
         await self.finish(sub, held, ["late"])
 
@@ -47,15 +47,15 @@ class Outages(BrokerRig):
     async def test_a_publish_whose_answer_is_lost_is_reported_as_unknown(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"])
-        self.proxy.lose_answer_to(b"letter2")
+        await self.proxy.lose_answer_to(self.last_word(broker, b"letter2"))
         publishing = asyncio.ensure_future(broker.publish([Out(topic="t", id="letter2", key="letter", body=b"letter2")]))
         await self.proxy.passed()
-        self.proxy.cut()
+        await self.proxy.cut()
         try:
             (answer,) = await publishing
         except StoreUnavailable:
             answer = Published.FAILED
-        self.proxy.heal()
+        await self.proxy.heal()
         sub = self.sub(broker)
         if answer is not Published.UNKNOWN:
             assert answer is Published.FAILED, "nobody said ok"

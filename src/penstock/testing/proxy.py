@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 CHUNK = 1 << 16
+T = TypeVar("T")
 
 
 class Proxy:
-    """In front of one server, on loopback, for as long as the block lasts.
+    """In front of one server, on loopback, for as long as the block lasts. In a thread of its own: whoever goes through it may block.
 
     async with Proxy("127.0.0.1", 6379) as proxy:
         ...  # connect to proxy.host, proxy.port
@@ -18,6 +22,8 @@ class Proxy:
 
     def __init__(self, host: str, port: int, *, listen: int = 0) -> None:
         self._target, self.port = (host, port), listen
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._server: asyncio.Server | None = None
         self._links: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -26,41 +32,62 @@ class Proxy:
         self._down = False
 
     async def __aenter__(self) -> Proxy:
-        self._server = await asyncio.start_server(self._accept, self.host, self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._thread.start()
+        await self._there(self._open())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        self.cut()  # which also ends whoever waits for either side
-        await asyncio.gather(*self._tasks)
-        await self._server.wait_closed()
+        await self._there(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     # -- faults ------------------------------------------------------------------------------------------------------------
 
-    def lose_answer_to(self, marker: bytes) -> None:
+    async def lose_answer_to(self, marker: bytes) -> None:
         """As soon as these bytes have gone to the server, nothing that it says comes back."""
-        self._marker = marker
-        self._passed.clear()
+        await self._there(self._set(down=False, marker=marker))
 
     async def passed(self) -> None:
         """Those bytes have gone to the server."""
-        await self._passed.wait()
+        await self._there(self._wait())
 
-    def cut(self) -> None:
+    async def cut(self) -> None:
         """Every connection ends at once, and new ones are refused."""
-        self._down = True
-        for link in list(self._links):
-            for end in link:
-                end.transport.abort()
+        await self._there(self._set(down=True, marker=self._marker))
 
-    def heal(self) -> None:
+    async def heal(self) -> None:
         """New connections work as they should."""
-        self._down, self._marker = False, b""
-        self._passed.clear()
+        await self._there(self._set(down=False, marker=b""))
 
-    # -- the way through ---------------------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        self._server = await asyncio.start_server(self._accept, self.host, self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._set(down=True, marker=b"")  # which also ends whoever waits for either side
+        await asyncio.gather(*self._tasks)
+        await self._server.wait_closed()
+
+    async def _set(self, *, down: bool, marker: bytes) -> None:
+        self._down = down
+        if marker != self._marker:
+            self._marker = marker
+            self._passed.clear()
+        if down:
+            for link in list(self._links):
+                for end in link:
+                    end.transport.abort()
+
+    async def _wait(self) -> None:
+        await self._passed.wait()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -90,12 +117,12 @@ class Proxy:
             while data := await source.read(CHUNK):
                 if not asking and self._passed.is_set():
                     continue
-                target.write(data)
-                await target.drain()
                 if asking and self._marker:
                     recent = recent[-len(self._marker) :] + data
                     if self._marker in recent:
                         self._passed.set()
+                target.write(data)
+                await target.drain()
         except OSError:
             pass
         finally:

@@ -15,6 +15,7 @@ from penstock.testing.proxy import Proxy
 
 T = TypeVar("T")
 Test = Callable[[Any, Any], Awaitable[None]]
+SENTENCES: dict[str, Callable[[Capabilities], bool]] = {}  # by name: does a broker with these capabilities promise it
 
 
 def sentence(needs: Callable[[Capabilities], bool] = lambda caps: True, *, proxied: bool = False) -> Callable[[Test], Callable[[Any], None]]:
@@ -44,6 +45,7 @@ def sentence(needs: Callable[[Capabilities], bool] = lambda caps: True, *, proxi
 
         runner.__name__, runner.__doc__ = test.__name__, test.__doc__
         runner.__qualname__ = f"BrokerConformance.{runner.__name__}"
+        SENTENCES[runner.__name__] = needs
         return runner
 
     return wrap
@@ -104,6 +106,10 @@ class BrokerRig:
     async def open_through(self, proxy: Proxy) -> Broker:
         """As `open`, with the proxy's address in place of the server's."""
         raise NotImplementedError
+
+    def last_word(self, broker: Broker, message: bytes) -> bytes:
+        """What is said last on the wire when something is published, once the broker is warm: the message itself, or what commits it."""
+        return message
 
     # -- helpers -----------------------------------------------------------------------------------------------------------
 
