@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,11 +291,11 @@ def asked_for(needs: Callable[[Any], bool]) -> list[str]:
 
 
 def adapters() -> dict[str, Any]:
-    """Title → capabilities, of the adapters that this project has."""
+    """Title → capabilities, of the adapters of this project."""
     from importlib.metadata import entry_points
 
     modules = {e.name: e.module for e in entry_points(group="penstock.brokers") if e.module.startswith("penstock.")}
-    return {title: import_module(modules[scheme]).CAPS for scheme, title in ADAPTERS.items() if find_spec(modules[scheme])}
+    return {title: import_module(modules[scheme]).CAPS for scheme, title in ADAPTERS.items()}
 
 
 def broker_guarantees() -> str:

@@ -14,17 +14,22 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from penstock import config
+from penstock.brokers import kafka_dsn, rabbitmq_link, sqs_wire
 from penstock.cli.main import COMMANDS, build
 from penstock.errors import PenstockError
 from penstock.options import OPTIONS, pool_options
 from penstock.pipeline import load
-from penstock.ports import Row
+from penstock.ports import Capabilities, Row
+from penstock.stores import redis
+from penstock.testing.conformance import BrokerConformance
+from penstock.testing.rig import SENTENCES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -209,7 +214,7 @@ def test_every_command_in_the_text_exists(page: Path) -> None:
 
 def test_every_test_and_source_file_in_the_text_exists() -> None:
     defined = {name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text("utf-8"))}
-    defined |= set(re.findall(r"def (test_\w+)", (ROOT / "src/penstock/testing/conformance.py").read_text("utf-8")))
+    defined |= set(SENTENCES)
     for page in PAGES:
         text = page.read_text("utf-8")
         for name in re.findall(r"`(test_\w+)`", text):
@@ -223,7 +228,7 @@ def test_every_test_and_source_file_in_the_text_exists() -> None:
 
 def test_options_named_in_the_text_exist() -> None:
     variables = {v for option in (*OPTIONS, *pool_options("NAME")) for v in option.variables}
-    ours = {"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL", "PENSTOCK_SERVICES_DIR"}
+    ours = {"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL", "PENSTOCK_SERVICES_DIR", "PENSTOCK_KAFKA_OPTIONS"}
     paths = {option.path for option in OPTIONS}
     sections = {path.partition(".")[0] for path in paths if "." in path}
     for page in PAGES:
@@ -258,6 +263,42 @@ def test_every_option_and_command_is_in_the_reference() -> None:
         assert all(f"`{variable}`" in configuration for variable in option.variables)
     for name, *_ in COMMANDS:
         assert f"## penstock {name}" in cli
+
+
+def test_the_table_of_brokers_has_every_adapter_every_capability_and_every_sentence() -> None:
+    made = generator()
+    modules = {entry.module for entry in entry_points(group="penstock.brokers") if entry.module.startswith("penstock.")}
+    assert {entry.module for entry in entry_points(group="penstock.brokers") if entry.name in made.ADAPTERS} == modules
+    assert set(made.CAPABILITIES) == set(Capabilities.__struct_fields__)
+    page = (DOCS / "broker-guarantees.md").read_text("utf-8")
+    assert set(SENTENCES) == {name for name in dir(BrokerConformance) if name.startswith("test_")}
+    for name, needs in SENTENCES.items():
+        words, gates = name.removeprefix("test_").replace("_", " "), made.asked_for(needs)
+        assert set(gates) <= set(made.CAPABILITIES)
+        row = next(line for line in page.splitlines() if words in line)
+        assert row.startswith(f"| {words} | {', '.join(f'`{gate}`' for gate in gates)} |" if gates else f"- {words}")
+
+
+def test_no_adapter_leaves_out_a_sentence_of_the_suite() -> None:
+    """A sentence that does not hold is gated by a capability, which is in the table."""
+    for file in [*(ROOT / "tests/brokers").glob("test_*.py"), ROOT / "tests/embedded/test_broker_sqlite.py"]:
+        found = set(re.findall(r"^    (?:async def |def )?(test_\w+)", file.read_text("utf-8"), re.M)) & set(SENTENCES)
+        assert not found, f"{file.name} has a version of its own of {found}"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("redis", {"volatile", *redis.TLS_OPTIONS}),
+        ("amqp", {"heartbeat", *rabbitmq_link.TLS_OPTIONS, *rabbitmq_link.OWN_OPTIONS}),
+        ("kafka", set(kafka_dsn._READ)),
+        ("sqs", set(sqs_wire._OPTIONS)),
+    ],
+)
+def test_every_option_of_a_brokers_url_is_documented_and_there(scheme: str, options: set[str]) -> None:
+    section = (DOCS / "brokers.md").read_text("utf-8").partition(f"\n### {scheme}://")[2].partition("\n### ")[0].partition("\n## ")[0]
+    documented = {name for line in section.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w.]+)`", line.split(" | ")[0])}
+    assert documented - {"rdkafka.NAME"} == options
 
 
 # -- the examples for contributors -------------------------------------------------------------------------------------
