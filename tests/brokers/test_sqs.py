@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
+import urllib.request
 import uuid
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import quote
 
 import pytest
+from aiobotocore.session import get_session
 from tests.brokers.served import Served
+from tests.servers import Handle
 
 from penstock.brokers import sqs_wire as wire
 from penstock.brokers.sqs import SqsBroker
+from penstock.brokers.sqs_subscription import SITTING
 from penstock.clock import SystemClock
-from penstock.ports import Broker
+from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
+from penstock.model import Dead, Release, Retry
+from penstock.ports import Broker, Out, Published, TopicSpec
 
 pytestmark = pytest.mark.server("sqs")
 
@@ -45,3 +56,271 @@ class TestSqs(Served):
         await removed(self.opened[-1])
         for each in self.opened:
             await each.close()
+
+
+# -- what only SQS promises, or cannot --------------------------------------------------------------------------------------------
+
+Place = Callable[[str], Handle]
+NORMAL = wire.Where("t", "main", wire.NORMAL)
+
+
+@contextlib.asynccontextmanager
+async def at(url: str, namespace: str = "", *topics: TopicSpec) -> AsyncIterator[SqsBroker]:
+    broker = opened(url, namespace or "t" + uuid.uuid4().hex[:10])
+    try:
+        await broker.ensure(topics or [TopicSpec(name="t")])
+        yield broker
+    finally:
+        if not namespace:
+            with contextlib.suppress(StoreUnavailable):
+                await removed(broker)
+        await broker.close()
+
+
+def out(id_: str, **more: object) -> Out:
+    return Out(**{"topic": "t", "id": id_, "key": "k", "body": id_.encode(), **more})  # type: ignore[arg-type]
+
+
+async def test_a_message_of_another_tool_is_handed_out_as_it_is(server: Place) -> None:
+    async with at(server("sqs").url) as broker:
+        sent = await broker.on(NORMAL, "send_message", MessageBody='{"made": "by hand"}')
+        (d,) = await broker.subscribe("t", "main", owner="w", lease=5).receive(5, 2.0)
+        assert (d.id, d.body, d.headers) == (sent["MessageId"], b'{"made": "by hand"}', {})
+
+
+async def test_a_body_that_sqs_cannot_hold_is_failed_and_the_others_are_sent(server: Place) -> None:
+    async with at(server("sqs").url) as broker:
+        noise = b"".join(uuid.uuid4().bytes for _ in range(40_000))
+        answers = await broker.publish([out("a"), out("large", body=noise), out("fits", body=noise[: broker.caps.max_body]), out("b")])
+        assert list(answers) == [Published.OK, Published.FAILED, Published.OK, Published.OK]
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        got = {d.id: d.body for _ in range(2) for d in await sub.receive(10, 1.0)}
+        assert got == {"a": b"a", "fits": noise[: broker.caps.max_body], "b": b"b"}
+
+
+async def test_a_retry_beyond_twelve_hours_becomes_a_new_message_that_waits(server: Place) -> None:
+    async with at(server("sqs").url) as broker:
+        await broker.publish([out("a", priority=0)])
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        (d,) = await sub.receive(5, 2.0)
+        assert list(await sub.settle([(d, Retry(20 * 3600.0, "tomorrow"))])) == [True]
+        found = await broker.stats("t", "main")
+        assert (found.ready, found.delayed, found.in_flight) == (0, 1, 0)
+
+
+async def test_a_message_that_arrives_before_its_time_is_hidden_until_then(server: Place) -> None:
+    async with at(server("sqs").url) as broker:
+        parcel = wire.pack(out("a"), 1, time.time() + 1.5)  # as after the fifteen minutes that SQS keeps a new one back
+        fields = {"MessageBody": parcel.body, "MessageAttributes": {wire.NOTE: {"DataType": "String", "StringValue": parcel.note}}}
+        await broker.on(NORMAL, "send_message", **fields)
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        assert list(await sub.receive(5, 0.5)) == []
+        (d,) = await sub.receive(5, 4.0)
+        assert d.id == "a"
+        assert time.time() >= wire.unpack({"MessageId": "", "Body": "", **fields})[0].after
+
+
+async def test_a_group_that_another_process_declared_gets_what_is_published_here(server: Place) -> None:
+    url = server("sqs").url
+    async with at(url, "", TopicSpec(name="t", groups=("main", "archive"))) as elsewhere:
+        here = opened(url, elsewhere.place.prefix)
+        try:
+            assert list(await here.publish([out("a")])) == [Published.OK]
+        finally:
+            await here.close()
+        for group in ("main", "archive"):
+            assert [d.id for d in await elsewhere.subscribe("t", group, owner="w", lease=5).receive(5, 2.0)] == ["a"]
+
+
+async def test_a_queue_that_is_not_as_we_would_make_it_is_told_and_left_alone(server: Place) -> None:
+    url = server("sqs").url
+    async with at(url, "", TopicSpec(name="other")) as broker:
+        name = wire.queue_name(broker.place.prefix, NORMAL)
+        made = await broker.call("create_queue", QueueName=name, Attributes={"DelaySeconds": "5"})
+        dead = await broker.call("get_queue_attributes", QueueUrl=await broker.declare(wire.dead_queue("t")), AttributeNames=["QueueArn"])
+        policy = f'{{"deadLetterTargetArn":"{dead["Attributes"]["QueueArn"]}","maxReceiveCount":"3"}}'
+        await broker.call("set_queue_attributes", QueueUrl=made["QueueUrl"], Attributes={"RedrivePolicy": policy})
+        drift = await broker.ensure([TopicSpec(name="t")])
+        assert len(drift) == 2
+        assert name in drift[0]
+        assert "delays every message by 5 s" in drift[0]
+        assert "after 3 receives" in drift[1]
+        after = await broker.call("get_queue_attributes", QueueUrl=made["QueueUrl"], AttributeNames=["DelaySeconds"])
+        assert after["Attributes"]["DelaySeconds"] == "5"
+
+
+async def test_an_ordered_topic_is_refused(server: Place) -> None:
+    with pytest.raises(ConfigError, match="asks for order"):
+        async with at(server("sqs").url, "", TopicSpec(name="t", ordered=True)):
+            pass
+
+
+async def test_a_queue_that_was_removed_is_made_again(server: Place) -> None:
+    async with at(server("sqs").url) as broker:
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        await removed(broker)
+        assert list(await broker.publish([out("a")])) == [Published.OK]
+        assert [d.id for d in await sub.receive(5, 2.0)] == ["a"]
+        await removed(broker)
+        assert list(await sub.receive(5, 0.2)) == []
+        assert (await broker.stats("t", "main")).in_flight == 0
+
+
+async def test_what_was_not_asked_for_is_given_back_soon(server: Place) -> None:
+    async with at(server("sqs").url) as broker:
+        await broker.publish([out(f"a{i}") for i in range(8)])
+        one, other = (broker.subscribe("t", "main", owner=o, lease=30) for o in "wx")
+        assert len(await one.receive(8, 1.0, per_key=2)) == 2
+        assert list(await other.receive(8, 0.0)) == []
+        got: list[str] = []
+        async with asyncio.timeout(SITTING + 5):  # far less than the lease
+            while len(got) < 6:
+                got += [d.id for d in await other.receive(8, 1.0)]
+        assert len(set(got)) == 6
+
+
+async def test_a_subscription_that_closes_gives_back_what_its_last_poll_brought(server: Place) -> None:
+    async with at(server("sqs").url) as broker:
+        one, other = (broker.subscribe("t", "main", owner=o, lease=30) for o in "wx")
+        assert list(await one.receive(5, 0.1)) == []  # its long polls are still out
+        await broker.publish([out("a")])
+        await one.close()
+        assert [d.id for d in await other.receive(5, 3.0)] == ["a"]
+
+
+async def test_a_receive_that_is_cancelled_loses_nothing(server: Place) -> None:
+    async with at(server("sqs").url) as broker:
+        await broker.publish([out(f"a{i}") for i in range(5)])
+        one, other = (broker.subscribe("t", "main", owner=o, lease=30) for o in "wx")
+        asking = asyncio.ensure_future(one.receive(5, 3.0))
+        await asyncio.sleep(0.01)  # on its way
+        asking.cancel()
+        await asyncio.wait([asking])
+        await one.close()
+        got = [] if asking.cancelled() else [d.id for d in asking.result()]  # it may have been quicker
+        async with asyncio.timeout(10):
+            while len(got) < 5:
+                got += [d.id for d in await other.receive(5, 1.0)]
+        assert sorted(got) == [f"a{i}" for i in range(5)]
+
+
+async def test_what_sqs_gives_up_by_itself_lies_with_the_dead_letters_and_says_so(server: Place) -> None:
+    async with at(server("sqs").url + "&max_receives=2") as broker:
+        await broker.publish([out("a", headers={"h": "1"})])
+        sub = broker.subscribe("t", "main", owner="w", lease=5)
+        for _ in range(2):
+            (d,) = await sub.receive(1, 2.0)
+            await sub.settle([(d, Release())])
+        assert list(await sub.receive(1, 1.0)) == []
+        (letter,) = await broker.subscribe("t.dead", "main", owner="w", lease=5).receive(5, 2.0)
+        assert (letter.id, letter.body) == ("a", b"a")
+        assert letter.headers == {"h": "1", "penstock-reason": "given up by SQS: received too often without an end"}
+
+
+# -- outages ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again(server: Place) -> None:
+    handle = server("sqs")
+    async with at(handle.url) as broker:
+        sub = broker.subscribe("t", "main", owner="w", lease=60)
+        await broker.publish([out("a"), out("b")])
+        (d,) = await sub.receive(1, 2.0)
+        await asyncio.to_thread(handle.stop)
+        with pytest.raises(StoreUnavailable, match="cannot be reached"):
+            await sub.receive(1, 5.0)
+        with pytest.raises(StoreUnavailable):
+            await sub.settle([(d, Dead("no"))])
+        with pytest.raises(StoreUnavailable, match="cannot be reached"):
+            await broker.publish([out("c")])
+        with pytest.raises(StoreUnavailable):
+            await broker.stats("t", "main")
+        await asyncio.to_thread(handle.start)  # this one forgets everything when it ends
+        assert list(await broker.publish([out("c")])) == [Published.OK]
+        got: list[str] = []
+        async with asyncio.timeout(20):
+            while not got:
+                with contextlib.suppress(StoreUnavailable):  # of a poll that was out when it died
+                    got = [d.id for d in await sub.receive(5, 2.0)]
+        assert got == ["c"]
+
+
+# -- what can be wrong at the start ---------------------------------------------------------------------------------------------------
+
+
+async def told(url: str) -> PenstockError:
+    with pytest.raises(PenstockError) as caught:
+        async with at(url, "ns"):
+            pass
+    assert caught.value.hint
+    assert "hunter2" not in caught.value.message + caught.value.hint
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place, monkeypatch: pytest.MonkeyPatch, unused_port: int) -> None:
+    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    error = await told(f"sqs://x:hunter2@127.0.0.1:{unused_port}/?tls=false")
+    assert isinstance(error, Unreachable)
+    assert "cannot be reached" in error.message
+    assert "does not answer with TLS" in (await told(f"sqs://x:hunter2@127.0.0.1:{server('sqs').port}/?")).message
+    assert "needs a region" in (await told("sqs://x:hunter2@/?")).message
+    assert "no AWS credentials" in (await told("sqs://?region=eu-west-1")).message
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    assert "nobody" in (await told("sqs://?region=eu-west-1")).message
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", b"-ERR what?\r\n"]
+)
+async def test_a_server_that_does_not_speak_sqs_is_told(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        assert "does not answer as SQS does" in (await told(f"sqs://x:hunter2@127.0.0.1:{port}/?tls=false")).message
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.mark.server("s3")  # moto, which also plays SQS, and checks keys and permissions when asked to
+async def test_wrong_credentials_and_missing_permissions_are_told_apart(server: Place) -> None:
+    address = f"127.0.0.1:{server('s3').port}"
+
+    def checking(after: str) -> None:
+        """Requests are checked from then on."""
+        request = urllib.request.Request(f"http://{address}/moto-api/reset-auth", data=after.encode(), headers={"Content-Type": "text/plain"})
+        urllib.request.urlopen(request).close()
+
+    async with get_session().create_client(
+        "iam", region_name="us-east-1", endpoint_url=f"http://{address}", aws_access_key_id="x", aws_secret_access_key="x"
+    ) as iam:
+        user = uuid.uuid4().hex
+        await iam.create_user(UserName=user)
+        key = (await iam.create_access_key(UserName=user))["AccessKey"]
+        allowed = '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Action":"sqs:GetQueueUrl","Resource":"*"}]}'
+        await iam.put_user_policy(UserName=user, PolicyName="p", PolicyDocument=allowed)
+    checking("0")
+    try:
+        assert "does not know these credentials" in (await told(f"sqs://nobody:hunter2@{address}/?tls=false&region=eu-west-1")).message
+        assert "does not know these credentials" in (await told(f"sqs://{key['AccessKeyId']}:hunter2@{address}/?tls=false&region=eu-west-1")).message
+        error = await told(f"sqs://{key['AccessKeyId']}:{quote(key['SecretAccessKey'], safe='')}@{address}/?tls=false&region=eu-west-1")
+        assert "does not allow sqs:CreateQueue" in error.message
+        assert "ns-*" in error.hint
+    finally:
+        checking("inf")

@@ -100,7 +100,8 @@ class SqsBroker:
         try:
             return await self.call(operation, QueueUrl=self._urls.get(where) or await self.declare(where), **arguments)
         except Gone:
-            self._urls.pop(where, None)
+            for gone in (where, wire.dead_queue(where.topic)):  # the other may have gone with it, and the new one refers to it
+                self._urls.pop(gone, None)
             return await self.call(operation, QueueUrl=await self.declare(where), **arguments)
 
     async def each(self, where: Where, operation: str, entries: Sequence[dict[str, Any]]) -> list[bool | None]:
@@ -182,7 +183,7 @@ class SqsBroker:
                 policy = {"deadLetterTargetArn": arn, "maxReceiveCount": str(self.place.receives)}
                 attributes["RedrivePolicy"] = msgspec.json.encode(policy).decode()
             name = wire.queue_name(self.place.prefix, where)
-            url = str((await self.call("create_queue", QueueName=name, Attributes=attributes))["QueueUrl"])
+            url = self._url_in(await self.call("create_queue", QueueName=name, Attributes=attributes))
         self._urls[where] = url
         return url
 
@@ -190,8 +191,14 @@ class SqsBroker:
         if known := self._urls.get(where):
             return known
         with contextlib.suppress(Gone):
-            self._urls[where] = str((await self.call("get_queue_url", QueueName=wire.queue_name(self.place.prefix, where)))["QueueUrl"])
+            self._urls[where] = self._url_in(await self.call("get_queue_url", QueueName=wire.queue_name(self.place.prefix, where)))
         return self._urls.get(where)
+
+    def _url_in(self, answer: dict[str, Any]) -> str:
+        """A web server that answers anything with a friendly page gets as far as this."""
+        if "QueueUrl" not in answer:
+            raise StoreUnavailable(f"{self.place.shown} does not answer as SQS does")
+        return str(answer["QueueUrl"])
 
     async def _groups_of(self, topic: str) -> list[str]:
         """Every group that has queues, whoever made them: one that another process reads must not miss anything."""

@@ -99,6 +99,7 @@ class SqsSubscription:
         until = now() + wait
         self._stay()
         self._sweep(now())
+        self._trouble = None  # of a poll that nobody waited for
         batch = _Batch(limit, per_key or limit, self._quotas(limit))
         try:
             while True:
@@ -113,11 +114,18 @@ class SqsSubscription:
                         await self._landed.wait()
                 except TimeoutError:
                     until = now()  # one last look at what is here
-                if (trouble := self._trouble) is not None:
-                    self._trouble = None
-                    raise trouble
+                self._complain()
+        except BaseException:  # cancelled, or an outage after the first part: nobody gets these, so they are here for the next call
+            for held in batch.got:
+                next(lane for lane in self._lanes if lane.where == held.where).spare.append(held)
+            raise
         finally:
             self._leave()
+
+    def _complain(self) -> None:
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            raise trouble
 
     def _hand_out(self, batch: _Batch) -> list[Delivery]:
         self._places += len(batch.got)
@@ -234,12 +242,11 @@ class SqsSubscription:
         try:
             if await self._poll(lane, most, self.broker.place.poll):
                 lane.wet = True
-                self._landed.set()
                 if self._tidy is not None:  # nobody is receiving
                     self._leave()
         except StoreUnavailable as e:
             self._trouble = e
-            self._landed.set()
+        self._landed.set()  # also for nothing: whoever waits asks again
 
     # -- what is here and nobody has -------------------------------------------------------------------------------------------------
 

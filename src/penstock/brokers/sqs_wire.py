@@ -258,7 +258,9 @@ class Rejected(StoreUnavailable):
 
 def code_of(e: ClientError) -> str:
     """Without the service's name, which some servers and older protocols put before it."""
-    return str(e.response.get("Error", {}).get("Code", "")).rpartition(".")[2]
+    error = e.response.get("Error", {})
+    named = re.search(r"<Code>(\w+)</Code>", str(error.get("Message", "")))  # the answer of an older protocol, taken for a text
+    return named[1] if named else str(error.get("Code", "")).rpartition(".")[2]
 
 
 def stale(failed: dict[str, Any]) -> bool:
@@ -288,16 +290,16 @@ def at_start(e: Exception, place: Place) -> PenstockError:
             return ConfigError(f"{cause}" if isinstance(cause, InvalidRegionError) else "SQS needs a region", hint="sqs://?region=eu-west-1, or set AWS_REGION")
         case ProfileNotFound():
             return ConfigError(f"{cause}", hint="set AWS_PROFILE to one of `aws configure list-profiles`")
+        case SSLError() if "CERTIFICATE_VERIFY_FAILED" in str(cause):
+            return Unreachable(f"the certificate of {place.shown} is not trusted here", hint="set AWS_CA_BUNDLE to a file with its certificate authority")
         case SSLError():
-            return Unreachable(
-                f"{place.shown} does not answer with TLS: {cause}", hint="add ?tls=false if it speaks plain HTTP, or trust its certificate authority"
-            )
+            return Unreachable(f"{place.shown} does not answer with TLS", hint="add tls=false to the URL if it speaks plain HTTP")
         case ClientError():
             return _refusal(cause, place)
         case EndpointConnectionError() | ConnectTimeoutError():
             return Unreachable(f"{place.shown} cannot be reached", hint="check host and port, and that it runs; for AWS, check region and network")
-        case BotoCoreError():
-            return Unreachable(f"{place.shown} does not answer as SQS does: {cause}", hint="check host, port and tls=")
+        case BotoCoreError() | StoreUnavailable():
+            return Unreachable(f"{place.shown} does not answer as SQS does", hint="check host, port and tls=; the server's log may tell more")
     return Unreachable(f"{place.shown} cannot be used: {cause}", hint="check host and port, and that it runs")
 
 
