@@ -208,7 +208,7 @@ class PostgresBroker(Figures):
         """As receive, with what is known about the rest. Waits for nobody's lock."""
         g, now = self._group(tx, topic, group), self.clock.now()
         outlook, listed = tx.execute(sql.OUTLOOK, (g.id, now)), tx.execute(sql.KEYS, (g.id, now, limit))
-        paused, due, next_at = outlook.get
+        paused, due = outlook.get
         if paused:
             return _Received([], False, None)
         if due and tx.execute(sql.BRING_BACK, (g.id, now, g.ordered)).get:
@@ -219,7 +219,7 @@ class PostgresBroker(Figures):
         chosen = _choose(keys, shares(self._places[g.id], limit), limit, 1 if g.ordered else per_key or limit)
         self._places[g.id] += limit
         if not chosen:
-            return _Received([], due, next_at)
+            return _Received([], due, tx.execute(sql.NEXT, (g.id, now)).get)
         rows = tx.execute(
             sql.LEASE,
             (
@@ -248,7 +248,7 @@ class PostgresBroker(Figures):
             )
             for seq, key, id_, headers, body, deliveries, token, prio in rows
         ]
-        return _Received(got, not got, next_at)
+        return _Received(got, not got, None)
 
     def hold_in(self, tx: Tx, topic: str, group: str, until: Mapping[str, float]) -> None:
         g = self._group(tx, topic, group)
@@ -262,49 +262,48 @@ class PostgresBroker(Figures):
 
     def reclaim_in(self, tx: Tx, owner: str) -> list[str]:
         """A worker known to be gone: its leases end now. The ids of what it held."""
-        return [id_ for (id_,) in tx.execute(sql.RECLAIM, (owner, self.clock.now()))]
+        groups = tx.execute("SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic ORDER BY g.id").fetchall()
+        found = [tx.execute(sql.RECLAIM, (g, owner, self.clock.now(), ordered)) for g, ordered in groups]
+        return [id_ for answer in found for (id_,) in answer.fetchall()]
 
     def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
         """Is the lease of each still its own?"""
         if not deliveries:
             return []
         groups = [self._group(tx, d.topic, d.group).id for d in deliveries]
-        found = tx.execute(
-            "SELECT q.grp, q.seq, q.token FROM unnest(?::bigint[], ?::bigint[], ?::bigint[]) AS u(grp, seq, token)"
-            " JOIN queue q ON q.grp=u.grp AND q.seq=u.seq AND q.token=u.token WHERE q.state=1",
-            (bigints(groups), bigints([d.position for d in deliveries]), bigints([d.token for d in deliveries])),
-        ).fetchall()
+        found = tx.execute(sql.HELD, (bigints(groups), bigints([d.position for d in deliveries]), bigints([d.token for d in deliveries]))).fetchall()
         held = set(found)
         return [(g, d.position, d.token) in held for g, d in zip(groups, deliveries, strict=True)]
 
     # -- settling --------------------------------------------------------------------------------------------------------
 
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
-        if not items:
-            return []
         now = self.clock.now()
-        first: dict[tuple[int, int, int], tuple[int, Delivery, Outcome]] = {}  # a delivery that is settled twice is settled once
-        for n, (d, outcome) in enumerate(items):
-            first.setdefault((self._group(tx, d.topic, d.group).id, d.position, d.token), (n, d, outcome))
-        acts = [_act(outcome, now) for _, _, outcome in first.values()]
-        done = tx.execute(
-            sql.SETTLE,
-            (
-                bigints([g for g, _, _ in first]),
-                bigints([seq for _, seq, _ in first]),
-                bigints([token for _, _, token in first]),
+        first: dict[Group, dict[tuple[int, int], int]] = {}  # by position and token: a delivery that is settled twice is settled once
+        for n, (d, _) in enumerate(items):
+            first.setdefault(self._group(tx, d.topic, d.group), {}).setdefault((d.position, d.token), n)
+        asked = []
+        for g, numbers in first.items():
+            acts = [_act(items[n][1], now) for n in numbers.values()]
+            bindings = (
+                g.id,
+                bigints([seq for seq, _ in numbers]),
+                bigints([token for _, token in numbers]),
                 bigints([act for act, _ in acts]),
                 doubles([due for _, due in acts]),
                 now,
-            ),
-        ).fetchall()
-        settled = set(done)
+                g.ordered,
+            )
+            asked.append((numbers, tx.execute(sql.SETTLE, bindings)))
         answers = [False] * len(items)
         letters: list[Out] = []
-        for (g, seq, _), (n, d, outcome) in first.items():
-            answers[n] = (g, seq) in settled
-            if answers[n] and isinstance(outcome, Dead):
-                letters.append(_letter(d, outcome.reason))
+        for numbers, settled in asked:
+            done = {seq for (seq,) in settled.fetchall()}
+            for (seq, _), n in numbers.items():
+                d, outcome = items[n]
+                answers[n] = seq in done
+                if answers[n] and isinstance(outcome, Dead):
+                    letters.append(_letter(d, outcome.reason))
         if letters:
             self.publish_in(tx, letters)
             for topic, n in Counter(m.topic for m in letters).items():
@@ -468,11 +467,8 @@ class PostgresSubscription:
 
     def _extend(self, tx: Tx, deliveries: Sequence[Delivery], seconds: float) -> list[bool]:
         g = self.broker._group(tx, self.topic, self.group)
-        found: list[Any] = tx.execute(
-            "UPDATE queue q SET at=?1 FROM unnest(?2::bigint[], ?3::bigint[]) AS u(seq, token)"
-            " WHERE q.grp=?4 AND q.seq=u.seq AND q.token=u.token AND q.state=1 RETURNING q.seq, q.token",
-            (self.broker.clock.now() + seconds, bigints([d.position for d in deliveries]), bigints([d.token for d in deliveries]), g.id),
-        ).fetchall()
+        until = self.broker.clock.now() + seconds
+        found = tx.execute(sql.EXTEND, (g.id, bigints([d.position for d in deliveries]), bigints([d.token for d in deliveries]), until)).fetchall()
         kept = set(found)
         return [(d.position, d.token) in kept for d in deliveries]
 

@@ -51,7 +51,8 @@ class Figures:
         rows = tx.execute(
             "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(q.at) FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq"
             " WHERE g.topic=t.id AND q.state=2), 0.0) FROM topic t JOIN message m ON m.topic=t.id WHERE t.name=? AND ("
-            " EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=t.id) OR NOT EXISTS(SELECT 1 FROM grp g WHERE g.topic=t.id))"
+            " EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=t.id OFFSET 0)"
+            " OR NOT EXISTS(SELECT 1 FROM grp g WHERE g.topic=t.id))"
             " ORDER BY m.seq LIMIT ?",
             (topic, limit),
         )

@@ -3,6 +3,10 @@
 Who locks what: whoever hands out (`BRING_BACK`, `LEASE`) runs beside everybody else, takes only what nobody holds, and so never waits.
 All others change the queue under the store's one lock for the fleet. They may wait for one who hands out, who waits for nobody: no two ever
 wait for each other. The row of a key in `keyq` stands for the key's messages: who hands them out holds it.
+
+How they are written: a queue is empty when the server counts its rows and full a moment later, so no plan may depend on those counts. Rows
+are reached one by one from the list that was given (LATERAL, which OFFSET 0 and FOR UPDATE keep from being turned around; `= ANY(ARRAY(…))`;
+ON CONFLICT), and `state+0` hides a condition from the indexes that are for other questions.
 """
 
 from __future__ import annotations
@@ -47,15 +51,17 @@ PLACE = """WITH i AS MATERIALIZED (
     ON CONFLICT(grp, prio, key) DO UPDATE SET ready=keyq.ready+excluded.ready, delayed=keyq.delayed+excluded.delayed)
 SELECT seq FROM i ORDER BY ord"""
 
-# ?1 group, ?2 now: is anything due to come back, and when is something next?
+# ?1 group, ?2 now: is it paused, and is anything due to come back?
 OUTLOOK = """SELECT t.paused IS NOT NULL,
-  EXISTS(SELECT 1 FROM queue WHERE grp=?1 AND state=1 AND at<=?2) OR EXISTS(SELECT 1 FROM queue WHERE grp=?1 AND state=2 AND at<=?2),
-  least((SELECT at FROM queue WHERE grp=?1 AND state=1 AND at>?2 ORDER BY at LIMIT 1),
+  EXISTS(SELECT 1 FROM queue WHERE grp=?1 AND state=1 AND at<=?2) OR EXISTS(SELECT 1 FROM queue WHERE grp=?1 AND state=2 AND at<=?2)
+FROM grp g JOIN topic t ON t.id=g.topic WHERE g.id=?1"""
+
+# ?1 group, ?2 now: when is something next?
+NEXT = """SELECT least((SELECT at FROM queue WHERE grp=?1 AND state=1 AND at>?2 ORDER BY at LIMIT 1),
     (SELECT at FROM queue WHERE grp=?1 AND state=2 AND at>?2 ORDER BY at LIMIT 1),
     (SELECT next_at FROM keyq WHERE grp=?1 AND prio=0 AND ready>0 AND next_at>?2 ORDER BY next_at LIMIT 1),
     (SELECT next_at FROM keyq WHERE grp=?1 AND prio=1 AND ready>0 AND next_at>?2 ORDER BY next_at LIMIT 1),
-    (SELECT next_at FROM keyq WHERE grp=?1 AND prio=2 AND ready>0 AND next_at>?2 ORDER BY next_at LIMIT 1))
-FROM grp g JOIN topic t ON t.id=g.topic WHERE g.id=?1"""
+    (SELECT next_at FROM keyq WHERE grp=?1 AND prio=2 AND ready>0 AND next_at>?2 ORDER BY next_at LIMIT 1))"""
 
 # ?1 group, ?2 now, ?3 how many of each class: those that waited longest, with what they have.
 KEYS = """(SELECT prio, key, ready FROM keyq WHERE grp=?1 AND prio=0 AND ready>0 AND next_at<=?2 ORDER BY next_at LIMIT ?3)
@@ -67,51 +73,63 @@ UNION ALL (SELECT prio, key, ready FROM keyq WHERE grp=?1 AND prio=2 AND ready>0
 BRING_BACK = """WITH d AS MATERIALIZED (
     (SELECT seq, prio, key FROM queue WHERE grp=?1 AND state=2 AND at<=?2 ORDER BY at LIMIT 1000)
     UNION ALL (SELECT seq, prio, key FROM queue WHERE grp=?1 AND state=1 AND at<=?2 ORDER BY at LIMIT 1000)),
-  k AS MATERIALIZED (SELECT prio, key FROM keyq WHERE grp=?1 AND (prio, key) IN (SELECT prio, key FROM d) FOR UPDATE SKIP LOCKED),
-  q AS MATERIALIZED (SELECT q.seq, q.state FROM queue q JOIN d ON d.seq=q.seq JOIN k ON k.prio=d.prio AND k.key=d.key
-    WHERE q.grp=?1 AND q.state<>0 AND q.at<=?2 FOR UPDATE OF q SKIP LOCKED),
-  b AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0 FROM q WHERE queue.grp=?1 AND queue.seq=q.seq
-    RETURNING queue.prio, queue.key, q.state AS was, queue.deliveries),
-  c AS (SELECT prio, key, count(*) AS n, count(*) FILTER (WHERE was=1) AS leased, count(*) FILTER (WHERE was=2) AS delayed, bool_or(deliveries>0) AS out
-    FROM b GROUP BY prio, key),
-  u AS (UPDATE keyq SET ready=keyq.ready+c.n, leased=keyq.leased-c.leased, delayed=keyq.delayed-c.delayed,
-      next_at=CASE WHEN ?3::boolean AND c.out THEN ?2 ELSE keyq.next_at END
-    FROM c WHERE keyq.grp=?1 AND keyq.prio=c.prio AND keyq.key=c.key)
-SELECT count(*) FROM b"""
+  q AS MATERIALIZED (SELECT x.* FROM d
+    CROSS JOIN LATERAL (SELECT 1 FROM keyq WHERE grp=?1 AND prio=d.prio AND key=d.key FOR UPDATE SKIP LOCKED) k
+    CROSS JOIN LATERAL (SELECT seq, prio, key, state, deliveries FROM queue WHERE grp=?1 AND seq=d.seq AND state+0<>0 AND at<=?2 FOR UPDATE SKIP LOCKED) x),
+  b AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM q))),
+  u AS (INSERT INTO keyq(grp, prio, key, ready, leased, delayed, next_at)
+    SELECT ?1, prio, key, count(*), -count(*) FILTER (WHERE state=1), -count(*) FILTER (WHERE state=2),
+      CASE WHEN ?3::boolean AND bool_or(deliveries>0) THEN ?2 ELSE -1.0 END FROM q GROUP BY prio, key
+    ON CONFLICT(grp, prio, key) DO UPDATE SET ready=keyq.ready+excluded.ready, leased=keyq.leased+excluded.leased, delayed=keyq.delayed+excluded.delayed,
+      next_at=CASE WHEN excluded.next_at<0 THEN keyq.next_at ELSE excluded.next_at END)
+SELECT count(*) FROM q"""
 
 # ?1 group, ?2 now, ?3 classes, ?4 keys, ?5 how many of each, ?6 lease ends, ?7 owner, ?8 when these keys are asked next. What another took or
 # released since the keys were read is looked at again under the key's lock: the row that is changed must still be ready.
 LEASE = """WITH t AS MATERIALIZED (SELECT nextval('lease_token') AS token),
-  w AS (SELECT * FROM unnest(?3::bigint[], ?4::text[], ?5::bigint[]) AS u(prio, key, n)),
-  k AS MATERIALIZED (SELECT q.prio, q.key, w.n FROM keyq q JOIN w ON w.prio=q.prio AND w.key=q.key
-    WHERE q.grp=?1 AND q.ready>0 AND q.next_at<=?2 FOR UPDATE OF q SKIP LOCKED),
+  k AS MATERIALIZED (SELECT q.prio, q.key, w.n FROM unnest(?3::bigint[], ?4::text[], ?5::bigint[]) AS w(prio, key, n) CROSS JOIN LATERAL
+    (SELECT prio, key FROM keyq WHERE grp=?1 AND prio=w.prio AND key=w.key AND ready+0>0 AND next_at+0<=?2 FOR UPDATE SKIP LOCKED) q),
   p AS MATERIALIZED (SELECT s.seq FROM k CROSS JOIN LATERAL
     (SELECT seq FROM queue WHERE grp=?1 AND prio=k.prio AND key=k.key AND state=0 ORDER BY seq LIMIT k.n) s),
-  l AS (UPDATE queue q SET state=1, at=?6, owner=?7, token=t.token, deliveries=q.deliveries+1 FROM p, t WHERE q.grp=?1 AND q.seq=p.seq AND q.state=0
-    RETURNING q.seq, q.prio, q.key, q.deliveries, q.token),
-  u AS (UPDATE keyq q SET ready=q.ready-c.n, leased=q.leased+c.n, next_at=?8
-    FROM (SELECT prio, key, count(*) AS n FROM l GROUP BY prio, key) c WHERE q.grp=?1 AND q.prio=c.prio AND q.key=c.key)
-SELECT l.seq, l.key, m.id, m.headers, m.body, l.deliveries, l.token, m.prio FROM l JOIN message m ON m.seq=l.seq ORDER BY l.seq"""
+  l AS (UPDATE queue SET state=1, at=?6, owner=?7, token=(SELECT token FROM t), deliveries=deliveries+1
+    WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM p)) AND state+0=0 RETURNING seq, prio, key, deliveries, token),
+  u AS (INSERT INTO keyq(grp, prio, key, ready, leased, delayed, next_at) SELECT ?1, prio, key, -count(*), count(*), 0, ?8 FROM l GROUP BY prio, key
+    ON CONFLICT(grp, prio, key) DO UPDATE SET ready=keyq.ready+excluded.ready, leased=keyq.leased+excluded.leased, next_at=excluded.next_at)
+SELECT l.seq, l.key, m.id, m.headers, m.body, l.deliveries, l.token, m.prio FROM l
+  CROSS JOIN LATERAL (SELECT id, headers, body, prio FROM message WHERE seq=l.seq OFFSET 0) m ORDER BY l.seq"""
 
-# ?1 groups, ?2 positions, ?3 tokens, ?4 what is to be done (0 gone, 1 delayed, 2 ready again), ?5 when, ?6 now.
-SETTLE = """WITH i AS MATERIALIZED (SELECT * FROM unnest(?1::bigint[], ?2::bigint[], ?3::bigint[], ?4::bigint[], ?5::float8[]) AS u(grp, seq, token, act, due)),
-  d AS (DELETE FROM queue q USING i WHERE i.act=0 AND q.grp=i.grp AND q.seq=i.seq AND q.token=i.token AND q.state=1 RETURNING q.grp, q.seq, q.prio, q.key),
-  p AS (UPDATE queue q SET state=CASE WHEN i.act=1 THEN 2 ELSE 0 END, at=i.due, owner=NULL, token=0, deliveries=q.deliveries-CASE WHEN i.act=2 THEN 1 ELSE 0 END
-    FROM i WHERE i.act<>0 AND q.grp=i.grp AND q.seq=i.seq AND q.token=i.token AND q.state=1 RETURNING q.grp, q.seq, q.prio, q.key, i.act),
-  a AS (SELECT grp, seq, prio, key, 0 AS act FROM d UNION ALL SELECT grp, seq, prio, key, act FROM p),
-  c AS (SELECT grp, prio, key, count(*) AS n, count(*) FILTER (WHERE act=1) AS delayed, count(*) FILTER (WHERE act=2) AS ready FROM a GROUP BY grp, prio, key),
-  u AS (UPDATE keyq SET leased=keyq.leased-c.n, delayed=keyq.delayed+c.delayed, ready=keyq.ready+c.ready,
-      next_at=CASE WHEN t.ordered AND c.n>c.delayed THEN ?6 ELSE keyq.next_at END
-    FROM c JOIN grp g ON g.id=c.grp JOIN topic t ON t.id=g.topic WHERE keyq.grp=c.grp AND keyq.prio=c.prio AND keyq.key=c.key)
-SELECT grp, seq FROM a"""
+# ?1 group, ?2 positions, ?3 tokens, ?4 what is to be done (0 gone, 1 delayed, 2 ready again), ?5 when, ?6 now, ?7 ordered.
+SETTLE = """WITH x AS MATERIALIZED (SELECT q.seq, q.prio, q.key, i.act, i.due
+    FROM unnest(?2::bigint[], ?3::bigint[], ?4::bigint[], ?5::float8[]) AS i(seq, token, act, due) CROSS JOIN LATERAL
+    (SELECT seq, prio, key FROM queue WHERE grp=?1 AND seq=i.seq AND token=i.token AND state+0=1 FOR UPDATE) q),
+  d AS (DELETE FROM queue WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM x WHERE act=0))),
+  p AS (UPDATE queue SET state=2, at=(SELECT due FROM x WHERE x.seq=queue.seq), owner=NULL, token=0
+    WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM x WHERE act=1))),
+  r AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0, deliveries=deliveries-1 WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM x WHERE act=2))),
+  u AS (INSERT INTO keyq(grp, prio, key, ready, leased, delayed, next_at)
+    SELECT ?1, prio, key, count(*) FILTER (WHERE act=2), -count(*), count(*) FILTER (WHERE act=1),
+      CASE WHEN ?7::boolean AND bool_or(act<>1) THEN ?6::float8 ELSE -1.0 END FROM x GROUP BY prio, key
+    ON CONFLICT(grp, prio, key) DO UPDATE SET ready=keyq.ready+excluded.ready, leased=keyq.leased+excluded.leased, delayed=keyq.delayed+excluded.delayed,
+      next_at=CASE WHEN excluded.next_at<0 THEN keyq.next_at ELSE excluded.next_at END)
+SELECT seq FROM x"""
 
-# ?1 owner, ?2 now: its leases end.
-RECLAIM = """WITH b AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp IN (SELECT id FROM grp) AND state=1 AND owner=?1
-    RETURNING grp, seq, prio, key),
-  c AS (SELECT grp, prio, key, count(*) AS n FROM b GROUP BY grp, prio, key),
-  u AS (UPDATE keyq SET ready=keyq.ready+c.n, leased=keyq.leased-c.n, next_at=CASE WHEN t.ordered THEN ?2 ELSE keyq.next_at END
-    FROM c JOIN grp g ON g.id=c.grp JOIN topic t ON t.id=g.topic WHERE keyq.grp=c.grp AND keyq.prio=c.prio AND keyq.key=c.key)
-SELECT m.id FROM b JOIN message m ON m.seq=b.seq ORDER BY b.seq"""
+# ?1 group, ?2 positions, ?3 tokens, ?4 until.
+EXTEND = """WITH x AS MATERIALIZED (SELECT q.seq, i.token FROM unnest(?2::bigint[], ?3::bigint[]) AS i(seq, token) CROSS JOIN LATERAL
+    (SELECT seq FROM queue WHERE grp=?1 AND seq=i.seq AND token=i.token AND state+0=1 FOR UPDATE) q),
+  u AS (UPDATE queue SET at=?4 WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM x)))
+SELECT seq, token FROM x"""
+
+# ?1 groups, ?2 positions, ?3 tokens: which of these are leased so.
+HELD = """SELECT i.grp, i.seq, i.token FROM unnest(?1::bigint[], ?2::bigint[], ?3::bigint[]) AS i(grp, seq, token) CROSS JOIN LATERAL
+  (SELECT 1 FROM queue WHERE grp=i.grp AND seq=i.seq AND token=i.token AND state+0=1 OFFSET 0) q"""
+
+# ?1 group, ?2 owner, ?3 now, ?4 ordered: its leases end.
+RECLAIM = """WITH b AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp=?1 AND state=1 AND owner=?2 RETURNING seq, prio, key),
+  u AS (INSERT INTO keyq(grp, prio, key, ready, leased, delayed, next_at)
+    SELECT ?1, prio, key, count(*), -count(*), 0, CASE WHEN ?4::boolean THEN ?3::float8 ELSE -1.0 END FROM b GROUP BY prio, key
+    ON CONFLICT(grp, prio, key) DO UPDATE SET ready=keyq.ready+excluded.ready, leased=keyq.leased+excluded.leased,
+      next_at=CASE WHEN excluded.next_at<0 THEN keyq.next_at ELSE excluded.next_at END)
+SELECT m.id FROM b CROSS JOIN LATERAL (SELECT id FROM message WHERE seq=b.seq OFFSET 0) m ORDER BY b.seq"""
 
 # ?1 group, ?2 topic, ?3 since, ?4 ordered, ?5 now: what the group does not have any more.
 REPLAY = """WITH q AS (INSERT INTO queue(grp, seq, prio, key, state)
@@ -123,7 +141,7 @@ SELECT count(*) FROM q"""
 
 # ?1 now, ?2 behind this number, ?3 up to that one: history that every group has settled and retention has passed.
 PRUNE = """WITH gone AS (DELETE FROM message m USING topic t WHERE t.id=m.topic AND m.seq>?2 AND m.seq<=?3 AND m.at<?1-t.retention
-    AND NOT EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=m.topic) RETURNING m.topic),
+    AND NOT EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=m.topic OFFSET 0) RETURNING m.topic),
   l AS (UPDATE topic SET letters=greatest(0, topic.letters-c.n) FROM (SELECT topic, count(*) AS n FROM gone GROUP BY topic) c WHERE topic.id=c.topic)
 SELECT count(*) FROM gone"""
 

@@ -33,6 +33,7 @@ SETTINGS = {
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
     "timezone": "UTC",
+    "enable_seqscan": "off",  # plans are kept as long as a connection, and made when tables are small: one that walks a table would soon walk a large one
 }
 # Whole classes of SQLSTATE that are the server's trouble, not the statement's.
 _OUTAGE_CLASSES = ("08", "53", "57", "58", "XX")
