@@ -5,8 +5,9 @@ All others change the queue under the store's one lock for the fleet. They may w
 wait for each other. The row of a key in `keyq` stands for the key's messages: who hands them out holds it.
 
 How they are written: a queue is empty when the server counts its rows and full a moment later, so no plan may depend on those counts. Rows
-are reached one by one from the list that was given (LATERAL, which OFFSET 0 and FOR UPDATE keep from being turned around; `= ANY(ARRAY(…))`;
-ON CONFLICT), and `state+0` hides a condition from the indexes that are for other questions.
+are reached one by one from the list that was given (LATERAL, which OFFSET 0 and FOR UPDATE keep from being turned around; ON CONFLICT), and
+`state+0` hides a condition from the indexes that are for other questions. What was locked so is changed by its place (`ctid`), which stays
+the same while we hold it; a version that is younger than the statement is passed over, and can only be met by whoever hands out.
 """
 
 from __future__ import annotations
@@ -75,37 +76,39 @@ BRING_BACK = """WITH d AS MATERIALIZED (
     UNION ALL (SELECT seq, prio, key FROM queue WHERE grp=?1 AND state=1 AND at<=?2 ORDER BY at LIMIT 1000)),
   q AS MATERIALIZED (SELECT x.* FROM d
     CROSS JOIN LATERAL (SELECT 1 FROM keyq WHERE grp=?1 AND prio=d.prio AND key=d.key FOR UPDATE SKIP LOCKED) k
-    CROSS JOIN LATERAL (SELECT seq, prio, key, state, deliveries FROM queue WHERE grp=?1 AND seq=d.seq AND state+0<>0 AND at<=?2 FOR UPDATE SKIP LOCKED) x),
-  b AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM q))),
+    CROSS JOIN LATERAL (SELECT ctid AS place, state FROM queue WHERE grp=?1 AND seq=d.seq AND state+0<>0 AND at<=?2 FOR UPDATE SKIP LOCKED) x),
+  l AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE ctid=ANY(ARRAY(SELECT place FROM q WHERE state=1)) RETURNING prio, key, deliveries),
+  w AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE ctid=ANY(ARRAY(SELECT place FROM q WHERE state=2)) RETURNING prio, key, deliveries),
+  b AS (SELECT prio, key, deliveries, 1 AS state FROM l UNION ALL SELECT prio, key, deliveries, 2 FROM w),
   u AS (INSERT INTO keyq(grp, prio, key, ready, leased, delayed, next_at)
     SELECT ?1, prio, key, count(*), -count(*) FILTER (WHERE state=1), -count(*) FILTER (WHERE state=2),
-      CASE WHEN ?3::boolean AND bool_or(deliveries>0) THEN ?2 ELSE -1.0 END FROM q GROUP BY prio, key
+      CASE WHEN ?3::boolean AND bool_or(deliveries>0) THEN ?2 ELSE -1.0 END FROM b GROUP BY prio, key
     ON CONFLICT(grp, prio, key) DO UPDATE SET ready=keyq.ready+excluded.ready, leased=keyq.leased+excluded.leased, delayed=keyq.delayed+excluded.delayed,
       next_at=CASE WHEN excluded.next_at<0 THEN keyq.next_at ELSE excluded.next_at END)
-SELECT count(*) FROM q"""
+SELECT count(*) FROM b"""
 
 # ?1 group, ?2 now, ?3 classes, ?4 keys, ?5 how many of each, ?6 lease ends, ?7 owner, ?8 when these keys are asked next. What another took or
 # released since the keys were read is looked at again under the key's lock: the row that is changed must still be ready.
 LEASE = """WITH t AS MATERIALIZED (SELECT nextval('lease_token') AS token),
   k AS MATERIALIZED (SELECT q.prio, q.key, w.n FROM unnest(?3::bigint[], ?4::text[], ?5::bigint[]) AS w(prio, key, n) CROSS JOIN LATERAL
     (SELECT prio, key FROM keyq WHERE grp=?1 AND prio=w.prio AND key=w.key AND ready+0>0 AND next_at+0<=?2 FOR UPDATE SKIP LOCKED) q),
-  p AS MATERIALIZED (SELECT s.seq FROM k CROSS JOIN LATERAL
-    (SELECT seq FROM queue WHERE grp=?1 AND prio=k.prio AND key=k.key AND state=0 ORDER BY seq LIMIT k.n) s),
+  p AS MATERIALIZED (SELECT s.place FROM k CROSS JOIN LATERAL
+    (SELECT ctid AS place FROM queue WHERE grp=?1 AND prio=k.prio AND key=k.key AND state=0 ORDER BY seq LIMIT k.n FOR UPDATE SKIP LOCKED) s),
   l AS (UPDATE queue SET state=1, at=?6, owner=?7, token=(SELECT token FROM t), deliveries=deliveries+1
-    WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM p)) AND state+0=0 RETURNING seq, prio, key, deliveries, token),
+    WHERE ctid=ANY(ARRAY(SELECT place FROM p)) RETURNING seq, prio, key, deliveries, token),
   u AS (INSERT INTO keyq(grp, prio, key, ready, leased, delayed, next_at) SELECT ?1, prio, key, -count(*), count(*), 0, ?8 FROM l GROUP BY prio, key
     ON CONFLICT(grp, prio, key) DO UPDATE SET ready=keyq.ready+excluded.ready, leased=keyq.leased+excluded.leased, next_at=excluded.next_at)
 SELECT l.seq, l.key, m.id, m.headers, m.body, l.deliveries, l.token, m.prio FROM l
   CROSS JOIN LATERAL (SELECT id, headers, body, prio FROM message WHERE seq=l.seq OFFSET 0) m ORDER BY l.seq"""
 
 # ?1 group, ?2 positions, ?3 tokens, ?4 what is to be done (0 gone, 1 delayed, 2 ready again), ?5 when, ?6 now, ?7 ordered.
-SETTLE = """WITH x AS MATERIALIZED (SELECT q.seq, q.prio, q.key, i.act, i.due
+SETTLE = """WITH x AS MATERIALIZED (SELECT q.*, i.act, i.due
     FROM unnest(?2::bigint[], ?3::bigint[], ?4::bigint[], ?5::float8[]) AS i(seq, token, act, due) CROSS JOIN LATERAL
-    (SELECT seq, prio, key FROM queue WHERE grp=?1 AND seq=i.seq AND token=i.token AND state+0=1 FOR UPDATE) q),
-  d AS (DELETE FROM queue WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM x WHERE act=0))),
+    (SELECT ctid AS place, seq, prio, key FROM queue WHERE grp=?1 AND seq=i.seq AND token=i.token AND state+0=1 FOR UPDATE) q),
+  d AS (DELETE FROM queue WHERE ctid=ANY(ARRAY(SELECT place FROM x WHERE act=0))),
   p AS (UPDATE queue SET state=2, at=(SELECT due FROM x WHERE x.seq=queue.seq), owner=NULL, token=0
-    WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM x WHERE act=1))),
-  r AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0, deliveries=deliveries-1 WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM x WHERE act=2))),
+    WHERE ctid=ANY(ARRAY(SELECT place FROM x WHERE act=1))),
+  r AS (UPDATE queue SET state=0, at=0, owner=NULL, token=0, deliveries=deliveries-1 WHERE ctid=ANY(ARRAY(SELECT place FROM x WHERE act=2))),
   u AS (INSERT INTO keyq(grp, prio, key, ready, leased, delayed, next_at)
     SELECT ?1, prio, key, count(*) FILTER (WHERE act=2), -count(*), count(*) FILTER (WHERE act=1),
       CASE WHEN ?7::boolean AND bool_or(act<>1) THEN ?6::float8 ELSE -1.0 END FROM x GROUP BY prio, key
@@ -114,9 +117,9 @@ SETTLE = """WITH x AS MATERIALIZED (SELECT q.seq, q.prio, q.key, i.act, i.due
 SELECT seq FROM x"""
 
 # ?1 group, ?2 positions, ?3 tokens, ?4 until.
-EXTEND = """WITH x AS MATERIALIZED (SELECT q.seq, i.token FROM unnest(?2::bigint[], ?3::bigint[]) AS i(seq, token) CROSS JOIN LATERAL
-    (SELECT seq FROM queue WHERE grp=?1 AND seq=i.seq AND token=i.token AND state+0=1 FOR UPDATE) q),
-  u AS (UPDATE queue SET at=?4 WHERE grp=?1 AND seq=ANY(ARRAY(SELECT seq FROM x)))
+EXTEND = """WITH x AS MATERIALIZED (SELECT q.place, q.seq, i.token FROM unnest(?2::bigint[], ?3::bigint[]) AS i(seq, token) CROSS JOIN LATERAL
+    (SELECT ctid AS place, seq FROM queue WHERE grp=?1 AND seq=i.seq AND token=i.token AND state+0=1 FOR UPDATE) q),
+  u AS (UPDATE queue SET at=?4 WHERE ctid=ANY(ARRAY(SELECT place FROM x)))
 SELECT seq, token FROM x"""
 
 # ?1 groups, ?2 positions, ?3 tokens: which of these are leased so.

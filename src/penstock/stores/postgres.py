@@ -33,6 +33,7 @@ SETTINGS = {
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
     "timezone": "UTC",
+    "default_transaction_isolation": "read committed",  # else what is read behind the lock would be as it was before it
     "enable_seqscan": "off",  # plans are kept as long as a connection, and made when tables are small: one that walks a table would soon walk a large one
 }
 # Whole classes of SQLSTATE that are the server's trouble, not the statement's.
