@@ -9,50 +9,17 @@ from collections.abc import Callable
 
 import pytest
 from tests.e2e.harness import Project, Target, wait_for
+from tests.e2e.layouts import Server, lay_out, layouts
 from tests.e2e.test_kill import DEAD_SHARE, check, check_starts
-from tests.servers import Handle
 
 PAGES, KILLS, BROKER_KILLS, WORKERS = 5000, 50, 5, 3
 CONCURRENCY, HELD, DELAY = 8, 16, 0.25  # slow enough that there is work left for the last kill
-Server = Callable[[str], Handle]
 # The server that is killed as well, where there is one that survives it (ElasticMQ keeps its queues in memory).
-KILLED = {"redis": "redis", "rabbitmq": "rabbitmq", "kafka": "kafka", "postgres": "postgres", "redis+postgres": "postgres"}
-
-
-def servers(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.server(*names)
-
-
-LAYOUTS = [
-    pytest.param("apart", id="sqlite apart"),
-    pytest.param("redis", marks=servers("redis")),
-    pytest.param("rabbitmq", marks=servers("rabbitmq")),
-    pytest.param("kafka", marks=servers("kafka")),
-    pytest.param("postgres", marks=servers("postgres")),
-    pytest.param("redis+postgres", marks=servers("redis", "postgres")),
-]
-
-
-def lay_out(project: Project, layout: str, server: Server) -> None:
-    """Environment variables, and nothing else."""
-    state = project.dir / ".penstock"
-    files = {"ledger_url": f"sqlite:{state}/ledger.db", "claims_url": f"sqlite:{state}/ledger.db", "pages_url": f"file:{state}/pages"}
-    project.set(namespace=f"t{project.mark[:12]}")
-    match layout:
-        case "apart":
-            project.set(broker_url=f"sqlite:{state}/broker.db", **files)
-        case "redis":
-            project.set(broker_url=server("redis").url, ledger_url=files["ledger_url"], pages_url=files["pages_url"])
-        case "rabbitmq" | "kafka" | "sqs":
-            project.set(broker_url=server(layout).url, **files)
-        case "redis+postgres":
-            project.set(broker_url=server("redis").url, ledger_url=server("postgres").url)
-        case "postgres":
-            project.set(broker_url=server("postgres").url)
+KILLED = ("redis", "rabbitmq", "kafka", "postgres")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts("redis", "rabbitmq", "kafka", "sqs", "postgres"))
 def test_fifty_killed_workers_and_five_killed_brokers_lose_nothing(
     project: Project, target: Callable[..., Target], server: Server, seed: int, layout: str
 ) -> None:
@@ -61,7 +28,7 @@ def test_fifty_killed_workers_and_five_killed_brokers_lose_nothing(
     project.set(fetch_concurrency=str(CONCURRENCY), fetch_prefetch=str(HELD), lease="2s")
     web = target(pages=PAGES, dead_share=DEAD_SHARE, delay=DELAY)
     project.push(*web.urls)
-    broker = server(KILLED[layout]) if layout in KILLED else None
+    broker = server(layout) if layout in KILLED else None
     running = project.start("run", "shop.py", "--until-idle", "--workers", str(WORKERS), "--log-level", "error")
     share = PAGES // (KILLS + 10)
     for kill in range(KILLS):

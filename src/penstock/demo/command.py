@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -32,6 +33,7 @@ FRAME, LINE = 0.25, 2.0  # seconds between two pictures, between two lines
 FINISH = 3.0  # seconds that open events get after the end of the run
 REDESIGN = 15.0  # when `--break` breaks a run without an end, and at the latest after 0.6 of one that has
 PRICES = ("0.5", "2.0")  # seconds between two price changes, from and to
+PLACES = tuple(f"PENSTOCK_{name}" for name in ("BROKER_URL", "TOPICS_", "LEDGER_URL", "CLAIMS_URL", "PAGES_URL", "NAMESPACE"))
 SETTINGS = """\
 # The demo's settings. Everything else is as always; `penstock config show` lists it.
 pipeline = "shop.py"
@@ -195,9 +197,12 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
 
 
 def _settings(where: Path, shop: _Shop) -> config.Config:
+    """Of the environment only what says where things lie; on a server under a name of this demo's own, so that it touches nobody else's."""
+    places = {name: value for name, value in os.environ.items() if name.startswith(PLACES)}
     allow = json.dumps([url.removeprefix("http://") for url in (shop.url, shop.limited)])
-    (where / config.FILE_NAME).write_text(SETTINGS.format(allow=allow), encoding="utf-8")
-    return config.load({}, {}, where).config  # no environment: a broker of the user's own is not for playing
+    own = f'namespace = "demo-{secrets.token_hex(4)}" # on servers\n' if places and "PENSTOCK_NAMESPACE" not in places else ""
+    (where / config.FILE_NAME).write_text(SETTINGS.format(allow=allow) + own, encoding="utf-8")
+    return config.load({}, places, where).config
 
 
 def _on_signals(asked_to_end: asyncio.Event, screen: _Screen) -> None:

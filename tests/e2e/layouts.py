@@ -1,0 +1,45 @@
+"""Where a pipeline's topics and stores lie, as environment variables and nothing else: the layouts that the end-to-end tests run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.e2e.harness import Project
+from tests.servers import Handle
+
+Server = Callable[[str], Handle]
+NEEDS: dict[str, tuple[str, ...]] = {
+    "apart": (),  # a broker in a file of its own: nothing but the relay is new
+    "redis": ("redis",),
+    "rabbitmq": ("rabbitmq",),
+    "kafka": ("kafka",),
+    "sqs": ("sqs",),
+    "postgres": ("postgres",),
+    "redis+postgres": ("redis", "postgres"),
+    "rabbitmq+kafka": ("rabbitmq", "kafka"),  # control topics on one, data topics on the other
+}
+
+
+def layouts(*names: str) -> list[object]:
+    return [pytest.param(name, marks=pytest.mark.server(*NEEDS[name]) if NEEDS[name] else ()) for name in names]
+
+
+def lay_out(project: Project, layout: str, server: Server) -> None:
+    state = project.dir / ".penstock"
+    files = {"ledger_url": f"sqlite:{state}/ledger.db", "claims_url": f"sqlite:{state}/ledger.db", "pages_url": f"file:{state}/pages"}
+    if layout != "embedded":
+        project.set(namespace=f"t{project.mark[:12]}")
+    match layout:
+        case "apart":
+            project.set(broker_url=f"sqlite:{state}/broker.db", **files)
+        case "redis":
+            project.set(broker_url=server("redis").url, ledger_url=files["ledger_url"], pages_url=files["pages_url"])
+        case "rabbitmq" | "kafka" | "sqs":
+            project.set(broker_url=server(layout).url, **files)
+        case "postgres":
+            project.set(broker_url=server("postgres").url)
+        case "redis+postgres":
+            project.set(broker_url=server("redis").url, ledger_url=server("postgres").url)
+        case "rabbitmq+kafka":
+            project.set(broker_url=server("rabbitmq").url, topics_pages=server("kafka").url, topics_records=server("kafka").url, **files)

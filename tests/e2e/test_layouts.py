@@ -1,0 +1,118 @@
+"""One pipeline, unchanged, on every broker: the same rows, and the same answers of `status`, `trace` and `dlq`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.harness import SHOP, Project, Target, wait_for
+from tests.e2e.layouts import Server, lay_out, layouts
+
+from penstock.testing.web import ends_dead
+
+PAGES, DEAD_SHARE = 60, 0.1
+ALL = ("apart", "redis", "rabbitmq", "kafka", "sqs", "postgres", "redis+postgres", "rabbitmq+kafka")
+POISON = """
+import os, signal
+from penstock import Page, Pipeline
+
+shop = Pipeline("shop")
+
+@shop.extract(match="*/p/*", key="sku")
+def product(page: Page):
+    if page.url.endswith("/p/7"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield {"sku": page.css("[data-sku]::attr(data-sku)").get()}
+
+shop.sink("jsonl:products.jsonl")
+"""
+
+
+def answers(project: Project, web: Target) -> dict[str, Any]:
+    """What the commands say, without what differs from run to run by its nature: ids, times, ports, who did it."""
+    status = project.status()
+
+    def history(n: int) -> list[tuple[str, str | None]]:
+        steps = project.trace(web.urls[n])["events"][0]["history"]
+        return [(step["status"], step["reason"]) for step in steps if step["reason"] != "its time has come"]
+
+    return {
+        "total": status["total"],
+        "rows": Counter(row["sku"] for row in project.rows()),
+        "dlq": sorted((page, letter["stage"], letter["class"], letter["reason"]) for page, letter in project.letters().items()),
+        "success": history(next(n for n in range(1, PAGES) if not ends_dead(n, DEAD_SHARE))),
+        "dead": history(next(n for n in range(PAGES) if ends_dead(n, DEAD_SHARE))),
+        "asked": web.asked(),
+    }
+
+
+def run(project: Project, web: Target) -> dict[str, Any]:
+    project.push(*web.urls)
+    project.push(web.urls[0])  # the same page again, a moment later
+    done = project.penstock("run", "shop.py", "--until-idle")
+    assert done.code == 1, done.said  # some end dead
+    return answers(project, web)
+
+
+@pytest.fixture
+def embedded(tmp_path: Path, target: Callable[..., Target]) -> dict[str, Any]:
+    """What the default says."""
+    directory = tmp_path / "embedded"
+    directory.mkdir()
+    project = Project(directory)
+    project.write("shop.py", SHOP)
+    web = target(pages=PAGES, dead_share=DEAD_SHARE)
+    project.allow(web.port)
+    try:
+        return run(project, web)
+    finally:
+        project.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts(*ALL))
+def test_every_layout_gives_the_same_answers_as_the_embedded_default(
+    project: Project, target: Callable[..., Target], server: Server, embedded: dict[str, Any], layout: str
+) -> None:
+    lay_out(project, layout, server)
+    assert run(project, target(pages=PAGES, dead_share=DEAD_SHARE)) == embedded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts("apart", "sqs", "postgres", "redis+postgres", "rabbitmq+kafka"))
+def test_the_roles_in_processes_of_their_own_hand_over_by_any_broker(project: Project, target: Callable[..., Target], server: Server, layout: str) -> None:
+    lay_out(project, layout, server)
+    web = target(pages=100, dead_share=DEAD_SHARE)
+    project.push(*web.urls)
+    running = [project.start("run", "shop.py", "--role", role) for role in ("fetch", "extract", "sink")]
+    alive = {f"T-{n}" for n in range(100) if not ends_dead(n, DEAD_SHARE)}
+    wait_for(lambda: any(r.ended for r in running) or len(project.rows()) == len(alive), f"all rows: {[r.said for r in running]}", 60, 0.2)
+    wait_for(lambda: project.total()["dead"] == 100 - len(alive), "all ends", 30, 0.2)
+    for each in running:
+        each.signal(15)
+    for each in running:
+        assert each.wait() == 0, each.said
+    assert sorted(row["sku"] for row in project.rows()) == sorted(alive)
+    assert set(web.asked().values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts(*ALL))
+def test_one_message_that_kills_every_worker_is_one_dead_letter_and_its_neighbours_succeed(
+    project: Project, target: Callable[..., Target], server: Server, layout: str
+) -> None:
+    lay_out(project, layout, server)
+    project.write("shop.py", POISON)
+    project.set(extract_isolation="none", fetch_prefetch="50", fetch_concurrency="50", lease="2s", pace_rate="unlimited")
+    web = target(pages=50)
+    project.push(*web.urls)
+    done = project.penstock("run", "shop.py", "--until-idle", "--workers", "4", timeout=180)
+    assert done.code == 1, done.said
+    assert project.total()["success"] == 49, done.said
+    letters = project.letters()
+    assert set(letters) == {"7"}
+    assert "SIGKILL" in letters["7"]["reason"]
+    assert Counter(row["sku"] for row in project.rows()) == {f"T-{n}": 1 for n in range(50) if n != 7}
