@@ -67,7 +67,6 @@ class Running:
         self.proxies: Proxies | None = None  # where this process fetches
         self._backlog = 0
         self._wake_set = False
-        self._signature_cache: dict[str, str] = {}
 
     # -- life ------------------------------------------------------------------------------------------------------------
 
@@ -257,7 +256,7 @@ class Running:
                     fetch=fetch,
                     extraction=extraction,
                     suspects=suspects,
-                    signature=self.signature,
+                    signature=self.pipeline.signature,
                     policies=policies,
                     options=options,
                     clock=self.clock,
@@ -267,14 +266,6 @@ class Running:
                     on_records=on_records,
                 )
             )
-
-    def signature(self, url: str) -> str:
-        found = self._signature_cache.get(url)
-        if found is None:
-            if len(self._signature_cache) > 50_000:
-                self._signature_cache.clear()
-            found = self._signature_cache[url] = self.pipeline.signature(url)
-        return found
 
     def paused(self) -> str | None:
         """Why nothing new is taken on: a sink of ours is down or too far behind."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -25,6 +25,7 @@ from penstock.seen import Seen
 T = TypeVar("T")
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
 HOLD_BEYOND = 0.05
+SETTLED = Admitted(verdict="settled")
 BUSY = 2.0  # seconds after which a copy of a message, whose event another worker has in flight, is looked at again
 EARLY = 0.05
 WAITS = ("requests", "pages", "records")  # topics whose messages stand for open events
@@ -159,13 +160,17 @@ class Books:
         answers: list[Admitted] = []
         settles: list[tuple[Delivery, Outcome]] = []
         wants: Counter[str] = Counter()
+        readable = [e for _, e in deliveries if not isinstance(e, BadEnvelope)]
+        standings = self.ledger.standings_in(tx, [e.id for e in readable])
+        holders = self._holders(tx, claims, readable if fetches else ())
         for d, e in deliveries:
             outcome: Outcome | None = None
-            admitted = Admitted(verdict="settled")
+            admitted = SETTLED
             if isinstance(e, BadEnvelope):
                 outcome = self._unreadable(tx, d, e, now)
             else:
-                standing = self.ledger.standing_in(tx, e.id)
+                # Each looked at once: of one that is here twice, the first may have changed what holds for the second.
+                standing = standings.pop(e.id, None) or self.ledger.standing_in(tx, e.id)
                 if standing is None:  # published past intake: taken into the books on arrival, which is when it was accepted
                     self.ledger.enter_in(tx, [(msgspec.structs.replace(e, accepted_at=round(now, 3)), d.body, d.position)], now)
                     standing = self.ledger.standing_in(tx, e.id)
@@ -175,7 +180,7 @@ class Books:
                     outcome = put_off
                 else:
                     asks = fetches and not standing.page
-                    holder = claims.holder_in(tx, url_key(e.url)) if asks and not e.force else None
+                    holder = self._holder(tx, claims, holders, url_key(e.url)) if asks and not e.force else None
                     outcome = holder and self._freshness(tx, claims, e, standing, holder, now)
                     if outcome is None:
                         wants[e.key] += asks
@@ -197,6 +202,14 @@ class Books:
         if settles:
             self.broker.settle_in(tx, settles)
         return answers, +wants
+
+    def _holders(self, tx: Any, claims: Any, events: Iterable[Event]) -> dict[bytes, Any]:
+        """Of all their URLs at once, where the claims lie in the store; of others `claims` knows them already."""
+        return {} if claims.apart else claims.holders_in(tx, [url_key(e.url) for e in events if not e.force])
+
+    def _holder(self, tx: Any, claims: Any, holders: dict[bytes, Any], key: bytes) -> Any:
+        """From what was read for the whole batch; again for a URL that comes a second time."""
+        return holders.pop(key) if key in holders else claims.holder_in(tx, key)
 
     def _put_off(self, tx: Any, d: Delivery, standing: Any, now: float) -> Outcome | None:
         """A message of a broker apart, whose event is in other hands or not due yet."""
@@ -269,7 +282,7 @@ class Books:
             if slot > now + PARK_BEYOND:
                 if self.broker.settle_in(tx, [(d, Retry(slot - now, "slot"))])[0]:  # else its lease was lost, and another may be at it
                     self.ledger.delay_in(tx, e, self.ledger.standing_in(tx, e.id), slot, f"waiting for a slot of {e.key}", now)
-                a = Admitted(verdict="settled")
+                a = SETTLED
             else:
                 a = msgspec.structs.replace(a, slot=slot)
             placed.append(a)
@@ -324,8 +337,9 @@ class Books:
         may: list[bool] = []
         taken: dict[bytes, tuple[str, str | None]] = dict(claims.taken) if claims.apart else {}
         rows: set[int] = set()
+        holders = self._holders(tx, claims, (e for (_, e, _), asking in zip(starts, asks, strict=True) if asking))
         for (d, e, row), asking, held in zip(starts, asks, self.broker.holds_in(tx, [d for d, _, _ in starts]), strict=True):
-            outcome = self._take(tx, claims, e, taken, now) if held and asking and not e.force else None
+            outcome = self._take(tx, claims, e, taken, holders, now) if held and asking and not e.force else None
             if held and self.broker.apart:
                 if row in rows or self.broker.busy_in(tx, row):  # another copy was quicker
                     outcome = Release()
@@ -345,10 +359,10 @@ class Books:
             self.broker.settle_in(tx, settles)
         return answers
 
-    def _take(self, tx: Any, claims: Any, e: Event, taken: dict[bytes, tuple[str, str | None]], now: float) -> Outcome | None:
+    def _take(self, tx: Any, claims: Any, e: Event, taken: dict[bytes, tuple[str, str | None]], holders: dict[bytes, Any], now: float) -> Outcome | None:
         """Between admission and the start another event may have taken the claim, in this very batch even."""
         key = url_key(e.url)
-        holder = claims.holder_in(tx, key)
+        holder = self._holder(tx, claims, holders, key)
         if holder is None and key not in taken:
             if claims.apart:  # we tried to take it, and it was another's for a moment
                 return Release()

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
+from blake3 import blake3
 
 from penstock.errors import BadEnvelope
 
@@ -121,6 +122,7 @@ class _CloudEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_CloudEvent).decode
+_decode_plain = msgspec.json.Decoder(Event).decode
 _SOURCE_PREFIX = "/penstock/"
 
 
@@ -161,7 +163,7 @@ def decode_event(raw: bytes) -> Event:
 
 def page_id(body: bytes) -> str:
     """A page's name is its content: stored once, however often it is fetched."""
-    return hashlib.sha256(body).hexdigest()
+    return blake3(body).hexdigest()
 
 
 class Follow(msgspec.Struct, frozen=True):
@@ -184,13 +186,26 @@ class Page:
         event: Event | None = None, requested_url: str | None = None,
     ) -> None:  # fmt: skip
         self.url, self.body, self.status, self.fetched_at = url, body, status, fetched_at
-        self.headers: dict[str, str] = {k.lower(): v for k, v in (headers or {}).items()}
-        self.event = event
+        self.headers: dict[str, str] = {k.lower(): v for k, v in headers.items()} if headers else {}
+        self._event: Event | bytes | None = event
         self.requested_url = requested_url or url
         self.followed: set[str] = set()  # what follow() gave: canonical already, so nobody works that out twice
 
     def __repr__(self) -> str:
         return f"<Page {self.status} {self.url} {len(self.body)} bytes>"
+
+    @classmethod
+    def received(cls, url: str, body: bytes, status: int, headers: dict[str, str], fetched_at: float, event: Event | bytes | None, requested_url: str) -> Page:
+        """As it came off the wire: header names are lower case already, and an event that travelled as JSON is read when somebody asks for it."""
+        page = cls(url, body, status=status, fetched_at=fetched_at, requested_url=requested_url)
+        page.headers, page._event = dict(headers), event
+        return page
+
+    @property
+    def event(self) -> Event | None:
+        if type(self._event) is bytes:
+            self._event = _decode_plain(self._event)
+        return self._event  # type: ignore[return-value]  # bytes are gone by now
 
     @classmethod
     def from_file(cls, path: str | PathLike[str], *, url: str, status: int = 200, headers: Mapping[str, str] | None = None) -> Page:

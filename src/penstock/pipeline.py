@@ -40,6 +40,11 @@ class Extractor:
     fn: Callable[..., Any]
     _pattern: re.Pattern[str] | None = field(repr=False, compare=False, default=None)
 
+    label: str = field(init=False, repr=False, compare=False)  # name@version
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", f"{self.name}@{self.version}")
+
     def fits(self, url: str) -> bool:
         return self._pattern is None or self._pattern.match(url) is not None
 
@@ -188,7 +193,7 @@ class Pipeline:
 
     def signature(self, url: str) -> str:
         """`name@version,…` of the extractors for this URL: another signature, and an unchanged page is extracted again."""
-        return ",".join(f"{e.name}@{e.version}" for e in self._extractors if e.fits(url))
+        return ",".join([e.label for e in self._extractors if e.fits(url)])
 
     def check(self) -> None:
         """What can only be known when everything has been declared."""

@@ -202,7 +202,7 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True):
 class PageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A stored page, apart from its bytes; travels on `pages` and lies in the ledger."""
 
-    page: str  # its id: sha256 of the body, hex
+    page: str  # its id: BLAKE3 of the body, hex
     url: str
     status: int
     headers: dict[str, str]

@@ -53,7 +53,7 @@ async def _with_signals(running: Running, until_idle: bool, opened: Callable[[Ru
         loop.add_signal_handler(number, on_signal, number)
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not walk it again for every page
-    gc.set_threshold(20_000, 20, 20)  # thousands of events are held at once, and none of them is garbage
+    gc.set_threshold(100_000, 50, 50)  # thousands of events are held at once, and none of them is garbage
     return await running.run(stop, until_idle=until_idle, opened=opened)
 
 

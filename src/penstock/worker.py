@@ -397,11 +397,7 @@ class Worker:
 
     async def _extract(self, items: Sequence[Item], by: Extraction) -> None:
         try:
-            pages = [
-                Page(m.url, i.body, status=m.status, headers=m.headers, fetched_at=m.fetched_at, event=i.event, requested_url=i.event.url)
-                for i in items
-                if (m := i.meta) is not None
-            ]
+            pages = [Page.received(m.url, i.body, m.status, m.headers, m.fetched_at, i.event, i.event.url) for i in items if (m := i.meta) is not None]
             results = await by.extract(pages, alone=by is self._suspects)
         except asyncio.CancelledError:
             raise  # shutdown: the drain releases them

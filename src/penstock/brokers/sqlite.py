@@ -241,7 +241,7 @@ class SqliteBroker:
         now = self.clock.now()
         self._bring_back(tx, g, now)
         per_key = 1 if g.ordered else per_key or limit
-        picked: list[tuple[int, str, str, str | None, bytes]] = []
+        picked: list[tuple[int, str, str, str | None, bytes, int]] = []
         taken: dict[tuple[int, str], int] = defaultdict(int)
         quotas = self._quotas(g.id, limit)
         left = limit
@@ -256,10 +256,10 @@ class SqliteBroker:
             return []
         token = tx.execute("UPDATE token SET n=n+1 RETURNING n").get
         until = now + lease
-        leased = tx.executemany(
-            "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq=? RETURNING deliveries",
+        tx.executemany(
+            "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq=?",
             [(until, owner, token, g.id, p[0]) for p in picked],
-        ).fetchall()
+        )
         tx.executemany(
             "UPDATE keyq SET ready=ready-?, next_at=? WHERE grp=? AND prio=? AND key=?",
             [(n, NEVER if g.ordered else now, g.id, prio, key) for (prio, key), n in taken.items()],
@@ -275,9 +275,9 @@ class SqliteBroker:
                 headers=msgspec.json.decode(headers) if headers else {},
                 position=seq,
                 token=token,
-                deliveries=deliveries,
+                deliveries=before + 1,
             )
-            for (seq, key, id_, headers, body), (deliveries,) in zip(picked, leased, strict=True)
+            for seq, key, id_, headers, body, before in picked
         ]
 
     def _quotas(self, g: int, limit: int) -> dict[int, int]:
@@ -299,7 +299,7 @@ class SqliteBroker:
         per_key: int,
         now: float,
         taken: dict[tuple[int, str], int],
-        picked: list[tuple[int, str, str, str | None, bytes]],
+        picked: list[tuple[int, str, str, str | None, bytes, int]],
     ) -> int:
         """Round robin between keys by the time they were last served; a key's messages in order of publication."""
         known = sum(p == prio for p, _ in taken)  # keys that gave what they had in the first round must not take the places of others
@@ -317,7 +317,7 @@ class SqliteBroker:
                 if n <= 0:
                     continue
                 rows = tx.execute(
-                    "SELECT q.seq, q.key, m.id, m.headers, m.body FROM queue q JOIN message m ON m.seq=q.seq"
+                    "SELECT q.seq, q.key, m.id, m.headers, m.body, q.deliveries FROM queue q INDEXED BY queue_ready JOIN message m ON m.seq=q.seq"
                     " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 ORDER BY q.seq LIMIT ? OFFSET ?",
                     (g, prio, key, n, have),
                 ).fetchall()
@@ -375,11 +375,9 @@ class SqliteBroker:
 
     def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
         """Is the lease of each still its own?"""
-        held = []
-        for d in deliveries:
-            g = self._group(tx, d.topic, d.group)
-            held.append(tx.execute("SELECT 1 FROM queue WHERE grp=? AND seq=? AND token=? AND state=1", (g.id, d.position, d.token)).get is not None)
-        return held
+        leases = [(self._group(tx, d.topic, d.group).id, d.position, d.token) for d in deliveries]
+        held = set(tx.executemany("SELECT grp, seq, token FROM queue WHERE grp=? AND seq=? AND token=? AND state=1", leases).fetchall())
+        return [lease in held for lease in leases]
 
     # -- settling --------------------------------------------------------------------------------------------------------
 

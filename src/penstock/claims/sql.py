@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -52,6 +52,13 @@ class SqlClaims:
     def holder_in(self, tx: Tx, url_key: bytes) -> Holder | None:
         row = tx.execute("SELECT owner, good, next FROM claim WHERE url_key=?", (url_key,)).get
         return None if row is None else Holder(*row)
+
+    def holders_in(self, tx: Tx, url_keys: Iterable[bytes]) -> dict[bytes, Holder | None]:
+        """Of many at once."""
+        holders: dict[bytes, Holder | None] = dict.fromkeys(url_keys)
+        for key, *row in tx.executemany("SELECT url_key, owner, good, next FROM claim WHERE url_key=?", [(key,) for key in holders]).fetchall():
+            holders[bytes(key)] = Holder(*row)
+        return holders
 
     def names_in(self, tx: Tx, url_key: bytes, event_id: str) -> bool:
         holder = self.holder_in(tx, url_key)

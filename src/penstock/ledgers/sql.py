@@ -142,12 +142,16 @@ class SqlLedger:
     # -- on the way --------------------------------------------------------------------------------------------------------
 
     def standing_in(self, tx: Tx, event_id: str) -> Standing | None:
-        row = tx.execute("SELECT n, status, attempts, starts, crashes, accepted_at, not_before FROM event WHERE id=?", (event_id,)).get
-        if row is None:
-            return None
-        n, status, attempts, starts, crashes, accepted_at, not_before = row
-        page, meta = (starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get) or (None, None)
-        return Standing(n, status, attempts, starts, crashes, page, meta, accepted_at, not_before)
+        return self.standings_in(tx, [event_id]).get(event_id)
+
+    def standings_in(self, tx: Tx, event_ids: Sequence[str]) -> dict[str, Standing]:
+        """Of those that are known."""
+        found: dict[str, Standing] = {}
+        rows = tx.executemany("SELECT id, n, status, attempts, starts, crashes, accepted_at, not_before FROM event WHERE id=?", [(id_,) for id_ in event_ids])
+        for id_, n, status, attempts, starts, crashes, accepted_at, not_before in rows.fetchall():
+            page, meta = (starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get) or (None, None)
+            found[id_] = Standing(n, status, attempts, starts, crashes, page, meta, accepted_at, not_before)
+        return found
 
     def found_at_in(self, tx: Tx, n: int, position: int) -> None:
         """Where a broker apart keeps its message: known when it is handed out, not when it is published."""
@@ -175,23 +179,26 @@ class SqlLedger:
     ) -> list[int | None]:
         """Counts the start, before the work. The fence of each, or None where it has ended meanwhile."""
         fences: list[int | None] = []
-        notes: list[tuple[int, int, str, str]] = []
-        at = int(now * 1e6)
+        begun: list[tuple[str, int, str, float, float | None, int]] = []
         delta: Counter[tuple[str, str]] = Counter()
+        standing = {n: (was, fence) for n, was, fence in tx.executemany("SELECT n, status, fence FROM event WHERE n=?", [(n,) for n, _ in events]).fetchall()}
         for (n, e), asking in zip(events, asks, strict=True):
-            # `crashes` counts this start as lost until it ends; a recorded end takes it back.
-            was, fence = tx.execute("SELECT status, fence+1 FROM event WHERE n=?", (n,)).get or ("", 0)
+            was, fence = standing.get(n, ("", 0))
             if was not in OPEN:
                 fences.append(None)
                 continue
-            tx.execute(
-                "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?",
-                (status, fence, worker, now, now if asking else None, n),
-            )
-            notes.append((n, at, status, worker))
+            standing[n] = status, fence + 1  # it may be here twice
+            begun.append((status, fence + 1, worker, now, now if asking else None, n))
             delta[e.topic, was] -= 1
             delta[e.topic, status] += 1
-            fences.append(fence)
+            fences.append(fence + 1)
+        # `crashes` counts this start as lost until it ends; a recorded end takes it back.
+        tx.executemany(
+            "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?",
+            begun,
+        )
+        at = int(now * 1e6)
+        notes = [(n, at, status, worker) for *_, n in begun]
         tx.executemany(
             "INSERT INTO history(event, at, status, worker) VALUES(?,?,?,?) ON CONFLICT(event, at, status) DO UPDATE SET worker=excluded.worker", notes
         )

@@ -68,7 +68,7 @@ class SegmentStore:
         self._known: dict[str, None] = {}
         self._squeeze = zstandard.ZstdCompressor(level=1)
         self._expand = zstandard.ZstdDecompressor()
-        db.part("pages", 1, SCHEMA)
+        db.part("pages", 2, SCHEMA)
 
     # -- writing -----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.model import Event, Page
+from penstock.model import Page
 from penstock.ports import Extracted
 
 # -- worker -> zygote: fixed size, so that one read is one message and the descriptors that came with it -----------------
@@ -74,7 +74,6 @@ class PageHead(msgspec.Struct, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _encode_event = msgspec.json.Encoder().encode
-_decode_event = msgspec.json.Decoder(Event).decode
 decode_heads = msgspec.msgpack.Decoder(list[PageHead]).decode
 decode_changes = msgspec.msgpack.Decoder(list[bytes]).decode
 
@@ -87,10 +86,7 @@ def head_of(page: Page) -> PageHead:
 
 
 def page_of(head: PageHead, body: bytes) -> Page:
-    return Page(
-        head.url, body, status=head.status, headers=head.headers, fetched_at=head.fetched_at, requested_url=head.requested_url,
-        event=_decode_event(head.event) if head.event else None,
-    )  # fmt: skip
+    return Page.received(head.url, body, head.status, head.headers, head.fetched_at, head.event or None, head.requested_url)
 
 
 class CannotTravel(Exception):
