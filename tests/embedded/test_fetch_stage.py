@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -207,6 +208,22 @@ async def test_a_robots_that_cannot_be_reached_forbids_for_now() -> None:
         r.web.route("/*", PAGE)
         failure = await r.fails("/a")
         assert (failure.kind, failure.after) == (ErrorClass.TRANSIENT, pytest.approx(60.0))
+
+
+async def test_a_name_that_does_not_resolve_fails_as_such_at_once_and_says_nothing_about_its_robots() -> None:
+    async def resolver(host: str, port: int) -> Sequence[str]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    async with rig() as r:
+        guard = Guard(resolver=resolver)
+        fetcher = CurlFetcher(guard)
+        r.stage = FetchStage(fetcher, r.hosts, r.hosts, r.time, FetchOptions())
+        for _ in range(2):
+            failure = await r.fails("http://nowhere.test/a")
+            assert (failure.kind, failure.reason, failure.after) == (ErrorClass.TRANSIENT, "the name does not exist", None)
+        assert not r.hosts.kept
+        await fetcher.close()
+        guard.close()
 
 
 async def test_robots_is_followed_through_five_redirects_and_no_more() -> None:

@@ -111,7 +111,10 @@ ANSWERS: dict[str, tuple[Callable[[], bytes | AsyncIterator[bytes]], ErrorClass 
     "chunk-cut": (lambda: _once(CHUNKED + b"5\r\nhel"), ErrorClass.TRANSIENT, "ended early"),
     "chunk-unended": (lambda: _once(CHUNKED + b"5\r\nhello\r\n"), ErrorClass.TRANSIENT, "ended early"),
     "half-closed": (lambda: _once(OK + b"Content-Length: 100\r\n\r\nhalf", b"EOF"), ErrorClass.TRANSIENT, "ended early"),
-    "half-closed-head": (lambda: _once(b"HTTP/1.1 200 OK\r\nX: y", b"EOF"), None, ""),
+    "half-closed-head": (lambda: _once(b"HTTP/1.1 200 OK\r\nX: y", b"EOF"), ErrorClass.TRANSIENT, "ended"),
+    "cut-head": (lambda: _once(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"), ErrorClass.TRANSIENT, "ended inside its headers"),
+    "cut-status": (lambda: _once(b"HTTP/1.1 200 OK\r\n"), ErrorClass.TRANSIENT, "ended inside its headers"),
+    "cut-interim": (lambda: _once(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nX"), ErrorClass.TRANSIENT, ""),
     "half-closed-at-once": (lambda: _once(b"EOF"), ErrorClass.TRANSIENT, ""),
     "cut-gzip": (lambda: _encoded("gzip", gzip.compress(b"hello" * 1000)[:40]), ErrorClass.TRANSIENT, ""),
 }  # fmt: skip

@@ -239,7 +239,9 @@ async def test_interim_answers_and_trailers_are_not_the_answer() -> None:
 def test_a_head_is_parsed_once_and_leniently() -> None:
     lines = [b"HTTP/2 204 \r\n", b"A: 1\r\n", b"b : two\r\n", b"Folded: x\r\n", b"  y: z\r\n", b"nonsense\r\n", b"A:2\r\n", b"\r\n"]
     assert parse_head(lines) == (204, "2", {"a": "1, 2", "b": "two", "folded": "x y: z"})
-    assert parse_head([]) == (0, "", {})
+    for cut in ([], [b"HTTP/1.1 200 OK\r\n"], [b"HTTP/1.1 200 OK\r\n", b"A: 1\r\n"], [b"HTTP/1.1 100 Continue\r\n", b"\r\n", b"HTTP/1.1 200 OK\r\n"]):
+        with pytest.raises(Failure, match="ended inside its headers"):
+            parse_head(cut)
     assert parse_head([b"HTTP/1.1 abc\r\n", b"\r\n"])[0] == 0
 
 

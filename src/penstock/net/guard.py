@@ -220,6 +220,10 @@ class _System:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
 
+class NotResolved(Failure):
+    """The resolver's trouble, or its answer that there is no such name: nobody was asked anything yet."""
+
+
 class Guard:
     """Every outbound connection of the product goes through one of these: page, robots, feed, webhook-out, proxy, browser.
 
@@ -313,7 +317,7 @@ class Guard:
             answer = await asyncio.shield(task)
         if answer.failure is not None:
             kind, reason, detail = answer.failure
-            raise Failure(kind, reason, detail=detail)
+            raise (NotResolved if kind is ErrorClass.TRANSIENT else Failure)(kind, reason, detail=detail)
         return Target(target.scheme, target.host, target.port, answer.addresses)
 
     def _keep(self, key: tuple[str, int], task: asyncio.Task[_Answer]) -> None:

@@ -202,6 +202,8 @@ class Exchange:
                     self.parts.append(chunk)
                 return None
             self.failure = breach(Breach.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
+        except Failure as e:
+            self.failure = e
         except DecodedTooLarge:
             self.failure = breach(Breach.DECODED, f"{self.set_up.options.max_decoded_bytes} bytes")
         except TooManyCodings as e:
@@ -233,10 +235,13 @@ _fold = re.compile(r"\n[ \t]+").sub
 
 
 def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
-    """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line feed) of the last head in `lines`."""
-    head, _, rest = b"".join(lines).decode("latin-1").replace("\r\n", "\n").partition("\n\n")
+    """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line feed) of the last head in `lines`.
+    Raises Failure where that is not all there: libcurl takes a connection that ends in the middle for the end of the head."""
+    head, end, rest = b"".join(lines).decode("latin-1").replace("\r\n", "\n").partition("\n\n")
     while rest.startswith("HTTP/"):
-        head, _, rest = rest.partition("\n\n")
+        head, end, rest = rest.partition("\n\n")
+    if not end:
+        raise breach(Breach.CUT)
     if "\n " in head or "\n\t" in head:
         head = _fold(" ", head)
     first, *fields = head.split("\n")

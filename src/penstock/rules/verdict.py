@@ -176,6 +176,7 @@ class Breach(enum.Enum):
     """A limit of ours that ended the exchange. The reason's details are added where it happened."""
 
     HEADERS = (_P, "the answer's headers are larger than the limit")
+    CUT = (_X, "the answer ended inside its headers")
     BODY = (_P, "the body is larger than the limit")
     DECODED = (_P, "the decoded body is larger than the limit")
     CODINGS = (_P, "too many nested content codings")

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.model import ErrorClass, Event, Failure
 from penstock.net.cookies import Jar
+from penstock.net.guard import NotResolved
 from penstock.ports import Baseline, Clock, Fetcher, Hop, Pace, Response, RobotsCache
 from penstock.rules import proxies
 from penstock.rules import robots as rules
@@ -264,6 +265,8 @@ class FetchStage:
             except proxies.ProxyFailed:
                 raise  # says nothing about the site
             except Failure as e:
+                if not hop and isinstance(e, NotResolved):
+                    raise  # there is no host, so there is none whose wishes are unknown: the page fails by that name too, and at once
                 if e.kind is ErrorClass.TRANSIENT:
                     return _UNREACHABLE, None
                 if hop and e.kind is ErrorClass.PERMANENT:
