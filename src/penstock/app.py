@@ -81,6 +81,8 @@ class Running:
         try:
             await self._check_after_unclean_stop()
             await self.stores.start()
+            if self.stores.pages.remote:
+                await self.stores.pages.start()
             await self.stores.books.reclaim(self.stores.workers_directory)
             if "extract" in self.roles:
                 extraction, suspects = await self._open_extraction()

@@ -258,6 +258,9 @@ class PageStore(Protocol):
 
     remote: bool  # the bytes go over a network: `send` them before the books' transaction, which nobody should hold open for that long
 
+    async def start(self) -> None:
+        """Only where `remote`, before the first page: raises Unreachable where pages could not be stored and read."""
+
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Any:
         """Write what is new, of (id, body). Nobody can find it yet, and a crash now leaves nothing visible. Raises StoreUnavailable."""
 

@@ -50,6 +50,9 @@ class PostgresPages:
         self._squeeze = zstandard.ZstdCompressor(level=LEVEL)
         db.part("page_bodies", 1, SCHEMA)
 
+    async def start(self) -> None:
+        """Opening it made the table."""
+
     # -- writing -----------------------------------------------------------------------------------------------------------
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:

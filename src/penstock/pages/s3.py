@@ -1,0 +1,344 @@
+"""The page store on S3, or a server that speaks its protocol: compressed bodies as objects, found through an index in the ledger's store."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import difflib
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+import obstore
+import zstandard
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
+from penstock.model import page_id
+from penstock.ports import Clock
+from penstock.stores.context import Context
+from penstock.stores.sql import SqlStore, Tx
+from penstock.units import mask
+
+# An object is named after its page and has a nonce, so that removing one can never take another that was stored meanwhile.
+SCHEMA = """
+CREATE TABLE page_object(hash BLOB PRIMARY KEY, name TEXT NOT NULL, size INTEGER NOT NULL, packed INTEGER NOT NULL, seen REAL NOT NULL);
+CREATE INDEX page_object_seen ON page_object(seen, hash);
+CREATE TABLE page_object_doomed(name TEXT PRIMARY KEY);
+"""
+AT_ONCE = 32  # requests of one worker
+REMEMBERED = 30_000
+PRUNE = 500  # pages looked at in one statement, and objects removed by one request
+MARK = "penstock"  # an object that is written and read at the start, to see that we may
+EXAMPLE = "s3://bucket/prefix?region=eu-west-1, or s3://bucket/prefix?endpoint=http://localhost:9000&key=…&secret=… for a server of your own"
+log = logging.getLogger("penstock.pages")
+
+
+class Staged(msgspec.Struct):
+    """What is to be stored: bodies that are new to us, compressed and with their object's name, and those that we know."""
+
+    new: dict[str, tuple[str, bytes, int]] = {}  # name, packed, size
+    again: dict[str, bytes] = {}
+
+
+class S3Pages:
+    """`send` puts the objects there before the books' transaction, which then names them. A process that dies in between leaves objects that nobody names."""
+
+    remote = True
+
+    def __init__(self, db: SqlStore, bucket: Any, place: str, clock: Clock) -> None:
+        self.db, self.bucket, self.place, self.clock = db, bucket, place, clock
+        self._known: dict[str, None] = {}
+        self._squeeze = zstandard.ZstdCompressor(level=1)
+        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._remover = ThreadPoolExecutor(1, "penstock-s3")
+        self._guard = threading.Lock()
+        self._removing: set[str] = set()
+        self._removed: set[str] = set()
+        db.part("page_objects", 1, SCHEMA)
+
+    async def start(self) -> None:
+        """Raises Unreachable: no bucket, no rights, nobody there."""
+        try:
+            await obstore.put_async(self.bucket, MARK, b"penstock", use_multipart=False)
+            await (await obstore.get_async(self.bucket, MARK)).bytes_async()
+        except (BaseError, OSError, ValueError) as e:
+            raise refused(e, self.place) from e
+
+    # -- writing -----------------------------------------------------------------------------------------------------------
+
+    def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
+        staged = Staged(new={}, again={})
+        for id_, body in pages:
+            if id_ in self._known:
+                staged.again[id_] = body
+            elif id_ not in staged.new:
+                staged.new[id_] = self._parcel(id_, body)
+        return staged
+
+    def _parcel(self, id_: str, body: bytes) -> tuple[str, bytes, int]:
+        return f"{id_[:2]}/{id_}-{secrets.token_hex(4)}.zst", self._squeeze.compress(body), len(body)
+
+    async def send(self, staged: Staged) -> None:
+        """Objects that no row names yet. Raises StoreUnavailable."""
+        if not staged.new and not staged.again:
+            return
+        there = await self.db.read(lambda tx: set(self._rows(tx, "hash", [*staged.new, *staged.again])))
+        for id_ in [id_ for id_ in staged.new if id_ in there]:  # stored by another, or before we started
+            del staged.new[id_]
+            staged.again[id_] = b""
+        for id_ in [id_ for id_ in staged.again if id_ not in there]:
+            staged.new[id_] = self._parcel(id_, staged.again.pop(id_))
+        sent = await asyncio.gather(*[self._put(name, packed) for name, packed, _ in staged.new.values()], return_exceptions=True)
+        for failure in sent:
+            if isinstance(failure, BaseException):
+                raise failure
+        if len(self._known) > REMEMBERED:
+            self._known.clear()
+        self._known.update(dict.fromkeys([*staged.new, *staged.again]))
+
+    async def _put(self, name: str, packed: bytes) -> None:
+        try:
+            async with self._gate:
+                await obstore.put_async(self.bucket, name, packed, use_multipart=False)
+        except (BaseError, OSError) as e:
+            raise StoreUnavailable(f"a page could not be stored in {self.place}: {_said(e)}", hint="see that the bucket can be reached and written") from e
+
+    def index_in(self, tx: Tx, staged: Staged) -> list[str]:
+        """Name what was sent. Returns what was taken for stored but is gone: retention, in another process perhaps, was quicker."""
+        now = self.clock.now()
+        if staged.new:
+            tx.executemany(
+                "INSERT INTO page_object(hash, name, size, packed, seen) VALUES(?,?,?,?,?) ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
+                [(bytes.fromhex(h), name, size, len(packed), now) for h, (name, packed, size) in sorted(staged.new.items())],
+            )
+            named = self._rows(tx, "hash, name", list(staged.new))
+            spare = [name for h, (name, _, _) in staged.new.items() if named[h][0] != name]  # somebody stored the same page at the same time
+            tx.executemany("INSERT INTO page_object_doomed(name) VALUES(?) ON CONFLICT DO NOTHING", [(name,) for name in spare])
+        for some in _by(list(staged.again)):
+            tx.execute(f"UPDATE page_object SET seen=? WHERE hash IN ({_marks(some)})", (now, *map(bytes.fromhex, some)))
+        there = self._rows(tx, "hash", list(staged.again))
+        return [h for h in staged.again if h not in there]
+
+    def forget(self, staged: Staged) -> None:
+        for h in [*staged.new, *staged.again]:
+            self._known.pop(h, None)
+
+    # -- reading -----------------------------------------------------------------------------------------------------------
+
+    def _rows(self, tx: Tx, columns: str, pages: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+        """By page; `columns` begins with its hash."""
+        found: dict[str, tuple[Any, ...]] = {}
+        for some in _by(pages):
+            rows = tx.execute(f"SELECT {columns}, 0 FROM page_object WHERE hash IN ({_marks(some)})", [_raw(page) for page in some]).fetchall()
+            found.update({bytes(h).hex(): tuple(rest) for h, *rest in rows})
+        return found
+
+    async def get(self, page: str) -> bytes | None:
+        row = (await self.db.read(lambda tx: self._rows(tx, "hash, name", [page]))).get(page)
+        if row is None:
+            return None
+        try:
+            async with self._gate:
+                packed = bytes(await (await obstore.get_async(self.bucket, row[0])).bytes_async())
+        except (BaseError, OSError) as e:
+            raise self._unread(page, e) from e
+        return self._expanded(page, packed)
+
+    def get_in(self, tx: Tx, page: str) -> bytes | None:
+        row = self._rows(tx, "hash, name", [page]).get(page)
+        if row is None:
+            return None
+        try:
+            packed = bytes(obstore.get(self.bucket, row[0]).bytes())
+        except (BaseError, OSError) as e:
+            raise self._unread(page, e) from e
+        return self._expanded(page, packed)
+
+    def _unread(self, page: str, e: Exception) -> PenstockError:
+        if isinstance(e, FileNotFoundError):
+            return Unreachable(f"page {page} is not in {self.place} any more", hint="restore the bucket, or push the URL again with --force")
+        return StoreUnavailable(f"page {page} cannot be read from {self.place}: {_said(e)}", hint="see that the bucket can be reached")
+
+    def _expanded(self, page: str, packed: bytes) -> bytes:
+        try:
+            body = zstandard.decompress(packed)
+        except zstandard.ZstdError:
+            body = b""
+        if page_id(body) != page:
+            raise Unreachable(f"page {page} in {self.place} does not have its hash any more", hint="restore the bucket, or push the URL again with --force")
+        return body
+
+    def find_in(self, tx: Tx, prefix: str) -> list[str]:
+        """Ids that begin so; ten at most."""
+        low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
+        return [bytes(h).hex() for (h,) in tx.execute("SELECT hash FROM page_object WHERE hash>=? AND hash<=? ORDER BY hash LIMIT 10", (low, high))]
+
+    def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
+        return {page: size for page, (size, _) in self._rows(tx, "hash, size", pages).items()}
+
+    def totals_in(self, tx: Tx) -> tuple[int, int]:
+        pages, size = tx.execute("SELECT count(*), coalesce(sum(packed), 0) FROM page_object").get
+        return int(pages), int(size)
+
+    def problems_in(self, tx: Tx) -> list[str]:
+        try:
+            obstore.get(self.bucket, MARK).bytes()
+        except FileNotFoundError as e:
+            return [refused(e, self.place).message] if "NoSuchBucket" in str(e) else []  # no worker has started yet
+        except (BaseError, OSError) as e:
+            return [refused(e, self.place).message]
+        return []
+
+    # -- retention ---------------------------------------------------------------------------------------------------------
+
+    def prune_in(self, tx: Tx, *, older_than: float | None, max_bytes: int | None, keep: Callable[[Sequence[str]], set[str]]) -> tuple[int, int]:
+        """(pages removed, bytes freed). Their objects go when this is committed, with a later `sweep_in`."""
+        excess = 0 if max_bytes is None else self.totals_in(tx)[1] - max_bytes
+        at: tuple[float, bytes] = (-1.0, b"")
+        while True:
+            query = "SELECT seen, hash, name, packed FROM page_object WHERE (seen, hash)>(?, ?) ORDER BY seen, hash LIMIT ?"
+            rows = tx.execute(query, (*at, PRUNE)).fetchall()
+            doomed = []
+            for seen, h, name, packed in rows:
+                if (older_than is None or seen >= older_than) and excess <= 0:
+                    break
+                doomed.append((bytes(h).hex(), name, packed))
+                excess -= packed
+            wanted = keep([h for h, _, _ in doomed])
+            gone = [row for row in doomed if row[0] not in wanted]
+            if gone or len(doomed) < PRUNE:  # a whole page of pages that are needed: look behind it
+                break
+            at = rows[-1][:2]
+        tx.executemany("DELETE FROM page_object WHERE hash=?", [(bytes.fromhex(h),) for h, _, _ in gone])
+        tx.executemany("INSERT INTO page_object_doomed(name) VALUES(?) ON CONFLICT DO NOTHING", [(name,) for _, name, _ in gone])
+        for h, _, _ in gone:
+            self._known.pop(h, None)
+        return len(gone), sum(packed for _, _, packed in gone)
+
+    def sweep_in(self, tx: Tx) -> None:
+        """Remove objects that an earlier, committed transaction doomed: on a thread, since nobody should wait for that, and noted by the next sweep."""
+        with self._guard:
+            done, self._removed = self._removed, set()
+            busy = set(self._removing)
+        tx.executemany("DELETE FROM page_object_doomed WHERE name=?", [(name,) for name in sorted(done)])
+        names = [name for (name,) in tx.execute("SELECT name FROM page_object_doomed LIMIT ?", (PRUNE,)) if name not in busy]
+        if names:
+            with self._guard:
+                self._removing.update(names)
+            self._remover.submit(self._remove, names)
+
+    def _remove(self, names: list[str]) -> None:
+        try:
+            obstore.delete(self.bucket, names)
+        except FileNotFoundError:
+            done = True  # some servers say so
+        except (BaseError, OSError) as e:
+            log.warning("%d objects of removed pages are still in %s: %s", len(names), self.place, _said(e))
+            done = False
+        else:
+            done = True
+        with self._guard:
+            self._removing.difference_update(names)
+            if done:
+                self._removed.update(names)
+
+    def close(self) -> None:
+        self._remover.shutdown(wait=True)
+
+
+# -- statements and sentences ------------------------------------------------------------------------------------------------
+
+
+def _raw(page: str) -> bytes:
+    """Ids are hex outside and bytes in the index; what is no id is in no index."""
+    try:
+        return bytes.fromhex(page)
+    except ValueError:
+        return b""
+
+
+def _by(pages: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (pages[i : i + PRUNE] for i in range(0, len(pages), PRUNE))
+
+
+def _marks(pages: Sequence[str]) -> str:
+    return ",".join("?" * len(pages))
+
+
+def _said(e: Exception) -> str:
+    """The server's own words, or the first line of the library's, which goes on for a page."""
+    text = str(e)
+    told = re.search(r"<Code>(\w+)</Code><Message>([^<]*)", text)
+    return f"{told[1]}: {told[2]}" if told else text.split("\n", 1)[0][:200]
+
+
+_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthorizationHeaderMalformed")
+
+
+def refused(e: Exception, place: str) -> PenstockError:
+    """Trouble at the start: one sentence each, and what to do about it."""
+    text = str(e)
+    if "NoSuchBucket" in text:
+        return Unreachable(f"there is no {place}", hint="create the bucket, or correct PENSTOCK_PAGES_URL")
+    if "169.254.169.254" in text or "credential" in text.lower():
+        return ConfigError(f"there are no credentials for {place}", hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add key= and secret= to the URL")
+    if any(code in text for code in _KEYS):
+        return Unreachable(f"the server of {place} does not accept these credentials ({_said(e)})", hint="check key, secret and region")
+    if "PermanentRedirect" in text or "301 Moved" in text:
+        return Unreachable(f"{place} is in another region", hint="add region= to the URL")
+    if "403 Forbidden" in text or "AccessDenied" in text or "401 Unauthorized" in text:
+        return Unreachable(f"{place} may not be written and read with these credentials", hint="allow s3:PutObject, s3:GetObject and s3:DeleteObject on it")
+    if "error sending request" in text or "kind: Connect" in text:
+        return Unreachable(f"the server of {place} cannot be reached", hint="check endpoint= and region=, and that it runs")
+    return Unreachable(f"{place} cannot be used: {_said(e)}", hint="check PENSTOCK_PAGES_URL")
+
+
+_OPTIONS = ("endpoint", "region", "key", "secret")
+
+
+def bucket_at(url: str) -> tuple[Any, str]:
+    """The bucket, not yet asked for anything, and its name in messages. Raises ConfigError."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if not parts.netloc or "@" in parts.netloc:
+        raise ConfigError(f"{mask(url)} names no bucket", hint=EXAMPLE)
+    for name in options:
+        if name not in _OPTIONS:
+            near = difflib.get_close_matches(name, _OPTIONS, 1)
+            raise ConfigError(
+                f"{mask(url)}: {name!r} is no option of an S3 URL", hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(_OPTIONS)
+            )
+    if bool(options.get("key")) != bool(options.get("secret")):
+        raise ConfigError(f"{mask(url)} has half of its credentials", hint="key=…&secret=…, or neither for AWS_ACCESS_KEY_ID and so on")
+    endpoint = options.get("endpoint", "")
+    if endpoint and not re.match(r"https?://[^/]", endpoint):
+        raise ConfigError(f"{mask(url)}: endpoint is {endpoint!r}", hint="endpoint=https://host:port")
+    given = {
+        "endpoint": endpoint, "region": options.get("region") or ("us-east-1" if endpoint else ""),
+        "access_key_id": options.get("key", ""), "secret_access_key": options.get("secret", ""),
+    }  # fmt: skip
+    try:
+        bucket = S3Store(
+            parts.netloc,
+            prefix=parts.path.strip("/") or None,
+            client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": endpoint.startswith("http:")},
+            retry_config={"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)},
+            **{name: value for name, value in given.items() if value},  # type: ignore[arg-type, unused-ignore]
+        )
+    except (BaseError, ValueError) as e:
+        raise ConfigError(f"{mask(url)} cannot be used: {_said(e)}", hint=EXAMPLE) from e
+    return bucket, f"bucket {parts.netloc}" + (f" at {endpoint}" if endpoint else "")
+
+
+def open_pages(url: str, context: Context) -> S3Pages:
+    """`s3://bucket/prefix`: the objects there, the index in the ledger's store, so that a page and its event are committed together."""
+    bucket, place = bucket_at(url)
+    return S3Pages(context.store(context.config.ledger.url), bucket, place, context.clock)
