@@ -10,7 +10,7 @@ from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from penstock.brokers.rabbitmq_link import TROUBLE, Link
+from penstock.brokers.rabbitmq_link import ANSWER, TROUBLE, Link
 from penstock.brokers.rabbitmq_topology import Names
 from penstock.errors import Unreachable
 from penstock.ports import Published
@@ -62,8 +62,9 @@ class Publisher:
             if channel is None or channel.is_closed or not self.link.up:
                 channel = await self.link.channel(confirms=True)
                 with self.link.outage():
-                    for name in self.names.exchanges:  # to publish where there is no exchange costs the channel and all that is on its way
-                        await declare_exchange(channel, name)
+                    async with asyncio.timeout(ANSWER):  # a connection that is blocked answers nothing
+                        for name in self.names.exchanges:  # to publish where there is no exchange costs the channel and all that is on its way
+                            await declare_exchange(channel, name)
                 self._channel = channel
             return channel
 

@@ -398,8 +398,9 @@ class RabbitSubscription:
                         keys.clear()
                     self._buffered = self._bytes = 0
                     for tag in sorted(back):
-                        del self._tags[tag]
                         await channel.basic_nack(tag, requeue=True, wait=False)
+                    for tag in back:  # not before the last of them is sent: an ack of all up to a tag must never reach one that goes back
+                        del self._tags[tag]
             if back:
                 self._ahead = self._ahead // 2 if self._ahead > 8 else 0
             self._wake.set()
