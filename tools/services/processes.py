@@ -16,9 +16,10 @@ def identity(pid: int) -> str | None:
     if Path("/proc/self/stat").exists():
         try:
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            alone = len(os.listdir(stat.with_name("task"))) == 1  # a thread that still waits for the disk keeps the port
         except OSError:
             return None
-        return None if fields[0] in "ZX" else fields[19]
+        return None if fields[0] in "ZX" and alone else fields[19]
     shown = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout.split(maxsplit=1)
     return None if len(shown) < 2 or shown[0].startswith("Z") else shown[1].strip()
 
