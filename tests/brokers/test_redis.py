@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
+import subprocess
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 from redis import Redis
@@ -148,6 +151,7 @@ async def test_a_full_server_takes_nothing_more_and_can_be_drained(server: Serve
         ("redis://u:secret@h/?password=secret", "not known or has no such value: password"),
         ("redis://u:secret@h/?volatile=maybe", "volatile"),
         ("redis://h/?ssl_ca_certs=x", "ssl_ca_certs"),
+        ("rediss://h/?ssl_ca_certs=/no/such.pem", "no file"),
     ],
 )
 def test_a_mistyped_address_is_one_sentence_and_shows_no_password(url: str, says: str) -> None:
@@ -158,8 +162,8 @@ def test_a_mistyped_address_is_one_sentence_and_shows_no_password(url: str, says
 
 
 def test_an_address_with_everything_is_understood() -> None:
-    options, volatile = parse("rediss://us%40er:p%2Fw@h.test:1234/5?volatile=allow&ssl_ca_certs=ca.pem")
-    assert options == {"host": "h.test", "port": 1234, "db": 5, "username": "us@er", "password": "p/w", "ssl_ca_certs": "ca.pem"}
+    options, volatile = parse(f"rediss://us%40er:p%2Fw@h.test:1234/5?volatile=allow&ssl_ca_certs={__file__}")
+    assert options == {"host": "h.test", "port": 1234, "db": 5, "username": "us@er", "password": "p/w", "ssl_ca_certs": __file__}
     assert volatile
 
 
@@ -218,6 +222,35 @@ async def test_a_wrong_password_a_missing_permission_and_nobody_there_are_one_se
             await broker.close()
     finally:
         by_hand.execute_command("ACL", "DELUSER", "reader")
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """(port, certificate) of a server that speaks TLS only."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-subj", "/CN=localhost")
+    subprocess.run([*made, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = ("--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate, "--tls-auth-clients", "no", "--appendonly", "yes")
+    process = subprocess.Popen(["redis-server", "--port", "0", "--tls-port", str(port), "--dir", tmp_path, *said], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any("Ready to accept connections" in line for line in process.stdout)
+    yield port, certificate
+    process.kill()
+    process.communicate()
+
+
+async def test_over_tls_the_certificate_must_be_trusted(tls: tuple[int, Path]) -> None:
+    port, certificate = tls
+    async with opened(f"rediss://localhost:{port}?ssl_ca_certs={certificate}") as broker:
+        assert list(await broker.publish(messages("a1"))) == [Published.OK]
+    for url, says in [(f"rediss://localhost:{port}", "certificate of Redis at localhost"), (f"redis://localhost:{port}", "no Redis server answers")]:
+        broker = fresh(url)
+        with pytest.raises(Unreachable, match=says):
+            await broker.ensure([TopicSpec(name="t")])
+        await broker.close()
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -134,6 +135,11 @@ class Server:
             try:
                 (said,) = await self._exchange([("INFO",)])
             except StoreUnavailable as e:
+                if "CERTIFICATE_VERIFY_FAILED" in e.message:
+                    raise Unreachable(
+                        f"the certificate of Redis at {self.name} is not trusted",
+                        hint="name its authority: rediss://…?ssl_ca_certs=FILE, and the host it is for",
+                    ) from e
                 raise Unreachable(
                     f"no Redis server answers at {self.name}", hint="start it, or correct host, port and scheme of the DSN (rediss:// is TLS)"
                 ) from e
@@ -239,6 +245,8 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
         if name == "volatile" and value == "allow":
             volatile = True
         elif name in TLS_OPTIONS and parts.scheme == "rediss":
+            if not Path(value).is_file():
+                raise ConfigError(f"the Redis DSN names {value} as {name}, which is no file", hint="give the path of a PEM file that this user may read")
             options[name] = value
         else:
             raise ConfigError(
