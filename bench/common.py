@@ -160,8 +160,9 @@ def watch(
     timeout: float = 600.0,
     every: float = 0.05,
     stop_after: float | None = None,
+    stop_when: Callable[[], bool] | None = None,
 ) -> Watched:
-    """Run it pinned, sampling its tree from the bench's own core. `stop_after` sends SIGTERM to it after that many seconds."""
+    """Run it pinned, sampling its tree from the bench's own core. It gets a SIGTERM after so many seconds, or when it has got so far."""
     w = Watched()
     with open(cwd / "stdout.txt", "w+") as out, open(cwd / "stderr.txt", "w+") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, stdin=stdin, cwd=cwd, env=dict(env), preexec_fn=pin(cores, nice))
@@ -174,7 +175,13 @@ def watch(
                     process.wait(stop_after)
                 except subprocess.TimeoutExpired:
                     process.send_signal(signal.SIGTERM)
-            process.wait(timeout)
+            until = time.monotonic() + timeout
+            while stop_when is not None and process.poll() is None and time.monotonic() < until:
+                time.sleep(0.2)
+                if stop_when():
+                    process.send_signal(signal.SIGTERM)
+                    break
+            process.wait(max(1.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise BenchError(f"{' '.join(command[:3])} … was not done after {timeout:.0f} s", "give it fewer pages (--n)") from None
         finally:

@@ -13,6 +13,7 @@ from common import BenchError
 BENCHES = {
     "pages": ("pages", "pages a second on one core, against Scrapy and other peers (--all), with full durability"),
     "claim": ("claim", "what taking an event costs with a thousand and with a million waiting; `status` and memory then"),
+    "slow-host": ("slow_host", "what a host that is asked once in ten seconds, with ten thousand events waiting, costs fifty others"),
     "profile": ("profiling", "where the time of one Penstock run goes, by module and function"),
 }
 
@@ -22,7 +23,7 @@ def main() -> int:
     if name in ("", "-h", "--help"):
         print("Usage: ./dev bench NAME [ARGS] [--json]\n")
         for known, (_, text) in BENCHES.items():
-            print(f"  {known:<10}{text}")
+            print(f"  {known:<11}{text}")
         print("\n./dev bench NAME --help says more.")
         return 0
     try:

@@ -51,10 +51,16 @@ def test_claim_tells_costs_ratios_memory_and_that_status_reads_counters(tmp_path
         assert found[who]["flat"] is None, "four seconds are too short for a verdict"
 
 
+def test_slow_host_tells_what_one_costs_the_others(tmp_path: Path) -> None:
+    found = bench(tmp_path, "slow-host", "--n", "500", "--slow", "300", "--hosts", "10", "--reps", "1")
+    assert set(found["pages_per_second"]) == {"alone", "beside"}
+    assert found["within_bar"] == (found["ratio"] >= found["bar"] == 0.95)
+
+
 def test_a_bench_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(ROOT / "bench" / "run.py"), "speed"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "one of: pages, claim, profile" in done.stderr
+    assert "one of: pages, claim, slow-host, profile" in done.stderr
 
 
 def test_pages_tells_pages_a_second_of_every_contender_and_how_it_scales(tmp_path: Path) -> None:
