@@ -34,6 +34,7 @@ SETTINGS = {
     "tcp_keepalives_count": "3",
     "timezone": "UTC",
     "default_transaction_isolation": "read committed",  # else what is read behind the lock would be as it was before it
+    "jit": "off",  # where a table must be walked all the same, it looks so dear that the server would compile the question first
     "enable_seqscan": "off",  # plans are kept as long as a connection, and made when tables are small: one that walks a table would soon walk a large one
 }
 # Whole classes of SQLSTATE that are the server's trouble, not the statement's.
