@@ -232,8 +232,7 @@ async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again
             await sub.receive(1, 5.0)
         with pytest.raises(StoreUnavailable):
             await sub.settle([(d, Dead("no"))])
-        with pytest.raises(StoreUnavailable, match="cannot be reached"):
-            await broker.publish([out("c")])
+        assert list(await broker.publish([out("c")])) == [Published.UNKNOWN], "an earlier try of the client's own may have arrived"
         with pytest.raises(StoreUnavailable):
             await broker.stats("t", "main")
         await asyncio.to_thread(handle.start)  # this one forgets everything when it ends

@@ -218,7 +218,7 @@ class SqsBroker:
     # -- publishing --------------------------------------------------------------------------------------------------------------
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
-        """Raises StoreUnavailable where nobody could be reached, so that nothing was sent; in any other trouble, `unknown`."""
+        """Raises StoreUnavailable where nothing was sent for certain; in any other trouble, `unknown`."""
         targets = {t: await self._groups_of(t) or ["main"] for t in {m.topic for m in batch}}
         return await self.send([(m, [_queue(m, g) for g in targets[m.topic]]) for m in batch])
 

@@ -276,7 +276,8 @@ def outage(e: Exception, place: Place) -> StoreUnavailable:
         if code in _GONE:
             return Gone(said)
         return StoreUnavailable(said) if status >= 500 or code in _BUSY else Rejected(said)
-    kind = NotSent if isinstance(e, (EndpointConnectionError, ConnectTimeoutError, NoCredentialsError)) else StoreUnavailable
+    # Nobody to connect to proves nothing: this may be the client's third try, and its first may have arrived.
+    kind = NotSent if isinstance(e, NoCredentialsError) else StoreUnavailable
     return kind(f"{place.shown} cannot be reached: {e}")
 
 
