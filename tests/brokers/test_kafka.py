@@ -1,30 +1,17 @@
-"""Kafka: the suite every broker passes, on a real server, and what only Kafka promises."""
+"""Kafka: the suite every broker passes, on a real server. What only Kafka promises is in the files beside this one."""
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Iterator
 
 import pytest
+from tests.brokers.kafka_rig import die, open_kafka, sweep
 from tests.brokers.served import Served
 
 from penstock.brokers.kafka import KafkaBroker
-from penstock.brokers.kafka_dsn import parse
-from penstock.clock import SystemClock
 from penstock.ports import Broker
 
 pytestmark = pytest.mark.server("kafka")
-OPTIONS = "?partitions=2&retry_levels=5s&session=2s&grace=1s&timeout=4s"
-
-
-def open_kafka(url: str, namespace: str = "", options: str = OPTIONS) -> KafkaBroker:
-    return KafkaBroker(parse(url + options, {}), namespace or f"t{uuid.uuid4().hex[:12]}", SystemClock())
-
-
-async def die(broker: KafkaBroker) -> None:
-    """As if its process had been killed: nothing more is committed or published."""
-    for reader in broker._readers.values():
-        reader.member.abandoned = True
-    await broker.close()
 
 
 class TestKafka(Served):
@@ -32,6 +19,11 @@ class TestKafka(Served):
     lease = 1.0
     patience = 0.3
     slack = 0.6
+
+    @pytest.fixture(autouse=True)
+    def _swept(self, _its_server: None) -> Iterator[None]:
+        yield
+        sweep(self.served.url)
 
     async def open(self) -> Broker:
         return open_kafka(self.url)

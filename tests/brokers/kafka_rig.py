@@ -1,0 +1,49 @@
+"""What the tests of the Kafka adapter open: brokers in namespaces of their own, with short times and few partitions."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+
+from confluent_kafka.admin import AdminClient
+
+from penstock.brokers.kafka import KafkaBroker
+from penstock.brokers.kafka_dsn import parse
+from penstock.clock import SystemClock
+from penstock.ports import Clock, Delivery, Out, Published, Subscription
+
+OPTIONS = "partitions=2&retry_levels=5s&session=2s&grace=1s&timeout=8s"
+
+
+def open_kafka(url: str, namespace: str = "", options: str = "", *, env: Mapping[str, str] | None = None, clock: Clock | None = None) -> KafkaBroker:
+    return KafkaBroker(parse(f"{url}?{OPTIONS}&{options}", env or {}), namespace or f"t{uuid.uuid4().hex[:12]}", clock or SystemClock())
+
+
+def sweep(url: str) -> None:
+    """The topics of these tests are deleted: a server that is killed looks through all that it has before it comes back."""
+    client = AdminClient({"bootstrap.servers": url.removeprefix("kafka://"), "log_level": 0})
+    ours = [topic for topic in client.list_topics(timeout=20).topics if re.match(r"t[0-9a-f]{12}\.", topic)]
+    for future in (client.delete_topics(ours, operation_timeout=20) if ours else {}).values():
+        future.result(30)
+
+
+async def die(broker: KafkaBroker) -> None:
+    """As if its process had been killed: nothing more is committed or published."""
+    for reader in broker._readers.values():
+        reader.member.abandoned = True
+    await broker.close()
+
+
+async def fill(broker: KafkaBroker, ids: Sequence[str], topic: str = "t", **more: object) -> None:
+    """Ids like `a1` belong to key `a`."""
+    outs = [Out(**{"topic": topic, "id": i, "key": i.rstrip("0123456789"), "body": i.encode(), **more}) for i in ids]  # type: ignore[arg-type]
+    assert set(await broker.publish(outs)) <= {Published.OK}
+
+
+async def take(sub: Subscription, n: int, wait: float = 5.0) -> list[Delivery]:
+    """`n`, or what came until nothing did for `wait` seconds."""
+    got: list[Delivery] = []
+    while len(got) < n and (some := await sub.receive(n - len(got), wait)):
+        got += some
+    return got
