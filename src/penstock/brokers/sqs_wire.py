@@ -89,7 +89,7 @@ def parse(url: str, namespace: str) -> Place:
         key=unquote(parts.username) if parts.username else None,
         secret=unquote(parts.password) if parts.password else None,
         prefix=re.sub(r"[^A-Za-z0-9_-]", "-", name) if len(name) <= 24 else _short(name, 24),
-        poll=_number(url, options, "poll", 5, 1, 20),
+        poll=_number(url, options, "poll", 2, 1, 20),  # also how long a worker takes to leave
         receives=_number(url, options, "max_receives", 1000, 0, 1000),
     )
 
