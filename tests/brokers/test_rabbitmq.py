@@ -323,6 +323,25 @@ def test_a_queue_that_was_deleted_is_made_again(host: Host) -> None:
     run(host, test)
 
 
+def test_with_the_management_api_figures_know_what_others_have_in_flight(host: Host) -> None:
+    api = f"{host.url}?management=http://127.0.0.1:{host.server.ports('management')}"
+
+    async def test(broker: RabbitBroker) -> None:
+        await broker.ensure([TopicSpec(name="t")])
+        await broker.publish([out("a"), out("b")])
+        other = host.broker()
+        assert len(await take(other.subscribe("t", "main", owner="other", lease=30), 2)) == 2
+        seen = 0
+        while seen != 2:  # the server counts once in a while
+            seen = (await broker.stats("t", "main")).in_flight
+            await asyncio.sleep(0.1)
+        await other.close()
+
+    run(host, test, url=api)
+    assert "refuses the user 'nobody'" in refused(host.broker(api.replace("http://", "http://nobody:x@"))).message
+    assert "cannot be reached" in refused(host.broker(f"{host.url}?management=http://127.0.0.1:1")).message
+
+
 # -- how it says no ------------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +355,7 @@ def test_a_queue_that_was_deleted_is_made_again(host: Host) -> None:
         ("amqp://me:se#cret@host/", "'#'"),
         ("amqp://me:secret@host/?prefetch=3", "no option 'prefetch'"),
         ("amqp://me:secret@host/?heartbeat=soon", "heartbeat is not a number"),
+        ("amqp://me:secret@host/?management=localhost:15672", "management API"),
         ("amqp://me:secret@host/?publish_timeout=-1", "publish_timeout is not a number"),
     ],
 )

@@ -60,6 +60,8 @@ class RabbitBroker:
                     hint="carry it by sqlite:, postgres: or kafka:, or drop the order",
                 )
         await self.consuming.connect()
+        if self.consuming.address.management is not None:
+            await self.consuming.address.management.unacknowledged(self.consuming.address.vhost, self.names.namespace)
         try:
             drift: list[str] = []
             for spec in topology:
@@ -179,15 +181,29 @@ class RabbitBroker:
     # -- looking ---------------------------------------------------------------------------------------------------------
 
     async def stats(self, topic: str, group: str) -> Stats:
-        """What the queues say, and what this process itself has in hand; other workers' is not in these figures."""
-        ready = await self._depth([self.names.queue(topic, group, rank) for rank in ranks(topic)])
+        """What the queues say, and what this process itself has in hand; what others have in hand only the management API knows (`?management=`)."""
+        queues = [self.names.queue(topic, group, rank) for rank in ranks(topic)]
+        graves = self.names.queue(topic + DEAD, "main", NORMAL)
+        ready = await self._depth(queues)
         delayed = await self._depth([self.names.waiting(topic, level) for _, level in LEVELS]) if not topic.endswith(DEAD) else 0
-        dead = await self._depth([self.names.queue(topic + DEAD, "main", NORMAL)])
+        dead = await self._depth([graves])
+        held = await self._unacknowledged()
         here = [s for s in self.subscriptions if s.alive]
-        dead += sum(s.buffered + s.in_flight for s in here if s.topic == topic + DEAD)
         mine = [s for s in here if (s.topic, s.group) == (topic, group)]
-        in_flight = sum(s.in_flight for s in mine)
-        return Stats(ready=ready + sum(s.buffered for s in mine), delayed=delayed, in_flight=in_flight, dead=dead, oldest_age=None, exact=False)
+        buffered = sum(s.buffered for s in mine)
+        dead += max(held.get(graves, 0), sum(s.buffered + s.in_flight for s in here if s.topic == topic + DEAD))
+        in_flight = max(sum(held.get(name, 0) for name in queues) - buffered, sum(s.in_flight for s in mine))
+        return Stats(ready=ready + buffered, delayed=delayed, in_flight=in_flight, dead=dead, oldest_age=None, exact=False)
+
+    async def _unacknowledged(self) -> dict[str, int]:
+        """Nothing where there is no management API, or none now: these figures are estimates with and without it."""
+        address = self.consuming.address
+        if address.management is None:
+            return {}
+        try:
+            return await address.management.unacknowledged(address.vhost, self.names.namespace)
+        except Unreachable:
+            return {}
 
     async def _depth(self, queues: Sequence[str]) -> int:
         """Of those that are there."""

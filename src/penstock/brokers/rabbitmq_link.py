@@ -16,6 +16,7 @@ from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
 
+from penstock.brokers.rabbitmq_management import Management
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.units import mask
 
@@ -25,7 +26,7 @@ READ_AHEAD = 1 << 20
 OLDEST = (3, 10)  # at-least-once dead-lettering, and a time to live on quorum queues
 EXAMPLE = "amqp://user:password@host:5672/vhost"
 TLS_OPTIONS = ("cafile", "capath", "certfile", "keyfile", "no_verify_ssl")
-OWN_OPTIONS = ("publish_timeout",)
+OWN_OPTIONS = ("publish_timeout", "management")
 TROUBLE = (amqp.AMQPError, OSError, TimeoutError, RuntimeError)
 
 # Every failure is mapped where it happens; what the library would print beside that is a traceback on the user's terminal.
@@ -41,6 +42,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     vhost: str
     publish_timeout: float = 10.0
+    management: Management | None = None
 
 
 def read_address(dsn: str) -> Address:
@@ -67,15 +69,18 @@ def read_address(dsn: str) -> Address:
             numbers[name] = -1.0
         if not 0.1 <= numbers[name] <= 3600:
             raise ConfigError(f"{shown!r}: {name} is not a number of seconds", hint=f"{name}={default:g}")
+    api = options.pop("management", "")
+    user = unquote(parts.username or "guest")
     options["heartbeat"] = str(max(1, round(numbers["heartbeat"])))
     port = port or (5671 if parts.scheme == "amqps" else 5672)
     return Address(
         url=urlunsplit((parts.scheme, parts.netloc, parts.path, urlencode(options), "")),
         shown=shown,
         place=f"{parts.hostname}:{port}",
-        user=unquote(parts.username or "guest"),
+        user=user,
         vhost=unquote(parts.path[1:]) or "/",
         publish_timeout=numbers["publish_timeout"],
+        management=Management(api, user, unquote(parts.password or "guest")) if api else None,
     )
 
 
