@@ -10,8 +10,9 @@ from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 
 from penstock.brokers.rabbitmq_link import ANSWER, Address, Link, read_address
+from penstock.brokers.rabbitmq_message import AT, COUNT, DUE, KEY, Held, number, open_letter
 from penstock.brokers.rabbitmq_publisher import Letter, Publisher, declare_exchange
-from penstock.brokers.rabbitmq_subscription import AT, COUNT, DUE, KEY, Held, RabbitSubscription, number, open_letter
+from penstock.brokers.rabbitmq_subscription import RabbitSubscription
 from penstock.brokers.rabbitmq_topology import DEAD, LEVELS, NORMAL, Names, Queue, level_for, rank_of, ranks
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ports import Capabilities, Clock, Out, Published, Stats, Subscription, TopicSpec

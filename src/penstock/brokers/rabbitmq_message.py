@@ -1,0 +1,64 @@
+"""A message as RabbitMQ hands it over, whoever sent it, and the headers that are our own in it. What becomes of it is decided elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiormq.abc import DeliveredMessage
+from pamqp.commands import Basic
+
+# Our own part of a message's headers; a reader of the topic does not see them.
+KEY, AT, DUE, COUNT = "x-penstock-key", "x-penstock-at", "x-penstock-due", "x-penstock-count"
+DELIVERY_COUNT = "x-delivery-count"
+HIDDEN = {KEY, AT, DUE, COUNT, DELIVERY_COUNT, "x-acquired-count", "x-death"}
+DEATHS = ("x-first-death-", "x-last-death-")
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """A message that the server has given to this channel."""
+
+    tag: int
+    rank: int
+    id: str
+    key: str
+    body: bytes
+    headers: dict[str, str]
+    at: str
+    due: float
+    deliveries: int
+    arrived: float = 0.0
+
+
+def text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+
+
+def number(value: Any, default: float = 0.0) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return default
+
+
+def open_letter(message: DeliveredMessage, rank: int) -> Held:
+    """What arrived, whoever sent it. Raises nothing for any headers."""
+    properties = message.header.properties
+    raw: dict[str, Any] = properties.headers or {}
+    headers = {name: text(value) for name, value in raw.items() if name not in HIDDEN and not name.startswith(DEATHS)}
+    if raw.get("x-first-death-reason") == "delivery_limit" and "penstock-reason" not in headers:
+        headers["penstock-reason"] = "the server gave it up: handed out too often without an end"
+    delivery = message.delivery
+    assert isinstance(delivery, Basic.Deliver | Basic.GetOk)
+    routing = delivery.routing_key or ""
+    return Held(
+        tag=delivery.delivery_tag or 0,
+        rank=rank,
+        id=properties.message_id or "",
+        key=text(raw[KEY]) if KEY in raw else routing.split(".", 2)[-1],
+        body=bytes(message.body),
+        headers=headers,
+        at=text(raw.get(AT, "")),
+        due=number(raw.get(DUE)),
+        deliveries=1 + int(number(raw.get(COUNT))) + int(number(raw.get(DELIVERY_COUNT))),
+    )
