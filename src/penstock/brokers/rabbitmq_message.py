@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -36,9 +37,10 @@ def text(value: Any) -> str:
 
 def number(value: Any, default: float = 0.0) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
         return default
+    return found if math.isfinite(found) else default
 
 
 def open_letter(message: DeliveredMessage, rank: int) -> Held:
