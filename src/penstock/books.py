@@ -457,8 +457,13 @@ class Books:
                     self._publish(tx, end.publish)
             # Somebody else has the event: this message is a copy, and is judged anew. (A broker in the store has fenced it already.)
             settles.append((end.delivery, Release() if n is None and self.broker.apart else outcome))
-        for sink, rows in lines.items():
-            self.outbox.put_in(tx, sink, rows)
+        tables = {binding.name: binding.write for binding in self.settings.sinks}
+        for sink, rows in lines.items():  # a table's rows together: its schema is looked at once
+            write = tables[sink]
+            if write is not None:
+                write(tx, rows)
+            else:
+                self.outbox.put_in(tx, sink, rows)
         for topic, count in delta.items():
             self.ledger.count_in(tx, topic, dict(count))
             if count["success"] or count["dead"]:
@@ -488,11 +493,7 @@ class Books:
         count["changes"] += changed
         for binding in self.settings.sinks:
             rows = [(k, line, n) for extractor, k, line in out if not binding.only or extractor in binding.only]
-            if not rows:
-                continue
-            if binding.write is not None:
-                binding.write(tx, rows)
-            else:
+            if rows:
                 lines.setdefault(binding.name, []).extend(rows)
 
     def _follow(self, tx: Any, claims: Any, parent: Event, links: Sequence[Link], now: float, count: Counter[str]) -> None:
