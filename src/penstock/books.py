@@ -112,8 +112,9 @@ class Books:
         room = {topic: self.settings.max_pending - self.ledger.pending_in(tx, topic) for topic in {e.topic for e in events}}
         answers: list[Accepted] = []
         fresh: dict[str, Event] = {}
+        known = self.ledger.known_in(tx, [e.id for e in events])
         for e in events:
-            if e.id in fresh or self.ledger.knows_in(tx, e.id):
+            if e.id in fresh or e.id in known:
                 answers.append(Accepted.KNOWN)
             elif room[e.topic] <= 0:
                 answers.append(Accepted.FULL)
@@ -412,6 +413,8 @@ class Books:
         now = self.clock.now()
         if self.pages.index_in(tx, staged):
             raise _PagesGone
+        self.ledger.look_ahead_in(tx, ends)
+        self.outbox.look_ahead_in(tx, ((r.extractor, r.key) for end in ends if end.outcome == "success" for r in end.records))
         answers: list[bool] = []
         delta: dict[str, Counter[str]] = {}
         settles: list[tuple[Delivery, Outcome]] = []

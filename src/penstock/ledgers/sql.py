@@ -12,7 +12,7 @@ from penstock.model import Event
 from penstock.ports import Baseline, Clock, End, PageMeta, Status
 from penstock.rules.freshness import Claim
 from penstock.rules.identity import url_key
-from penstock.stores.sql import SqlStore, Tx
+from penstock.stores.sql import Rows, SqlStore, Tx
 
 SCHEMA = """
 CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL,
@@ -51,6 +51,7 @@ _NOTE = (
     "INSERT INTO history(event, at, status, worker, stage, class, reason) VALUES(?,?,?,?,?,?,?) ON CONFLICT(event, at, status)"
     " DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=excluded.class, reason=excluded.reason"
 )
+_FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing')"
 _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"  # a recorded end takes back what its start counted as lost
 OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
@@ -79,12 +80,17 @@ class SqlLedger:
     def __init__(self, db: SqlStore, clock: Clock) -> None:
         self.db, self.clock = db, clock
         self._pruned = 0
+        self._fences: dict[int, Rows] = {}
         db.part("ledger", 1, self.schema)
 
     # -- entering ----------------------------------------------------------------------------------------------------------
 
     def knows_in(self, tx: Tx, event_id: str) -> bool:
-        return tx.execute("SELECT 1 FROM event WHERE id=?", (event_id,)).get is not None
+        return bool(self.known_in(tx, [event_id]))
+
+    def known_in(self, tx: Tx, event_ids: Sequence[str]) -> set[str]:
+        """Which of these were accepted before."""
+        return {id_ for (id_,) in tx.executemany("SELECT id FROM event WHERE id=?", [(id_,) for id_ in event_ids]).fetchall()}
 
     def enter_in(
         self, tx: Tx, rows: Sequence[tuple[Event, bytes, int]], now: float, *, status: Status = Status.PENDING, not_before: float | None = None
@@ -224,7 +230,7 @@ class SqlLedger:
             " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
             (status, finished, end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence),
         )
-        n = end.row if tx.changes() == 1 else None
+        n = self._touched(tx, end)
         if n is not None:
             self._keep_meta(tx, n, end)
             tx.execute(
@@ -233,6 +239,17 @@ class SqlLedger:
                 (n, int(now * 1e6), status, end.stage, end.reason or None),
             )
         return n
+
+    def look_ahead_in(self, tx: Tx, ends: Iterable[End]) -> None:
+        """These are concluded in a moment; then it is known already whose fence is old."""
+        self._fences = {end.row: tx.execute(_FENCE, (end.row,)) for end in ends} if self.db.pipelined else {}
+
+    def _touched(self, tx: Tx, end: End) -> int | None:
+        """The event's number, or None: the fence is old, and the statement before this touched nothing."""
+        seen = self._fences.pop(end.row, None)
+        if seen is None:
+            return end.row if tx.changes() == 1 else None
+        return end.row if seen.get == end.fence else None
 
     def _keep_meta(self, tx: Tx, n: int, end: End) -> None:
         """From now on the ledger knows the page, and no redelivery fetches it again."""
@@ -253,7 +270,7 @@ class SqlLedger:
             " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
             (status, end.until, end.reason, int(end.outcome == "retry" and end.charged), end.response_status, end.row, end.fence),
         )
-        n = end.row if tx.changes() == 1 else None
+        n = self._touched(tx, end)
         if n is not None:
             self._keep_meta(tx, n, end)
             self._note(tx, n, now, status, end=end)
@@ -265,7 +282,7 @@ class SqlLedger:
             " response_status=coalesce(?, response_status) WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
             (now, end.reason, end.response_status, end.row, end.fence),
         )
-        n = end.row if tx.changes() == 1 else None
+        n = self._touched(tx, end)
         if n is not None:
             self._keep_meta(tx, n, end)
             self._note(tx, n, now, "dead", end=end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import blake2b
@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.model import Event, Record
 from penstock.ports import Row
-from penstock.stores.sql import SqlStore, Tx
+from penstock.stores.sql import Rows, SqlStore, Tx
 
 SCHEMA = """
 CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL,
@@ -22,6 +22,7 @@ CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL
   n)) WITHOUT ROWID;
 CREATE TABLE change(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, tries INTEGER NOT NULL DEFAULT 0, error TEXT);
 """
+_OLD = "SELECT hash, url_key, n, fields FROM record WHERE extractor=? AND key=?"
 _json = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -31,7 +32,12 @@ class SqlOutbox:
 
     def __init__(self, db: SqlStore) -> None:
         self.db = db
+        self._seen: dict[tuple[str, str], Rows] = {}
         db.part("outbox", 1, SCHEMA)
+
+    def look_ahead_in(self, tx: Tx, keys: Iterable[tuple[str, str]]) -> None:
+        """(extractor, key) of records that are emitted in a moment, in this transaction."""
+        self._seen = {key: tx.execute(_OLD, key) for key in keys} if self.db.pipelined else {}
 
     # -- records -----------------------------------------------------------------------------------------------------------
 
@@ -46,7 +52,8 @@ class SqlOutbox:
         for r in records:
             same.setdefault((r.extractor, r.key), []).append(r)
         for (extractor, key), rows in same.items():
-            old = tx.execute("SELECT hash, url_key, n, fields FROM record WHERE extractor=? AND key=?", (extractor, key)).get
+            seen = self._seen.pop((extractor, key), None) or tx.execute(_OLD, (extractor, key))
+            old = seen.get
             last = rows[-1]
             hash_ = last.hash if len(rows) == 1 else blake2b(b"".join([r.hash for r in rows]), digest_size=16).digest()
             if old is not None and old[0] == hash_ and old[1] == url_key and not (emit_unchanged or event.force):

@@ -51,6 +51,8 @@ class PostgresStore:
     `inline=True` runs everything on the caller's thread: tests and simulation.
     """
 
+    pipelined = True
+
     def __init__(self, url: str, *, namespace: str, durability: str = "full", inline: bool = False) -> None:
         """Reads the URL; nothing is asked of the server yet."""
         self.address = Address.parse(url)

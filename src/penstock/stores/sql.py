@@ -46,6 +46,10 @@ class SqlStore(Protocol):
         """Where it lies on this machine; None for a server."""
 
     @property
+    def pipelined(self) -> bool:
+        """Does an answer take a round trip, so that asking for many at once pays?"""
+
+    @property
     def rollbacks(self) -> int:
         """How many there were: what was remembered about rows may be wrong after one."""
 

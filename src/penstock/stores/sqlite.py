@@ -40,6 +40,8 @@ class Database:
     `inline=True` (always so for `:memory:`) runs everything on the caller's thread: tests and simulation.
     """
 
+    pipelined = False
+
     def __init__(self, path: str, *, durability: str = "full", inline: bool = False, busy_seconds: float = 30.0) -> None:
         self.path, self.durability = path, durability
         self.inline = inline or path == ":memory:"
