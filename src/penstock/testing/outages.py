@@ -11,7 +11,7 @@ from penstock.testing.rig import BrokerRig, sentence
 
 
 class Outages(BrokerRig):
-    @sentence()
+    @sentence(limits=3)
     async def test_a_server_that_dies_and_comes_back_has_lost_nothing_that_it_confirmed(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a0", "b1", "c2", "d3", "e4", "f5"])
@@ -31,7 +31,7 @@ class Outages(BrokerRig):
         others = {"a0", "b1", "c2", "d3", "e4", "f5", "lost", "late"} - {d.id for d in [done, *held]}
         await self.finish(sub, held, sorted(others))
 
-    @sentence(proxied=True)
+    @sentence(proxied=True, limits=3)
     async def test_a_connection_that_is_cut_loses_nothing_and_what_was_settled_stays_settled(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a0", "b1", "c2", "d3"])
@@ -43,7 +43,7 @@ class Outages(BrokerRig):
         await self.confirmed(broker, ["late"])
         await self.finish(sub, held, ["late"])
 
-    @sentence(proxied=True)
+    @sentence(proxied=True, limits=3)
     async def test_a_publish_whose_answer_is_lost_is_reported_as_unknown(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"])

@@ -18,9 +18,9 @@ Test = Callable[[Any, Any], Awaitable[None]]
 SENTENCES: dict[str, Callable[[Capabilities], bool]] = {}  # by name: does a broker with these capabilities promise it
 
 
-def sentence(needs: Callable[[Capabilities], bool] = lambda caps: True, *, proxied: bool = False) -> Callable[[Test], Callable[[Any], None]]:
+def sentence(needs: Callable[[Capabilities], bool] = lambda caps: True, *, proxied: bool = False, limits: int = 1) -> Callable[[Test], Callable[[Any], None]]:
     """An `async def test(self, broker)` becomes a plain test method with a broker of its own; skipped where `needs` is not promised.
-    Proxied: the broker is behind `self.proxy`."""
+    Proxied: the broker is behind `self.proxy`. Limits: how many of the rig's it may take, where servers start and clients give up in their own time."""
 
     def wrap(test: Test) -> Callable[[Any], None]:
         async def with_broker(self: BrokerRig, broker: Broker) -> None:
@@ -32,7 +32,7 @@ def sentence(needs: Callable[[Capabilities], bool] = lambda caps: True, *, proxi
                 await self.shut(self._latest or broker)
 
         async def run(self: BrokerRig) -> None:
-            async with asyncio.timeout(self.limit):
+            async with asyncio.timeout(limits * self.limit):
                 if not proxied:
                     await with_broker(self, await self.open())
                     return
