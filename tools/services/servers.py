@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from .jars import jars, java, plugins
 from .packages import program
+from .processes import identity
 from .state import Place
 from .trouble import ServiceError
 
@@ -114,6 +115,9 @@ class Postgres(Server):
                 raise ServiceError(
                     f"initdb failed: {(made.stderr or made.stdout).strip().splitlines()[-1]}", f"./dev services down --wipe {self.name}, then run this again"
                 )
+        lock = cluster / "postmaster.pid"
+        if lock.exists() and identity(int(lock.read_text().split()[0])) is None:
+            lock.unlink()  # of one that was killed: until its parent takes note, the server would take it for alive
         settings = {
             "listen_addresses": HOST,
             "port": self.port,
