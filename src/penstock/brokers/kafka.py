@@ -127,6 +127,8 @@ class KafkaBroker:
                 continue
             e.settling = True
             mine.append((i, e, outcome))
+            if outcome.__class__ is Ack:  # nearly always
+                continue
             if isinstance(outcome, Dead):
                 marks = {"penstock-reason": outcome.reason, "penstock-position": str(d.position)}
                 sends.append(compose(reader.plan.dead, e.id, e.key, e.body, {**e.headers, **marks}))
@@ -143,12 +145,16 @@ class KafkaBroker:
                 raise StoreUnavailable("Kafka did not confirm a retry or a dead letter", hint="it is tried again; see whether all servers are up")
         dirty = False
         for _, e, outcome in mine:
+            if outcome.__class__ is Ack:
+                reader.finish(e)
+                dirty = True
+                continue
             match outcome:
                 case Release():
                     reader.put_back(e)
                 case Retry(delay=delay) if reader.plan.level(delay) is None:
                     reader.put_back(e, now + delay if delay > 0 else 0.0)
-                case Ack() | Retry() | Dead():
+                case Retry() | Dead():
                     reader.finish(e)
                     dirty = True
         if dirty:

@@ -34,7 +34,7 @@ class Partition:
 class Entry:
     """One message, received and not settled."""
 
-    __slots__ = ("at", "body", "due", "headers", "holder", "id", "key", "not_before", "offset", "part", "priority", "settling", "size", "token")
+    __slots__ = ("at", "body", "due", "headers", "holder", "id", "key", "not_before", "offset", "part", "priority", "settling", "size", "token", "where")
 
     def __init__(
         self, part: Partition, offset: int, id_: str, key: str, body: bytes, headers: dict[str, str], at: float, not_before: float, size: int, priority: int
@@ -43,6 +43,7 @@ class Entry:
         self.size, self.priority = size, priority
         self.due = 0.0
         self.token = 0  # of the delivery that is out
+        self.where = 0  # its position
         self.settling = False
         self.holder: object = None
 

@@ -26,6 +26,7 @@ from penstock.rules.watermark import SPAN, Window, settled_ahead
 BATCH = 500
 RETRY_WINDOW = 200  # messages of a retry partition that are held until they are due; its others stay on the server
 _IDLE, _BUSY = 0.1, 0.003  # seconds of one poll; a message ends it at once, a commit that waits does not
+_SOON = 0.5  # seconds after an arrival in which a commit is likely
 _FIRST = 0.03  # how long the first batch of an assignment waits for its other partitions, so that keys and classes start level
 _DAMPING = 1.0  # seconds between two changes of a partition's pause: each throws away what the client has prefetched
 _RESUME = 0.6  # of the window
@@ -60,7 +61,7 @@ class Member:
         self._held: dict[tuple[str, int], Partition] = {}
         self._places = {place.name: place for place in plan.places}
         self._fresh = False
-        self._probed = 0.0
+        self._probed = self._arrived = 0.0
         threading.Thread(target=self._run, name=f"kafka-{group_id}", daemon=True).start()
 
     def _post(self, call: Callable[..., Any], *args: Any) -> None:
@@ -114,11 +115,12 @@ class Member:
         return s.client() | conf | s.rdkafka
 
     def _turn(self, consumer: Consumer) -> None:
-        nap = _BUSY if self.busy or self.orders else _IDLE
+        nap = _BUSY if self.busy or self.orders or time.monotonic() < self._arrived + _SOON else _IDLE
         messages = consumer.consume(1, nap)
         if messages:
             messages += consumer.consume(BATCH - 1, _FIRST if self._fresh else 0)
             self._fresh = False
+            self._arrived = time.monotonic()
             self._take_in(messages)
         elif self.trouble is not None and time.monotonic() > self._probed + _PROBE:
             self._probe(consumer)
@@ -128,17 +130,15 @@ class Member:
 
     def _take_in(self, messages: Sequence[Any]) -> None:
         entries = []
+        held = self._held
         for m in messages:
             error = m.error()
             if error is not None:
                 self._on_error(error)
-                continue
-            part = self._held.get((m.topic(), m.partition()))
-            if part is None:
-                continue
-            self.trouble = None
-            entries.append(read_message(m, part))
+            elif (part := held.get((m.topic(), m.partition()))) is not None:
+                entries.append(read_message(m, part))
         if entries:
+            self.trouble = None
             self._post(self._told.arrive, entries)
 
     def _carry_out(self, consumer: Consumer, order: Order) -> None:

@@ -89,7 +89,7 @@ class Reader:
         e.holder = holder
         part.out += 1
         self.member.busy = True
-        where = position(part.place.slot, part.number, e.offset)
+        where = e.where = position(part.place.slot, part.number, e.offset)
         self.out[where] = e
         return Delivery(
             topic=self.plan.topic, group=self.group, id=e.id, key=e.key, body=e.body, headers=e.headers, position=where, token=e.token, deliveries=1,
@@ -132,7 +132,8 @@ class Reader:
             part.finished += 1
             part.finished_bytes += e.size
             self._dirty.add(part)
-            self.backlog.back(e.key)
+            if self.plan.ordered:
+                self.backlog.back(e.key)
 
     def put_back(self, e: Entry, due: float = 0.0) -> None:
         """Ready again, at once or at `due`; where its partition is leaving, for its next owner."""
@@ -146,13 +147,15 @@ class Reader:
                 self._wake.set()
 
     def _take_back(self, e: Entry) -> bool:
-        if e.part.lost:
+        part = e.part
+        if part.lost or part.entries.get(e.offset) is not e:  # another's, or of a topic that was made anew
             return False
-        where = position(e.part.place.slot, e.part.number, e.offset)
-        if self.out.pop(where, None) is not None:
-            e.part.out -= 1
+        if e.token:
+            del self.out[e.where]
+            part.out -= 1
             e.token, e.settling, e.holder = 0, False, None
-            self._quiet.set()
+            if part.leaving:
+                self._quiet.set()
         return True
 
     async def save(self) -> None:
