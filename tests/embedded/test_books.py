@@ -687,6 +687,16 @@ async def test_a_record_that_did_not_change_leaves_no_new_row(rig: Rig) -> None:
     assert (rig.count("records"), rig.count("records_unchanged"), rig.count("changes")) == (3, 1, 1)
 
 
+async def test_a_very_long_key_is_known_again_and_not_taken_for_its_neighbour(rig: Rig) -> None:
+    dice = random.Random(1)
+    long = "".join(chr(dice.randrange(0x4E00, 0x9FFF)) for _ in range(4095))
+    await _scrape(rig, "e1", record(long + "a"))
+    await _scrape(rig, "e2", record(long + "a"))
+    await _scrape(rig, "e3", record(long + "b"))
+    assert [line["sku"][-1] for line in rig.lines()] == ["a", "b"]
+    assert (rig.count("records"), rig.count("records_unchanged")) == (2, 1)
+
+
 async def test_the_same_key_from_another_url_is_news(rig: Rig) -> None:
     await _scrape(rig, "e1", record("a"))
     await _scrape(rig, "e2", record("a"), url=URL + "2")

@@ -37,7 +37,7 @@ class SqlOutbox:
 
     def look_ahead_in(self, tx: Tx, keys: Iterable[tuple[str, str]]) -> None:
         """(extractor, key) of records that are emitted in a moment, in this transaction."""
-        self._seen = {key: tx.execute(_OLD, key) for key in keys} if self.db.pipelined else {}
+        self._seen = {(extractor, key): tx.execute(_OLD, (extractor, _shelf(key))) for extractor, key in keys} if self.db.pipelined else {}
 
     # -- records -----------------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,8 @@ class SqlOutbox:
         for r in records:
             same.setdefault((r.extractor, r.key), []).append(r)
         for (extractor, key), rows in same.items():
-            seen = self._seen.pop((extractor, key), None) or tx.execute(_OLD, (extractor, key))
+            shelf = _shelf(key)
+            seen = self._seen.pop((extractor, key), None) or tx.execute(_OLD, (extractor, shelf))
             old = seen.get
             last = rows[-1]
             hash_ = last.hash if len(rows) == 1 else blake2b(b"".join([r.hash for r in rows]), digest_size=16).digest()
@@ -64,7 +65,7 @@ class SqlOutbox:
                 tx.execute(
                     "INSERT INTO record VALUES(?,?,?,?,?,?) ON CONFLICT(extractor, key)"
                     " DO UPDATE SET url_key=excluded.url_key, hash=excluded.hash, fields=excluded.fields, n=excluded.n",
-                    (extractor, key, url_key, hash_, last.fields, n),
+                    (extractor, shelf, url_key, hash_, last.fields, n),
                 )
             if old is not None and old[0] != hash_ and n >= old[2]:
                 changed += 1
@@ -127,6 +128,11 @@ class SqlOutbox:
             tx.executemany("UPDATE change SET tries=tries+1, error=? WHERE n=?", failed)
 
         await self.db.write(work)
+
+
+def _shelf(key: str) -> str:
+    """Where the last record with this key lies. An entry of PostgreSQL's indexes holds 2,704 bytes, and a key may be four thousand characters."""
+    return key if len(key) <= 500 else f"{key[:400]}…{blake2b(key.encode(), digest_size=16).hexdigest()}"
 
 
 def render(event: Event, r: Record, fetched_at: float) -> bytes:
