@@ -427,6 +427,23 @@ async def test_a_worker_that_lost_its_lease_before_it_was_admitted_does_not_park
     assert await other.succeed(running)
 
 
+@pytest.mark.parametrize("outcome", ["success", "retry", "dead", "park"])
+async def test_every_step_may_be_told_again_when_its_answer_was_lost(rig: Rig, outcome: Outcome) -> None:
+    assert [await rig.accept("e1"), await rig.accept("e1")] == [["new"], ["known"]]
+    got = await rig.receive()
+    first, (held,) = await rig.admit(got), await rig.admit(got)
+    assert [(e.id, a.row) for _, e, a in first] == [(held[1].id, held[2].row)]
+    _, (begun,) = await rig.begin([held]), await rig.begin([held])
+    more: dict[str, Any] = {"records": [record()], "body": b"page"} if outcome == "success" else {"reason": "no", "until": rig.clock.now() + 5.0}
+    assert await rig.conclude(begun, outcome, **more)
+    before = _everything(rig)
+    assert not await rig.conclude(begun, outcome, **more), "it has ended already"
+    assert _everything(rig) == before
+    assert len(rig.lines()) == (outcome == "success")
+    assert rig.row("e1")["attempts"] == (outcome in ("retry", "dead"))
+    assert rig.row("e1")["crashes"] == 1, "as if it had been killed once: a suspect, and no more"
+
+
 async def test_two_messages_of_one_event_end_it_once(rig: Rig) -> None:
     await rig.accept("e1")
     await rig.broker.publish([Out(topic="requests", id="e1", key="shop.test", body=encode_event(event_of(URL, id_="e1")))])
