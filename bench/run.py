@@ -14,6 +14,7 @@ BENCHES = {
     "pages": ("pages", "pages a second on one core, against Scrapy and other peers (--all), with full durability"),
     "claim": ("claim", "what taking an event costs with a thousand and with a million waiting; `status` and memory then"),
     "slow-host": ("slow_host", "what a host that is asked once in ten seconds, with ten thousand events waiting, costs fifty others"),
+    "brokers": ("brokers", "publish, lease and ack on each broker, against its raw client library"),
     "profile": ("profiling", "where the time of one Penstock run goes, by module and function"),
 }
 

@@ -1,0 +1,137 @@
+"""`brokers`: messages a second through publish, lease and ack of each broker, and the client's CPU, beside the raw client library doing the same."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from common import BENCH, BenchError, machine, median, say, table
+from raw_clients import RAW, Turn
+
+from penstock import config
+from penstock.clock import SystemClock
+from penstock.model import Ack
+from penstock.opening import adapter
+from penstock.ports import Out, TopicSpec
+from penstock.stores.context import Context
+
+BODY = b'{"specversion":"1.0","data":"' + b"x" * 400 + b'"}'
+BATCHES = {1: 300, 50: 6_000, 500: 20_000}  # messages for each size of a batch
+KEYS = 50
+BAR = 1.5  # client CPU against the raw client, at the largest batch
+NAMES = ("sqlite", "postgres", "redis", "rabbitmq", "kafka", "sqs")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="./dev bench brokers", description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(NAMES), help=f"which (default all: {' '.join(NAMES)}); their servers are started and stopped")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds, the median counts (default 3)")
+    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    o = parser.parse_args(arguments)
+    if unknown := [name for name in o.names if name not in NAMES]:
+        raise BenchError(f"there is no broker {unknown[0]!r}", f"one of: {', '.join(NAMES)}")
+    say(machine())
+    summary: dict[str, object] = {"bench": "brokers", "machine": machine(), "bar": BAR}
+    ratios: dict[str, float] = {}
+    for name in o.names:
+        found = measured(name, o.rounds)
+        summary[name] = found
+        ratios[name] = found[max(BATCHES)]["cpu_ratio"]
+        rows = [(batch, f"{f['ours_per_second']:,}", f"{f['raw_per_second']:,}", f["ours_us"], f["raw_us"], f["cpu_ratio"]) for batch, f in found.items()]
+        print(f"\n{name}\n" + table(("batch", "msg/s", "raw msg/s", "CPU µs", "raw CPU µs", "ratio"), rows), flush=True)
+    summary |= {"cpu_ratio": ratios, "within_bar": all(ratio <= BAR for ratio in ratios.values())}
+    if o.json:
+        print(json.dumps(summary))
+    return 0
+
+
+def measured(name: str, rounds: int) -> dict[int, dict[str, float]]:
+    with TemporaryDirectory() as scratch:
+        url = f"sqlite:{scratch}/broker.db" if name == "sqlite" else _server(name)
+        try:
+            costs: dict[tuple[str, int], list[tuple[float, float]]] = {}
+            for turn in range(rounds):
+                for batch, total in BATCHES.items():
+                    sides: list[tuple[str, Callable[[int, int], Awaitable[tuple[float, float]]]]] = [
+                        ("ours", lambda b, t: ours(url, Path(scratch), b, t)),
+                        ("raw", lambda b, t: raw(name, url, Path(scratch), b, t)),
+                    ]
+                    for side, work in sides if turn % 2 else reversed(sides):
+                        costs.setdefault((side, batch), []).append(asyncio.run(work(batch, total)))  # type: ignore[arg-type]
+                say(f"{name}: round {turn + 1} of {rounds}")
+        finally:
+            if name != "sqlite":
+                subprocess.run([BENCH.parent / "dev", "services", "down", name], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    found = {}
+    for batch in BATCHES:
+        (mine, cpu), (theirs, their_cpu) = ([median([c[i] for c in costs[side, batch]]) for i in (0, 1)] for side in ("ours", "raw"))
+        found[batch] = {
+            "ours_per_second": round(mine),
+            "raw_per_second": round(theirs),
+            "ours_us": round(cpu, 1),
+            "raw_us": round(their_cpu, 1),
+            "cpu_ratio": round(cpu / their_cpu, 2),
+        }
+    return found
+
+
+def _server(name: str) -> str:
+    dev = BENCH.parent / "dev"
+    if subprocess.run([dev, "services", "up", name], check=False).returncode:
+        raise BenchError(f"{name} did not start", f"./dev services up {name} says why")
+    return subprocess.run([dev, "services", "url", name], check=True, capture_output=True, text=True).stdout.strip()
+
+
+async def timed(turn: Callable[[int], Awaitable[None]], batch: int, total: int) -> tuple[float, float]:
+    """(messages a second, CPU µs of this process a message), after a few turns that do not count."""
+    for _ in range(3):
+        await turn(batch)
+    began, cpu = time.perf_counter(), time.process_time()
+    for _ in range(total // batch):
+        await turn(batch)
+    return total / (time.perf_counter() - began), (time.process_time() - cpu) / total * 1e6
+
+
+async def ours(url: str, scratch: Path, batch: int, total: int) -> tuple[float, float]:
+    namespace = f"b{os.urandom(4).hex()}"
+    loaded = config.load({"state.dir": str(scratch / "state"), "namespace": namespace}, {}, scratch).config
+    context = Context(loaded, SystemClock(), random.Random(), worker="bench")
+    broker = adapter("brokers", url)(url, context)
+    try:
+        await broker.ensure([TopicSpec(name="t")])
+        sub = broker.subscribe("t", "main", owner="bench", lease=60.0)
+        sent = 0
+
+        async def turn(n: int) -> None:
+            nonlocal sent
+            answers = await broker.publish([Out(topic="t", id=f"{sent + i:032x}", key=f"h{i % KEYS}.test", body=BODY) for i in range(n)])
+            assert set(answers) == {"ok"}, set(answers)
+            sent += n
+            left = n
+            while left:
+                got = await sub.receive(left, 5.0)
+                assert all(await sub.settle([(d, Ack()) for d in got]))
+                left -= len(got)
+
+        try:
+            return await timed(turn, batch, total)
+        finally:
+            await sub.close()
+            await broker.purge("t")
+    finally:
+        await broker.close()
+        context.close()
+
+
+async def raw(name: str, url: str, scratch: Path, batch: int, total: int) -> tuple[float, float]:
+    turn: Turn
+    async with RAW[name](url, scratch, BODY) as turn:
+        return await timed(turn, batch, total)
