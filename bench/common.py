@@ -211,6 +211,18 @@ def _sample(w: Watched, root: int, ended: threading.Event, every: float) -> None
         ended.wait(every)
 
 
+def server_url(name: str) -> str:
+    """Of a server that is running when this returns."""
+    dev = BENCH.parent / "dev"
+    if subprocess.run([dev, "services", "up", name], check=False, stdout=subprocess.DEVNULL).returncode:
+        raise BenchError(f"{name} did not start", f"./dev services up {name} says why")
+    return subprocess.run([dev, "services", "url", name], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def stop_server(name: str) -> None:
+    subprocess.run([BENCH.parent / "dev", "services", "down", name], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 # -- telling -------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import apsw
-from common import BENCH, BenchError, Watched, cache, clean_environment, last_json, watch
+from common import BENCH, BenchError, Watched, cache, clean_environment, last_json, server_url, watch
 from environments import python_of
 from redis_server import redis_serving
 from target import HOSTS, PORT, TLS_PORT, sku, url
@@ -119,21 +120,28 @@ def penstock_commands(workers: int) -> tuple[list[str], list[str]]:
     return [*cli, "push", "-f", "urls.txt"], [*cli, "run", str(BENCH / "pipeline.py"), "--until-idle", "--workers", str(workers)]
 
 
-def penstock_prepared(job: Job, name: str, isolation: str) -> tuple[Path, dict[str, str], list[str]]:
+def penstock_prepared(job: Job, name: str, isolation: str, broker: str = "") -> tuple[Path, dict[str, str], list[str]]:
     """A fresh directory whose books hold the whole job; (directory, environment, command that works it off)."""
     directory = fresh(name)
     write_urls(directory / "urls.txt", job)
     env = penstock_environment(job, isolation=isolation)
+    if broker:
+        state = directory / ".penstock"
+        books = f"sqlite:{state}/penstock.db"
+        env |= {"PENSTOCK_BROKER_URL": server_url(broker), "PENSTOCK_NAMESPACE": f"bench{os.urandom(4).hex()}"}
+        env |= {"PENSTOCK_LEDGER_URL": books, "PENSTOCK_CLAIMS_URL": books, "PENSTOCK_PAGES_URL": f"file:{state}/pages"}
     push, run = penstock_commands(job.workers)
     pushed = watch(push, cores=set(job.cores), nice=job.nice, cwd=directory, env=env)
     check_ended(pushed, "penstock push")
     return directory, env, run
 
 
-def penstock(isolation: str) -> Callable[[Job], Result]:
+def penstock(isolation: str, broker: str = "") -> Callable[[Job], Result]:
+    """On the embedded broker, or on a server; books, claims and pages are the embedded ones in both."""
+
     def run(job: Job) -> Result:
-        who = f"penstock ({isolation})"
-        directory, env, command = penstock_prepared(job, f"penstock-{isolation}", isolation)
+        who = f"penstock ({broker or isolation})"
+        directory, env, command = penstock_prepared(job, f"penstock-{broker or isolation}", isolation, broker)
         w = watch(command, cores=set(job.cores), nice=job.nice, cwd=directory, env=env, every=job.every)
         check_ended(w, who)
         start, end = penstock_span(directory, job.n, who)
@@ -186,6 +194,7 @@ def scrapy_redis(job: Job) -> Result:
 
 
 ISOLATED, IN_PROCESS, SCRAPY, ALONE = "penstock", "penstock in process", "scrapy", "1 worker, site on its core"
+ON = "penstock on "
 STANDARD = (
     Contender(ISOLATED, penstock("process"), slow=False),
     Contender(IN_PROCESS, penstock("none"), slow=False),
@@ -196,6 +205,10 @@ OTHERS = (
     Contender("crawlee", peer("crawlee", "crawlee", "crawlee_parsel.py"), tls=False),
     Contender("aiohttp loop", peer("aiohttp loop", "aiohttp", "aiohttp_loop.py"), slow=False),
 )
+
+
+def on_brokers(names: Sequence[str]) -> tuple[Contender, ...]:
+    return tuple(Contender(f"{ON}{name}", penstock("process", name), slow=False, tls=False) for name in names)
 
 
 def scaling(workers: int) -> tuple[Contender, Contender]:

@@ -7,8 +7,8 @@ import json
 import os
 from collections.abc import Sequence
 
-from common import BenchError, cache, machine, median, say, table
-from contenders import ALONE, IN_PROCESS, ISOLATED, OTHERS, SCRAPY, STANDARD, Contender, Job, Result, scaling
+from common import BenchError, cache, machine, median, say, stop_server, table
+from contenders import ALONE, IN_PROCESS, ISOLATED, ON, OTHERS, SCRAPY, STANDARD, Contender, Job, Result, on_brokers, scaling
 from redis_server import redis_server
 from target import make_site, mean_size, serving
 
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="contenders whose name holds one of these, separated by commas")
     parser.add_argument("--all", action="store_true", help="further peers: scrapy-redis, Crawlee, a hand-written aiohttp loop")
     parser.add_argument("--workers", type=int, default=1, help="also that many workers on as many cores, against one worker on one")
+    parser.add_argument("--brokers", default="", help="also on these servers, e.g. redis,kafka: what a worker spends on a page there, against the embedded one")
     parser.add_argument("--tls", action="store_true", help="over TLS")
     parser.add_argument("--gzip", action="store_true", help="the site answers gzipped")
     parser.add_argument("--nice", type=int, default=0, help="priority of site and contender, e.g. -15 as root on a busy machine")
@@ -35,7 +36,12 @@ def main(arguments: Sequence[str]) -> int:
     contenders = [c for c in chosen(o) if not o.only or any(part.strip() in c.name for part in o.only.split(","))]
     if not contenders:
         raise BenchError(f"--only {o.only}: no contender is called so", f"of: {', '.join(c.name for c in chosen(o))}")
-    results = compete(contenders, o)
+    try:
+        results = compete(contenders, o)
+    finally:
+        for name in o.brokers.split(","):
+            if name:
+                stop_server(name)
     print(tell(contenders, results, o))
     if o.json:
         print(json.dumps(summary(contenders, results, o)))
@@ -43,7 +49,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def chosen(o: argparse.Namespace) -> list[Contender]:
-    found = [*STANDARD, *(OTHERS if o.all else ()), *(scaling(o.workers) if o.workers > 1 else ())]
+    found = [
+        *STANDARD,
+        *on_brokers([name for name in o.brokers.split(",") if name]),
+        *(OTHERS if o.all else ()),
+        *(scaling(o.workers) if o.workers > 1 else ()),
+    ]
     if o.all and redis_server() is None:
         say("scrapy-redis is left out: redis-server was not found (Debian/Ubuntu: sudo apt install redis-server)")
         found = [c for c in found if c.name != "scrapy-redis"]
@@ -91,6 +102,12 @@ def scalings(contenders: Sequence[Contender], results: dict[str, list[Result]]) 
     return median([many.rate / one.rate for many, one in pairs]), median([several[0].workers * one.cpu_us / many.cpu_us for many, one in pairs])
 
 
+def against_embedded(results: dict[str, list[Result]]) -> dict[str, float]:
+    """CPU of a page on a server's broker, as a multiple of what it is on the embedded one in the same repetition."""
+    found = {name: list(zip(r, results.get(ISOLATED, []), strict=False)) for name, r in results.items() if name.startswith(ON)}
+    return {name.removeprefix(ON): round(median([mine.cpu_us / embedded.cpu_us for mine, embedded in pairs]), 2) for name, pairs in found.items()}
+
+
 def tell(contenders: Sequence[Contender], results: dict[str, list[Result]], o: argparse.Namespace) -> str:
     rows = []
     for c in contenders:
@@ -102,6 +119,8 @@ def tell(contenders: Sequence[Contender], results: dict[str, list[Result]], o: a
     head = ("contender", "pages", "pages/s", "min-max", "x scrapy", "CPU µs/page", "x scrapy by CPU", "of a core", "peak PSS MB")
     variant = " over TLS" * o.tls + ", gzipped" * o.gzip
     text = f"\nOne core{variant}; medians of {o.reps} interleaved repetitions; ratios within a repetition.\n\n{table(head, rows)}\n"
+    for name, ratio in against_embedded(results).items():
+        text += f"\n{name}: {ratio:.2f} times the CPU of the embedded broker\n"
     by_rate, by_cpu = scalings(contenders, results)
     if by_rate:
         text += f"\n{o.workers} workers on {o.workers} cores against one on one, the site on the same cores in both: {by_rate:.2f} ({by_cpu:.2f} by CPU)\n"
@@ -119,6 +138,7 @@ def summary(contenders: Sequence[Contender], results: dict[str, list[Result]], o
         "ratio_to_scrapy": round(median(ratios(results, ISOLATED)), 2),
         "ratio_to_scrapy_in_process": round(median(ratios(results, IN_PROCESS)), 2),
         "cpu_us_per_page": each("cpu_us"),
+        **({"cpu_to_embedded": against_embedded(results)} if o.brokers else {}),
         "core_share": {c.name: round(median([r.share for r in results[c.name]]), 3) for c in contenders},
         "pss_mb": {c.name: round(max(r.pss for r in results[c.name]), 1) for c in contenders},
         **({"scaling": round(by_rate, 2), "scaling_by_cpu": round(by_cpu, 2), "workers": o.workers} if by_rate else {}),
