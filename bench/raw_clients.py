@@ -84,30 +84,29 @@ async def redis(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
 
 @asynccontextmanager
 async def rabbitmq(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
-    import aio_pika
+    import aiormq
+    from aiormq.abc import DeliveredMessage
 
-    connection = await aio_pika.connect(url)
+    connection = await aiormq.connect(url)
     channel, taking = await connection.channel(publisher_confirms=True), await connection.channel()
-    await taking.set_qos(prefetch_count=2000)
-    queue = await taking.declare_queue(_name(), durable=True, arguments={"x-queue-type": "quorum"})
-    arrived: asyncio.Queue[aio_pika.abc.AbstractIncomingMessage] = asyncio.Queue()
-    await queue.consume(arrived.put)
+    queue = _name()
+    await taking.queue_declare(queue, durable=True, arguments={"x-queue-type": "quorum"})
+    await taking.basic_qos(prefetch_count=2000)
+    arrived: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
+    await taking.basic_consume(queue, arrived.put)
+
+    def properties(i: int) -> aiormq.spec.Basic.Properties:
+        return aiormq.spec.Basic.Properties(message_id=f"{i:032x}", headers={"key": f"h{i % 50}.test"}, delivery_mode=2)
 
     async def turn(n: int) -> None:
-        await asyncio.gather(
-            *[
-                channel.default_exchange.publish(
-                    aio_pika.Message(body, message_id=f"{i:032x}", headers={"key": f"h{i % 50}.test"}, delivery_mode=aio_pika.DeliveryMode.PERSISTENT),
-                    queue.name,
-                )
-                for i in range(n)
-            ]
-        )
+        await asyncio.gather(*[channel.basic_publish(body, routing_key=queue, properties=properties(i)) for i in range(n)])
         for _ in range(n):
-            await (await arrived.get()).ack()
+            message = await arrived.get()
+            assert message.delivery_tag is not None
+            await taking.basic_ack(message.delivery_tag)
 
     yield turn
-    await queue.delete(if_unused=False, if_empty=False)
+    await taking.queue_delete(queue)
     await connection.close()
 
 

@@ -284,7 +284,7 @@ def test_a_broker_whose_extra_is_missing_exits_3_and_names_it(empty: Shop) -> No
     assert "pip install 'penstock[rabbitmq]'" in done.err
 
 
-@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "redis://127.0.0.1:1/1"])
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "kafka://127.0.0.1:1", "sqs://x:x@127.0.0.1:1/?region=x", "amqp://127.0.0.1:1/"])
 def test_a_fleet_without_shared_stores_is_told_which_are_missing(empty: Shop, url: str) -> None:
     done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url)
     assert done.code == 3
@@ -292,6 +292,39 @@ def test_a_fleet_without_shared_stores_is_told_which_are_missing(empty: Shop, ur
         assert variable in done.err
     assert ("PENSTOCK_CLAIMS_URL" in done.err) is not url.startswith("redis:")
     assert not (empty.directory / ".penstock").exists(), "nothing was put into a local file instead"
+
+
+ONE_MACHINE = {"PENSTOCK_LEDGER_URL": "sqlite:ledger.db", "PENSTOCK_CLAIMS_URL": "sqlite:ledger.db", "PENSTOCK_PAGES_URL": "file:pages"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgres://me:hunter2@127.0.0.1:1/db",
+        "redis://:hunter2@127.0.0.1:1/0",
+        "amqp://me:hunter2@127.0.0.1:1/",
+        "kafka://me:hunter2@127.0.0.1:1",
+        "sqs://me:hunter2@127.0.0.1:1/?region=x&tls=false",
+    ],
+)
+def test_a_server_that_does_not_answer_is_one_sentence_and_exit_4(empty: Shop, url: str) -> None:
+    more = {} if url.startswith("postgres") else ONE_MACHINE
+    done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url, **more)
+    assert done.code == 4, done.err
+    assert done.err.startswith("Error: ")
+    assert "\nTry: " in done.err
+    assert "Traceback" not in done.err
+    assert "hunter2" not in done.err + done.out
+
+
+@pytest.mark.parametrize(
+    "url", ["postgres://127.0.0.1:port/db", "redis://127.0.0.1:port", "amqp://127.0.0.1:port", "kafka://", "sqs://127.0.0.1:port", "reddis://x"]
+)
+def test_a_mistyped_url_is_one_sentence_and_exit_3(empty: Shop, url: str) -> None:
+    done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url, **ONE_MACHINE)
+    assert done.code == 3, done.err
+    assert done.err.startswith("Error: ")
+    assert "Traceback" not in done.err
 
 
 def test_a_file_that_is_no_store_exits_4_and_is_left_alone(empty: Shop) -> None:
