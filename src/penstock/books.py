@@ -458,8 +458,8 @@ class Books:
                 count["writing" if end.was_writing else "in_flight"] -= 1
                 if end.publish:
                     self._publish(tx, end.publish)
-            # Somebody else has the event: this message is a copy, and is judged anew. (A broker in the store has fenced it already.)
-            settles.append((end.delivery, Release() if n is None and self.broker.apart else outcome))
+            # Refused: somebody else has the event, or the start was forgotten with a server that died. Whoever is handed the message next will see.
+            settles.append((end.delivery, Release() if n is None else outcome))
         tables = {binding.name: binding.write for binding in self.settings.sinks}
         for sink, rows in lines.items():  # a table's rows together: its schema is looked at once
             write = tables[sink]

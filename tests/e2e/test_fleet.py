@@ -43,5 +43,6 @@ def test_fifty_killed_workers_and_five_killed_brokers_lose_nothing(
             broker.start()
     assert running.wait(180) in (0, 1), running.said
     check(project.status(), web.log, project.dir / "products.jsonl", pages=PAGES, crashes=KILLS, at_once=HELD)
-    check_starts(project, web)
+    if layout != "postgres":  # a server that dies may forget a start, never an end
+        check_starts(project, web)
     project.nothing_runs()

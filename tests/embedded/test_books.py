@@ -195,6 +195,18 @@ def rig(tmp_path: Path) -> Rig:
 # -- intake ----------------------------------------------------------------------------------------------------------------------
 
 
+async def test_an_end_whose_start_was_forgotten_gives_its_message_back(rig: Rig) -> None:
+    """A database server that dies may forget a commit that was not synced, while the worker lives on with what it began."""
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    rig.db.write_now(lambda tx: tx.execute("UPDATE event SET status='pending', starts=0, crashes=0, fence=0, worker=NULL WHERE id='e1'"))
+    rig.db.write_now(lambda tx: tx.execute("UPDATE counter SET n=CASE name WHEN 'pending' THEN 1 ELSE 0 END WHERE topic='requests'"))
+    assert not await rig.conclude(begun, "success", body=b"x")
+    assert rig.status("e1") == "pending"
+    (again,) = await rig.start("e1")
+    assert await rig.conclude(again, "success", body=b"x")
+
+
 async def test_the_same_id_twice_is_one_event(rig: Rig) -> None:
     assert await rig.accept("e1", "e1") == ["new", "known"]
     assert await rig.accept("e1", "e2", url=URL + "0") == ["known", "new"]
