@@ -116,3 +116,20 @@ def test_one_message_that_kills_every_worker_is_one_dead_letter_and_its_neighbou
     assert set(letters) == {"7"}
     assert "SIGKILL" in letters["7"]["reason"]
     assert Counter(row["sku"] for row in project.rows()) == {f"T-{n}": 1 for n in range(50) if n != 7}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts(*ALL))
+def test_the_demo_runs_on_any_broker_by_environment_variables_alone(project: Project, server: Server, layout: str) -> None:
+    lay_out(project, layout, server)
+    done = project.penstock("demo", "--seconds", "8")
+    assert done.code == 0, done.said
+    total = project_of_demo(project).total()
+    assert total["success"] > 0
+    assert total["dead"] == 1, "the page that is broken on purpose"
+
+
+def project_of_demo(project: Project) -> Project:
+    there = Project(project.dir / "penstock-demo")
+    there.env = {name: value for name, value in project.env.items() if name not in ("PENSTOCK_PACE_RATE", "PENSTOCK_RETRY_BASE")}
+    return there

@@ -312,8 +312,9 @@ class Relay:
         removed: int = await self.store.write(work)
         return removed + await self.carrier(topic).purge(topic)
 
-    async def replay(self, topic: str, group: str, *, since: float) -> int:
-        return await self.carrier(topic).replay(topic, group, since=since)
+    async def replay(self, topic: str, group: str, *, since: float, **more: Any) -> int:
+        """`more` is the carrier's own: Kafka takes offsets."""
+        return await self.carrier(topic).replay(topic, group, since=since, **more)
 
     def groups_in(self, tx: Any) -> list[tuple[str, str]]:
         return [(topic, GROUP) for topic in sorted(self._carriers)]

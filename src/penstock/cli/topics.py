@@ -171,6 +171,7 @@ def rewind(
     *,
     group: Annotated[str, Parameter(help="the group that is to see it again; `main` is the pipeline's own")],
     since: Annotated[str, Parameter(help="how long ago (1h, 2d), a time (2026-11-16T08:00:00+00:00), or `beginning`")] = "beginning",
+    offset: Annotated[list[str], Parameter(help="Kafka: from this offset of a partition on, as PARTITION:OFFSET; may be repeated")] = [],  # noqa: B006
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
@@ -180,7 +181,10 @@ def rewind(
         at = _moment(since, stores.clock.now())
         if not stores.broker.caps_of(topic).replay:
             raise UsageError(f"{_broker(common, topic)} keeps no history to go back to", hint="a Kafka, Redis, Postgres or SQLite broker does")
-        n = stores.perform(lambda: stores.broker.replay(topic, group, since=at))
+        more = {"offsets": _offsets(offset)} if offset else {}
+        if more and not _broker(common, topic).startswith("kafka"):
+            raise UsageError(f"--offset is for Kafka, and {topic} is on {_broker(common, topic)}", hint="--since")
+        n = stores.perform(lambda: stores.broker.replay(topic, group, since=at, **more))
     if json:
         print_json({"topic": topic, "group": group, "since": iso(at), "messages": n})
     else:
@@ -248,6 +252,13 @@ def _moment(text: str, now: float) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise UsageError(f"--since {text!r} is no time", hint="1h, 2d, 2026-11-16T08:00:00+00:00 or beginning") from None
+
+
+def _offsets(given: list[str]) -> dict[int, int]:
+    try:
+        return {int(partition): int(offset) for partition, _, offset in (text.partition(":") for text in given)}
+    except ValueError:
+        raise UsageError("--offset wants a partition and an offset", hint="--offset 0:1500 --offset 1:0") from None
 
 
 def _url(m: Out) -> str | None:
