@@ -21,6 +21,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
+QUICK = "?session=2s&grace=1s"  # as short as the lease of these tests: a killed member's partitions go to others that soon
+
+
 def layouts(*names: str) -> list[object]:
     return [pytest.param(name, marks=pytest.mark.server(*NEEDS[name]) if NEEDS[name] else ()) for name in names]
 
@@ -35,11 +38,14 @@ def lay_out(project: Project, layout: str, server: Server) -> None:
             project.set(broker_url=f"sqlite:{state}/broker.db", **files)
         case "redis":
             project.set(broker_url=server("redis").url, ledger_url=files["ledger_url"], pages_url=files["pages_url"])
-        case "rabbitmq" | "kafka" | "sqs":
+        case "rabbitmq" | "sqs":
             project.set(broker_url=server(layout).url, **files)
+        case "kafka":
+            project.set(broker_url=server("kafka").url + QUICK, **files)
         case "postgres":
             project.set(broker_url=server("postgres").url)
         case "redis+postgres":
             project.set(broker_url=server("redis").url, ledger_url=server("postgres").url)
         case "rabbitmq+kafka":
-            project.set(broker_url=server("rabbitmq").url, topics_pages=server("kafka").url, topics_records=server("kafka").url, **files)
+            kafka = server("kafka").url + QUICK
+            project.set(broker_url=server("rabbitmq").url, topics_pages=kafka, topics_records=kafka, **files)
