@@ -101,6 +101,8 @@ class Running:
                 hooks = HookRunner(self.stores.outbox, extraction, FileLock(self.config.state.dir / "hooks.lock"), self.clock)
                 background.append(asyncio.create_task(hooks.run(), name="hooks"))
             background.append(asyncio.create_task(self._upkeep(), name="upkeep"))
+            if self.stores.broker.apart:
+                background.append(asyncio.create_task(self._relay(), name="relay"))
             self._open_workers(books, fetcher, extraction, suspects, hooks)
             if opened is not None:
                 opened(self)
@@ -284,7 +286,6 @@ class Running:
             beats += 1
             try:
                 await self.stores.claims.refresh()
-                await self.stores.books.relay()
                 if beats % 10 == 0:
                     if self.config.proxies:
                         await self.stores.proxies.refresh()
@@ -292,12 +293,24 @@ class Running:
                         log.warning("worker %s is gone; its work was taken back", worker)
                     await self.stores.books.tick()
                     self._backlog = max([await f.outbox.backlog(f.sink.name) for f in self.flushers], default=0)
-                if beats % max(10, int(self.config.lease * 10)) == 0 and (again := await self.stores.books.recover()):
-                    log.warning("the broker had lost %d messages of open events; they were published again", again)
                 if beats % int(UPKEEP * 10) == 0:
                     await self._retention()
             except StoreUnavailable as e:
                 log.error("%s", e.message)
+                await self.clock.sleep(1.0)
+
+    async def _relay(self) -> None:
+        """What a broker apart is to be told. Beside the other chores: one that does not answer must not make us look dead."""
+        beats = 0
+        while True:
+            await self.clock.sleep(0.1)
+            beats += 1
+            try:
+                await self.stores.books.relay()
+                if beats % max(10, int(self.config.lease * 10)) == 0 and (again := await self.stores.books.recover()):
+                    log.warning("the broker had lost %d messages of open events; they were published again", again)
+            except StoreUnavailable as e:
+                log.warning("%s", e.message)
                 await self.clock.sleep(1.0)
 
     async def _retention(self) -> None:

@@ -31,6 +31,7 @@ Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
 CROWD_REST = 0.25  # seconds for which no more is taken of a host that has its share of the window waiting here
 CROWD_PATIENCE = 1.0  # seconds without room in the window, after which what waits beyond its host's share goes back
+LONGEST_NAME = 512  # characters of an id and the like; an index of a database server takes no more than a few times that
 SUSPECT = 2  # starts that never ended, before a page's extraction leaves our process and runs alone
 log = logging.getLogger("penstock.worker")
 
@@ -236,7 +237,9 @@ class Worker:
         return item
 
     def _known_form(self, event: Event) -> Event:
-        """What was published past intake may be written otherwise: dedup and pace go by the canonical form."""
+        """What was published past intake may be written otherwise: dedup and pace go by the canonical form, and no store keeps every text."""
+        if any(len(text) > LONGEST_NAME or "\0" in text for text in (event.id, event.trace, event.key, event.source, event.cause, event.parent or "")):
+            raise BadEnvelope(f"an id, trace, key, source or cause of more than {LONGEST_NAME} characters, or with a NUL")
         try:
             url = canonical_url(event.url)
         except BadUrl as e:

@@ -143,17 +143,29 @@ async def test_two_copies_in_one_batch_start_once(rig: ApartRig) -> None:
     assert rig.row("e1")["starts"] == 1
 
 
-async def test_a_settle_that_did_not_arrive_is_made_up_for_when_the_message_comes_back(rig: ApartRig) -> None:
+async def test_a_settle_that_did_not_arrive_is_told_again(rig: ApartRig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     rig.line.cut_settles = True
     assert await rig.conclude(begun, "success", body=b"x")
     rig.line.cut_settles = False
-    await rig.later(rig.lease + 1.0)
-    (back,) = await rig.receive()
-    assert await rig.admit([back]) == []
-    await rig.later(rig.lease + 1.0)
-    assert await rig.receive() == []
+    await rig.later(2.0)
+    stats = await rig.relay.stats("requests", "main")
+    assert (stats.ready, stats.in_flight, stats.delayed) == (0, 0, 0)
+
+
+async def test_a_settle_that_died_with_its_worker_is_made_up_for_when_the_message_comes_back(rig: ApartRig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    rig.line.cut_settles = True
+    assert await rig.conclude(begun, "success", body=b"x")  # and dies
+    rig.line.cut_settles = False
+    other = rig.other()
+    await other.later(rig.lease + 1.0)
+    (back,) = await other.receive()
+    assert await other.admit([back]) == []
+    await other.later(rig.lease + 1.0)
+    assert await other.receive() == []
     assert rig.row("e1")["starts"] == 1
 
 

@@ -41,7 +41,7 @@ class After(msgspec.Struct):
 
 
 class Relay:
-    """The books' side of brokers apart. Publishing repeats until it is confirmed; a settle that does not arrive is made up for when the message comes back."""
+    """The books' side of brokers apart. Publishing and settling repeat until they are heard; what we die with is made up for when the message comes back."""
 
     apart = True
 
@@ -51,6 +51,7 @@ class Relay:
         self._subscriptions: dict[tuple[str, str], RelayedSubscription] = {}
         self._after: After | None = None
         self._published: set[int] = set()  # rows of confirmed messages, removed by the next transaction
+        self._unsettled: list[tuple[Delivery, Outcome]] = []  # decided, and not told yet
         self._next_due = 0.0  # of what was put aside, as far as we know
         self._paused: dict[str, str] = {}
         self._paused_at = 0.0
@@ -204,18 +205,23 @@ class Relay:
     # -- after the commit --------------------------------------------------------------------------------------------------------
 
     async def follow_up(self, after: After) -> None:
-        """Publish, then settle. Neither can undo what is in the books: what fails here is repeated by `tick`, or when the message comes back."""
+        """Publish, then settle. Neither can undo what is in the books: what fails here is repeated by `tick`, by us or by another."""
         self._published.difference_update(after.sent)
         if after.outs:
             await self._publish(after.outs)
+        await self._settle(after.settles)
+
+    async def _settle(self, items: Iterable[tuple[Delivery, Outcome]]) -> None:
+        """What the broker does not hear now it is told again: where a lease ends only with the connection, nothing would come back as long as we live."""
         groups: dict[tuple[str, str], list[tuple[Delivery, Outcome]]] = defaultdict(list)
-        for d, outcome in after.settles:
+        for d, outcome in items:
             groups[d.topic, d.group].append((d, outcome))
-        for key, items in groups.items():
+        for key, some in groups.items():
             try:
-                await self._subscriptions[key].carrier.settle(items)
+                await self._subscriptions[key].carrier.settle(some)
             except StoreUnavailable as e:
-                log.warning("%d deliveries of %s could not be settled (%s); they come back and are settled then", len(items), key[0], e.message)
+                log.warning("%d deliveries of %s are not settled yet: %s", len(some), key[0], e.message)
+                self._unsettled += some
 
     async def _publish(self, rows: Sequence[tuple[int, Out]]) -> int:
         """How many the brokers confirmed."""
@@ -242,6 +248,9 @@ class Relay:
         if not (now >= self._looked + 1.0 or (self._next_due and now >= self._next_due)):
             return
         self._looked = now
+        if self._unsettled:
+            again, self._unsettled = self._unsettled, []
+            await self._settle(again)
         due, self._next_due = await self.store.read(self._due)
         if due or self._published:
             rows, after = await self.store.write(self._take, durable=False)
