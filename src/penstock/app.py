@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock import locks
 from penstock.books import Books, SinkBinding
 from penstock.clock import SystemClock
@@ -81,7 +83,7 @@ class Running:
         try:
             await self._check_after_unclean_stop()
             await self.stores.start()
-            if self.stores.pages.remote:
+            if self.stores.pages.remote and ("fetch" in self.roles or not self.config.pages.inline_max):  # else the messages may bring all there is to read
                 await self.stores.pages.start()
             await self.stores.books.reclaim(self.stores.workers_directory)
             if "extract" in self.roles:
@@ -230,7 +232,11 @@ class Running:
             grace=c.grace,
             per_key=max(1, int(c.pace.rate * 2)) if limited else None,
             max_age=c.retry.max_age,
+            inline_max=c.pages.inline_max,
+            message_max=self.stores.broker.caps_of("pages").max_body,
         )
+        # Messages with bodies are as heavy as pages, and are held from the moment they are received.
+        narrow = msgspec.structs.replace(options, window=min(options.window, c.fetch.bytes // max(1, c.pages.inline_max)))
         policies = retry.table(base=c.retry.base, cap=c.retry.max, budget=c.retry.budget, next_pool=c.retry.next_pool)
 
         def on_records() -> None:
@@ -262,7 +268,7 @@ class Running:
                     suspects=suspects,
                     signature=self.pipeline.signature,
                     policies=policies,
-                    options=options,
+                    options=narrow if first == "extract" else options,
                     clock=self.clock,
                     rng=self.stores.context.rng,
                     signals=self.signals,

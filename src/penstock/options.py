@@ -105,6 +105,7 @@ class PagesConfig(_Section, frozen=True, kw_only=True):
     url: Annotated[str, _store("store of raw pages", "file:<state.dir>/pages")]
     keep: Annotated[float | None, Opt(units.KEEP, "how long pages are kept")] = 30 * 86400.0
     max_bytes: Annotated[int, Opt(units.sizes(2**20), "size beyond which the oldest pages are removed")] = 10 * 2**30
+    inline_max: Annotated[int, Opt(units.sizes(0, 512 * 2**10), "bodies up to this size travel in the messages of `pages` as well; 0: references only")] = 0
 
 
 class RetryConfig(_Section, frozen=True, kw_only=True):

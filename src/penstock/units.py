@@ -135,8 +135,11 @@ KEEP = Kind(
 RATE = Kind(name="rate", expected='a number a second, a number a minute such as "30/m", or "unlimited"', read=rate, write=write_rate)
 
 
-def sizes(low: int = 1) -> Kind:
-    return Kind(name="size", expected=f"a size of at least {write_size(low)} (512KiB, 64MiB, 10GiB)", read=_bounded(size, low, 2**60), write=write_size)
+def sizes(low: int = 1, high: int = 2**60) -> Kind:
+    limits, examples = f"of at least {write_size(low)}", "512KiB, 64MiB, 10GiB"
+    if high < 2**60:
+        limits, examples = f"{limits} and at most {write_size(high)}" if low else f"of at most {write_size(high)}", f"0, {write_size(high)}"
+    return Kind(name="size", expected=f"a size {limits} ({examples})", read=_bounded(size, low, high), write=write_size)
 
 
 def _whole(value: object) -> int:

@@ -22,7 +22,7 @@ from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.proxies import PoolExhausted
 from penstock.stages.fetch import FetchStage
-from penstock.stages.handover import PageMessage, RecordsMessage
+from penstock.stages.handover import PageMessage, RecordsMessage, page_message
 from penstock.telemetry import Signals
 from penstock.turns import Item, Turns
 
@@ -51,6 +51,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float = 600.0  # of one handler; the watchdog ends what exceeds it
     per_key: int | None = None
     max_age: float = 7 * 86400.0
+    inline_max: int = 0  # bodies up to this size travel with their message on `pages`
+    message_max: int | None = None  # what the broker of `pages` takes
 
 
 class Worker:
@@ -358,22 +360,28 @@ class Worker:
         if b is not None and b.response_hash == hash_ and b.extractors == self.signature(item.event.url) and not self.books.settings.emit_unchanged:
             self._end(item, "success", reason="unchanged", extractors=b.extractors)
         elif self.last == "fetch":
-            message = PageMessage(event=item.delivery.body, page=item.meta)
-            self._end(
-                item, "handover", publish=(Out(topic="pages", id=item.event.id, key=item.event.key, body=message.write(), priority=int(item.event.priority)),)
-            )
+            self._hand_over(item, item.meta)
         else:
             self._queue_extract(item)
+
+    def _hand_over(self, item: Item, meta: PageMeta) -> None:
+        message = page_message(item.delivery.body, meta, item.body, inline_max=self.o.inline_max, largest=self.o.message_max)
+        self._end(item, "handover", publish=(Out(topic="pages", id=item.event.id, key=item.event.key, body=message, priority=int(item.event.priority)),))
 
     async def _load(self, item: Item) -> None:
         """The books know the page: never fetch it again."""
         meta = item.meta or msgspec.msgpack.decode(item.admitted.page_meta, type=PageMeta)
-        body = await self.books.pages.get(meta.page)
+        body = PageMessage.read(item.delivery.body).body() if self.first == "extract" else None
+        if body is None:
+            body = await self.books.pages.get(meta.page)
         if body is None:
             raise Failure(ErrorClass.PERMANENT, "its stored page is gone", detail=meta.page)
         item.meta, item.body = meta, body
         self._bytes += len(body)
-        self._queue_extract(item)
+        if self.last == "fetch":  # its request came again, and the message that it had become may be lost
+            self._hand_over(item, meta)
+        else:
+            self._queue_extract(item)
 
     # -- extracting --------------------------------------------------------------------------------------------------------------
 

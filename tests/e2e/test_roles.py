@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.e2e.harness import SHOP, Project, Running, Site, Target, product, wait_for
+from tests.e2e.layouts import Server, lay_out
 
 ROLES = ("fetch", "extract", "sink")
 PAGES = 1500
+NOISE = f"<p>{random.Random(1).randbytes(10_000).hex()}</p>"  # 10 kB however well it is compressed
 
 
 def ends(project: Project) -> int:
@@ -96,4 +100,62 @@ def test_what_split_roles_left_half_done_is_finished_by_whoever_comes_without_an
     assert project.total()["success"] == 100
     assert len(project.rows()) == 100
     assert set(web.asked().values()) == {1}
+    project.doctor()
+
+
+def handed(project: Project, count: int) -> list[dict[str, Any]]:
+    """The messages on `pages`, once there are so many."""
+    found: list[dict[str, Any]] = json.loads(project.good("topics", "peek", "pages", "--json"))["messages"]
+    return found if len(found) == count else []
+
+
+def hand_over(project: Project, *urls: str) -> dict[str, int]:
+    """Fetched and handed over, and the fetching process is gone. The size of the message on `pages`, by URL."""
+    project.push(*urls)
+    fetch = project.start("run", "shop.py", "--role", "fetch")
+    messages = wait_for(lambda: handed(project, len(urls)), f"all handed over: {fetch.said}", every=0.2)
+    stop(fetch)
+    return {m["url"]: m["size"] for m in messages}
+
+
+def test_a_page_travels_as_a_reference_unless_told_otherwise(project: Project, site: Site) -> None:
+    url = site.serve("/p/1", product(1, more=NOISE))
+    assert hand_over(project, url)[url] < len(NOISE) / 4
+
+
+@pytest.mark.parametrize("layout", ["embedded", "apart"])
+def test_small_pages_travel_in_the_message_and_need_no_page_store(project: Project, site: Site, server: Server, layout: str) -> None:
+    """The large one is a reference all the same: it waits for the store, and nothing is fetched twice."""
+    lay_out(project, layout, server)
+    project.set(pages_inline_max="8KiB", retry_base="3s")
+    small = [site.serve(f"/p/{n}", product(n)) for n in range(5)]
+    large = site.serve("/p/large", product("large", more=NOISE))
+    hand_over(project, *small, large)
+    pages, away = project.dir / ".penstock" / "pages", project.dir / "away"
+    assert list(pages.glob("*.seg")), "what travels is stored as well"
+    pages.rename(away)
+    rest = project.start("run", "shop.py", "--role", "extract,sink")
+    wait_for(lambda: len(project.rows()) == 5, f"rows of the small ones: {rest.said}", every=0.1)
+    wait_for(lambda: project.event(large)["status"] == "delayed", f"the large one missed its page: {rest.said}", every=0.2)
+    stop(rest)
+    assert {row["sku"] for row in project.rows()} == {f"S-{n}" for n in range(5)}
+    away.rename(pages)
+    project.run("--role", "extract,sink")
+    assert {row["sku"] for row in project.rows()} == {"S-large", *(f"S-{n}" for n in range(5))}
+    assert [len(site.asked(f"/p/{n}")) for n in (*range(5), "large")] == [1] * 6
+    project.doctor()
+
+
+@pytest.mark.parametrize("layout", ["embedded", "apart"])
+def test_a_request_that_comes_again_after_its_page_was_handed_over_is_handed_over_again(project: Project, site: Site, server: Server, layout: str) -> None:
+    lay_out(project, layout, server)
+    urls = [site.serve(f"/p/{n}", product(n)) for n in range(3)]
+    hand_over(project, *urls)
+    project.good("topics", "rewind", "requests", "--group", "main")  # as a broker does that was not told of the end before a crash
+    fetch = project.start("run", "shop.py", "--role", "fetch")
+    wait_for(lambda: handed(project, 6), f"all handed over again: {fetch.said}", every=0.2)
+    stop(fetch)
+    project.run("--role", "extract,sink")
+    assert sorted(row["sku"] for row in project.rows()) == ["S-0", "S-1", "S-2"]
+    assert [len(site.asked(f"/p/{n}")) for n in range(3)] == [1] * 3
     project.doctor()

@@ -217,6 +217,7 @@ def test_a_wrong_variable_is_named_with_its_path(tmp_path: Path) -> None:
         ("[breaker]\ndead_share = 20", "breaker.dead_share: expected a share between 0 and 1, got 20", "dead_share = 0.2"),
         ('[net]\nports = [80, "web"]', "net.ports: expected port numbers", 'ports = "80,443,8080,8443"'),
         ('[net]\nuser_agent = "a\\r\\nHost: b"', "net.user_agent: expected printable ASCII", "user_agent ="),
+        ('[pages]\ninline_max = "1MiB"', 'pages.inline_max: expected a size of at most 512KiB (0, 512KiB), got "1MiB"', 'inline_max = "0B"'),
         ('robots = "obay"', 'robots: expected "obey" or "ignore", got "obay"', 'robots = "obey"'),
         ('[retry]\nbase = "1h"', "retry.base: the first back-off is longer than the longest (retry.base = 1h, retry.max = 15m)", "set retry.max as well"),
         ("[fetch]\nconcurrency = 10\nprefetch = 5", "fetch.concurrency: a worker cannot have more in flight than it holds", "raise fetch.prefetch"),

@@ -1,0 +1,104 @@
+"""What a message on `pages` carries: always a reference, a small body where it was asked for, and never anything else than the page it speaks of."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import BadEnvelope
+from penstock.model import page_id
+from penstock.ports import PageMeta
+from penstock.stages.handover import LARGEST, Inline, PageMessage, page_message
+
+TEXT = b"<p>the same again</p>" * 500
+NOISE = random.Random(1).randbytes(10_000)
+
+
+def meta(body: bytes) -> PageMeta:
+    return PageMeta(page=page_id(body), url="https://shop.test/p/1", status=200, headers={"etag": '"1"'}, fetched_at=1.5, size=len(body))
+
+
+def written(body: bytes, *, inline_max: int = 64 << 10, largest: int | None = None) -> bytes:
+    return page_message(b"event", meta(body), body, inline_max=inline_max, largest=largest)
+
+
+def carrying(body: bytes, codec: str, data: bytes) -> bytes | None:
+    return PageMessage.read(PageMessage(event=b"event", page=meta(body), inline=Inline(codec=codec, data=data)).write()).body()
+
+
+@given(st.binary(max_size=3000))
+def test_a_body_comes_out_as_it_went_in(body: bytes) -> None:
+    message = PageMessage.read(written(body))
+    assert message.body() == body
+    assert (message.event, message.page) == (b"event", meta(body))
+
+
+def test_without_inline_max_a_message_is_what_it_always_was() -> None:
+    raw = written(TEXT, inline_max=0)
+    assert raw == PageMessage(event=b"event", page=meta(TEXT)).write()
+    assert set(msgspec.json.decode(raw)) == {"type", "event", "page"}
+    assert PageMessage.read(raw).body() is None
+
+
+def test_a_body_of_inline_max_travels_and_one_byte_more_does_not() -> None:
+    assert PageMessage.read(written(NOISE, inline_max=len(NOISE))).body() == NOISE
+    assert PageMessage.read(written(NOISE, inline_max=len(NOISE) - 1)).inline is None
+
+
+def test_what_shrinks_is_compressed_and_what_does_not_is_left_as_it_is() -> None:
+    text, noise = PageMessage.read(written(TEXT)).inline, PageMessage.read(written(NOISE)).inline
+    assert text is not None
+    assert text.codec == "zstd"
+    assert len(text.data) < len(TEXT) / 10
+    assert noise == Inline(codec="raw", data=NOISE)
+
+
+def test_a_message_that_the_broker_would_refuse_becomes_a_reference() -> None:
+    size = len(written(NOISE))
+    assert PageMessage.read(written(NOISE, largest=size)).body() == NOISE
+    small = written(NOISE, largest=size - 1)
+    assert PageMessage.read(small).inline is None
+    assert PageMessage.read(small).page == meta(NOISE)
+
+
+def test_a_reader_from_before_inline_bodies_sees_the_reference() -> None:
+    class Before(msgspec.Struct, kw_only=True, tag="penstock.page.v1"):
+        event: bytes
+        page: PageMeta
+
+    assert msgspec.json.decode(written(TEXT), type=Before).page == meta(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("codec", "data"),
+    [
+        ("raw", TEXT[:-1]),
+        ("raw", b"x" * len(TEXT)),
+        ("brotli", TEXT),
+        ("zstd", TEXT),
+        ("zstd", b""),
+        ("zstd", zstandard.compress(TEXT)[:-3]),
+        ("zstd", zstandard.compress(b"x" * len(TEXT))),
+        ("zstd", zstandard.compress(bytes(64 << 20))),
+        ("zstd", zstandard.ZstdCompressor(write_content_size=False).compress(TEXT)),
+    ],
+    ids=["cut", "another page", "unknown codec", "no frame", "empty", "torn frame", "another page in a frame", "a bomb", "a frame without its size"],
+)
+def test_what_is_not_the_page_is_not_used(codec: str, data: bytes) -> None:
+    assert carrying(TEXT, codec, data) is None
+
+
+def test_a_page_that_claims_to_be_huge_is_not_unpacked() -> None:
+    assert carrying(bytes(LARGEST), "zstd", zstandard.compress(bytes(LARGEST))) == bytes(LARGEST)
+    assert carrying(bytes(LARGEST + 1), "zstd", zstandard.compress(bytes(LARGEST + 1))) is None
+
+
+def test_an_inline_part_that_is_none_makes_a_bad_message() -> None:
+    raw = msgspec.json.decode(written(TEXT))
+    with pytest.raises(BadEnvelope, match="not a PageMessage"):
+        PageMessage.read(msgspec.json.encode(raw | {"inline": {"codec": "raw", "data": "not base64!"}}))
