@@ -21,7 +21,7 @@ from penstock.clock import SystemClock
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
 from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
-from penstock.locks import FileLock, WorkerLock
+from penstock.locks import WorkerLock
 from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
@@ -100,7 +100,7 @@ class Running:
             background += [asyncio.create_task(f.run(), name=f"flush {f.sink.name}") for f in self.flushers]
             hooks = None
             if self.pipeline.hooks and extraction is not None and "sink" in self.roles:
-                hooks = HookRunner(self.stores.outbox, extraction, FileLock(self.config.state.dir / "hooks.lock"), self.clock)
+                hooks = HookRunner(self.stores.outbox, extraction, self.stores.db.lock(self.config.state.dir / "hooks.lock"), self.clock)
                 background.append(asyncio.create_task(hooks.run(), name="hooks"))
             background.append(asyncio.create_task(self._upkeep(), name="upkeep"))
             if self.stores.broker.apart:
@@ -213,7 +213,7 @@ class Running:
                 continue
             bindings.append(SinkBinding(sink.name, only))
             if "sink" in self.roles:
-                lock = sink_lock(self.config, sink.name)
+                lock = self.stores.db.lock(sink_lock(self.config, sink.name))
                 self.flushers.append(Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice))
         return bindings
 

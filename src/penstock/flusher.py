@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from penstock.errors import PenstockError
-from penstock.locks import FileLock, note_of
-from penstock.ports import Clock, Row, Sink
+from penstock.locks import Lock, Lost, note_of
+from penstock.ports import Clock, FileSink, Row, Sink
 from penstock.sinks import Reopen
 
 T = TypeVar("T")
@@ -33,8 +32,12 @@ class Outbox(Protocol):
         """Committed rows with n > after, ascending, none left out: no smaller n may become visible later. At most `limit`;
         none is added once their bodies have passed `max_bytes`, but one is always given if there is one."""
 
-    async def flushed(self, sink: str, *, upto: int, mark: str) -> None:
-        """Note both, in one transaction, durable against a power cut when it returns (whatever the pipeline's durability): the file is cut to this mark.
+    async def settled(self, sink: str) -> tuple[int, str]:
+        """As `position`, behind every note that was begun before: none of them can still come."""
+
+    async def flushed(self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]) -> None:
+        """First `guard(tx)`, which raises where another holds the lock by now; then nothing is noted.
+        Note both, in one transaction, durable against a power cut when it returns (whatever the pipeline's durability): the file is cut to this mark.
         Rows up to `upto` may go. Also called with an unchanged position, when only the mark is another one."""
 
     async def backlog(self, sink: str) -> int:
@@ -45,18 +48,19 @@ class Flusher:
     """`run()` is a task for as long as the process works. The rest may be read and called at any time from the same loop."""
 
     def __init__(
-        self, sink: Sink, outbox: Outbox, lock_path: Path, clock: Clock, *, batch: int = 1000, on_notice: Callable[[str], None] | None = None,
+        self, sink: Sink, outbox: Outbox, lock: Lock, clock: Clock, *, batch: int = 1000, on_notice: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self.sink, self.outbox, self.clock, self.batch = sink, outbox, clock, batch
         self.down: str | None = None  # why the target takes nothing now; consumption should pause
         self.since: float | None = None  # down since
         self.written = 0  # rows, by this process
-        self._lock = FileLock(lock_path)
+        self._lock = lock
         self._on_notice = on_notice or (lambda _: None)
         self._told = ""
         self._woken = asyncio.Event()
         self._idle = False
         self._opened = False
+        self._loose = lock.shared  # the target may hold rows that are noted nowhere, and that another machine writes too
         self._position, self._mark = 0, ""
         self._thread: ThreadPoolExecutor | None = None
 
@@ -83,6 +87,9 @@ class Flusher:
             while True:
                 try:
                     wait = await self._step()
+                except Lost:
+                    self._opened, wait = False, 0.0
+                    self._lock.lose()
                 except Reopen as e:
                     self._opened = False
                     reopens += 1
@@ -100,6 +107,9 @@ class Flusher:
             # The lock goes last: nothing of ours may touch the target once another process holds it.
             try:
                 await self._in_thread(self.sink.close)
+                if self._loose and self._lock.here:
+                    with contextlib.suppress(OSError, PenstockError):  # then whoever opens it next cuts it
+                        await self._tidy()
             finally:
                 self._thread.shutdown(wait=False)
                 self._opened = False
@@ -123,11 +133,18 @@ class Flusher:
     async def _step(self) -> float:
         """One batch, or one look. Returns how long there is nothing to do."""
         self._woken.clear()
-        if not self._lock.held and not self._lock.try_acquire():
+        if not self._lock.held:
+            self._opened = False
+        if not self._lock.held and not await self._lock.take():
+            if self._loose and self._lock.here:
+                await self._in_thread(self.sink.close)
+                await self._tidy()
+                self._loose = False
             self._up_or(note_of(self._lock.path) or None)  # the holder's trouble is ours: the outbox fills for all of us
             self._idle = await self.outbox.backlog(self.sink.name) == 0
             return TAKE_OVER
         if not self._opened:
+            self._loose = self._lock.shared
             self._position, self._mark = await self.outbox.position(self.sink.name)
             await self._note(self._position, await self._in_thread(self.sink.open, self._position, self._mark))
             self._opened = True
@@ -138,6 +155,8 @@ class Flusher:
             self._idle = True
             return POLL
         self._idle = False
+        if not self._lock.held:
+            raise Lost
         mark = await self._in_thread(self.sink.write, rows)
         await self._note(rows[-1].n, mark)
         self.written += len(rows)
@@ -150,8 +169,14 @@ class Flusher:
 
     async def _note(self, position: int, mark: str) -> None:
         if (position, mark) != (self._position, self._mark):
-            await self.outbox.flushed(self.sink.name, upto=position, mark=mark)
+            await self.outbox.flushed(self.sink.name, upto=position, mark=mark, guard=self._lock.check_in)
             self._position, self._mark = position, mark
+
+    async def _tidy(self) -> None:
+        """Another machine goes on from what is noted: a file of ours must not hold more."""
+        if isinstance(self.sink, FileSink):
+            _, mark = await self.outbox.settled(self.sink.name)
+            await self._in_thread(self.sink.restore, mark)
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
         """Not to be interrupted: a cancelled flusher still waits for the write under way, since the lock must outlast it."""

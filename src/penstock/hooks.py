@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from penstock.errors import StoreUnavailable
-from penstock.locks import FileLock
+from penstock.locks import Lock, Lost
 from penstock.ports import Clock, Extraction
 
 log = logging.getLogger("penstock.hooks")
@@ -16,7 +16,7 @@ log = logging.getLogger("penstock.hooks")
 class HookRunner:
     """One per fleet at a time (held by a lock), so a change is not told twice in normal running."""
 
-    def __init__(self, outbox: Any, extraction: Extraction, lock: FileLock, clock: Clock, *, batch: int = 32) -> None:
+    def __init__(self, outbox: Any, extraction: Extraction, lock: Lock, clock: Clock, *, batch: int = 32) -> None:
         self.outbox, self.extraction, self.lock, self.clock, self.batch = outbox, extraction, lock, clock, batch
         self._woken = asyncio.Event()
 
@@ -27,8 +27,11 @@ class HookRunner:
         try:
             while True:
                 try:
-                    busy = self.lock.try_acquire() and await self._step()
+                    busy = await self.lock.take() and await self._step()
                 except StoreUnavailable:
+                    busy = False
+                except Lost:  # another machine runs them now, and tells these changes once more
+                    self.lock.lose()
                     busy = False
                 if not busy:
                     self._woken.clear()
@@ -49,7 +52,7 @@ class HookRunner:
         failed = [(error, n) for (n, _), error in zip(rows, errors, strict=True) if error]
         for error, n in failed:
             log.warning("on_change hook failed for change %d: %s", n, error)
-        await self.outbox.hooked(done, failed)
+        await self.outbox.hooked(done, failed, self.lock.check_in)
         if failed and not done:
             await self.clock.sleep(1.0)
         return True

@@ -316,6 +316,14 @@ class Sink(Protocol):
 
 
 @runtime_checkable
+class FileSink(Sink, Protocol):
+    """A sink whose target is a file that can be cut. On several machines these are several files, and their marks are kept side by side in one."""
+
+    def restore(self, mark: str) -> None:
+        """While it is not open: cut a file that is there to what is noted of it. Makes none, and touches none that `mark` does not know."""
+
+
+@runtime_checkable
 class TableSink(Sink, Protocol):
     """A sink whose table may lie in a database that is also a store: then it is written in the books' transaction, and needs no outbox."""
 

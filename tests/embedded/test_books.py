@@ -751,9 +751,9 @@ async def test_a_change_waits_for_its_hook_with_what_was_and_what_is(tmp_path: P
     ((n, body),) = await rig.outbox.changes(10)
     change = msgspec.msgpack.decode(body)
     assert (change["event_id"], change["key"], change["fields"]) == ("e2", "a", {"price": [1, 2]})
-    await rig.outbox.hooked([], [("boom", n)])
+    await rig.outbox.hooked([], [("boom", n)], lambda tx: None)
     assert len(await rig.outbox.changes(10)) == 1, "at least once"
-    await rig.outbox.hooked([n], [])
+    await rig.outbox.hooked([n], [], lambda tx: None)
     assert await rig.outbox.changes(10) == []
 
 
@@ -782,7 +782,7 @@ async def test_an_outbox_is_numbered_densely_over_commits_and_flushes(rig: Rig) 
     for i in range(3):
         await _scrape(rig, f"e{i}", record("a", i), record("b", i, index=1))
         if i == 1:
-            await rig.outbox.flushed("out", upto=3, mark="77")
+            await rig.outbox.flushed("out", upto=3, mark="77", guard=lambda tx: None)
     rows = await rig.outbox.rows("out", after=3, limit=10, max_bytes=1 << 20)
     assert [r.n for r in rows] == [4, 5, 6]
     assert await rig.outbox.position("out") == (3, "77")

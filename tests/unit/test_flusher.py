@@ -68,10 +68,13 @@ class TableOutbox:
         found = self.db.execute("SELECT n, mark FROM noted WHERE sink = ?", (sink,)).get
         return found or (0, "")
 
+    async def settled(self, sink: str) -> tuple[int, str]:
+        return await self.position(sink)
+
     async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> Sequence[Row]:
         return [Row(*each) for each in self.db.execute("SELECT n, key, body, ord FROM outbox WHERE n > ? ORDER BY n LIMIT ?", (after, limit))]
 
-    async def flushed(self, sink: str, *, upto: int, mark: str) -> None:
+    async def flushed(self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]) -> None:
         with self.db:
             self.db.execute("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", (sink, upto, mark))
             self.db.execute("DELETE FROM outbox WHERE n <= ?", (upto,))
@@ -121,7 +124,7 @@ async def running(flusher: Flusher) -> Any:
 
 async def flush(at: Path, kind: str, *, batch: int = 3) -> None:
     outbox = TableOutbox(at / "outbox.db")
-    async with running(Flusher(SINKS[kind](at), outbox, at / "out.lock", Hurried(), batch=batch)) as flusher:
+    async with running(Flusher(SINKS[kind](at), outbox, FileLock(at / "out.lock"), Hurried(), batch=batch)) as flusher:
         assert await flusher.drain(30)
     outbox.close()
 
@@ -153,7 +156,7 @@ async def test_a_wake_up_is_not_waited_for_the_next_look(tmp_path: Path) -> None
             await asyncio.Event().wait()
 
     outbox = TableOutbox(tmp_path / "outbox.db")
-    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", Asleep())) as flusher:
+    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Asleep())) as flusher:
         await until(lambda: flusher.idle)
         for start in range(5):
             outbox.add(bodies(1, start))
@@ -168,7 +171,7 @@ async def test_a_wake_up_is_not_waited_for_the_next_look(tmp_path: Path) -> None
 async def test_rows_of_another_worker_are_found_without_a_wake_up(tmp_path: Path) -> None:
     outbox = TableOutbox(tmp_path / "outbox.db")
     clock = Hurried()
-    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", clock)) as flusher:
+    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), clock)) as flusher:
         await until(lambda: flusher.idle)
         outbox.add(bodies(2))
         await until(lambda: flusher.written == 2)
@@ -179,7 +182,7 @@ async def test_rows_of_another_worker_are_found_without_a_wake_up(tmp_path: Path
 async def test_draining_gives_up_in_time_and_says_so(tmp_path: Path) -> None:
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(1))
-    flusher = Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", Hurried())
+    flusher = Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried())
     assert not await flusher.drain(0.02)  # nobody runs
     outbox.close()
 
@@ -294,7 +297,7 @@ def test_failing_at_any_step_the_same_process_recovers_and_the_target_holds_ever
                 raise OSError(number, os.strerror(number))
 
             at_step(step, fail)
-            flusher = Flusher(SINKS[kind](at), outbox, at / "out.lock", Hurried(), batch=3)
+            flusher = Flusher(SINKS[kind](at), outbox, FileLock(at / "out.lock"), Hurried(), batch=3)
             reasons = set()
             async with running(flusher):
                 while await outbox.backlog("") or flusher.down:
@@ -326,7 +329,7 @@ def test_processes_that_contend_for_one_file_and_are_killed_at_random_write_ever
 
     async def work() -> None:
         mine = TableOutbox(tmp_path / "outbox.db")
-        await Flusher(SINKS["jsonl"](tmp_path), mine, tmp_path / "out.lock", Hurried(0.005), batch=2).run()
+        await Flusher(SINKS["jsonl"](tmp_path), mine, FileLock(tmp_path / "out.lock"), Hurried(0.005), batch=2).run()
 
     workers = [spawn(work) for _ in range(3)]
     total = 4
@@ -359,7 +362,7 @@ async def test_an_unwritable_target_is_down_with_its_reason_and_recovers_by_itse
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(8))
     clock = Hurried()
-    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", clock)) as flusher:
+    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), clock)) as flusher:
         await until(lambda: len(clock.waits) > 10)
         assert flusher.down is not None
         assert "out.jsonl" in flusher.down
@@ -383,7 +386,7 @@ async def test_those_who_do_not_hold_the_lock_know_that_the_target_is_down_and_t
     blocked.mkdir()
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(2))
-    one, two = (Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", Hurried()) for _ in range(2))
+    one, two = (Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried()) for _ in range(2))
     async with running(two):
         async with running(one):
             await until(lambda: one.down is not None and two.down is not None)
@@ -404,17 +407,17 @@ async def test_an_outage_of_the_ledger_repeats_the_batch_and_not_the_rows(tmp_pa
     class Shaky(TableOutbox):
         failures = 3
 
-        async def flushed(self, sink: str, *, upto: int, mark: str) -> None:
+        async def flushed(self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]) -> None:
             if upto and self.failures:
                 self.failures -= 1
                 if self.failures == 1:  # it was written, and we do not know
-                    await super().flushed(sink, upto=upto, mark=mark)
+                    await super().flushed(sink, upto=upto, mark=mark, guard=guard)
                 raise StoreUnavailable("the ledger is away")
-            await super().flushed(sink, upto=upto, mark=mark)
+            await super().flushed(sink, upto=upto, mark=mark, guard=guard)
 
     outbox = Shaky(tmp_path / "outbox.db")
     outbox.add(bodies(8))
-    async with running(Flusher(SINKS["csv"](tmp_path), outbox, tmp_path / "out.lock", Hurried(), batch=3)) as flusher:
+    async with running(Flusher(SINKS["csv"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried(), batch=3)) as flusher:
         assert await flusher.drain(5)
         assert outbox.failures == 0
     outbox.close()
@@ -430,7 +433,7 @@ async def test_a_bug_in_a_sink_stops_its_rows_and_not_the_flusher(tmp_path: Path
 
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(1))
-    async with running(Flusher(Buggy("x", tmp_path / "out.jsonl"), outbox, tmp_path / "out.lock", Hurried())) as flusher:
+    async with running(Flusher(Buggy("x", tmp_path / "out.jsonl"), outbox, FileLock(tmp_path / "out.lock"), Hurried())) as flusher:
         await until(lambda: flusher.down is not None)
         assert flusher.down == "bug in the sink: KeyError('price')"
         (tmp_path / "fixed").touch()
@@ -443,7 +446,7 @@ async def test_a_file_that_is_removed_under_way_is_made_again_and_said(tmp_path:
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(2))
     notices: list[str] = []
-    flusher = Flusher(SINKS["jsonl"](tmp_path), outbox, tmp_path / "out.lock", Hurried(), on_notice=notices.append)
+    flusher = Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried(), on_notice=notices.append)
     async with running(flusher):
         assert await flusher.drain(5)
         (tmp_path / "out.jsonl").unlink()
@@ -467,7 +470,7 @@ async def test_a_cancelled_flusher_keeps_the_lock_until_the_write_under_way_is_o
 
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(2))
-    task = asyncio.create_task(Flusher(Slow("jsonl:out.jsonl", tmp_path / "out.jsonl"), outbox, tmp_path / "out.lock", Hurried()).run())
+    task = asyncio.create_task(Flusher(Slow("jsonl:out.jsonl", tmp_path / "out.jsonl"), outbox, FileLock(tmp_path / "out.lock"), Hurried()).run())
     await until(begun.is_set)
     for _ in range(3):
         task.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from penstock.cli.options import ask
 from penstock.cli.output import joined, lasting, plural, short, size
 from penstock.errors import PenstockError
 from penstock.ledgers import sql_queries
+from penstock.sinks.appending import read_mark
 from penstock.stores.sqlite import NETWORK_FILE_SYSTEMS, file_system_of, has_wal_reset_bug, sqlite_version
 
 if TYPE_CHECKING:
@@ -219,7 +221,7 @@ def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
     for sink in ask(stores, sql_queries.sinks):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
-        end = _noted_end(sink.mark)
+        end = _noted_end(sink.mark) if stores.db.file is not None or path is None else _noted_end_here(sink.mark, path)
         if path is None or end is None:
             yield Finding("sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')} written{waiting}")
             continue
@@ -250,6 +252,15 @@ def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
             )
         else:
             yield Finding("sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')}, at its noted end{waiting}")
+
+
+def _noted_end_here(mark: str, path: Path) -> int | None:
+    """Of the files that the machines of a fleet wrote, the one that lies here; None where none does."""
+    noted = read_mark(mark)
+    with contextlib.suppress(OSError):
+        ino = path.stat().st_ino
+        return next((m.at for m in ((noted, *noted.others) if noted else ()) if m.ino == ino), None)
+    return None
 
 
 def _noted_end(mark: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import blake2b
@@ -106,8 +106,13 @@ class SqlOutbox:
 
         return await self.db.read(work)
 
-    async def flushed(self, sink: str, *, upto: int, mark: str) -> None:
+    async def settled(self, sink: str) -> tuple[int, str]:
+        row = await self.db.write(lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get, durable=False)
+        return (0, "") if row is None else (row[0], row[1])
+
+    async def flushed(self, sink: str, *, upto: int, mark: str, guard: Callable[[Tx], None]) -> None:
         def work(tx: Tx) -> None:
+            guard(tx)
             id_ = self.sink_id_in(tx, sink)
             tx.execute("UPDATE sink SET flushed=?, mark=? WHERE id=?", (upto, mark, id_))
             tx.execute("DELETE FROM outbox WHERE sink=? AND n<=?", (id_, upto))
@@ -122,8 +127,9 @@ class SqlOutbox:
     async def changes(self, limit: int) -> list[tuple[int, bytes]]:
         return await self.db.read(lambda tx: tx.execute("SELECT n, body FROM change WHERE tries<5 ORDER BY n LIMIT ?", (limit,)).fetchall())
 
-    async def hooked(self, done: Sequence[int], failed: Sequence[tuple[str, int]]) -> None:
+    async def hooked(self, done: Sequence[int], failed: Sequence[tuple[str, int]], guard: Callable[[Tx], None]) -> None:
         def work(tx: Tx) -> None:
+            guard(tx)
             tx.executemany("DELETE FROM change WHERE n=?", [(n,) for n in done])
             tx.executemany("UPDATE change SET tries=tries+1, error=? WHERE n=?", failed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
 import zlib
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.locks import lock_descriptor, unlock_descriptor
 from penstock.sinks import Reopen
 
 _TAIL = 4096
+_FILES = 32  # of one sink whose marks are kept: one for each machine that ever wrote it
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -24,6 +26,8 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     tail: int | None = None  # checksum of the bytes just before `at`
     ino: int = 0
     columns: tuple[str, ...] = ()  # CSV
+    host: str = ""  # of an empty file, which has no bytes to be known by
+    others: tuple[Mark, ...] = ()  # of the files that other machines wrote, for when they go on with theirs; the newest first
 
     def text(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -46,6 +50,7 @@ class AppendFile:
         self.at = 0
         self._fd = -1
         self._tail = b""
+        self._others: tuple[Mark, ...] = ()
 
     # -- opening: the caller looks at it with `is_at`, then calls `cut` or `adopt` ---------------------------------------
 
@@ -92,6 +97,29 @@ class AppendFile:
             return mark.ino in (0, found.st_ino)
         return mark.tail is None or zlib.crc32(self._read_tail(mark.at)) == mark.tail
 
+    def own(self, noted: Mark | None) -> Mark | None:
+        """Which of the noted marks is this file's. The others are kept in those we make."""
+        known = [] if noted is None else [msgspec.structs.replace(noted, others=()), *noted.others]
+        fit = [mark for mark in known if self.is_at(mark) and (mark is known[0] or self._is_old(mark))]
+        found = next((mark for mark in fit if mark.at), fit[0] if fit else None)
+        self._others = tuple([mark for mark in known if mark is not found][:_FILES])
+        return found
+
+    def _is_old(self, mark: Mark) -> bool:
+        """More is asked of a mark that is not the last: a file somebody put together from older ones may begin like one of them."""
+        return mark.ino == os.fstat(self._fd).st_ino and (mark.at > 0 or mark.host == socket.gethostname())
+
+    def restore(self, text: str) -> None:
+        """As ports.FileSink.restore."""
+        if os.path.exists(self.path):
+            self.open()
+            try:
+                found = self.own(read_mark(text))
+                if found is not None:
+                    self.cut(found.at)
+            finally:
+                self.close()
+
     def cut(self, at: int) -> None:
         """Remove what was written and never noted."""
         if os.fstat(self._fd).st_size > at:
@@ -134,7 +162,8 @@ class AppendFile:
             raise Reopen(f"{self.path} was changed by somebody else")
 
     def mark(self, columns: tuple[str, ...] = ()) -> str:
-        return Mark(self.at, zlib.crc32(self._tail), os.fstat(self._fd).st_ino, columns).text()
+        host = "" if self.at else socket.gethostname()
+        return Mark(self.at, zlib.crc32(self._tail), os.fstat(self._fd).st_ino, columns, host, self._others).text()
 
     def lines(self, end: int) -> contextlib.closing[Lines]:
         return contextlib.closing(Lines(self._fd, end))

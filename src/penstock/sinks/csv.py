@@ -38,13 +38,14 @@ class CsvSink:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._draft())  # of a rewrite that was killed
         noted = read_mark(mark)
-        if noted is not None and noted.at == 0 and self._file.is_at(noted):  # before its first batch: a torn header may be there
+        own = self._file.own(noted)
+        if own is not None and own.at == 0:  # before its first batch: a torn header may be there
             self._file.cut(0)
             self._columns = ()
             return self._file.mark()
         self._columns = self._header()
-        if noted is not None and self._columns == noted.columns and self._file.is_at(noted):
-            self._file.cut(noted.at)
+        if own is not None and self._columns == own.columns:
+            self._file.cut(own.at)
         else:
             if noted is not None and noted.at > 0 and not self._was_widened(noted):
                 self.notice = f"{self.path} is not as it was left after row {position} ({noted.at} bytes then, {self._file.size} now): going on at its end"
@@ -71,6 +72,9 @@ class CsvSink:
         self._file.append(out.getvalue().encode())
         self._columns = columns
         return self._file.mark(columns)
+
+    def restore(self, mark: str) -> None:
+        self._file.restore(mark)
 
     def close(self) -> None:
         self._file.close()

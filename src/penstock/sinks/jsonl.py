@@ -23,8 +23,9 @@ class JsonLinesSink:
         self.notice = ""
         self._file.open()
         noted = read_mark(mark)
-        if noted is not None and self._file.is_at(noted):
-            self._file.cut(noted.at)
+        own = self._file.own(noted)
+        if own is not None:
+            self._file.cut(own.at)
         else:
             if noted is not None and noted.at > 0:
                 self.notice = f"{self.path} is not as it was left after row {position} ({noted.at} bytes then, {self._file.size} now): going on at its end"
@@ -35,6 +36,9 @@ class JsonLinesSink:
         self._file.check()
         self._file.append(b"".join([_line(row.body) for row in rows]))
         return self._file.mark()
+
+    def restore(self, mark: str) -> None:
+        self._file.restore(mark)
 
     def close(self) -> None:
         self._file.close()

@@ -16,6 +16,7 @@ import psycopg
 from psycopg import sql as quoting
 
 from penstock.errors import StoreUnavailable, Unreachable
+from penstock.stores.postgres_locks import FleetLock
 from penstock.stores.postgres_opening import OLDEST, Address, refusal
 from penstock.stores.postgres_wire import Wire, statements
 from penstock.stores.sql import Tx
@@ -59,7 +60,7 @@ class PostgresStore:
         self.namespace, self.durability, self.inline = namespace, durability, inline
         self.path = self.address.label
         self.rollbacks = 0
-        self.lock = zlib.crc32(namespace.encode()) - (1 << 31)
+        self.key = zlib.crc32(namespace.encode()) - (1 << 31)
         self._closed = False
         self._prepared = False
         self._books = _Writer(self, locked=True)
@@ -128,7 +129,11 @@ class PostgresStore:
 
     def _alone(self, wire: Wire) -> None:
         wire.execute("BEGIN")
-        wire.execute("SELECT pg_advisory_xact_lock(?, ?)", (LOCK_SPACE, self.lock))
+        wire.execute("SELECT pg_advisory_xact_lock(?, ?)", (LOCK_SPACE, self.key))
+
+    def lock(self, path: Path) -> FleetLock:
+        """As SqlStore.lock."""
+        return FleetLock(self, path)
 
     def check(self) -> list[str]:
         """The server looks after its files; here only whether it answers."""
@@ -338,7 +343,7 @@ class _Writer:
         wire.execute("BEGIN")
         wire.execute("SET LOCAL synchronous_commit TO off")  # the lock is not kept while the disk syncs: see _commit
         if self.locked:
-            wire.execute("SELECT pg_advisory_xact_lock(?, ?)", (LOCK_SPACE, self.store.lock))
+            wire.execute("SELECT pg_advisory_xact_lock(?, ?)", (LOCK_SPACE, self.store.key))
         if self._run(wire, group):
             self._commit(wire, group)
 

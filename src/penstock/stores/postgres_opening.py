@@ -79,7 +79,10 @@ def refusal(e: psycopg.Error, address: Address, namespace: str) -> PenstockError
             f"{label} does not let us in from here: {_said(said)}", hint="add a line for this client to the server's pg_hba.conf, or try sslmode=require"
         )
     if "too many clients" in said or "remaining connection slots" in said or e.sqlstate == "53300":
-        return Unreachable(f"{label} has no connection left", hint="raise max_connections (a worker takes up to four), or stop other clients")
+        return Unreachable(
+            f"{label} has no connection left",
+            hint="raise max_connections (a worker takes up to four, and one for each sink with an outbox), or stop other clients",
+        )
     if "could not translate host name" in said or "resolve host" in said:
         return Unreachable(f"{label}: the host's name cannot be resolved", hint="check the host in the URL")
     if "server closed the connection" in said or "received invalid response" in said:

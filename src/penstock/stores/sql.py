@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from penstock.locks import Lock
+
 T = TypeVar("T")
 
 
@@ -71,6 +73,9 @@ class SqlStore(Protocol):
 
     def moment(self, work: Callable[[Tx], T]) -> T:
         """As read_now, with all that `work` reads from one moment."""
+
+    def lock(self, path: Path) -> Lock:
+        """Held by one process at a time of all that share this store, on whatever machine; `path` is its file on this one, and its name."""
 
     def check(self) -> list[str]:
         """Integrity, in sentences; [] is good."""

@@ -124,6 +124,10 @@ class Database:
                 self._writer.execute("ROLLBACK")
             raise Unreachable(f"cannot prepare the store {self.path}: {e}", hint="penstock doctor looks closer") from e
 
+    def lock(self, path: Path) -> FileLock:
+        """As SqlStore.lock: those who share a file are on one machine."""
+        return FileLock(path)
+
     def check(self) -> list[str]:
         """Integrity, in sentences; [] is good. Slow on large files: for starts after an unclean stop, and for doctor."""
         try:

@@ -1,0 +1,172 @@
+"""The lock of a fleet on a real PostgreSQL server: one holder on all machines, and a holder that lost it changes nothing any more."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from tests.servers import Handle
+
+from penstock.clock import SystemClock
+from penstock.flusher import Flusher
+from penstock.ledgers.sql_outbox import SqlOutbox
+from penstock.locks import Lost, holder_alive, note_of
+from penstock.sinks import jsonl
+from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres_locks import FleetLock
+
+pytestmark = pytest.mark.server("postgres")
+
+
+class Machine:
+    """A store of its own, a state directory of its own."""
+
+    def __init__(self, url: str, namespace: str, at: Path) -> None:
+        self.store = PostgresStore(url, namespace=namespace, durability="process")
+        self.outbox = SqlOutbox(self.store)
+        self.at = at
+        self.lock = self.new_lock()
+        self.sink = jsonl.open_sink("jsonl:out.jsonl", {}, at)
+
+    def new_lock(self) -> FleetLock:
+        return self.store.lock(self.at / "sinks" / "out.lock")
+
+    def flusher(self) -> Flusher:
+        return Flusher(self.sink, self.outbox, self.lock, SystemClock(), batch=5)
+
+    async def put(self, *bodies: int) -> None:
+        await self.store.write(lambda tx: self.outbox.put_in(tx, self.sink.name, [(str(n), b'{"n":%d}' % n, 0) for n in bodies]))
+
+    @property
+    def lines(self) -> list[bytes]:
+        file = self.at / "out.jsonl"
+        return file.read_bytes().splitlines() if file.exists() else []
+
+
+class Fleet:
+    def __init__(self, url: str, at: Path) -> None:
+        self.url, self.namespace = url, f"test_{secrets.token_hex(6)}"
+        self.a, self.b = (Machine(url, self.namespace, at / name) for name in "ab")
+
+    def cut(self, lock: FleetLock) -> None:
+        """The server ends the lock's connection, and is done with it when this returns."""
+        key = lock._key & ((1 << 64) - 1)
+        held = "FROM pg_locks WHERE locktype='advisory' AND objsubid=1 AND classid::bigint=%s AND objid::bigint=%s"
+        with psycopg.connect(self.url, autocommit=True) as db:
+            where = (key >> 32, key & 0xFFFFFFFF)
+            assert db.execute(f"SELECT pg_terminate_backend(pid, 5000) {held}", where).fetchall() == [(True,)]
+
+    def close(self) -> None:
+        for machine in (self.a, self.b):
+            machine.lock.release()
+            machine.store.close_now()
+        with psycopg.connect(self.url, autocommit=True) as db:
+            db.execute(f"DROP SCHEMA IF EXISTS {self.namespace} CASCADE")
+
+
+@pytest.fixture
+def fleet(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(server("postgres").url, tmp_path)
+    yield made
+    made.close()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 (another process's doing)
+            await asyncio.sleep(0.01)
+
+
+async def test_one_process_of_all_machines_holds_it_and_gives_it_on(fleet: Fleet) -> None:
+    a, b = fleet.a.lock, fleet.b.lock
+    beside = fleet.a.new_lock()
+    assert await a.take()
+    assert await a.take(), "again is still"
+    assert not await b.take()
+    assert not await beside.take()
+    assert (a.held, b.held, beside.held) == (True, False, False)
+    a.note("no space left")
+    assert holder_alive(a.path)
+    assert note_of(a.path) == "no space left"
+    a.release()
+    assert not holder_alive(a.path)
+    await until_taken(b)
+    assert not await beside.take()
+    beside.release()
+
+
+async def until_taken(lock: FleetLock) -> None:
+    async with asyncio.timeout(20):
+        while not await lock.take():  # noqa: ASYNC110 (the server takes a moment to see that a connection is gone)
+            await asyncio.sleep(0.01)
+
+
+async def test_locks_of_other_names_and_namespaces_are_others(fleet: Fleet) -> None:
+    assert await fleet.a.lock.take()
+    other = fleet.b.store.lock(fleet.b.at / "hooks.lock")
+    assert await other.take()
+    other.release()
+
+
+async def test_a_lock_whose_connection_was_cut_is_lost_at_once_and_can_be_taken_by_another(fleet: Fleet) -> None:
+    assert await fleet.a.lock.take()
+    fleet.cut(fleet.a.lock)
+    await until(lambda: not fleet.a.lock.held)
+    assert fleet.a.lock.here, "the file is still this process's, so that no other of this machine touches what it left"
+    assert await fleet.b.lock.take()
+    assert not await fleet.a.lock.take()
+
+
+async def test_a_stale_holder_that_does_not_know_yet_notes_nothing(fleet: Fleet) -> None:
+    a, b = fleet.a, fleet.b
+    await a.put(1, 2, 3)
+    assert await a.lock.take()
+    await a.outbox.flushed(a.sink.name, upto=1, mark="a", guard=a.lock.check_in)
+    fleet.cut(a.lock)
+    assert await b.lock.take()
+    with pytest.raises(Lost):
+        await a.outbox.flushed(a.sink.name, upto=3, mark="stale", guard=a.lock.check_in)
+    with pytest.raises(Lost):
+        await a.outbox.hooked([1], [], a.lock.check_in)
+    assert await b.outbox.position(b.sink.name) == (1, "a")
+    assert [row.n for row in await b.outbox.rows(b.sink.name, after=1, limit=9, max_bytes=99)] == [2, 3]
+    await b.outbox.flushed(b.sink.name, upto=3, mark="b", guard=b.lock.check_in)
+
+
+async def test_a_machine_that_lost_the_lock_between_write_and_note_takes_its_rows_back(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = fleet.a, fleet.b
+    await a.put(1, 2)
+    one, two = a.flusher(), b.flusher()
+    first = asyncio.create_task(one.run())
+    await until(lambda: one.written == 2)
+    write = a.sink.write
+
+    def cut_behind_it(rows: Any) -> str:
+        mark = write(rows)
+        monkeypatch.undo()
+        fleet.cut(a.lock)
+        asyncio.run(until_taken(b.lock))
+        return mark
+
+    monkeypatch.setattr(a.sink, "write", cut_behind_it)
+    await a.put(3, 4)
+    one.wake()
+    await until(lambda: b.lock.held)
+    second = asyncio.create_task(two.run())
+    assert await two.drain(20)
+    await until(lambda: len(a.lines) == 2)
+    assert (a.lines, b.lines) == ([b'{"n":1}', b'{"n":2}'], [b'{"n":3}', b'{"n":4}'])
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await until(lambda: one.holding)
+    await a.put(5)
+    assert await one.drain(20)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert (a.lines, b.lines) == ([b'{"n":1}', b'{"n":2}', b'{"n":5}'], [b'{"n":3}', b'{"n":4}'])
+    assert one.sink.notice == "", "its file was as it had left it"
