@@ -140,7 +140,8 @@ class Flusher:
                 await self._in_thread(self.sink.close)
                 await self._tidy()
                 self._loose = False
-            self._up_or(note_of(self._lock.path) or None)  # the holder's trouble is ours: the outbox fills for all of us
+            # The holder's trouble is ours: the outbox fills for all of us. A note of our own is of a time when we held it.
+            self._up_or(None if self._lock.here else note_of(self._lock.path) or None)
             self._idle = await self.outbox.backlog(self.sink.name) == 0
             return TAKE_OVER
         if not self._opened:
@@ -209,7 +210,7 @@ class Flusher:
         if reason is None or self.down is None:
             self.since = self.clock.now() if reason else None
         self.down = reason
-        if self._lock.held:
+        if self._lock.here:
             with contextlib.suppress(OSError):
                 self._lock.note(reason or "")
 

@@ -170,3 +170,49 @@ async def test_a_machine_that_lost_the_lock_between_write_and_note_takes_its_row
     await asyncio.gather(first, return_exceptions=True)
     assert (a.lines, b.lines) == ([b'{"n":1}', b'{"n":2}', b'{"n":5}'], [b'{"n":3}', b'{"n":4}'])
     assert one.sink.notice == "", "its file was as it had left it"
+
+
+async def test_machines_that_share_the_very_file_go_on_where_the_other_ended(fleet: Fleet) -> None:
+    a, b = fleet.a, fleet.b
+    b.sink = jsonl.open_sink("jsonl:out.jsonl", {}, a.at)
+    for turn, (writes, waits) in enumerate([(a, b), (b, a), (a, b)]):
+        one, two = writes.flusher(), waits.flusher()
+        await writes.put(2 * turn)
+        first = asyncio.create_task(one.run())
+        await until(lambda one=one: one.written)
+        second = asyncio.create_task(two.run())
+        await until(lambda waits=waits, two=two: waits.lock.here and two.idle)
+        await writes.put(2 * turn + 1)
+        assert await one.drain(20)
+        assert (one.written, two.written, two.down) == (2, 0, None)
+        for task in (second, first):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    assert a.lines == [b'{"n":%d}' % n for n in range(6)]
+    assert (a.sink.notice, b.sink.notice) == ("", "")
+
+
+async def test_a_machine_that_lost_the_lock_while_its_disk_was_full_is_not_down_for_good(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = fleet.a, fleet.b
+
+    def full(rows: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(a.sink, "write", full)
+    await a.put(1)
+    one, two = a.flusher(), b.flusher()
+    first = asyncio.create_task(one.run())
+    await until(lambda: one.down)
+    assert "No space left" in note_of(a.lock.path)
+    while not b.lock.held:  # whoever asks first has it
+        if a.lock.held:
+            fleet.cut(a.lock)
+        await b.lock.take()
+    second = asyncio.create_task(two.run())
+    assert await two.drain(20)
+    await until(lambda: one.down is None)
+    assert note_of(a.lock.path) == ""
+    for task in (first, second):
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert (a.lines, b.lines) == ([], [b'{"n":1}'])

@@ -269,6 +269,52 @@ def test_what_is_no_file_is_refused(make: Callable[[], Any]) -> None:
         sink.open(0, "")
 
 
+@pytest.mark.parametrize("scheme", ["jsonl", "csv"])
+def test_the_files_of_several_machines_are_each_cut_to_what_is_noted_of_them(scheme: str, tmp_path: Path) -> None:
+    a, b = (OPENERS[scheme](f"{scheme}:out", {}, tmp_path / name) for name in "ab")
+    noted = a.open(0, "")
+    a.write([row(1, x=1)])  # killed before it was noted
+    a.close()
+    noted = b.open(0, noted)
+    noted = b.write([row(1, x=1)])
+    b.close()
+    a.restore(noted)  # type: ignore[attr-defined]
+    assert (tmp_path / "a" / "out").read_bytes() == b""
+    noted = a.open(1, noted)
+    noted = a.write([row(2, x=2)])
+    a.write([row(3, x=3)])
+    a.close()
+    noted = b.open(2, noted)
+    assert b.notice == ""
+    noted = b.write([row(3, x=3)])
+    b.close()
+    whole = (tmp_path / "b" / "out").read_bytes()
+    a.restore(noted)  # type: ignore[attr-defined]
+    b.restore(noted)  # type: ignore[attr-defined]
+    assert (tmp_path / "b" / "out").read_bytes() == whole
+    keys = (
+        [line["_penstock"]["key"] for line in lines(tmp_path / "a" / "out")]
+        if scheme == "jsonl"
+        else [c["_penstock_key"] for c in cells(tmp_path / "a" / "out")]
+    )
+    assert keys == ["k2"]
+
+
+def test_a_file_that_was_put_together_from_older_ones_is_not_cut(tmp_path: Path) -> None:
+    sink = jsonl.open_sink("jsonl:out", {}, tmp_path)
+    sink.open(0, "")
+    noted = sink.write([row(1)])
+    (tmp_path / "out").rename(tmp_path / "old")
+    noted = sink.open(1, noted)
+    noted = sink.write([row(2)])
+    sink.close()
+    (tmp_path / "both").write_bytes((tmp_path / "old").read_bytes() + (tmp_path / "out").read_bytes())
+    (tmp_path / "both").rename(tmp_path / "out")
+    sink.open(2, noted)
+    sink.close()
+    assert [line["_penstock"]["key"] for line in lines(tmp_path / "out")] == ["k1", "k2"]
+
+
 def test_a_mark_may_be_a_bare_offset_and_nonsense_is_none() -> None:
     assert read_mark("120") == Mark(120)
     assert [read_mark(text) for text in ("", "-1", "x", "[]", '{"at":-1}', "{}")] == [None] * 6

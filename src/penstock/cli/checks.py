@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -258,8 +259,9 @@ def _noted_end_here(mark: str, path: Path) -> int | None:
     """Of the files that the machines of a fleet wrote, the one that lies here; None where none does."""
     noted = read_mark(mark)
     with contextlib.suppress(OSError):
-        ino = path.stat().st_ino
-        return next((m.at for m in ((noted, *noted.others) if noted else ()) if m.ino == ino), None)
+        ino, host = path.stat().st_ino, socket.gethostname()
+        marks = [mark for mark in ((noted, *noted.others) if noted else ()) if mark.ino == ino]
+        return max(marks, key=lambda mark: mark.host == host).at if marks else None
     return None
 
 

@@ -26,7 +26,7 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     tail: int | None = None  # checksum of the bytes just before `at`
     ino: int = 0
     columns: tuple[str, ...] = ()  # CSV
-    host: str = ""  # of an empty file, which has no bytes to be known by
+    host: str = ""
     others: tuple[Mark, ...] = ()  # of the files that other machines wrote, for when they go on with theirs; the newest first
 
     def text(self) -> str:
@@ -101,7 +101,9 @@ class AppendFile:
         """Which of the noted marks is this file's. The others are kept in those we make."""
         known = [] if noted is None else [msgspec.structs.replace(noted, others=()), *noted.others]
         fit = [mark for mark in known if self.is_at(mark) and (mark is known[0] or self._is_old(mark))]
-        found = next((mark for mark in fit if mark.at), fit[0] if fit else None)
+        ino, host = os.fstat(self._fd).st_ino, socket.gethostname()
+        # Bytes alone do not tell: rows that were written here and not noted may have been noted of another machine's file since.
+        found = max(fit, key=lambda mark: (mark.host == host, mark.ino == ino, mark.at > 0), default=None)
         self._others = tuple([mark for mark in known if mark is not found][:_FILES])
         return found
 
@@ -112,7 +114,10 @@ class AppendFile:
     def restore(self, text: str) -> None:
         """As ports.FileSink.restore."""
         if os.path.exists(self.path):
-            self.open()
+            try:
+                self.open()
+            except Unreachable:  # a file that machines share, and another of them is at it
+                return
             try:
                 found = self.own(read_mark(text))
                 if found is not None:
@@ -162,8 +167,7 @@ class AppendFile:
             raise Reopen(f"{self.path} was changed by somebody else")
 
     def mark(self, columns: tuple[str, ...] = ()) -> str:
-        host = "" if self.at else socket.gethostname()
-        return Mark(self.at, zlib.crc32(self._tail), os.fstat(self._fd).st_ino, columns, host, self._others).text()
+        return Mark(self.at, zlib.crc32(self._tail), os.fstat(self._fd).st_ino, columns, socket.gethostname(), self._others).text()
 
     def lines(self, end: int) -> contextlib.closing[Lines]:
         return contextlib.closing(Lines(self._fd, end))

@@ -63,6 +63,8 @@ class FleetLock:
 
     def _try(self) -> bool:
         with self._one:
+            if not self._file.held:  # released while this waited for its thread
+                return False
             try:
                 if not self._wire.is_fresh:
                     self._wire.open()
