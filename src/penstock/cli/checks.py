@@ -20,7 +20,6 @@ from penstock.cli.options import ask
 from penstock.cli.output import joined, lasting, plural, short, size
 from penstock.errors import PenstockError
 from penstock.ledgers import sql_queries
-from penstock.sinks.appending import read_mark
 from penstock.stores.sqlite import NETWORK_FILE_SYSTEMS, file_system_of, has_wal_reset_bug, sqlite_version
 
 if TYPE_CHECKING:
@@ -257,11 +256,11 @@ def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
 
 def _noted_end_here(mark: str, path: Path) -> int | None:
     """Of the files that the machines of a fleet wrote, the one that lies here; None where none does."""
-    noted = read_mark(mark)
-    with contextlib.suppress(OSError):
-        ino, host = path.stat().st_ino, socket.gethostname()
-        marks = [mark for mark in ((noted, *noted.others) if noted else ()) if mark.ino == ino]
-        return max(marks, key=lambda mark: mark.host == host).at if marks else None
+    with contextlib.suppress(OSError, ValueError):
+        ino, host, noted = path.stat().st_ino, socket.gethostname(), json.loads(mark)
+        known = [noted, *noted.get("others", ())] if isinstance(noted, dict) else []
+        here = [each for each in known if each.get("ino") == ino]
+        return int(max(here, key=lambda each: each.get("host") == host)["at"]) if here else None
     return None
 
 
