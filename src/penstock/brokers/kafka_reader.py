@@ -46,6 +46,8 @@ class Reader:
         self._dirty: set[Partition] = set()
         self._waiting: list[asyncio.Future[None]] = []
         self._committing: list[asyncio.Future[None]] | None = None
+        self._order: Order = []  # what is being committed, and since when
+        self._ordered_at = 0.0
         self._keeps_metadata, self._scheduled = True, False
         self.member = Member(settings, plan, group_id, lease, self._loop, self)
 
@@ -178,12 +180,15 @@ class Reader:
         """One commit at a time; what is finished meanwhile goes with the next."""
         self._scheduled = False
         if self._committing is not None:
+            if self._loop.time() > self._ordered_at + self.settings.timeout:  # its answer was lost with a server
+                self.committed(self._order, KafkaError(KafkaError._TIMED_OUT))
             return
         order = [(part, part.window.watermark, part.window.metadata() if self._keeps_metadata else "") for part in self._dirty if not part.lost]
         self._dirty.clear()
         waiting, self._waiting = self._waiting, []
         if order and not self._ended.done():
             self._committing = waiting
+            self._order, self._ordered_at = order, self._loop.time()
             self.member.orders.append(order)
         else:
             _resolve(waiting)
