@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +119,41 @@ def test_one_message_that_kills_every_worker_is_one_dead_letter_and_its_neighbou
     assert set(letters) == {"7"}
     assert "SIGKILL" in letters["7"]["reason"]
     assert Counter(row["sku"] for row in project.rows()) == {f"T-{n}": 1 for n in range(50) if n != 7}
+
+
+GARBAGE = """
+import asyncio, os
+from pathlib import Path
+from penstock import config
+from penstock.opening import open_stores
+from penstock.ports import Out
+
+async def main():
+    stores = open_stores(config.load({}, {k: v for k, v in os.environ.items() if k.startswith("PENSTOCK_")}, Path.cwd()).config)
+    await stores.start()
+    broker = stores.broker.carrier("requests") if stores.broker.apart else stores.broker
+    answers = await broker.publish([Out(topic="requests", id="stranger", key="k", body=b"\\x00not an event\\xff")])
+    assert list(answers) == ["ok"], answers
+    await stores.stop()
+    stores.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts(*ALL))
+def test_bytes_that_are_no_event_end_as_a_dead_letter_on_any_broker(project: Project, target: Callable[..., Target], server: Server, layout: str) -> None:
+    lay_out(project, layout, server)
+    web = target(pages=5)
+    subprocess.run([sys.executable, "-c", GARBAGE], cwd=project.dir, env=project.env, check=True, timeout=60)
+    project.push(*web.urls)
+    running = project.start("run", "shop.py")
+    letters = wait_for(lambda: json.loads(project.good("dlq", "ls", "--all", "--json"))["letters"], f"a letter: {running.said}", 30, 0.2)
+    wait_for(lambda: project.total()["success"] == 5, f"the others: {running.said}", 30, 0.2)
+    running.signal(15)
+    assert running.wait() == 0, running.said
+    assert [(letter["stage"], letter["class"]) for letter in letters] == [("intake", "permanent")]
 
 
 @pytest.mark.slow

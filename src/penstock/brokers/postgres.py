@@ -70,6 +70,9 @@ class PostgresBroker(Figures):
     def caps_of(self, topic: str) -> Capabilities:
         return self.caps
 
+    async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
+        return []
+
     # -- topology --------------------------------------------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:

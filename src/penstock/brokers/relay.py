@@ -300,6 +300,13 @@ class Relay:
             self._paused_at = self.clock.now()
         return topic in self._paused
 
+    async def partitions(self, topic: str, group: str) -> list[dict[str, Any]]:
+        """Where the group stands in each, on a broker that has partitions."""
+        lag = getattr(self.carrier(topic), "lag", None)
+        if lag is None:
+            return []
+        return [{"name": r.topic, "partition": r.partition, "end": r.end, "committed": r.committed, "lag": r.lag} for r in await lag(topic, group)]
+
     async def empty(self) -> bool:
         """Do the brokers say that nothing waits, is delayed or in flight on any topic?"""
         for topic in self._carriers:

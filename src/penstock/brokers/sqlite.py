@@ -94,6 +94,9 @@ class SqliteBroker:
     def caps_of(self, topic: str) -> Capabilities:
         return self.caps
 
+    async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
+        return []
+
     # -- topology --------------------------------------------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:

@@ -64,15 +64,16 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
 
 @app.command
 def stats(topic: Annotated[str | None, Parameter(help="one topic (else all)")] = None, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
-    """The brokers' own figures; `~` marks those that are estimates. The books count apart from them: penstock status."""
+    """The brokers' own figures; `~` marks those that are estimates. On Kafka, --json has the lag of each partition. The books count apart: penstock status."""
     with common.stores() as stores:
         _known(stores, topic)
-        rows = [row for row in _figures(stores) if topic in (None, row[0])]
+        found = stores.perform(lambda: _with_partitions(stores)) if json else [(*row, []) for row in _figures(stores)]
+    rows = [row for row in found if topic in (None, row[0])]
     if json:
-        print_json({"topics": [{"topic": name, "group": group, **msgspec.to_builtins(s)} for name, group, s in rows]})
+        print_json({"topics": [{"topic": name, "group": group, **msgspec.to_builtins(s), "partitions": parts} for name, group, s, parts in rows]})
         return OK
     made = table("topic", "group", ("ready", RIGHT), ("in flight", RIGHT), ("delayed", RIGHT), ("dead", RIGHT), ("oldest", RIGHT))
-    for name, group, s in rows:
+    for name, group, s, _ in rows:
         age = "" if s.oldest_age is None else lasting(s.oldest_age)
         made.add_row(styled(name, "bold"), plain(group), _count(s.ready, s), _count(s.in_flight, s), _count(s.delayed, s), _count(s.dead, s), age)
     show(made)
@@ -216,6 +217,13 @@ def _figures(stores: Stores) -> list[tuple[str, str, Stats]]:
         return [(topic, group, await stores.broker.stats(topic, group)) for topic, group in groups]
 
     return stores.perform(all_of_them)
+
+
+async def _with_partitions(stores: Stores) -> list[tuple[str, str, Stats, list[dict[str, Any]]]]:
+    found = []
+    for topic, group in await stores.db.read(stores.broker.groups_in):
+        found.append((topic, group, await stores.broker.stats(topic, group), await stores.broker.partitions(topic, group)))
+    return found
 
 
 def _known(stores: Stores, topic: str | None) -> None:
