@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import config
-from penstock.books import SinkBinding
+from penstock.desk import SinkBinding
 from penstock.errors import BadEnvelope
 from penstock.intake import event_of
 from penstock.model import Event, Record, decode_event, page_id

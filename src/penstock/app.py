@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from penstock import locks
-from penstock.books import Books, SinkBinding
+from penstock.books import Books
 from penstock.clock import SystemClock
+from penstock.desk import SinkBinding
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
 from penstock.flusher import Flusher
 from penstock.hooks import HookRunner

@@ -1,34 +1,32 @@
-"""The order of writes: what becomes true together when an event is accepted, admitted, begun, concluded or redriven, and what follows for the broker."""
+"""The order of writes: what becomes true together when an event is accepted, admitted, begun or concluded, and what follows for the broker."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import msgspec
 
-from penstock import locks
-from penstock.errors import BadEnvelope, StoreUnavailable
+from penstock.desk import out_of
+from penstock.errors import BadEnvelope
 from penstock.model import Ack, Dead, Event, Link, Outcome, Release, Retry, child_id, decode_event, encode_event, mint
-from penstock.ports import Accepted, Admitted, Delivery, End, Holder, Out, Published, Store
+from penstock.ports import Accepted, Admitted, Delivery, End, Holder, Published
 from penstock.rules import breaker, freshness
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.identity import url_key as _url_key
 from penstock.rules.proxies import needs_proxy
 from penstock.seen import Seen
+from penstock.upkeep import Upkeep
 
-T = TypeVar("T")
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
 HOLD_BEYOND = 0.05
 SETTLED = Admitted(verdict="settled")
 BUSY = 2.0  # seconds after which a copy of a message, whose event another worker has in flight, is looked at again
 EARLY = 0.05
-WAITS = ("requests", "pages", "records")  # topics whose messages stand for open events
 
 
 @lru_cache(1 << 13)
@@ -42,68 +40,22 @@ def _own_envelope(end: End) -> bytes:
     return end.delivery.body if end.delivery.topic == end.event.topic else encode_event(end.event)
 
 
-def _out(e: Event, body: bytes) -> Out:
-    return Out(topic=e.topic, id=e.id, key=e.key, body=body, priority=int(e.priority))  # a name for a number is not a number on every wire
-
-
 class _PagesGone(Exception):
     """Pages that the page store took for known are not there any more."""
 
 
-class SinkBinding(msgspec.Struct, frozen=True):
-    """How records reach one sink: through its outbox, or by `write` inside the transaction when its table lies in the same file."""
-
-    name: str
-    only: tuple[str, ...] = ()  # extractors; () is all
-    write: Callable[[Any, Sequence[tuple[str, bytes, int]]], None] | None = None
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    group: str = "main"
-    max_pending: int = 10_000_000
-    window: float = 60.0
-    settle: float = 2.0
-    drop: bool = False
-    follow_window: float = 24 * 3600.0
-    follow_depth: int = 10
-    follow_same_domain: bool = True
-    emit_unchanged: bool = False
-    hooks: bool = False
-    sinks: tuple[SinkBinding, ...] = ()
-    host_by: Literal["host", "domain"] = "host"
-    breaker: breaker.Limits = breaker.Limits()
-
-
-class Books:
-    """One transaction per call. Needs a broker, ledger, outbox, claims and pages whose `_in` methods take the store's transaction.
+class Books(Upkeep):
+    """One transaction per call; what the ledger and the broker come to know together.
 
     A broker that lies apart (`broker.apart`: a relay) notes there what it is to be told, and is told after the commit. Its messages
     may come in copies, early, or for an event that somebody is at already: the ledger knows, and `admit` decides by it.
     """
 
-    def __init__(self, store: Store, *, broker: Any, ledger: Any, outbox: Any, claims: Any, pages: Any, settings: Settings, worker: str, clock: Any) -> None:
-        self.store, self.broker, self.ledger, self.outbox, self.claims, self.pages = store, broker, ledger, outbox, claims, pages
-        self.settings, self.worker, self.clock = settings, worker, clock
-        self._empty_looks = 0
-
-    async def _write(self, work: Callable[[Any], T], *, durable: bool = True) -> T:
-        """One transaction, and then what it decided for a broker apart. What is told there must outlive a power cut here."""
-        if not self.broker.apart:
-            return await self.store.write(work, durable=durable)
-
-        def job(tx: Any) -> tuple[T, Any]:
-            with self.broker.collecting(tx) as after:
-                return work(tx), after
-
-        result, after = await self.store.write(job, durable=durable)
-        await self.broker.follow_up(after)
-        return result
-
     # -- intake ------------------------------------------------------------------------------------------------------------
 
     async def accept(self, events: Sequence[Event], *, cursor: tuple[str, bytes | None] | None = None) -> list[Accepted]:
         """Durable when it returns. The cursor moves in the same transaction, and only if nothing was refused as full."""
-        answers = await self._write(lambda tx: self._accept(tx, events, cursor))
+        answers = await self.write(lambda tx: self._accept(tx, events, cursor))
         self.broker.wake(e.topic for e in events)
         return answers
 
@@ -129,7 +81,7 @@ class Books:
 
     def _enter(self, tx: Any, events: Sequence[Event], now: float) -> None:
         stamped = [msgspec.structs.replace(e, accepted_at=round(now, 3)) for e in events]
-        outs = [_out(e, encode_event(e)) for e in stamped]
+        outs = [out_of(e, encode_event(e)) for e in stamped]
         placed = self.broker.place_in(tx, outs)
         assert all(answer is Published.OK for answer, _ in placed), "the bound is kept here, not by the broker's own depth"
         self.ledger.enter_in(tx, [(e, out.body, position) for e, out, (_, position) in zip(stamped, outs, placed, strict=True)], now)
@@ -139,9 +91,9 @@ class Books:
     async def admit(self, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], *, fetches: bool) -> list[Admitted]:
         """Dedup, freshness, the slot. What is a duplicate, delayed or long ended is settled here and now; `fetches=False` (pages, records) skips both."""
         if not self.claims.apart:
-            return await self._write(lambda tx: self._admit(tx, deliveries, fetches), durable=self.broker.apart)
+            return await self.write(lambda tx: self._admit(tx, deliveries, fetches), durable=self.broker.apart)
         seen = Seen(await self.claims.holders([url_key(e.url) for _, e in deliveries if isinstance(e, Event)] if fetches else []))
-        answers, wants = await self._write(lambda tx: self._judge(tx, seen, deliveries, fetches), durable=self.broker.apart)
+        answers, wants = await self.write(lambda tx: self._judge(tx, seen, deliveries, fetches), durable=self.broker.apart)
         for following in seen.nexts:
             await self.claims.set_next(*following)
         if not wants:
@@ -149,7 +101,7 @@ class Books:
         slots = await self.claims.reserve(wants, within=PARK_BEYOND)
         if max(times[-1] for times in slots.values()) <= self.clock.now() + HOLD_BEYOND:
             return self._slots(None, deliveries, answers, slots)
-        return await self._write(lambda tx: self._slots(tx, deliveries, answers, slots), durable=self.broker.apart)
+        return await self.write(lambda tx: self._slots(tx, deliveries, answers, slots), durable=self.broker.apart)
 
     def _admit(self, tx: Any, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], fetches: bool) -> list[Admitted]:
         answers, wants = self._judge(tx, self.claims, deliveries, fetches)
@@ -296,7 +248,7 @@ class Books:
     async def begin(self, starts: Sequence[tuple[Delivery, Event, int]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
         """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile and is settled, or its lease was lost."""
         claims = await self._claim_ahead(starts, asks) if self.claims.apart else self.claims
-        return await self._write(lambda tx: self._begin(tx, claims, starts, asks, writing), durable=False)
+        return await self.write(lambda tx: self._begin(tx, claims, starts, asks, writing), durable=False)
 
     async def _claim_ahead(self, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool]) -> Seen:
         """Claims of a store apart are taken before the start is noted: their owner is the event, so one that dies in between finds it is its own."""
@@ -391,7 +343,7 @@ class Books:
             try:
                 if self.pages.remote:
                     await self.pages.send(staged)
-                answers = await self._write(partial(self._conclude, claims=claims, ends=ends, staged=staged))
+                answers = await self.write(partial(self._conclude, claims=claims, ends=ends, staged=staged))
                 break
             except _PagesGone:  # retention was quicker: their bytes are needed again
                 self.pages.forget(staged)
@@ -457,7 +409,7 @@ class Books:
             if n is not None:
                 count["writing" if end.was_writing else "in_flight"] -= 1
                 if end.publish:
-                    self._publish(tx, end.publish)
+                    self.publish_in(tx, end.publish)
             # Refused: somebody else has the event, or the start was forgotten with a server that died. Whoever is handed the message next will see.
             settles.append((end.delivery, Release() if n is None else outcome))
         tables = {binding.name: binding.write for binding in self.settings.sinks}
@@ -475,14 +427,6 @@ class Books:
                 self._trip(tx, topic, now)
         self.broker.settle_in(tx, settles)
         return answers
-
-    def _publish(self, tx: Any, batch: Sequence[Out]) -> list[int]:
-        """The positions. What an open event hangs on is placed or the transaction fails: a full topic is back-pressure, never a loss."""
-        placed = self.broker.place_in(tx, batch)
-        for out, (answer, _) in zip(batch, placed, strict=True):
-            if answer is not Published.OK:
-                raise StoreUnavailable(f"topic {out.topic} is full", hint="start more workers that read it, or raise its max_depth")
-        return [position for _, position in placed]
 
     def _emit(self, tx: Any, end: End, n: int, key: bytes, lines: dict[str, list[tuple[str, bytes, int]]], count: Counter[str]) -> None:
         if not end.records:
@@ -549,125 +493,10 @@ class Books:
         if row is None:
             return
         n, _, envelope = row
-        self._republish(tx, n, decode_event(envelope), "duplicate", f"promoted: {dead.id} died", now, promoted=True)
-
-    def _republish(self, tx: Any, n: int, event: Event, was: str, reason: str, now: float, *, promoted: bool = False) -> None:
-        body = encode_event(msgspec.structs.replace(event, accepted_at=round(now, 3)))  # a new chance has its whole life before it
-        (position,) = self._publish(tx, [_out(event, body)])
-        self.ledger.reopen_in(tx, n, event.topic, was, reason, now, promoted=promoted, envelope=body, position=position)
+        self.republish_in(tx, n, decode_event(envelope), "duplicate", f"promoted: {dead.id} died", now, promoted=True)
 
     def _trip(self, tx: Any, topic: str, now: float) -> None:
         limits = self.settings.breaker
         ended, dead = self.ledger.recent_in(tx, topic, limits.window, now)
         if breaker.judge(limits, ended, dead) == "open":
             self.broker.pause_in(tx, topic, f"breaker: {dead} of {ended} events ended dead within {limits.window:g} s")
-
-    def alerts_in(self, tx: Any) -> dict[str, tuple[int, int]]:
-        """Topics with more dead ends of late than is usual, (ended, dead) each: worth a look, not a stop."""
-        now, limits = self.clock.now(), self.settings.breaker
-        topics = [topic for (topic,) in tx.execute("SELECT DISTINCT topic FROM counter").fetchall()]
-        recent = {topic: self.ledger.recent_in(tx, topic, limits.window, now) for topic in topics}
-        return {topic: seen for topic, seen in recent.items() if breaker.judge(limits, *seen)}
-
-    # -- dead letters ----------------------------------------------------------------------------------------------------------
-
-    async def redrive(self, ids: Sequence[str], change: Callable[[Event], Event] = lambda e: e) -> int:
-        """Dead letters go back to work with a new budget: published and removed in one transaction. Returns how many."""
-        n = await self._write(lambda tx: self._redrive(tx, ids, change))
-        self.broker.wake(["requests"])
-        return n
-
-    def _redrive(self, tx: Any, ids: Sequence[str], change: Callable[[Event], Event]) -> int:
-        now = self.clock.now()
-        n = 0
-        for id_ in ids:
-            letter = tx.execute("SELECT envelope FROM dead WHERE event=?", (id_,)).get
-            row = tx.execute("SELECT n FROM event WHERE id=? AND status='dead'", (id_,)).get
-            if letter is None or row is None:
-                continue
-            before = decode_event(letter)
-            event = change(before)
-            if (event.id, event.topic, event.url) != (before.id, before.topic, before.url):
-                raise ValueError("a redriven event keeps its id, topic and URL: the ledger's row does")
-            tx.execute("DELETE FROM dead WHERE event=?", (id_,))
-            self._republish(tx, row, event, "dead", "redriven", now)
-            n += 1
-        return n
-
-    async def drop(self, ids: Sequence[str]) -> int:
-        """Forget letters; their events stay dead in the books."""
-
-        def work(tx: Any) -> int:
-            gone = 0
-            for id_ in ids:
-                tx.execute("DELETE FROM dead WHERE event=?", (id_,))
-                gone += tx.changes()
-                tx.execute("DELETE FROM needed WHERE event=(SELECT n FROM event WHERE id=?)", (id_,))
-            return gone
-
-        return await self._write(work)
-
-    async def purge(self, topic: str, reason: str) -> int:
-        """What waits on a topic is given up: its events end dead and can be redriven, then the broker's messages go. What is in flight is finished."""
-        given_up = 0
-        while topic in WAITS and (n := await self._write(lambda tx: self._give_up(tx, topic, reason))):
-            given_up += n
-        removed = await self.broker.purge(topic)
-        return given_up if topic in WAITS else int(removed)
-
-    def _give_up(self, tx: Any, topic: str, reason: str) -> int:
-        rows = self.ledger.waiting_in(tx, topic, 500)
-        for row in rows:
-            self.ledger.give_up_in(tx, row, reason, fingerprint("intake", "permanent", reason), self.clock.now())
-        return len(rows)
-
-    # -- upkeep ------------------------------------------------------------------------------------------------------------------
-
-    async def reclaim(self, directory: Path) -> list[str]:
-        """Workers of this machine that are known to be gone: their leases end at once, not after the lease."""
-        gone = locks.dead_workers(directory)
-        for worker in gone:
-            await self._write(partial(self._reclaim, worker))
-            locks.forget_worker(directory, worker)
-        if gone:
-            self.broker.wake(["requests", "pages", "records"])
-        return gone
-
-    def _reclaim(self, worker: str, tx: Any) -> None:
-        ids = self.broker.reclaim_in(tx, worker)
-        self.ledger.lost_in(tx, ids, worker, self.clock.now())
-
-    async def relay(self) -> None:
-        """Several times a second: a broker apart is told what is due."""
-        if self.broker.apart:
-            await self.broker.tick()
-
-    async def recover(self) -> int:
-        """Every lease: a broker apart that has nothing left, while the books have open events, has lost messages; they are published again.
-
-        Twice in a row, since its figures and ours are not of one moment. A copy too many does no harm.
-        """
-        if not self.broker.apart:
-            return 0
-        empty = await self.broker.empty()
-        self._empty_looks = self._empty_looks + 1 if empty else 0
-        if self._empty_looks < 2:
-            return 0
-        self._empty_looks = 0
-        return await self._write(self._recover)
-
-    def _recover(self, tx: Any) -> int:
-        lost = [row for row in self.ledger.open_in(tx, self.clock.now() - 2 * self.broker.lease, limit=500) if not self.broker.at_hand_in(tx, *row[:2])]
-        for n, _, envelope in lost:
-            e = decode_event(envelope)
-            self._publish(tx, [_out(e, envelope)])
-            self.ledger.note_in(tx, n, "pending", "published again: the broker had lost its message", self.clock.now())
-        return len(lost)
-
-    async def tick(self) -> None:
-        """Once a second: we are alive, and delays that ended are pending again in the books."""
-        now = self.clock.now()
-        if self.broker.apart:
-            await self.store.write(self.broker.beat_in, durable=False)
-        if await self.store.read(lambda tx: tx.execute("SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)).get):
-            await self._write(lambda tx: self.ledger.due_in(tx, now), durable=False)

@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.books import Books, Settings, SinkBinding
+from penstock.books import Books
 from penstock.brokers.sqlite import SqliteBroker
 from penstock.claims.sql import SqlClaims
+from penstock.desk import Settings, SinkBinding
 from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.intake import event_of, push
 from penstock.ledgers.sql import SqlLedger
@@ -464,6 +465,7 @@ async def test_two_messages_of_one_event_end_it_once(rig: Rig) -> None:
     assert await rig.succeed(second, record())
     assert rig.status("e1") == "success"
     assert len(rig.lines()) == 1
+    assert await rig.start() == [], "the other message is given back, and then nothing is left to do for it"
     assert await rig.receive() == []
 
 
