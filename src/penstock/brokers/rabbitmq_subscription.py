@@ -16,10 +16,11 @@ from aiormq.channel import Channel
 from penstock.brokers.rabbitmq_link import ANSWER, TROUBLE, Link
 from penstock.brokers.rabbitmq_message import Held, open_letter
 from penstock.brokers.rabbitmq_publisher import Letter, Publisher
-from penstock.brokers.rabbitmq_topology import CLASSES, DEAD, TURNS, Names, level_for, ranks
+from penstock.brokers.rabbitmq_topology import CLASSES, DEAD, Names, level_for, ranks
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
+from penstock.rules.shares import TURNS
 
 AHEAD = 256  # messages of a class that are looked at beyond what is asked for, so that a key with many does not hide the others
 AHEAD_BYTES = 32 << 20  # and not more than this much of them

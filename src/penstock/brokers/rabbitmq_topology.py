@@ -18,7 +18,6 @@ from penstock.ports import TopicSpec
 
 CLASSES = ("high", "normal", "low")
 NORMAL = CLASSES.index("normal")
-WEIGHTS = (16, 4, 1)  # of 21 places in a full batch
 LEVELS = ((0.2, "200ms"), (1.0, "1s"), (5.0, "5s"), (30.0, "30s"), (120.0, "2m"), (600.0, "10m"), (3600.0, "1h"), (21600.0, "6h"))
 DEAD = ".dead"
 # A back-stop far away: the ledger judges poison by its own starts, and up to 4.2 the server counts every return, innocent ones too.
@@ -28,20 +27,6 @@ MAX_ROUTING_KEY = 255  # bytes, by the protocol
 QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
 # Both are needed for a dead-lettering that loses nothing (the source is told when the target has it), and it exists since 3.10.
 SAFELY: dict[str, Any] = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
-
-
-def _turns() -> tuple[int, ...]:
-    """Which class each of the 21 places belongs to, evenly mixed: a batch of one takes turns as well as a batch of a hundred does."""
-    turns, credit, total = [], [0] * len(WEIGHTS), sum(WEIGHTS)
-    for _ in range(total):
-        credit = [have + weight for have, weight in zip(credit, WEIGHTS, strict=True)]
-        turn = credit.index(max(credit))
-        credit[turn] -= total
-        turns.append(turn)
-    return tuple(turns)
-
-
-TURNS = _turns()
 
 
 class Queue(msgspec.Struct, frozen=True):

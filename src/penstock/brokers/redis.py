@@ -19,12 +19,11 @@ from penstock.brokers import redis_scripts as lua
 from penstock.errors import PenstockError
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
+from penstock.rules.shares import shares
 from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Lost, Server
 
 CLASSES = ("high", "normal", "low")
-WEIGHTS = (16, 4, 1)  # of 21 places in a full batch
-TURNS = (0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0)  # the 21 places, evenly mixed: batches of one take turns as well as large ones
 EPOCH = 1_577_836_800_000  # positions count from 2020, so that they fit 63 bits for a long time
 LOOK = 1.0  # seconds; a publish wakes a waiting receiver at once, what others give back is noticed by asking
 SORTING = 20  # thousands that one look at the figures sorts at most; beyond it they are not exact
@@ -184,7 +183,7 @@ class RedisSubscription:
         until = clock.now() + wait
         while limit > 0:
             reply = await self._server.run(
-                lua.RECEIVE, self._keys, self.group, self.owner, self.lease, limit, min(per_key or limit, limit), *self._quotas(limit)
+                lua.RECEIVE, self._keys, self.group, self.owner, self.lease, limit, min(per_key or limit, limit), *shares(self._place, limit)
             )
             if reply[0]:
                 return self._deliveries(reply)
@@ -195,14 +194,6 @@ class RedisSubscription:
             if pause > 0:  # ends early when something is published
                 await self._server.command("XREAD", "COUNT", 1, "BLOCK", pause, "STREAMS", *self._streams, *reply[2:])
         return []
-
-    def _quotas(self, limit: int) -> list[int]:
-        """How many of the next `limit` places belong to each class."""
-        rounds, rest = divmod(limit, len(TURNS))
-        quotas = [rounds * weight for weight in WEIGHTS]
-        for place in range(self._place, self._place + rest):
-            quotas[TURNS[place % len(TURNS)]] += 1
-        return quotas
 
     def _deliveries(self, reply: list[Any]) -> list[Delivery]:
         token = reply[0]

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Capabilities, Clock, Delivery, Out, Published, QueueAudit, Stats, Subscription, TopicSpec
+from penstock.rules.shares import LOWEST, WEIGHTS, class_of, shares
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx
 from penstock.stores.sqlite import Database
@@ -36,8 +37,7 @@ CREATE TABLE token(n INTEGER NOT NULL);
 INSERT INTO token VALUES(0);
 """
 READY, LEASED, DELAYED = 0, 1, 2
-WEIGHTS = {0: 16, 1: 4, 2: 1}  # high, normal, low: of 21 places in a full batch
-LOWEST = max(WEIGHTS)
+CLASSES = range(len(WEIGHTS))
 ONE_CLASS = 1  # ordered topics have one: a class of its own would let a key overtake itself
 NEVER = 1e18  # an ordered key while one of its events is out
 POLL = 0.1  # other processes are noticed by asking; our own publishes wake us at once
@@ -52,21 +52,6 @@ CAPS = Capabilities(
     exact_stats=True,
     transactional=True,
 )
-
-
-def _turns() -> tuple[int, ...]:
-    """Which class each of the 21 places belongs to, evenly mixed: a batch of one takes turns as well as a batch of a hundred does."""
-    turns, credit = [], dict.fromkeys(WEIGHTS, 0)
-    for _ in range(sum(WEIGHTS.values())):
-        for prio, weight in WEIGHTS.items():
-            credit[prio] += weight
-        turn = max(credit, key=lambda prio: credit[prio])
-        credit[turn] -= sum(WEIGHTS.values())
-        turns.append(turn)
-    return tuple(turns)
-
-
-TURNS = _turns()
 
 
 class _Group(msgspec.Struct, frozen=True):
@@ -182,7 +167,7 @@ class SqliteBroker:
                     continue
                 topics[m.topic] = (t, groups, room - 1)
             headers = msgspec.json.encode(m.headers).decode() if m.headers else None
-            rank = min(max(m.priority, 0), LOWEST)  # a number that no class has would never be asked for
+            rank = class_of(m.priority)
             tx.execute("INSERT INTO message(topic, id, key, prio, headers, body, at) VALUES(?,?,?,?,?,?,?)", (t, m.id, m.key, rank, headers, m.body, now))
             seq = tx.last_insert_rowid()
             later = m.not_before > now
@@ -246,10 +231,11 @@ class SqliteBroker:
         per_key = 1 if g.ordered else per_key or limit
         picked: list[tuple[int, str, str, str | None, bytes, int]] = []
         taken: dict[tuple[int, str], int] = defaultdict(int)
-        quotas = self._quotas(g.id, limit)
+        quotas = shares(self._places[g.id], limit)
+        self._places[g.id] += limit
         left = limit
         for share in (True, False):  # first each class its part, then whoever still has work fills the batch
-            for prio in WEIGHTS:
+            for prio in CLASSES:
                 if left <= 0:
                     break
                 quota = min(left, quotas[prio]) if share else left
@@ -282,16 +268,6 @@ class SqliteBroker:
             )
             for seq, key, id_, headers, body, before in picked
         ]
-
-    def _quotas(self, g: int, limit: int) -> dict[int, int]:
-        """How many of the next `limit` places belong to each class."""
-        first = self._places[g] % len(TURNS)
-        self._places[g] += limit
-        rounds, rest = divmod(limit, len(TURNS))
-        quotas = {prio: rounds * weight for prio, weight in WEIGHTS.items()}
-        for place in range(first, first + rest):
-            quotas[TURNS[place % len(TURNS)]] += 1
-        return quotas
 
     def _pick(
         self,
@@ -360,7 +336,7 @@ class SqliteBroker:
         g = self._group(tx, topic, group)
         tx.executemany(  # also for a key, or a class of it, of which nothing is there yet
             "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,0,?) ON CONFLICT DO UPDATE SET next_at=max(next_at, excluded.next_at)",
-            [(g.id, prio, key, at) for key, at in until.items() for prio in WEIGHTS],
+            [(g.id, prio, key, at) for key, at in until.items() for prio in CLASSES],
         )
 
     def reclaim_in(self, tx: Tx, owner: str) -> list[str]:
@@ -496,7 +472,7 @@ class SqliteBroker:
     def hasten_in(self, tx: Tx, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
         """The key is held back no longer, and these delayed messages of it are due now."""
         g, now = self._group(tx, topic, group), self.clock.now()
-        tx.executemany("UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=? AND next_at>?1", [(now, g.id, prio, key) for prio in WEIGHTS])
+        tx.executemany("UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=? AND next_at>?1", [(now, g.id, prio, key) for prio in CLASSES])
         tx.executemany("UPDATE queue SET at=? WHERE grp=? AND seq=? AND state=2 AND at>?1", [(now, g.id, seq) for seq in positions])
 
     def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool:

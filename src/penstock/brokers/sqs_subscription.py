@@ -17,8 +17,8 @@ from penstock.brokers.sqs_wire import NOTE, Place, Where
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
+from penstock.rules.shares import shares
 
-WEIGHTS = (16, 4, 1)  # high, normal, low: of 21 places in a full batch
 BATCH = 10  # what SQS gives at once
 WIDEST = 16  # polls of one queue at once, while it is full
 SURPLUS = 256  # messages looked at beyond what was asked for, to find other keys behind a crowded one
@@ -27,20 +27,6 @@ ASIDE = 5  # seconds for which the rest of them is hidden: at once they would on
 SITTING = 2.0  # seconds for which something stays here that nobody asks for
 LONGEST = 12 * 3600 - 60  # seconds from its receipt for which SQS hides a message at most
 log = logging.getLogger("penstock.sqs")
-
-
-def _turns() -> tuple[int, ...]:
-    """Which class each of the 21 places belongs to, evenly mixed: a batch of one takes turns as well as a batch of a hundred does."""
-    turns, credit = [], [0] * len(WEIGHTS)
-    for _ in range(sum(WEIGHTS)):
-        credit = [have + weight for have, weight in zip(credit, WEIGHTS, strict=True)]
-        turn = credit.index(max(credit))
-        credit[turn] -= sum(WEIGHTS)
-        turns.append(turn)
-    return tuple(turns)
-
-
-TURNS = _turns()
 
 
 class Queues(Protocol):
@@ -168,11 +154,7 @@ class SqsSubscription:
         """How many of the next `limit` places belong to each class."""
         if len(self._lanes) == 1:
             return {wire.NORMAL: limit}
-        rounds, rest = divmod(limit, len(TURNS))
-        quotas = {rank: rounds * weight for rank, weight in enumerate(WEIGHTS)}
-        for place in range(self._places, self._places + rest):
-            quotas[TURNS[place % len(TURNS)]] += 1
-        return quotas
+        return dict(enumerate(shares(self._places, limit)))
 
     async def _fetch(self, plan: Iterable[tuple[_Lane, int]]) -> int:
         """Ask for what is there now, with as many polls as the queue could answer lately. Returns how many came."""
