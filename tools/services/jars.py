@@ -51,7 +51,7 @@ def plugins(name: str, artifacts: Sequence[str]) -> Path:
             _maven([f"{DEPENDENCY_PLUGIN}:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={directory}"])
         for archive in directory.glob("*.tar.gz"):
             with tarfile.open(archive) as packed:
-                packed.extractall(directory, filter="data")
+                packed.extractall(directory, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # there since 3.11.4
             archive.unlink()
 
     return _installed(name, artifacts, fetch)
