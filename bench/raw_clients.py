@@ -125,13 +125,23 @@ async def kafka(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
     )
     consumer.subscribe([topic])
 
+    confirmed = 0
+
+    def report(error: object, message: object) -> None:
+        nonlocal confirmed
+        confirmed += error is None
+
     async def turn(n: int) -> None:
+        """One answer for each message, and each message read: what whoever uses it has to do."""
+        nonlocal confirmed
+        confirmed = 0
         for i in range(n):
-            producer.produce(topic, body, f"h{i % 50}.test", headers={"id": f"{i:032x}"})
+            producer.produce(topic, body, f"h{i % 50}.test", headers={"id": f"{i:032x}"}, on_delivery=report)
         producer.flush()
+        assert confirmed == n
         left = n
         while left:
-            got = consumer.consume(left, 5.0)
+            got = [(m.partition(), m.offset(), m.key(), m.value(), m.headers()) for m in consumer.consume(left, 5.0)]
             left -= len(got)
             if got:
                 consumer.commit(asynchronous=False)
