@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import getpass
+import io
 import logging
 import os
 import socket
@@ -46,6 +47,7 @@ ROLES = ("source", "serve", "fetch", "extract", "sink")
 STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
 SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
 UPKEEP = 60.0
+END_SPARE = 10.0  # seconds beyond twice the grace, after which a worker that does not end is left behind
 FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
 
 
@@ -141,10 +143,20 @@ class Running:
             ended.set()
             for wait in waits:
                 wait.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            results = await self._end_of(tasks)
         for result in [*results, *(t.exception() for t in background if t.done() and not t.cancelled())]:
             if isinstance(result, BaseException):
                 raise result
+
+    async def _end_of(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
+        """Draining has an end of its own; this is for what does not come to it. What is then in flight comes back when its lease ends."""
+        _, late = await asyncio.wait(tasks, timeout=2 * self.config.grace + END_SPARE)
+        for task in late:
+            where = io.StringIO()
+            task.print_stack(file=where)
+            log.error("%s does not end; leaving it where it stands:\n%s", task.get_name(), where.getvalue())
+            task.cancel()
+        return [task.exception() for task in tasks if task.done() and not task.cancelled()]
 
     async def _until_idle(self) -> None:
         """Every accepted event has ended, every row is in its sink, every hook was told; or a breaker keeps us from going on."""
