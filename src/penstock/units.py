@@ -156,7 +156,12 @@ def counts(low: int = 1, high: int = 2**53) -> Kind:
     return Kind(name="whole number", expected=expected, read=_bounded(_whole, low, high), quoted=False)
 
 
-SHARE = Kind(name="share", expected="a share between 0 and 1", read=_bounded(_real, 0, 1), write=lambda value: f"{value:g}", quoted=False)
+def _write_share(value: float) -> str:
+    text = f"{value:g}"
+    return f"{value:.330f}".rstrip("0") if "e" in text else text  # as it is read: without a power of ten
+
+
+SHARE = Kind(name="share", expected="a share between 0 and 1", read=_bounded(_real, 0, 1), write=_write_share, quoted=False)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
