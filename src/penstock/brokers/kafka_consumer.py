@@ -191,6 +191,8 @@ class Member:
             parts.append(part)
             starts.append(TopicPartition(tp.topic, tp.partition, start))
         consumer.incremental_assign(starts)
+        if starts:
+            consumer.resume(starts)  # the library remembers that we held a partition back when we had it last, and would never read it again
         self._fresh = True
         self.trouble = None
         self._post(self._told.adopt, parts)
