@@ -141,10 +141,11 @@ async def kafka(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
         assert confirmed == n
         left = n
         while left:
-            got = [(m.partition(), m.offset(), m.key(), m.value(), m.headers()) for m in consumer.consume(left, 5.0)]
+            got = [(m.partition(), m.offset(), m.key(), m.value(), m.headers()) for m in consumer.consume(left, 5.0) if m.error() is None]
             left -= len(got)
             if got:
-                consumer.commit(asynchronous=False)
+                ends = {partition: offset + 1 for partition, offset, *_ in got}
+                consumer.commit(offsets=[confluent_kafka.TopicPartition(topic, p, o) for p, o in ends.items()], asynchronous=False)
 
     yield turn
     consumer.close()
