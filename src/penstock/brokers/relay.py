@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import StoreUnavailable
+from penstock.errors import PenstockError
 from penstock.model import Ack, Outcome, Retry
 from penstock.ports import Broker, Capabilities, Clock, Delivery, Out, Published, QueueAudit, Stats, Subscription, TopicSpec
 
@@ -219,13 +219,12 @@ class Relay:
         for key, some in groups.items():
             try:
                 await self._subscriptions[key].carrier.settle(some)
-            except StoreUnavailable as e:
+            except PenstockError as e:
                 log.warning("%d deliveries of %s are not settled yet: %s", len(some), key[0], e.message)
                 self._unsettled += some
 
-    async def _publish(self, rows: Sequence[tuple[int, Out]]) -> int:
-        """How many the brokers confirmed."""
-        done = 0
+    async def _publish(self, rows: Sequence[tuple[int, Out]]) -> None:
+        """What is not confirmed keeps its row, and is published again."""
         by_carrier: dict[int, list[tuple[int, Out]]] = defaultdict(list)
         for n, out in rows:
             by_carrier[id(self.carrier(out.topic))].append((n, out))
@@ -234,13 +233,10 @@ class Relay:
                 batch = some[i : i + BATCH]
                 try:
                     answers = await self.carrier(batch[0][1].topic).publish([out for _, out in batch])
-                except StoreUnavailable as e:
+                except PenstockError as e:  # away, or it refuses us now: the books have it either way
                     log.warning("%d messages wait for the broker: %s", len(batch), e.message)
                     continue
-                confirmed = [n for (n, _), answer in zip(batch, answers, strict=True) if answer is Published.OK]
-                self._published.update(confirmed)
-                done += len(confirmed)
-        return done
+                self._published.update(n for (n, _), answer in zip(batch, answers, strict=True) if answer is Published.OK)
 
     async def tick(self) -> None:
         """Several times a second: publish what is due, ours or left behind by others."""
