@@ -41,3 +41,13 @@ class StoreUnavailable(PenstockError):
     """Our own store does not take the write now (disk full, locked, read-only). Nobody's budget is spent on it."""
 
     exit_code = UNREACHABLE
+
+
+class SourceDown(PenstockError):
+    """A source's outside does not answer now, or not in a way that can be read. It is tried again, after `after` seconds where that is known."""
+
+    exit_code = UNREACHABLE
+
+    def __init__(self, message: str, *, hint: str = "", after: float | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.after = after

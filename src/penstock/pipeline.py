@@ -58,11 +58,16 @@ class SinkSpec:
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
     url: str
+    name: str  # of its cursor; events say it as their source
     every: float | None  # seconds
     route: Route
     priority: int
     window: float | None  # seconds
-    options: dict[str, Any]
+    window_mode: str | None  # "delay" | "drop"
+    map: dict[str, str]  # JMESPath over a finding's payload, by what it gives: see penstock.mapping
+    where: str | None  # JMESPath: findings for which it is false are passed over
+    hook: Callable[[dict[str, Any]], Any] | None
+    options: dict[str, Any]  # the adapter's own
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,20 +161,37 @@ class Pipeline:
         self._sinks.append(SinkSpec(_url(url, "sink"), options))
 
     def source(
-        self, url: str, *, every: str | float | None = None, route: Route | dict[str, Any] | None = None, priority: str = "normal",
-        window: str | float | None = None, **options: Any,
+        self, url: str, *, name: str | None = None, every: str | float | None = None, route: Route | dict[str, Any] | None = None,
+        priority: str = "normal", window: str | float | None = None, window_mode: str | None = None, map: dict[str, str] | None = None,
+        where: str | None = None, hook: Callable[[dict[str, Any]], Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """What tells us that something changed. `every` and `window` in seconds, or "30s", "5m", "1h", "1d"."""
-        where = f"source {_url(url, 'source')!r}"
+        """What tells us that something changed. `every` and `window` in seconds, or "30s", "5m", "1h", "1d".
+
+        `name`: what its position is kept under (else made from the URL: another URL, and it begins anew).
+        `map`: what else an event gets from the payload, by JMESPath: {"url": "after.link", "priority": "after.rank", "geo": …}.
+        `where`: a JMESPath condition; what it does not hold for is passed over. `hook`: a function of the payload that gives the same
+        keys as `map` (or None: pass it over), for what JMESPath cannot say.
+        """
+        where_ = f"source {units.mask(_url(url, 'source'))!r}"
         try:
             hints = route if isinstance(route, Route) else msgspec.convert(route or {}, Route)
         except msgspec.ValidationError as e:
-            raise ConfigError(f"{where}: route: {e}", hint="a route has geo, pool, account and render") from None
+            raise ConfigError(f"{where_}: route: {e}", hint="a route has geo, pool, account and render") from None
         try:
             rank = Priority.named(priority)
         except (KeyError, AttributeError):
-            raise ConfigError(f"{where}: priority {priority!r} is not known", hint="high, normal or low") from None
-        self._sources.append(SourceSpec(url, _seconds(every, f"{where}: every"), hints, rank, _seconds(window, f"{where}: window"), options))
+            raise ConfigError(f"{where_}: priority {priority!r} is not known", hint="high, normal or low") from None
+        if window_mode not in (None, "delay", "drop"):
+            raise ConfigError(f"{where_}: window_mode {window_mode!r} is not known", hint="delay or drop")
+        if (hook is not None and not inspect.isroutine(hook)) or inspect.iscoroutinefunction(hook):
+            raise ConfigError(f"{where_}: hook is no plain function", hint="def hook(payload): return {'priority': 'high'}")
+        if map is not None and not (isinstance(map, dict) and all(isinstance(key, str) for key in map)):
+            raise ConfigError(f"{where_}: map is no table", hint='map={"url": "after.link", "priority": "after.rank"}')
+        called = _named(name, "a source") if name is not None else _source_name(url)
+        if any(s.name == called for s in self._sources):
+            raise ConfigError(f"two sources are called {called!r}", hint='give one a name of its own: name="…"')
+        every_, window_ = _seconds(every, f"{where_}: every"), _seconds(window, f"{where_}: window")
+        self._sources.append(SourceSpec(url, called, every_, hints, rank, window_, window_mode, dict(map or {}), where, hook, options))
 
     @overload
     def on_change(self, fn: F, /) -> F: ...
@@ -241,6 +263,16 @@ def _url(url: Any, what: str) -> str:
         example = "jsonl:products.jsonl" if what == "sink" else "feed+https://example.com/feed.xml"
         raise ConfigError(f"{what} {url!r} does not begin with a kind", hint=f"for example {example}")
     return url
+
+
+def _source_name(url: str) -> str:
+    """From what names the place, never from user, password or query."""
+    scheme, _, rest = url.partition(":")
+    place = re.sub(r"^//([^/@]*@)?", "", rest).partition("?")[0].partition("#")[0]
+    if scheme == "webhook":
+        return _named(place, "a webhook")
+    words = "-".join(re.findall(r"[A-Za-z0-9_.]+", f"{scheme} {place}"))
+    return words if len(words) <= 64 else f"{words[:55]}-{hashlib.blake2b(words.encode(), digest_size=4).hexdigest()}"
 
 
 def _seconds(value: str | float | None, where: str) -> float | None:

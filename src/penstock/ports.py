@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -451,16 +451,56 @@ class Extraction(Protocol):
     async def close(self) -> None: ...
 
 
-# -- sources (the sources issue implements these) --------------------------------------------------------------------------
+# -- sources -------------------------------------------------------------------------------------------------------------
 
 
-class Emission(msgspec.Struct, kw_only=True):
-    events: Sequence[Event]
-    cursor: bytes | None = None  # stored only after the events were accepted
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One change outside, as its source tells it; the source's mapping makes the event of it. Same cause, same id."""
+
+    id: str  # minted from the cause: a restart or a replay repeats it
+    url: str | None = None  # where the source itself knows it; else the mapping's, else payload["url"]
+    cause: str = ""  # for people: an LSN, an entry's id
+    payload: dict[str, Any] = {}  # what mappings and hooks are given, and what extractors find in `event.data`
+    at: float | None = None  # when it happened outside
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found in one piece, at most a few thousand, and where reading goes on after it."""
+
+    findings: Sequence[Finding] = ()
+    cursor: bytes | None = None  # None: the position stays
+    idle: bool = False  # there is nothing more to read now
+    lag: float | None = None  # seconds between what is read and what is there, where the source knows
+    backlog: int | None = None  # what is there and not read (bytes, messages, rows), where the source knows
 
 
 class Source(Protocol):
-    name: str
+    """Opened without I/O (mistakes in its URL and options are ConfigError then); all else happens in `read`, `preview` and `place`.
 
-    def emissions(self, cursor: bytes | None) -> AsyncIterator[Emission]:
-        """Restartable from its cursor; a repeated emission carries the same ids."""
+    Run-time trouble is raised as errors.SourceDown, model.Failure or StoreUnavailable: the reader says so, waits, and calls `read` again.
+    """
+
+    name: str
+    every: float | None  # seconds between two rounds of `read`; None: `read` goes on for ever, or there is only one round
+
+    def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
+        """From the cursor on (None: from the beginning). A repeated finding carries the same id.
+
+        When the generator is resumed, everything it yielded before is accepted and durable, and so is the cursor: only then may it
+        acknowledge outside. Closed instead, it acknowledges nothing of its last batch. It yields at least every few seconds, if need
+        be an empty batch. Returning ends a round.
+        """
+
+    def due(self, now: float) -> float | None:
+        """When to look again, where the source knows better than `every` (a feed's ttl, Retry-After); None: it does not."""
+
+    async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
+        """What `read` would find next, without any effect outside."""
+
+    async def place(self, to: str) -> bytes | None:
+        """The cursor for what a person calls a position (`now`, an offset, a time); `start` is None everywhere and not asked for. Raises UsageError."""
+
+    def describe(self, cursor: bytes | None) -> str:
+        """The position in words."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Adapters for what tells us that something changed outside: one source, one module."""
