@@ -162,7 +162,7 @@ class Pipeline:
 
     def source(
         self, url: str, *, name: str | None = None, every: str | float | None = None, route: Route | dict[str, Any] | None = None,
-        priority: str = "normal", window: str | float | None = None, window_mode: str | None = None, map: dict[str, str] | None = None,
+        priority: str = "normal", window: str | float | None = None, window_mode: str | None = None, map: Any = None,
         where: str | None = None, hook: Callable[[dict[str, Any]], Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """What tells us that something changed. `every` and `window` in seconds, or "30s", "5m", "1h", "1d".

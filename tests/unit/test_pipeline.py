@@ -75,7 +75,9 @@ def test_sinks_and_sources_are_recorded_as_written() -> None:
     shop.sink("jsonl:out/products.jsonl", fsync=True)
     shop.source("feed+https://x.test/f", every="5m", route={"geo": "de"}, priority="high", window=30, limit=5)
     assert shop.sinks == (SinkSpec("jsonl:out/products.jsonl", {"fsync": True}),)
-    assert shop.sources == (SourceSpec("feed+https://x.test/f", 300.0, Route(geo="de"), Priority.HIGH, 30.0, {"limit": 5}),)
+    assert shop.sources == (
+        SourceSpec("feed+https://x.test/f", "feed-https-x.test-f", 300.0, Route(geo="de"), Priority.HIGH, 30.0, None, {}, None, None, {"limit": 5}),
+    )
 
 
 def change(**changed: Any) -> Change:
