@@ -53,6 +53,7 @@ class Extractor:
 class SinkSpec:
     url: str  # as written; a relative path in it is relative to where the pipeline runs
     options: dict[str, Any]
+    connect: dict[str, Any] | None = None  # the Kafka Connect connector that takes it from there: for `penstock connect`, never for the adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class SourceSpec:
     where: str | None  # JMESPath: findings for which it is false are passed over
     hook: Callable[[dict[str, Any]], Any] | None
     options: dict[str, Any]  # the adapter's own
+    connect: dict[str, Any] | None = None  # the Kafka Connect connector that feeds it: for `penstock connect`, never for the adapter
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,21 +158,22 @@ class Pipeline:
 
         return declare if fn is None else declare(fn)
 
-    def sink(self, url: str, **options: Any) -> None:
-        """Where records go: `jsonl:products.jsonl`, `csv:…`, `sqlite:…`."""
-        self._sinks.append(SinkSpec(_url(url, "sink"), options))
+    def sink(self, url: str, *, connect: dict[str, Any] | None = None, **options: Any) -> None:
+        """Where records go: `jsonl:products.jsonl`, `csv:…`, `sqlite:…`. `connect`: the connector that carries them on from a Kafka topic."""
+        self._sinks.append(SinkSpec(_url(url, "sink"), options, _connect(connect, url, f"sink {units.mask(url)!r}")))
 
     def source(
         self, url: str, *, name: str | None = None, every: str | float | None = None, route: Route | dict[str, Any] | None = None,
         priority: str = "normal", window: str | float | None = None, window_mode: str | None = None, map: Any = None,
-        where: str | None = None, hook: Callable[[dict[str, Any]], Any] | None = None, **options: Any,
+        where: str | None = None, hook: Callable[[dict[str, Any]], Any] | None = None, connect: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """What tells us that something changed. `every` and `window` in seconds, or "30s", "5m", "1h", "1d".
 
         `name`: what its position is kept under (else made from the URL: another URL, and it begins anew).
         `map`: what else an event gets from the payload, by JMESPath: {"url": "after.link", "priority": "after.rank", "geo": …}.
         `where`: a JMESPath condition; what it does not hold for is passed over. `hook`: a function of the payload that gives the same
-        keys as `map` (or None: pass it over), for what JMESPath cannot say.
+        keys as `map` (or None: pass it over), for what JMESPath cannot say. `connect`: the Kafka Connect connector that fills this topic,
+        for `penstock connect`.
         """
         where_ = f"source {units.mask(_url(url, 'source'))!r}"
         try:
@@ -191,7 +194,8 @@ class Pipeline:
         if any(s.name == called for s in self._sources):
             raise ConfigError(f"two sources are called {called!r}", hint='give one a name of its own: name="…"')
         every_, window_ = _seconds(every, f"{where_}: every"), _seconds(window, f"{where_}: window")
-        self._sources.append(SourceSpec(url, called, every_, hints, rank, window_, window_mode, dict(map or {}), where, hook, options))
+        fed = _connect(connect, url, where_)
+        self._sources.append(SourceSpec(url, called, every_, hints, rank, window_, window_mode, dict(map or {}), where, hook, options, fed))
 
     @overload
     def on_change(self, fn: F, /) -> F: ...
@@ -263,6 +267,17 @@ def _url(url: Any, what: str) -> str:
         example = "jsonl:products.jsonl" if what == "sink" else "feed+https://example.com/feed.xml"
         raise ConfigError(f"{what} {url!r} does not begin with a kind", hint=f"for example {example}")
     return url
+
+
+def _connect(given: Any, url: str, where: str) -> dict[str, Any] | None:
+    """What a connector's table says is checked by penstock.connect; here only that it is one, on a topic."""
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not isinstance(given.get("kind"), str):
+        raise ConfigError(f"{where}: connect is no table with a kind", hint='connect={"kind": "debezium-postgres", …}; see penstock connect init --help')
+    if url.partition(":")[0].partition("+")[0] != "kafka":
+        raise ConfigError(f"{where}: connect is for kafka:// URLs", hint="a connector reads or fills a Kafka topic: kafka://127.0.0.1:9092/products")
+    return dict(given)
 
 
 def _source_name(url: str) -> str:

@@ -85,6 +85,15 @@ def change(**changed: Any) -> Change:
     return Change(**{**values, **changed})
 
 
+def test_a_connector_is_noted_beside_the_options_and_never_among_them() -> None:
+    shop = Pipeline("shop")
+    shop.source("kafka://127.0.0.1:9092/requests", connect={"kind": "debezium-postgres", "table": "public.requests"}, group="g")
+    shop.sink("kafka://127.0.0.1:9092/products?key=sku", connect={"kind": "jdbc-postgres"})
+    assert shop.sources[0].connect == {"kind": "debezium-postgres", "table": "public.requests"}
+    assert shop.sources[0].options == {"group": "g"}
+    assert (shop.sinks[0].connect, shop.sinks[0].options) == ({"kind": "jdbc-postgres"}, {})
+
+
 def test_hooks_hear_of_the_fields_and_extractors_they_ask_for() -> None:
     shop = Pipeline("shop")
     heard = []
@@ -144,6 +153,9 @@ def twice(shop: Pipeline) -> None:
         (lambda p: p.source("feed:x", every="soon"), "no length of time"),
         (lambda p: p.source("feed:x", priority="urgent"), "priority 'urgent'"),
         (lambda p: p.source("feed:x", route={"planet": "x"}), "route"),
+        (lambda p: p.source("kafka://h/t", connect="debezium"), "no table with a kind"),
+        (lambda p: p.sink("kafka://h/t", connect={"table": "t"}), "no table with a kind"),
+        (lambda p: p.sink("jsonl:x.jsonl", connect={"kind": "s3"}), "connect is for kafka:// URLs"),
         (lambda p: p.on_change(fields="price"), "no list of field names"),
         (lambda p: p.on_change(agen), "is async"),
     ],
