@@ -45,6 +45,8 @@ class Mapping:
 
     def event(self, finding: Finding) -> Event | None:
         """None: passed over, because `where` or the hook says so. Raises Refused."""
+        if finding.refused:
+            raise Refused(finding.refused)
         payload = finding.payload
         given: dict[str, Any] = {}
         try:

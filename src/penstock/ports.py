@@ -462,6 +462,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""  # for people: an LSN, an entry's id
     payload: dict[str, Any] = {}  # what mappings and hooks are given, and what extractors find in `event.data`
     at: float | None = None  # when it happened outside
+    refused: str = ""  # what came was no change that can be read, and why: a dead letter with the payload, whatever the mapping says
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
