@@ -8,6 +8,7 @@ import getpass
 import io
 import logging
 import os
+import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,25 +17,31 @@ from typing import Any
 
 import msgspec
 
-from penstock import locks
+from penstock import locks, units
 from penstock.books import Books
 from penstock.clock import SystemClock
 from penstock.desk import SinkBinding
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
 from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
+from penstock.intake import Intake
+from penstock.ledgers.sql_sources import SqlSources
 from penstock.locks import WorkerLock
+from penstock.mapping import Mapping as SourceMapping
 from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
 from penstock.opening import Stores, adapter, open_stores, settings, worker_id
 from penstock.options import Config
-from penstock.pipeline import Pipeline, load
-from penstock.ports import Clock, Extraction, Row, Sink, TableSink
+from penstock.pipeline import Pipeline, SourceSpec, load
+from penstock.ports import Clock, Extraction, Row, Sink, Source, TableSink
+from penstock.reader import Reader
 from penstock.rules import retry
 from penstock.rules.robots import product_token
 from penstock.sinks.sqlite import SqliteSink
+from penstock.sources.context import SourceContext
+from penstock.sources.web import SourceWeb
 from penstock.stages.fetch import FetchOptions, FetchStage
 from penstock.stages.inprocess import InProcess
 from penstock.stages.proxies import Proxies
@@ -48,6 +55,7 @@ STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
 SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
 UPKEEP = 60.0
 END_SPARE = 10.0  # seconds beyond twice the grace, after which a worker that does not end is left behind
+SOURCE_BODY = 50 * 2**20  # bytes of one answer to a source, decoded: what the sitemap protocol allows
 FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
 
 
@@ -62,9 +70,14 @@ class Running:
         self.config, self.file, self.roles = config, pipeline_file, roles
         self.pipeline = load(pipeline_file)
         self.sinks = open_sinks(self.pipeline, Path.cwd())
+        self.web = SourceWeb()
         _check_roles(self.pipeline, roles)
         self.id = worker_id()
         self.clock: Clock = clock or SystemClock()
+        self.rng = random.Random()
+        context = SourceContext(config, self.clock, self.rng, self.web, Path.cwd())
+        self.sources = open_sources(self.pipeline, context) if "source" in roles or "serve" in roles else []
+        self.readers: list[Reader] = []
         self.signals = Signals()
         self.workers: list[Worker] = []
         self.flushers: list[Flusher] = []
@@ -83,6 +96,7 @@ class Running:
         extraction: Extraction | None = None
         suspects: Extraction | None = None
         fetcher: CurlFetcher | None = None
+        for_sources: CurlFetcher | None = None
         try:
             await self._check_after_unclean_stop()
             await self.stores.start()
@@ -100,6 +114,10 @@ class Running:
             bindings = self._bind_sinks()
             books = self.stores.with_settings(settings(self.config, sinks=bindings, hooks=bool(self.pipeline.hooks)))
             dead_before = await self._dead()
+            if "source" in self.roles and not all(source.served for source, _ in self.sources):
+                for_sources = open_fetcher(self.config, max_body=SOURCE_BODY)
+                self._open_readers(books, for_sources)
+                await self.stores.claims.refresh()
             background += [asyncio.create_task(f.run(), name=f"flush {f.sink.name}") for f in self.flushers]
             hooks = None
             if self.pipeline.hooks and extraction is not None and "sink" in self.roles:
@@ -115,7 +133,8 @@ class Running:
             for f in self.flushers:
                 if not await f.drain(self.config.grace):
                     self._notice(f"sink {f.sink.name}: {f.down or 'rows are still waiting'}; they stay in the outbox for the next run")
-            return RAN_WITH_FAILURES if until_idle and (await self._dead() > dead_before or await self._breaker()) else OK
+            failed = await self._dead() > dead_before or await self._breaker() or any(r.error for r in self.readers)
+            return RAN_WITH_FAILURES if until_idle and failed else OK
         finally:
             for task in background:
                 task.cancel()
@@ -125,8 +144,9 @@ class Running:
                     await opened_extraction.close()
             if self.proxies is not None:
                 await self.proxies.close()
-            if fetcher is not None:
-                await fetcher.close()
+            for opened_fetcher in (fetcher, for_sources):
+                if opened_fetcher is not None:
+                    await opened_fetcher.close()
             await self.stores.stop()
             lock.release()
             self.stores.close()
@@ -134,16 +154,18 @@ class Running:
     async def _work(self, stop: asyncio.Event, until_idle: bool, background: Sequence[asyncio.Task[None]]) -> None:
         ended = asyncio.Event()
         tasks = [asyncio.create_task(w.run(ended), name=f"{w.first}..{w.last}") for w in self.workers]
+        readers = [asyncio.create_task(r.run(), name=f"source {r.source.name}") for r in self.readers]
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
         if until_idle:
             waits.append(asyncio.create_task(self._until_idle()))
         try:
-            await asyncio.wait([*tasks, *waits, *background], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*tasks, *waits, *readers, *background], return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.set()
-            for wait in waits:
+            for wait in (*waits, *readers):  # nothing new is taken on while what is in flight is finished
                 wait.cancel()
-            results = await self._end_of(tasks)
+            results = [e for e in await asyncio.gather(*readers, return_exceptions=True) if not isinstance(e, asyncio.CancelledError)]
+            results += await self._end_of(tasks) if tasks else []
         for result in [*results, *(t.exception() for t in background if t.done() and not t.cancelled())]:
             if isinstance(result, BaseException):
                 raise result
@@ -162,7 +184,8 @@ class Running:
         """Every accepted event has ended, every row is in its sink, every hook was told; or a breaker keeps us from going on."""
         while True:
             with contextlib.suppress(StoreUnavailable):
-                if await self.stores.db.read(self._is_idle) and all([await f.outbox.backlog(f.sink.name) == 0 for f in self.flushers]):
+                read = all([await r.settled() for r in self.readers])  # first: what they read then is in the books by the time these are asked
+                if read and await self.stores.db.read(self._is_idle) and all([await f.outbox.backlog(f.sink.name) == 0 for f in self.flushers]):
                     return
                 if await self._breaker() and not any(w.held for w in self.workers):
                     return
@@ -229,6 +252,17 @@ class Running:
                 lock = self.stores.db.lock(sink_lock(self.config, sink.name))
                 self.flushers.append(Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice))
         return bindings
+
+    def _open_readers(self, books: Books, fetcher: CurlFetcher) -> None:
+        claims = self.stores.claims
+        self.web.bind(FetchStage(fetcher, claims, claims, self.clock, fetch_options(self.config)), claims, self.clock)
+        state = SqlSources(self.stores.db)
+        for source, spec in self.sources:
+            if source.served:
+                continue
+            intake = Intake(books, SourceMapping(spec, host_by=books.settings.host_by), self.clock, source=spec.name)
+            lock = self.stores.db.lock(self.config.state.dir / "sources" / f"{mint('source', spec.name)[:16]}.lock")
+            self.readers.append(Reader(source, units.mask(spec.url), intake, state, lock, self.clock, self.rng, worker=self.id))
 
     def _open_workers(
         self, books: Books, fetcher: CurlFetcher | None, extraction: Extraction | None, suspects: Extraction | None, hooks: HookRunner | None
@@ -341,17 +375,18 @@ class Running:
         self.notices.append(text)
 
 
-def open_fetcher(config: Config) -> CurlFetcher:
-    """The one client of the product, with the limits and exceptions that are configured."""
+def open_fetcher(config: Config, *, max_body: int = 0) -> CurlFetcher:
+    """The one client of the product, with the limits and exceptions that are configured; `max_body` raises one of them."""
     n = config.net
+    max_body = max(n.max_body, max_body)
     guard = Guard(parse_allow(",".join(n.allow)), ports=n.ports)
     options = HttpOptions(
         user_agent=n.user_agent,
         connect_timeout=n.timeout.connect,
         first_byte_timeout=n.timeout.first_byte,
         total_timeout=n.timeout.total,
-        max_encoded_bytes=n.max_body,
-        max_decoded_bytes=n.max_body,
+        max_encoded_bytes=max_body,
+        max_decoded_bytes=max_body,
         remote_dns=n.remote_dns,
     )
     return CurlFetcher(guard, options)
@@ -402,11 +437,20 @@ def sink_lock(config: Config, name: str) -> Path:
 
 def _check_roles(pipeline: Pipeline, roles: frozenset[str]) -> None:
     """A role that would silently do nothing is a mistake that shows only when the data is missing."""
-    if "source" in roles:
-        for source in pipeline.sources:
-            adapter("sources", source.url)
-    if not roles.intersection(STAGES):
-        raise ConfigError(f"nothing to do for the role {', '.join(sorted(roles))}", hint="give it fetch, extract or sink, or leave --role out for all of them")
+    if roles.intersection(STAGES):
+        return
+    if not pipeline.sources:
+        raise ConfigError(
+            f"nothing to do for the role {', '.join(sorted(roles))}: the pipeline has no source",
+            hint="declare one, give it fetch, extract or sink, or leave --role out for all of them",
+        )
+
+
+def open_sources(pipeline: Pipeline, context: SourceContext) -> list[tuple[Source, SourceSpec]]:
+    """Checked, not opened, with their mappings."""
+    for spec in pipeline.sources:
+        SourceMapping(spec)
+    return [(adapter("sources", spec.url)(spec, context), spec) for spec in pipeline.sources]
 
 
 def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 from penstock.desk import out_of
 from penstock.errors import BadEnvelope
 from penstock.model import Ack, Dead, Event, Link, Outcome, Release, Retry, child_id, decode_event, encode_event, mint
-from penstock.ports import Accepted, Admitted, Delivery, End, Holder, Published
+from penstock.ports import Accepted, Admitted, Delivery, End, Finding, Holder, Published
 from penstock.rules import breaker, freshness
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
@@ -53,13 +53,20 @@ class Books(Upkeep):
 
     # -- intake ------------------------------------------------------------------------------------------------------------
 
-    async def accept(self, events: Sequence[Event], *, cursor: tuple[str, bytes | None] | None = None) -> list[Accepted]:
-        """Durable when it returns. The cursor moves in the same transaction, and only if nothing was refused as full."""
-        answers = await self.write(lambda tx: self._accept(tx, events, cursor))
+    async def accept(
+        self, events: Sequence[Event], *, cursor: tuple[str, bytes | None] | None = None, beside: Callable[[Any, list[Accepted]], None] | None = None
+    ) -> list[Accepted]:
+        """Durable when it returns. The cursor moves in the same transaction, and only if nothing was refused as full.
+
+        `beside` belongs to it too; what it raises undoes it.
+        """
+        answers = await self.write(lambda tx: self._accept(tx, events, cursor, beside))
         self.broker.wake(e.topic for e in events)
         return answers
 
-    def _accept(self, tx: Any, events: Sequence[Event], cursor: tuple[str, bytes | None] | None) -> list[Accepted]:
+    def _accept(
+        self, tx: Any, events: Sequence[Event], cursor: tuple[str, bytes | None] | None, beside: Callable[[Any, list[Accepted]], None] | None
+    ) -> list[Accepted]:
         now = self.clock.now()
         room = {topic: self.settings.max_pending - self.ledger.pending_in(tx, topic) for topic in {e.topic for e in events}}
         answers: list[Accepted] = []
@@ -77,7 +84,31 @@ class Books(Upkeep):
         self._enter(tx, list(fresh.values()), now)
         if cursor is not None and Accepted.FULL not in answers:
             self.ledger.move_cursor_in(tx, *cursor, now)
+        if beside is not None:
+            beside(tx, answers)
         return answers
+
+    def refuse_in(self, tx: Any, finding: Finding, source: str, reason: str) -> None:
+        """What a source found and no event can be made of: a dead letter, once however often it is read."""
+        id_ = mint("refused", source, finding.id)
+        if self.ledger.has_letter_in(tx, id_):
+            return
+        self.ledger.letter_in(
+            tx,
+            event_id=id_,
+            topic="requests",
+            url=finding.url or "",
+            host="",
+            now=self.clock.now(),
+            stage="source",
+            kind="permanent",
+            reason=reason,
+            fingerprint=fingerprint("source", "permanent", reason),
+            detail="",
+            envelope=msgspec.json.encode({"source": source, **msgspec.to_builtins(finding)}),
+            headers="{}",
+        )
+        self.ledger.count_in(tx, "requests", {"unreadable": 1})
 
     def _enter(self, tx: Any, events: Sequence[Event], now: float) -> None:
         stamped = [msgspec.structs.replace(e, accepted_at=round(now, 3)) for e in events]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from penstock.books import Books
 from penstock.model import Event, Priority, Route
-from penstock.ports import Accepted, Clock
+from penstock.ports import Accepted, Batch, Clock, Finding
 from penstock.rules.identity import BadUrl, canonical_url, host_key
+
+if TYPE_CHECKING:
+    from penstock.mapping import Mapping
 
 ANY_ROUTE = Route()
 FULL_WAIT = 0.5  # a full queue stops the reading, never drops
@@ -108,3 +111,70 @@ async def push(
             await send()
     await send()
     return result
+
+
+# -- sources -------------------------------------------------------------------------------------------------------------
+
+
+class Taken(msgspec.Struct, kw_only=True):
+    """What became of a source's findings."""
+
+    events: list[Event] = []
+    answers: list[Accepted] = []  # of each event
+    refused: list[tuple[Finding, str]] = []  # with the reason
+    skipped: int = 0
+
+    @property
+    def full(self) -> bool:
+        return Accepted.FULL in self.answers
+
+
+class Intake:
+    """One source's way into the books."""
+
+    def __init__(self, books: Books, mapping: Mapping, clock: Clock, *, source: str) -> None:
+        self.books, self.source = books, source
+        self._mapping, self._clock = mapping, clock
+
+    def judge(self, findings: Sequence[Finding]) -> Taken:
+        """What would become of them; nothing is written."""
+        from penstock.mapping import Refused  # it needs what is above
+
+        taken = Taken()
+        for finding in findings:
+            try:
+                event = self._mapping.event(finding)
+            except Refused as e:
+                taken.refused.append((finding, e.reason))
+                continue
+            if event is None:
+                taken.skipped += 1
+            else:
+                taken.events.append(event)
+        return taken
+
+    async def take(self, batch: Batch, *, beside: Callable[[Any, Taken], None] | None = None, wait: bool = True) -> Taken:
+        """Durable when it returns, with the source's cursor. A full queue is waited for, unless `wait` is false: then `full` says so, and the cursor stays.
+
+        What makes no event is a dead letter. `beside` belongs to the transaction; what it raises undoes it.
+        """
+        judged = self.judge(batch.findings)
+        cursor = None if batch.cursor is None else (self.source, batch.cursor)
+        waiting, answers = judged.events, {}
+        while True:
+            now = Taken(events=waiting, refused=judged.refused, skipped=judged.skipped)
+
+            def together(tx: Any, given: list[Accepted], now: Taken = now) -> None:
+                now.answers = given
+                if not now.full:
+                    for finding, reason in now.refused:
+                        self.books.refuse_in(tx, finding, self.source, reason)
+                if beside is not None:
+                    beside(tx, now)
+
+            given = await self.books.accept(waiting, cursor=cursor, beside=together)
+            answers.update({e.id: a for e, a in zip(waiting, given, strict=True)})
+            waiting = [e for e, a in zip(waiting, given, strict=True) if a is Accepted.FULL]
+            if not waiting or not wait:
+                return msgspec.structs.replace(judged, answers=[answers[e.id] for e in judged.events])
+            await self._clock.sleep(FULL_WAIT)

@@ -483,6 +483,7 @@ class Source(Protocol):
 
     name: str
     every: float | None  # seconds between two rounds of `read`; None: `read` goes on for ever, or there is only one round
+    served: bool  # it is told by requests (role `serve`) instead of looking, and `read` is never called
 
     def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         """From the cursor on (None: from the beginning). A repeated finding carries the same id.

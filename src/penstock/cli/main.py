@@ -22,6 +22,7 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
     ("trace", "penstock.cli.trace:trace", "Look", "what happened to an event or a URL, step by step"),
     ("events", "penstock.cli.events:app", "Look", "list events"),
     ("pages", "penstock.cli.pages:app", "Look", "stored pages: show, list, prune"),
+    ("sources", "penstock.cli.sources:app", "Look", "what tells us of changes: list, try, reset, pause, resume"),
     ("domains", "penstock.cli.domains:app", "Look", "hosts: their limits, pauses, robots.txt and exceptions"),
     ("proxies", "penstock.cli.proxies:app", "Look", "pools of proxies: list them with their health, try them"),
     ("dlq", "penstock.cli.dlq:app", "Repair", "dead letters: list, show, retry, drop, export"),

@@ -326,6 +326,9 @@ class SqlLedger:
             (event_id, topic, url, host, now, stage, kind, reason, fingerprint, detail, envelope, headers),
         )
 
+    def has_letter_in(self, tx: Tx, event_id: str) -> bool:
+        return tx.execute("SELECT 1 FROM dead WHERE event=?", (event_id,)).get is not None
+
     def waiting_in(self, tx: Tx, topic: str, limit: int) -> list[tuple[int, str, str, str, str, str, bytes]]:
         """(n, id, topic, status, URL, host, envelope) of open events whose next message is on this topic. Looks at all events: for a purge."""
         known = "EXISTS(SELECT 1 FROM fetched f WHERE f.event=e.n)"

@@ -39,6 +39,7 @@ class BaseSource:
     """Defaults for what most sources have nothing to say about. Inherit, and write `read`."""
 
     every: float | None = None
+    served = False
 
     def __init__(self, spec: SourceSpec, context: SourceContext) -> None:
         self.spec, self.context, self.name, self.every = spec, context, spec.name, spec.every

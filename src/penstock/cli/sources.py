@@ -1,0 +1,313 @@
+"""`penstock sources …`: what tells the pipeline of changes, how far each was read, and what a person may do to it. Reading itself is in reader.py."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from cyclopts import App, Parameter
+
+from penstock.cli.options import DEFAULTS, Common, Json, ask
+from penstock.cli.output import FOLD, RIGHT, count, iso, lasting, moment, plain, plural, print_json, say, show, styled, table
+from penstock.errors import OK, UsageError
+
+if TYPE_CHECKING:
+    from penstock.intake import Intake
+    from penstock.ledgers.sql_sources import SourceState
+    from penstock.options import Config
+    from penstock.pipeline import SourceSpec
+    from penstock.ports import Finding, Source
+
+app = App(name="sources", help="what tells us of changes: list, try, reset, pause, resume")
+Name = Annotated[str, Parameter(help="the source, as `sources ls` calls it")]
+PipelineFile = Annotated[str | None, Parameter(name=["--pipeline", "-p"], help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")]
+
+
+@app.command
+def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> int:
+    """Every source of the pipeline and of the books: how far it was read, what came of it, what is wrong with it."""
+    config = common.load().config
+    specs = {spec.name: spec for spec in _declared(config, pipeline, required=False)}
+    states = _states(common, config)
+    names = [*specs, *(name for name in states if name not in specs)]
+    if json:
+        print_json({"sources": [_document(name, specs.get(name), states.get(name)) for name in names]})
+        return OK
+    if not names:
+        say('no sources: shop.source("feed+https://…") in a pipeline, or [[source]] in a TOML one, declares one')
+        return OK
+    made = table("source", "state", ("events", RIGHT), ("refused", RIGHT), "last event", ("behind", RIGHT), ("position", FOLD))
+    for name in names:
+        state = states.get(name)
+        made.add_row(
+            styled(name, "bold"),
+            _standing(state, declared=name in specs),
+            count(state.events) if state else "",
+            count(state.refused) if state and state.refused else "",
+            moment(state.event_at) if state and state.event_at else "",
+            _behind(state),
+            plain(state.position or "") if state else "",
+        )
+    show(made)
+    for name in names:
+        if (state := states.get(name)) and state.error:
+            say(styled(plain(f"{name}: {state.error}"), "yellow"))
+    return OK
+
+
+@app.command(name="test")
+def try_(
+    name: Name,
+    /,
+    *,
+    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="findings to show")] = 10,
+    start: Annotated[bool, Parameter(name="--start", help="from the beginning, not from where it was read to")] = False,
+    pipeline: PipelineFile = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Look as the source would, and show the events it would make. Nothing is published, and its position stays."""
+    config = common.load().config
+    spec = _one(_declared(config, pipeline), name)
+    cursor = None if start else _cursor(common, config, name)
+    findings, intake = asyncio.run(_preview(config, spec, cursor, max(1, limit)))
+    judged = intake.judge(findings)
+    if json:
+        document = {
+            "source": name,
+            "events": [msgspec.to_builtins(e) for e in judged.events],
+            "refused": [{"finding": msgspec.to_builtins(f), "reason": reason} for f, reason in judged.refused],
+            "skipped": judged.skipped,
+        }
+        print_json(document)
+        return OK
+    made = table("event", "priority", "cause", ("url", FOLD))
+    for e in judged.events:
+        made.add_row(e.id[:12], ("high", "normal", "low")[e.priority], plain(e.cause), plain(e.url))
+    if judged.events:
+        show(made)
+    for finding, reason in judged.refused:
+        say(styled(plain(f"refused: {finding.cause or finding.id}: {reason}"), "yellow"))
+    passed = f", {judged.skipped} passed over" if judged.skipped else ""
+    say(f"{plural(len(judged.events), 'event')} would be published{passed}; nothing was")
+    return OK
+
+
+@app.command
+def reset(
+    name: Name,
+    /,
+    *,
+    to: Annotated[str, Parameter(help="start, now, or a position of the source's own: an LSN, an offset, a time")],
+    pipeline: PipelineFile = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Set where a source goes on reading. Events that are in the books already keep their ids and are not made again."""
+    config = common.load().config
+    spec = _one(_declared(config, pipeline), name)
+    cursor, words = (None, "at the start") if to == "start" else asyncio.run(_place(config, spec, to))
+    with common.stores(create=True, config=config) as stores:
+        from penstock import units
+        from penstock.ledgers.sql_sources import SqlSources
+
+        books = SqlSources(stores.db)
+
+        def work(tx: Any) -> None:
+            books.declare_in(tx, name, units.mask(spec.url))
+            stores.ledger.move_cursor_in(tx, name, cursor, stores.clock.now())
+            books.renew_in(tx, name)
+
+        stores.db.write_now(work)
+    if json:
+        print_json({"source": name, "position": words})
+    else:
+        say(f"{name} goes on {words}")
+    return OK
+
+
+@app.command
+def pause(
+    name: Name,
+    /,
+    *,
+    reason: Annotated[str, Parameter(help="why, for the others")] = "paused by a person",
+    pipeline: PipelineFile = None,
+    common: Common = DEFAULTS,
+) -> int:
+    """Nothing more is read from a source until it is resumed; whoever reads it notices within a second or two."""
+    return _pause(common, pipeline, name, " ".join(reason.split()) or "paused by a person")
+
+
+@app.command
+def resume(name: Name, /, *, pipeline: PipelineFile = None, common: Common = DEFAULTS) -> int:
+    """Read on from where it was paused."""
+    return _pause(common, pipeline, name, None)
+
+
+def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) -> int:
+    from penstock import units
+    from penstock.ledgers.sql_sources import SqlSources
+
+    config = common.load().config
+    known = {spec.name: spec for spec in _declared(config, pipeline, required=False)}
+    with common.stores(create=True, config=config) as stores:
+        books = SqlSources(stores.db)
+
+        def work(tx: Any) -> list[str]:
+            if name in known:
+                books.declare_in(tx, name, units.mask(known[name].url))
+            books.pause_in(tx, name, reason)
+            return [s.name for s in books.all_in(tx)]
+
+        there = stores.db.write_now(work)
+    if name not in there:
+        raise _unknown(name, [*known, *there])
+    say(f"{name} is {'read again' if reason is None else 'paused'}")
+    return OK
+
+
+# -- what the pipeline and the books say ---------------------------------------------------------------------------------
+
+
+def _declared(config: Config, file: str | None, *, required: bool = True) -> list[SourceSpec]:
+    chosen = file or config.pipeline
+    if not chosen:
+        if required:
+            raise UsageError("which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml')
+        return []
+    from penstock.pipeline import load
+
+    return list(load(Path(chosen)).sources)
+
+
+def _one(specs: list[SourceSpec], name: str) -> SourceSpec:
+    found = next((spec for spec in specs if spec.name == name), None)
+    if found is None:
+        raise _unknown(name, [spec.name for spec in specs])
+    return found
+
+
+def _unknown(name: str, known: list[str]) -> UsageError:
+    return UsageError(f"there is no source {name!r}", hint=f"there are: {', '.join(dict.fromkeys(known))}" if known else "the pipeline declares none")
+
+
+def _has_state(config: Config) -> bool:
+    return not config.ledger.url.startswith("sqlite:") or Path(config.ledger.url.removeprefix("sqlite:")).exists()
+
+
+def _states(common: Common, config: Config) -> dict[str, SourceState]:
+    if not _has_state(config):
+        return {}
+    from penstock.ledgers.sql_sources import SqlSources
+
+    with common.stores(config=config) as stores:
+        return {state.name: state for state in ask(stores, SqlSources(stores.db).all_in)}
+
+
+def _cursor(common: Common, config: Config, name: str) -> bytes | None:
+    if not _has_state(config):
+        return None
+    with common.stores(config=config) as stores:
+        found: bytes | None = ask(stores, lambda tx: stores.ledger.cursor_in(tx, name))
+        return found
+
+
+def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> dict[str, Any]:
+    from penstock import units
+
+    times = ("looked_at", "next_at", "event_at", "error_at")
+    return {
+        "name": name,
+        "url": units.mask(spec.url) if spec else state.url if state else "",
+        "declared": spec is not None,
+        "every": spec.every if spec else None,
+        "paused": state.paused if state else None,
+        "position": state.position if state else None,
+        "worker": state.worker if state else None,
+        **{key: getattr(state, key) if state else 0 for key in ("events", "known", "skipped", "refused")},
+        **{key: iso(at) if state and (at := getattr(state, key)) is not None else None for key in times},
+        "error": state.error if state else None,
+        "lag_seconds": state.lag if state else None,
+        "backlog": state.backlog if state else None,
+    }
+
+
+def _standing(state: SourceState | None, *, declared: bool) -> Any:
+    if state is None:
+        return "never read"
+    if state.paused:
+        return styled(plain(f"paused: {state.paused}"), "bold red")
+    if state.error:
+        return styled("failing", "yellow")
+    return "read" if declared else styled("not in this pipeline", "dim")
+
+
+def _behind(state: SourceState | None) -> str:
+    if state is None or (state.lag is None and state.backlog is None):
+        return ""
+    return lasting(state.lag) if state.lag is not None else count(state.backlog or 0)
+
+
+# -- asking the source itself ----------------------------------------------------------------------------------------------
+
+
+async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> tuple[list[Finding], Intake]:
+    from penstock.intake import Intake
+    from penstock.mapping import Mapping
+    from penstock.opening import Politeness
+
+    politeness = Politeness(config)
+    try:
+        async with _opened(config, spec, politeness) as source:
+            # An intake without books can judge, and that is all that is asked of it here.
+            intake = Intake(None, Mapping(spec), politeness.clock, source=spec.name)  # type: ignore[arg-type]
+            return list(await source.preview(cursor, limit)), intake
+    finally:
+        politeness.close()
+
+
+async def _place(config: Config, spec: SourceSpec, to: str) -> tuple[bytes | None, str]:
+    from penstock.opening import Politeness
+
+    politeness = Politeness(config)
+    try:
+        async with _opened(config, spec, politeness) as source:
+            cursor = await source.place(to)
+            return cursor, source.describe(cursor)
+    finally:
+        politeness.close()
+
+
+class _opened:
+    """One source with a way out of its own, for as long as a command looks through it."""
+
+    def __init__(self, config: Config, spec: SourceSpec, politeness: Any) -> None:
+        self._config, self._spec, self._politeness = config, spec, politeness
+
+    async def __aenter__(self) -> Source:
+        from penstock.app import SOURCE_BODY, fetch_options, open_fetcher
+        from penstock.opening import adapter
+        from penstock.sources.context import SourceContext
+        from penstock.sources.web import SourceWeb
+        from penstock.stages.fetch import FetchStage
+
+        p, web = self._politeness, SourceWeb()
+        context = SourceContext(self._config, p.clock, random.Random(), web, Path.cwd())
+        source: Source = adapter("sources", self._spec.url)(self._spec, context)
+        self._fetcher = open_fetcher(self._config, max_body=SOURCE_BODY)
+        self._stage = FetchStage(self._fetcher, p.claims, p.claims, p.clock, fetch_options(self._config))
+        web.bind(self._stage, p.claims, p.clock)
+        await p.claims.refresh()
+        self._source = source
+        return source
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._source.close()
+        await self._stage.close()
+        await self._fetcher.close()
+        if self._politeness.claims.apart:
+            await self._politeness.claims.close()
