@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,13 @@ from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable
 from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
 from penstock.intake import Intake
-from penstock.ledgers.sql_sources import SqlSources
 from penstock.locks import WorkerLock
 from penstock.mapping import Mapping as SourceMapping
 from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
-from penstock.opening import Stores, adapter, open_stores, settings, worker_id
+from penstock.opening import Politeness, Stores, adapter, open_stores, settings, worker_id
 from penstock.options import Config
 from penstock.pipeline import Pipeline, SourceSpec, load
 from penstock.ports import Clock, Extraction, Row, Sink, Source, TableSink
@@ -256,13 +255,12 @@ class Running:
     def _open_readers(self, books: Books, fetcher: CurlFetcher) -> None:
         claims = self.stores.claims
         self.web.bind(FetchStage(fetcher, claims, claims, self.clock, fetch_options(self.config)), claims, self.clock)
-        state = SqlSources(self.stores.db)
         for source, spec in self.sources:
             if source.served:
                 continue
             intake = Intake(books, SourceMapping(spec, host_by=books.settings.host_by), self.clock, source=spec.name)
             lock = self.stores.db.lock(self.config.state.dir / "sources" / f"{mint('source', spec.name)[:16]}.lock")
-            self.readers.append(Reader(source, units.mask(spec.url), intake, state, lock, self.clock, self.rng, worker=self.id))
+            self.readers.append(Reader(source, units.mask(spec.url), intake, self.stores.sources, lock, self.clock, self.rng, worker=self.id))
 
     def _open_workers(
         self, books: Books, fetcher: CurlFetcher | None, extraction: Extraction | None, suspects: Extraction | None, hooks: HookRunner | None
@@ -464,6 +462,28 @@ def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, 
             raise ConfigError(f"two sinks write to {sink.name}", hint="give each its own file")
         found.append((sink, {"only": (only,) if isinstance(only, str) else tuple(only)}))
     return found
+
+
+@contextlib.asynccontextmanager
+async def source_to_look_at(config: Config, spec: SourceSpec) -> AsyncIterator[tuple[Source, SourceMapping]]:
+    """One source with a way out of its own, for a command."""
+    politeness = Politeness(config)
+    web, claims = SourceWeb(), politeness.claims
+    mapping = SourceMapping(spec)
+    source: Source = adapter("sources", spec.url)(spec, SourceContext(config, politeness.clock, random.Random(), web, Path.cwd()))
+    fetcher = open_fetcher(config, max_body=SOURCE_BODY)
+    stage = FetchStage(fetcher, claims, claims, politeness.clock, fetch_options(config))
+    web.bind(stage, claims, politeness.clock)
+    try:
+        await claims.refresh()
+        yield source, mapping
+    finally:
+        await source.close()
+        await stage.close()
+        await fetcher.close()
+        if claims.apart:
+            await claims.close()
+        politeness.close()
 
 
 def _table_writer(write_in: Callable[[Any, Sequence[Row]], None], *, cursor: bool = False) -> Callable[[Any, Sequence[tuple[str, bytes, int]]], None]:

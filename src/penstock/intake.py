@@ -116,6 +116,14 @@ async def push(
 # -- sources -------------------------------------------------------------------------------------------------------------
 
 
+class Refused(Exception):
+    """A finding makes no event; the reason, for people."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class Taken(msgspec.Struct, kw_only=True):
     """What became of a source's findings."""
 
@@ -129,36 +137,35 @@ class Taken(msgspec.Struct, kw_only=True):
         return Accepted.FULL in self.answers
 
 
+def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
+    """What would become of them; nothing is written."""
+    taken = Taken()
+    for finding in findings:
+        try:
+            event = mapping.event(finding)
+        except Refused as e:
+            taken.refused.append((finding, e.reason))
+            continue
+        if event is None:
+            taken.skipped += 1
+        else:
+            taken.events.append(event)
+    return taken
+
+
 class Intake:
     """One source's way into the books."""
 
     def __init__(self, books: Books, mapping: Mapping, clock: Clock, *, source: str) -> None:
         self.books, self.source = books, source
-        self._mapping, self._clock = mapping, clock
-
-    def judge(self, findings: Sequence[Finding]) -> Taken:
-        """What would become of them; nothing is written."""
-        from penstock.mapping import Refused  # it needs what is above
-
-        taken = Taken()
-        for finding in findings:
-            try:
-                event = self._mapping.event(finding)
-            except Refused as e:
-                taken.refused.append((finding, e.reason))
-                continue
-            if event is None:
-                taken.skipped += 1
-            else:
-                taken.events.append(event)
-        return taken
+        self.mapping, self._clock = mapping, clock
 
     async def take(self, batch: Batch, *, beside: Callable[[Any, Taken], None] | None = None, wait: bool = True) -> Taken:
         """Durable when it returns, with the source's cursor. A full queue is waited for, unless `wait` is false: then `full` says so, and the cursor stays.
 
         What makes no event is a dead letter. `beside` belongs to the transaction; what it raises undoes it.
         """
-        judged = self.judge(batch.findings)
+        judged = judge(self.mapping, batch.findings)
         cursor = None if batch.cursor is None else (self.source, batch.cursor)
         waiting, answers = judged.events, {}
         while True:

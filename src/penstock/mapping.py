@@ -12,7 +12,7 @@ from jmespath.exceptions import JMESPathError
 
 from penstock import units
 from penstock.errors import ConfigError
-from penstock.intake import event_of
+from penstock.intake import Refused, event_of
 from penstock.model import Event, Priority, Route
 from penstock.pipeline import SourceSpec
 from penstock.ports import Finding
@@ -23,14 +23,6 @@ KEYS = ("url", *ROUTE, "priority", "window", "window_mode", "force", "trace", "d
 LONGEST = 512  # characters of an id, trace or cause: more fits no index
 MAX_DATA = 64 << 10  # bytes of a payload that travels with its event
 _encode = msgspec.json.Encoder().encode
-
-
-class Refused(Exception):
-    """This finding makes no event; the reason, for people."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class Mapping:

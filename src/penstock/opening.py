@@ -23,6 +23,7 @@ from penstock.clock import SystemClock
 from penstock.desk import Settings, SinkBinding
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ledgers.sql_outbox import SqlOutbox
+from penstock.ledgers.sql_sources import SqlSources
 from penstock.options import Config
 from penstock.ports import Clock, TopicSpec
 from penstock.rules import breaker
@@ -44,6 +45,7 @@ class Stores:
         self.broker, self.ledger, self.claims, self.pages = broker, ledger, claims, pages
         self.db = ledger.db
         self.outbox = SqlOutbox(self.db)
+        self.sources = SqlSources(self.db)
         self.proxies = claims.proxies if claims.apart else SqlProxies(self.db, self.clock)
         self.hosts = claims.hosts if claims.apart else SqlHosts(claims)
         self.books = self.with_settings(settings(config))

@@ -506,3 +506,26 @@ class Source(Protocol):
         """The position in words."""
 
     async def close(self) -> None: ...
+
+
+class SourceState(msgspec.Struct, frozen=True):
+    """What the books know of a source."""
+
+    name: str
+    url: str  # without its secrets
+    paused: str | None  # why, if it is
+    generation: int  # of its position: a reset begins the next
+    worker: str | None  # who reads it
+    settled_at: float | None  # when there was last nothing left to read
+    looked_at: float | None
+    next_at: float | None
+    event_at: float | None  # the last new event
+    events: int
+    known: int  # findings whose id was in the books already
+    skipped: int  # passed over by `where` or a hook
+    refused: int  # made no event; they are dead letters of stage `source`
+    error: str | None
+    error_at: float | None
+    lag: float | None
+    backlog: int | None
+    position: str | None  # in words

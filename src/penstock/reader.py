@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.errors import PenstockError, StoreUnavailable
 from penstock.intake import Intake, Taken
-from penstock.ledgers.sql_sources import SourceState, SqlSources
 from penstock.locks import Lock, Lost
 from penstock.model import Failure
-from penstock.ports import Accepted, Batch, Clock, Source
+from penstock.ports import Accepted, Batch, Clock, Source, SourceState
 
 log = logging.getLogger("penstock.sources")
 LOOK = 1.0  # seconds until a pause or a reset is noticed, and between two tries for the lock
@@ -21,6 +20,20 @@ LONGEST_WAIT = 86400.0  # whatever Retry-After says
 JITTER = 0.1  # of `every`: sources that were started together do not stay together
 
 
+class SourceBooks(Protocol):
+    """The state of sources in the ledger's store; each method belongs to a caller's transaction."""
+
+    db: Any
+
+    def declare_in(self, tx: Any, name: str, url: str) -> None: ...
+
+    def state_in(self, tx: Any, name: str) -> SourceState | None: ...
+
+    def count_in(self, tx: Any, name: str, *, new: int, known: int, skipped: int, refused: int, now: float) -> None: ...
+
+    def note_in(self, tx: Any, name: str, **values: Any) -> None: ...
+
+
 class Moved(Exception):
     """Somebody paused the source or set its position: what is being read is not wanted any more."""
 
@@ -28,7 +41,7 @@ class Moved(Exception):
 class Reader:
     """`run()` is a task for as long as the process works."""
 
-    def __init__(self, source: Source, url: str, intake: Intake, books: SqlSources, lock: Lock, clock: Clock, rng: random.Random, *, worker: str) -> None:
+    def __init__(self, source: Source, url: str, intake: Intake, books: SourceBooks, lock: Lock, clock: Clock, rng: random.Random, *, worker: str) -> None:
         self.source, self.url, self.intake, self.error = source, url, intake, ""
         self._books, self._lock, self._clock, self._rng, self._worker = books, lock, clock, rng, worker
         self._started = clock.now()
@@ -77,6 +90,8 @@ class Reader:
             if not await self._lock.take():
                 return LOOK
             await self._books.db.write(self._declare, durable=False)
+        state: SourceState
+        cursor: bytes | None
         state, cursor = await self._books.db.read(self._standing)
         self._generation, now = state.generation, self._clock.now()
         every = self.source.every
@@ -197,4 +212,5 @@ class Reader:
         await self._books.db.write(work, durable=False)
 
     async def _state(self) -> SourceState | None:
-        return await self._books.db.read(lambda tx: self._books.state_in(tx, self.source.name))
+        state: SourceState | None = await self._books.db.read(lambda tx: self._books.state_in(tx, self.source.name))
+        return state

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
 
+from penstock import units
 from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import FOLD, RIGHT, count, iso, lasting, moment, plain, plural, print_json, say, show, styled, table
 from penstock.errors import OK, UsageError
 
 if TYPE_CHECKING:
-    from penstock.intake import Intake
-    from penstock.ledgers.sql_sources import SourceState
+    from penstock.intake import Taken
     from penstock.options import Config
     from penstock.pipeline import SourceSpec
-    from penstock.ports import Finding, Source
+    from penstock.ports import SourceState
 
 app = App(name="sources", help="what tells us of changes: list, try, reset, pause, resume")
 Name = Annotated[str, Parameter(help="the source, as `sources ls` calls it")]
@@ -73,8 +72,7 @@ def try_(
     config = common.load().config
     spec = _one(_declared(config, pipeline), name)
     cursor = None if start else _cursor(common, config, name)
-    findings, intake = asyncio.run(_preview(config, spec, cursor, max(1, limit)))
-    judged = intake.judge(findings)
+    judged = asyncio.run(_preview(config, spec, cursor, max(1, limit)))
     if json:
         document = {
             "source": name,
@@ -111,10 +109,7 @@ def reset(
     spec = _one(_declared(config, pipeline), name)
     cursor, words = (None, "at the start") if to == "start" else asyncio.run(_place(config, spec, to))
     with common.stores(create=True, config=config) as stores:
-        from penstock import units
-        from penstock.ledgers.sql_sources import SqlSources
-
-        books = SqlSources(stores.db)
+        books = stores.sources
 
         def work(tx: Any) -> None:
             books.declare_in(tx, name, units.mask(spec.url))
@@ -149,13 +144,10 @@ def resume(name: Name, /, *, pipeline: PipelineFile = None, common: Common = DEF
 
 
 def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) -> int:
-    from penstock import units
-    from penstock.ledgers.sql_sources import SqlSources
-
     config = common.load().config
     known = {spec.name: spec for spec in _declared(config, pipeline, required=False)}
     with common.stores(create=True, config=config) as stores:
-        books = SqlSources(stores.db)
+        books = stores.sources
 
         def work(tx: Any) -> list[str]:
             if name in known:
@@ -202,10 +194,8 @@ def _has_state(config: Config) -> bool:
 def _states(common: Common, config: Config) -> dict[str, SourceState]:
     if not _has_state(config):
         return {}
-    from penstock.ledgers.sql_sources import SqlSources
-
     with common.stores(config=config) as stores:
-        return {state.name: state for state in ask(stores, SqlSources(stores.db).all_in)}
+        return {state.name: state for state in ask(stores, stores.sources.all_in)}
 
 
 def _cursor(common: Common, config: Config, name: str) -> bytes | None:
@@ -217,8 +207,6 @@ def _cursor(common: Common, config: Config, name: str) -> bytes | None:
 
 
 def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> dict[str, Any]:
-    from penstock import units
-
     times = ("looked_at", "next_at", "event_at", "error_at")
     return {
         "name": name,
@@ -255,59 +243,17 @@ def _behind(state: SourceState | None) -> str:
 # -- asking the source itself ----------------------------------------------------------------------------------------------
 
 
-async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> tuple[list[Finding], Intake]:
-    from penstock.intake import Intake
-    from penstock.mapping import Mapping
-    from penstock.opening import Politeness
+async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> Taken:
+    from penstock.app import source_to_look_at
+    from penstock.intake import judge
 
-    politeness = Politeness(config)
-    try:
-        async with _opened(config, spec, politeness) as source:
-            # An intake without books can judge, and that is all that is asked of it here.
-            intake = Intake(None, Mapping(spec), politeness.clock, source=spec.name)  # type: ignore[arg-type]
-            return list(await source.preview(cursor, limit)), intake
-    finally:
-        politeness.close()
+    async with source_to_look_at(config, spec) as (source, mapping):
+        return judge(mapping, await source.preview(cursor, limit))
 
 
 async def _place(config: Config, spec: SourceSpec, to: str) -> tuple[bytes | None, str]:
-    from penstock.opening import Politeness
+    from penstock.app import source_to_look_at
 
-    politeness = Politeness(config)
-    try:
-        async with _opened(config, spec, politeness) as source:
-            cursor = await source.place(to)
-            return cursor, source.describe(cursor)
-    finally:
-        politeness.close()
-
-
-class _opened:
-    """One source with a way out of its own, for as long as a command looks through it."""
-
-    def __init__(self, config: Config, spec: SourceSpec, politeness: Any) -> None:
-        self._config, self._spec, self._politeness = config, spec, politeness
-
-    async def __aenter__(self) -> Source:
-        from penstock.app import SOURCE_BODY, fetch_options, open_fetcher
-        from penstock.opening import adapter
-        from penstock.sources.context import SourceContext
-        from penstock.sources.web import SourceWeb
-        from penstock.stages.fetch import FetchStage
-
-        p, web = self._politeness, SourceWeb()
-        context = SourceContext(self._config, p.clock, random.Random(), web, Path.cwd())
-        source: Source = adapter("sources", self._spec.url)(self._spec, context)
-        self._fetcher = open_fetcher(self._config, max_body=SOURCE_BODY)
-        self._stage = FetchStage(self._fetcher, p.claims, p.claims, p.clock, fetch_options(self._config))
-        web.bind(self._stage, p.claims, p.clock)
-        await p.claims.refresh()
-        self._source = source
-        return source
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._source.close()
-        await self._stage.close()
-        await self._fetcher.close()
-        if self._politeness.claims.apart:
-            await self._politeness.claims.close()
+    async with source_to_look_at(config, spec) as (source, _):
+        cursor = await source.place(to)
+        return cursor, source.describe(cursor)

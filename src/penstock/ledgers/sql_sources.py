@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from penstock.ports import SourceState
 from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
@@ -17,27 +16,6 @@ _COLUMNS = (
     "name, url, paused, generation, worker, settled_at, looked_at, next_at, event_at, events, known, skipped, refused, error, error_at, lag, backlog, position"
 )
 _NOTABLE = frozenset("worker settled_at looked_at next_at error error_at lag backlog position".split())  # noqa: SIM905
-
-
-class SourceState(msgspec.Struct, frozen=True):
-    name: str
-    url: str  # without its secrets
-    paused: str | None  # why, if it is
-    generation: int  # of its position: a reset begins the next
-    worker: str | None  # who reads it
-    settled_at: float | None  # when there was last nothing left to read
-    looked_at: float | None
-    next_at: float | None
-    event_at: float | None  # the last new event
-    events: int
-    known: int  # findings whose id was in the books already
-    skipped: int  # passed over by `where` or a hook
-    refused: int  # made no event; they are dead letters of stage `source`
-    error: str | None
-    error_at: float | None
-    lag: float | None
-    backlog: int | None
-    position: str | None  # in words
 
 
 class SqlSources:
