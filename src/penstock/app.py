@@ -285,7 +285,9 @@ class Running:
         policies = retry.table(base=c.retry.base, cap=c.retry.max, budget=c.retry.budget, next_pool=c.retry.next_pool)
 
         def on_records() -> None:
-            if not self._wake_set:
+            if not any(w.held for w in self.workers):  # no more rows are about to come
+                wake()
+            elif not self._wake_set:
                 self._wake_set = True
                 asyncio.get_running_loop().call_later(FLUSH_LINGER, wake)
 
