@@ -466,6 +466,11 @@ def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, 
     return found
 
 
+def check_sources(pipeline: Pipeline, config: Config) -> None:
+    """As `run` would find them. Raises ConfigError."""
+    open_sources(pipeline, SourceContext(config, SystemClock(), random.Random(), SourceWeb(), Path.cwd()))
+
+
 @contextlib.asynccontextmanager
 async def source_to_look_at(config: Config, spec: SourceSpec) -> AsyncIterator[tuple[Source, SourceMapping]]:
     """One source with a way out of its own, for a command."""
