@@ -372,7 +372,8 @@ class Books(Upkeep):
         while True:
             staged = self.pages.stage(bodies)
             try:
-                await self.pages.send(staged)
+                if self.pages.remote:
+                    await self.pages.send(staged)
                 answers = await self.write(partial(self._conclude, claims=claims, ends=ends, staged=staged))
                 break
             except _PagesGone:  # retention was quicker: their bytes are needed again

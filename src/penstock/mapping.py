@@ -16,7 +16,7 @@ from penstock.intake import Refused, event_of
 from penstock.model import Event, Priority, Route
 from penstock.pipeline import SourceSpec
 from penstock.ports import Finding
-from penstock.rules.identity import BadUrl
+from penstock.rules.identity import BadUrl, canonical_url
 
 ROUTE = ("geo", "pool", "account", "render")
 KEYS = ("url", *ROUTE, "priority", "window", "window_mode", "force", "trace", "data")
@@ -79,7 +79,7 @@ class Mapping:
             raise Refused(f"its trace is no text of 1 to {LONGEST} characters")
         try:
             event = event_of(
-                url,
+                url if finding.base is None else canonical_url(url, finding.base),
                 id_=finding.id,
                 source=spec.name,
                 cause=finding.cause[:LONGEST].replace("\0", "�"),

@@ -1,0 +1,59 @@
+"""A source that polls, on the pretend web: the guard, robots.txt and a real HTTP client in between, and rounds that are accepted or cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock import config
+from penstock.app import source_to_look_at
+from penstock.mapping import Mapping
+from penstock.pipeline import Pipeline
+from penstock.ports import Finding, Source
+from penstock.testing.web import Web
+
+T = TypeVar("T")
+
+
+class Looks:
+    """One source and its durable cursor, as the reader would keep them."""
+
+    def __init__(self, source: Source, mapping: Mapping) -> None:
+        self.source, self.mapping, self.cursor = source, mapping, None
+        self.cursor: bytes | None = None
+
+    async def round(self, *, killed_after: int | None = None) -> list[Finding]:
+        """What one look finds; everything is accepted, or only the first so many batches."""
+        found: list[Finding] = []
+        batches, taken = self.source.read(self.cursor), 0
+        try:
+            async for batch in batches:
+                found += batch.findings
+                if killed_after is not None and taken >= killed_after:
+                    break
+                taken += 1
+                self.cursor = batch.cursor if batch.cursor is not None else self.cursor
+        finally:
+            await batches.aclose()
+        return found
+
+    def urls(self, findings: list[Finding]) -> list[str]:
+        return [event.url for f in findings if (event := self.mapping.event(f)) is not None]
+
+
+@contextlib.asynccontextmanager
+async def looking(web: Web, url: str, tmp_path: Path, **options: Any) -> AsyncIterator[Looks]:
+    """`url` with {} for the pretend web's address."""
+    pipeline = Pipeline("test")
+    pipeline.source(url.replace("{}", f"127.0.0.1:{web.port}"), name="it", **options)
+    allowed = {"PENSTOCK_NET_ALLOW": "127.0.0.1:*", "PENSTOCK_PACE_RATE": "unlimited"}
+    settings = config.load({}, allowed, tmp_path).config
+    async with source_to_look_at(settings, pipeline.sources[0]) as (source, mapping):
+        yield Looks(source, mapping)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 60))
