@@ -372,8 +372,7 @@ class Books(Upkeep):
         while True:
             staged = self.pages.stage(bodies)
             try:
-                if self.pages.remote:
-                    await self.pages.send(staged)
+                await self.pages.send(staged)
                 answers = await self.write(partial(self._conclude, claims=claims, ends=ends, staged=staged))
                 break
             except _PagesGone:  # retention was quicker: their bytes are needed again

@@ -256,7 +256,7 @@ class PageStore(Protocol):
     """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that names them, in the books' transaction.
     The `_in` methods are given the ledger's transaction, wherever the bytes lie."""
 
-    remote: bool  # the bytes go over a network: `send` them before the books' transaction, which nobody should hold open for that long
+    remote: bool  # the bytes go over a network
 
     async def start(self) -> None:
         """Only where `remote`, before the first page: raises Unreachable where pages could not be stored and read."""
@@ -265,7 +265,8 @@ class PageStore(Protocol):
         """Write what is new, of (id, body). Nobody can find it yet, and a crash now leaves nothing visible. Raises StoreUnavailable."""
 
     async def send(self, staged: Any) -> None:
-        """Only where `remote`: the bytes are there when it returns. Raises StoreUnavailable."""
+        """The bytes are there, and durable, when it returns; before the books' transaction, which nobody should hold open for that long.
+        Raises StoreUnavailable."""
 
     def index_in(self, tx: Any, staged: Any) -> Sequence[str]:
         """Make staged bytes durable and findable, inside the store's transaction. Returns ids that were taken for stored but are gone: stage them again."""

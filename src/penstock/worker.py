@@ -329,6 +329,8 @@ class Worker:
             self._active -= 1
             self._turns.leave(item)
             self._startable.set()
+            if not self._active:
+                self._hurry(0)
 
     def _turn(self, item: Item) -> int:
         """How many pools its route has moved on by."""
@@ -419,6 +421,7 @@ class Worker:
             return
         for item, result in zip(items, results, strict=True):
             self._extracted(item, result)
+        self._hurry(1)
 
     def _extracted(self, item: Item, x: Extracted) -> None:
         if x.error:
@@ -577,6 +580,14 @@ class Worker:
     def _linger(self, alone: float) -> float:
         """Under load more events share a hand-over or a sync; one that comes alone is not kept waiting for others."""
         return 8 * alone if len(self.held) > self.o.concurrency else alone
+
+    def _hurry(self, ourselves: int) -> None:
+        """Where nothing else is on its way, what waits for company waits in vain."""
+        if not self._active and not self._turns.ready:
+            if self._extracts:
+                self._flush_extracts()
+            elif len(self._extracting) <= ourselves:
+                self._flush_ends()
 
     def _spawn(self, among: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

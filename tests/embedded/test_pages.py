@@ -339,12 +339,19 @@ async def test_the_bytes_are_on_the_disk_before_the_row_that_names_them(tmp_path
     monkeypatch.setattr(os, "fdatasync", watched("sync", os.fdatasync))
     rig.db._writer.set_commit_hook(lambda: bool(log.append("commit")))
     await rig.put(b"x")
-    assert log == (["sync w1-1.seg", "commit"] if syncs else ["commit"])
+    assert log == (["sync w1-1.seg", "commit", "sync a.db-wal"] if syncs else ["commit"])
     log.clear()
     first = rig.store.stage([(page_id(b"y"), b"y")])
     rig.store.stage([(page_id(b"z"), b"z")])  # leaves the second segment before it was committed
     await rig.db.write(lambda tx: rig.store.index_in(tx, first))
     assert ("sync w1-2.seg" in log[: log.index("commit")]) is syncs
+    log.clear()
+    ahead = rig.store.stage([(page_id(b"a"), b"a")])
+    await rig.store.send(ahead)
+    assert any(entry.startswith("sync w1-") for entry in log) is syncs
+    log.append("sent")
+    await rig.db.write(lambda tx: rig.store.index_in(tx, ahead))
+    assert log[log.index("sent") + 1] == "commit", "what was sent is not synced again while others wait for the transaction"
     rig.store.close()
     rig.db.close_now()
 

@@ -159,28 +159,96 @@ async def test_what_was_asked_before_the_end_is_done_before_the_end(tmp_path: Pa
 # -- durability ------------------------------------------------------------------------------------------------------------------
 
 
+class Disk:
+    """Watches the syncs of the WAL; each waits for the gate."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate, self.synced, self.error = threading.Event(), 0, 0
+        self.gate.set()
+        self._sync = os.fdatasync
+        monkeypatch.setattr(os, "fdatasync", self._watched)
+
+    def _watched(self, fd: int) -> None:
+        assert os.readlink(f"/proc/self/fd/{fd}").endswith("-wal")
+        self.gate.wait(10)
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+        self._sync(fd)
+        self.synced += 1
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
 @pytest.mark.parametrize(
-    ("durability", "durable", "synced", "level"),
-    [("full", True, False, 2), ("full", False, False, 1), ("process", True, False, 1), ("process", False, False, 1), ("process", True, True, 2)],
+    ("durability", "durable", "synced", "syncs"),
+    [("full", True, False, 1), ("full", False, False, 0), ("process", True, False, 0), ("process", False, False, 0), ("process", True, True, 1)],
 )
-async def test_durability_decides_whether_a_commit_waits_for_the_disk(tmp_path: Path, durability: str, durable: bool, synced: bool, level: int) -> None:
+async def test_durability_decides_whether_a_commit_waits_for_the_disk(
+    tmp_path: Path, disk: Disk, durability: str, durable: bool, synced: bool, syncs: int
+) -> None:
     db = opened(tmp_path / "a.db", durability=durability)
-    seen = await db.write(lambda tx: tx.execute("PRAGMA synchronous").get, durable=durable, synced=synced)
-    assert seen == level
+    await db.write(insert(1), durable=durable, synced=synced)
+    assert disk.synced == syncs
     assert db._writer.execute("PRAGMA journal_mode").get == "wal"
+    assert db._writer.execute("PRAGMA synchronous").get == 1, "checkpoints sync what they move"
     db.close_now()
 
 
-async def test_one_durable_job_makes_its_whole_group_durable(tmp_path: Path) -> None:
-    db = opened(tmp_path / "a.db")
-    gate = threading.Event()
-    hold = asyncio.ensure_future(db.write(held_commit(db, gate), durable=False))
+async def test_others_write_while_a_durable_job_waits_for_the_disk_and_it_is_answered_after_it(tmp_path: Path, disk: Disk) -> None:
+    db, other = opened(tmp_path / "a.db"), opened(tmp_path / "a.db", busy_seconds=0.05)
+    disk.gate.clear()
+    durable = [asyncio.ensure_future(db.write(insert(i))) for i in range(3)]
     await asyncio.sleep(0.05)
-    ask = [asyncio.ensure_future(db.write(lambda tx: tx.execute("PRAGMA synchronous").get, durable=durable)) for durable in (False, True, False)]
-    await asyncio.sleep(0)
-    gate.set()
-    await hold
-    assert await asyncio.gather(*ask) == [2, 2, 2]
+    late = asyncio.ensure_future(db.write(insert("late")))
+    await db.write(insert("ours"), durable=False)
+    await other.write(insert("another's"), durable=False)
+    assert not any(job.done() for job in (*durable, late))
+    disk.gate.set()
+    await asyncio.gather(*durable, late)
+    assert disk.synced == 2, "the three shared one, and that may have begun before the other's commit"
+    assert set(await db.read(values)) == {0, 1, 2, "late", "ours", "another's"}
+    db.close_now()
+    other.close_now()
+
+
+@pytest.mark.parametrize("inline", [False, True])
+async def test_a_sync_that_fails_is_an_outage_and_what_it_was_for_is_written_anew(tmp_path: Path, disk: Disk, inline: bool) -> None:
+    db = opened(tmp_path / "a.db", inline=inline)
+    disk.error = 5
+    with pytest.raises(StoreUnavailable) as e:
+        await db.write(insert(1))
+    assert "Input/output error" in e.value.message
+    disk.error = 0
+    await db.write(insert(2))
+    copy = apsw.Connection(f"file:{tmp_path}/a.db?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+    assert copy.execute("SELECT x FROM t").fetchall() == [(1,)], "what was in the WAL is in the file itself, before anything else is written"
+    copy.close()
+    db.close_now()
+
+
+async def test_what_is_committed_is_synced_before_the_end(tmp_path: Path, disk: Disk) -> None:
+    db = opened(tmp_path / "a.db")
+    disk.gate.clear()
+    first = asyncio.ensure_future(db.write(insert(1)))
+    await asyncio.sleep(0.05)
+    second = asyncio.ensure_future(db.write(insert(2)))
+    await asyncio.sleep(0.05)
+    disk.gate.set()
+    db.close_now()
+    assert disk.synced == 2
+    await asyncio.gather(first, second)
+
+
+async def test_a_long_wal_is_brought_into_the_file_and_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CHECKPOINT_FRAMES", 50)
+    db = opened(tmp_path / "a.db")
+    for _ in range(30):
+        await db.write(insert(b"x" * 100_000, "big"), durable=False)
+    assert (tmp_path / "a.db-wal").stat().st_size < 100 * 4096
+    assert (tmp_path / "a.db").stat().st_size > 600 * 4096
     db.close_now()
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from penstock import units
 from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, styled, table
 from penstock.cli.output import show as show_table
@@ -66,17 +67,18 @@ def check(
     chosen = file or loaded.config.pipeline
     found: dict[str, object] = {"config": str(loaded.file) if loaded.file else None, "pipeline": None}
     if chosen:
-        from penstock.app import open_sinks
+        from penstock.app import check_sources, open_sinks
         from penstock.pipeline import load
 
         pipeline = load(chosen)
         open_sinks(pipeline, Path.cwd())
+        check_sources(pipeline, loaded.config)
         found["pipeline"] = {
             "file": chosen,
             "name": pipeline.name,
             "extractors": [f"{e.name}@{e.version}" for e in pipeline.extractors],
-            "sinks": [s.url for s in pipeline.sinks],
-            "sources": [s.url for s in pipeline.sources],
+            "sinks": [units.mask(s.url) for s in pipeline.sinks],
+            "sources": [units.mask(s.url) for s in pipeline.sources],
         }
     if json:
         print_json(found)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +43,7 @@ class Staged(msgspec.Struct):
     segment: str = ""
     rows: list[tuple[str, int, int, int, int]] = []  # hash, frame, packed, start, size
     again: list[str] = []  # known already: only their time is news
+    synced: bool = False
 
 
 def _raw(page: str) -> bytes:
@@ -52,7 +55,7 @@ def _raw(page: str) -> bytes:
 
 
 class SegmentStore:
-    """`stage` appends (any thread, before the transaction), `index_in` makes it findable (inside it), `get` reads back."""
+    """`stage` appends (any thread, before the transaction), `send` syncs, `index_in` makes it findable (inside it), `get` reads back."""
 
     remote = False
 
@@ -66,6 +69,7 @@ class SegmentStore:
         self._staging = threading.Lock()  # retention stages what it moves, on the store's thread where it has one
         self._lost: set[str] = set()  # segments that a sync failed for: the kernel tells once, then forgets the bytes
         self._known: dict[str, None] = {}
+        self._disk = ThreadPoolExecutor(1, "penstock-pages")  # where it can be waited for
         self._squeeze = zstandard.ZstdCompressor(level=1)
         self._expand = zstandard.ZstdDecompressor()
         db.part("pages", 2, SCHEMA)
@@ -83,7 +87,7 @@ class SegmentStore:
             for hash_ in new:
                 self._known.pop(hash_, None)
             if isinstance(e, OSError):
-                raise StoreUnavailable(f"cannot write pages to {self.directory}: {e}", hint="free space or set PENSTOCK_PAGES_URL=file:DIR") from e
+                raise self._unavailable(e) from e
             raise
         if len(self._known) > REMEMBERED:
             self._known.clear()
@@ -146,6 +150,18 @@ class SegmentStore:
                 self._name, self._end, self._lock = name, 0, lock
                 return
 
+    async def send(self, staged: Staged) -> None:
+        """Syncs ahead of the transaction: nobody should hold that open while the disk works."""
+        if staged.rows and self.db.durability == "full":
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._disk, self._sync, staged.segment)
+            except OSError as e:
+                raise self._unavailable(e) from e
+            staged.synced = True
+
+    def _unavailable(self, e: OSError) -> StoreUnavailable:
+        return StoreUnavailable(f"cannot write pages to {self.directory}: {e}", hint="free space or set PENSTOCK_PAGES_URL=file:DIR")
+
     def _sync(self, segment: str) -> None:
         """A segment that was closed meanwhile was synced then."""
         if segment in self._lost:
@@ -162,11 +178,11 @@ class SegmentStore:
                 os.close(fd)
 
     def index_in(self, tx: Tx, staged: Staged) -> list[str]:
-        """Sync the bytes, then name them: a row never points at bytes that a power cut could take.
+        """Sync the bytes if `send` has not, then name them: a row never points at bytes that a power cut could take.
         Returns what was taken for known but is gone: retention, in another process perhaps, was quicker."""
         now = self.clock.now()
         if staged.rows:
-            if self.db.durability == "full":
+            if self.db.durability == "full" and not staged.synced:
                 self.db.before_commit(partial(self._sync, staged.segment))
             segment = tx.execute("SELECT id FROM segment WHERE name=?", (staged.segment,)).get
             if segment is None:
@@ -341,6 +357,7 @@ class SegmentStore:
         self._last_lock, self._lock = self._lock, None
 
     def close(self) -> None:
+        self._disk.shutdown()
         for _ in range(2):
             self._close_segment()
 

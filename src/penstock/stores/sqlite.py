@@ -28,6 +28,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"}
 )
 MAX_GROUP = 256
+CHECKPOINT_FRAMES, SOON_AGAIN = 8000, 1000  # frames in the WAL; and more, where somebody who read or wrote kept it from starting anew
 _OUTAGE = (
     apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.BusyError, apsw.CantOpenError, apsw.LockedError, apsw.PermissionsError,
     apsw.CorruptError, apsw.NotADBError, apsw.NoMemError,  # damage is the store's, whichever event met it first
@@ -50,15 +51,20 @@ class Database:
             _refuse_network_file_system(Path(path))
             self._single = _single_writer_if_needed(Path(path))
         self._busy_ms = int(busy_seconds * 1000)
+        self._frames, self._checkpoint_at = 0, CHECKPOINT_FRAMES  # in the WAL, when we last committed
         self._writer = self._connect()
+        self._writer.set_wal_hook(self._on_wal)
         self._reader: apsw.Connection | None = None
-        self._synchronous = ""
         self._closed = False
         self.rollbacks = 0  # what was remembered about rows may be wrong after one
         self._queue: deque[_Job] = deque()
         self._busy = False
         self._before_commit: list[Callable[[], object]] = []
-        self._waits = ThreadPoolExecutor(1, "penstock-commit")  # for what blocks: the disk, and another process's lock
+        self._wal = -1
+        self._unsynced: list[_Job] = []  # committed, but the disk need not have it yet
+        self._syncing = False
+        self._doubtful = False  # a sync failed: the kernel tells once, then forgets the bytes
+        self._waits = ThreadPoolExecutor(2, "penstock-commit")  # for what blocks: the disk, and another process's lock
 
     @property
     def file(self) -> Path | None:
@@ -94,7 +100,7 @@ class Database:
             if not known:  # only then: it takes the write lock, and most who open only want to look
                 c.execute(f"PRAGMA application_id={APPLICATION_ID}")
             c.execute("PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
-            c.execute("PRAGMA wal_autocheckpoint=8000; PRAGMA journal_size_limit=67108864")
+            c.execute("PRAGMA synchronous=NORMAL; PRAGMA wal_autocheckpoint=0; PRAGMA journal_size_limit=67108864")
             c.execute("CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID")
             return c
         except (apsw.Error, OSError) as e:
@@ -148,7 +154,9 @@ class Database:
         """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves.
 
         Statements run on the loop's own thread: handing each of them to another one cost more than SQLite does. What
-        blocks, the sync of a COMMIT and the wait for another process's lock, goes to a thread.
+        blocks, the disk and the wait for another process's lock, goes to a thread. A durable job is answered when the WAL
+        was synced after its COMMIT; others write meanwhile, since nobody holds a lock for that. Where the sync fails, it may
+        have been written all the same.
         """
         self._refuse_if_closed()
         job = _Job(work, synced or (durable and self.durability == "full"))
@@ -189,6 +197,10 @@ class Database:
             raise AssertionError("a patient BEGIN answers or raises")
         self._run(group)
         self._finish(group)
+        if any(j.durable for j in group):
+            self._sync(group)
+        if self._frames >= self._checkpoint_at:
+            self._checkpoint()
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         """Whoever writes at this moment shares a transaction."""
@@ -200,20 +212,67 @@ class Database:
 
     def _go_on(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
         self._run(group)
-        if self._before_commit or self._synchronous == "FULL":
-            loop.run_in_executor(self._waits, self._finish, group).add_done_callback(lambda _: self._answer(loop, group))
+        if self._before_commit:
+            loop.run_in_executor(self._waits, self._finish, group).add_done_callback(lambda _: self._committed(loop, group))
         else:
             self._finish(group)
-            self._answer(loop, group)
+            self._committed(loop, group)
 
-    def _answer(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+    def _committed(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+        if self._closed:  # who closed it has waited for this, and synced it
+            _answer(group)
+            return
+        if self._frames >= self._checkpoint_at:
+            loop.run_in_executor(self._waits, self._checkpoint).add_done_callback(lambda _: self._rest(loop))
+        else:
+            self._rest(loop)
+        self._unsynced += [job for job in group if job.durable and job.error is None]
+        _answer([job for job in group if not job.durable or job.error is not None])
+        self._sync_soon(loop)
+
+    def _rest(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._queue:
             loop.call_soon(self._next, loop)
         else:
             self._busy = False
-        for job in group:
-            if job.future is not None and not job.future.done():
-                job.future.set_result(None)
+
+    def _sync_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Whoever committed while a sync was under way shares the next one."""
+        if self._syncing or not self._unsynced:
+            return
+        jobs, self._unsynced, self._syncing = self._unsynced, [], True
+
+        def done(_: object) -> None:
+            self._syncing = False
+            _answer(jobs)
+            if not self._closed:
+                self._sync_soon(loop)
+
+        loop.run_in_executor(self._waits, self._sync, jobs).add_done_callback(done)
+
+    def _sync(self, jobs: Sequence[_Job]) -> None:
+        """As a COMMIT with synchronous=FULL does, but without its lock. What a checkpoint took out of the WAL meanwhile was synced by that."""
+        if self.path == ":memory:":
+            return
+        try:
+            if self._wal < 0:
+                self._wal = os.open(self.path + "-wal", os.O_RDONLY | os.O_CLOEXEC)
+            os.fdatasync(self._wal)
+        except OSError as e:
+            self._doubtful = True
+            for job in jobs:
+                job.error = job.error or self._outage(e)
+
+    def _on_wal(self, connection: apsw.Connection, name: str, frames: int) -> int:
+        if frames < self._frames:
+            self._checkpoint_at = CHECKPOINT_FRAMES
+        self._frames = frames
+        return apsw.SQLITE_OK
+
+    def _checkpoint(self) -> None:
+        with contextlib.suppress(apsw.Error):  # what is wrong with the disk is told to those who write
+            self._writer.wal_checkpoint()
+        self._checkpoint_at = self._frames + SOON_AGAIN
 
     # The three steps of a transaction. An outage anywhere fails the whole group, and then nothing was written.
 
@@ -221,10 +280,10 @@ class Database:
         """False: another process writes, and we were not to wait."""
         c = self._writer
         try:
-            level = "FULL" if any(j.durable for j in group) else "NORMAL"
-            if level != self._synchronous:
-                c.execute(f"PRAGMA synchronous={level}")
-                self._synchronous = level
+            if self._doubtful:
+                if not wait:
+                    return False
+                self._rewrite()
             c.set_busy_timeout(self._busy_ms if wait else 0)
             c.execute("BEGIN IMMEDIATE")
         except apsw.BusyError as e:
@@ -273,13 +332,22 @@ class Database:
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
         self.rollbacks += 1
-        self._synchronous = ""
         if isinstance(e, apsw.Error | OSError):
-            outage = StoreUnavailable(f"{self.path} does not take writes: {e}", hint="free disk space or repair permissions; work goes on by itself then")
-            outage.__cause__ = e
-            e = outage
+            e = self._outage(e)
         for job in group:
             job.error = e
+
+    def _outage(self, e: Exception) -> StoreUnavailable:
+        outage = StoreUnavailable(f"{self.path} does not take writes: {e}", hint="free disk space or repair permissions; work goes on by itself then")
+        outage.__cause__ = e
+        return outage
+
+    def _rewrite(self) -> None:
+        """After a failed sync nobody knows what the disk has of the WAL: all of it goes into the database file, by a sync that is believed."""
+        ((busy, _, _),) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        if busy:
+            raise apsw.BusyError("others read the WAL, which has to be written anew after a failed sync")
+        self._doubtful = False
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -319,11 +387,16 @@ class Database:
         while self._queue:  # accepted before we closed
             job = self._queue.popleft()
             self._settle([job])
-            if job.future is not None and not job.future.done() and not job.future.get_loop().is_closed():
-                job.future.set_result(None)
+            _answer([job])
+        if self._busy or self._unsynced:
+            self._sync(self._unsynced)
+            _answer(self._unsynced)
         if self._reader is not None:
             self._reader.close()
         self._writer.close()
+        if self._wal >= 0:
+            os.close(self._wal)
+            self._wal = -1
         if self._single is not None:
             self._single.release()
 
@@ -341,6 +414,12 @@ class _Job:
         if self.error is not None:
             raise self.error
         return self.result
+
+
+def _answer(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        if job.future is not None and not job.future.done() and not job.future.get_loop().is_closed():
+            job.future.set_result(None)
 
 
 def file_system_of(path: Path, mountinfo: str = "/proc/self/mountinfo") -> str:

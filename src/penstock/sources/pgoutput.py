@@ -1,0 +1,362 @@
+"""PostgreSQL's own logical decoding output (pgoutput, protocol 1 and 2 without streaming), bytes to values. Pure: no connection, no clock."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
+
+import msgspec
+
+EPOCH = 946_684_800.0  # 2000-01-01, from where the server counts microseconds
+_BEGIN = struct.Struct(">QqI")
+_COMMIT = struct.Struct(">BQQq")
+_MESSAGE = struct.Struct(">BQ")
+_INT, _SHORT, _LSN = struct.Struct(">I"), struct.Struct(">H"), struct.Struct(">Q")
+_STREAMING = frozenset(b"SEcA")
+_TWO_PHASE = frozenset(b"bPKrp")
+_MOMENT = re.compile(r"(\d{4,6}-\d\d-\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)(?:([+-]\d\d)(:\d\d(?::\d\d)?)?)?")
+
+
+class BadChange(Exception):
+    """Bytes that are no message of the protocol we asked for. One sentence, for people."""
+
+
+class Begin(msgspec.Struct, frozen=True):
+    commit: int  # LSN of the commit: what is sent is committed already, so it is known from the start
+    at: float  # epoch seconds of the commit
+    xid: int
+
+
+class Commit(msgspec.Struct, frozen=True):
+    commit: int
+    end: int  # LSN behind it: what is confirmed
+    at: float
+
+
+class Origin(msgspec.Struct, frozen=True):
+    lsn: int
+    name: str
+
+
+class Column(msgspec.Struct, frozen=True):
+    name: str
+    oid: int  # of its type
+    key: bool  # part of the replica identity
+
+
+class Relation(msgspec.Struct, frozen=True):
+    oid: int
+    schema: str
+    name: str
+    identity: str  # d default, n nothing, f full, i index
+    columns: tuple[Column, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.schema}.{self.name}"
+
+
+class Type(msgspec.Struct, frozen=True):
+    oid: int
+    schema: str
+    name: str
+
+
+class Insert(msgspec.Struct, frozen=True):
+    relation: Relation
+    row: dict[str, Any]
+
+
+class Update(msgspec.Struct, frozen=True):
+    """`old` is what the replica identity tells: None where the key did not change, the key, or the whole row."""
+
+    relation: Relation
+    row: dict[str, Any]
+    old: dict[str, Any] | None
+    unchanged: tuple[str, ...]  # large values that were not touched and are not in the log: not in `row` either
+
+
+class Delete(msgspec.Struct, frozen=True):
+    relation: Relation
+    old: dict[str, Any]
+
+
+class Truncate(msgspec.Struct, frozen=True):
+    relations: tuple[Relation, ...]
+    cascade: bool
+    restart: bool
+
+
+class Emitted(msgspec.Struct, frozen=True):
+    """pg_logical_emit_message."""
+
+    transactional: bool
+    lsn: int
+    prefix: str
+    body: bytes
+
+
+Change: TypeAlias = Begin | Commit | Origin | Relation | Type | Insert | Update | Delete | Truncate | Emitted
+
+
+class Decoder:
+    """One connection's: it remembers the tables it was told of, in their latest form."""
+
+    def __init__(self) -> None:
+        self._relations: dict[int, tuple[Relation, list[Callable[[str], Any]]]] = {}
+
+    def decode(self, data: bytes) -> Change:
+        """Raises BadChange, and nothing else, whatever the bytes are."""
+        try:
+            read = _READERS.get(data[0])
+            if read is None:
+                _refuse(data[0])
+            change, at = read(self, data)
+        except (struct.error, IndexError):
+            raise BadChange(f"a change of {len(data)} bytes ends in the middle") from None
+        if at != len(data):
+            raise BadChange(f"a change of {len(data)} bytes has {len(data) - at} too many")
+        return change
+
+    def _begin(self, data: bytes) -> tuple[Change, int]:
+        commit, at, xid = _BEGIN.unpack_from(data, 1)
+        return Begin(commit, EPOCH + at / 1e6, xid), 21
+
+    def _commit(self, data: bytes) -> tuple[Change, int]:
+        _, commit, end, at = _COMMIT.unpack_from(data, 1)
+        return Commit(commit, end, EPOCH + at / 1e6), 26
+
+    def _origin(self, data: bytes) -> tuple[Change, int]:
+        (lsn,) = _LSN.unpack_from(data, 1)
+        name, at = _text(data, 9)
+        return Origin(lsn, name), at
+
+    def _relation(self, data: bytes) -> tuple[Change, int]:
+        (oid,) = _INT.unpack_from(data, 1)
+        schema, at = _text(data, 5)
+        name, at = _text(data, at)
+        identity = chr(data[at])
+        (count,) = _SHORT.unpack_from(data, at + 1)
+        at += 3
+        columns = []
+        for _ in range(count):
+            flags = data[at]
+            column, at = _text(data, at + 1)
+            (kind,) = _INT.unpack_from(data, at)
+            at += 8
+            columns.append(Column(column, kind, bool(flags & 1)))
+        relation = Relation(oid, schema or "pg_catalog", name, identity, tuple(columns))
+        if at <= len(data):  # a table that was told only in part is not remembered
+            self._relations[oid] = relation, [_VALUES.get(column.oid, _as_it_is) for column in columns]
+        return relation, at
+
+    def _type(self, data: bytes) -> tuple[Change, int]:
+        (oid,) = _INT.unpack_from(data, 1)
+        schema, at = _text(data, 5)
+        name, at = _text(data, at)
+        return Type(oid, schema or "pg_catalog", name), at
+
+    def _insert(self, data: bytes) -> tuple[Change, int]:
+        relation, values = self._known(data)
+        _expect(data, 5, b"N")
+        row, _, at = _tuple(data, 6, relation, values)
+        return Insert(relation, row), at
+
+    def _update(self, data: bytes) -> tuple[Change, int]:
+        relation, values = self._known(data)
+        old, at, whole = None, 5, False
+        if data[at] in b"KO":
+            whole = data[at] == 0x4F
+            old, _, at = _tuple(data, at + 1, relation, values)
+            if not whole:
+                old = _key_of(relation, old)
+        _expect(data, at, b"N")
+        row, unchanged, at = _tuple(data, at + 1, relation, values)
+        if whole and unchanged and old is not None:  # with REPLICA IDENTITY FULL the old row tells what was not touched
+            row |= {name: old[name] for name in unchanged if name in old}
+            unchanged = tuple(name for name in unchanged if name not in old)
+        return Update(relation, row, old, unchanged), at
+
+    def _delete(self, data: bytes) -> tuple[Change, int]:
+        relation, values = self._known(data)
+        if data[5] not in b"KO":
+            raise BadChange("a deletion says neither key nor row")
+        old, _, at = _tuple(data, 6, relation, values)
+        return Delete(relation, old if data[5] == 0x4F else _key_of(relation, old)), at
+
+    def _truncate(self, data: bytes) -> tuple[Change, int]:
+        (count,) = _INT.unpack_from(data, 1)
+        flags, at = data[5], 6
+        if count > len(data) // 4:
+            raise BadChange(f"a truncation of {count} tables has {len(data)} bytes")
+        relations = []
+        for _ in range(count):
+            relations.append(self._known(data, at)[0])
+            at += 4
+        return Truncate(tuple(relations), bool(flags & 1), bool(flags & 2)), at
+
+    def _emitted(self, data: bytes) -> tuple[Change, int]:
+        flags, lsn = _MESSAGE.unpack_from(data, 1)
+        prefix, at = _text(data, 10)
+        (size,) = _INT.unpack_from(data, at)
+        at += 4
+        return Emitted(bool(flags & 1), lsn, prefix, bytes(data[at : at + size])), at + size
+
+    def _known(self, data: bytes, at: int = 1) -> tuple[Relation, list[Callable[[str], Any]]]:
+        (oid,) = _INT.unpack_from(data, at)
+        found = self._relations.get(oid)
+        if found is None:
+            raise BadChange(f"a change of table {oid}, which was not introduced")
+        return found
+
+
+_READERS: dict[int, Callable[[Decoder, bytes], tuple[Change, int]]] = {
+    ord("B"): Decoder._begin,
+    ord("C"): Decoder._commit,
+    ord("O"): Decoder._origin,
+    ord("R"): Decoder._relation,
+    ord("Y"): Decoder._type,
+    ord("I"): Decoder._insert,
+    ord("U"): Decoder._update,
+    ord("D"): Decoder._delete,
+    ord("T"): Decoder._truncate,
+    ord("M"): Decoder._emitted,
+}
+
+
+# -- parts of messages ---------------------------------------------------------------------------------------------------
+
+
+def _tuple(data: bytes, at: int, relation: Relation, values: list[Callable[[str], Any]]) -> tuple[dict[str, Any], tuple[str, ...], int]:
+    """(what is told, names of what is not, where it ends)."""
+    (count,) = _SHORT.unpack_from(data, at)
+    at += 2
+    if count != len(values):
+        raise BadChange(f"a row of {relation.label} has {count} columns, and the table has {len(values)}")
+    row: dict[str, Any] = {}
+    unchanged: list[str] = []
+    for column, value in zip(relation.columns, values, strict=True):
+        kind = data[at]
+        at += 1
+        if kind == 0x74:  # t: text
+            (size,) = _INT.unpack_from(data, at)
+            at += 4
+            end = at + size
+            if end > len(data):
+                raise BadChange(f"a change of {len(data)} bytes ends in the middle")
+            row[column.name] = value(str(data[at:end], "utf-8", "replace"))
+            at = end
+        elif kind == 0x6E:  # n: null
+            row[column.name] = None
+        elif kind == 0x75:  # u: not touched, and too large to repeat
+            unchanged.append(column.name)
+        else:
+            raise BadChange(f"column {column.name} of {relation.label} comes in a form {chr(kind)!r}, which was not asked for")
+    return row, tuple(unchanged), at
+
+
+def _key_of(relation: Relation, row: dict[str, Any]) -> dict[str, Any]:
+    """The others are sent as null, which they are not."""
+    return {column.name: row[column.name] for column in relation.columns if column.key and column.name in row}
+
+
+def _text(data: bytes, at: int) -> tuple[str, int]:
+    end = data.find(b"\0", at)
+    if end < 0:
+        raise BadChange(f"a change of {len(data)} bytes ends in the middle")
+    return str(data[at:end], "utf-8", "replace"), end + 1
+
+
+def _expect(data: bytes, at: int, kind: bytes) -> None:
+    if data[at] != kind[0]:
+        raise BadChange(f"a change has {chr(data[at])!r} where its new row begins")
+
+
+def _refuse(kind: int) -> NoReturn:
+    if kind in _STREAMING:
+        raise BadChange("the server sends transactions that are not committed yet, which was not asked for")
+    if kind in _TWO_PHASE:
+        raise BadChange("the server sends prepared transactions, which was not asked for")
+    raise BadChange(f"a change of kind {chr(kind)!r} is not known")
+
+
+# -- text to values, by the type's oid -----------------------------------------------------------------------------------
+
+
+def _as_it_is(text: str) -> str:
+    return text
+
+
+def _bool(text: str) -> Any:
+    return True if text == "t" else False if text == "f" else text
+
+
+def _whole(text: str) -> Any:
+    try:
+        return int(text) if len(text) <= 20 else text
+    except ValueError:
+        return text
+
+
+def _real(text: str) -> Any:
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return value if math.isfinite(value) else text  # JSON has no word for those
+
+
+def _json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return text
+
+
+def moment(text: str) -> str:
+    """ISO 8601; what has none (infinity, before Christ) as the server writes it."""
+    found = _MOMENT.fullmatch(text)
+    if found is None:
+        return text
+    zone = f"{found[3]}{found[4] or ':00'}" if found[3] else ""
+    return f"{found[1]}T{found[2]}{zone}"
+
+
+def _hex(text: str) -> str:
+    return text[2:] if text.startswith("\\x") else text
+
+
+_VALUES: dict[int, Callable[[str], Any]] = {
+    16: _bool,
+    17: _hex,
+    20: _whole,
+    21: _whole,
+    23: _whole,
+    26: _whole,  # oid
+    700: _real,
+    701: _real,
+    114: _json,
+    3802: _json,
+    1114: moment,
+    1184: moment,
+}
+
+
+def value(oid: int, text: str | None) -> Any:
+    """One value as a change would bring it; for rows that are read and not streamed."""
+    return None if text is None else _VALUES.get(oid, _as_it_is)(text)
+
+
+def lsn_text(lsn: int) -> str:
+    return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:X}"
+
+
+def lsn_of(text: str) -> int:
+    """Raises ValueError."""
+    if not re.fullmatch(r"[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}", text):
+        raise ValueError(text)
+    high, _, low = text.partition("/")
+    return (int(high, 16) << 32) | int(low, 16)

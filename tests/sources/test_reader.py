@@ -1,0 +1,263 @@
+"""The reader: what a source finds is accepted together with its position, whatever is killed, full, paused, reset or broken on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import config as configuration
+from penstock.clock import SystemClock
+from penstock.errors import SourceDown
+from penstock.intake import Intake
+from penstock.locks import FileLock
+from penstock.mapping import Mapping
+from penstock.model import mint
+from penstock.opening import Stores, open_stores
+from penstock.pipeline import Pipeline
+from penstock.ports import Batch, Finding
+from penstock.reader import Reader
+from penstock.sources.context import BaseSource, SourceContext
+
+
+class Pages(BaseSource):
+    """A source over a list that grows: its cursor is how much of it was read. It notes what it was allowed to acknowledge."""
+
+    def __init__(self, spec: Any, paths: list[str], *, size: int = 2, endless: bool = False) -> None:
+        super().__init__(spec, SourceContext(None, SystemClock(), random.Random(1), None, Path.cwd()))  # type: ignore[arg-type]
+        self.paths, self.size, self.endless, self.acknowledged, self.broken = paths, size, endless, 0, ""
+
+    async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
+        at = int(cursor or 0)
+        while True:
+            if self.broken:
+                raise SourceDown(self.broken, hint="mend it")
+            while at < len(self.paths):
+                some = self.paths[at : at + self.size]
+                at += len(some)
+                yield Batch(findings=[Finding(id=mint("page", p), payload={"path": p, "url": f"https://shop.test{p}"}) for p in some], cursor=b"%d" % at)
+                self.acknowledged = at
+            if not self.endless:
+                return
+            yield Batch(idle=True)
+            await asyncio.sleep(0.01)
+
+    async def place(self, to: str) -> bytes | None:
+        return b"%d" % int(to)
+
+
+class Rig:
+    def __init__(self, directory: Path, **settings: str) -> None:
+        self.directory, self.settings, self.clock = directory, settings, SystemClock()
+        self.stores: Stores
+
+    def open(self) -> Stores:
+        loaded = configuration.load({"state.dir": str(self.directory), **self.settings}, {}, self.directory)
+        self.stores = open_stores(loaded.config)
+        return self.stores
+
+    def reader(self, source: Any, *, worker: str = "w1") -> Reader:
+        intake = Intake(self.stores.books, Mapping(source.spec), self.clock, source=source.name)
+        return Reader(source, source.spec.url, intake, self.stores.sources, FileLock(self.directory / "s.lock"), self.clock, random.Random(1), worker=worker)
+
+    def state(self) -> Any:
+        return self.stores.db.read_now(lambda tx: self.stores.sources.state_in(tx, "pages"))
+
+    def urls(self) -> list[str]:
+        return [url.removeprefix("https://shop.test") for (url,) in self.stores.db.read_now(lambda tx: list(tx.execute("SELECT url FROM event ORDER BY n")))]
+
+    def cursor(self) -> bytes | None:
+        found: bytes | None = self.stores.db.read_now(lambda tx: self.stores.ledger.cursor_in(tx, "pages"))
+        return found
+
+    @contextlib.asynccontextmanager
+    async def reading(self, *readers: Reader) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(r.run()) for r in readers]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(r, asyncio.CancelledError) for r in results), results
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Any:
+    made = Rig(tmp_path / "state")
+    (tmp_path / "state").mkdir()
+    made.open()
+    yield made
+    made.stores.close()
+
+
+def spec(**more: Any) -> Any:
+    pipeline = Pipeline("shop")
+    pipeline.source("pages:list", name="pages", **more)
+    return pipeline.sources[0]
+
+
+async def until(holds: Callable[[], Any], what: str) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"never: {what}")
+
+
+async def test_what_is_found_is_accepted_with_its_position_and_only_then_acknowledged(rig: Rig) -> None:
+    source = Pages(spec(), ["/1", "/2", "/3"])
+    reader = rig.reader(source)
+    async with rig.reading(reader):
+        await until(lambda: rig.cursor() == b"3", "read to its end")
+        await until(lambda: source.acknowledged == 3, "acknowledged")
+        assert rig.urls() == ["/1", "/2", "/3"]
+        await until(lambda: rig.state().settled_at, "settled")
+        assert await reader.settled()
+    assert rig.state().events == 3
+    assert rig.state().position == "3"
+
+
+async def test_a_reader_that_died_before_it_acknowledged_repeats_ids_and_not_events(rig: Rig) -> None:
+    first = Pages(spec(), ["/1", "/2", "/3", "/4"])
+    batches = first.read(None)
+    batch = await anext(batches)
+    await rig.stores.books.accept([rig.reader(first).intake.mapping.event(f) for f in batch.findings])  # type: ignore[misc]  # accepted, and the cursor lost
+    await batches.aclose()
+    assert first.acknowledged == 0
+    async with rig.reading(rig.reader(Pages(spec(), ["/1", "/2", "/3", "/4"]))):
+        await until(lambda: rig.cursor() == b"4", "read again")
+    assert rig.urls() == ["/1", "/2", "/3", "/4"]
+    assert (rig.state().events, rig.state().known) == (2, 2)
+
+
+async def test_a_full_queue_stops_the_reading_and_drops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    rig = Rig(tmp_path / "state", **{"intake.max_pending": "3"})
+    rig.open()
+    try:
+        source = Pages(spec(), [f"/{i}" for i in range(6)])
+        async with rig.reading(rig.reader(source)):
+            await until(lambda: len(rig.urls()) == 3, "filled")
+            await asyncio.sleep(0.7)  # longer than a full queue is waited for
+            assert len(rig.urls()) == 3
+            assert rig.cursor() == b"2"
+            assert source.acknowledged == 2
+            await rig.stores.books.purge("requests", "make room")
+            await until(lambda: len(rig.urls()) == 6, "went on")
+        assert rig.urls() == [f"/{i}" for i in range(6)]
+    finally:
+        rig.stores.close()
+
+
+async def test_what_makes_no_event_is_a_dead_letter_once_however_often_it_is_read(rig: Rig) -> None:
+    source = Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"])
+    async with rig.reading(rig.reader(source)):
+        await until(lambda: rig.cursor() == b"2", "read")
+    rig.stores.db.write_now(lambda tx: (rig.stores.ledger.move_cursor_in(tx, "pages", None, 0.0), rig.stores.sources.renew_in(tx, "pages")))
+    async with rig.reading(rig.reader(Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"]))):
+        await until(lambda: rig.cursor() == b"2", "read again")
+    letters = rig.stores.db.read_now(lambda tx: list(tx.execute("SELECT stage, reason FROM dead")))
+    assert len(letters) == 1
+    assert letters[0][0] == "source"
+    assert "URL" in letters[0][1]
+
+
+async def test_where_and_the_hook_pass_over_and_the_rest_has_what_they_say(rig: Rig) -> None:
+    def hook(payload: dict[str, Any]) -> dict[str, Any] | None:
+        return None if payload["path"] == "/2" else {"priority": "high", "geo": "de"}
+
+    source = Pages(spec(where="path != '/1'", hook=hook, map={"trace": "path"}), ["/1", "/2", "/3"])
+    async with rig.reading(rig.reader(source)):
+        await until(lambda: rig.cursor() == b"3", "read")
+    assert rig.urls() == ["/3"]
+    assert rig.state().skipped == 2
+    trace, source_name = rig.stores.db.read_now(lambda tx: next(iter(tx.execute("SELECT trace, source FROM event"))))
+    assert (trace, source_name) == ("/3", "pages")
+
+
+async def test_a_paused_source_is_not_read_until_it_is_resumed(rig: Rig) -> None:
+    source = Pages(spec(), ["/1"], endless=True)
+    async with rig.reading(rig.reader(source)):
+        await until(lambda: rig.cursor() == b"1", "read")
+        rig.stores.db.write_now(lambda tx: rig.stores.sources.pause_in(tx, "pages", "moving house"))
+        await asyncio.sleep(1.2)  # the pause is noticed within a second
+        source.paths.append("/2")
+        await asyncio.sleep(0.3)
+        assert rig.urls() == ["/1"]
+        rig.stores.db.write_now(lambda tx: rig.stores.sources.pause_in(tx, "pages", None))
+        await until(lambda: rig.urls() == ["/1", "/2"], "resumed")
+
+
+async def test_a_reset_is_followed_by_whoever_reads_and_makes_no_event_twice(rig: Rig) -> None:
+    source = Pages(spec(), ["/1", "/2"], endless=True)
+    async with rig.reading(rig.reader(source)):
+        await until(lambda: rig.cursor() == b"2", "read")
+        rig.stores.db.write_now(lambda tx: (rig.stores.ledger.move_cursor_in(tx, "pages", None, 0.0), rig.stores.sources.renew_in(tx, "pages")))
+        await until(lambda: rig.state().known == 2, "read again")
+    assert rig.urls() == ["/1", "/2"]
+    assert rig.cursor() == b"2"
+
+
+async def test_a_source_in_trouble_says_so_and_is_tried_again(rig: Rig) -> None:
+    source = Pages(spec(every=0.05), ["/1"])
+    source.broken = "its server is away"
+    reader = rig.reader(source)
+    async with rig.reading(reader):
+        await until(lambda: rig.state() and rig.state().error, "said")
+        assert "its server is away" in rig.state().error
+        assert "mend it" in rig.state().error
+        assert await reader.settled()  # a run until idle does not wait for it
+        source.broken = ""
+        await until(lambda: rig.urls() == ["/1"], "read at last")
+        await until(lambda: rig.state().error is None, "recovered")
+        assert reader.error == ""
+
+
+async def test_a_bug_in_a_source_is_its_own_and_the_source_goes_on(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    class Buggy(Pages):
+        async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
+            if self.size:
+                self.size = 0
+                raise KeyError("slip")
+            self.size = 2
+            async for batch in super().read(cursor):
+                yield batch
+
+    async with rig.reading(rig.reader(Buggy(spec(every=0.05), ["/1"]))):
+        await until(lambda: rig.urls() == ["/1"], "went on")
+    assert "bug in the source" in caplog.text
+
+
+async def test_of_two_readers_one_reads_and_the_other_takes_over(rig: Rig) -> None:
+    paths = ["/1"]
+    one, other = Pages(spec(), paths, endless=True), Pages(spec(), paths, endless=True)
+    second = rig.reader(other, worker="w2")
+    async with rig.reading(second):
+        async with rig.reading(rig.reader(one)):
+            await until(lambda: rig.cursor() == b"1", "read by one")
+            assert one.acknowledged + other.acknowledged == 1
+            await until(lambda: rig.state().settled_at, "settled")
+        paths.append("/2")
+        await until(lambda: rig.cursor() == b"2", "read by whoever is left")
+    assert rig.urls() == ["/1", "/2"]
+
+
+async def test_rounds_come_every_so_often_and_a_restart_does_not_hurry_them(rig: Rig) -> None:
+    source = Pages(spec(every=0.2), ["/1"])
+    async with rig.reading(rig.reader(source)):
+        await until(lambda: rig.cursor() == b"1", "a round")
+        await until(lambda: rig.state().next_at, "the next is planned")
+        source.paths.append("/2")
+        await until(lambda: rig.cursor() == b"2", "another round")
+    calm = Pages(spec(every=3600), source.paths)
+    rig.stores.db.write_now(lambda tx: rig.stores.sources.note_in(tx, "pages", next_at=rig.clock.now() + 3000))
+    source.paths.append("/3")
+    async with rig.reading(rig.reader(calm)):
+        await asyncio.sleep(0.5)
+        assert rig.cursor() == b"2"
