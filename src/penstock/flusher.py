@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from penstock.clock import nap
 from penstock.errors import PenstockError
 from penstock.locks import Lock, Lost, note_of
 from penstock.ports import Clock, FileSink, Row, Sink
@@ -223,9 +224,4 @@ class Flusher:
     async def _pause(self, seconds: float, *, wakeable: bool) -> None:
         if not wakeable:
             return await self.clock.sleep(seconds)
-        nap, woken = asyncio.ensure_future(self.clock.sleep(seconds)), asyncio.ensure_future(self._woken.wait())
-        try:
-            await asyncio.wait([nap, woken], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            nap.cancel()
-            woken.cancel()
+        await nap(self.clock, seconds, self._woken)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
+from penstock.clock import nap
 from penstock.errors import StoreUnavailable
 from penstock.locks import Lock, Lost
 from penstock.ports import Clock, Extraction
@@ -35,11 +36,7 @@ class HookRunner:
                     busy = False
                 if not busy:
                     self._woken.clear()
-                    nap = asyncio.ensure_future(self.clock.sleep(0.5))
-                    woken = asyncio.ensure_future(self._woken.wait())
-                    await asyncio.wait((nap, woken), return_when=asyncio.FIRST_COMPLETED)
-                    nap.cancel()
-                    woken.cancel()
+                    await nap(self.clock, 0.5, self._woken)
         finally:
             self.lock.release()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +10,13 @@ from typing import Any
 import msgspec
 
 from penstock.brokers import postgres_sql as sql
-from penstock.brokers.postgres_figures import Figures, Group
+from penstock.brokers.postgres_figures import Figures
 from penstock.brokers.postgres_listening import Listener
 from penstock.brokers.postgres_sql import NEVER
+from penstock.brokers.sql_queue import Group, SqlSubscription, letter
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
-from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Subscription, TopicSpec
+from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
 from penstock.rules.shares import WEIGHTS, class_of, shares
 from penstock.stores.context import Context
 from penstock.stores.postgres import PostgresStore
@@ -26,17 +26,6 @@ from penstock.stores.sql import Tx
 POLL = 1.0  # what no notification and no known time announced is found by asking
 CONTENDED = 0.02  # seconds before work that others held is asked for again
 TOPIC_REMEMBERED = 5.0  # seconds for which a topic's bound is remembered: another process may set a new one
-CAPS = Capabilities(
-    order_per_key="native",
-    strict_priority="none",
-    delay="native",
-    replay=True,
-    bounded=True,
-    counts_deliveries=True,
-    hold_keys=True,
-    exact_stats=True,
-    transactional=True,
-)
 
 
 class _Topic(msgspec.Struct, frozen=True):
@@ -54,29 +43,13 @@ class _Received(msgspec.Struct):
 class PostgresBroker(Figures):
     """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the books'), on the store's thread."""
 
-    caps = CAPS
-    apart = False  # its messages lie in the ledger's own store
-
     def __init__(self, db: PostgresStore, clock: Clock) -> None:
-        self.db, self.clock = db, clock
-        self._groups: dict[tuple[str, str], Group] = {}
-        self._topics: dict[str, _Topic] = {}
-        self._rollbacks = db.rollbacks
+        self.db = db
+        super().__init__(db, clock, sql.SCHEMA)
         self._places: Counter[int] = Counter()  # handed out so far, by group: whose turn it is
-        self._pruned = 0
         self.listener = Listener(db)
-        db.part("broker", 1, sql.SCHEMA)
-
-    def caps_of(self, topic: str) -> Capabilities:
-        return self.caps
-
-    async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
-        return []
 
     # -- topology --------------------------------------------------------------------------------------------------------
-
-    async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
-        return await self.db.write(lambda tx: self.ensure_in(tx, topology))
 
     def ensure_in(self, tx: Tx, topology: Sequence[TopicSpec]) -> list[str]:
         drift = []
@@ -94,14 +67,10 @@ class PostgresBroker(Figures):
         self._groups.clear()
         return drift
 
-    def has_in(self, tx: Tx, names: Sequence[str]) -> bool:
-        return {name for (name,) in tx.execute("SELECT name FROM topic")}.issuperset(names)
-
     def _topic(self, tx: Tx, name: str) -> _Topic:
-        """Remembered until a transaction is rolled back: it may have been the one that made it."""
         self._forget_after_rollback()
         now = self.clock.now()
-        known = self._topics.get(name)
+        known: _Topic | None = self._topics.get(name)
         if known is None or known.until < now:
             row = tx.execute("SELECT id, max_depth FROM topic WHERE name=?", (name,)).get
             if row is None:
@@ -120,12 +89,6 @@ class PostgresBroker(Figures):
                 row = tx.execute(asked, (topic, group)).get
             known = self._groups[topic, group] = Group(*row)
         return known
-
-    def _forget_after_rollback(self) -> None:
-        if self._rollbacks != self.db.rollbacks:
-            self._rollbacks = self.db.rollbacks
-            self._topics.clear()
-            self._groups.clear()
 
     # -- publishing ------------------------------------------------------------------------------------------------------
 
@@ -148,11 +111,7 @@ class PostgresBroker(Figures):
         self.wake(m.topic for m in batch)
         return answers
 
-    def publish_in(self, tx: Tx, batch: Sequence[Out]) -> list[Published]:
-        return [answer for answer, _ in self.place_in(tx, batch)]
-
     def place_in(self, tx: Tx, batch: Sequence[Out]) -> list[tuple[Published, int]]:
-        """As publish, with the position each message got."""
         answers: list[tuple[Published, int]] = []
         room: dict[str, int | None] = {}
         placed: list[tuple[int, Out]] = []  # where its answer stands
@@ -306,7 +265,7 @@ class PostgresBroker(Figures):
                 d, outcome = items[n]
                 answers[n] = seq in done
                 if answers[n] and isinstance(outcome, Dead):
-                    letters.append(_letter(d, outcome.reason))
+                    letters.append(letter(d, outcome.reason))
         if letters:
             self.publish_in(tx, letters)
             for topic, n in Counter(m.topic for m in letters).items():
@@ -315,13 +274,16 @@ class PostgresBroker(Figures):
             self.listener.owe({d.topic for d, _ in items})
         return answers
 
+    def extend_in(self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float) -> list[bool]:
+        g = self._group(tx, topic, group)
+        found = tx.execute(sql.EXTEND, (g.id, bigints([d.position for d in deliveries]), bigints([d.token for d in deliveries]), until)).fetchall()
+        kept = set(found)
+        return [(d.position, d.token) in kept for d in deliveries]
+
     # -- by hand -------------------------------------------------------------------------------------------------------------
 
-    async def purge(self, topic: str) -> int:
-        return await self.db.write(lambda tx: self.purge_in(tx, topic))
-
     def purge_in(self, tx: Tx, topic: str) -> int:
-        """What waits goes, and history with it; what is in flight stays. The keys are locked first: nobody hands out what is about to go."""
+        """The keys are locked first: nobody hands out what is about to go."""
         t = self._topic(tx, topic).id
         tx.execute("SELECT 1 FROM keyq WHERE grp IN (SELECT id FROM grp WHERE topic=?) FOR UPDATE", (t,))
         tx.execute("DELETE FROM queue WHERE state<>1 AND grp IN (SELECT id FROM grp WHERE topic=?)", (t,))
@@ -347,11 +309,6 @@ class PostgresBroker(Figures):
         return tx.execute("UPDATE topic SET paused=? WHERE name=? RETURNING id", (reason, topic)).get is not None
 
     # -- history ---------------------------------------------------------------------------------------------------------
-
-    async def replay(self, topic: str, group: str, *, since: float) -> int:
-        n = await self.db.write(lambda tx: self.replay_in(tx, topic, group, since))
-        self.wake([topic])
-        return n
 
     def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int:
         g = self._group(tx, topic, group)
@@ -412,11 +369,6 @@ def _act(outcome: Outcome, now: float) -> tuple[int, float]:
             return 0, 0.0
 
 
-def _letter(d: Delivery, reason: str) -> Out:
-    headers = {**d.headers, "penstock-reason": reason, "penstock-position": str(d.position)}
-    return Out(topic=d.topic + ".dead", id=d.id, key=d.key, body=d.body, headers=headers)
-
-
 def _storable(m: Out) -> bool:
     """PostgreSQL's text holds all of Unicode but NUL. (Headers travel as JSON, which escapes it.)"""
     try:
@@ -425,9 +377,10 @@ def _storable(m: Out) -> bool:
         return False
 
 
-class PostgresSubscription:
+class PostgresSubscription(SqlSubscription):
     def __init__(self, broker: PostgresBroker, topic: str, group: str, owner: str, lease: float) -> None:
-        self.broker, self.topic, self.group, self.owner, self.lease = broker, topic, group, owner, lease
+        super().__init__(broker, topic, group, owner, lease)
+        self.broker = broker
         self._wake = broker.listener.waiter(topic)
 
     async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
@@ -450,34 +403,6 @@ class PostgresSubscription:
             b.listener.start()
             soon = CONTENDED if got.contended else POLL if got.next_at is None else max(0.01, got.next_at - now)
             await self._pause(min(until - now, POLL, soon))
-
-    async def _pause(self, seconds: float) -> None:
-        nap = asyncio.ensure_future(self.broker.clock.sleep(seconds))
-        woken = asyncio.ensure_future(self._wake.wait())
-        try:
-            await asyncio.wait((nap, woken), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            nap.cancel()
-            woken.cancel()
-
-    async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        answers = await self.broker.db.write(lambda tx: self.broker.settle_in(tx, items))
-        self.broker.wake([self.topic])
-        return answers
-
-    async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
-        return await self.broker.db.write(lambda tx: self._extend(tx, deliveries, seconds), durable=False)
-
-    def _extend(self, tx: Tx, deliveries: Sequence[Delivery], seconds: float) -> list[bool]:
-        g = self.broker._group(tx, self.topic, self.group)
-        until = self.broker.clock.now() + seconds
-        found = tx.execute(sql.EXTEND, (g.id, bigints([d.position for d in deliveries]), bigints([d.token for d in deliveries]), until)).fetchall()
-        kept = set(found)
-        return [(d.position, d.token) in kept for d in deliveries]
-
-    async def hold(self, until: Mapping[str, float]) -> None:
-        if until:
-            await self.broker.db.write(lambda tx: self.broker.hold_in(tx, self.topic, self.group, until), durable=False)
 
     async def close(self) -> None:
         with contextlib.suppress(ValueError):

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 
 from penstock.brokers import postgres_sql as sql
-from penstock.ports import Clock, Out, QueueAudit, Stats
+from penstock.brokers.sql_queue import Group, SqlQueue
 from penstock.stores.postgres import PostgresStore
 from penstock.stores.postgres_arrays import texts
 from penstock.stores.sql import Tx
 
 
-class Group(msgspec.Struct, frozen=True):
-    id: int
-    topic: int
-    ordered: bool
-
-
-class Figures:
+class Figures(SqlQueue):
     """The looking half of the broker; methods that end in `_in` run inside a caller's transaction."""
 
     db: PostgresStore
-    clock: Clock
 
-    def _group(self, tx: Tx, topic: str, group: str) -> Group:
-        raise NotImplementedError
+    @abstractmethod
+    def _group(self, tx: Tx, topic: str, group: str) -> Group: ...
 
-    async def stats(self, topic: str, group: str) -> Stats:
-        return await self.db.read(lambda tx: self.stats_in(tx, topic, group))
-
-    def stats_in(self, tx: Tx, topic: str, group: str) -> Stats:
+    def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
         ready, leased, delayed = tx.execute(
             f"SELECT {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id JOIN keyq k ON k.grp=g.id WHERE t.name=? AND g.name=?", (topic, group)
         ).get
@@ -40,15 +29,10 @@ class Figures:
             " JOIN message m ON m.seq=q.seq WHERE t.name=? AND g.name=?",
             (topic, group),
         ).get
-        dead = tx.execute("SELECT letters FROM topic WHERE name=?", (topic + ".dead",)).get or 0
-        age = None if oldest is None else max(0.0, self.clock.now() - oldest)
-        return Stats(ready=ready, delayed=delayed, in_flight=leased, dead=dead, oldest_age=age, exact=True)
+        return ready, leased, delayed, oldest
 
-    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        return await self.db.read(lambda tx: self.peek_in(tx, topic, limit))
-
-    def peek_in(self, tx: Tx, topic: str, limit: int) -> list[Out]:
-        rows = tx.execute(
+    def _waiting(self, tx: Tx, topic: str, limit: int) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
+        return tx.execute(
             "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(q.at) FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq"
             " WHERE g.topic=t.id AND q.state=2), 0.0) FROM topic t JOIN message m ON m.topic=t.id WHERE t.name=? AND ("
             " EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=t.id OFFSET 0)"
@@ -56,14 +40,6 @@ class Figures:
             " ORDER BY m.seq LIMIT ?",
             (topic, limit),
         )
-        return [
-            Out(topic=topic, id=id_, key=key, body=body, headers=msgspec.json.decode(headers) if headers else {}, priority=prio, not_before=at)
-            for id_, key, body, headers, prio, at in rows
-        ]
-
-    def groups_in(self, tx: Tx) -> list[tuple[str, str]]:
-        """(topic, group) of everything that is handed out."""
-        return tx.execute("SELECT t.name, g.name FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name").fetchall()
 
     def depths_in(self, tx: Tx, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000) -> dict[str, int]:
         """What is ready, by key: of these keys, or of those with most."""
@@ -74,10 +50,6 @@ class Figures:
         asked = "SELECT key, sum(ready)::bigint FROM keyq WHERE grp=? AND prio BETWEEN 0 AND 2 AND key=ANY(?::text[]) GROUP BY key"
         found: dict[str, int] = dict(tx.execute(asked, (g.id, texts(keys))).fetchall())
         return {key: found.get(key, 0) for key in keys}
-
-    def paused_in(self, tx: Tx) -> dict[str, str]:
-        """Topic → why."""
-        return dict(tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall())
 
     def running_in(self, tx: Tx, limit: int) -> dict[str, int]:
         """How many deliveries each worker holds, looking at `limit` of a group; there are never more than the fleet's windows together."""
@@ -99,24 +71,8 @@ class Figures:
         ).get
         return found
 
-    def audit_in(self, tx: Tx, now: float) -> QueueAudit:
-        groups = []
-        noted = tx.execute(
-            f"SELECT t.name, g.name, {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id LEFT JOIN keyq k ON k.grp=g.id"
-            " GROUP BY t.name, g.name ORDER BY t.name, g.name"
+    def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
+        return tx.execute(
+            f"SELECT t.name, g.name, g.id, {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id LEFT JOIN keyq k ON k.grp=g.id"
+            " GROUP BY t.name, g.name, g.id ORDER BY t.name, g.name"
         ).fetchall()
-        for topic, group, ready, leased, delayed in noted:
-            counted: dict[int, int] = dict(
-                tx.execute("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (self._group(tx, topic, group).id,)).fetchall()
-            )
-            groups.append((topic, group, (ready, leased, delayed), (counted.get(0, 0), counted.get(1, 0), counted.get(2, 0))))
-        open_ = "SELECT id FROM event WHERE status IN ('pending','delayed','in_flight','writing')"
-        queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp IN (SELECT id FROM grp WHERE name='main')"
-        unqueued = [id_ for (id_,) in tx.execute(f"{open_} EXCEPT {queued}")]
-        return QueueAudit(
-            unqueued=unqueued[:5],
-            unqueued_count=len(unqueued),
-            lingering_count=int(tx.execute(f"SELECT count(*) FROM ({queued} EXCEPT {open_}) s").get),
-            groups=groups,
-            expired=int(tx.execute("SELECT count(*) FROM queue WHERE state=1 AND at<?", (now,)).get),
-        )

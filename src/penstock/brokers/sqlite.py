@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from penstock.brokers.sql_queue import Group, SqlQueue, SqlSubscription, letter
 from penstock.model import Ack, Dead, Outcome, Release, Retry
-from penstock.ports import Capabilities, Clock, Delivery, Out, Published, QueueAudit, Stats, Subscription, TopicSpec
+from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
 from penstock.rules.shares import LOWEST, WEIGHTS, class_of, shares
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx
@@ -41,51 +42,18 @@ CLASSES = range(len(WEIGHTS))
 ONE_CLASS = 1  # ordered topics have one: a class of its own would let a key overtake itself
 NEVER = 1e18  # an ordered key while one of its events is out
 POLL = 0.1  # other processes are noticed by asking; our own publishes wake us at once
-CAPS = Capabilities(
-    order_per_key="native",
-    strict_priority="none",
-    delay="native",
-    replay=True,
-    bounded=True,
-    counts_deliveries=True,
-    hold_keys=True,
-    exact_stats=True,
-    transactional=True,
-)
 
 
-class _Group(msgspec.Struct, frozen=True):
-    id: int
-    topic: int
-    ordered: bool
-
-
-class SqliteBroker:
+class SqliteBroker(SqlQueue):
     """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the books')."""
 
-    caps = CAPS
-    apart = False  # its messages lie in the ledger's own store
-
     def __init__(self, db: Database, clock: Clock) -> None:
-        self.db, self.clock = db, clock
+        self.db: Database = db
+        super().__init__(db, clock, SCHEMA)
         self._wakes: dict[str, list[asyncio.Event]] = defaultdict(list)
-        self._groups: dict[tuple[str, str], _Group] = {}
-        self._topics: dict[str, int] = {}
-        self._rollbacks = db.rollbacks
         self._places: dict[int, int] = defaultdict(int)  # handed out so far, by group: whose turn it is
-        self._pruned = 0
-        db.part("broker", 1, SCHEMA)
-
-    def caps_of(self, topic: str) -> Capabilities:
-        return self.caps
-
-    async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
-        return []
 
     # -- topology --------------------------------------------------------------------------------------------------------
-
-    async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
-        return await self.db.write(lambda tx: self.ensure_in(tx, topology))
 
     def ensure_in(self, tx: Tx, topology: Sequence[TopicSpec]) -> list[str]:
         drift = []
@@ -103,13 +71,9 @@ class SqliteBroker:
         self._groups.clear()
         return drift
 
-    def has_in(self, tx: Tx, names: Sequence[str]) -> bool:
-        return {name for (name,) in tx.execute("SELECT name FROM topic")}.issuperset(names)
-
     def _topic(self, tx: Tx, name: str) -> int:
-        """Remembered until a transaction is rolled back: it may have been the one that made it, and the number may then go to another."""
         self._forget_after_rollback()
-        known = self._topics.get(name)
+        known: int | None = self._topics.get(name)
         if known is None:
             known = tx.execute("SELECT id FROM topic WHERE name=?", (name,)).get
             if known is None:
@@ -118,7 +82,7 @@ class SqliteBroker:
             self._topics[name] = known
         return known
 
-    def _group(self, tx: Tx, topic: str, group: str) -> _Group:
+    def _group(self, tx: Tx, topic: str, group: str) -> Group:
         self._forget_after_rollback()
         known = self._groups.get((topic, group))
         if known is None:
@@ -126,28 +90,13 @@ class SqliteBroker:
             row = tx.execute("SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.topic=? AND g.name=?", (t, group)).get
             if row is None:
                 tx.execute("INSERT INTO grp(topic, name) VALUES(?,?)", (t, group))
-                return _Group(tx.last_insert_rowid(), t, bool(tx.execute("SELECT ordered FROM topic WHERE id=?", (t,)).get))
-            known = self._groups[topic, group] = _Group(row[0], t, bool(row[1]))
+                return Group(tx.last_insert_rowid(), t, bool(tx.execute("SELECT ordered FROM topic WHERE id=?", (t,)).get))
+            known = self._groups[topic, group] = Group(row[0], t, bool(row[1]))
         return known
-
-    def _forget_after_rollback(self) -> None:
-        if self._rollbacks != self.db.rollbacks:
-            self._topics.clear()
-            self._groups.clear()
-            self._rollbacks = self.db.rollbacks
 
     # -- publishing ------------------------------------------------------------------------------------------------------
 
-    async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
-        answers = await self.db.write(lambda tx: self.publish_in(tx, batch))
-        self.wake(m.topic for m in batch)
-        return answers
-
-    def publish_in(self, tx: Tx, batch: Sequence[Out]) -> list[Published]:
-        return [answer for answer, _ in self.place_in(tx, batch)]
-
     def place_in(self, tx: Tx, batch: Sequence[Out]) -> list[tuple[Published, int]]:
-        """As publish, with the position each message got."""
         answers: list[tuple[Published, int]] = []
         now = self.clock.now()
         topics: dict[str, tuple[int, list[tuple[int, bool]], int | None]] = {}
@@ -308,7 +257,7 @@ class SqliteBroker:
             waiting = again
         return got
 
-    def _bring_back(self, tx: Tx, g: _Group, now: float) -> None:
+    def _bring_back(self, tx: Tx, g: Group, now: float) -> None:
         """What is due: delays that ended and leases that ran out."""
         for state, counter in ((DELAYED, "delayed"), (LEASED, "leased")):
             # The state is part of the text: a partial index serves only a query that repeats its condition.
@@ -318,7 +267,7 @@ class SqliteBroker:
             if rows:
                 self._make_ready(tx, g, rows, counter)
 
-    def _make_ready(self, tx: Tx, g: _Group, rows: Sequence[tuple[int, int, str, int]], counter: str) -> None:
+    def _make_ready(self, tx: Tx, g: Group, rows: Sequence[tuple[int, int, str, int]], counter: str) -> None:
         tx.executemany("UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp=? AND seq=?", [(g.id, seq) for seq, *_ in rows])
         keys: dict[tuple[int, int, str], int] = defaultdict(int)
         for _, prio, key, _ in rows:
@@ -348,7 +297,7 @@ class SqliteBroker:
                 (gid, owner),
             ).fetchall()
             if rows:
-                self._make_ready(tx, _Group(gid, topic, bool(ordered)), [r[:4] for r in rows], "leased")
+                self._make_ready(tx, Group(gid, topic, bool(ordered)), [r[:4] for r in rows], "leased")
                 ids += [r[4] for r in rows]
         return ids
 
@@ -363,7 +312,7 @@ class SqliteBroker:
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
         now = self.clock.now()
         answers: list[bool] = []
-        gone: dict[_Group, list[int]] = {}  # ready, leased, delayed deltas
+        gone: dict[Group, list[int]] = {}  # ready, leased, delayed deltas
         keys: dict[tuple[int, int, str], int] = defaultdict(int)
         unlock: list[tuple[int, int, str]] = []
         for d, outcome in items:
@@ -395,13 +344,7 @@ class SqliteBroker:
                 prio = tx.execute("SELECT prio FROM queue WHERE grp=? AND seq=?", (g.id, d.position)).get
                 keys[g.id, prio, d.key] += 1
             if isinstance(outcome, Dead):
-                copy = Out(
-                    topic=d.topic + ".dead",
-                    id=d.id,
-                    key=d.key,
-                    body=d.body,
-                    headers={**d.headers, "penstock-reason": outcome.reason, "penstock-position": str(d.position)},
-                )
+                copy = letter(d, outcome.reason)
                 self.publish_in(tx, [copy])
                 tx.execute("UPDATE topic SET letters=letters+1 WHERE name=?", (copy.topic,))
             if g.ordered and not isinstance(outcome, Retry):  # a retry keeps its key: the next one waits behind it
@@ -412,40 +355,35 @@ class SqliteBroker:
         self._unlock(tx, unlock)
         return answers
 
+    def extend_in(self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float) -> list[bool]:
+        g = self._group(tx, topic, group)
+        answers = []
+        for d in deliveries:
+            tx.execute("UPDATE queue SET at=? WHERE grp=? AND seq=? AND token=? AND state=1", (until, g.id, d.position, d.token))
+            answers.append(tx.changes() == 1)
+        return answers
+
     # -- looking ---------------------------------------------------------------------------------------------------------
 
-    async def stats(self, topic: str, group: str) -> Stats:
-        return await self.db.read(lambda tx: self.stats_in(tx, topic, group))
-
-    def stats_in(self, tx: Tx, topic: str, group: str) -> Stats:
-        row = tx.execute("SELECT g.id, g.ready, g.delayed, g.leased FROM grp g JOIN topic t ON t.id=g.topic WHERE t.name=? AND g.name=?", (topic, group)).get
+    def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
+        row = tx.execute("SELECT g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic WHERE t.name=? AND g.name=?", (topic, group)).get
         if row is None:
-            return Stats(ready=0, delayed=0, in_flight=0, dead=0, oldest_age=None, exact=True)
+            return 0, 0, 0, None
         oldest = tx.execute("SELECT m.at FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? ORDER BY q.seq LIMIT 1", (row[0],)).get
-        dead = tx.execute("SELECT letters FROM topic WHERE name=?", (topic + ".dead",)).get or 0
-        age = None if oldest is None else max(0.0, self.clock.now() - oldest)
-        return Stats(ready=row[1], delayed=row[2], in_flight=row[3], dead=dead, oldest_age=age, exact=True)
+        return row[1], row[2], row[3], oldest
 
-    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        return await self.db.read(lambda tx: self.peek_in(tx, topic, limit))
-
-    def peek_in(self, tx: Tx, topic: str, limit: int) -> list[Out]:
-        rows = tx.execute(
+    def _waiting(self, tx: Tx, topic: str, limit: int) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
+        return tx.execute(
             "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(at) FROM queue q WHERE q.seq=m.seq AND q.state=2), 0.0) FROM message m"
             " JOIN topic t ON t.id=m.topic WHERE t.name=? AND (EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=t.id)"
             " OR NOT EXISTS(SELECT 1 FROM grp g WHERE g.topic=t.id)) ORDER BY m.seq LIMIT ?",
             (topic, limit),
         )
-        return [
-            Out(topic=topic, id=id_, key=key, body=body, headers=msgspec.json.decode(headers) if headers else {}, priority=prio, not_before=at)
-            for id_, key, body, headers, prio, at in rows
-        ]
 
-    async def purge(self, topic: str) -> int:
-        return await self.db.write(lambda tx: self.purge_in(tx, topic))
+    def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
+        return tx.execute("SELECT t.name, g.name, g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic ORDER BY 1, 2").fetchall()
 
     def purge_in(self, tx: Tx, topic: str) -> int:
-        """What waits goes, and history with it; what is in flight stays."""
         t = self._topic(tx, topic)
         gone = tx.execute("SELECT count(*) FROM message WHERE topic=?1 AND seq NOT IN (SELECT seq FROM queue WHERE state=1)", (t,)).get
         tx.execute("DELETE FROM queue WHERE state<>1 AND grp IN (SELECT id FROM grp WHERE topic=?)", (t,))
@@ -454,10 +392,6 @@ class SqliteBroker:
         tx.execute("UPDATE grp SET ready=0, delayed=0 WHERE topic=?", (t,))
         tx.execute("UPDATE topic SET letters=0 WHERE id=?", (t,))
         return int(gone)
-
-    def groups_in(self, tx: Tx) -> list[tuple[str, str]]:
-        """(topic, group) of everything that is handed out."""
-        return tx.execute("SELECT t.name, g.name FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name").fetchall()
 
     def depths_in(self, tx: Tx, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000) -> dict[str, int]:
         """What is ready, by key: of these keys, or of those with most."""
@@ -479,10 +413,6 @@ class SqliteBroker:
         """A reason pauses, None resumes. False: no such topic."""
         tx.execute("UPDATE topic SET paused=? WHERE name=?", (reason, topic))
         return tx.changes() == 1
-
-    def paused_in(self, tx: Tx) -> dict[str, str]:
-        """Topic → why."""
-        return dict(tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall())
 
     def running_in(self, tx: Tx, limit: int) -> dict[str, int]:
         """How many deliveries each worker holds, looking at `limit` of a group; there are never more than the fleet's windows together."""
@@ -507,30 +437,7 @@ class SqliteBroker:
                 found = at
         return found
 
-    def audit_in(self, tx: Tx, now: float) -> QueueAudit:
-        groups = []
-        for topic, group, gid, *noted in tx.execute(
-            "SELECT t.name, g.name, g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic ORDER BY 1, 2"
-        ).fetchall():
-            counted = dict(tx.execute("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (gid,)).fetchall())
-            groups.append((topic, group, (noted[0], noted[1], noted[2]), (counted.get(0, 0), counted.get(1, 0), counted.get(2, 0))))
-        open_ = "SELECT id FROM event WHERE status IN ('pending','delayed','in_flight','writing')"
-        queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp IN (SELECT id FROM grp WHERE name='main')"
-        unqueued = [id_ for (id_,) in tx.execute(f"{open_} EXCEPT {queued}")]
-        return QueueAudit(
-            unqueued=unqueued[:5],
-            unqueued_count=len(unqueued),
-            lingering_count=int(tx.execute(f"SELECT count(*) FROM ({queued} EXCEPT {open_})").get),
-            groups=groups,
-            expired=int(tx.execute("SELECT count(*) FROM queue WHERE state=1 AND at<?", (now,)).get),
-        )
-
     # -- history ---------------------------------------------------------------------------------------------------------
-
-    async def replay(self, topic: str, group: str, *, since: float) -> int:
-        n = await self.db.write(lambda tx: self.replay_in(tx, topic, group, since))
-        self.wake([topic])
-        return n
 
     def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int:
         g = self._group(tx, topic, group)
@@ -573,9 +480,10 @@ class SqliteBroker:
         """The database belongs to whoever opened it."""
 
 
-class SqliteSubscription:
+class SqliteSubscription(SqlSubscription):
     def __init__(self, broker: SqliteBroker, topic: str, group: str, owner: str, lease: float) -> None:
-        self.broker, self.topic, self.group, self.owner, self.lease = broker, topic, group, owner, lease
+        super().__init__(broker, topic, group, owner, lease)
+        self.broker = broker
         self._wake = asyncio.Event()
         self._more = False
         broker._wakes[topic].append(self._wake)
@@ -596,35 +504,6 @@ class SqliteSubscription:
             if left <= 0:
                 return []
             await self._pause(min(left, POLL))
-
-    async def _pause(self, seconds: float) -> None:
-        nap = asyncio.ensure_future(self.broker.clock.sleep(seconds))
-        woken = asyncio.ensure_future(self._wake.wait())
-        try:
-            await asyncio.wait((nap, woken), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            nap.cancel()
-            woken.cancel()
-
-    async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        answers = await self.broker.db.write(lambda tx: self.broker.settle_in(tx, items))
-        self.broker.wake([self.topic])
-        return answers
-
-    async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
-        return await self.broker.db.write(lambda tx: self._extend(tx, deliveries, seconds), durable=False)
-
-    def _extend(self, tx: Tx, deliveries: Sequence[Delivery], seconds: float) -> list[bool]:
-        g = self.broker._group(tx, self.topic, self.group)
-        until = self.broker.clock.now() + seconds
-        answers = []
-        for d in deliveries:
-            tx.execute("UPDATE queue SET at=? WHERE grp=? AND seq=? AND token=? AND state=1", (until, g.id, d.position, d.token))
-            answers.append(tx.changes() == 1)
-        return answers
-
-    async def hold(self, until: Mapping[str, float]) -> None:
-        await self.broker.db.write(lambda tx: self.broker.hold_in(tx, self.topic, self.group, until), durable=False)
 
     async def close(self) -> None:
         wakes = self.broker._wakes[self.topic]

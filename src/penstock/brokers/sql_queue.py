@@ -1,0 +1,201 @@
+"""What the brokers in SQL have in common: what they promise, how they are looked at, the subscription. How messages are handed out is each one's own."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.clock import nap
+from penstock.model import Outcome
+from penstock.ports import Capabilities, Clock, Delivery, Out, Published, QueueAudit, Stats, TopicSpec
+from penstock.stores.sql import SqlStore, Tx
+
+CAPS = Capabilities(
+    order_per_key="native",
+    strict_priority="none",
+    delay="native",
+    replay=True,
+    bounded=True,
+    counts_deliveries=True,
+    hold_keys=True,
+    exact_stats=True,
+    transactional=True,
+)
+
+
+class Group(msgspec.Struct, frozen=True):
+    id: int
+    topic: int
+    ordered: bool
+
+
+class SqlQueue(ABC):
+    """Methods that end in `_in` run inside a caller's transaction (the books'); those that are missing here are written in each database's own SQL."""
+
+    caps = CAPS
+    apart = False  # its messages lie in the ledger's own store
+    db: SqlStore
+
+    def __init__(self, db: SqlStore, clock: Clock, schema: str) -> None:
+        self.clock = clock
+        self._groups: dict[tuple[str, str], Group] = {}
+        self._topics: dict[str, Any] = {}
+        self._rollbacks = db.rollbacks
+        self._pruned = 0
+        db.part("broker", 1, schema)
+
+    def caps_of(self, topic: str) -> Capabilities:
+        return self.caps
+
+    async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
+        return []
+
+    async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
+        return await self.db.write(lambda tx: self.ensure_in(tx, topology))
+
+    def has_in(self, tx: Tx, names: Sequence[str]) -> bool:
+        return {name for (name,) in tx.execute("SELECT name FROM topic")}.issuperset(names)
+
+    def _forget_after_rollback(self) -> None:
+        """Topics and groups are remembered; a transaction that was rolled back may have made one, and its number may then go to another."""
+        if self._rollbacks != self.db.rollbacks:
+            self._rollbacks = self.db.rollbacks
+            self._topics.clear()
+            self._groups.clear()
+
+    # -- looking ---------------------------------------------------------------------------------------------------------
+
+    async def stats(self, topic: str, group: str) -> Stats:
+        return await self.db.read(lambda tx: self.stats_in(tx, topic, group))
+
+    def stats_in(self, tx: Tx, topic: str, group: str) -> Stats:
+        ready, leased, delayed, oldest = self._figures(tx, topic, group)
+        dead = tx.execute("SELECT letters FROM topic WHERE name=?", (topic + ".dead",)).get or 0
+        age = None if oldest is None else max(0.0, self.clock.now() - oldest)
+        return Stats(ready=ready, delayed=delayed, in_flight=leased, dead=dead, oldest_age=age, exact=True)
+
+    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
+        return await self.db.read(lambda tx: self.peek_in(tx, topic, limit))
+
+    def peek_in(self, tx: Tx, topic: str, limit: int) -> list[Out]:
+        return [
+            Out(topic=topic, id=id_, key=key, body=body, headers=msgspec.json.decode(headers) if headers else {}, priority=prio, not_before=at)
+            for id_, key, body, headers, prio, at in self._waiting(tx, topic, limit)
+        ]
+
+    def groups_in(self, tx: Tx) -> list[tuple[str, str]]:
+        """(topic, group) of everything that is handed out."""
+        return tx.execute("SELECT t.name, g.name FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name").fetchall()
+
+    def paused_in(self, tx: Tx) -> dict[str, str]:
+        """Topic → why."""
+        return dict(tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall())
+
+    def audit_in(self, tx: Tx, now: float) -> QueueAudit:
+        groups = []
+        for topic, group, gid, ready, leased, delayed in self._noted(tx):
+            counted: dict[int, int] = dict(tx.execute("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (gid,)).fetchall())
+            groups.append((topic, group, (ready, leased, delayed), (counted.get(0, 0), counted.get(1, 0), counted.get(2, 0))))
+        open_ = "SELECT id FROM event WHERE status IN ('pending','delayed','in_flight','writing')"
+        queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp IN (SELECT id FROM grp WHERE name='main')"
+        unqueued = [id_ for (id_,) in tx.execute(f"{open_} EXCEPT {queued}")]
+        return QueueAudit(
+            unqueued=unqueued[:5],
+            unqueued_count=len(unqueued),
+            lingering_count=int(tx.execute(f"SELECT count(*) FROM ({queued} EXCEPT {open_}) s").get),
+            groups=groups,
+            expired=int(tx.execute("SELECT count(*) FROM queue WHERE state=1 AND at<?", (now,)).get),
+        )
+
+    # -- changing --------------------------------------------------------------------------------------------------------
+
+    async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
+        answers = await self.db.write(lambda tx: self.publish_in(tx, batch))
+        self.wake(m.topic for m in batch)
+        return answers
+
+    def publish_in(self, tx: Tx, batch: Sequence[Out]) -> list[Published]:
+        return [answer for answer, _ in self.place_in(tx, batch)]
+
+    async def purge(self, topic: str) -> int:
+        return await self.db.write(lambda tx: self.purge_in(tx, topic))
+
+    async def replay(self, topic: str, group: str, *, since: float) -> int:
+        n = await self.db.write(lambda tx: self.replay_in(tx, topic, group, since))
+        self.wake([topic])
+        return n
+
+    # -- each database's own -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def wake(self, topics: Iterable[str]) -> None: ...
+
+    @abstractmethod
+    def ensure_in(self, tx: Tx, topology: Sequence[TopicSpec]) -> list[str]: ...
+
+    @abstractmethod
+    def place_in(self, tx: Tx, batch: Sequence[Out]) -> list[tuple[Published, int]]:
+        """As publish, with the position each message got."""
+
+    @abstractmethod
+    def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]: ...
+
+    @abstractmethod
+    def hold_in(self, tx: Tx, topic: str, group: str, until: Mapping[str, float]) -> None: ...
+
+    @abstractmethod
+    def extend_in(self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float) -> list[bool]: ...
+
+    @abstractmethod
+    def purge_in(self, tx: Tx, topic: str) -> int:
+        """What waits goes, and history with it; what is in flight stays."""
+
+    @abstractmethod
+    def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int: ...
+
+    @abstractmethod
+    def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
+        """Ready, leased, delayed, and since when the oldest is there."""
+
+    @abstractmethod
+    def _waiting(self, tx: Tx, topic: str, limit: int) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
+        """(id, key, body, headers, priority, not before), oldest first."""
+
+    @abstractmethod
+    def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
+        """(topic, group, its number, ready, leased, delayed) as the counters have it."""
+
+
+def letter(d: Delivery, reason: str) -> Out:
+    """The copy of a dead delivery, for other tools."""
+    headers = {**d.headers, "penstock-reason": reason, "penstock-position": str(d.position)}
+    return Out(topic=d.topic + ".dead", id=d.id, key=d.key, body=d.body, headers=headers)
+
+
+class SqlSubscription:
+    """All of ports.Subscription but `receive` and `close`."""
+
+    _wake: asyncio.Event
+
+    def __init__(self, queue: SqlQueue, topic: str, group: str, owner: str, lease: float) -> None:
+        self._queue, self.topic, self.group, self.owner, self.lease = queue, topic, group, owner, lease
+
+    async def _pause(self, seconds: float) -> None:
+        await nap(self._queue.clock, seconds, self._wake)
+
+    async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
+        answers = await self._queue.db.write(lambda tx: self._queue.settle_in(tx, items))
+        self._queue.wake([self.topic])
+        return answers
+
+    async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
+        until = self._queue.clock.now() + seconds
+        return await self._queue.db.write(lambda tx: self._queue.extend_in(tx, self.topic, self.group, deliveries, until), durable=False)
+
+    async def hold(self, until: Mapping[str, float]) -> None:
+        if until:
+            await self._queue.db.write(lambda tx: self._queue.hold_in(tx, self.topic, self.group, until), durable=False)
