@@ -531,3 +531,22 @@ class SourceState(msgspec.Struct, frozen=True):
     lag: float | None
     backlog: int | None
     position: str | None  # in words
+
+
+class ServedSource(Protocol):
+    """A source that is told rather than asked: `serving` calls it for each request to its path. No cursor, no rounds, no I/O."""
+
+    name: str
+    path: str  # of its endpoint
+    served: Literal[True]
+    signed: str  # by what its senders are known; "" where by nothing
+    local: bool  # serves this machine only
+    max_body: int
+    rate: float  # requests a second
+    burst: int
+
+    def screen(self, method: str, headers: Mapping[str, Sequence[str]]) -> None:
+        """All that can be said before the body is read. Raises errors.RequestRefused."""
+
+    def findings(self, method: str, headers: Mapping[str, Sequence[str]], body: bytes, now: float) -> Sequence[Finding]:
+        """What the request tells, all of it or errors.RequestRefused; never anything else, whatever the bytes."""
