@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from penstock import locks, units
+from penstock import listening, locks, units
 from penstock.books import Books
 from penstock.clock import SystemClock
 from penstock.desk import SinkBinding
@@ -25,6 +25,7 @@ from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable
 from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
 from penstock.intake import Intake
+from penstock.listening import Listener
 from penstock.locks import WorkerLock
 from penstock.mapping import Mapping as SourceMapping
 from penstock.model import mint
@@ -38,6 +39,7 @@ from penstock.ports import Clock, Extraction, Row, Sink, Source, TableSink
 from penstock.reader import Reader
 from penstock.rules import retry
 from penstock.rules.robots import product_token
+from penstock.serving import Endpoint, Hook
 from penstock.sinks.sqlite import SqliteSink
 from penstock.sources.context import SourceContext
 from penstock.sources.web import SourceWeb
@@ -76,7 +78,11 @@ class Running:
         self.rng = random.Random()
         context = SourceContext(config, self.clock, self.rng, self.web, Path.cwd())
         self.sources = open_sources(self.pipeline, context) if "source" in roles or "serve" in roles else []
+        self.served: list[tuple[Any, SourceSpec]] = [(source, spec) for source, spec in self.sources if source.served and "serve" in roles]
+        listening.check([source for source, _ in self.served], config.serve.host)
+        _check_sources(self.sources, roles)
         self.readers: list[Reader] = []
+        self.listener: Listener | None = None
         self.signals = Signals()
         self.workers: list[Worker] = []
         self.flushers: list[Flusher] = []
@@ -117,6 +123,8 @@ class Running:
                 for_sources = open_fetcher(self.config, max_body=SOURCE_BODY)
                 self._open_readers(books, for_sources)
                 await self.stores.claims.refresh()
+            if self.served:
+                self.listener = self._open_listener(books)
             background += [asyncio.create_task(f.run(), name=f"flush {f.sink.name}") for f in self.flushers]
             hooks = None
             if self.pipeline.hooks and extraction is not None and "sink" in self.roles:
@@ -154,6 +162,8 @@ class Running:
         ended = asyncio.Event()
         tasks = [asyncio.create_task(w.run(ended), name=f"{w.first}..{w.last}") for w in self.workers]
         readers = [asyncio.create_task(r.run(), name=f"source {r.source.name}") for r in self.readers]
+        if self.listener is not None:
+            readers.append(asyncio.create_task(self.listener.run(), name="serve"))
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
         if until_idle:
             waits.append(asyncio.create_task(self._until_idle()))
@@ -261,6 +271,18 @@ class Running:
             intake = Intake(books, SourceMapping(spec, host_by=books.settings.host_by), self.clock, source=spec.name)
             lock = self.stores.db.lock(self.config.state.dir / "sources" / f"{mint('source', spec.name)[:16]}.lock")
             self.readers.append(Reader(source, units.mask(spec.url), intake, self.stores.sources, lock, self.clock, self.rng, worker=self.id))
+
+    def _open_listener(self, books: Books) -> Listener:
+        c = self.config.serve
+        hooks = [
+            Hook(source, spec.url, Intake(books, SourceMapping(spec, host_by=books.settings.host_by), self.clock, source=spec.name))
+            for source, spec in self.served
+        ]
+        endpoint = Endpoint(hooks, self.stores.sources, self.clock, worker=self.id, timeout=c.timeout)
+        lock = self.config.state.dir / f"serve-{c.host}-{c.port or self.id}.lock"
+        return Listener(
+            endpoint, host=c.host, port=c.port, connections=c.max_connections, timeout=c.timeout, grace=self.config.grace, lock=lock, clock=self.clock
+        )
 
     def _open_workers(
         self, books: Books, fetcher: CurlFetcher | None, extraction: Extraction | None, suspects: Extraction | None, hooks: HookRunner | None
@@ -444,6 +466,16 @@ def _check_roles(pipeline: Pipeline, roles: frozenset[str]) -> None:
             f"nothing to do for the role {', '.join(sorted(roles))}: the pipeline has no source",
             hint="declare one, give it fetch, extract or sink, or leave --role out for all of them",
         )
+
+
+def _check_sources(sources: Sequence[tuple[Source, SourceSpec]], roles: frozenset[str]) -> None:
+    if roles.intersection(STAGES) or any(("serve" if source.served else "source") in roles for source, _ in sources):
+        return
+    served, role = "serve" in roles, ", ".join(sorted(roles))
+    raise ConfigError(
+        f"nothing to do for the role {role}: the pipeline has no source that is {'served' if served else 'read'}",
+        hint='declare one: shop.source("webhook:shop")' if served else "the role serve is for webhooks",
+    )
 
 
 def open_sources(pipeline: Pipeline, context: SourceContext) -> list[tuple[Source, SourceSpec]]:

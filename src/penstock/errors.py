@@ -60,3 +60,4 @@ class RequestRefused(PenstockError):
         super().__init__(message, hint=hint)
         self.status, self.after = status, after
         self.why = why  # for our own log, where the sender is told less
+        self.reasons: list[dict[str, object]] = []  # of each item, where only some are wrong

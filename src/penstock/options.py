@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -177,6 +178,21 @@ class IntakeConfig(_Section, frozen=True, kw_only=True):
     max_pending: Annotated[int, Opt(units.counts(1), "open events beyond which new ones are refused")] = 10_000_000
 
 
+def _address(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    return text if text == "localhost" else str(ipaddress.ip_address(text.strip("[]")))
+
+
+_ADDRESS = units.Kind(name="address", expected='an IP address of this machine ("127.0.0.1", "0.0.0.0", "::1") or "localhost"', read=_address)
+
+
+class ServeConfig(_Section, frozen=True, kw_only=True):
+    host: Annotated[str, Opt(_ADDRESS, "address that webhooks are served on")] = "127.0.0.1"
+    port: Annotated[int, Opt(units.counts(0, 65535), "port of it; 0: any that is free")] = 8787
+    max_connections: Annotated[int, Opt(units.counts(1, 100_000), "connections at a time")] = 256
+    timeout: Annotated[float, Opt(units.durations(0.05, 3600), "time in which a request must have come")] = 10.0
+
+
 class BreakerConfig(_Section, frozen=True, kw_only=True):
     dead_share: Annotated[float, Opt(units.SHARE, "share of dead ends that pauses a topic")] = 0.2
     min: Annotated[int, Opt(units.counts(1), "dead ends needed for it")] = 50
@@ -233,6 +249,7 @@ class Config(_Section, frozen=True, kw_only=True):
     extract: ExtractConfig = ExtractConfig()
     sink: SinkConfig = SinkConfig()
     intake: IntakeConfig = IntakeConfig()
+    serve: ServeConfig = ServeConfig()
     breaker: BreakerConfig = BreakerConfig()
     history: HistoryConfig = HistoryConfig()
     output: OutputConfig = OutputConfig()

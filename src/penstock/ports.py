@@ -538,7 +538,7 @@ class ServedSource(Protocol):
 
     name: str
     path: str  # of its endpoint
-    served: Literal[True]
+    served: bool
     signed: str  # by what its senders are known; "" where by nothing
     local: bool  # serves this machine only
     max_body: int

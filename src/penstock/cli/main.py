@@ -16,6 +16,7 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
     ("demo", "penstock.cli.demo:demo", "Begin", "a shop on this machine, scraped live, to see everything at work"),
     ("init", "penstock.cli.init:init", "Begin", "write a pipeline and a commented penstock.toml to start from"),
     ("run", "penstock.cli.run:run", "Begin", "run a pipeline: all roles in one process, or some of them"),
+    ("serve", "penstock.cli.serve:serve", "Begin", "serve a pipeline's webhooks, and nothing else of it"),
     ("push", "penstock.cli.push:push", "Begin", "have URLs scraped"),
     ("fetch", "penstock.cli.fetch:fetch", "Look", "fetch one URL as a worker would, and tell what happened on the way"),
     ("status", "penstock.cli.status:status", "Look", "how much is pending, in flight, delayed, done, dead"),

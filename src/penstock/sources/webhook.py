@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import jmespath
@@ -42,7 +42,7 @@ def open_source(spec: SourceSpec, context: SourceContext) -> Webhook:
 class Webhook(BaseSource):
     """Implements ports.ServedSource."""
 
-    served: Literal[True] = True
+    served = True
 
     def __init__(self, spec: SourceSpec, context: SourceContext) -> None:
         super().__init__(spec, context)
@@ -125,7 +125,7 @@ class Webhook(BaseSource):
                 raise self._wrong(f"{option} {name!r} is no header", 'header = "X-Signature"')
         if given["algorithm"] not in signatures.DIGESTS or given["encoding"] not in ("hex", "base64"):
             raise self._wrong("its algorithm or encoding is not known", f"algorithm: {', '.join(signatures.DIGESTS)}; encoding: hex, base64")
-        shape = Shape(given["header"].lower(), *[given[name] for name in HOUSE[1:5]], given["timestamp"].lower())
+        shape = Shape(given["header"].lower(), given["algorithm"], given["encoding"], given["prefix"], given["signed"], given["timestamp"].lower())
         if "body" not in shape.places() or (shape.timestamp and shape.timestamp not in shape.places()):
             raise self._wrong(f"signed = {shape.signed!r} leaves out the body or the timestamp", 'signed = "{X-Timestamp}.{body}"')
         return shape
@@ -223,9 +223,9 @@ class Webhook(BaseSource):
     # -- as a source -------------------------------------------------------------------------------------------------------
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        """Nothing: it is told."""
-        return
-        yield  # makes it a generator
+        nothing: tuple[Batch, ...] = ()  # ever: it is told
+        for batch in nothing:
+            yield batch
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         return []

@@ -1,0 +1,109 @@
+"""The endpoint in OpenAPI 3.1, for those who generate clients, and for the test that sends it everything the schema allows and more. No behaviour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock import __version__
+
+_ERROR = {
+    "type": "object",
+    "required": ["error", "try"],
+    "properties": {
+        "error": {"type": "string", "description": "what is wrong"},
+        "try": {"type": "string", "description": "what to do next"},
+        "reasons": {
+            "type": "array",
+            "items": {"type": "object", "required": ["item", "reason"], "properties": {"item": {"type": "integer"}, "reason": {"type": "string"}}},
+        },
+    },
+}
+_TOLD = {
+    "type": "object",
+    "required": ["accepted", "known", "passed", "ids"],
+    "properties": {
+        "accepted": {"type": "integer", "description": "events that are new, and durable now"},
+        "known": {"type": "integer", "description": "events whose id was accepted before"},
+        "passed": {"type": "integer", "description": "items that the hook's `where` passes over"},
+        "ids": {"type": "array", "items": {"type": "string"}, "description": "of the events, new and known, in the order of the items"},
+    },
+}
+_ITEM = {
+    "anyOf": [
+        {"type": "object", "properties": {"url": {"type": "string"}}, "additionalProperties": True},
+        {"type": "string", "format": "uri"},
+    ]
+}
+_CLOUD_EVENT = {
+    "type": "object",
+    "required": ["specversion", "id", "source", "type"],
+    "properties": {
+        "specversion": {"const": "1.0"},
+        "id": {"type": "string", "minLength": 1, "maxLength": 1024},
+        "source": {"type": "string", "minLength": 1, "maxLength": 1024},
+        "type": {"type": "string", "minLength": 1, "maxLength": 1024},
+        "subject": {"type": "string"},
+        "time": {"type": "string", "format": "date-time"},
+        "data": {},
+        "data_base64": {"type": "string"},
+    },
+    "additionalProperties": True,
+}
+_REFUSALS = {
+    "400": "it cannot be read",
+    "401": "it is not signed as the hook asks, or its signature is too old",
+    "403": "an unsigned hook, asked from elsewhere than this machine",
+    "404": "there is no such hook",
+    "405": "another method than POST",
+    "408": "the body came too slowly",
+    "413": "the body is too large, or has too many items",
+    "415": "a content-type that is not read",
+    "422": "items that make no event; none of the body was accepted",
+    "429": "more requests than the hook allows; Retry-After says when",
+    "503": "the queue is full or the store is away; Retry-After says when. Nothing was accepted",
+}
+
+
+def _answer(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": schema}}}
+
+
+def document() -> dict[str, Any]:
+    item, event = {"$ref": "#/components/schemas/Item"}, {"$ref": "#/components/schemas/CloudEvent"}
+    told, error = {"$ref": "#/components/schemas/Told"}, {"$ref": "#/components/schemas/Error"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock webhooks", "version": __version__},
+        "paths": {
+            "/hooks/{name}": {
+                "post": {
+                    "operationId": "tell",
+                    "summary": "Something changed: have it scraped",
+                    "parameters": [
+                        {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"}},
+                        {"name": "Webhook-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"}},
+                        {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"}},
+                    ],
+                    "requestBody": {
+                        "required": True,
+                        "content": {
+                            "application/json": {"schema": {"anyOf": [item, {"type": "array", "items": item}]}},
+                            "application/x-ndjson": {"schema": {"type": "string"}},
+                            "application/cloudevents+json": {"schema": event},
+                            "application/cloudevents-batch+json": {"schema": {"type": "array", "items": event}},
+                        },
+                    },
+                    "responses": {"202": _answer("durable; a repeated id is known and changes nothing", told)}
+                    | {status: _answer(text, error) for status, text in _REFUSALS.items()},
+                }
+            },
+            "/healthz": {
+                "get": {
+                    "operationId": "health",
+                    "summary": "It listens",
+                    "responses": {"200": _answer("ok", {"type": "object", "required": ["status"], "properties": {"status": {"const": "ok"}}})},
+                }
+            },
+        },
+        "components": {"schemas": {"Item": _ITEM, "CloudEvent": _CLOUD_EVENT, "Told": _TOLD, "Error": _ERROR}},
+    }
