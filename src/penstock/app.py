@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import getpass
 import io
+import ipaddress
 import logging
 import os
 import random
@@ -13,11 +14,11 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock import listening, locks, units
+from penstock import locks, units
 from penstock.books import Books
 from penstock.clock import SystemClock
 from penstock.desk import SinkBinding
@@ -25,7 +26,6 @@ from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable
 from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
 from penstock.intake import Intake
-from penstock.listening import Listener
 from penstock.locks import WorkerLock
 from penstock.mapping import Mapping as SourceMapping
 from penstock.model import mint
@@ -35,11 +35,10 @@ from penstock.net.transfer import HttpOptions
 from penstock.opening import Politeness, Stores, adapter, open_stores, settings, worker_id
 from penstock.options import Config
 from penstock.pipeline import Pipeline, SourceSpec, load
-from penstock.ports import Clock, Extraction, Row, Sink, Source, TableSink
+from penstock.ports import Clock, Extraction, Row, ServedSource, Sink, Source, TableSink
 from penstock.reader import Reader
 from penstock.rules import retry
 from penstock.rules.robots import product_token
-from penstock.serving import Endpoint, Hook
 from penstock.sinks.sqlite import SqliteSink
 from penstock.sources.context import SourceContext
 from penstock.sources.web import SourceWeb
@@ -49,6 +48,9 @@ from penstock.stages.proxies import Proxies
 from penstock.stages.sandbox import Limits, Sandbox
 from penstock.telemetry import Signals
 from penstock.worker import ENTRY, Options, Stage, Worker
+
+if TYPE_CHECKING:
+    from penstock.listening import Listener
 
 log = logging.getLogger("penstock")
 ROLES = ("source", "serve", "fetch", "extract", "sink")
@@ -79,7 +81,7 @@ class Running:
         context = SourceContext(config, self.clock, self.rng, self.web, Path.cwd())
         self.sources = open_sources(self.pipeline, context) if "source" in roles or "serve" in roles else []
         self.served: list[tuple[Any, SourceSpec]] = [(source, spec) for source, spec in self.sources if source.served and "serve" in roles]
-        listening.check([source for source, _ in self.served], config.serve.host)
+        check_served([source for source, _ in self.served], config.serve.host)
         _check_sources(self.sources, roles)
         self.readers: list[Reader] = []
         self.listener: Listener | None = None
@@ -273,6 +275,9 @@ class Running:
             self.readers.append(Reader(source, units.mask(spec.url), intake, self.stores.sources, lock, self.clock, self.rng, worker=self.id))
 
     def _open_listener(self, books: Books) -> Listener:
+        from penstock.listening import Listener  # here: most pipelines have no webhook, and need no HTTP server
+        from penstock.serving import Endpoint, Hook
+
         c = self.config.serve
         hooks = [
             Hook(source, spec.url, Intake(books, SourceMapping(spec, host_by=books.settings.host_by), self.clock, source=spec.name))
@@ -466,6 +471,20 @@ def _check_roles(pipeline: Pipeline, roles: frozenset[str]) -> None:
             f"nothing to do for the role {', '.join(sorted(roles))}: the pipeline has no source",
             hint="declare one, give it fetch, extract or sink, or leave --role out for all of them",
         )
+
+
+def check_served(sources: Sequence[ServedSource], host: str) -> None:
+    """An unsigned hook that others can reach lets anybody spend our requests."""
+    loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    for source in sources:
+        if source.local and not loopback:
+            raise ConfigError(
+                f"source {source.name}: the hook is unsigned, and others can reach serve.host {host}",
+                hint='give it a secret (secret = "env:SHOP_SECRET"), or say unsigned = "anywhere"',
+            )
+    paths = [source.path for source in sources]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise ConfigError(f"two sources are served at {twice[0]}", hint="webhook:NAME, each with a name of its own")
 
 
 def _check_sources(sources: Sequence[tuple[Source, SourceSpec]], roles: frozenset[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import socket
 import time
@@ -96,23 +95,6 @@ def _said(source: Any) -> str:
 
 def where(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or ipaddress.ip_address(host).is_loopback
-
-
-def check(sources: list[Any], host: str) -> None:
-    """Before anything is opened. An unsigned hook that others can reach lets anybody spend our requests."""
-    for source in sources:
-        if source.local and not is_loopback(host):
-            raise ConfigError(
-                f"source {source.name}: the hook is unsigned, and serve.host {host} can be reached by others",
-                hint='give it a secret (secret = "env:SHOP_SECRET"), or say unsigned = "anywhere"',
-            )
-    paths = [source.path for source in sources]
-    if twice := [path for path in paths if paths.count(path) > 1]:
-        raise ConfigError(f"two sources are served at {twice[0]}", hint="webhook:NAME, each with a name of its own")
 
 
 def bind(host: str, port: int) -> socket.socket:

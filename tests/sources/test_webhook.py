@@ -1,0 +1,501 @@
+"""A webhook's requests, decided without a socket: who may tell it something, what a body holds, and which event that is."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import config
+from penstock.clock import SystemClock
+from penstock.errors import ConfigError, RequestRefused
+from penstock.pipeline import Pipeline
+from penstock.ports import Finding
+from penstock.sources.context import SourceContext
+from penstock.sources.web import SourceWeb
+from penstock.sources.webhook import Webhook, open_source
+
+NOW = 1_760_000_000.0
+SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
+OLD = "whsec_" + base64.b64encode(bytes(range(100, 132))).decode()
+TEXT = "a secret of the house, long enough"
+BODY = b'{"url": "https://shop.example/p/1", "sku": "S-1"}'
+JSON = {"content-type": ["application/json"]}
+LOCAL = {"host": ["127.0.0.1:8787"]}
+
+
+def hook(name: str = "shop", *, called: str | None = None, settings: dict[str, str] | None = None, **options: Any) -> Webhook:
+    pipeline = Pipeline("shop")
+    pipeline.source(f"webhook:{name}", name=called, **options)
+    loaded = config.load(settings or {}, {}, Path.cwd()).config
+    return open_source(pipeline.sources[0], SourceContext(loaded, SystemClock(), random.Random(1), SourceWeb(), Path.cwd()))
+
+
+def key_of(secret: str) -> bytes:
+    return base64.b64decode(secret.removeprefix("whsec_")) if secret.startswith("whsec_") else secret.encode()
+
+
+def standard(body: bytes = BODY, *, secret: str = SECRET, id_: str = "msg_1", at: float = NOW) -> dict[str, list[str]]:
+    digest = hmac.new(key_of(secret), f"{id_}.{int(at)}.".encode() + body, hashlib.sha256).digest()
+    return {**JSON, "webhook-id": [id_], "webhook-timestamp": [str(int(at))], "webhook-signature": ["v1," + base64.b64encode(digest).decode()]}
+
+
+def told(source: Webhook, headers: dict[str, list[str]], body: bytes = BODY, now: float = NOW) -> list[Finding]:
+    return source.findings("POST", headers, body, now)
+
+
+def refusal(source: Webhook, headers: dict[str, list[str]], body: bytes = BODY, now: float = NOW, method: str = "POST") -> RequestRefused:
+    with pytest.raises(RequestRefused) as refused:
+        source.findings(method, headers, body, now)
+    assert refused.value.message
+    assert refused.value.hint
+    return refused.value
+
+
+# -- Standard Webhooks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_signed_with_the_secret_is_an_event_with_the_payload() -> None:
+    [finding] = told(hook(secret=SECRET), standard())
+    assert finding.payload == {"url": "https://shop.example/p/1", "sku": "S-1"}
+    assert finding.cause == "msg_1"
+
+
+def test_the_signature_is_that_of_the_published_scheme() -> None:
+    """Computed by openssl over "msg_p5jX.1760000000.{}" with a key of 32 bytes 0 to 31."""
+    headers = {
+        **JSON,
+        "webhook-id": ["msg_p5jX"],
+        "webhook-timestamp": ["1760000000"],
+        "webhook-signature": ["v1,qxoKyAqgAKGmu/o7MSJ89cf1OXqCGT70z7keAieFeF8="],
+    }
+    assert told(hook(secret=SECRET), headers, b"{}")
+
+
+def test_while_secrets_change_both_are_good_and_so_is_a_request_signed_with_both() -> None:
+    both = hook(secrets=[SECRET, OLD])
+    assert told(both, standard()) == told(both, standard(secret=OLD))
+    headers = standard(secret=OLD)
+    headers["webhook-signature"] = [f"v1a,{'A' * 20} v2,xyz {headers['webhook-signature'][0]} {standard()['webhook-signature'][0]}"]
+    assert told(hook(secret=SECRET), headers)
+
+
+def test_the_headers_of_svix_are_the_same_under_another_name() -> None:
+    headers = {name.replace("webhook-", "svix-"): values for name, values in standard().items()}
+    assert told(hook(secret=SECRET), headers)
+
+
+@pytest.mark.parametrize("late", [-301, -300, 0, 300, 301])
+def test_a_signature_holds_five_minutes_before_and_after(late: float) -> None:
+    if abs(late) > 300:
+        assert refusal(hook(secret=SECRET), standard(), now=NOW + late).status == 401
+    else:
+        assert told(hook(secret=SECRET), standard(), now=NOW + late)
+
+
+def test_the_tolerance_is_an_option() -> None:
+    assert told(hook(secret=SECRET, tolerance="10m"), standard(), now=NOW + 599)
+    assert refusal(hook(secret=SECRET, tolerance="10s"), standard(), now=NOW + 11).status == 401
+
+
+GOOD = standard()["webhook-signature"][0]
+BROKEN: dict[str, Callable[[dict[str, list[str]]], Any]] = {
+    "no signature": lambda h: h.pop("webhook-signature"),
+    "no id": lambda h: h.pop("webhook-id"),
+    "no time": lambda h: h.pop("webhook-timestamp"),
+    "another id": lambda h: h.update({"webhook-id": ["msg_2"]}),
+    "another time": lambda h: h.update({"webhook-timestamp": [str(int(NOW) + 1)]}),
+    "two signatures headers": lambda h: h["webhook-signature"].append(GOOD),
+    "two ids": lambda h: h["webhook-id"].append("msg_1"),
+    "two times": lambda h: h["webhook-timestamp"].append(str(int(NOW))),
+    "an empty signature": lambda h: h.update({"webhook-signature": [""]}),
+    "no version": lambda h: h.update({"webhook-signature": [GOOD[3:]]}),
+    "only other versions": lambda h: h.update({"webhook-signature": ["v1a" + GOOD[2:]]}),
+    "junk behind": lambda h: h.update({"webhook-signature": [GOOD + "junk"]}),
+    "junk behind the padding": lambda h: h.update({"webhook-signature": [GOOD + "===="]}),
+    "junk in it": lambda h: h.update({"webhook-signature": [GOOD[:9] + "!" + GOOD[9:]]}),
+    "without padding": lambda h: h.update({"webhook-signature": [GOOD.rstrip("=")]}),
+    "bits that do not count": lambda h: h.update({"webhook-signature": [GOOD[:-2] + chr(ord(GOOD[-2]) + 1) + "="]}),
+    "half of it": lambda h: h.update({"webhook-signature": [GOOD[:24]]}),
+    "two blanks between": lambda h: h.update({"webhook-signature": [GOOD + "  " + GOOD]}),
+    "a good one beside a broken one": lambda h: h.update({"webhook-signature": [GOOD + " v1,%%%"]}),
+    "seventeen of them": lambda h: h.update({"webhook-signature": [" ".join([GOOD] * 17)]}),
+    "not ASCII": lambda h: h.update({"webhook-signature": ["v1,\xfc\xff"]}),
+    "a NUL": lambda h: h.update({"webhook-signature": [GOOD + "\0"]}),
+    "a time that is no number": lambda h: h.update({"webhook-timestamp": ["soon"]}),
+    "a time with a sign": lambda h: h.update({"webhook-timestamp": [f"+{int(NOW)}"]}),
+    "a time with blanks": lambda h: h.update({"webhook-timestamp": [f" {int(NOW)}"]}),
+    "a time with a fraction": lambda h: h.update({"webhook-timestamp": [f"{int(NOW)}.0"]}),
+    "a time in another script": lambda h: h.update({"webhook-timestamp": ["١٧٦٠٠٠٠٠٠٠"]}),
+    "a time without end": lambda h: h.update({"webhook-timestamp": ["9" * 4000]}),
+    "an id with a blank": lambda h: h.update({"webhook-id": ["msg 1"]}),
+    "an id without end": lambda h: h.update({"webhook-id": ["m" * 300]}),
+    "an empty id": lambda h: h.update({"webhook-id": [""]}),
+}
+
+
+@pytest.mark.parametrize("breaking", BROKEN.values(), ids=BROKEN.keys())
+def test_whatever_is_wrong_with_the_signature_the_answer_is_the_same_401(breaking: Callable[[dict[str, list[str]]], Any]) -> None:
+    headers = {name: list(values) for name, values in standard().items()}
+    breaking(headers)
+    e = refusal(hook(secret=SECRET), headers)
+    assert (e.status, e.message) == (401, "this request is not from a sender that is known here")
+    assert SECRET not in e.why
+    assert GOOD not in e.why
+
+
+def test_a_forged_or_changed_body_is_refused() -> None:
+    assert refusal(hook(secret=SECRET), standard(secret=OLD)).status == 401
+    assert refusal(hook(secret=SECRET), standard(), BODY + b" ").status == 401
+
+
+def test_a_replay_is_the_same_event_and_later_it_is_refused() -> None:
+    source = hook(secret=SECRET)
+    assert told(source, standard())[0].id == told(source, standard(), now=NOW + 299)[0].id
+    assert refusal(source, standard(), now=NOW + 301).status == 401
+
+
+def test_a_captured_request_does_not_become_another_event_by_headers_that_are_not_signed() -> None:
+    for source, headers in [
+        (hook(secret=SECRET), standard()),
+        (hook(secret=TEXT, signature="github"), github()),
+        (hook(secret=TEXT, signature="stripe"), stripe()),
+    ]:
+        ids = set()
+        for more in [
+            {},
+            {"idempotency-key": ["x"]},
+            {"x-github-delivery": ["y"]},
+            {"ce-specversion": ["1.0"], "ce-id": ["z"], "ce-source": ["s"], "ce-type": ["t"]},
+        ]:
+            ids.add(told(source, {**headers, **more})[0].id)
+        assert len(ids) == 1
+
+
+def test_the_body_is_measured_before_it_is_hashed() -> None:
+    assert refusal(hook(secret=SECRET, max_body="40B"), JSON).status == 413
+
+
+def test_an_event_is_named_by_the_hook_too_so_that_one_sender_cannot_use_up_the_ids_of_another() -> None:
+    assert told(hook("a", secret=SECRET), standard())[0].id != told(hook("b", secret=SECRET), standard())[0].id
+
+
+# -- other schemes ---------------------------------------------------------------------------------------------------------
+
+
+def github(body: bytes = BODY, secret: str = TEXT) -> dict[str, list[str]]:
+    return {**JSON, "x-hub-signature-256": ["sha256=" + hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()]}
+
+
+def stripe(body: bytes = BODY, secret: str = TEXT, at: float = NOW) -> dict[str, list[str]]:
+    digest = hmac.new(secret.encode(), f"{int(at)}.".encode() + body, hashlib.sha256).hexdigest()
+    return {**JSON, "stripe-signature": [f"t={int(at)},v1={digest},v0=ignored"]}
+
+
+def test_github_signs_the_body_and_the_body_names_the_event() -> None:
+    source = hook(secret=TEXT, signature="github")
+    [first] = told(source, {**github(), "x-github-delivery": ["1"], "x-github-event": ["push"]})
+    [again] = told(source, {**github(), "x-github-delivery": ["2"]})
+    assert first.id == again.id
+    assert first.payload["_webhook"] == {"event": "push"}
+    assert told(source, github(BODY + b" "), BODY + b" ")[0].id != first.id
+
+
+def test_stripe_signs_time_and_body_and_a_repeated_delivery_is_the_same_event() -> None:
+    source = hook(secret="whsec_of_stripe_is_no_base64_at_all", signature="stripe")
+    secret = "whsec_of_stripe_is_no_base64_at_all"
+    assert told(source, stripe(secret=secret))[0].id == told(source, stripe(secret=secret, at=NOW + 60), now=NOW + 60)[0].id
+    assert refusal(source, stripe(secret=secret), now=NOW + 301).status == 401
+
+
+def test_a_house_scheme_says_what_is_signed_and_how_it_is_written() -> None:
+    text = b"v0:1760000000:" + BODY
+    given = base64.b64encode(hmac.new(TEXT.encode(), text, hashlib.sha512).digest()).decode()
+    source = hook(
+        secret=TEXT, signature="hmac", header="X-Shop-Signature", algorithm="sha512", encoding="base64", prefix="v0=",
+        signed="v0:{X-Shop-Time}:{body}", timestamp="X-Shop-Time",
+    )  # fmt: skip
+    headers = {**JSON, "x-shop-time": ["1760000000"], "x-shop-signature": ["v0=" + given]}
+    assert told(source, headers)
+    assert refusal(source, {**headers, "x-shop-time": ["1760000001"]}).status == 401
+    assert refusal(source, {**headers, "x-shop-signature": [given]}).status == 401
+    assert refusal(source, headers, now=NOW + 301).status == 401
+
+
+def test_a_bearer_token_is_compared_whole() -> None:
+    source = hook(secret=TEXT, signature="bearer")
+    assert told(source, {**JSON, "authorization": [f"Bearer {TEXT}"]})
+    for wrong in ("Bearer", f"Bearer {TEXT}x", f"Bearer {TEXT[:-1]}", f"Basic {TEXT}", TEXT, "Bearer \xff", ""):
+        assert refusal(source, {**JSON, "authorization": [wrong]}).status == 401
+
+
+@pytest.mark.parametrize("scheme", ["github", "stripe", "hmac", "bearer"])
+@pytest.mark.parametrize("junk", ["", "=", "sha256=", "sha256=zz", "sha256=00", "t=,v1=", "t=1,t=1", "t=99999999999,v1=" + "0" * 64, "\xff" * 10, "a" * 5000])
+def test_junk_in_a_header_of_another_scheme_is_a_401_too(scheme: str, junk: str) -> None:
+    source = hook(secret=TEXT, signature=scheme, **({"header": "X-Sig"} if scheme == "hmac" else {}))
+    for name in ("x-hub-signature-256", "stripe-signature", "x-sig", "authorization"):
+        assert refusal(source, {**JSON, name: [junk]}).status == 401
+
+
+# -- unsigned --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8787", "localhost:8787", "[::1]:8787", "127.8.9.1"])
+def test_an_unsigned_hook_serves_this_machine(host: str) -> None:
+    assert told(hook(), {**JSON, "host": [host]})
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8787", "10.0.0.1", "0.0.0.0", "[::]", "", "[", "user@127.0.0.1@x"]
+)
+def test_a_name_that_was_pointed_here_is_refused(host: str) -> None:
+    assert refusal(hook(), {**JSON, "host": [host]}).status == 403
+    assert refusal(hook(), JSON).status == 403
+    assert refusal(hook(), {**JSON, "host": ["127.0.0.1", host]}).status == 403
+
+
+@pytest.mark.parametrize(
+    "more", [{"origin": ["https://evil.example"]}, {"origin": ["null"]}, {"sec-fetch-site": ["cross-site"]}, {"origin": ["http://127.0.0.1", "x"]}]
+)
+def test_a_web_page_elsewhere_cannot_tell_it_anything_through_a_browser_here(more: dict[str, list[str]]) -> None:
+    assert refusal(hook(), {**JSON, **LOCAL, **more}).status == 403
+    assert told(hook(), {**JSON, **LOCAL, "origin": ["http://localhost:3000"]})
+
+
+def test_what_a_browser_sends_without_asking_first_is_refused_by_its_type() -> None:
+    for kind in ({}, {"content-type": ["text/plain"]}, {"content-type": ["application/x-www-form-urlencoded"]}, {"content-type": ["multipart/form-data"]}):
+        assert refusal(hook(), {**LOCAL, **kind}).status == 415
+
+
+def test_unsigned_anywhere_is_served_under_any_name() -> None:
+    source = hook(unsigned="anywhere")
+    assert not source.local
+    assert told(source, {**JSON, "host": ["hooks.example"]})
+
+
+# -- ids -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["webhook-id", "x-github-delivery", "idempotency-key"])
+def test_the_senders_id_is_the_events(name: str) -> None:
+    source = hook()
+    headers = {**JSON, **LOCAL, name: ["7"]}
+    assert told(source, headers)[0].id == told(source, headers)[0].id != told(source, {**headers, name: ["8"]})[0].id
+    assert refusal(source, {**headers, name: ["7", "7"]}).status == 400
+    assert refusal(source, {**headers, name: [""]}).status == 400
+
+
+def test_without_an_id_every_request_is_another_event() -> None:
+    assert told(hook(), {**JSON, **LOCAL})[0].id != told(hook(), {**JSON, **LOCAL})[0].id
+
+
+def test_items_of_one_body_have_an_id_each_and_keep_it() -> None:
+    headers, body = {**JSON, **LOCAL, "webhook-id": ["7"]}, b'["https://a.example", "https://b.example", "https://a.example"]'
+    ids = [finding.id for finding in told(hook(), headers, body)]
+    assert len(set(ids)) == 3
+    assert ids == [finding.id for finding in told(hook(), headers, body)]
+
+
+def test_an_id_in_the_payload_goes_by_its_place() -> None:
+    source = hook(id="event.id")
+    body = b'{"event": {"id": 17}}'
+    assert told(source, {**JSON, **LOCAL}, body)[0].id == told(source, {**JSON, **LOCAL}, body)[0].id
+    assert refusal(source, {**JSON, **LOCAL}, b'{"event": {"id": {}}}').status == 422
+    assert refusal(source, {**JSON, **LOCAL}, b'{"event": {"id": true}}').status == 422
+
+
+# -- bodies ----------------------------------------------------------------------------------------------------------------
+
+
+def payloads(kind: str, body: bytes, **headers: str) -> list[dict[str, Any]]:
+    more = {name.replace("_", "-"): [value] for name, value in headers.items()}
+    return [finding.payload for finding in told(hook(), {**LOCAL, "content-type": [kind], **more}, body)]
+
+
+def test_json_is_an_object_an_array_or_urls() -> None:
+    assert payloads("application/json", b'{"a": 1}') == [{"a": 1}]
+    assert payloads("application/json; charset=UTF-8", b' [{"a": 1}, {"a": 2}] ') == [{"a": 1}, {"a": 2}]
+    assert payloads("application/vnd.shop.v1+json", b'["https://a.example", {"b": 2}]') == [{"url": "https://a.example"}, {"b": 2}]
+    assert payloads("application/json", b"[]") == []
+
+
+def test_ndjson_is_one_item_on_each_line() -> None:
+    assert payloads("application/x-ndjson", b'{"a": 1}\r\n\n{"a": 2}\n"https://a.example"') == [{"a": 1}, {"a": 2}, {"url": "https://a.example"}]
+
+
+EVENT = {"specversion": "1.0", "id": "1", "source": "/shop", "type": "changed", "time": "2025-10-09T08:53:20Z", "data": {"url": "https://a.example", "n": 1}}
+
+
+def test_a_structured_cloudevent_is_named_by_source_and_id() -> None:
+    kind = {**LOCAL, "content-type": ["application/cloudevents+json; charset=utf-8"]}
+    [one] = told(hook(), kind, json.dumps(EVENT).encode())
+    assert one.payload["url"] == "https://a.example"
+    assert one.payload["_cloudevent"]["type"] == "changed"
+    assert one.at == 1760000000.0
+    [other] = told(hook(), kind, json.dumps({**EVENT, "source": "/other"}).encode())
+    assert one.id != other.id
+    [batched] = told(hook(), {**LOCAL, "content-type": ["application/cloudevents-batch+json"]}, json.dumps([EVENT]).encode())
+    binary = {**JSON, **LOCAL, "ce-specversion": ["1.0"], "ce-id": ["1"], "ce-source": ["/shop"], "ce-type": ["changed"]}
+    [headed] = told(hook(), binary, json.dumps(EVENT["data"]).encode())
+    assert one.id == batched.id == headed.id
+    assert headed.payload["n"] == 1
+
+
+def test_the_subject_is_the_url_where_the_data_has_none() -> None:
+    event = {**EVENT, "subject": "https://b.example", "data": {"n": 1}}
+    [one] = told(hook(), {**LOCAL, "content-type": ["application/cloudevents+json"]}, json.dumps(event).encode())
+    assert one.url == "https://b.example"
+
+
+def test_data_in_base64_is_json_too() -> None:
+    event = {name: value for name, value in EVENT.items() if name != "data"} | {"data_base64": base64.b64encode(b'{"n": 2}').decode()}
+    assert payloads("application/cloudevents+json", json.dumps(event).encode())[0]["n"] == 2
+    assert refusal(hook(), {**LOCAL, "content-type": ["application/cloudevents+json"]}, json.dumps({**event, "data_base64": "%"}).encode()).status == 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status"),
+    [
+        ("application/json", b"", 400),
+        ("application/json", b"  \n", 400),
+        ("application/json", b"{", 400),
+        ("application/json", b"\xff\xfe{\x00}\x00", 400),
+        ("application/json", b'{"a": "\xff"}', 400),
+        ("application/json", b'"\\ud800"', 400),
+        ("application/json", b'{"a": NaN}', 400),
+        ("application/json", b"1", 400),
+        ("application/json", b"null", 400),
+        ("application/json", b'[{"a": 1}, 2]', 400),
+        ("application/json", b"[" * 100_000, 400),
+        ("application/json", b"[" * 100_000 + b"]" * 100_000, 400),
+        ("application/json", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
+        ("application/json", b"[1" + b"0" * 5000 + b"]", 400),
+        ("application/x-ndjson", b'{"a": 1}\n{"a": ', 400),
+        ("application/cloudevents+json", b"[]", 400),
+        ("application/cloudevents+json", b"{}", 400),
+        ("application/cloudevents+json", b'{"specversion": "0.3", "id": "1", "source": "s", "type": "t"}', 400),
+        ("application/cloudevents+json", b'{"specversion": "1.0", "id": 1, "source": "s", "type": "t"}', 400),
+        ("application/cloudevents-batch+json", b"{}", 400),
+        ("application/cloudevents-batch+json", b"[1]", 400),
+        ("application/json; charset=utf-16", b"{}", 415),
+        ("text/html", b"{}", 415),
+        ("application/xml", b"<a/>", 415),
+        ("application/cloudevents+avro", b"{}", 415),
+        ("", b"{}", 415),
+        ("application/json", b"[" + b",".join([b"{}"] * 1001) + b"]", 413),
+        ("application/x-ndjson", b"{}\n" * 1001, 413),
+        ("application/cloudevents-batch+json", b"[" + b",".join([json.dumps(EVENT).encode()] * 1001) + b"]", 413),
+        ("application/json", b" " * (1 << 20) + b"{}", 413),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_with_its_reason(kind: str, body: bytes, status: int) -> None:
+    assert refusal(hook(), {**LOCAL, "content-type": [kind]}, body).status == status
+
+
+def test_compressed_bodies_several_types_and_other_methods_are_refused() -> None:
+    assert refusal(hook(), {**LOCAL, **JSON, "content-encoding": ["gzip"]}).status == 415
+    assert refusal(hook(), {**LOCAL, "content-type": ["application/json", "application/json"]}).status == 415
+    assert refusal(hook(), {**LOCAL, **JSON, "content-length": [str(2 << 20)]}).status == 413
+    assert refusal(hook(), {**LOCAL, **JSON, "content-length": ["9" * 50]}).status == 413
+    assert refusal(hook(), {**LOCAL, **JSON, "content-length": ["x"]}).status == 400
+    assert refusal(hook(), {**LOCAL, **JSON}, method="GET").status == 405
+
+
+NAMES = [
+    "content-type", "content-length", "host", "webhook-id", "webhook-timestamp", "webhook-signature", "ce-id", "ce-specversion", "authorization",
+    "x-sig", "stripe-signature",
+]  # fmt: skip
+ATTRIBUTES = ["url", "id", "source", "type", "specversion", "data", "data_base64", "subject", "time"]
+KINDS = ["application/json", "application/x-ndjson", "application/cloudevents+json", "application/cloudevents-batch+json"]
+latin = st.text(st.characters(max_codepoint=255), max_size=40)
+values = st.one_of(latin, st.sampled_from([*KINDS, "127.0.0.1", "1.0", str(int(NOW)), GOOD, "t=1,v1=00"]))
+names = st.sampled_from(ATTRIBUTES) | st.text(max_size=5)
+scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=20)
+json_like = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=6))
+bodies = st.one_of(st.binary(max_size=200), json_like.map(lambda value: json.dumps(value).encode()))
+HOOKS = [
+    hook(),
+    hook(secret=SECRET),
+    hook(secret=TEXT, signature="stripe"),
+    hook(secret=TEXT, signature="hmac", header="X-Sig"),
+    hook(id="id", unsigned="anywhere"),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(HOOKS), st.dictionaries(st.sampled_from(NAMES), st.lists(values, min_size=1, max_size=2)), st.sampled_from(KINDS), bodies)
+def test_no_bytes_and_no_headers_end_in_anything_but_findings_or_a_refusal(source: Webhook, headers: dict[str, list[str]], kind: str, body: bytes) -> None:
+    for more in ({}, {"content-type": [kind], **LOCAL}):
+        status, found = 202, []
+        try:
+            found = source.findings("POST", {**headers, **more}, body, NOW)
+        except RequestRefused as e:
+            status = e.status
+        assert status in (202, 400, 401, 403, 413, 415, 422)
+        assert all(isinstance(finding.payload, dict) and len(finding.id) == 32 for finding in found)
+
+
+# -- options ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"secret": "short"}, "has 5 bytes, of at least 24"),
+        ({"secret": "whsec_" + base64.b64encode(b"x" * 23).decode()}, "has 23 bytes"),
+        ({"secret": "whsec_!"}, "not base64"),
+        ({"secret": "env:NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE, which is not set"),
+        ({"secret": 5}, "no text"),
+        ({"secrets": []}, "no text"),
+        ({"secrets": SECRET}, "no text"),
+        ({"secret": SECRET, "secrets": [OLD]}, "both"),
+        ({"signature": "github"}, "needs a secret"),
+        ({"secret": TEXT, "signature": "md5"}, "not known"),
+        ({"secret": TEXT, "signature": "hmac"}, "is no header"),
+        ({"secret": TEXT, "signature": "hmac", "header": "X", "algorithm": "md5"}, "not known"),
+        ({"secret": TEXT, "signature": "hmac", "header": "X", "signed": "{X-Time}"}, "leaves out the body"),
+        ({"secret": TEXT, "signature": "hmac", "header": "X", "timestamp": "X-Time"}, "leaves out the body or the timestamp"),
+        ({"secret": SECRET, "header": "X"}, 'belongs to signature = "hmac"'),
+        ({"secret": SECRET, "unsigned": "anywhere"}, "there is a secret"),
+        ({"unsigned": "yes"}, "unsigned is 'yes'"),
+        ({"tolerance": "soon"}, "tolerance"),
+        ({"max_body": "1TB"}, "max_body"),
+        ({"rate": 0}, "rate"),
+        ({"id": "a["}, "no JMESPath"),
+        ({"secert": SECRET}, "no option 'secert'"),
+        ({"every": "5m"}, "no `every`"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_its_options_is_an_error_that_holds_no_secret(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        hook(**options)
+    assert said in wrong.value.message
+    assert wrong.value.hint
+    assert not any(secret in wrong.value.message + wrong.value.hint for secret in (SECRET, OLD, TEXT))
+
+
+def test_a_secret_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_SECRET", SECRET)
+    assert told(hook(secret="env:SHOP_SECRET"), standard())
+
+
+def test_events_are_not_forgotten_while_their_signatures_hold() -> None:
+    with pytest.raises(ConfigError, match=r"history.keep \(5m\) forgets"):
+        hook(secret=SECRET, settings={"history.keep": "5m"})
+    assert hook(secret=SECRET, tolerance="2m", settings={"history.keep": "5m"})
+    assert hook(secret=TEXT, signature="github", settings={"history.keep": "5m"})
+
+
+@pytest.mark.parametrize("url", ["webhook:", "webhook://shop", "webhook:a/b", "webhook:a?secret=x", "webhook:-a"])
+def test_the_url_names_the_hook_and_nothing_else(url: str) -> None:
+    with pytest.raises(ConfigError, match="names no hook"):
+        hook(url.removeprefix("webhook:"), called="x")
