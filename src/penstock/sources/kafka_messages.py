@@ -1,0 +1,259 @@
+"""What a message of somebody's Kafka topic says: JSON, a Debezium change or a CloudEvent, as a finding. Nothing is read from a server here."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.model import mint
+from penstock.ports import Finding
+
+FORMATS = ("auto", "json", "debezium", "cloudevents")
+OPERATIONS = ("c", "r", "u", "d", "t", "m")  # create, read (snapshot), update, delete, truncate, message
+# What says where in its database's log a change lies: PostgreSQL, MySQL, SQL Server, Oracle, MongoDB.
+_POSITION = ("lsn", "txId", "file", "pos", "row", "change_lsn", "commit_lsn", "event_serial_no", "scn", "commit_scn", "rs_id", "ssn", "ord")
+_PLACE = ("connector", "name", "db", "schema", "table", "collection", "server_id")
+_MARKS = ("__deleted", "__op", "__lsn", "__source_lsn", "__table", "__source_table", "__ts_ms", "__source_ts_ms")
+_MAX_HEADERS = 8192  # bytes that travel with the payload
+_decode = msgspec.json.Decoder().decode
+_canonical = msgspec.json.Encoder(order="deterministic").encode
+
+
+class Message(NamedTuple):
+    topic: str
+    partition: int
+    offset: int
+    at: float | None  # its timestamp
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]]
+
+
+class Change(NamedTuple):
+    """A Debezium message, taken out of whatever it was wrapped in."""
+
+    op: str | None  # None: it was unwrapped, and not said
+    row: dict[str, Any]
+    source: Mapping[str, Any]
+    ts_ms: Any
+
+
+class Unreadable(Exception):
+    """For people."""
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """How a topic is read. `topic_id` is part of ids: a topic that was deleted and made again counts from 0 once more."""
+
+    format: str = "auto"
+    operations: frozenset[str] = frozenset("cru")
+    tombstones: bool = False
+    cluster: str = ""
+    topic_id: str = ""
+
+    def finding(self, m: Message) -> Finding | None:
+        """None: passed over, as an operation that nobody asked for. What cannot be read is a finding too, a refused one."""
+        place = mint("kafka", self.cluster, self.topic_id, m.topic, str(m.partition), str(m.offset))
+        try:
+            return self._read(m, place)
+        except Unreadable as e:
+            payload = {"_kafka": {**_kafka(m), "value": as_text(m.value or b"")}}
+            return Finding(id=place, cause=_cause(m), payload=payload, at=m.at, refused=f"message {_cause(m)}: {e}")
+
+    def _read(self, m: Message, place: str) -> Finding | None:
+        headers = {name: value or b"" for name, value in m.headers}
+        if self.format in ("auto", "cloudevents") and "ce_specversion" in headers:
+            return self._cloudevent(m, _binary_event(m, headers))
+        if m.value is None:
+            if not self.tombstones:
+                return None
+            key = _key(m.key)
+            payload = {**(key if isinstance(key, dict) else {}), "_cdc": {"op": "d"}, "_kafka": _kafka(m)}
+            return Finding(id=place, cause=_cause(m), payload=payload, at=m.at)
+        value = _json(m.value)
+        if self.format in ("auto", "cloudevents") and _is_event(value):
+            return self._cloudevent(m, value)
+        if self.format == "cloudevents":
+            raise Unreadable("it is no CloudEvent, neither by its headers (ce_…) nor by its value")
+        if self.format != "json":
+            change = _change(value, headers, unwrapped=self.format == "debezium")
+            if change is not None:
+                return self._changed(m, change, place)
+            if self.format == "debezium":
+                raise Unreadable("it is no change event of Debezium")
+        value = value if isinstance(value, dict) else {"value": value}
+        said = value.get("value")
+        url = said if isinstance(said, str) and said.startswith(("http://", "https://")) and len(value) == 1 else None
+        return Finding(id=place, url=url, cause=_cause(m), payload={**value, "_kafka": _kafka(m)}, at=m.at)
+
+    def _cloudevent(self, m: Message, event: dict[str, Any]) -> Finding | None:
+        source, id_ = event.get("source"), event.get("id")
+        if not isinstance(source, str) or not isinstance(id_, str) or not id_:
+            raise Unreadable("a CloudEvent has a source and an id, and this one lacks one of them")
+        data = event.get("data")
+        if "data_base64" in event:
+            try:
+                data = _json(base64.b64decode(event["data_base64"], validate=True))
+            except (ValueError, TypeError):
+                raise Unreadable("its data_base64 is not base64") from None
+        change = _change(data, {}, unwrapped=False)
+        payload = data if isinstance(data, dict) else {} if data is None else {"value": data}
+        meta: dict[str, Any] = {}
+        if change is not None:
+            if not self._wanted(change.op):
+                return None
+            payload, meta = change.row, {"_cdc": _cdc(change)}
+        attributes = {name: value for name, value in event.items() if name not in ("data", "data_base64")}
+        return Finding(
+            id=mint("cloudevents", source, id_),
+            cause=_cause(m),
+            payload={**payload, **meta, "_cloudevent": attributes, "_kafka": _kafka(m)},
+            at=_time(event.get("time")) or m.at,
+        )
+
+    def _wanted(self, op: str | None) -> bool:
+        return op in self.operations or (op is None and not self.operations.isdisjoint("cru"))
+
+    def _changed(self, m: Message, change: Change, place: str) -> Finding | None:
+        if not self._wanted(change.op):
+            return None
+        position = [f"{name}={change.source[name]}" for name in _POSITION if change.source.get(name) is not None]
+        id_ = place
+        if position:
+            where = [f"{name}={change.source.get(name)}" for name in _PLACE]
+            if change.source.get("name") is None:  # unwrapped: the topic is all that says which database it was
+                where.append(m.topic)
+            # Several rows may share a position (one INSERT of many, a snapshot): the row's key tells them apart.
+            row = m.key if m.key is not None else _canonical(change.row)
+            id_ = mint("debezium", *where, *position, change.op or "", hashlib.blake2b(row, digest_size=16).hexdigest())
+        ts = change.source.get("ts_ms") or change.ts_ms
+        at = ts / 1000 if isinstance(ts, int | float) and not isinstance(ts, bool) and ts > 0 else m.at
+        return Finding(id=id_, cause=_cause(m), payload={**change.row, "_cdc": _cdc(change), "_kafka": _kafka(m)}, at=at)
+
+
+# -- Debezium --------------------------------------------------------------------------------------------------------------
+
+
+def _change(value: Any, headers: Mapping[str, bytes], *, unwrapped: bool) -> Change | None:
+    """None: it is none. `unwrapped`: a row without any mark of Debezium's counts as one."""
+    if isinstance(value, dict) and value.keys() == {"schema", "payload"}:
+        value = value["payload"]
+    if not isinstance(value, dict):
+        return None
+    op = value.get("op")
+    if op in OPERATIONS and ("after" in value or "before" in value or "source" in value):
+        source = value.get("source")
+        return Change(op, _row(value, op), source if isinstance(source, dict) else {}, value.get("ts_ms"))
+    said = {name: headers[name].decode("utf-8", "replace") for name in _MARKS if name in headers} | {name: value[name] for name in _MARKS if name in value}
+    if not said and not unwrapped:
+        return None
+    op = said.get("__op")
+    if str(said.get("__deleted", "")).lower() == "true":
+        op = "d"
+    row = {name: field for name, field in value.items() if not name.startswith("__")}
+    extra = {name.removeprefix("__").removeprefix("source_"): field for name, field in value.items() if name.startswith("__")}
+    extra |= {name.removeprefix("__").removeprefix("source_"): field for name, field in said.items()}
+    return Change(op if op in OPERATIONS else None, row, extra, extra.get("ts_ms"))
+
+
+def _row(value: Mapping[str, Any], op: str) -> dict[str, Any]:
+    row = value.get("before") if op == "d" else value.get("message") if op == "m" else value.get("after")
+    if isinstance(row, str):  # MongoDB's documents are texts
+        row = _json(row.encode())
+    return row if isinstance(row, dict) else {} if row is None else {"value": row}
+
+
+def _cdc(change: Change) -> dict[str, Any]:
+    source = change.source
+    table = source.get("table") or source.get("collection")
+    found = {
+        "op": change.op,
+        "db": source.get("db"),
+        "schema": source.get("schema"),
+        "table": table,
+        "lsn": source.get("lsn"),
+        "tx": source.get("txId"),
+        "ts_ms": source.get("ts_ms") or change.ts_ms,
+        "snapshot": source.get("snapshot") if source.get("snapshot") not in (None, False, "false") else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# -- CloudEvents -----------------------------------------------------------------------------------------------------------
+
+
+def _is_event(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("specversion"), str) and "id" in value and "source" in value and "type" in value
+
+
+def _binary_event(m: Message, headers: Mapping[str, bytes]) -> dict[str, Any]:
+    event: dict[str, Any] = {name[3:]: value.decode("utf-8", "replace") for name, value in headers.items() if name.startswith("ce_")}
+    kind = headers.get("content-type", b"").decode("utf-8", "replace").lower()
+    if kind:
+        event["datacontenttype"] = kind
+    if m.value is not None:
+        media = kind.partition(";")[0].strip()
+        event["data"] = _json(m.value) if not media or media.endswith(("/json", "+json")) else as_text(m.value)
+    return event
+
+
+def _time(text: Any) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------------
+
+
+def _json(raw: bytes) -> Any:
+    if raw[:1] == b"\0" and len(raw) > 5:  # a schema registry's: a zero, the schema's number, and for JSON Schema the JSON itself
+        try:
+            return _decode(raw[5:])
+        except (ValueError, RecursionError):
+            raise Unreadable("it is encoded by a schema registry (Avro or Protobuf); have the producer or the connector write JSON") from None
+    try:
+        return _decode(raw)
+    except RecursionError:
+        raise Unreadable("its JSON is nested too deeply") from None
+    except ValueError as e:  # msgspec's and Unicode's are ValueErrors
+        if raw.startswith((b"http://", b"https://")) and len(raw.split()) == 1 and raw.isascii():
+            return raw.decode().strip()
+        raise Unreadable(f"it is no JSON: {e}" if raw else "it is empty") from None
+
+
+def as_text(raw: bytes) -> str | dict[str, str]:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(raw).decode()}
+
+
+def _key(raw: bytes | None) -> Any:
+    """As JSON only where it is an object: a key `007` stays what it is."""
+    if raw is None:
+        return None
+    if raw[:1] == b"{":
+        try:
+            key = _json(raw)
+        except Unreadable:
+            return as_text(raw)
+        return key["payload"] if isinstance(key, dict) and key.keys() == {"schema", "payload"} else key
+    return as_text(raw)
+
+
+def _kafka(m: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"topic": m.topic, "partition": m.partition, "offset": m.offset, "timestamp": m.at, "key": _key(m.key)}
+    if m.headers and sum(len(name) + len(value or b"") for name, value in m.headers) <= _MAX_HEADERS:
+        found["headers"] = {name: None if value is None else as_text(value) for name, value in m.headers}
+    return found
+
+
+def _cause(m: Message) -> str:
+    return f"{m.topic}/{m.partition}@{m.offset}"

@@ -1,0 +1,88 @@
+"""What the tests of the Kafka source and sink stand on: topics of their own on a real server, and a producer."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from confluent_kafka import Producer, admin
+
+from penstock.clock import SystemClock
+from penstock.pipeline import Pipeline
+from penstock.ports import Batch, Finding
+from penstock.sources.context import SourceContext
+from penstock.sources.kafka import KafkaSource, open_source
+
+_api: Any = admin
+
+
+class Ground:
+    """One server; topics made here are removed by `sweep`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.servers = url.removeprefix("kafka://")
+        self.admin = _api.AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        self._made: list[str] = []
+
+    def topic(self, partitions: int = 1, **config: str) -> str:
+        name = f"t{uuid.uuid4().hex[:12]}.changes"
+        self.make(name, partitions, **config)
+        return name
+
+    def make(self, name: str, partitions: int = 1, **config: str) -> None:
+        new = _api.NewTopic(name, num_partitions=partitions, replication_factor=1, config={k.replace("_", "."): v for k, v in config.items()})
+        self.admin.create_topics([new])[name].result(20)
+        self._made.append(name)
+
+    def remove(self, *names: str) -> None:
+        for future in (self.admin.delete_topics(list(names), operation_timeout=20) if names else {}).values():
+            future.result(30)
+        self._made = [name for name in self._made if name not in names]
+
+    def sweep(self) -> None:
+        self.remove(*self._made)
+
+    def write(self, topic: str, values: Iterable[Any], *, partition: int | None = None, **more: Any) -> None:
+        """Bytes as they are, None as a tombstone, all else as JSON."""
+        producer = Producer({"bootstrap.servers": self.servers, "linger.ms": 5, "message.max.bytes": 2 << 20, "log_level": 0})
+        for value in values:
+            raw = value if value is None or isinstance(value, bytes) else msgspec.json.encode(value)
+            where = {} if partition is None else {"partition": partition}
+            producer.produce(topic, raw, **where, **more)
+            producer.poll(0)
+        assert producer.flush(30) == 0
+
+    def source(self, topic: str, **options: Any) -> KafkaSource:
+        pipeline = Pipeline("test")
+        pipeline.source(f"{self.url}/{topic}", **options)
+        return open_source(pipeline.sources[0], context())
+
+
+def context() -> SourceContext:
+    return SourceContext(config=None, clock=SystemClock(), rng=random.Random(7), web=None, base=Path.cwd())  # type: ignore[arg-type]
+
+
+async def until_idle(source: KafkaSource, cursor: bytes | None = None, *, batches: list[Batch] | None = None) -> tuple[list[Finding], bytes | None]:
+    """Everything that is there, each batch accepted, and where the cursor stands then."""
+    found: list[Finding] = []
+    rounds = source.read(cursor)
+    try:
+        async for batch in rounds:
+            found += batch.findings
+            cursor = batch.cursor if batch.cursor is not None else cursor
+            if batches is not None:
+                batches.append(batch)
+            if batch.idle:
+                return found, cursor
+    finally:
+        await rounds.aclose()
+    raise AssertionError("a topic has no end")
+
+
+def numbers(findings: Sequence[Finding]) -> list[int]:
+    return [f.payload["n"] for f in findings]

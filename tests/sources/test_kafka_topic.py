@@ -1,0 +1,284 @@
+"""A real Kafka topic as a source: nothing lost, nothing twice, whatever happens to the reader, the topic or the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions, Producer, TopicPartition, admin
+from tests.servers import Handle
+from tests.sources.kafka_ground import Ground, context, numbers, until_idle
+
+from penstock.errors import ConfigError, SourceDown, UsageError
+from penstock.pipeline import Pipeline
+from penstock.ports import Batch
+from penstock.sources.context import BATCH
+from penstock.sources.kafka import open_source
+
+pytestmark = pytest.mark.server("kafka")
+_api: Any = admin
+
+
+@pytest.fixture
+def ground(server: Callable[[str], Handle]) -> Iterator[Ground]:
+    ground = Ground(server("kafka").url)
+    yield ground
+    ground.sweep()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_every_message_is_found_once_in_the_order_of_its_partition_in_batches_that_are_bounded(ground: Ground) -> None:
+    topic = ground.topic(3)
+    for p in range(3):
+        ground.write(topic, [{"n": n, "p": p} for n in range(1500)], partition=p)
+    batches: list[Batch] = []
+    found, _ = await until_idle(ground.source(topic), batches=batches)
+    assert [[f.payload["n"] for f in found if f.payload["p"] == p] for p in range(3)] == [list(range(1500))] * 3
+    assert len({f.id for f in found}) == 4500
+    assert max(len(batch.findings) for batch in batches) <= BATCH
+    assert (batches[-1].idle, batches[-1].backlog, batches[-1].lag) == (True, 0, 0.0)
+    assert all(batch.lag is not None and batch.lag < 60 for batch in batches if batch.findings)
+
+
+async def test_large_messages_come_in_small_batches(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": n, "filling": "x" * 1_000_000} for n in range(12)])
+    batches: list[Batch] = []
+    found, _ = await until_idle(ground.source(topic), batches=batches)
+    assert numbers(found) == list(range(12))
+    assert max(len(batch.findings) for batch in batches) <= 5
+
+
+async def test_a_restart_goes_on_behind_what_was_accepted_and_repeats_ids_of_what_was_not(ground: Ground) -> None:
+    topic = ground.topic(2)
+    ground.write(topic, [{"n": n} for n in range(3000)])
+    source = ground.source(topic)
+    accepted: list[str] = []
+    unsure: set[str] = set()
+    cursor: bytes | None = None
+    for _ in range(2):  # it dies with a second batch that nobody accepted
+        rounds = source.read(cursor)
+        held = Batch()
+        async for batch in rounds:
+            accepted += [f.id for f in held.findings]
+            cursor = held.cursor or cursor
+            if held.findings:
+                unsure |= {f.id for f in batch.findings}
+                break
+            held = batch
+        await rounds.aclose()
+    assert 0 < len(accepted) < 3000
+    assert unsure
+    rest, cursor = await until_idle(source, cursor)
+    accepted += [f.id for f in rest]
+    assert len(accepted) == len(set(accepted)) == 3000
+    assert unsure <= set(accepted)
+    ground.write(topic, [{"n": 3000}])
+    assert numbers((await until_idle(source, cursor))[0]) == [3000]
+
+
+async def test_latest_begins_with_what_comes_after_the_first_look_and_remembers_where_that_was(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": 0}])
+    source = ground.source(topic, start="latest")
+    rounds = source.read(None)
+    first = await anext(rounds)
+    await rounds.aclose()
+    assert first.cursor is not None
+    ground.write(topic, [{"n": 1}])
+    assert numbers((await until_idle(source, first.cursor))[0]) == [1]
+
+
+async def test_what_cannot_be_read_is_refused_and_what_follows_is_read(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": 0}, b"{broken", None, b"\x00\x00\x00\x00\x01\x02\x03", {"n": 1}])
+    found, _ = await until_idle(ground.source(topic))
+    assert [bool(f.refused) for f in found] == [False, True, True, False]
+    assert f"{topic}/0@1" in found[1].refused
+
+
+async def test_uncommitted_transactions_are_not_read_and_their_marks_are_no_backlog(ground: Ground) -> None:
+    topic = ground.topic()
+    producer = Producer({"bootstrap.servers": ground.servers, "transactional.id": topic, "log_level": 0})
+    producer.init_transactions(20)
+    for commit in (True, False):
+        producer.begin_transaction()
+        producer.produce(topic, b'{"n": %d}' % commit)
+        producer.flush(10)
+        producer.commit_transaction(20) if commit else producer.abort_transaction(20)
+    batches: list[Batch] = []
+    found, cursor = await until_idle(ground.source(topic), batches=batches)
+    assert numbers(found) == [1]
+    assert batches[-1].backlog == 0
+    assert ground.source(topic).describe(cursor) == "at 0:4"
+
+
+async def test_partitions_that_are_added_are_read_from_their_beginning(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": 0}])
+    source = ground.source(topic, start="latest")
+    source.refresh = 0.2
+    rounds = source.read(None)
+    await anext(rounds)
+    ground.admin.create_partitions([_api.NewPartitions(topic, 2)])[topic].result(20)
+    await asyncio.to_thread(_when_there, ground, topic, 2)
+    ground.write(topic, [{"n": 1}], partition=1)
+    async for batch in rounds:
+        if batch.findings:
+            assert numbers(batch.findings) == [1]
+            break
+    await rounds.aclose()
+    _, cursor = await until_idle(ground.source(topic, name="other"))
+    ground.admin.create_partitions([_api.NewPartitions(topic, 3)])[topic].result(20)
+    await asyncio.to_thread(_when_there, ground, topic, 3)
+    ground.write(topic, [{"n": 2}], partition=2)
+    assert numbers((await until_idle(source, cursor))[0]) == [2], "and so after a restart, whatever start says"
+
+
+def _when_there(ground: Ground, topic: str, partitions: int) -> None:
+    while len(ground.admin.list_topics(topic, timeout=20).topics[topic].partitions) < partitions:
+        pass
+
+
+async def test_a_preview_shows_what_comes_next_and_changes_nothing(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": n} for n in range(30)])
+    source = ground.source(topic, group="watched")
+    assert numbers(await source.preview(None, 5)) == [0, 1, 2, 3, 4]
+    assert numbers((await until_idle(source))[0]) == list(range(30))
+    assert await source.preview((await until_idle(source))[1], 5) == []
+
+
+async def test_offsets_are_committed_for_those_who_watch_behind_what_was_accepted(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": n} for n in range(10)])
+    group = f"watch-{topic}"
+    source = ground.source(topic, group=group)
+    rounds = source.read(None)
+    async for batch in rounds:
+        if batch.idle:
+            break
+    await rounds.aclose()
+    request = [ConsumerGroupTopicPartitions(group, [TopicPartition(topic, 0)])]
+    (answer,) = ground.admin.list_consumer_group_offsets(request).values()
+    assert answer.result(20).topic_partitions[0].offset == 10
+
+
+# -- places --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_source_can_be_put_at_the_end_at_offsets_and_at_a_time(ground: Ground) -> None:
+    topic = ground.topic(2, retention_ms="-1")
+    for p in range(2):
+        ground.write(topic, [{"n": n} for n in range(3)], partition=p, timestamp=1_700_000_000_000)
+        ground.write(topic, [{"n": n} for n in range(3, 6)], partition=p, timestamp=1_700_003_600_000)
+    source = ground.source(topic)
+    for to, expected in [
+        ("now", []),
+        ("end", []),
+        ("0:5,1:4", [4, 5, 5]),
+        ("2023-11-14T23:00:00Z", [3, 3, 4, 4, 5, 5]),
+        ("2023-11-14T23:00", [3, 3, 4, 4, 5, 5]),
+        ("1h", []),
+        ("earliest", [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
+    ]:
+        cursor = await source.place(to)
+        assert sorted(numbers((await until_idle(source, cursor))[0])) == expected, to
+    assert source.describe(await source.place("0:5, 1:4")) == "at 0:5, 1:4"
+    for wrong in ("0:5", "0:5,1:7", "0:1,1:1,2:1", "yesterday", "0:1,1"):
+        with pytest.raises(UsageError):
+            await source.place(wrong)
+
+
+# -- trouble -------------------------------------------------------------------------------------------------------------------
+
+
+async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passed(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": n} for n in range(10)])
+    source = ground.source(topic)
+    cursor = await source.place("0:2")
+    ground.admin.delete_records([TopicPartition(topic, 0, 7)])
+    for future in ground.admin.delete_records([TopicPartition(topic, 0, 7)]).values():
+        future.result(20)
+    with pytest.raises(SourceDown, match="5 messages were deleted unread"):
+        await until_idle(source, cursor)
+    found, cursor = await until_idle(source, cursor)
+    assert numbers(found) == [7, 8, 9]
+    assert source.describe(cursor) == "at 0:10; 5 messages were deleted unread"
+
+
+async def test_a_topic_that_was_made_again_is_told_and_read_from_its_beginning_with_other_ids(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": n} for n in range(3)])
+    source = ground.source(topic)
+    before, cursor = await until_idle(source)
+    ground.remove(topic)
+    while topic in await asyncio.to_thread(lambda: ground.admin.list_topics(timeout=20).topics):
+        pass
+    ground.make(topic)
+    ground.write(topic, [{"n": n} for n in range(3)])
+    with pytest.raises(SourceDown, match="another of the same name"):
+        await until_idle(source, cursor)
+    after, _ = await until_idle(source, cursor)
+    assert numbers(after) == [0, 1, 2]
+    assert {f.id for f in before}.isdisjoint(f.id for f in after)
+
+
+async def test_a_topic_that_is_not_there_and_a_server_that_is_not_there_are_told_in_a_sentence(ground: Ground) -> None:
+    with pytest.raises(SourceDown, match=r"has no topic t0\.nothing") as caught:
+        await until_idle(ground.source("t0.nothing"))
+    assert "a connector fills" in caught.value.hint
+    pipeline = Pipeline("test")
+    pipeline.source("kafka://user:s3cret@127.0.0.1:9/x?timeout=1s")
+    away = open_source(pipeline.sources[0], context())
+    with pytest.raises(SourceDown, match=r"127\.0\.0\.1:9 cannot be reached") as caught:
+        await until_idle(away)
+    assert "s3cret" not in caught.value.message + caught.value.hint
+
+
+async def test_a_server_that_dies_is_told_and_reading_goes_on_behind_it(ground: Ground, server: Callable[[str], Handle]) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": n} for n in range(5)])
+    source = ground.source(topic, timeout="2s")
+    rounds = source.read(None)
+    cursor: bytes | None = None
+    found: list[int] = []
+    async for batch in rounds:
+        cursor = batch.cursor or cursor
+        found += numbers(batch.findings)
+        if batch.idle:
+            break
+    await asyncio.to_thread(server("kafka").kill)
+    with pytest.raises(SourceDown, match="cannot be reached"):
+        async for _ in rounds:
+            pass
+    await asyncio.to_thread(server("kafka").start)
+    ground.write(topic, [{"n": 5}])
+    more, _ = await until_idle(source, cursor)
+    assert found + numbers(more) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        ("kafka://127.0.0.1:9092", {}, "names no topic"),
+        ("kafka://127.0.0.1:9092/a b", {}, "cannot be a topic"),
+        ("kafka://127.0.0.1:x/t", {}, "no host and port"),
+        ("kafka://127.0.0.1/t", {"fromat": "json"}, "no option 'fromat'"),
+        ("kafka://127.0.0.1/t?format=xml", {}, "format cannot be 'xml'"),
+        ("kafka://127.0.0.1/t?operations=c,x", {}, "operations"),
+        ("kafka://u@127.0.0.1/t", {}, "without a password"),
+        ("kafka://127.0.0.1/t", {"username": "u", "password": "env:NOT_SET_ANYWHERE"}, "the environment has no NOT_SET_ANYWHERE"),
+        ("kafka://127.0.0.1/t", {"every": "5s"}, "no rounds"),
+    ],
+)
+def test_mistakes_are_found_when_the_configuration_is_read(url: str, options: dict[str, Any], said: str) -> None:
+    pipeline = Pipeline("test")
+    pipeline.source(url, **options)
+    with pytest.raises(ConfigError, match=said):
+        open_source(pipeline.sources[0], context())

@@ -1,0 +1,200 @@
+"""What messages of other programs say: JSON, Debezium in all its wrappings, CloudEvents, and what cannot be read."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.ports import Finding
+from penstock.sources.kafka_messages import Message, Reading
+
+AUTO = Reading(cluster="c", topic_id="t")
+
+
+def message(value: Any, *, offset: int = 0, key: bytes | None = b"k", headers: list[tuple[str, bytes | None]] | None = None) -> Message:
+    raw = value if value is None or isinstance(value, bytes) else msgspec.json.encode(value)
+    return Message("shop.public.products", 0, offset, 1763265600.0, key, raw, headers or [])
+
+
+def read(value: Any, reading: Reading = AUTO, **more: Any) -> Finding:
+    found = reading.finding(message(value, **more))
+    assert found is not None
+    assert not found.refused, found.refused
+    return found
+
+
+def envelope(op: str = "c", *, lsn: int | None = 24023128, **row: Any) -> dict[str, Any]:
+    """As Debezium's PostgreSQL connector writes it."""
+    full = {"id": 1, "url": "https://shop.example/p/1", **row}
+    return {
+        "before": full if op == "d" else None,
+        "after": None if op in "dt" else full,
+        "source": {
+            "version": "3.6.0.Final", "connector": "postgresql", "name": "shop", "ts_ms": 1763265500123, "db": "shop",
+            "snapshot": "true" if op == "r" else "false",
+            "sequence": '["24023119","24023128"]', "ts_us": 1763265500123000, "ts_ns": 1763265500123000000, "schema": "public", "table": "products",
+            "txId": 555, "lsn": lsn, "xmin": None,
+        },
+        "transaction": None, "op": op, "ts_ms": 1763265500310, "ts_us": 1763265500310000, "ts_ns": 1763265500310000000,
+    }  # fmt: skip
+
+
+def with_schema(payload: Any) -> dict[str, Any]:
+    return {"schema": {"type": "struct", "fields": [], "optional": False, "name": "shop.public.products.Envelope", "version": 2}, "payload": payload}
+
+
+# -- Debezium --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_is_its_row_and_says_where_it_comes_from() -> None:
+    found = read(envelope("u", sku="A"), key=b'{"schema":{"type":"struct"},"payload":{"id":1}}')
+    assert {name: value for name, value in found.payload.items() if not name.startswith("_")} == {"id": 1, "url": "https://shop.example/p/1", "sku": "A"}
+    assert found.payload["_cdc"] == {"op": "u", "db": "shop", "schema": "public", "table": "products", "lsn": 24023128, "tx": 555, "ts_ms": 1763265500123}
+    assert found.payload["_kafka"]["key"] == {"id": 1}
+    assert (found.at, found.cause) == (1763265500.123, "shop.public.products/0@0")
+
+
+def test_a_change_with_its_schema_is_the_same_change() -> None:
+    assert read(with_schema(envelope())) == read(envelope())
+
+
+def test_a_change_that_is_sent_twice_has_one_id_and_rows_of_one_position_have_several() -> None:
+    assert read(envelope(), offset=7).id == read(envelope(), offset=9000).id
+    assert read(envelope(), key=b'{"id":1}').id != read(envelope(), key=b'{"id":2}').id
+    assert read(envelope(id=1), key=None).id != read(envelope(id=2), key=None).id, "a table without a key: the row itself tells"
+    assert read(envelope()).id != read(envelope(lsn=24023129)).id
+    assert read(envelope(lsn=None) | {"source": {}}, offset=7).id != read(envelope(lsn=None) | {"source": {}}, offset=8).id, "no position: the offset tells"
+
+
+def test_a_change_of_mysql_is_known_by_its_place_in_the_binary_log() -> None:
+    def change(pos: int, row: int) -> dict[str, Any]:
+        source = {"connector": "mysql", "name": "m", "db": "shop", "table": "p", "server_id": 1, "file": "binlog.000003", "pos": pos, "row": row, "ts_ms": 1}
+        return {"before": None, "after": {"id": 1}, "source": source, "op": "c", "ts_ms": 2}
+
+    assert read(change(484, 0), offset=1).id == read(change(484, 0), offset=2).id
+    assert len({read(change(484, 0)).id, read(change(484, 1)).id, read(change(502, 0)).id}) == 3
+
+
+def test_mongodbs_documents_are_texts_and_are_read() -> None:
+    value = {
+        "after": '{"_id": 4, "url": "https://a.example/"}',
+        "source": {"connector": "mongodb", "collection": "p", "ord": 1, "ts_ms": 3},
+        "op": "c",
+        "ts_ms": 4,
+    }
+    assert read(value).payload["url"] == "https://a.example/"
+
+
+@pytest.mark.parametrize(("operations", "taken"), [("cru", "cru"), ("c", "c"), ("d", "d"), ("crudtm", "crudtm")])
+def test_only_the_operations_that_were_asked_for_are_taken(operations: str, taken: str) -> None:
+    reading = Reading(operations=frozenset(operations))
+    assert "".join(op for op in "crudtm" if reading.finding(message(envelope(op))) is not None) == taken
+
+
+def test_a_deletion_is_the_row_that_was_there() -> None:
+    found = read(envelope("d", sku="A"), Reading(operations=frozenset("d")))
+    assert (found.payload["sku"], found.payload["_cdc"]["op"]) == ("A", "d")
+
+
+def test_a_tombstone_is_passed_over_unless_it_is_all_there_is_of_a_deletion() -> None:
+    assert AUTO.finding(message(None)) is None
+    found = read(None, Reading(tombstones=True), key=b'{"schema":{},"payload":{"id":9}}')
+    assert (found.payload["id"], found.payload["_cdc"]) == (9, {"op": "d"})
+
+
+def test_an_unwrapped_change_is_a_row_and_its_marks_are_not_columns() -> None:
+    value = {"id": 1, "url": "https://a.example/", "__deleted": "false", "__op": "u", "__lsn": 17, "__table": "products", "__source_ts_ms": 1763265500123}
+    found = read(value)
+    assert sorted(found.payload) == ["_cdc", "_kafka", "id", "url"]
+    assert found.payload["_cdc"] == {"op": "u", "table": "products", "lsn": 17, "ts_ms": 1763265500123}
+    assert found.id == read(value, offset=99).id
+    assert AUTO.finding(message({"id": 1, "__deleted": "true"})) is None
+    assert read({"id": 1, "__deleted": "true"}, Reading(operations=frozenset("d"))).payload["_cdc"]["op"] == "d"
+    assert read(with_schema({"id": 1, "__deleted": "false"})).payload["id"] == 1
+
+
+def test_marks_of_an_unwrapped_change_may_be_headers() -> None:
+    assert AUTO.finding(message({"id": 1}, headers=[("__op", b"d")])) is None
+    assert read({"id": 1}, headers=[("__op", b"c"), ("__lsn", b"5")]).payload["_cdc"] == {"op": "c", "lsn": "5"}
+
+
+# -- CloudEvents -------------------------------------------------------------------------------------------------------------
+
+EVENT = {"specversion": "1.0", "id": "e-1", "source": "/shop", "type": "price.changed", "time": "2026-11-16T04:00:00Z", "data": {"url": "https://a.example/"}}
+
+
+def test_a_structured_event_is_its_data_and_is_known_by_source_and_id() -> None:
+    found = read(EVENT)
+    assert (found.payload["url"], found.payload["_cloudevent"]["type"], found.at) == ("https://a.example/", "price.changed", 1794801600.0)
+    assert found.id == read(EVENT, offset=12).id != read(EVENT | {"source": "/other"}).id
+
+
+def test_a_binary_event_is_the_same_event() -> None:
+    headers = [(f"ce_{name}", str(value).encode()) for name, value in EVENT.items() if name != "data"] + [("content-type", b"application/json; charset=utf-8")]
+    found = read(EVENT["data"], headers=headers)
+    assert (found.id, found.payload["url"], found.at) == (read(EVENT).id, "https://a.example/", 1794801600.0)
+
+
+def test_data_of_an_event_may_be_base64_text_or_a_change() -> None:
+    raw = {name: value for name, value in EVENT.items() if name != "data"}
+    assert read(raw | {"data_base64": base64.b64encode(b'{"url": "u"}').decode()}).payload["url"] == "u"
+    assert read(raw | {"data": "hello"}).payload["value"] == "hello"
+    changed = read(raw | {"data": with_schema(envelope())})
+    assert (changed.payload["id"], changed.payload["_cdc"]["op"]) == (1, "c")
+    assert AUTO.finding(message(raw | {"data": with_schema(envelope("d"))})) is None
+
+
+# -- any JSON, and what is none -------------------------------------------------------------------------------------------------
+
+
+def test_any_object_is_itself_and_is_known_by_its_place() -> None:
+    found = read({"url": "https://a.example/", "op": "something else"}, offset=3, headers=[("h", b"\xff"), ("n", None)])
+    assert {name: found.payload[name] for name in ("url", "op")} == {"url": "https://a.example/", "op": "something else"}
+    assert found.payload["_kafka"] == {
+        "topic": "shop.public.products", "partition": 0, "offset": 3, "timestamp": 1763265600.0, "key": "k", "headers": {"h": {"base64": "/w=="}, "n": None},
+    }  # fmt: skip
+    assert found.id != read({"url": "https://a.example/", "op": "something else"}, offset=4).id
+    assert found.id != read({}, Reading(cluster="c", topic_id="made again"), offset=3).id
+
+
+def test_a_url_alone_is_enough() -> None:
+    assert read(b"https://a.example/x?y=1").url == "https://a.example/x?y=1"
+    assert read("https://a.example/x").url == "https://a.example/x"
+    assert read([1, 2]).payload["value"] == [1, 2]
+
+
+def test_json_is_left_alone_where_that_is_asked_for() -> None:
+    assert read(envelope("d"), Reading(format="json")).payload["op"] == "d"
+
+
+def test_json_of_a_schema_registry_is_read_and_its_binary_formats_are_named() -> None:
+    assert read(b'\x00\x00\x00\x00\x07{"url": "u"}').payload["url"] == "u"
+    found = AUTO.finding(message(b"\x00\x00\x00\x00\x07\x02\x06abc"))
+    assert found is not None
+    assert "schema registry" in found.refused
+
+
+@pytest.mark.parametrize(
+    ("value", "reading", "reason"),
+    [
+        (b"{", AUTO, "no JSON"),
+        (b"", AUTO, "empty"),
+        (b"\xff\xfe", AUTO, "no JSON"),
+        (b"[" * 100_000, AUTO, "JSON"),
+        ({"a": 1}, Reading(format="cloudevents"), "no CloudEvent"),
+        ([1], Reading(format="debezium"), "no change event"),
+        ({"specversion": "1.0", "id": "", "source": "s", "type": "t"}, AUTO, "source and an id"),
+        ({"specversion": "1.0", "id": "i", "source": "s", "type": "t", "data_base64": "!"}, AUTO, "base64"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_bytes_and_the_reason(value: Any, reading: Reading, reason: str) -> None:
+    found = reading.finding(message(value))
+    assert found is not None
+    assert reason in found.refused
+    raw = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    kept = found.payload["_kafka"]["value"]
+    assert raw == (base64.b64decode(kept["base64"]) if isinstance(kept, dict) else kept.encode())
+    msgspec.json.encode(found.payload)
