@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.ports import Exempt
 from penstock.rules import pace
 from penstock.rules.identity import host_key
 from penstock.rules.robots import from_answer
@@ -27,15 +28,6 @@ class RobotsFile(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     crawl_delay: float | None
     sitemaps: int
-
-
-class Exempt(msgspec.Struct, frozen=True, kw_only=True):
-    kind: str
-    host: str
-    reason: str
-    who: str
-    at: float
-    ended: float | None = None
 
 
 class Domain(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +74,7 @@ class Domains:
         """Those somebody decided about or that are held back, then those with most to do, then the others."""
         noted: dict[str, list[Exempt]] = {}
         for e in self._hosts.exceptions_in(tx, limit=limit):
-            noted.setdefault(e.host, []).append(_exempt(e))
+            noted.setdefault(e.host, []).append(e)
         states = self._hosts.listed_in(tx, limit)
         depths = self._stores.broker.depths_in(tx, TOPIC, GROUP, limit=limit)
         chosen = sorted({*noted, *states, *depths} - {"*"}, key=lambda h: (not self._special(states.get(h), h in noted), -depths.get(h, 0), h))[:limit]
@@ -102,7 +94,8 @@ class Domains:
 
     def everywhere_in(self, tx: Any) -> list[Exempt]:
         """Exceptions that the configuration makes."""
-        return [_exempt(e) for e in self._hosts.exceptions_in(tx, ["*"])]
+        found: list[Exempt] = self._hosts.exceptions_in(tx, ["*"])
+        return found
 
     def one_in(self, tx: Any, host: str) -> Domain:
         """With its past exceptions."""
@@ -112,7 +105,7 @@ class Domains:
             limits=self._stores.claims.limits,
             queued=self._stores.broker.depths_in(tx, TOPIC, GROUP, [host])[host],
             robots=self._robots_in(tx, host),
-            exceptions=tuple(_exempt(e) for e in self._hosts.exceptions_in(tx, [host], ended=True)),
+            exceptions=tuple(self._hosts.exceptions_in(tx, [host], ended=True)),
         )
 
     def _special(self, state: pace.HostState | None, noted: bool) -> bool:
@@ -180,7 +173,3 @@ class Domains:
     def _hasten(self, tx: Any, host: str, rows: list[tuple[int, int]]) -> None:
         self._stores.ledger.hasten_in(tx, [n for n, _ in rows], self._clock.now())
         self._stores.broker.hasten_in(tx, TOPIC, GROUP, host, [position for _, position in rows])
-
-
-def _exempt(e: Any) -> Exempt:
-    return Exempt(kind=e.kind, host=e.host, reason=e.reason, who=e.who, at=e.at, ended=e.ended)

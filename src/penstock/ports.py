@@ -410,6 +410,17 @@ class Pace(Protocol):
         """Bring the local view up to date."""
 
 
+class Exempt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One exception: which rule is not kept where, who said so and why, and from when to when."""
+
+    kind: str
+    host: str
+    reason: str
+    who: str
+    at: float
+    ended: float | None = None
+
+
 class ProxyHealth(Protocol):
     """Trouble with proxies, per host (`*`: with any), shared by the fleet. Proxies go by an id and a label that hold no secret."""
 

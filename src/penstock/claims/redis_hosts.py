@@ -1,35 +1,21 @@
-"""What is remembered of hosts on Redis, for people: states, cached robots.txt, and exceptions with their reasons. Workers only ever look at redis.py's view.
-
-The methods are those of sql_hosts, so that commands need not know where the claims lie: `tx` is the ledger's transaction, and nothing here is part of it.
-"""
+"""What is remembered of hosts on Redis, for people: states, cached robots.txt, and exceptions with their reasons. Workers only ever look at redis.py's view."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from penstock.claims import redis_scripts as lua
-from penstock.claims.sql_hosts import EVERYWHERE, ROBOTS, Kept, Noted
-from penstock.ports import Clock
+from penstock.claims.hosts import Hosts, Kept
+from penstock.ports import Clock, Exempt
 from penstock.rules import pace
 from penstock.stores.redis import Blocking, Server
 
 _encode = msgspec.msgpack.Encoder().encode
 _state = msgspec.msgpack.Decoder(pace.HostState).decode
-
-
-class _Row(msgspec.Struct, frozen=True, omit_defaults=True):
-    kind: str
-    host: str
-    reason: str
-    who: str
-    at: float
-    ended: float | None = None
-
-
-_row = msgspec.msgpack.Decoder(_Row).decode
+_noted = msgspec.msgpack.Decoder(Exempt).decode
 
 
 def aside(state: pace.HostState, now: float) -> tuple[str, str]:
@@ -40,7 +26,7 @@ def aside(state: pace.HostState, now: float) -> tuple[str, str]:
     return slowed, ("-" if state.concurrency is None else str(state.concurrency)) if own else ""
 
 
-class RedisHosts:
+class RedisHosts(Hosts):
     def __init__(self, server: Server, base: str, clock: Clock) -> None:
         self.base, self.clock = base, clock
         self._server = Blocking(server)
@@ -87,39 +73,19 @@ class RedisHosts:
 
     # -- exceptions --------------------------------------------------------------------------------------------------------
 
-    def exceptions_in(self, tx: Any, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000) -> list[Noted]:
-        """Of these hosts, or of all; those that hold, or with `ended` the past ones too. The newest first."""
+    def exceptions_in(self, tx: Any, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000) -> list[Exempt]:
         rows = self._server.command("HGETALL", self.base + ":noted")
-        numbered = sorted(((int(n), _row(raw)) for n, raw in rows.items() if n != b"n"), reverse=True, key=lambda pair: pair[0])
+        numbered = sorted(((int(n), _noted(raw)) for n, raw in rows.items() if n != b"n"), reverse=True, key=lambda pair: pair[0])
         chosen = [r for _, r in numbered if (ended or r.ended is None) and (hosts is None or r.host in hosts)]
-        return [Noted(r.kind, r.host, r.reason, r.who, r.at, r.ended) for r in chosen[:limit]]
+        return chosen[:limit]
 
     def note_in(self, tx: Any, kind: str, host: str, reason: str, who: str, *, at_once: bool = False) -> None:
-        """From now on, in place of one that holds; `at_once`: for this one time only."""
         now = self.clock.now()
-        row = _encode(_Row(kind, host, reason, who, now, now if at_once else None))
+        row = _encode(Exempt(kind, host, reason, who, now, now if at_once else None))
         self._server.run(lua.NOTE, [self.base], kind, host, repr(now), row, int(not at_once))
 
     def end_in(self, tx: Any, kind: str, host: str) -> bool:
         return bool(self._server.run(lua.END, [self.base], kind, host, repr(self.clock.now())))
-
-    def ignore_robots_in(self, tx: Any, host: str, reason: str, who: str) -> None:
-        self.note_in(tx, ROBOTS, host, reason, who)
-        self.change_in(tx, host, lambda state: msgspec.structs.replace(state, ignores_robots=True))
-
-    def obey_robots_in(self, tx: Any, host: str) -> bool:
-        """False: it was obeyed all along."""
-        self.change_in(tx, host, lambda state: msgspec.structs.replace(state, ignores_robots=False))
-        return self.end_in(tx, ROBOTS, host)
-
-    def configured_in(self, tx: Any, reasons: Mapping[str, str], who: str) -> None:
-        """Exceptions that the configuration makes everywhere: a kind with a reason holds, one with an empty reason does not (any more)."""
-        held = {noted.kind: noted.reason for noted in self.exceptions_in(tx, [EVERYWHERE])}
-        for kind, reason in reasons.items():
-            if reason and held.get(kind) != reason:
-                self.note_in(tx, kind, EVERYWHERE, reason, who)
-            elif not reason and kind in held:
-                self.end_in(tx, kind, EVERYWHERE)
 
     def close(self) -> None:
         self._server.close()

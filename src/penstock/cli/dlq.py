@@ -144,7 +144,9 @@ def show(id: Annotated[str, Parameter(help="event id or its unique beginning, or
         say("\n".join("  " + line for line in letter.detail.rstrip().splitlines()))
     say(styled("\nenvelope", "dim"))
     say("  " + (_pretty(event) if event else letter.envelope.decode("utf-8", "replace")).replace("\n", "\n  "))
-    say(styled(f"\npenstock dlq retry {short(letter.event)} puts it back to work, with --geo, --pool, --account, --priority or --force if you like", "dim"))
+    again = f"penstock dlq retry {short(letter.event)} puts it back to work, with --geo, --pool, --account, --priority or --force if you like"
+    mended = "there is no event in it: mend the source's mapping, then `penstock sources reset NAME --to …` reads it again"
+    say(styled("\n" + (mended if letter.stage == "source" else again), "dim"))
     return 0
 
 

@@ -17,7 +17,8 @@ from penstock.errors import OK, ConfigError, UsageError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from penstock.domains import Domain, Domains, Exempt
+    from penstock.domains import Domain, Domains
+    from penstock.ports import Exempt
 
 app = App(name="domains", help="hosts: their limits, pauses, robots.txt and exceptions")
 Host = Annotated[str, Parameter(help="shop.example, shop.example:8080, or a URL of it")]
