@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Sandbox:
         while todo and not alone:
             group = [pages[i] for i in todo]
             try:
-                reply = await self._ask(lambda token, group=group: wire.request(group, token), len(group), wire.decode_results, fresh=fresh)  # type: ignore[misc]
+                reply = await self._ask(lambda token, memory, group=group: wire.request(group, token, memory), len(group), wire.decode_results, fresh=fresh)  # type: ignore[misc]
             except wire.CannotTravel:
                 for i in todo:
                     if why := wire.cannot_travel(pages[i]):
@@ -93,7 +94,7 @@ class Sandbox:
         todo, stalled = list(range(len(changes))), False
         while todo:
             group = [changes[i] for i in todo]
-            reply = await self._ask(lambda token, group=group: wire.hook_request(group, token), len(group), wire.decode_lines, fresh=False)  # type: ignore[misc]
+            reply = await self._ask(lambda token, _, group=group: wire.hook_request(group, token), len(group), wire.decode_lines, fresh=False)  # type: ignore[misc]
             finished, death = len(reply.results), reply.death
             for i, line in zip(todo, reply.results, strict=False):
                 lines[i] = line
@@ -113,7 +114,7 @@ class Sandbox:
 
     # -- children
 
-    async def _ask(self, encode: Callable[[int], list[bytes]], count: int, decode: Callable[[memoryview], list[Any]], *, fresh: bool) -> Reply:
+    async def _ask(self, encode: Callable[[int, mmap.mmap], list[bytes]], count: int, decode: Callable[[memoryview], list[Any]], *, fresh: bool) -> Reply:
         async with self._places:
             try:
                 zygote = await self._living_zygote()
@@ -157,7 +158,7 @@ class Sandbox:
     async def _alone(self, page: Page) -> Extracted:
         if why := wire.cannot_travel(page):
             return _unfit(why)
-        reply = await self._ask(lambda token: wire.request([page], token), 1, wire.decode_results, fresh=True)
+        reply = await self._ask(lambda token, memory: wire.request([page], token, memory), 1, wire.decode_results, fresh=True)
         if reply.death is not None and reply.death.collateral:
             reply = await self._with_a_zygote_of_its_own(page)
         if (death := reply.death) is None:
@@ -179,7 +180,7 @@ class Sandbox:
             try:
                 if self._closed:
                     return Reply([], Death("the sandbox is closed", ours=True))
-                return await zygote.fork().ask(lambda token: wire.request([page], token), 1, wire.decode_results)
+                return await zygote.fork().ask(lambda token, memory: wire.request([page], token, memory), 1, wire.decode_results)
             finally:
                 self._others.discard(zygote)
                 await zygote.close()

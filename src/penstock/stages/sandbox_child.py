@@ -133,7 +133,7 @@ class Zygote:
 
     def _obey(self) -> None:
         try:
-            raw, fds, _, _ = socket.recv_fds(self._control, wire.ORDER.size, 3)
+            raw, fds, _, _ = socket.recv_fds(self._control, wire.ORDER.size, 4)
             while raw and len(raw) < wire.ORDER.size:
                 raw += self._control.recv(wire.ORDER.size - len(raw)) or self.end()
         except OSError:
@@ -172,10 +172,12 @@ class Zygote:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
             die_with(zygote)
-            requests, answers, crash = map(high, fds)
+            requests, answers, crash = map(high, fds[:3])
+            bodies = mmap.mmap(fds[3], wire.SHARED_BYTES)
+            os.close(fds[3])
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             faulthandler.enable(file=crash, all_threads=True)
-            Child(self._settings, self._pipeline, requests, answers, crash, self._progress, slot).serve()
+            Child(self._settings, self._pipeline, requests, answers, crash, bodies, self._progress, slot).serve()
             status = 0
         except (OSError, EOFError):  # user code closed our descriptors, or the worker is gone
             status = wire.LOST_PIPES

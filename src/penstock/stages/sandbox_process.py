@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
+import mmap
 import os
 import secrets
 import signal
@@ -56,7 +57,7 @@ class Reply:
 
 
 class ChildProcess:
-    """One child: one request at a time, in one message, through a pair of wide pipes."""
+    """One child: one request at a time, through a pair of wide pipes, with the bodies in memory that both see."""
 
     def __init__(self, zygote: ZygoteProcess, number: int, slot: int) -> None:
         self.number, self.slot, self.pid = number, slot, 0
@@ -74,16 +75,21 @@ class ChildProcess:
         self._timer: asyncio.TimerHandle | None = None
         self._writing = self._reading = False
         self._fds: list[int] = []
+        self._memory: mmap.mmap | None = None
         try:
             requests, self._w = self._pipe()
             self._r, answers = self._pipe()
             self._crash = memory_file()
             self._fds.append(self._crash)
-            zygote.order(Order.FORK, slot, number, [requests, answers, self._crash])
+            bodies = memory_file()
+            self._fds.append(bodies)
+            os.ftruncate(bodies, wire.SHARED_BYTES)
+            self._memory = mmap.mmap(bodies, wire.SHARED_BYTES)
+            zygote.order(Order.FORK, slot, number, [requests, answers, self._crash, bodies])
         except BaseException:
             self._close()
             raise
-        for fd in (requests, answers):
+        for fd in (requests, answers, bodies):
             self._fds.remove(fd)
             os.close(fd)
         os.set_blocking(self._w, False)
@@ -102,9 +108,10 @@ class ChildProcess:
                 fcntl.fcntl(w, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return r, w
 
-    async def ask(self, encode: Callable[[int], list[bytes]], count: int, decode: Callable[[memoryview], list[Any]]) -> Reply:
+    async def ask(self, encode: Callable[[int, mmap.mmap], list[bytes]], count: int, decode: Callable[[memoryview], list[Any]]) -> Reply:
         self._token, self._count, self._decode, self._results = next(self._tokens) & (2**64 - 1), count, decode, []
-        self._out += encode(self._token)
+        assert self._memory is not None
+        self._out += encode(self._token, self._memory)
         future: asyncio.Future[Reply] = self._loop.create_future()
         self._future = future
         self._fed = time.monotonic()
@@ -288,6 +295,8 @@ class ChildProcess:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+        if self._memory is not None:
+            self._memory.close()
 
 
 def memory_file() -> int:

@@ -58,9 +58,11 @@ def _memory() -> tuple[int, int] | None:
 class Child:
     """One disposable process: reads groups of pages or changes, runs the user's code on each, answers."""
 
-    def __init__(self, settings: Settings, pipeline: Pipeline, requests: int, answers: int, crash: int, progress: mmap.mmap, slot: int) -> None:
+    def __init__(
+        self, settings: Settings, pipeline: Pipeline, requests: int, answers: int, crash: int, bodies: mmap.mmap, progress: mmap.mmap, slot: int
+    ) -> None:  # fmt: skip
         self._settings, self._pipeline = settings, pipeline
-        self._in, self._out, self._crash = requests, answers, crash
+        self._in, self._out, self._crash, self._bodies = requests, answers, crash, bodies
         self._progress, self._at = progress, slot * wire.SLOT_BYTES
         self._pid, self._handled = os.getpid(), 0
         self._runner: asyncio.Runner | None = None
@@ -73,11 +75,11 @@ class Child:
     def serve(self) -> None:
         """Until the worker closes the pipe."""
         while head := self._read(wire.REQUEST.size, may_end=True):
-            size, _, token, kind = wire.REQUEST.unpack(head)
+            size, _, token, shared, kind = wire.REQUEST.unpack(head)
             try:
                 meta = self._read(size)
                 if kind == wire.Kind.PAGES:
-                    self._answer(self._pages(wire.decode_heads(meta)), token, at_once=False)
+                    self._answer(self._pages(wire.decode_heads(meta), shared), token, at_once=False)
                 else:
                     self._answer(self._changes(wire.decode_changes(meta)), token, at_once=True)
             except MemoryError:  # before the first page
@@ -112,10 +114,13 @@ class Child:
         flush_output()
         self._write(wire.answer(parts, token, first, Mark.DONE))
 
-    def _pages(self, heads: list[wire.PageHead]) -> Iterator[bytes]:
+    def _pages(self, heads: list[wire.PageHead], shared: int) -> Iterator[bytes]:
         output = self._settings.output
+        at = 0
         for i, head in enumerate(heads):
-            body = self._read(head.size)  # only now: a group of large pages needs the memory of one
+            # Only now: a group of large pages needs the memory of one.
+            body = self._bodies[at : at + head.size] if at < shared else self._read(head.size)
+            at += head.size
             self._note(i)
             result = run_page(self._pipeline, wire.page_of(head, body), output)
             if os.getpid() != self._pid:  # the user's code forked, and this is the copy
