@@ -272,6 +272,8 @@ _ABOUT_TARGET = range(17, 26)  # CURLPX_REPLY_…: what a SOCKS server says of t
 
 def _failure(ex: Exchange, error: tuple[int, str] | None, proxied: bool) -> Failure:
     code, message = error or (0, "")
+    if ex.failure is None:
+        ex.failure = ex.oversized()
     if proxied and ex.failure is None:
         if m := _refused(message):
             kind = ErrorClass.BLOCKED if m[1] in ("401", "403", "407") else ErrorClass.TRANSIENT

@@ -9,6 +9,7 @@ import re
 import select
 import socket
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from penstock.rules.verdict import Breach, breach
 
 _SLICE = 0.01  # seconds of transfers before the loop gets its turn again
 _PAUSE: int = pycurl.WRITEFUNC_PAUSE
+_POLL_IN, _POLL_OUT, _POLL_REMOVE = pycurl.POLL_IN, pycurl.POLL_OUT, pycurl.POLL_REMOVE
 _REST = 0.015  # seconds after which a transfer has to stop in the middle: libcurl goes on with all that it has received, in crumbs if need be
 
 
@@ -77,11 +79,12 @@ class Exchange:
 
     __slots__ = (
         "curl", "decoder", "done", "engine", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin", "plain", "plain_headers",
-        "ready_at", "room", "set_up", "size", "started", "status", "target", "version", "waits",
+        "ready_at", "set_up", "size", "started", "status", "target", "version", "waits",
     )  # fmt: skip
 
     def __init__(self, set_up: SetUp) -> None:
         self.set_up, self.curl = set_up, pycurl.Curl()
+        self.lines: list[bytes] = []
         self.done: asyncio.Future[tuple[int, str] | None] | None = None
         self.decoder: Decoder | None = None
         self.failure: Failure | None = None
@@ -110,20 +113,19 @@ class Exchange:
         opt(pycurl.PROXY_CAINFO, self.set_up.ca_file)
         opt(pycurl.SSL_VERIFYPEER, 1)
         opt(pycurl.SSL_VERIFYHOST, 2)
-        opt(pycurl.HEADERFUNCTION, self._on_header)
+        opt(pycurl.HEADERFUNCTION, self.lines.append)  # ten calls a page: no frame of ours for each. Their size is looked at below
         opt(pycurl.WRITEFUNCTION, self._on_body)
         opt(pycurl.OPENSOCKETFUNCTION, self._on_open)
         opt(pycurl.PREREQFUNCTION, self._on_ready)
         self.pin, self.waits, self.plain, self.plain_headers = "", False, True, True
 
     def clear(self) -> None:
-        self.lines: list[bytes] = []
+        self.lines.clear()
         self.parts: list[bytes | bytearray] = []
         self.headers: dict[str, str] | None = None
         self.decoder, self.failure, self.target, self.peer = None, None, None, ""
         self.status, self.version, self.size, self.mark_size = 0, "", 0, 0
         self.started = self.ready_at = self.mark = 0.0
-        self.room = self.set_up.options.max_header_bytes
 
     def restore(self) -> None:
         """Back to a plain GET, with nothing left of this request's headers, body or proxy."""
@@ -155,6 +157,8 @@ class Exchange:
 
     def _on_open(self, purpose: int, address: Any) -> Any:
         try:
+            if self.engine is not None:
+                self.engine.let_go()
             self.set_up.guard.check_peer(address.addr[0], address.addr[1], self.target)
             return _Lent(socket.socket(address.family, address.socktype, address.protocol).detach())
         except Failure as e:
@@ -176,14 +180,6 @@ class Exchange:
         except Exception as e:
             self.failure = breach(Breach.FORBIDDEN, repr(e))
         return 1  # PREREQFUNC_ABORT
-
-    def _on_header(self, line: bytes) -> int | None:
-        self.room -= len(line)
-        if self.room < 0:
-            self.failure = breach(Breach.HEADERS, f"{self.set_up.options.max_header_bytes} bytes")
-            return -1
-        self.lines.append(line)
-        return None
 
     def _on_body(self, chunk: bytes) -> int | None:
         try:
@@ -215,13 +211,23 @@ class Exchange:
         return -1
 
     def read_head(self) -> dict[str, str]:
-        """Parse the last head received: interim answers and a proxy's own come before it, trailers after."""
+        """Parse the last head received: interim answers and a proxy's own come before it, trailers after. Raises Failure."""
+        if (large := self.oversized()) is not None:
+            raise large
         self.status, self.version, self.headers = parse_head(self.lines)
         if encoding := self.headers.get("content-encoding"):
             names = codings(encoding)
             if names:
                 self.decoder = Decoder(names, self.set_up.options.max_decoded_bytes)
         return self.headers
+
+    def head_size(self) -> int:
+        return sum(map(len, self.lines))
+
+    def oversized(self) -> Failure | None:
+        """Looked at when it is read; libcurl has a limit of its own, 300 kB, and the sweep sees one that does not end."""
+        limit = self.set_up.options.max_header_bytes
+        return breach(Breach.HEADERS, f"{limit} bytes") if self.head_size() > limit else None
 
     def take_body(self) -> bytes:
         if self.decoder is not None:
@@ -231,12 +237,22 @@ class Exchange:
         return joined(self.parts)
 
 
+_USUAL = 200  # bytes of a header line that is worth remembering
 _fold = re.compile(r"\n[ \t]+").sub
 
 
 def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
     """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line feed) of the last head in `lines`.
     Raises Failure where that is not all there: libcurl takes a connection that ends in the middle for the end of the head."""
+    if b"\r\n" in lines and lines.index(b"\r\n") == len(lines) - 1:  # one head and nothing else, as nearly always
+        plain: dict[str, str] = {}
+        for line in lines[1:-1]:
+            known = _field(line) if len(line) <= _USUAL else None
+            if known is None or known[0] in plain:
+                break
+            plain[known[0]] = known[1]
+        else:
+            return *_status(lines[0].decode("latin-1")), plain
     head, end, rest = b"".join(lines).decode("latin-1").replace("\r\n", "\n").partition("\n\n")
     while rest.startswith("HTTP/"):
         head, end, rest = rest.partition("\n\n")
@@ -254,9 +270,20 @@ def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
         if name in headers:
             value = headers[name] + ("\n" if name == "set-cookie" else ", ") + value.strip()
         headers[name] = value.strip()
-    version, _, reason = first.partition(" ")
+    return *_status(first), headers
+
+
+def _status(line: str) -> tuple[int, str]:
+    version, _, reason = line.partition(" ")
     code = reason[:3]
-    return int(code) if code.isdecimal() else 0, version[5:], headers
+    return int(code) if code.isdecimal() else 0, version[5:]
+
+
+@lru_cache(maxsize=4096)
+def _field(line: bytes) -> tuple[str, str] | None:
+    """A whole header line as servers repeat it in answer after answer; None for what has to be looked at together with others."""
+    name, colon, value = line.decode("latin-1").partition(":")
+    return (name.rstrip().lower(), value.strip()) if colon and line[:1] not in b" \t" and line.endswith(b"\r\n") and line.find(b"\n") == len(line) - 1 else None
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------------
@@ -268,7 +295,8 @@ class Engine:
     def __init__(self, loop: asyncio.AbstractEventLoop, options: HttpOptions) -> None:
         self._loop, self._options = loop, options
         self.active: dict[pycurl.Curl, Exchange] = {}
-        self._known: set[int] = set()
+        self._watched: dict[int, int] = {}  # descriptor → events
+        self._idle: set[int] = set()  # of these, the ones that libcurl does not wait for now: with keep-alive it will again in a moment
         self._kicked, self._deadline = False, 0.0
         self._turn_ends = math.inf
         self._resting: dict[Exchange, None] = {}  # in the order in which they go on
@@ -315,23 +343,37 @@ class Engine:
         self._epoll.close()
 
     def _on_socket(self, what: int, fd: int, multi: Any, data: Any) -> None:
-        if what == pycurl.POLL_REMOVE:
-            if fd in self._known:
-                self._known.discard(fd)
-                try:
-                    self._epoll.unregister(fd)
-                except OSError:
-                    pass  # closed already, so the kernel has forgotten it
+        if what == _POLL_REMOVE:
+            if fd in self._watched:
+                self._idle.add(fd)
             return
-        mask = (select.EPOLLIN if what & pycurl.POLL_IN else 0) | (select.EPOLLOUT if what & pycurl.POLL_OUT else 0)
-        if fd in self._known:
+        mask = (select.EPOLLIN if what & _POLL_IN else 0) | (select.EPOLLOUT if what & _POLL_OUT else 0)
+        known = self._watched.get(fd)
+        if known == mask and fd in self._idle:
+            self._idle.discard(fd)
+            return
+        self._idle.discard(fd)
+        self._watched[fd] = mask
+        if known is not None:
             try:
                 self._epoll.modify(fd, mask)
                 return
             except FileNotFoundError:
                 pass  # the number was given to a new socket without a word
-        self._known.add(fd)
         self._epoll.register(fd, mask)
+
+    def let_go(self) -> None:
+        """Before a new socket is made: it may get the number of an idle one that was closed, which the kernel has forgotten and we have not."""
+        for fd in self._idle:
+            self._forget(fd)
+        self._idle.clear()
+
+    def _forget(self, fd: int) -> None:
+        del self._watched[fd]
+        try:
+            self._epoll.unregister(fd)
+        except OSError:
+            pass  # closed already
 
     def _on_timer(self, milliseconds: int) -> None:
         if milliseconds < 0:
@@ -369,6 +411,10 @@ class Engine:
         until = now() + _SLICE
         self._turn_ends = until - _SLICE + _REST
         for fd, event in self._epoll.poll(0, 256):
+            if fd in self._idle:  # the other end closed it, mostly; libcurl finds out when it looks
+                self._idle.discard(fd)
+                self._forget(fd)
+                continue
             running = action(fd, (1 if event & 25 else 0) | (2 if event & 4 else 0))[1]  # ERR and HUP are found by reading
             if now() > until:
                 break  # what is left stays readable
@@ -429,10 +475,12 @@ class Engine:
             elif not ex.lines:
                 if now - ex.ready_at > o.first_byte_timeout:
                     late.append((ex, breach(Breach.FIRST_BYTE, f"{o.first_byte_timeout:g} s")))
+            elif ex.headers is None and (large := ex.oversized()) is not None:
+                late.append((ex, large))
             elif not ex.mark:
-                ex.mark, ex.mark_size = now, ex.size - ex.room
+                ex.mark, ex.mark_size = now, ex.size + ex.head_size()
             elif now - ex.mark >= o.min_rate_span:
-                got = ex.size - ex.room
+                got = ex.size + ex.head_size()
                 if got - ex.mark_size < o.min_rate * (now - ex.mark):
                     late.append((ex, breach(Breach.RATE, f"{o.min_rate:g} bytes a second over {o.min_rate_span:g} s")))
                 ex.mark, ex.mark_size = now, got
