@@ -63,6 +63,12 @@ _LIST = units.Kind(
     read=canonical_list,
     masked=masked_list,
 )
+_REST = units.Kind(
+    name="URL",
+    expected='an http or https URL such as "http://127.0.0.1:8083"',
+    read=units.texts(r"https?://[^\x00-\x20\x7f]+", "").read,
+    masked=units.mask,
+)
 _WORDS = units.Kind(
     name="list of names",
     expected='names, separated by commas ("de,at")',
@@ -223,6 +229,10 @@ class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
     next: Annotated[str, Opt(_NAME, "pool that an event blocked in this one goes to", example="backup")] = ""
 
 
+class ConnectConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[str, Opt(_REST, "REST interface of the Kafka Connect worker that `penstock connect` speaks to", secret=True)] = "http://127.0.0.1:8083"
+
+
 class Config(_Section, frozen=True, kw_only=True):
     """Everything that can be set, checked. `pipeline` and `namespace` are empty where they are not set."""
 
@@ -253,6 +263,7 @@ class Config(_Section, frozen=True, kw_only=True):
     breaker: BreakerConfig = BreakerConfig()
     history: HistoryConfig = HistoryConfig()
     output: OutputConfig = OutputConfig()
+    connect: ConnectConfig = ConnectConfig()
     proxies: Mapping[str, ProxyPoolConfig] = {}  # by name; see POOL and `pool_options`
 
 

@@ -195,7 +195,10 @@ class Pipeline:
             raise ConfigError(f"two sources are called {called!r}", hint='give one a name of its own: name="…"')
         every_, window_ = _seconds(every, f"{where_}: every"), _seconds(window, f"{where_}: window")
         fed = _connect(connect, url, where_)
-        self._sources.append(SourceSpec(url, called, every_, hints, rank, window_, window_mode, dict(map or {}), where, hook, options, fed))
+        hinted = fed.get("route") if fed else None
+        # What its connector puts on each record is what an event gets, unless the pipeline says otherwise.
+        map = {**({hint: f"__{hint}" for hint in hinted} if isinstance(hinted, dict) else {}), **(map or {})}
+        self._sources.append(SourceSpec(url, called, every_, hints, rank, window_, window_mode, map, where, hook, options, fed))
 
     @overload
     def on_change(self, fn: F, /) -> F: ...

@@ -37,8 +37,8 @@ READ_BY_COMMANDS = ("penstock.ledgers.sql_queries",)  # `status`, `trace`, `even
 DIALS = "pycurl urllib.request urllib3 http.client requests httpx aiohttp websockets ftplib smtplib telnetlib".split()
 DIAL_CALLS = {"create_connection", "open_connection", "getaddrinfo", "gethostbyname", "sock_connect"}
 # Inside the product, net/ alone goes out, through the guard. `testing` ships the pretend web, which only ever talks to itself.
-# A broker's own API is asked where its administrator said it is, never at an address that came from the web.
-MAY_DIAL = ("penstock.net.", "penstock.testing.", "penstock.brokers.rabbitmq_management")
+# A broker's own API, or a Connect worker's, is asked where its administrator said it is, never at an address that came from the web.
+MAY_DIAL = ("penstock.net.", "penstock.testing.", "penstock.brokers.rabbitmq_management", "penstock.connect.rest")
 
 
 @dataclass(frozen=True)

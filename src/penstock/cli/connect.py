@@ -1,0 +1,285 @@
+"""`penstock connect …`: the connectors around a pipeline, on a Kafka Connect worker. What they are and how they are compared is in penstock.connect."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, show, styled, table
+from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, UsageError
+
+if TYPE_CHECKING:
+    from penstock.connect.planning import Plan, Step
+    from penstock.connect.rest import Known, Status, Worker
+    from penstock.pipeline import Pipeline
+
+app = App(name="connect", help="Kafka Connect: connectors rendered from the pipeline, compared, applied, watched.")
+
+File = Annotated[str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")]
+Url = Annotated[str | None, Parameter(name="--url", help="the Connect worker's REST interface (else connect.url, PENSTOCK_CONNECT_URL)")]
+Of = Annotated[str | None, Parameter(name="--pipeline", help="only connectors of this pipeline, by its name or its file (else of every one)")]
+Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask")]
+ACTIONS = {"create": ("+", "green"), "change": ("~", "yellow"), "delete": ("-", "red"), "keep": ("=", "dim"), "foreign": ("!", "bold red")}
+STATES = {"RUNNING": "green", "FAILED": "bold red", "PAUSED": "yellow", "STOPPED": "yellow"}
+
+
+@app.command
+def init(
+    kind: Annotated[str, Parameter(help="debezium-postgres, http-source, s3-source; jdbc-postgres, snowflake, bigquery, s3")],
+    /,
+    *,
+    directory: Annotated[Path, Parameter(name=["--directory", "-C"], help="where to (else ./connect)")] = Path("connect"),
+) -> int:
+    """Write a connector's options to start from, and show what to put into the pipeline. Nothing that exists is touched."""
+    import msgspec
+
+    from penstock.connect.kinds import KINDS
+    from penstock.connect.rendering import document, template
+
+    if kind not in KINDS:
+        raise UsageError(f"there is no kind of connector {kind!r}", hint=", ".join(KINDS))
+    chosen = KINDS[kind]
+    file = directory / f"{kind}.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(file, "xb") as f:
+            f.write(msgspec.json.format(msgspec.json.encode(document(template(chosen))), indent=2) + b"\n")
+    except FileExistsError:
+        raise UsageError(f"{file} is there already", hint="move it away, or -C ANOTHER-DIRECTORY") from None
+    say(styled("wrote ", "dim"), str(file), styled(f"   {chosen.plugin.title} {chosen.plugin.version}: {chosen.about}", "dim"))
+    say("")
+    say("The same from a pipeline, which `penstock connect plan` and `apply` read:")
+    say("")
+    query = "?key=sku" if chosen.side == "sink" else ""
+    inside = msgspec.json.encode({"kind": kind, **chosen.example}).decode()
+    say(f'  shop.{chosen.side}("kafka://127.0.0.1:9092/{chosen.topic}{query}", connect={inside})')
+    return OK
+
+
+@app.command
+def plan(file: File = None, /, *, url: Url = None, json: Json = False, common: Common = DEFAULTS) -> int:
+    """What `apply` would change, each connector checked. Sends nothing. Exit code 5 where something differs, 3 where a check failed."""
+    _, made, _ = _planned(common, file, url)
+    if json:
+        print_json({"pipeline": made.pipeline, "worker": made.worker, "connectors": [step.document() for step in made.steps]})
+    else:
+        for step in made.steps:
+            _show_step(step)
+        say(_sum(made))
+    return CONFIGURATION if made.problems else DIFFERENCES if made.changes else OK
+
+
+@app.command
+def apply(
+    file: File = None,
+    /,
+    *,
+    prune: Annotated[bool, Parameter(help="delete connectors of this pipeline that it declares no more")] = False,
+    wait: Annotated[str, Parameter(help="how long they may take to run")] = "60s",
+    url: Url = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Create and change what differs, nothing else, and wait until it runs. Exit code 1 where one does not, with its trace."""
+    from penstock import units
+    from penstock.connect.applying import apply as carry_out
+
+    try:
+        patience = units.duration(wait)
+    except ValueError:
+        raise UsageError(f"--wait {wait!r} is no length of time", hint="30s, 2m") from None
+    worker, made, _ = _planned(common, file, url)
+    done = carry_out(made, worker, prune=prune, patience=patience, told=(lambda text: None) if json else say)
+    left = [step.name for step in made.steps if step.action == "delete"] if not prune else []
+    if json:
+        print_json({"pipeline": made.pipeline, "worker": made.worker, "connectors": [d.document() for d in done], "left": left})
+    else:
+        for each in done:
+            if each.action != "delete":
+                _show_status(each.name, each.status)
+        for name in left:
+            say(styled(f"{name} is no more declared; --prune deletes it", "yellow"))
+        sent = sum(d.action != "keep" for d in done)
+        say(f"{plural(sent, 'connector')} sent, {plural(len(done) - sent, 'connector')} as they were" if sent else "nothing differs; nothing was sent")
+    return OK if all(d.ok for d in done) else RAN_WITH_FAILURES
+
+
+@app.command
+def status(
+    *,
+    pipeline: Of = None,
+    all: Annotated[bool, Parameter(name="--all", help="connectors of others too")] = False,
+    url: Url = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Connectors and tasks with their state, and the first lines of what went wrong. Exit code 1 where one has failed."""
+    from penstock.connect.applying import state_of
+    from penstock.connect.planning import ours, owner
+
+    worker = _worker(common, url)
+    known = worker.connectors()
+    found = dict(sorted(known.items())) if all else ours(known, _pipeline_name(pipeline))
+    if json:
+        listed = [{"name": name, "pipeline": owner(k), "class": k.info.config.get("connector.class"), **state_of(k.status)} for name, k in found.items()]
+        print_json({"worker": worker.shown, "connectors": listed})
+    else:
+        for name, k in found.items():
+            _show_status(name, k.status)
+        if not found:
+            say(f"no connector of ours on {worker.shown}" + (f", and {plural(len(known), 'other')}" if known else ""))
+    return RAN_WITH_FAILURES if any(k.status.failed() for k in found.values()) else OK
+
+
+@app.command
+def restart(
+    name: Annotated[str | None, Parameter(help="one connector (else all of ours)")] = None,
+    /,
+    *,
+    failed: Annotated[bool, Parameter(help="only connectors and tasks that have failed")] = False,
+    pipeline: Of = None,
+    url: Url = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Restart connectors with their tasks; with --failed only what has failed. Positions are kept."""
+    from penstock.connect.planning import one_of_ours, ours
+
+    worker, of = _worker(common, url), _pipeline_name(pipeline)
+    known = worker.connectors()
+    chosen = {name: one_of_ours(known, name, of)} if name is not None else ours(known, of)
+    if failed:
+        chosen = {n: k for n, k in chosen.items() if k.status.failed()}
+    for each in chosen:
+        worker.restart(each, only_failed=failed)
+    if json:
+        print_json({"worker": worker.shown, "restarted": list(chosen)})
+    else:
+        for each, k in chosen.items():
+            what = plural(sum(t.state == "FAILED" for t in k.status.tasks), "failed task") if failed else plural(len(k.status.tasks), "task")
+            say(f"{each}: restarted, with {what}")
+        if not chosen:
+            say("none has failed" if failed else "there is none of ours")
+    return OK
+
+
+@app.command
+def delete(
+    name: Annotated[str | None, Parameter(help="one connector")] = None,
+    /,
+    *,
+    all: Annotated[bool, Parameter(name="--all", help="all of ours (with --pipeline: of that one)")] = False,
+    yes: Yes = False,
+    pipeline: Of = None,
+    url: Url = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Remove connectors of ours from the worker. Asks first. Topics, tables and replication slots stay, and are named."""
+    from penstock.connect.planning import one_of_ours, ours
+
+    if (name is None) != all:
+        raise UsageError("which connector?", hint="penstock connect delete NAME, or --all")
+    worker, of = _worker(common, url), _pipeline_name(pipeline)
+    known = worker.connectors()
+    chosen = {name: one_of_ours(known, name, of)} if name is not None else ours(known, of)
+    if chosen and not yes:
+        if not sys.stdin.isatty():
+            raise UsageError(f"this would delete {', '.join(chosen)}", hint="--yes if you mean it")
+        sys.stderr.write(f"Delete {', '.join(plain(n) for n in chosen)}? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            say("nothing deleted")
+            return OK
+    for each in chosen:
+        worker.delete(each)
+    if json:
+        print_json({"worker": worker.shown, "deleted": list(chosen), "slots": [s for k in chosen.values() if (s := _slot(k))]})
+        return OK
+    for each, k in chosen.items():
+        say(f"{each}: deleted")
+        if slot := _slot(k):
+            say(styled(f"  its replication slot stays and holds the log back: SELECT pg_drop_replication_slot('{slot}')", "yellow"))
+    if not chosen:
+        say("there is none of ours")
+    return OK
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _worker(common: Common, url: str | None) -> Worker:
+    from penstock.connect.rest import Worker
+
+    return Worker(url or common.load().config.connect.url)
+
+
+def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker, Plan, Pipeline]:
+    from penstock.connect.planning import make_plan
+    from penstock.connect.rendering import render
+    from penstock.connect.rest import Worker
+    from penstock.pipeline import load
+
+    config = common.load().config
+    chosen = file or config.pipeline
+    if not chosen:
+        raise UsageError("which pipeline?", hint='penstock connect plan FILE, or pipeline = "shop.py" in penstock.toml')
+    pipeline = load(chosen)
+    connectors = render(pipeline)
+    worker = Worker(url or config.connect.url)
+    return worker, make_plan(pipeline.name, connectors, worker), pipeline
+
+
+def _pipeline_name(given: str | None) -> str | None:
+    """As it is called; a file is asked for its name."""
+    if given is None or not given.endswith((".py", ".toml")):
+        return given
+    from penstock.pipeline import load
+
+    return load(given).name
+
+
+def _slot(known: Known) -> str | None:
+    return known.info.config.get("slot.name")
+
+
+def _show_step(step: Step) -> None:
+    sign, style = ACTIONS[step.action]
+    about = f"   {step.connector.kind.name}, for {step.connector.where}" if step.connector else ""
+    say(styled(f"{sign} {step.name}", style), styled(about, "dim"))
+    for d in step.differences:
+        change = f"{d.new}" if d.old is None else "(removed)" if d.new is None else f"{d.old} → {d.new}"
+        say(f"    {d.option} = {change}")
+    for note in step.notes:
+        say(styled(f"    {note}", "dim"))
+    for problem in step.problems:
+        say(styled(f"    {problem.option}: {problem.says}", "bold red"))
+
+
+def _sum(made: Plan) -> str:
+    counts: dict[str, int] = {}
+    for step in made.steps:
+        counts[step.action] = counts.get(step.action, 0) + 1
+    if not made.steps:
+        return f"pipeline {made.pipeline} declares no connector: connect={{…}} on a kafka:// source or sink does"
+    words = {"create": "to create", "change": "to change", "delete": "to delete (apply --prune)", "keep": "as declared", "foreign": "not ours"}
+    listed = ", ".join(f"{n} {words[action]}" for action, n in counts.items())
+    wrong = f"; {plural(sum(len(s.problems) for s in made.steps), 'problem')}" if made.problems else ""
+    return f"{listed} on {made.worker}{wrong}"
+
+
+def _show_status(name: str, status: Status) -> None:
+    from penstock.connect.applying import first_lines
+
+    made = table((plain(name), FIXED), ("state", FIXED), ("worker", FOLD))
+    states: list[tuple[str, Any]] = [("connector", status.connector), *((f"task {t.id}", t) for t in status.tasks)]
+    for what, state in states:
+        made.add_row(what, styled(state.state, STATES.get(state.state, "")), plain(state.worker_id))
+    show(made)
+    for what, state in states:
+        for line in first_lines(state):
+            say(styled(f"  {what}: {line}", "red"))
