@@ -197,7 +197,7 @@ class Pipeline:
         fed = _connect(connect, url, where_)
         hinted = fed.get("route") if fed else None
         # What its connector puts on each record is what an event gets, unless the pipeline says otherwise.
-        map = {**({hint: f"__{hint}" for hint in hinted} if isinstance(hinted, dict) else {}), **(map or {})}
+        map = {**({hint: f'_kafka.headers."penstock-{hint}"' for hint in hinted} if isinstance(hinted, dict) else {}), **(map or {})}
         self._sources.append(SourceSpec(url, called, every_, hints, rank, window_, window_mode, map, where, hook, options, fed))
 
     @overload

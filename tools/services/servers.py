@@ -310,6 +310,12 @@ class Connect(JavaServer):
             f"rest.advertised.host.name={HOST}", "key.converter=org.apache.kafka.connect.json.JsonConverter",
             "value.converter=org.apache.kafka.connect.json.JsonConverter", *topics, "offset.storage.partitions=1", "status.storage.partitions=1",
             "offset.flush.interval.ms=1000", f"plugin.path={found}",
+            # Secrets by reference: ${env:NAME}, ${file:PATH:KEY}.
+            "config.providers=env,file", "config.providers.env.class=org.apache.kafka.common.config.provider.EnvVarConfigProvider",
+            "config.providers.file.class=org.apache.kafka.common.config.provider.FileConfigProvider",
+            # One that was killed is let in again within seconds, and what it ran is run again at once.
+            "session.timeout.ms=6000", "heartbeat.interval.ms=1000", "scheduled.rebalance.max.delay.ms=0",
+            "consumer.session.timeout.ms=6000", "consumer.heartbeat.interval.ms=1000",
         )  # fmt: skip
         return self.java(classes, "org.apache.kafka.connect.cli.ConnectDistributed", properties)
 

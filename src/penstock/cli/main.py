@@ -26,7 +26,7 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
     ("sources", "penstock.cli.sources:app", "Look", "what tells us of changes: list, try, reset, pause, resume"),
     ("domains", "penstock.cli.domains:app", "Look", "hosts: their limits, pauses, robots.txt and exceptions"),
     ("proxies", "penstock.cli.proxies:app", "Look", "pools of proxies: list them with their health, try them"),
-    ("connect", "penstock.cli.connect:app", "Look", "Kafka Connect: plan, apply and watch the connectors around a pipeline"),
+    ("connect", "penstock.cli.connect:app", "Look", "plan, apply and watch the Kafka Connect connectors around a pipeline"),
     ("dlq", "penstock.cli.dlq:app", "Repair", "dead letters: list, show, retry, drop, export"),
     ("topics", "penstock.cli.topics:app", "Repair", "list, pause and resume topics"),
     ("doctor", "penstock.cli.doctor:doctor", "Repair", "check the store, the books and the machine"),

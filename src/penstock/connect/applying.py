@@ -35,6 +35,13 @@ def apply(plan: Plan, worker: Worker, *, prune: bool, patience: float, told: Cal
             f"connector {wrong[0].name}: {first.option}: {first.says}" + (f" (and {more} more)" if more else ""),
             hint="penstock connect plan shows all of them; nothing was sent",
         )
+    if absent := next((s for s in plan.changes if s.connector is not None and not s.installed), None):
+        assert absent.connector is not None
+        plugin = absent.connector.plugin
+        raise ConfigError(
+            f"connector {absent.name}: the worker has no {plugin.title} ({plugin.cls})",
+            hint="put it on the worker's plugin.path and restart it; nothing was sent",
+        )
     sent: list[tuple[Step, float]] = []
     done: list[Applied] = []
     for step in plan.steps:

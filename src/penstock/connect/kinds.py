@@ -13,7 +13,7 @@ from penstock.connect.table import Table
 
 JSON = "org.apache.kafka.connect.json.JsonConverter"
 STRING = "org.apache.kafka.connect.storage.StringConverter"
-HINTS = ("geo", "pool", "account", "priority")  # what a connector may put on a record, as text: `__geo` …
+HINTS = ("geo", "pool", "account", "priority")  # what a connector may put on a record, as the header penstock-geo …
 _OPERATIONS = {"insert": "c", "update": "u", "delete": "d"}
 _SNAPSHOTS = ("no_data", "initial", "always", "when_needed")
 
@@ -52,16 +52,16 @@ def json_converters(*, schemas: bool) -> dict[str, str]:
 
 
 def hints(table: Table, first: list[str]) -> dict[str, str]:
-    """The transforms of a source: those it begins with, then one for each routing hint, as a field beside the payload's own."""
+    """The transforms of a source: those it begins with, then one for each routing hint, as a header: whatever the payload is, it stays that."""
     given = table.pairs("route")
     for hint in given:
         if hint not in HINTS:
             raise table.wrong(f"route.{hint}", "is no routing hint", ", ".join(HINTS))
     config = {"transforms": ",".join([*first, *given])} if first or given else {}
     for hint, value in given.items():
-        config[f"transforms.{hint}.type"] = "org.apache.kafka.connect.transforms.InsertField$Value"
-        config[f"transforms.{hint}.static.field"] = f"__{hint}"
-        config[f"transforms.{hint}.static.value"] = value
+        config[f"transforms.{hint}.type"] = "org.apache.kafka.connect.transforms.InsertHeader"
+        config[f"transforms.{hint}.header"] = f"penstock-{hint}"
+        config[f"transforms.{hint}.value.literal"] = value
     return config
 
 
@@ -83,8 +83,6 @@ def _debezium_postgres(table: Table, place: Place) -> dict[str, str]:
     if not routed or not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix):
         prefix, routed = place.name, False
     first = ["unwrap"] if table.flag("unwrap", True) else []
-    if not first and table.has("route"):
-        raise table.wrong("route", "needs unwrap", "leave unwrap out: an envelope is not the place for hints")
     config = {
         "tasks.max": "1",  # a slot has one reader
         "database.hostname": database.host,
@@ -100,6 +98,7 @@ def _debezium_postgres(table: Table, place: Place) -> dict[str, str]:
         "snapshot.mode": table.choice("snapshot", "no_data", _SNAPSHOTS),
         "skipped.operations": ",".join([*skipped, "t"]),
         "tombstones.on.delete": "false",
+        "extended.headers.enabled": "false",  # four more on every record, of no use to us
         "poll.interval.ms": table.milliseconds("poll", "20ms"),  # its default, half a second, is most of the time from INSERT to topic
         # Confirms what it has read on a quiet table too: or the slot keeps the log of all the others.
         "heartbeat.interval.ms": table.milliseconds("heartbeat", "10s"),
@@ -153,10 +152,9 @@ def _http_source(table: Table, place: Place) -> dict[str, str]:
         "value.converter": STRING,
         "transforms.item.type": "org.apache.kafka.connect.transforms.ExtractField$Value",
         "transforms.item.field": "value",
-        "transforms": "item",
     }
     del config["value.converter.schemas.enable"]
-    return config
+    return config | hints(table, ["item"])
 
 
 def _aws(table: Table) -> dict[str, str]:
@@ -179,6 +177,7 @@ def _s3_source(table: Table, place: Place) -> dict[str, str]:
         "distribution.type": "object_hash",
         "file.compression.type": table.choice("compression", "none", ("none", "gzip", "snappy", "zstd")),
         **json_converters(schemas=False),
+        **hints(table, []),
     }
 
 

@@ -58,7 +58,7 @@ def render(pipeline: Pipeline, environment: Mapping[str, str] | None = None) -> 
 def rendered(
     pipeline: str, side: str, url: str, options: Mapping[str, Any], given: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> Connector:
-    where = f"{side} {units.mask(url)!r}"
+    where = f"{side} {units.mask(url.partition('?')[0])!r}"
     kind = _kind(where, side, given)
     table = Table(where, given, environment)
     parts = urlsplit(url)

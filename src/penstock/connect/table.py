@@ -57,9 +57,6 @@ class Table:
     def wrong(self, name: str, says: str, hint: str) -> ConfigError:
         return ConfigError(f"{self.where}: connect.{name} {says}", hint=hint)
 
-    def has(self, name: str) -> bool:
-        return name in self._given
-
     def _value(self, name: str) -> Any:
         self._known.append(name)
         return self._given.get(name)
