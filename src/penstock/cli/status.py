@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.ledgers.sql_queries import Standing
     from penstock.opening import Stores
+    from penstock.ports import SourceState
 
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 COUNTERS = ("records", "records_unchanged", "changes", "unchanged", "empty", "unmatched", "followed", "unreadable")
@@ -59,7 +60,7 @@ def _watch(stores: Stores, json: bool) -> int:
         return 0
 
 
-Look = tuple["Standing", list[dict[str, Any]], dict[str, tuple[int, int]], dict[str, str]]
+Look = tuple["Standing", list[dict[str, Any]], dict[str, tuple[int, int]], dict[str, str], "list[SourceState]"]
 
 
 def look(stores: Stores) -> tuple[Look, float]:
@@ -68,17 +69,17 @@ def look(stores: Stores) -> tuple[Look, float]:
     from penstock.locks import holder_alive, note_of, worker_alive
 
     found = ask(stores, lambda tx: queries.standing(tx, stores.broker))
-    alerts = ask(stores, stores.books.alerts_in)
+    alerts, sources = ask(stores, stores.books.alerts_in), ask(stores, stores.sources.all_in)
     directory = stores.workers_directory
     signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(found.running)
     workers = [{"id": worker, "alive": worker_alive(directory, worker), "holds": found.running.get(worker, 0)} for worker in sorted(signs)]
     locks = {s.name: sink_lock(stores.config, s.name) for s in found.sinks}
     down = {name: note for name, lock in locks.items() if holder_alive(lock) and (note := note_of(lock))}
-    return (found, workers, alerts, down), time.time()
+    return (found, workers, alerts, down, sources), time.time()
 
 
 def document(looked: Look, now: float) -> dict[str, Any]:
-    found, workers, alerts, down = looked
+    found, workers, alerts, down, sources = looked
     total = {name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)}
     breaker = {topic: reason for topic, reason in found.paused.items() if reason.startswith("breaker:")}
     return {
@@ -103,6 +104,18 @@ def document(looked: Look, now: float) -> dict[str, Any]:
             for c in found.causes
         ],
         "sinks": [{"name": s.name, "flushed": s.flushed, "backlog": s.backlog, "down": down.get(s.name)} for s in found.sinks],
+        "sources": [
+            {
+                "name": s.name,
+                "events": s.events,
+                "last_event_at": None if s.event_at is None else iso(s.event_at),
+                "lag_seconds": s.lag,
+                "backlog": s.backlog,
+                "paused": s.paused,
+                "error": s.error,
+            }
+            for s in sources
+        ],
         "hooks_waiting": found.changes_waiting,
         "workers": workers,
         "oldest_pending_age": None if found.oldest is None else round(max(0.0, now - found.oldest), 3),
@@ -116,7 +129,7 @@ def picture(looked: Look, now: float) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    found, workers, alerts, down = looked
+    found, workers, alerts, down, sources = looked
     parts: list[RenderableType] = []
     for topic, (ended, dead) in alerts.items():
         parts += [
@@ -132,6 +145,9 @@ def picture(looked: Look, now: float) -> RenderableType:
         ]
     for name, reason in down.items():
         parts += [Text.assemble((" sink down ", "bold white on red"), " ", (plain(name), "bold"), f": {plain(reason)}; nothing is lost, it waits"), ""]
+    for source in sources:
+        if wrong := f"paused: {source.paused}" if source.paused else source.error:
+            parts += [Text.assemble((" source ", "black on yellow"), " ", (plain(source.name), "bold"), f": {plain(wrong)}"), ""]
     parts += [_figures(found), "", _workers(found, workers, now)]
     for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
         if part is not None:
@@ -183,7 +199,9 @@ def _yield(found: Standing) -> RenderableType | None:
                 f"   {'check match=' if name == 'unmatched' else 'a redesigned page? check the selectors'}", "dim"
             )
     if c.get("unreadable"):
-        line.append(f"\n{plural(c['unreadable'], 'message')} could not be read as an event", "yellow").append("   penstock dlq ls --stage intake", "dim")
+        line.append(f"\n{plural(c['unreadable'], 'message')} could not be read as an event", "yellow").append(
+            "   penstock dlq ls --stage intake, or --stage source", "dim"
+        )
     if not any(c.get(name) for name in COUNTERS):
         return None
     return line
