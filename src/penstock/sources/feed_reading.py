@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from hashlib import blake2b
-from html.entities import html5
 from typing import Any
 from urllib.parse import urljoin
 
@@ -15,10 +14,9 @@ import msgspec
 from lxml import etree
 
 from penstock.errors import PenstockError
-from penstock.sources.markup import Unreadable, text_of, unpacked, when
+from penstock.sources.markup import Unreadable, mended, text_of, unpacked, when
 
 MAX_BYTES = 16 << 20  # decoded
-MAX_MENDED = 200_000  # ampersands that are looked at in an ill-formed feed
 MAX_LOOSE = 256 << 10  # characters of a feed that only guessing can read
 MAX_ENTRIES = 10_000  # the first ones: feeds begin with the newest
 MAX_TEXT = 4000  # characters of a summary that go along; the hash knows all of it
@@ -39,7 +37,6 @@ _BASE = "{http://www.w3.org/XML/1998/namespace}base"
 _PLAIN = {"resolve_relative_uris": False, "sanitize_html": False}
 _beginning = re.compile(r"<(?:\?xml|(?:[\w-]{1,20}:)?(?:rss|feed|rdf|channel)\b)", re.I)
 _ending = re.compile(r"</(?:[\w-]{1,20}:)?(?:rss|feed|rdf|channel)\s{0,9}>", re.I)
-_entity = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});)(?:([A-Za-z][A-Za-z0-9]{1,31});)?")
 
 
 class FeedError(PenstockError):
@@ -134,19 +131,17 @@ def _tree(text: str) -> Any:
     begin = _beginning.search(text[:65536])
     if begin is None:
         raise Unreadable("is an HTML page" if re.search(r"<(?:html|head|body)\b", text[:4096], re.I) else "is no XML")
-    if text.count("&") > MAX_MENDED:
-        raise Unreadable(f"is ill-formed, and has more than {MAX_MENDED} entities")
-    mended = re.sub(r"^<\?xml[^>]{0,300}\?>\s*", "", _entity.sub(_character, text[begin.start() :]))
+    whole = re.sub(r"^<\?xml[^>]{0,300}\?>\s*", "", mended(text[begin.start() :]))
     parser = _parser(True)
     try:
-        root = etree.fromstring(mended.encode("utf-8", "replace"), parser)
+        root = etree.fromstring(whole.encode("utf-8", "replace"), parser)
     except (etree.XMLSyntaxError, ValueError) as e:
         raise Unreadable(f"is no XML: {' '.join(str(e).split())[:200]}") from None
     if root is None:
         raise Unreadable("is no XML")
     if deep := next((e for e in parser.error_log if "depth" in e.message.lower() or "huge" in e.message.lower()), None):
         raise Unreadable(f"is nested too deeply, or has a text that is too long ({' '.join(deep.message.split())[:100]})")
-    if not _ending.search(mended[-4096:]):
+    if not _ending.search(whole[-4096:]):
         _drop_last(root)
     return root
 
@@ -166,12 +161,6 @@ def _parser(recover: bool) -> Any:
     return etree.XMLParser(
         encoding="utf-8", recover=recover, resolve_entities=False, load_dtd=False, no_network=True, huge_tree=False, remove_comments=True, remove_pis=True
     )  # fmt: skip
-
-
-def _character(m: re.Match[str]) -> str:
-    """`&nbsp;` is known to HTML only, `AT&T` to nobody."""
-    known = html5.get(m[1] + ";") if m[1] else None
-    return known if known is not None and known not in "<>&" else "&amp;" + m[0][1:]
 
 
 def _loosely(text: str) -> list[FeedEntry]:

@@ -6,9 +6,11 @@ import codecs
 import re
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from html.entities import html5
 
 from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder
 
+MAX_MENDED = 200_000  # ampersands that are looked at in an ill-formed document
 MAX_TAGS = 500_000  # a tree takes a hundred bytes for each; an honest document of this size does not exist
 _LAYERS = 2  # of gzip: some servers compress what is compressed
 _HEAD = 1024
@@ -22,6 +24,9 @@ _charset = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.I).search
 _declared = re.compile(rb"<\?xml[^>]{0,200}?encoding\s{0,9}=\s{0,9}[\"']([\w.:-]{1,40})[\"']", re.I).search
 _unprintable = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _special = re.compile(r"<!(?:\[CDATA\[|--|[A-Za-z\[%]|\s)")
+
+
+_entity = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});)(?:([A-Za-z][A-Za-z0-9]{1,31});)?")
 
 
 class Unreadable(Exception):
@@ -83,13 +88,28 @@ def text_of(body: bytes, content_type: str | None, limit: int) -> str:
     """Decoded, without what XML cannot hold, and surely without a DTD. Raises Unreadable."""
     if len(body) > limit:
         raise Unreadable(f"has {len(body)} bytes, of at most {limit}")
-    text = codecs.decode(body, encoding_of(body, content_type), "replace").lstrip("\ufeff")
-    if _unprintable.search(text):
-        text = _unprintable.sub("", text)  # first this, then the look for a DTD: a NUL inside the word would hide it
-    refuse_dtd(text)
+    text = without_controls(codecs.decode(body, encoding_of(body, content_type), "replace").lstrip("\ufeff"))
+    refuse_dtd(text)  # after that: a NUL inside the word would hide it
     if (tags := text.count("<")) > MAX_TAGS:
         raise Unreadable(f"has {tags} tags, of at most {MAX_TAGS}")
     return text
+
+
+def without_controls(text: str) -> str:
+    """Without the characters that XML cannot hold."""
+    return _unprintable.sub("", text) if _unprintable.search(text) else text
+
+
+def mended(text: str) -> str:
+    """`&nbsp;` is known to HTML only, `AT&T` to nobody; XML parsers end at both. Raises Unreadable."""
+    if text.count("&") > MAX_MENDED:
+        raise Unreadable(f"is ill-formed, and has more than {MAX_MENDED} entities")
+    return _entity.sub(_character, text)
+
+
+def _character(m: re.Match[str]) -> str:
+    known = html5.get(m[1] + ";") if m[1] else None
+    return known if known is not None and known not in "<>&" else "&amp;" + m[0][1:]
 
 
 def refuse_dtd(text: str) -> None:
@@ -111,8 +131,7 @@ def when(text: str | None) -> float | None:
         return None
     try:
         if text[:4].isdigit():
-            text = re.sub(r"[zZ]$", "+00:00", re.sub(r"(\.\d{6})\d+", r"\1", text))
-            found = datetime.fromisoformat(text + ("-01-01", "-01")[len(text) == 7] if len(text) in (4, 7) else text)
+            found = datetime.fromisoformat(text + ("-01-01", "-01")[len(text) == 7] if len(text) in (4, 7) else text.upper())
         else:
             found = parsedate_to_datetime(text)
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

@@ -60,22 +60,38 @@ class Kept(msgspec.Struct, array_like=True):
     """A memory at rest."""
 
     known: bytes = b""  # 8 bytes key, 8 bytes version; the longest unseen first
-    left: bytes = b""  # 8 bytes of a key's version, 4 bytes of how often it was left
+    left: bytes = b""
 
 
-class Memory:
-    """Which version of which key was seen last, and which versions came back. What is not seen any more is kept while there is room.
+class Left:
+    """Which versions of which keys were left behind, and how often; the last so many.
 
-    `times` makes ids of what returns (a price that goes up and down again) differ from those of its first time, while a round that is
+    It makes the ids of what returns (a price that goes up and down again) differ from those of its first time, while a round that is
     read twice because of a crash gives the same ids: they follow from the memory at the beginning of the round.
     """
 
+    def __init__(self, kept: bytes) -> None:
+        self._times = {kept[n : n + 8]: int.from_bytes(kept[n + 8 : n + 12], "big") for n in range(0, len(kept), 12)}
+
+    def note(self, key: str, version: bytes) -> None:
+        mark = short(key, version)
+        self._times[mark] = min(self._times.pop(mark, 0) + 1, 0xFFFFFFFF)
+
+    def times(self, key: str, version: bytes) -> int:
+        return self._times.get(short(key, version), 0)
+
+    def kept(self) -> bytes:
+        return b"".join(mark + n.to_bytes(4, "big") for mark, n in list(self._times.items())[-LEFT:])
+
+
+class Memory:
+    """Which version of which key was seen last. What is not seen any more is kept while there is room."""
+
     def __init__(self, kept: Kept, room: int) -> None:
-        self._room = room
+        self._room, self._left = room, Left(kept.left)
         self._known = {kept.known[n : n + 8]: kept.known[n + 8 : n + 16] for n in range(0, len(kept.known), 16)}
-        self._left = {kept.left[n : n + 8]: int.from_bytes(kept.left[n + 8 : n + 12], "big") for n in range(0, len(kept.left), 12)}
         self._seen: set[bytes] = set()
-        self.changed = False
+        self.again = 0  # keys that came twice in this round
 
     def __len__(self) -> int:
         return len(self._known)
@@ -84,27 +100,19 @@ class Memory:
         """None: nothing new (or seen in this round already). Else how often this very version was left before: 0, as a rule."""
         key8 = short(key)
         if key8 in self._seen:
+            self.again += 1
             return None
         self._seen.add(key8)
         before = self._known.pop(key8, None)
         self._known[key8] = version  # last in line now
         if before == version:
             return None
-        self.changed = True
         if before is not None:
-            self.leaves(key, before)
-        return self.times(key, version)
-
-    def leaves(self, key: str, version: bytes) -> None:
-        mark = short(key, version)
-        self._left[mark] = min(self._left.pop(mark, 0) + 1, 0xFFFFFFFF)
-
-    def times(self, key: str, version: bytes) -> int:
-        return self._left.get(short(key, version), 0)
+            self._left.note(key, before)
+        return self._left.times(key, version)
 
     def kept(self) -> Kept:
-        known, left = list(self._known.items())[-self._room :], list(self._left.items())[-LEFT:]
-        return Kept(b"".join(k + v for k, v in known), b"".join(k + n.to_bytes(4, "big") for k, n in left))
+        return Kept(b"".join(k + v for k, v in list(self._known.items())[-self._room :]), self._left.kept())
 
 
 def pack(state: msgspec.Struct) -> bytes:
