@@ -561,3 +561,26 @@ class ServedSource(Protocol):
 
     def findings(self, method: str, headers: Mapping[str, Sequence[str]], body: bytes, now: float) -> Sequence[Finding]:
         """What the request tells, all of it or errors.RequestRefused; never anything else, whatever the bytes."""
+
+
+class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server keeps so that a reader misses nothing, and what that costs it."""
+
+    name: str
+    own: bool  # of the source that was asked; others are shown because they cost the same disk
+    active: bool  # somebody reads it now
+    position: str  # what was confirmed
+    behind: int  # bytes of log after that
+    held: int  # bytes of log that the server must keep for it
+    status: str  # the server's word: reserved, extended, unreserved, lost
+
+
+class Slotted(Protocol):
+    """A source with a slot on its server; `penstock sources slots` asks for this by its methods. Raises SourceDown."""
+
+    async def slots(self) -> Sequence[SlotInfo]: ...
+
+    async def create_slot(self) -> SlotInfo: ...
+
+    async def drop_slot(self) -> bool:
+        """False: there was none."""

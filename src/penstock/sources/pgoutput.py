@@ -291,7 +291,7 @@ def _as_it_is(text: str) -> str:
 
 
 def _bool(text: str) -> Any:
-    return True if text == "t" else False if text == "f" else text
+    return True if text in ("t", "true") else False if text in ("f", "false") else text  # the longer ones where a row was read, not streamed
 
 
 def _whole(text: str) -> Any:

@@ -1,0 +1,250 @@
+"""Changes read from PostgreSQL's log: each exactly once in the books, whatever is rolled back, killed, restarted, altered or full."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.servers import Handle
+from tests.sources.postgres_rig import Rig, made, refused
+
+pytestmark = pytest.mark.server("postgres")
+
+
+@pytest.fixture
+def rig(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Rig]:
+    yield from made(server("postgres").url, tmp_path, "cdc")
+
+
+async def test_a_committed_row_is_a_finding_with_its_columns(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.run("INSERT INTO scrape_requests(url, note) VALUES('https://shop.test/1', 'first')")
+        await rig.until(batches, lambda: rig.accepted)
+    (finding,) = rig.accepted.values()
+    assert finding.payload["_cdc"].items() >= {"op": "insert", "table": "public.scrape_requests", "index": 0}.items()
+    assert {k: v for k, v in finding.payload.items() if k != "_cdc"} == {"id": 1, "url": "https://shop.test/1", "note": "first"}
+    assert finding.at is not None
+
+
+async def test_many_rows_of_many_transactions_come_in_order(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        wanted = []
+        for number in range(20):
+            some = [f"https://shop.test/{number}/{i}" for i in range(25)]
+            rig.insert(*some)
+            wanted += some
+        await rig.until(batches, lambda: len(rig.accepted) >= 500)
+        await rig.idle(batches)
+    assert rig.urls == wanted
+    assert rig.repeated == 0
+
+
+async def test_what_is_rolled_back_is_never_seen(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        with rig.db.transaction() as t:
+            rig.run("INSERT INTO scrape_requests(url) VALUES('https://shop.test/never')")
+            raise psycopg.Rollback(t)
+        with rig.db.transaction():
+            rig.run("INSERT INTO scrape_requests(url) VALUES('https://shop.test/before')")
+            with rig.db.transaction() as inner:
+                rig.run("INSERT INTO scrape_requests(url) VALUES('https://shop.test/never either')")
+                raise psycopg.Rollback(inner)
+        await rig.until(batches, lambda: rig.accepted)
+        await rig.idle(batches)
+    assert rig.urls == ["https://shop.test/before"]
+
+
+# -- what was accepted and what was not -----------------------------------------------------------------------------------
+
+
+async def test_a_reader_that_is_killed_inside_a_transaction_goes_on_inside_it(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.run("INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 5000) n")
+        await rig.until(batches, lambda: len(rig.accepted) == 2000)
+        await anext(batches)  # handed over and never accepted
+    async with rig.reading() as batches:
+        await rig.until(batches, lambda: len(rig.accepted) == 5000)
+        await rig.idle(batches)
+    assert rig.urls == [f"https://shop.test/{n}" for n in range(1, 5001)]
+    assert rig.repeated == 0
+
+
+async def test_a_cursor_that_was_lost_repeats_ids_and_nothing_else(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        before = rig.cursor
+        rig.insert(*[f"https://shop.test/{n}" for n in range(50)])
+        await rig.until(batches, lambda: len(rig.accepted) == 50)
+    rig.cursor = before  # the slot was not told either: the generator was not resumed
+    async with rig.reading() as batches:
+        await rig.until(batches, lambda: rig.repeated == 50)
+        await rig.idle(batches)
+    assert len(rig.accepted) == 50
+
+
+async def test_the_server_keeps_what_is_not_accepted_and_forgets_what_is(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.insert("https://shop.test/1")
+        await rig.until(batches, lambda: rig.accepted)
+        (end,) = rig.run("SELECT pg_current_wal_lsn()")[0]
+        assert rig.slot_row(f"confirmed_flush_lsn < '{end}'")
+        await rig.until(batches, lambda: rig.slot_row(f"confirmed_flush_lsn >= '{end}'"))
+
+
+async def test_an_idle_table_on_a_busy_server_holds_no_log(rig: Rig) -> None:
+    rig.run("CREATE TABLE noise(n int, filler text)")
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.run("INSERT INTO noise SELECT n, repeat('x', 500) FROM generate_series(1, 20000) n")
+        (end,) = rig.run("SELECT pg_current_wal_lsn()")[0]
+        await rig.until(batches, lambda: rig.slot_row(f"confirmed_flush_lsn >= '{end}'"))
+    assert not rig.accepted
+
+
+async def test_a_reader_whose_connection_is_ended_by_the_server_says_so_and_goes_on(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.insert("https://shop.test/1")
+        await rig.until(batches, lambda: len(rig.accepted) == 1)
+        rig.admin.execute("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name=%s", (rig.slot,))
+        trouble = await refused(batches)
+        assert trouble.hint
+    rig.insert("https://shop.test/2")
+    async with rig.reading() as batches:
+        await rig.until(batches, lambda: len(rig.accepted) == 2)
+    assert rig.urls == ["https://shop.test/1", "https://shop.test/2"]
+    assert rig.repeated == 0
+
+
+async def test_a_server_that_is_killed_and_comes_back_loses_nothing(rig: Rig, server: Callable[[str], Handle]) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.insert("https://shop.test/1", "https://shop.test/2")
+        await rig.until(batches, lambda: len(rig.accepted) == 2)
+        rig.insert("https://shop.test/3")
+        await asyncio.to_thread(server("postgres").kill)
+        await refused(batches)
+    async with rig.reading() as batches:
+        trouble = await refused(batches)
+        assert "cannot be reached" in trouble.message
+        assert trouble.hint
+    await asyncio.to_thread(server("postgres").start)
+    rig.reconnect()
+    async with rig.reading() as batches:
+        await rig.until(batches, lambda: len(rig.accepted) == 3)
+        await rig.idle(batches)
+    assert rig.urls == [f"https://shop.test/{n}" for n in (1, 2, 3)]
+    assert rig.repeated == 0
+
+
+# -- what changes besides inserts ------------------------------------------------------------------------------------------
+
+
+async def test_updates_are_findings_when_asked_for_and_name_what_they_did_not_touch(rig: Rig) -> None:
+    rig.run("ALTER TABLE scrape_requests ALTER COLUMN note SET STORAGE EXTERNAL")
+    async with rig.reading(operations="insert,update") as batches:
+        await rig.ready(batches)
+        rig.run("INSERT INTO scrape_requests(url, note) VALUES('https://shop.test/1', repeat('x', 20000))")
+        rig.run("UPDATE scrape_requests SET url = 'https://shop.test/2'")
+        await rig.until(batches, lambda: len(rig.accepted) == 2)
+        rig.run("ALTER TABLE scrape_requests REPLICA IDENTITY FULL")
+        rig.run("UPDATE scrape_requests SET url = 'https://shop.test/3'")
+        rig.run("DELETE FROM scrape_requests")
+        rig.run("TRUNCATE scrape_requests")
+        await rig.until(batches, lambda: len(rig.accepted) == 3)
+        await rig.idle(batches)
+    _, partly, whole = rig.accepted.values()
+    assert "note" not in partly.payload
+    assert partly.payload["_cdc"]["unchanged"] == ["note"]
+    assert whole.payload["note"] == "x" * 20000
+    assert whole.payload["_cdc"]["old"]["url"] == "https://shop.test/2"
+    assert "unchanged" not in whole.payload["_cdc"]
+
+
+async def test_updates_are_passed_over_by_default(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.insert("https://shop.test/1")
+        rig.run("UPDATE scrape_requests SET url = 'https://shop.test/2'")
+        rig.insert("https://shop.test/3")
+        await rig.until(batches, lambda: len(rig.accepted) == 2)
+        await rig.idle(batches)
+    assert rig.urls == ["https://shop.test/1", "https://shop.test/3"]
+
+
+async def test_a_column_that_is_added_or_dropped_while_reading_is_followed(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.insert("https://shop.test/1")
+        rig.run("ALTER TABLE scrape_requests ADD COLUMN rank int DEFAULT 7")
+        rig.insert("https://shop.test/2")
+        rig.run("ALTER TABLE scrape_requests DROP COLUMN note")
+        rig.insert("https://shop.test/3")
+        await rig.until(batches, lambda: len(rig.accepted) == 3)
+    shapes = [sorted(set(f.payload) - {"_cdc"}) for f in rig.accepted.values()]
+    assert shapes == [["id", "note", "url"], ["id", "note", "rank", "url"], ["id", "rank", "url"]]
+
+
+async def test_values_of_every_kind_come_as_json_has_them(rig: Rig) -> None:
+    rig.run("CREATE TYPE mood AS ENUM('good', 'bad')")
+    rig.run(
+        "CREATE TABLE kinds(id uuid PRIMARY KEY, url text, b bool, i int8, f float8, nan float4, n numeric, j jsonb, t timestamptz, d date, raw bytea,"
+        " a int[], m mood, nothing text)"
+    )
+    async with rig.reading(table="kinds") as batches:
+        await rig.ready(batches)
+        rig.run(
+            "INSERT INTO kinds VALUES('00000000-0000-0000-0000-000000000001', 'ü', true, 9223372036854775807, 0.1, 'NaN', 1.10, '{\"a\": [1, null]}',"
+            " '2026-11-16 04:09:02.5+02', '2026-11-16', '\\x00ff', '{1,2}', 'good', NULL)"
+        )
+        await rig.until(batches, lambda: rig.accepted)
+    (finding,) = rig.accepted.values()
+    row = {k: v for k, v in finding.payload.items() if k != "_cdc"}
+    assert row == {
+        "id": "00000000-0000-0000-0000-000000000001", "url": "ü", "b": True, "i": 9223372036854775807, "f": 0.1, "nan": "NaN", "n": "1.10",
+        "j": {"a": [1, None]}, "t": "2026-11-16T02:09:02.5+00:00", "d": "2026-11-16", "raw": "00ff", "a": "{1,2}", "m": "good", "nothing": None,
+    }  # fmt: skip
+
+
+async def test_several_tables_and_partitions_are_read_by_the_names_that_were_asked_for(rig: Rig) -> None:
+    rig.run("CREATE TABLE parts(id int, url text, PRIMARY KEY(id)) PARTITION BY RANGE(id)")
+    rig.run("CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (0) TO (100)")
+    rig.run("CREATE TABLE others(url text)")
+    async with rig.reading(table=["scrape_requests", "public.parts"]) as batches:
+        await rig.ready(batches)
+        rig.run("INSERT INTO others VALUES('https://shop.test/not asked for')")
+        rig.run("INSERT INTO parts VALUES(1, 'https://shop.test/part')")
+        rig.insert("https://shop.test/row")
+        await rig.until(batches, lambda: len(rig.accepted) == 2)
+    assert [f.payload["_cdc"]["table"] for f in rig.accepted.values()] == ["public.parts", "public.scrape_requests"]
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_transaction_of_a_hundred_thousand_rows_needs_no_more_memory_than_its_pieces(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.run("INSERT INTO scrape_requests(url, note) SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, 100000) n")
+        seen, before, peak = 0, 0, 0
+        async for batch in batches:
+            assert len(batch.findings) <= 1000
+            seen += len(batch.findings)
+            if seen == 5000:
+                before = resident()
+            peak = max(peak, resident())
+            if seen == 100_000:
+                break
+    assert peak - before < 40 << 20, f"{(peak - before) >> 20} MiB for 100 MB of rows"
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -1,0 +1,153 @@
+"""Rows taken from a PostgreSQL table without logical decoding: each once, whoever else takes from it, and marked only when it is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.servers import Handle
+from tests.sources.postgres_rig import Rig, made, refused
+
+pytestmark = pytest.mark.server("postgres")
+
+
+@pytest.fixture
+def rig(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Rig]:
+    for rig in made(server("postgres").url, tmp_path, "table"):
+        rig.run("ALTER TABLE scrape_requests ADD COLUMN penstock_taken_at timestamptz")
+        yield rig
+
+
+def taken(rig: Rig) -> list[int]:
+    return [id_ for (id_,) in rig.run("SELECT id FROM scrape_requests WHERE penstock_taken_at IS NOT NULL ORDER BY id")]
+
+
+async def test_rows_are_marked_when_they_are_accepted_and_not_before(rig: Rig) -> None:
+    rig.insert("https://shop.test/1", "https://shop.test/2")
+    async with rig.reading() as batches:
+        rig.accept(await anext(batches))
+        assert taken(rig) == []
+        await rig.idle(batches)
+        assert taken(rig) == [1, 2]
+        rig.insert("https://shop.test/3")
+        await rig.until(batches, lambda: len(rig.accepted) == 3)
+        await rig.idle(batches)
+    assert rig.urls == ["https://shop.test/1", "https://shop.test/2", "https://shop.test/3"]
+    assert taken(rig) == [1, 2, 3]
+
+
+async def test_a_reader_that_died_before_it_marked_repeats_the_ids(rig: Rig) -> None:
+    rig.insert("https://shop.test/1", "https://shop.test/2")
+    async with rig.reading() as batches:
+        rig.accept(await anext(batches))
+    assert taken(rig) == []
+    async with rig.reading() as batches:
+        await rig.idle(batches)
+    assert (len(rig.accepted), rig.repeated) == (2, 2)
+    assert taken(rig) == [1, 2]
+
+
+async def test_a_row_that_is_put_back_is_a_new_event(rig: Rig) -> None:
+    rig.insert("https://shop.test/1")
+    async with rig.reading() as batches:
+        await rig.idle(batches)
+        rig.run("UPDATE scrape_requests SET penstock_taken_at = NULL")
+        await rig.until(batches, lambda: len(rig.accepted) == 2)
+    assert rig.repeated == 0
+
+
+async def test_rows_that_others_hold_are_passed_over_and_come_later(rig: Rig) -> None:
+    rig.insert("https://shop.test/1", "https://shop.test/2")
+    with psycopg.connect(rig.url) as other:
+        other.execute("SELECT 1 FROM scrape_requests WHERE id = 1 FOR UPDATE")
+        async with rig.reading() as batches:
+            await rig.idle(batches)
+            assert rig.urls == ["https://shop.test/2"]
+            other.rollback()
+            await rig.until(batches, lambda: len(rig.accepted) == 2)
+
+
+async def test_thousands_of_rows_come_in_bounded_batches(rig: Rig) -> None:
+    rig.run("INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 3500) n")
+    sizes = []
+    async with rig.reading() as batches:
+        async for batch in batches:
+            rig.accept(batch)
+            if batch.idle:
+                break
+            sizes.append(len(batch.findings))
+    assert sizes == [1000, 1000, 1000, 500]
+    assert len(taken(rig)) == len(rig.accepted) == 3500
+
+
+async def test_a_row_may_be_deleted_or_get_a_status_instead(rig: Rig) -> None:
+    rig.run("ALTER TABLE scrape_requests ADD COLUMN status text DEFAULT 'pending'")
+    rig.insert("https://shop.test/1")
+    rig.run("INSERT INTO scrape_requests(url, status) VALUES('https://shop.test/2', 'on hold')")
+    async with rig.reading(done="status", taken="queued") as batches:
+        await rig.idle(batches)
+    assert rig.run("SELECT status FROM scrape_requests ORDER BY id") == [("queued",), ("on hold",)]
+    async with rig.reading(done="delete") as batches:
+        await rig.idle(batches)
+    assert rig.run("SELECT count(*) FROM scrape_requests") == [(0,)]
+    assert len(rig.accepted) == 3
+
+
+async def test_a_notify_makes_it_look_at_once(rig: Rig) -> None:
+    async with rig.reading(listen="scrape", every="1h") as batches:
+        await rig.idle(batches)
+        rig.insert("https://shop.test/1")
+        rig.run("NOTIFY scrape")
+        await rig.until(batches, lambda: rig.accepted)
+        await rig.idle(batches)
+    assert taken(rig) == [1]
+
+
+async def test_keys_of_several_columns_and_kinds_name_a_row(rig: Rig) -> None:
+    rig.run('CREATE TABLE "Odd Rows"(shop text, "at %" timestamptz, url text, penstock_taken_at timestamptz, PRIMARY KEY(shop, "at %"))')
+    rig.run("""INSERT INTO "Odd Rows" VALUES('ü', '2026-11-16 00:00:00.123456+00', 'https://shop.test/1'), ('ü', 'infinity', 'https://shop.test/2')""")
+    async with rig.reading(table='public."Odd Rows"') as batches:
+        await rig.idle(batches)
+    assert len(rig.accepted) == 2
+    assert rig.run('SELECT count(*) FROM "Odd Rows" WHERE penstock_taken_at IS NULL') == [(0,)]
+
+
+async def test_looking_takes_nothing(rig: Rig) -> None:
+    rig.insert("https://shop.test/1", "https://shop.test/2")
+    found = await rig.source().preview(None, 1)
+    assert [f.payload["url"] for f in found] == ["https://shop.test/1"]
+    assert taken(rig) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"table": "nowhere"}, "there is no table public.nowhere", "name another one"),
+        ({"column": "done_at"}, "has no column done_at", "ALTER TABLE public.scrape_requests ADD COLUMN done_at timestamptz"),
+        ({"key": "sku"}, "has no column sku", "it has id, url, note"),
+    ],
+)
+async def test_what_is_missing_is_said_with_the_statement_that_adds_it(rig: Rig, options: dict[str, str], message: str, hint: str) -> None:
+    async with rig.reading(**options) as batches:
+        trouble = await refused(batches)
+    assert message in trouble.message
+    assert hint in trouble.hint
+
+
+async def test_a_table_without_a_key_and_a_user_without_the_right_are_told_what_to_do(rig: Rig) -> None:
+    rig.run("CREATE TABLE bare(url text, penstock_taken_at timestamptz)")
+    async with rig.reading(table="bare") as batches:
+        assert "has no primary key" in (await refused(batches)).message
+    user = f"u_{rig.database}"
+    rig.run(f"CREATE ROLE {user} LOGIN")
+    try:
+        rig.url = rig.url.replace("postgres@", f"{user}@")
+        rig.run(f"GRANT SELECT ON scrape_requests TO {user}")
+        rig.insert("https://shop.test/1")
+        async with rig.reading() as batches:
+            trouble = await refused(batches)
+        assert f'GRANT SELECT, UPDATE ON "public"."scrape_requests" TO {user}' in trouble.hint
+    finally:
+        rig.run(f"DROP OWNED BY {user}; DROP ROLE {user}")
