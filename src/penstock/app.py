@@ -26,6 +26,7 @@ from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable
 from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
 from penstock.intake import Intake
+from penstock.ledgers.sql import OPEN
 from penstock.locks import WorkerLock
 from penstock.mapping import Mapping as SourceMapping
 from penstock.model import mint
@@ -203,11 +204,10 @@ class Running:
             await self.clock.sleep(0.1)
 
     def _is_idle(self, tx: Any) -> bool:
-        open_ = tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ('pending','delayed','in_flight','writing')").get
-        return open_ == 0 and (not self.pipeline.hooks or tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is None)
+        return self.stores.ledger.total_in(tx, *OPEN) == 0 and not (self.pipeline.hooks and self.stores.outbox.has_changes_in(tx))
 
     async def _dead(self) -> int:
-        return int(await self.stores.db.read(lambda tx: tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='dead'").get))
+        return int(await self.stores.db.read(lambda tx: self.stores.ledger.total_in(tx, "dead")))
 
     async def _breaker(self) -> str | None:
         return next(iter((await self.stores.db.read(self.stores.broker.paused_in)).values()), None)
@@ -569,11 +569,10 @@ async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int |
 
 
 def _retain_pages(stores: Stores, keep: float | None, max_bytes: int | None, tx: Any) -> tuple[int, int]:
-    def needed(pages: Sequence[str]) -> set[str]:
-        return {page for (page,) in tx.execute("SELECT DISTINCT page FROM needed")}.intersection(pages)
-
     stores.pages.sweep_in(tx)
-    removed: tuple[int, int] = stores.pages.prune_in(tx, older_than=None if keep is None else stores.clock.now() - keep, max_bytes=max_bytes, keep=needed)
+    removed: tuple[int, int] = stores.pages.prune_in(
+        tx, older_than=None if keep is None else stores.clock.now() - keep, max_bytes=max_bytes, keep=partial(stores.ledger.needed_in, tx)
+    )
     return removed
 
 

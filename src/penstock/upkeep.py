@@ -22,8 +22,7 @@ class Upkeep(Desk):
     def alerts_in(self, tx: Any) -> dict[str, tuple[int, int]]:
         """Topics with more dead ends of late than is usual, (ended, dead) each: worth a look, not a stop."""
         now, limits = self.clock.now(), self.settings.breaker
-        topics = [topic for (topic,) in tx.execute("SELECT DISTINCT topic FROM counter").fetchall()]
-        recent = {topic: self.ledger.recent_in(tx, topic, limits.window, now) for topic in topics}
+        recent = {topic: self.ledger.recent_in(tx, topic, limits.window, now) for topic in self.ledger.topics_in(tx)}
         return {topic: seen for topic, seen in recent.items() if breaker.judge(limits, *seen)}
 
     # -- dead letters ----------------------------------------------------------------------------------------------------------
@@ -38,15 +37,15 @@ class Upkeep(Desk):
         now = self.clock.now()
         n = 0
         for id_ in ids:
-            letter = tx.execute("SELECT envelope FROM dead WHERE event=?", (id_,)).get
-            row = tx.execute("SELECT n FROM event WHERE id=? AND status='dead'", (id_,)).get
-            if letter is None or row is None:
+            found = self.ledger.redrivable_in(tx, id_)
+            if found is None:
                 continue
-            before = decode_event(letter)
+            row, envelope = found
+            before = decode_event(envelope)
             event = change(before)
             if (event.id, event.topic, event.url) != (before.id, before.topic, before.url):
                 raise ValueError("a redriven event keeps its id, topic and URL: the ledger's row does")
-            tx.execute("DELETE FROM dead WHERE event=?", (id_,))
+            self.ledger.drop_letter_in(tx, id_)
             self.republish_in(tx, row, event, "dead", "redriven", now)
             n += 1
         return n
@@ -54,15 +53,7 @@ class Upkeep(Desk):
     async def drop(self, ids: Sequence[str]) -> int:
         """Forget letters; their events stay dead in the books."""
 
-        def work(tx: Any) -> int:
-            gone = 0
-            for id_ in ids:
-                tx.execute("DELETE FROM dead WHERE event=?", (id_,))
-                gone += tx.changes()
-                tx.execute("DELETE FROM needed WHERE event=(SELECT n FROM event WHERE id=?)", (id_,))
-            return gone
-
-        return await self.write(work)
+        return await self.write(lambda tx: sum(self.ledger.drop_letter_in(tx, id_, page=True) for id_ in ids))
 
     async def purge(self, topic: str, reason: str) -> int:
         """What waits on a topic is given up: its events end dead and can be redriven, then the broker's messages go. What is in flight is finished."""
@@ -126,5 +117,5 @@ class Upkeep(Desk):
         now = self.clock.now()
         if self.broker.apart:
             await self.store.write(self.broker.beat_in, durable=False)
-        if await self.store.read(lambda tx: tx.execute("SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)).get):
+        if await self.store.read(lambda tx: self.ledger.has_due_in(tx, now)):
             await self.write(lambda tx: self.ledger.due_in(tx, now), durable=False)

@@ -326,6 +326,37 @@ class SqlLedger:
             (event_id, topic, url, host, now, stage, kind, reason, fingerprint, detail, envelope, headers),
         )
 
+    def topics_in(self, tx: Tx) -> list[str]:
+        """Those that events were counted on."""
+        return [topic for (topic,) in tx.execute("SELECT DISTINCT topic FROM counter")]
+
+    def total_in(self, tx: Tx, *names: str) -> int:
+        """The sum of these counters over all topics."""
+        return tx.execute(f"SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ({','.join('?' * len(names))})", names).get or 0
+
+    def redrivable_in(self, tx: Tx, event_id: str) -> tuple[int, bytes] | None:
+        """(n, envelope) of a dead event whose letter is there."""
+        found: tuple[int, bytes] | None = tx.execute(
+            "SELECT e.n, d.envelope FROM dead d JOIN event e ON e.id=d.event WHERE d.event=? AND e.status='dead'", (event_id,)
+        ).get
+        return found
+
+    def drop_letter_in(self, tx: Tx, event_id: str, *, page: bool = False) -> int:
+        """1 if there was one. `page`: its page need not be kept for it any longer."""
+        tx.execute("DELETE FROM dead WHERE event=?", (event_id,))
+        gone = tx.changes()
+        if page:
+            tx.execute("DELETE FROM needed WHERE event=(SELECT n FROM event WHERE id=?)", (event_id,))
+        return gone
+
+    def needed_in(self, tx: Tx, pages: Iterable[str]) -> set[str]:
+        """Of these, the pages that retention leaves alone."""
+        return {page for (page,) in tx.execute("SELECT DISTINCT page FROM needed")}.intersection(pages)
+
+    def has_due_in(self, tx: Tx, now: float) -> bool:
+        """Has a delay ended that the books still have as one?"""
+        return tx.execute("SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)).get is not None
+
     def has_letter_in(self, tx: Tx, event_id: str) -> bool:
         return tx.execute("SELECT 1 FROM dead WHERE event=?", (event_id,)).get is not None
 

@@ -124,6 +124,10 @@ class SqlOutbox:
 
     # -- changes waiting for their hooks -------------------------------------------------------------------------------------
 
+    def has_changes_in(self, tx: Tx) -> bool:
+        """Is a hook still to be told of something?"""
+        return tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is not None
+
     async def changes(self, limit: int) -> list[tuple[int, bytes]]:
         return await self.db.read(lambda tx: tx.execute("SELECT n, body FROM change WHERE tries<5 ORDER BY n LIMIT ?", (limit,)).fetchall())
 
