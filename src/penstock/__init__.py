@@ -1,7 +1,7 @@
 """Penstock: something changed goes in, one correct row comes out."""
 
-from penstock.model import ErrorClass, Event, Failure, Follow, Page, Route
+from penstock.model import ErrorClass, Event, Failure, Follow, Page, Removed, Route
 from penstock.pipeline import Change, Pipeline
 
-__all__ = ["Change", "ErrorClass", "Event", "Failure", "Follow", "Page", "Pipeline", "Route"]
+__all__ = ["Change", "ErrorClass", "Event", "Failure", "Follow", "Page", "Pipeline", "Removed", "Route"]
 __version__ = "0.1.0"

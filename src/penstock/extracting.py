@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.model import ErrorClass, Failure, Follow, Link, Page, Record
+from penstock.model import REMOVED, ErrorClass, Failure, Follow, Link, Page, Record, Removed
 from penstock.pipeline import Extractor, Pipeline
 from penstock.ports import Extracted
 from penstock.rules.identity import BadUrl
@@ -50,7 +50,8 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
                     out.links.append(link)
                     room -= len(link.url)
                 else:
-                    record = _record(value, extractor, page, len(out.records))
+                    make = _removal if type(value) is Removed else _record
+                    record = make(value, extractor, page, len(out.records))
                     out.records.append(record)
                     room -= len(record.fields)
                 if room < 0 or len(out.records) > MAX_RECORDS or len(out.links) > MAX_LINKS:
@@ -130,6 +131,21 @@ def _record(value: Any, extractor: Extractor, page: Page, index: int) -> Record:
         raise _Refused(f"field {_culprit(clean)!r} cannot be written as JSON: {e}") from None
     key = page.url if extractor.key is None else _key(extractor, fields)
     return Record(extractor=extractor.name, version=extractor.version, key=key, index=index, fields=body, hash=digest)
+
+
+def _removal(value: Removed, extractor: Extractor, page: Page, index: int) -> Record:
+    """A record of its key alone. The key is what the record's own was, so that it replaces it everywhere."""
+    given, names = value.key, extractor.key
+    if given is None or isinstance(given, Mapping):
+        record = _record(dict(given or {}), extractor, page, index)
+    elif isinstance(names, str):
+        record = _record({names: given}, extractor, page, index)
+    elif names is None or callable(names):
+        plain = Extractor(extractor.name, extractor.version, extractor.match, "key", extractor.fn)
+        record = msgspec.structs.replace(_record({"key": given}, plain, page, index), fields=b"{}")
+    else:
+        raise _Refused(f"yielded Removed({given!r}), and its key is {', '.join(names)}; yield Removed({{{', '.join(f'{n!r}: …' for n in names)}}})")
+    return msgspec.structs.replace(record, hash=REMOVED, deleted=True)
 
 
 def _as_dict(value: Any) -> dict[Any, Any] | None:

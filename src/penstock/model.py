@@ -175,6 +175,15 @@ class Follow(msgspec.Struct, frozen=True):
     window: float | None = None
 
 
+class Removed(msgspec.Struct, frozen=True):
+    """There is no such record any more: `yield Removed("A-1")`, or `Removed({"shop": "s", "sku": "A-1"})` where several fields are the key.
+
+    Nothing: the record that goes by the page's URL.
+    """
+
+    key: Any = None
+
+
 class Page:
     """The raw response, and what an extractor reads from it. `css`, `xpath`, `json` parse on first use.
 
@@ -259,6 +268,9 @@ class Page:
             yield Follow(url, rank, route, window)
 
 
+REMOVED = bytes(16)  # the hash of a record that is not there
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One extracted row, encoded where it was made (in the child), so nobody decodes it on the way to a sink."""
 
@@ -266,8 +278,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     key: str
     index: int  # position among the page's outputs: (event, index) is the line's identity
-    fields: bytes  # a JSON object
+    fields: bytes  # a JSON object; of one that is removed, no more than its key
     hash: bytes
+    deleted: bool = False
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):

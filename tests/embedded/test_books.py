@@ -26,7 +26,7 @@ from penstock.intake import event_of, push
 from penstock.ledgers.sql import SqlLedger
 from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.locks import WorkerLock
-from penstock.model import Event, Link, Record, decode_event, encode_event, page_id
+from penstock.model import REMOVED, Event, Link, Record, decode_event, encode_event, page_id
 from penstock.pages.segments import SegmentStore
 from penstock.ports import Accepted, Admitted, Delivery, End, Out, PageMeta, TopicSpec
 from penstock.rules import breaker, pace
@@ -733,6 +733,21 @@ async def test_the_same_key_from_another_url_is_news(rig: Rig) -> None:
     await _scrape(rig, "e2", record("a"), url=URL + "2")
     assert [line["_penstock"]["url"] for line in rig.lines()] == [URL, URL + "2"]
     assert rig.count("changes") == 0
+
+
+async def test_a_removal_is_emitted_once_and_no_older_event_brings_the_record_back(rig: Rig) -> None:
+    await _scrape(rig, "e1", record("a"))
+    await rig.accept("e2", url=URL + "2")
+    await rig.accept("e3")
+    late, newer = await rig.start("e2", "e3")
+    removed = msgspec.structs.replace(record("a"), hash=REMOVED, deleted=True, fields=b'{"sku":"a"}')
+    await rig.succeed(newer, removed)
+    await rig.succeed(late, record("a", 7))
+    rig.clock.advance(100.0)
+    await _scrape(rig, "e4", removed)
+    assert [(line.get("price"), line["_penstock"].get("deleted")) for line in rig.lines()] == [(1, None), (None, True)]
+    await _scrape(rig, "e5", record("a", 8))
+    assert [line.get("price") for line in rig.lines()] == [1, None, 8]
 
 
 async def test_unchanged_rows_come_when_asked_for_and_when_forced(tmp_path: Path) -> None:

@@ -391,3 +391,19 @@ def test_a_sink_shares_the_ledgers_transaction_exactly_where_it_shares_its_datab
     assert not sink.shares("postgres://u:p@db.example/other")
     assert not sink.shares("postgres://u:p@db.example:5433/shop")
     assert not sink.shares("sqlite:shop.db")
+
+
+def test_a_removed_record_loses_its_row_unless_a_newer_event_wrote_it(place: Place) -> None:
+    def removal(n: int, key: str, order: int) -> Row:
+        made = row(n, key, order, sku=key)
+        return Row(n, key, made.body.replace(b'"event_id"', b'"deleted": true, "event_id"'), order)
+
+    sink = place.sink()
+    sink.open(0, "")
+    sink.write([removal(1, "never there", 1)])
+    sink.write([row(2, "a", 5, sku="a"), row(3, "b", 5, sku="b"), removal(4, "a", 6), removal(5, "b", 4), removal(6, "c", 9), row(7, "c", 10, sku="c")])
+    assert place.sql("SELECT sku FROM products ORDER BY 1") == [("b",), ("c",)]
+    added = place.sink(table="history", mode="append")
+    added.open(0, "")
+    added.write([row(1, "a", sku="a"), removal(2, "a", 6)])
+    assert place.sql("SELECT sku, _penstock_rest->>'_penstock_deleted' FROM history ORDER BY _penstock_order") == [("a", None), ("a", "true")]

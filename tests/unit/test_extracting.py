@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock import Failure, Page, Pipeline
+from penstock import Failure, Page, Pipeline, Removed
 from penstock import extracting as module
 from penstock.extracting import run
 from penstock.model import ErrorClass, Follow, Priority, Route
@@ -144,6 +144,31 @@ def test_the_key_names_the_record(key: Any, record: dict[str, Any], expected: st
 def test_a_record_without_a_usable_key_is_an_error(key: Any, record: dict[str, Any], says: str) -> None:
     out = extracted(yielding({"sku": "good", "a": 1, "b": 2}, record), key=key)
     assert (out.error, out.kind, out.records) == (says, "permanent", [])
+
+
+@pytest.mark.parametrize(
+    ("key", "removed", "expected", "kept"),
+    [
+        ("sku", Removed("a"), "a", {"sku": "a"}),
+        ("sku", Removed({"sku": 5, "shop": "s"}), "5", {"sku": 5, "shop": "s"}),
+        (("shop", "sku"), Removed({"sku": "a", "shop": "s|"}), "s\\||a", {"sku": "a", "shop": "s|"}),
+        (None, Removed(), URL, {}),
+        (None, Removed("https://shop.test/p/2"), "https://shop.test/p/2", {}),
+        (lambda record: record["sku"].upper(), Removed({"sku": "a"}), "A", {"sku": "a"}),
+        (lambda record: record["sku"].upper(), Removed("A"), "A", {}),
+    ],
+)
+def test_a_removal_goes_by_the_key_that_the_record_had(key: Any, removed: Removed, expected: str, kept: dict[str, Any]) -> None:
+    out = extracted(yielding(removed), key=key)
+    assert fields(out) == [kept]
+    (record,) = out.records
+    assert (record.key, record.deleted) == (expected, True)
+
+
+def test_a_removal_without_a_usable_key_is_an_error() -> None:
+    assert "empty key" in extracted(yielding(Removed("")), key="sku").error
+    assert "Removed({'shop': …, 'sku': …})" in extracted(yielding(Removed("a")), key=("shop", "sku")).error
+    assert "empty key" in extracted(yielding(Removed()), key="sku").error
 
 
 class Loop:

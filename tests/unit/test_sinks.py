@@ -34,6 +34,11 @@ def row(n: int, key: str | None = None, order: int | None = None, /, **fields: A
     return Row(n, key, json.dumps(fields | {"_penstock": origin}).encode(), order if order is not None else n)
 
 
+def removal(n: int, key: str, order: int | None = None) -> Row:
+    made = row(n, key, order, sku=key)
+    return Row(n, key, made.body.replace(b'"event_id"', b'"deleted": true, "event_id"'), made.order)
+
+
 def cells(path: Path) -> list[dict[str, str]]:
     with open(path, newline="", encoding="utf-8") as f:
         return list(csv.DictReader(f, strict=True))
@@ -734,3 +739,41 @@ def test_a_sink_is_transactional_exactly_where_it_shares_the_ledgers_file(tmp_pa
     os.link(store, tmp_path / "hard.db")
     assert sqlite.is_transactional("sqlite:link.db", store, tmp_path)
     assert sqlite.is_transactional("sqlite:hard.db", store, tmp_path)
+
+
+# -- what was removed --------------------------------------------------------------------------------------------------------
+
+
+def test_a_keyed_table_loses_the_row_that_was_removed_and_only_by_an_event_that_is_not_older(tmp_path: Path) -> None:
+    sink = sqlite.open_sink("sqlite:a.db", {}, tmp_path)
+    sink.open(0, "")
+    sink.write([removal(1, "never there")])
+    sink.write(
+        [
+            row(2, "a", 5, sku="a"),
+            row(3, "b", 5, sku="b"),
+            removal(4, "a", 6),
+            removal(5, "b", 4),
+            row(6, "c", sku="c"),
+            removal(7, "c", 9),
+            row(8, "c", 10, sku="c"),
+        ]
+    )
+    assert table(sink.path, "SELECT sku FROM records ORDER BY 1") == [("b",), ("c",)]
+
+
+def test_where_rows_are_only_added_a_removal_is_a_row_that_says_so(tmp_path: Path) -> None:
+    for scheme, options in (("jsonl", {}), ("csv", {}), ("sqlite", {"mode": "append"})):
+        sink = OPENERS[scheme](f"{scheme}:{scheme}.x", options, tmp_path)
+        mark = sink.open(0, "")
+        batch = [row(1, "a", sku="a", price=1), removal(2, "a")]
+        try:
+            sink.write(batch)
+        except Reopen:
+            sink.open(0, mark)
+            sink.write(batch)
+        assert sink.notice == ""
+        sink.close()
+    assert [line["_penstock"].get("deleted") for line in lines(tmp_path / "jsonl.x")] == [None, True]
+    assert [(line["price"], line["_penstock_rest"]) for line in cells(tmp_path / "csv.x")] == [("1", ""), ("", '{"_penstock_deleted":true}')]
+    assert table(tmp_path / "sqlite.x", "SELECT price, _penstock_rest FROM records") == [(1, None), (None, '{"_penstock_deleted":true}')]

@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from penstock.model import Event, Record
+from penstock.model import REMOVED, Event, Record
 from penstock.ports import Row
 from penstock.stores.sql import Rows, SqlStore, Tx
 
@@ -58,6 +58,9 @@ class SqlOutbox:
             last = rows[-1]
             hash_ = last.hash if len(rows) == 1 else blake2b(b"".join([r.hash for r in rows]), digest_size=16).digest()
             if old is not None and old[0] == hash_ and old[1] == url_key and not (emit_unchanged or event.force):
+                unchanged += len(rows)
+                continue
+            if old is not None and old[0] == REMOVED and n < old[2]:  # a newer event removed it: no sink may get it back from an older one
                 unchanged += len(rows)
                 continue
             lines += [(extractor, key, render(event, r, fetched_at)) for r in rows]
@@ -148,7 +151,7 @@ def _shelf(key: str) -> str:
 def render(event: Event, r: Record, fetched_at: float) -> bytes:
     """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus `_penstock`."""
     seconds, fraction = divmod(fetched_at, 1)
-    return b'%s%s"_penstock":{"event_id":%s,"trace_id":%s,"url":%s,"key":%s,"extractor":%s,"version":%d,"fetched_at":"%s.%03dZ"}}' % (
+    return b'%s%s"_penstock":{"event_id":%s,"trace_id":%s,"url":%s,"key":%s,"extractor":%s,"version":%d,"fetched_at":"%s.%03dZ"%s}}' % (
         r.fields[:-1],
         b"," if len(r.fields) > 2 else b"",
         _json(event.id),
@@ -159,6 +162,7 @@ def render(event: Event, r: Record, fetched_at: float) -> bytes:
         r.version,
         _to_the_second(int(seconds)),
         int(fraction * 1000),
+        b',"deleted":true' if r.deleted else b"",
     )
 
 

@@ -17,6 +17,7 @@ PROVENANCE = ("event_id", "trace_id", "url", "key", "extractor", "version", "fet
 PREFIX = "_penstock_"
 PROVENANCE_COLUMNS = tuple(PREFIX + name for name in PROVENANCE)
 REST = PREFIX + "rest"  # what has no column of its own, as a JSON object: a row that is accepted must never be what blocks a sink
+DELETED = PREFIX + "deleted"
 MAX_COLUMNS = 1000
 
 
@@ -60,6 +61,7 @@ class Flat(NamedTuple):
     fields: dict[str, Any]
     provenance: dict[str, Any]  # by column name
     rest: dict[str, Any]
+    deleted: bool = False  # there is no such record any more; `fields` are no more than its key
 
 
 def flatten(body: bytes) -> Flat:
@@ -76,7 +78,10 @@ def flatten(body: bytes) -> Flat:
         origin = {}
     if any(name.startswith(PREFIX) for name in record):  # ours; the user's are kept all the same
         rest = {name: record.pop(name) for name in list(record) if name.startswith(PREFIX)}
-    return Flat(record, {PREFIX + name: origin.get(name) for name in PROVENANCE}, rest)
+    deleted = origin.get("deleted") is True
+    if deleted:
+        rest[DELETED] = True  # where rows are only added, it is the mark of this one
+    return Flat(record, {PREFIX + name: origin.get(name) for name in PROVENANCE}, rest, deleted)
 
 
 def json_text(value: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.errors import Unreachable
 from penstock.ports import Row
-from penstock.sinks import PROVENANCE_COLUMNS, REST, Flat, Reopen, file_url, flatten, json_text, option_max_columns
+from penstock.sinks import DELETED, PROVENANCE_COLUMNS, REST, Flat, Reopen, file_url, flatten, json_text, option_max_columns
 from penstock.sinks.appending import AppendFile, Mark, read_mark, sync_directory
 
 _HEADER_LIMIT = 4 << 20
@@ -86,7 +86,7 @@ class CsvSink:
         known, added = set(self._columns), list[str]()
         ours = [name for name in PROVENANCE_COLUMNS if name not in known]
         room = self._max_columns - len(self._columns) - len(ours) - (REST not in known)
-        rest = False
+        rest = moved = False
         for flat in flats:
             for name in [name for name in flat.fields if name not in known]:
                 if len(added) < room:
@@ -95,10 +95,11 @@ class CsvSink:
                 else:
                     flat.rest[name] = flat.fields.pop(name)
             rest = rest or bool(flat.rest)
+            moved = moved or flat.rest.keys() > {DELETED} or (bool(flat.rest) and not flat.deleted)
         added += ours
         if rest and REST not in known:
             added.append(REST)
-        if rest and not self.notice:
+        if moved and not self.notice:
             self.notice = f"{self.path}: some fields have no column of their own (max_columns = {self._max_columns}) and are kept as JSON in {REST}"
         return (*self._columns, *added)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import re
 import zlib
@@ -90,12 +91,20 @@ class Table:
             self._types = {}
         self._refuse_strangers()
         flats = [(row, flatten(row.body)) for row in rows]
-        new, wider = self._changes(flat for _, flat in flats)
+        new, wider = self._changes(flat for _, flat in flats if self.append or not flat.deleted)
         if new or wider or not self._managed:
             self._change(tx, new, wider)
             for _, flat in flats:
                 for name in [n for n in flat.fields if n not in self._types and flat.fields[n] is not None]:
                     flat.rest[name] = flat.fields.pop(name)
+        for removes, some in itertools.groupby(flats, lambda pair: pair[1].deleted and not self.append):
+            if removes:
+                delete = f"DELETE FROM {self._target} WHERE {quoted(_KEY)} = ? AND coalesce({quoted(_ORDER)}, 0) <= ?"
+                tx.executemany(delete, [(key_text(row.key), row.order) for row, _ in some])
+            else:
+                self._write_all(tx, list(some))
+
+    def _write_all(self, tx: Tx, flats: Sequence[tuple[Row, Flat]]) -> None:
         bound = [self._bindings(row, flat) for row, flat in flats]
         try:
             with savepoint(tx):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -34,6 +35,8 @@ class Table:
         self._folded: set[bytes] = set()  # every name the table has, as SQLite compares them
         self._managed: list[str] = []  # columns that records fill: a newer row sets those it lacks to null, and no others
         self._insert = ""
+        order = _q(_ORDER)
+        self._delete = f"DELETE FROM {_q(name)} WHERE {_q(_KEY)} = ?1 AND ifnull({order}, ?2) <= ?2"
 
     def prepare(self, cursor: apsw.Cursor, *, adopt: bool) -> None:
         """Bookkeeping, and the index that fits the mode. `adopt`: a table somebody else made may be filled too. Raises ConfigError."""
@@ -62,11 +65,15 @@ class Table:
             self._load(cursor)
         self._refuse_strangers()
         flats = [(row, flatten(row.body)) for row in rows]
-        new = self._new_columns(flat for _, flat in flats)
+        new = self._new_columns(flat for _, flat in flats if self.append or not flat.deleted)
         if new or not self._managed:
             self._widen(cursor, new)
             self._version = None  # until the caller commits this is only what may become true
-        cursor.executemany(self._insert, [self._bindings(row, flat) for row, flat in flats])
+        for removes, some in itertools.groupby(flats, lambda pair: pair[1].deleted and not self.append):
+            if removes:
+                cursor.executemany(self._delete, [(row.key, row.order) for row, _ in some])
+            else:
+                cursor.executemany(self._insert, [self._bindings(row, flat) for row, flat in some])
 
     def _refuse_strangers(self) -> None:
         if self._types and not self._managed:

@@ -1,0 +1,236 @@
+"""Records on a Kafka topic, `kafka://host:9092/products?key=sku`: one message for each, with its key, and a tombstone for what was removed.
+
+Written once where nothing crashes: the producer is idempotent and every copy in sync has a message before it counts. A batch whose position was not noted is
+written again, with the same keys and the same `penstock-id` headers: who upserts by key ends with the same rows, who appends leaves out ids it has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import admin as _admin
+from confluent_kafka.admin import AdminClient
+
+from penstock import units
+from penstock.errors import ConfigError, StoreUnavailable
+from penstock.ports import Row
+from penstock.sinks import PREFIX, Reopen
+from penstock.sinks.kafka_records import TYPES, Shape
+from penstock.stores.kafka import Topic, error_of, parse, sentence, weightier
+
+_api: Any = _admin  # the library does not export these names to type checkers
+MAX_MESSAGE = 20 << 20  # of a topic that we make: more than all records of a page together
+_REMEMBERED = 100_000  # keys whose last order is known, so that an older record does not come behind a newer one
+_TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
+_IMPOSSIBLE = (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.POLICY_VIOLATION, KafkaError.INVALID_CONFIG, KafkaError.TOPIC_EXCEPTION)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    key: tuple[str, ...] = ()
+    types: dict[str, str] = {}
+    schemas: bool = True
+    provenance: bool = False
+    mode: str = "upsert"
+    partitions: int = 6
+    replication: int = 3
+    compact: bool = False
+    retention: float | None = 0.0  # None: for ever; 0: as the server has it
+
+
+def _types(value: object) -> dict[str, str]:
+    pairs = value.items() if isinstance(value, dict) else [word.rpartition(":")[::2] for word in units.words(value)]
+    found = {str(name): str(kind) for name, kind in pairs}
+    if not found or not all(name and not name.startswith(PREFIX) and kind in TYPES for name, kind in found.items()):
+        raise ValueError(value)
+    return found
+
+
+def _names(value: object) -> tuple[str, ...]:
+    found = units.words(value)
+    if not found or len(set(found)) < len(found) or any(name.startswith(PREFIX) for name in found):
+        raise ValueError(value)
+    return found
+
+
+OPTIONS: dict[str, units.Kind] = {
+    "key": units.Kind(name="list of fields", expected="the field that names a record, or several with commas between them", read=_names),
+    "types": units.Kind(name="types", expected=f"fields with their types: stock:int64,sold:boolean ({', '.join(TYPES)})", read=_types),
+    "schemas": units.FLAG,
+    "provenance": units.FLAG,
+    "mode": units.choices("upsert", "append"),
+    "partitions": units.counts(1, 4096),
+    "replication": units.counts(1, 32),
+    "compact": units.FLAG,
+    "retention": units.KEEP,
+}
+
+
+class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is noted with the position: the types that are on the topic."""
+
+    fields: dict[str, str] = {}
+
+
+class KafkaSink:
+    def __init__(self, topic: Topic, options: Options) -> None:
+        self.topic, self.options, self.notice = topic, options, ""
+        self.name = topic.label
+        self.shape = Shape(options.key, options.types, provenance=options.provenance)
+        self._producer: Producer | None = None
+        self._trouble: KafkaError | None = None
+        self._newest: OrderedDict[str, int] = OrderedDict()
+
+    # -- opening -----------------------------------------------------------------------------------------------------------
+
+    def open(self, position: int, mark: str) -> str:
+        self.close()
+        self.notice = ""
+        try:
+            noted = msgspec.json.decode(mark, type=Mark) if mark else Mark()
+        except msgspec.MsgspecError:
+            noted = Mark()
+        self.shape.restore(noted.fields)
+        self._trouble = None
+        client = self.topic.client() | {"error_cb": self._on_error}
+        conf = {
+            "acks": "all",
+            "enable.idempotence": True,
+            "partitioner": "murmur2_random",  # what Java clients do, so that theirs and ours agree where a key lives
+            "linger.ms": 5,
+            "compression.type": "lz4",
+            "message.timeout.ms": max(30_000, int(self.topic.timeout * 1000)),
+            "message.max.bytes": 64 << 20,  # the topic decides
+            "queue.buffering.max.kbytes": 128 << 10,
+            "topic.metadata.propagation.max.ms": 3000,
+        }
+        try:
+            self._ensure(AdminClient(client | self.topic.rdkafka))
+            self._producer = Producer(client | conf | self.topic.rdkafka)
+        except KafkaException as e:
+            raise self._down(error_of(e), "opening") from None
+        except (TypeError, ValueError) as e:
+            raise ConfigError(f"sink {self.name}: {e}", hint="check its options, those that begin with rdkafka. above all") from None
+        return self._mark()
+
+    def _ensure(self, admin: Any) -> None:
+        o, topic = self.options, self.topic
+        cluster = admin.list_topics(timeout=topic.timeout)
+        if topic.name in cluster.topics and cluster.topics[topic.name].error is None:
+            return
+        config = {"max.message.bytes": str(MAX_MESSAGE)}
+        if o.compact:
+            config["cleanup.policy"] = "compact"
+        if o.retention != 0.0:
+            config["retention.ms"] = "-1" if o.retention is None else str(int(o.retention * 1000))
+        new = _api.NewTopic(topic.name, num_partitions=o.partitions, replication_factor=min(o.replication, max(1, len(cluster.brokers))), config=config)
+        try:
+            admin.create_topics([new], operation_timeout=topic.timeout)[topic.name].result(topic.timeout + 5)
+        except TimeoutError:
+            raise self._down(KafkaError(KafkaError._TIMED_OUT), "making the topic") from None
+        except KafkaException as e:
+            error = error_of(e)
+            if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:  # somebody was quicker
+                return
+            if error.code() in _IMPOSSIBLE:
+                raise ConfigError(
+                    f"Kafka refuses to make topic {topic.name} ({error.str()})", hint="check partitions and replication, or make it by hand"
+                ) from None
+            raise self._down(error, f"making the topic {topic.name}") from None
+
+    def close(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            producer.purge()  # whatever is left was not noted, and comes again
+            producer.flush(1.0)
+
+    def _mark(self) -> str:
+        return msgspec.json.encode(Mark(self.shape.fields)).decode()
+
+    # -- writing -----------------------------------------------------------------------------------------------------------
+
+    def write(self, rows: Sequence[Row]) -> str:
+        producer = self._producer
+        if producer is None:
+            raise Reopen(f"{self.name} is not open")
+        failed: list[tuple[KafkaError, str, int]] = []
+        reported = 0
+
+        def report(key: str, error: KafkaError | None, message: Any) -> None:
+            nonlocal reported
+            reported += 1
+            if error is not None:
+                failed.append((error, key, len(message.value() or b"")))
+
+        until = time.monotonic() + max(30.0, self.topic.timeout) + 5.0
+        newest = dict[str, int]()
+        sent = 0
+        for row in rows:
+            if self.options.mode == "upsert" and row.order < newest.get(row.key, self._newest.get(row.key, row.order)):
+                continue  # a newer event has written this record already
+            newest[row.key] = row.order
+            key, value, origin = self.shape.message(row, schemas=self.options.schemas)
+            headers: list[tuple[str, str | bytes | None]] = [
+                ("penstock-id", f"{origin.get(PREFIX + 'event_id') or ''}-{row.n}"),
+                ("penstock-order", str(row.order)),
+                ("penstock-extractor", str(origin.get(PREFIX + "extractor") or "")),
+                ("penstock-trace", str(origin.get(PREFIX + "trace_id") or "")),
+            ]
+            while True:
+                try:
+                    producer.produce(self.topic.name, value, key, headers=headers, on_delivery=partial(report, row.key))
+                    break
+                except BufferError:
+                    producer.poll(0.1)
+                    if time.monotonic() > until:
+                        raise self._down(self._trouble or KafkaError(KafkaError._TIMED_OUT), "writing") from None
+                except KafkaException as e:
+                    raise self._down(error_of(e), "writing") from None
+            sent += 1
+            producer.poll(0)
+        while reported < sent and time.monotonic() < until and not failed:
+            producer.poll(0.1)
+        if failed:
+            self._refused(*failed[0])
+        if reported < sent:
+            raise self._down(self._trouble or KafkaError(KafkaError._TIMED_OUT), "writing")
+        self._trouble = None
+        self._remember(newest)
+        self.notice = f"{self.name}: {self.shape.notice}" if self.shape.notice else self.notice
+        return self._mark()
+
+    def _refused(self, error: KafkaError, key: str, size: int) -> None:
+        if error.code() in _TOO_LARGE:
+            raise StoreUnavailable(
+                f"{self.name} refuses the record {key[:100]!r}: {size} bytes are more than the topic takes",
+                hint="raise its max.message.bytes; rows wait until then",
+            )
+        raise self._down(error, "writing")
+
+    def _remember(self, newest: Mapping[str, int]) -> None:
+        for key, order in newest.items():
+            self._newest[key] = order
+            self._newest.move_to_end(key)
+        while len(self._newest) > _REMEMBERED:
+            self._newest.popitem(last=False)
+
+    # -- trouble -----------------------------------------------------------------------------------------------------------
+
+    def _on_error(self, error: KafkaError) -> None:
+        self._trouble = weightier(self._trouble, error)
+
+    def _down(self, error: KafkaError, doing: str) -> StoreUnavailable:
+        message, hint = sentence(self.topic, weightier(self._trouble, error), doing)
+        return StoreUnavailable(message, hint=hint)
+
+
+def open_sink(url: str, options: Mapping[str, Any], base: Path) -> KafkaSink:
+    """`kafka://host:9092/products?key=sku`. Checks, and connects to nothing yet. Raises ConfigError."""
+    topic, given = parse(url, options, OPTIONS, where=f"sink {units.mask(url).partition('?')[0]}")
+    return KafkaSink(topic, Options(**given))

@@ -1,0 +1,197 @@
+"""The Kafka sink on a real server: every record once with its key, tombstones, topics, outages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition, admin
+from tests.servers import Handle
+from tests.sources.kafka_ground import Ground
+
+from penstock.errors import ConfigError, StoreUnavailable
+from penstock.ports import Row
+from penstock.sinks import Reopen
+from penstock.sinks.kafka import KafkaSink, open_sink
+
+pytestmark = pytest.mark.server("kafka")
+_api: Any = admin
+
+
+def row(n: int, key: str | None = None, order: int | None = None, /, *, deleted: bool = False, **fields: Any) -> Row:
+    key = key if key is not None else f"k{n}"
+    origin = {"event_id": f"e{n}", "trace_id": "t", "url": "https://shop.example/" + key, "key": key, "extractor": "product", "version": 1}
+    return Row(n, key, json.dumps(fields | {"_penstock": origin | ({"deleted": True} if deleted else {})}).encode(), order if order is not None else n)
+
+
+class Place(Ground):
+    """A server with topics that sinks made."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.opened: list[KafkaSink] = []
+
+    def name(self) -> str:
+        name = f"t{uuid.uuid4().hex[:12]}.products"
+        self._made.append(name)
+        return name
+
+    def sink(self, topic: str, query: str = "key=sku", **options: Any) -> KafkaSink:
+        sink = open_sink(f"{self.url}/{topic}?{query}", {"partitions": 2, **options}, Path())
+        self.opened.append(sink)
+        return sink
+
+    def messages(self, topic: str) -> list[Any]:
+        """All that is there, partition by partition."""
+        consumer = Consumer(
+            {"bootstrap.servers": self.servers, "group.id": "look", "auto.offset.reset": "earliest", "enable.partition.eof": True, "log_level": 0}
+        )
+        try:
+            partitions = sorted(consumer.list_topics(topic, timeout=20).topics[topic].partitions)
+            consumer.assign([TopicPartition(topic, p, 0) for p in partitions])
+            found: dict[int, list[Any]] = {p: [] for p in partitions}
+            ended: set[int] = set()
+            while len(ended) < len(partitions):
+                m: Any = consumer.poll(10)
+                assert m is not None
+                ended.add(m.partition()) if m.error() else found[m.partition()].append(m)
+            return [m for p in partitions for m in found[p]]
+        finally:
+            consumer.close()
+
+    def upserted(self, topic: str) -> dict[str, Any]:
+        """What a sink connector would have of it: by key, the last payload; a tombstone removes."""
+        rows: dict[str, Any] = {}
+        for m in self.messages(topic):
+            key = json.dumps(json.loads(m.key())["payload"])
+            if m.value() is None:
+                rows.pop(key, None)
+            else:
+                rows[key] = json.loads(m.value())["payload"]
+        return rows
+
+
+@pytest.fixture
+def place(server: Callable[[str], Handle]) -> Iterator[Place]:
+    made = Place(server("kafka").url)
+    yield made
+    for sink in made.opened:
+        sink.close()
+    there = made.admin.list_topics(timeout=20).topics
+    made._made = [name for name in made._made if name in there]
+    made.sweep()
+
+
+def test_every_record_is_a_message_with_its_key_and_says_which_it_is(place: Place) -> None:
+    topic = place.name()
+    sink = place.sink(topic)
+    sink.open(0, "")
+    sink.write([row(n, f"s{n}", sku=f"s{n}", price=n) for n in range(1, 2001)])
+    found = place.messages(topic)
+    assert len(found) == 2000
+    assert place.upserted(topic)['{"sku": "s7"}'] == {"sku": "s7", "price": 7.0}
+    ids = [dict(m.headers())["penstock-id"] for m in found]
+    assert len(set(ids)) == 2000
+    assert b"e7-7" in ids
+    assert len({m.partition() for m in found}) == 2
+
+
+def test_a_batch_that_is_written_again_has_the_same_ids_and_leaves_the_same_rows(place: Place) -> None:
+    topic = place.name()
+    sink = place.sink(topic)
+    mark = sink.open(0, "")
+    batch = [row(1, "a", sku="a", price=1), row(2, "b", sku="b", price=2), row(3, "a", sku="a", price=3)]
+    sink.write(batch)
+    sink.close()
+    again = place.sink(topic)  # killed before the position was noted
+    again.open(0, mark)
+    again.write(batch)
+    assert place.upserted(topic) == {'{"sku": "a"}': {"sku": "a", "price": 3.0}, '{"sku": "b"}': {"sku": "b", "price": 2.0}}
+    by_id: dict[bytes, set[bytes]] = {}
+    for m in place.messages(topic):
+        by_id.setdefault(dict(m.headers())["penstock-id"], set()).add(m.value())
+    assert {id_: len(values) for id_, values in by_id.items()} == {b"e1-1": 1, b"e2-2": 1, b"e3-3": 1}, "byte for byte"
+
+
+def test_types_are_noted_with_the_position(place: Place) -> None:
+    topic = place.name()
+    sink = place.sink(topic)
+    sink.open(0, "")
+    mark = sink.write([row(1, "a", sku="a", price=1, old=True)])
+    sink.close()
+    again = place.sink(topic)
+    again.open(1, mark)
+    again.write([row(2, "a", sku="a", price=None)])
+    assert place.upserted(topic) == {'{"sku": "a"}': {"sku": "a", "price": None, "old": None}}
+
+
+def test_an_older_event_does_not_come_behind_a_newer_one(place: Place) -> None:
+    topic = place.name()
+    sink = place.sink(topic)
+    sink.open(0, "")
+    sink.write([row(1, "a", 9, sku="a", n=1), row(2, "a", 7, sku="a", n=2)])
+    sink.write([row(3, "a", 8, sku="a", n=3), row(4, "b", 1, sku="b", n=4)])
+    assert place.upserted(topic) == {'{"sku": "a"}': {"sku": "a", "n": 1.0}, '{"sku": "b"}': {"sku": "b", "n": 4.0}}
+    all_of_them = place.name()
+    sink = place.sink(all_of_them, mode="append")
+    sink.open(0, "")
+    sink.write([row(1, "a", 9, sku="a"), row(2, "a", 7, sku="a")])
+    assert len(place.messages(all_of_them)) == 2
+
+
+def test_what_was_removed_is_a_tombstone(place: Place) -> None:
+    topic = place.name()
+    sink = place.sink(topic)
+    sink.open(0, "")
+    sink.write([row(1, "a", sku="a"), row(2, "b", sku="b"), row(3, "a", deleted=True, sku="a")])
+    assert list(place.upserted(topic)) == ['{"sku": "b"}']
+
+
+def test_a_topic_is_made_as_asked_and_one_that_is_there_is_left_alone(place: Place) -> None:
+    topic = place.name()
+    sink = place.sink(topic, compact=True, retention="forever", partitions=3)
+    sink.open(0, "")
+    sink.write([row(1)])
+    assert len(place.admin.list_topics(topic, timeout=20).topics[topic].partitions) == 3
+    resource = _api.ConfigResource(_api.ConfigResource.Type.TOPIC, topic)
+    config = {name: entry.value for name, entry in place.admin.describe_configs([resource])[resource].result(20).items()}
+    assert (config["cleanup.policy"], config["retention.ms"]) == ("compact", "-1")
+    place.sink(topic, partitions=5).open(0, "")
+    assert len(place.admin.list_topics(topic, timeout=20).topics[topic].partitions) == 3
+
+
+def test_a_record_that_the_topic_does_not_take_is_named_and_waits(place: Place) -> None:
+    topic = place.topic(1, max_message_bytes="20000")
+    sink = place.sink(topic, "key=sku&rdkafka.compression.type=none")
+    sink.open(0, "")
+    with pytest.raises(StoreUnavailable, match=r"refuses the record .*big") as caught:
+        sink.write([row(1, "big", sku="big", text="x" * 100_000)])
+    assert "max.message.bytes" in caught.value.hint
+    with pytest.raises(ConfigError, match="cannot be a topic"):
+        place.sink("a%20b")
+
+
+def test_a_sink_that_is_not_open_asks_for_it(place: Place) -> None:
+    with pytest.raises(Reopen):
+        place.sink(place.name()).write([row(1)])
+
+
+async def test_a_server_that_dies_is_an_outage_and_what_was_under_way_is_written_behind_it(place: Place, server: Callable[[str], Handle]) -> None:
+    topic = place.name()
+    sink = place.sink(topic, "key=sku&timeout=2s&rdkafka.message.timeout.ms=3000")
+    mark = sink.open(0, "")
+    mark = sink.write([row(1, "a", sku="a")])
+    await asyncio.to_thread(server("kafka").kill)
+    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+        await asyncio.to_thread(sink.write, [row(2, "b", sku="b")])
+    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+        await asyncio.to_thread(sink.open, 1, mark)
+    await asyncio.to_thread(server("kafka").start)
+    await asyncio.to_thread(sink.open, 1, mark)
+    await asyncio.to_thread(sink.write, [row(2, "b", sku="b")])
+    assert sorted(place.upserted(topic)) == ['{"sku": "a"}', '{"sku": "b"}']
