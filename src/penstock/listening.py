@@ -19,12 +19,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from penstock.errors import ConfigError, Unreachable
 from penstock.locks import FileLock
 from penstock.ports import Clock
-from penstock.serving import Endpoint, error
+from penstock.serving import MAX_HEAD, Endpoint, error
 
 log = logging.getLogger("penstock.serving")
 BACKLOG = 1024
 KEEP_ALIVE = 30  # seconds a connection may rest between two requests
-MAX_HEAD = 16 << 10  # bytes of a request's line and headers
 TAKE_OVER = 0.2  # seconds between two looks whether who listens is gone
 PATIENCE = 3.0  # seconds in which a port that its holder just left may still be taken
 
@@ -149,7 +148,7 @@ def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                self._end(400, "Bad Request", "this is no HTTP request that can be read", "HTTP/1.1, with headers of at most 16 KiB")
+                self._end(400, "Bad Request", "this is no HTTP request that can be read", f"HTTP/1.1, with headers of at most {MAX_HEAD} bytes")
             else:
                 self.transport.close()
 

@@ -23,6 +23,7 @@ from penstock.ports import Accepted, Clock, ServedSource, SourceState
 from penstock.serving_schema import document
 
 log = logging.getLogger("penstock.serving")
+MAX_HEAD = 16 << 10  # bytes of a request's line and headers
 RETRY_AFTER = 5.0  # seconds until a full queue or a store that is away is worth another try
 HELD = 64 << 20  # bytes of bodies that are being read, of all requests together
 DISCARDED = 8 << 20  # of a body that is refused: read and thrown away, since who is still writing does not see the answer
@@ -120,9 +121,13 @@ class Endpoint:
 
     async def _take(self, hook: Hook, request: Request) -> Response:
         source = hook.source
+        if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEAD:
+            raise RequestRefused(431, f"its headers have more than {MAX_HEAD} bytes", hint="leave out cookies and the like")
         headers: dict[str, list[str]] = {}
         for name, value in request.headers.raw:
             headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy before us may have read the other one's end
+            raise RequestRefused(400, "it has both a content-length and a transfer-encoding", hint="leave both to your client")
         try:
             if wait := hook.bucket.wait(asyncio.get_running_loop().time()):
                 raise RequestRefused(429, "this hook is told more often than it allows", hint="wait, and send it again with the same id", after=wait)

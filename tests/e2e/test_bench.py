@@ -57,6 +57,14 @@ def test_slow_host_tells_what_one_costs_the_others(tmp_path: Path) -> None:
     assert found["within_bar"] == (found["ratio"] >= found["bar"] == 0.95)
 
 
+def test_webhook_tells_how_long_a_signed_request_takes_until_its_event_is_durable(tmp_path: Path) -> None:
+    found = bench(tmp_path, "webhook", "--rate", "50", "--seconds", "2", "--connections", "8")
+    assert found["requests"] == 100
+    assert 0 < found["p50_ms"] <= found["p95_ms"] <= found["p99_ms"] <= found["max_ms"]
+    assert found["within_bar"] == (found["p95_ms"] < found["bar_ms"] == 500)
+    assert found["requests_per_second_flat_out"] > 0
+
+
 def test_a_bench_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(ROOT / "bench" / "run.py"), "speed"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
