@@ -56,7 +56,7 @@ def short(*parts: str | bytes) -> bytes:
     return digest.digest()
 
 
-class Kept(msgspec.Struct, array_like=True):
+class Kept(msgspec.Struct, array_like=True, frozen=True):
     """A memory at rest."""
 
     known: bytes = b""  # 8 bytes key, 8 bytes version; the longest unseen first

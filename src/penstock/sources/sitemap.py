@@ -69,11 +69,10 @@ class SitemapSource(Polling):
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         """One look at the whole tree. The position moves at its end; ids follow from the position, so a look that was cut off is repeated, not told twice."""
-        state = (unpack(cursor, _State) if cursor is not None else None) or _State()
-        look = _Look(state, self._most_urls)
+        look = await asyncio.to_thread(_Look, cursor, self._most_urls)
         waiting = deque([(self._root, 0)])
         asked = {self._root}
-        silent = not state.documents and self._first == "none"
+        silent = not look.before and self._first == "none"
         while waiting:
             url, depth = waiting.popleft()
             document, entries = look.before.get(url), None
@@ -155,7 +154,8 @@ class SitemapSource(Polling):
 class _Look:
     """One look against the last: what each document brings, and at the end what none of them has any more."""
 
-    def __init__(self, state: _State, most: int) -> None:
+    def __init__(self, cursor: bytes | None, most: int) -> None:
+        state = (unpack(cursor, _State) if cursor is not None else None) or _State()
         self.before = {d.url: d for d in state.documents if d.url}
         self._known = {loc: mark for d in state.documents for loc, mark in d.entries()}
         self._left, self._most = Left(state.left), most
