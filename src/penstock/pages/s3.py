@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import difflib
 import logging
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 import obstore
 import zstandard
 from obstore.exceptions import BaseError
-from obstore.store import S3Store
 
-from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
+from penstock.errors import PenstockError, StoreUnavailable, Unreachable
 from penstock.model import page_id
 from penstock.ports import Clock
 from penstock.stores.context import Context
+from penstock.stores.s3 import bucket_at, refused, said
 from penstock.stores.sql import SqlStore, Tx
-from penstock.units import mask
 
 # An object is named after its page and has a nonce, so that removing one can never take another that was stored meanwhile.
 SCHEMA = """
@@ -37,7 +32,6 @@ AT_ONCE = 32  # requests of one worker
 REMEMBERED = 30_000
 PRUNE = 500  # pages looked at in one statement, and objects removed by one request
 MARK = "penstock"  # an object that is written and read at the start, to see that we may
-EXAMPLE = "s3://bucket/prefix?region=eu-west-1, or s3://bucket/prefix?endpoint=http://localhost:9000&key=…&secret=… for a server of your own"
 log = logging.getLogger("penstock.pages")
 
 
@@ -70,7 +64,7 @@ class S3Pages:
             await obstore.put_async(self.bucket, MARK, b"penstock", use_multipart=False)
             await (await obstore.get_async(self.bucket, MARK)).bytes_async()
         except (BaseError, OSError, ValueError) as e:
-            raise refused(e, self.place) from e
+            raise self._refused(e) from e
 
     # -- writing -----------------------------------------------------------------------------------------------------------
 
@@ -109,7 +103,7 @@ class S3Pages:
             async with self._gate:
                 await obstore.put_async(self.bucket, name, packed, use_multipart=False)
         except (BaseError, OSError) as e:
-            raise StoreUnavailable(f"a page could not be stored in {self.place}: {_said(e)}", hint="see that the bucket can be reached and written") from e
+            raise StoreUnavailable(f"a page could not be stored in {self.place}: {said(e)}", hint="see that the bucket can be reached and written") from e
 
     def index_in(self, tx: Tx, staged: Staged) -> list[str]:
         """Name what was sent. Returns what was taken for stored but is gone: retention, in another process perhaps, was quicker."""
@@ -165,7 +159,10 @@ class S3Pages:
     def _unread(self, page: str, e: Exception) -> PenstockError:
         if isinstance(e, FileNotFoundError):
             return Unreachable(f"page {page} is not in {self.place} any more", hint="restore the bucket, or push the URL again with --force")
-        return StoreUnavailable(f"page {page} cannot be read from {self.place}: {_said(e)}", hint="see that the bucket can be reached")
+        return StoreUnavailable(f"page {page} cannot be read from {self.place}: {said(e)}", hint="see that the bucket can be reached")
+
+    def _refused(self, e: Exception) -> PenstockError:
+        return refused(e, self.place, setting="PENSTOCK_PAGES_URL", rights="s3:PutObject, s3:GetObject and s3:DeleteObject")
 
     def _expanded(self, page: str, packed: bytes) -> bytes:
         try:
@@ -192,9 +189,9 @@ class S3Pages:
         try:
             obstore.get(self.bucket, MARK).bytes()
         except FileNotFoundError as e:
-            return [refused(e, self.place).message] if "NoSuchBucket" in str(e) else []  # no worker has started yet
+            return [self._refused(e).message] if "NoSuchBucket" in str(e) else []  # no worker has started yet
         except (BaseError, OSError) as e:
-            return [refused(e, self.place).message]
+            return [self._refused(e).message]
         return []
 
     # -- retention ---------------------------------------------------------------------------------------------------------
@@ -241,7 +238,7 @@ class S3Pages:
         except FileNotFoundError:
             done = True  # some servers say so
         except (BaseError, OSError) as e:
-            log.warning("%d objects of removed pages are still in %s: %s", len(names), self.place, _said(e))
+            log.warning("%d objects of removed pages are still in %s: %s", len(names), self.place, said(e))
             done = False
         else:
             done = True
@@ -271,71 +268,6 @@ def _by(pages: Sequence[str]) -> Iterator[Sequence[str]]:
 
 def _marks(pages: Sequence[str]) -> str:
     return ",".join("?" * len(pages))
-
-
-def _said(e: Exception) -> str:
-    """The server's own words, or the first line of the library's, which goes on for a page."""
-    text = str(e)
-    told = re.search(r"<Code>(\w+)</Code><Message>([^<]*)", text)
-    return f"{told[1]}: {told[2]}" if told else text.split("\n", 1)[0][:200]
-
-
-_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthorizationHeaderMalformed")
-
-
-def refused(e: Exception, place: str) -> PenstockError:
-    """Trouble at the start: one sentence each, and what to do about it."""
-    text = str(e)
-    if "NoSuchBucket" in text:
-        return Unreachable(f"there is no {place}", hint="create the bucket, or correct PENSTOCK_PAGES_URL")
-    if "169.254.169.254" in text or "credential" in text.lower():
-        return ConfigError(f"there are no credentials for {place}", hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add key= and secret= to the URL")
-    if any(code in text for code in _KEYS):
-        return Unreachable(f"the server of {place} does not accept these credentials ({_said(e)})", hint="check key, secret and region")
-    if "PermanentRedirect" in text or "301 Moved" in text:
-        return Unreachable(f"{place} is in another region", hint="add region= to the URL")
-    if "403 Forbidden" in text or "AccessDenied" in text or "401 Unauthorized" in text:
-        return Unreachable(f"{place} may not be written and read with these credentials", hint="allow s3:PutObject, s3:GetObject and s3:DeleteObject on it")
-    if "error sending request" in text or "kind: Connect" in text:
-        return Unreachable(f"the server of {place} cannot be reached", hint="check endpoint= and region=, and that it runs")
-    return Unreachable(f"{place} cannot be used: {_said(e)}", hint="check PENSTOCK_PAGES_URL")
-
-
-_OPTIONS = ("endpoint", "region", "key", "secret")
-
-
-def bucket_at(url: str) -> tuple[Any, str]:
-    """The bucket, not yet asked for anything, and its name in messages. Raises ConfigError."""
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if not parts.netloc or "@" in parts.netloc:
-        raise ConfigError(f"{mask(url)} names no bucket", hint=EXAMPLE)
-    for name in options:
-        if name not in _OPTIONS:
-            near = difflib.get_close_matches(name, _OPTIONS, 1)
-            raise ConfigError(
-                f"{mask(url)}: {name!r} is no option of an S3 URL", hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(_OPTIONS)
-            )
-    if bool(options.get("key")) != bool(options.get("secret")):
-        raise ConfigError(f"{mask(url)} has half of its credentials", hint="key=…&secret=…, or neither for AWS_ACCESS_KEY_ID and so on")
-    endpoint = options.get("endpoint", "")
-    if endpoint and not re.match(r"https?://[^/]", endpoint):
-        raise ConfigError(f"{mask(url)}: endpoint is {endpoint!r}", hint="endpoint=https://host:port")
-    given = {
-        "endpoint": endpoint, "region": options.get("region") or ("us-east-1" if endpoint else ""),
-        "access_key_id": options.get("key", ""), "secret_access_key": options.get("secret", ""),
-    }  # fmt: skip
-    try:
-        bucket = S3Store(
-            parts.netloc,
-            prefix=parts.path.strip("/") or None,
-            client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": endpoint.startswith("http:")},
-            retry_config={"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)},
-            **{name: value for name, value in given.items() if value},  # type: ignore[arg-type, unused-ignore]
-        )
-    except (BaseError, ValueError) as e:
-        raise ConfigError(f"{mask(url)} cannot be used: {_said(e)}", hint=EXAMPLE) from e
-    return bucket, f"bucket {parts.netloc}" + (f" at {endpoint}" if endpoint else "")
 
 
 def open_pages(url: str, context: Context) -> S3Pages:

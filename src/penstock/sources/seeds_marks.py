@@ -1,0 +1,72 @@
+"""How far each object of a seed source was read, as the bytes of its position: some fifty for each object, whatever its size."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from penstock.errors import SourceDown
+from penstock.sources.seeds_formats import short
+
+VANISHED = 10_000  # objects that are not there any more, and may come back: the last ones are remembered
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """One object."""
+
+    stamp: bytes  # what was seen of it from outside when it was read
+    offset: int = 0  # where the next record begins
+    line: int = 1
+    size: int = 0
+    generation: int = 0  # how often another content took the name over
+    sum: int = 0  # of the bytes before the offset
+    tail: int = 0  # of the last of them, where reading all again would take long
+    done: bool = False  # nothing is left in what was seen
+
+
+class _Packed(msgspec.Struct, array_like=True):
+    version: int
+    last: str
+    marks: dict[bytes, Mark]
+
+
+_decode = msgspec.msgpack.Decoder(_Packed).decode
+_encode = msgspec.msgpack.Encoder().encode
+_VERSION = 1
+
+
+class Marks:
+    def __init__(self, cursor: bytes | None = None) -> None:
+        """Raises SourceDown."""
+        self.last = ""  # the name of the object that was read last, for people
+        self._marks: dict[bytes, Mark] = {}
+        if cursor is None:
+            return
+        try:
+            packed = _decode(cursor)
+        except msgspec.MsgspecError:
+            packed = None
+        if packed is None or packed.version != _VERSION:
+            raise SourceDown("its position is not of a kind that this version writes", hint="penstock sources reset NAME --to start, or --to end")
+        self.last, self._marks = packed.last, packed.marks
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def get(self, name: str) -> Mark | None:
+        return self._marks.get(short(name))
+
+    def put(self, name: str, mark: Mark) -> None:
+        self.last = name
+        self._marks[short(name)] = mark
+
+    def keep(self, names: Collection[str]) -> None:
+        """Of what is not among them, only the last are remembered: they may only have been away."""
+        there = {short(name) for name in names}
+        vanished = [key for key in self._marks if key not in there]
+        for key in vanished[: max(0, len(vanished) - VANISHED)]:
+            del self._marks[key]
+
+    def encode(self) -> bytes:
+        return _encode(_Packed(_VERSION, self.last, self._marks))

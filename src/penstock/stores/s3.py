@@ -1,0 +1,80 @@
+"""A bucket of S3, or of a server that speaks its protocol, as its URL names it, and what can be wrong with it. What is kept there is not known here."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import re
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from penstock.errors import ConfigError, PenstockError, Unreachable
+from penstock.units import mask
+
+EXAMPLE = "s3://bucket/prefix?region=eu-west-1, or s3://bucket/prefix?endpoint=http://localhost:9000&key=…&secret=… for a server of your own"
+
+
+def said(e: Exception) -> str:
+    """The server's own words, or the first line of the library's, which goes on for a page."""
+    text = str(e)
+    told = re.search(r"<Code>(\w+)</Code><Message>([^<]*)", text)
+    return f"{told[1]}: {told[2]}" if told else text.split("\n", 1)[0][:200]
+
+
+KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthorizationHeaderMalformed")
+
+
+def refused(e: Exception, place: str, *, setting: str, rights: str) -> PenstockError:
+    """Trouble with a bucket: one sentence each, and what to do about it. `setting` is where its URL stands, `rights` are those that are needed."""
+    text = str(e)
+    if "NoSuchBucket" in text:
+        return Unreachable(f"there is no {place}", hint=f"create the bucket, or correct {setting}")
+    if "169.254.169.254" in text or "credential" in text.lower():
+        return ConfigError(f"there are no credentials for {place}", hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add key= and secret= to the URL")
+    if any(code in text for code in KEYS):
+        return Unreachable(f"the server of {place} does not accept these credentials ({said(e)})", hint="check key, secret and region")
+    if "PermanentRedirect" in text or "301 Moved" in text:
+        return Unreachable(f"{place} is in another region", hint="add region= to the URL")
+    if "403 Forbidden" in text or "AccessDenied" in text or "401 Unauthorized" in text:
+        return Unreachable(f"{place} may not be used with these credentials", hint=f"allow {rights} on it")
+    if "error sending request" in text or "kind: Connect" in text:
+        return Unreachable(f"the server of {place} cannot be reached", hint="check endpoint= and region=, and that it runs")
+    return Unreachable(f"{place} cannot be used: {said(e)}", hint=f"check {setting}")
+
+
+OPTIONS = ("endpoint", "region", "key", "secret")
+
+
+def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
+    """The bucket, not yet asked for anything, and its name in messages; `whole`: not only what lies under the URL's path. Raises ConfigError."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if not parts.netloc or "@" in parts.netloc:
+        raise ConfigError(f"{mask(url)} names no bucket", hint=EXAMPLE)
+    for name in options:
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, 1)
+            raise ConfigError(f"{mask(url)}: {name!r} is no option of an S3 URL", hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(OPTIONS))
+    if bool(options.get("key")) != bool(options.get("secret")):
+        raise ConfigError(f"{mask(url)} has half of its credentials", hint="key=…&secret=…, or neither for AWS_ACCESS_KEY_ID and so on")
+    endpoint = options.get("endpoint", "")
+    if endpoint and not re.match(r"https?://[^/]", endpoint):
+        raise ConfigError(f"{mask(url)}: endpoint is {endpoint!r}", hint="endpoint=https://host:port")
+    given = {
+        "endpoint": endpoint, "region": options.get("region") or ("us-east-1" if endpoint else ""),
+        "access_key_id": options.get("key", ""), "secret_access_key": options.get("secret", ""),
+    }  # fmt: skip
+    try:
+        bucket = S3Store(
+            parts.netloc,
+            prefix=None if whole else parts.path.strip("/") or None,
+            client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": endpoint.startswith("http:")},
+            retry_config={"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)},
+            **{name: value for name, value in given.items() if value},  # type: ignore[arg-type, unused-ignore]
+        )
+    except (BaseError, ValueError) as e:
+        raise ConfigError(f"{mask(url)} cannot be used: {said(e)}", hint=EXAMPLE) from e
+    return bucket, f"bucket {parts.netloc}" + (f" at {endpoint}" if endpoint else "")
