@@ -15,7 +15,7 @@ BUDGET: Final = 8  # chunks of one step: a fraction of a second
 FREE: Final = 64 << 20  # bytes that any gzip may become before its ratio counts
 SPAN: Final = 64 << 10  # bytes of a CSV record over several lines: with a quote too many, all that follows would be one
 SHOWN: Final = 2000  # bytes of a record that is too long
-_BLANK: Final = re.compile(rb"(?:\r?\n)+")
+_BLANK: Final = re.compile(rb"\n+")
 
 
 class Record(NamedTuple):

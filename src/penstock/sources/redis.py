@@ -1,0 +1,217 @@
+"""A Redis list, set or sorted set of start URLs, as scrapy-redis has them: moved aside atomically, and forgotten when accepted."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import msgspec
+
+from penstock import units
+from penstock.errors import ConfigError, PenstockError, SourceDown, Unreachable, UsageError
+from penstock.model import mint
+from penstock.pipeline import SourceSpec
+from penstock.ports import Batch, Finding
+from penstock.sources.context import BATCH, BaseSource, SourceContext, options
+from penstock.stores.redis import Script, Server
+
+OLDEST: Final = (5, 0)  # scripts that are replicated by what they did, and ZPOPMAX
+LOOK: Final = 0.2  # seconds between two looks at an empty list
+SAY: Final = 2.0  # seconds between two signs of life
+LONGEST: Final = 1 << 20  # bytes of an element that is read
+WEIGHT: Final = 4 << 20  # bytes of a batch
+SHOWN: Final = 500
+EXAMPLE: Final = "redis://HOST:6379/0?list=spider:start_urls (or set=…, zset=…)"
+
+# What was moved and not yet accepted comes first, with the numbers it got when it was moved. A number alone would repeat after the keys
+# were lost, so it belongs to an epoch; the element itself is part of an event's cause too, for a server that came back with an older state.
+_SHOW = """
+local function show(found, number, element)
+  found[#found + 1] = number
+  found[#found + 1] = #element
+  found[#found + 1] = #element > tonumber(ARGV[2]) and string.sub(element, 1, 1000) or element
+  return math.min(#element, tonumber(ARGV[2]))
+end
+local function aside(found, weight)
+  local numbers = redis.call('HKEYS', KEYS[2])
+  table.sort(numbers, function(a, b) return tonumber(a) < tonumber(b) end)
+  for _, number in ipairs(numbers) do
+    if #found / 3 >= tonumber(ARGV[1]) or weight >= tonumber(ARGV[3]) then break end
+    weight = weight + show(found, number, redis.call('HGET', KEYS[2], number))
+  end
+  return weight
+end
+local sizes = {list = 'LLEN', set = 'SCARD', zset = 'ZCARD'}
+local function size() return redis.call(sizes[ARGV[4]], KEYS[1]) end
+"""
+TAKE: Final = Script(
+    _SHOW
+    + """
+local pops = {list = 'LPOP', set = 'SPOP', zset = 'ZPOPMAX'}
+local found = {}
+local weight = aside(found, 0)
+if #found == 0 then
+  while size() > 0 and #found / 3 < tonumber(ARGV[1]) and weight < tonumber(ARGV[3]) do
+    local number = redis.call('HINCRBY', KEYS[3], 'last', 1) -- whatever may fail, fails before something is popped
+    redis.call('HSETNX', KEYS[3], 'epoch', ARGV[5])
+    local element = redis.call(pops[ARGV[4]], KEYS[1])
+    if type(element) == 'table' then element = element[1] end
+    redis.call('HSET', KEYS[2], number, element)
+    weight = weight + show(found, tostring(number), element)
+  end
+end
+return {redis.call('HGET', KEYS[3], 'epoch') or '', size(), found}
+"""
+)
+LOOK_AT: Final = Script(
+    _SHOW
+    + """
+local found = {}
+aside(found, 0)
+local epoch, last = unpack(redis.call('HMGET', KEYS[3], 'epoch', 'last'))
+local left, elements = tonumber(ARGV[1]) - #found / 3, {}
+if left > 0 then
+  if ARGV[4] == 'list' then elements = redis.call('LRANGE', KEYS[1], 0, left - 1)
+  elseif ARGV[4] == 'set' then elements = redis.call('SRANDMEMBER', KEYS[1], left)
+  else elements = redis.call('ZREVRANGE', KEYS[1], 0, left - 1) end
+end
+for i, element in ipairs(elements) do show(found, tostring(tonumber(last or 0) + i), element) end
+return {epoch or '', size(), found}
+"""
+)
+_decode = msgspec.json.Decoder().decode
+
+
+class Outside(Server):
+    """A server that others run as they like: how long it remembers is their decision."""
+
+    def judge(self, facts: Mapping[str, str]) -> None:
+        if facts.get("loading") == "1":
+            raise Unreachable(f"Redis at {self.name} is loading its data", hint="it is tried again in a moment")
+        version = facts.get("redis_version", "0")
+        if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
+            raise Unreachable(f"Redis at {self.name} is version {version}; a source needs 5.0 or newer", hint="upgrade the server, or push what it has")
+        if facts.get("role") == "slave":
+            raise Unreachable(f"Redis at {self.name} is a replica: nothing can be taken from it", hint="name the primary in the source's URL")
+        if facts.get("cluster_enabled") == "1":
+            raise Unreachable(f"Redis at {self.name} is a cluster node; a source needs a single primary", hint="name a server without cluster mode")
+
+
+class RedisList(BaseSource):
+    """Its position is in Redis: what is in the list, and what lies aside in `LIST:penstock:SOURCE` until it is accepted."""
+
+    def __init__(self, spec: SourceSpec, context: SourceContext, server: Server, kind: str, key: str) -> None:
+        super().__init__(spec, context)
+        self._server, self._kind, self._key = server, kind, key
+        self._keys = (key, f"{key}:penstock:{spec.name}", f"{key}:penstock:{spec.name}:count")
+        self._epoch = secrets.token_hex(8)  # if there is none yet
+
+    async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
+        clock = self.context.clock
+        said = clock.now() - SAY
+        while True:
+            epoch, left, taken = await self._ask(TAKE, BATCH)
+            if taken:
+                findings = [self._finding(epoch, *element) for element in taken]
+                yield Batch(findings=findings, cursor=taken[-1][0], backlog=left)
+                await self._forget([number for number, _, _ in taken])
+                said = clock.now()
+                continue
+            if self.every is not None or clock.now() - said >= SAY:
+                yield Batch(idle=True, backlog=left)
+                said = clock.now()
+            if self.every is not None:
+                return
+            await clock.sleep(LOOK)
+
+    async def _ask(self, script: Script, limit: int) -> tuple[str, int, list[tuple[bytes, int, bytes]]]:
+        """(epoch, elements that are left, number, length and text of those that were taken). Raises SourceDown."""
+        try:
+            epoch, left, flat = await self._server.run(script, self._keys, limit, LONGEST, WEIGHT, self._kind, self._epoch)
+        except PenstockError as e:
+            raise self._down(e) from None
+        return epoch.decode(), left, [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
+
+    async def _forget(self, numbers: Sequence[bytes]) -> None:
+        """If that fails, they come again, with the same ids."""
+        try:
+            await self._server.command("HDEL", self._keys[1], *numbers)
+        except PenstockError as e:
+            raise self._down(e) from None
+
+    def _down(self, e: PenstockError) -> SourceDown:
+        if "WRONGTYPE" in e.message:
+            return SourceDown(f"{self._key} in Redis at {self._server.name} is no {self._kind}", hint="list=KEY, set=KEY or zset=KEY in the source's URL")
+        return SourceDown(e.message, hint=e.hint)
+
+    def _finding(self, epoch: str, number: bytes, length: int, raw: bytes) -> Finding:
+        text = raw.decode("utf-8", "surrogateescape")
+        url, payload, wrong = _read(text, length)
+        about = {"key": self._key, "number": int(number)}
+        id_ = mint("redis", epoch, number.decode(), str(length), text)
+        return Finding(id=id_, url=url, cause=f"{self._key} {int(number)}", payload={**payload, "_redis": about}, refused=wrong)
+
+    # -- what people ask for -----------------------------------------------------------------------------------------------
+
+    async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
+        epoch, _, shown = await self._ask(LOOK_AT, limit)
+        return [self._finding(epoch or self._epoch, *element) for element in shown]
+
+    async def place(self, to: str) -> bytes | None:
+        raise UsageError(f"source {self.name} has no positions: what was taken from {self._key} is not there any more", hint="push the URLs to it again")
+
+    def describe(self, cursor: bytes | None) -> str:
+        return "at the start" if cursor is None else f"{cursor.decode()} taken from {self._key}"
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+def _read(text: str, length: int) -> tuple[str | None, dict[str, Any], str]:
+    """(URL, payload, why it cannot be read) of a URL, or of a JSON object with one."""
+    wrong = ""
+    if length > LONGEST:
+        wrong = f"the element has {length} bytes, of at most {LONGEST}"
+    elif not text.isascii() and not _is_text(text):
+        wrong = "the element is not UTF-8"
+    elif text.lstrip()[:1] == "{":
+        try:
+            found = _decode(text)
+        except (msgspec.DecodeError, ValueError, RecursionError) as e:
+            wrong = f"the element is no JSON: {str(e)[:200]}"
+        else:
+            method = found.get("method", "GET")
+            if isinstance(method, str) and method.upper() == "GET":
+                return None, found, ""
+            wrong = f"the element asks for {str(method)[:20]}, and pages are fetched with GET"
+    else:
+        url = text.strip()
+        return url, {"url": url}, ""
+    return None, {"element": text[:SHOWN].encode("utf-8", "replace").decode(), "error": wrong}, wrong
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# -- opening ---------------------------------------------------------------------------------------------------------------
+
+
+def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
+    """`redis://HOST/DB?list=KEY`, or rediss."""
+    options(spec, {})
+    parts = urlsplit(spec.url)
+    given = parse_qsl(parts.query, keep_blank_values=True)
+    named = [(kind, key) for kind, key in given if kind in ("list", "set", "zset")]
+    if len(named) != 1 or not named[0][1]:
+        wrong = "names no list" if not named or not named[0][1] else "names more than one list"
+        raise ConfigError(f"source {units.mask(spec.url)!r} {wrong}", hint=EXAMPLE)
+    rest = urlencode([(name, value) for name, value in given if name not in ("list", "set", "zset")])
+    server = Outside(urlunsplit((parts.scheme, parts.netloc, parts.path, rest, "")), evictable=False)
+    return RedisList(spec, context, server, *named[0])
