@@ -28,6 +28,7 @@ class Ground:
         self.servers = url.removeprefix("kafka://")
         self.admin = _api.AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
         self._made: list[str] = []
+        self._producer: Producer | None = None
 
     def topic(self, partitions: int = 1, **config: str) -> str:
         name = f"t{uuid.uuid4().hex[:12]}.changes"
@@ -44,18 +45,31 @@ class Ground:
             future.result(30)
         self._made = [name for name in self._made if name not in names]
 
+    def mine(self, name: str) -> None:
+        """Made by somebody else, and removed with ours."""
+        self._made.append(name)
+
     def sweep(self) -> None:
-        self.remove(*self._made)
+        there = self.admin.list_topics(timeout=20).topics
+        self.remove(*[name for name in self._made if name in there])
 
     def write(self, topic: str, values: Iterable[Any], *, partition: int | None = None, **more: Any) -> None:
         """Bytes as they are, None as a tombstone, all else as JSON."""
-        producer = Producer({"bootstrap.servers": self.servers, "linger.ms": 5, "message.max.bytes": 2 << 20, "log_level": 0})
         for value in values:
             raw = value if value is None or isinstance(value, bytes) else msgspec.json.encode(value)
-            where = {} if partition is None else {"partition": partition}
-            producer.produce(topic, raw, **where, **more)
-            producer.poll(0)
-        assert producer.flush(30) == 0
+            self.queue(topic, raw, **({} if partition is None else {"partition": partition}), **more)
+        self.flush()
+
+    def queue(self, topic: str, value: bytes | None, **more: Any) -> None:
+        if self._producer is None:
+            self._producer = Producer({"bootstrap.servers": self.servers, "linger.ms": 5, "message.max.bytes": 2 << 20, "log_level": 0})
+        self._producer.produce(topic, value, **more)
+        self._producer.poll(0)
+
+    def flush(self) -> None:
+        assert self._producer is not None
+        assert self._producer.flush(30) == 0
+        self._producer = None
 
     def source(self, topic: str, **options: Any) -> KafkaSource:
         pipeline = Pipeline("test")

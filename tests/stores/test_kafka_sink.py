@@ -38,7 +38,7 @@ class Place(Ground):
 
     def name(self) -> str:
         name = f"t{uuid.uuid4().hex[:12]}.products"
-        self._made.append(name)
+        self.mine(name)
         return name
 
     def sink(self, topic: str, query: str = "key=sku", **options: Any) -> KafkaSink:
@@ -82,8 +82,6 @@ def place(server: Callable[[str], Handle]) -> Iterator[Place]:
     yield made
     for sink in made.opened:
         sink.close()
-    there = made.admin.list_topics(timeout=20).topics
-    made._made = [name for name in made._made if name in there]
     made.sweep()
 
 

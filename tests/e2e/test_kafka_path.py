@@ -1,0 +1,124 @@
+"""Changes in a Kafka topic to records in another, by `penstock run` that is killed on the way: every change one event, every record once by its key."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from tests.e2e.harness import Project, Site, Target, product, wait_for
+from tests.servers import Handle
+from tests.sources.kafka_ground import Ground
+
+pytestmark = pytest.mark.server("kafka")
+CHANGES, AGAIN, KILLS = 600, 100, 5
+SHOP = """
+from penstock import Page, Pipeline, Removed
+
+shop = Pipeline("shop")
+shop.source("{url}/{changes}", name="changes", group="{changes}", map={{"trace": "id"}})
+shop.sink("{url}/{records}?key=sku", partitions=2)
+
+@shop.extract(key="sku")
+def product(page: Page):
+    row = page.event.data
+    if row.get("gone"):
+        yield Removed(page.css("[data-sku]::attr(data-sku)").get())
+    else:
+        yield {{"sku": page.css("[data-sku]::attr(data-sku)").get(), "id": row["id"], "op": row["_cdc"]["op"]}}
+"""
+
+
+@pytest.fixture
+def ground(server: Callable[[str], Handle]) -> Iterator[Ground]:
+    ground = Ground(server("kafka").url)
+    yield ground
+    ground.sweep()
+
+
+def change(n: int, url: str, lsn: int, **row: Any) -> dict[str, Any]:
+    source = {"connector": "postgresql", "name": "shop", "db": "shop", "schema": "public", "table": "scrape_requests", "txId": 7, "lsn": lsn, "ts_ms": 1}
+    return {"schema": {}, "payload": {"before": None, "after": {"id": n, "url": url, **row}, "source": source, "op": "c", "ts_ms": 2}}
+
+
+def feed(ground: Ground, topic: str, changes: list[dict[str, Any]]) -> None:
+    for one in changes:
+        one_key = json.dumps({"id": one["payload"]["after"]["id"]}).encode()
+        ground.queue(topic, json.dumps(one).encode(), key=one_key)
+    ground.flush()
+
+
+def messages(ground: Ground, topic: str) -> list[Any]:
+    consumer = Consumer({"bootstrap.servers": ground.servers, "group.id": "look", "enable.partition.eof": True, "log_level": 0})
+    partitions = sorted(consumer.list_topics(topic, timeout=20).topics[topic].partitions)
+    consumer.assign([TopicPartition(topic, p, 0) for p in partitions])
+    found, ended = [], set()
+    while len(ended) < len(partitions):
+        m: Any = consumer.poll(10)
+        assert m is not None
+        ended.add(m.partition()) if m.error() else found.append(m)
+    consumer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_makes_one_event_of_each_change_and_one_row_of_each_record(
+    project: Project, target: Callable[..., Target], ground: Ground, seed: int
+) -> None:
+    rng = random.Random(seed)
+    web = target(pages=CHANGES)
+    topic = ground.topic(3)
+    records = f"{topic}.records"
+    ground.mine(records)
+    project.write("shop.py", SHOP.format(url=ground.url, changes=topic, records=records))
+    changes = [change(n, url, 1000 + n) for n, url in enumerate(web.urls)]
+    repeated = changes + rng.sample(changes, AGAIN)  # as Debezium sends again after a crash of its own
+    for part in range(KILLS):
+        share = len(repeated) // KILLS
+        feed(ground, topic, repeated[part * share : (part + 1) * share if part < KILLS - 1 else None])
+        running = project.start("run", "shop.py", "--log-level", "warning")
+        begun = web.lines()
+        wait_for(lambda begun=begun: web.lines() - begun >= rng.randrange(20, 60), f"requests: {running.said}")
+        time.sleep(rng.uniform(0.0, 0.3))
+        running.kill()
+        project.nothing_runs()
+    ground.write(topic, [b"{broken"])
+    project.run(expect=0)
+    total = project.total()
+    assert (total["accepted"], total["success"], total["dead"], total["duplicate"]) == (CHANGES, CHANGES, 0, 0), total
+    (letter,) = project.letters().values()
+    assert "no JSON" in letter["reason"]
+    found = messages(ground, records)
+    rows = {json.loads(m.key())["payload"]["sku"]: json.loads(m.value())["payload"] for m in found}
+    assert len(rows) == CHANGES
+    assert {row["id"] for row in rows.values()} == set(map(float, range(CHANGES)))
+    by_id: dict[bytes, set[bytes]] = {}
+    for m in found:
+        by_id.setdefault(dict(m.headers())["penstock-id"], set()).add(m.value())
+    assert len(by_id) == CHANGES
+    assert all(len(values) == 1 for values in by_id.values()), "what was written again is the same, byte for byte"
+    print(f"{len(found)} messages for {CHANGES} records; {sum(web.asked().values())} requests")
+
+
+def test_a_change_becomes_a_record_and_its_end_a_tombstone(project: Project, site: Site, ground: Ground) -> None:
+    urls = [site.serve(f"/p/{n}", product(n)) for n in range(2)]
+    topic = ground.topic()
+    records = f"{topic}.records"
+    ground.mine(records)
+    project.set(dedup_window="0s")
+    project.write("shop.py", SHOP.format(url=ground.url, changes=topic, records=records))
+    feed(ground, topic, [change(n, url, n) for n, url in enumerate(urls)])
+    shown = json.loads(project.good("sources", "test", "changes", "--pipeline", "shop.py", "--json"))
+    assert len(shown["events"]) == 2, shown
+    project.run()
+    site.serve("/p/0", product(0, "sold out"))
+    feed(ground, topic, [change(0, urls[0], 10, gone=True)])
+    project.run()
+    found = [(json.loads(m.key())["payload"]["sku"], m.value() is None) for m in messages(ground, records)]
+    assert sorted(found) == [("S-0", False), ("S-0", True), ("S-1", False)]
+    (source,) = json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))["sources"]
+    assert (source["position"], source["backlog"]) == ("at 0:3", 0)
