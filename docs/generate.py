@@ -277,7 +277,7 @@ def _cell(value: object) -> str:
 
 def asked_for(needs: Callable[[Any], bool]) -> list[str]:
     """The capabilities that a sentence of the suite depends on, found by asking it on behalf of a broker that has them all."""
-    from penstock.brokers.sqlite import CAPS
+    from penstock.brokers.sql_queue import CAPS
 
     names: list[str] = []
 
@@ -295,7 +295,8 @@ def adapters() -> dict[str, Any]:
     from importlib.metadata import entry_points
 
     modules = {e.name: e.module for e in entry_points(group="penstock.brokers") if e.module.startswith("penstock.")}
-    return {title: import_module(modules[scheme]).CAPS for scheme, title in ADAPTERS.items()}
+    shared = import_module("penstock.brokers.sql_queue").CAPS  # of the brokers that lie in an SQL store
+    return {title: getattr(import_module(modules[scheme]), "CAPS", shared) for scheme, title in ADAPTERS.items()}
 
 
 def broker_guarantees() -> str:
