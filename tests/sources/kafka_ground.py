@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from confluent_kafka import Producer, admin
+from confluent_kafka import Producer, TopicPartition, admin
 
 from penstock.clock import SystemClock
 from penstock.pipeline import Pipeline
@@ -44,6 +44,10 @@ class Ground:
         for future in (self.admin.delete_topics(list(names), operation_timeout=20) if names else {}).values():
             future.result(30)
         self._made = [name for name in self._made if name not in names]
+
+    def ends(self, topic: str) -> dict[TopicPartition, Any]:
+        """What to ask for the end of a topic of one partition."""
+        return {TopicPartition(topic, 0): _api.OffsetSpec.latest()}
 
     def mine(self, name: str) -> None:
         """Made by somebody else, and removed with ours."""
