@@ -25,6 +25,7 @@ from penstock.upkeep import Upkeep
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
 HOLD_BEYOND = 0.05
 SETTLED = Admitted(verdict="settled")
+ACK: Outcome = Ack()
 BUSY = 2.0  # seconds after which a copy of a message, whose event another worker has in flight, is looked at again
 EARLY = 0.05
 
@@ -395,21 +396,20 @@ class Books(Upkeep):
         now = self.clock.now()
         if self.pages.index_in(tx, staged):
             raise _PagesGone
-        self.ledger.look_ahead_in(tx, ends)
-        self.outbox.look_ahead_in(tx, ((r.extractor, r.key) for end in ends if end.outcome == "success" for r in end.records))
+        self.ledger.look_ahead_in(tx, [end for end in ends if end.outcome != "success"])
+        good = self.ledger.succeed_in(tx, [end for end in ends if end.outcome == "success"], now)
+        applied = {id(end) for end in good}
         answers: list[bool] = []
-        delta: dict[str, Counter[str]] = {}
+        delta: dict[str, Counter[str]] = {end.event.topic: Counter() for end in ends}
         settles: list[tuple[Delivery, Outcome]] = []
-        lines: dict[str, list[tuple[str, bytes, int]]] = {}
+        self._emit(tx, [end for end in good if end.records], delta)
         for end in ends:
-            e, key = end.event, url_key(end.event.url)
-            count = delta.setdefault(e.topic, Counter())
-            outcome: Outcome = Ack()
+            e, outcome = end.event, ACK
+            count = delta[e.topic]
             match end.outcome:
                 case "success":
-                    n = self.ledger.succeed_in(tx, end, now)
+                    n = end.row if id(end) in applied else None
                     if n is not None:
-                        self._emit(tx, end, n, key, lines, count)
                         if end.links:
                             self._follow(tx, claims, e, end.links, now, count)
                         count["success"] += 1
@@ -442,13 +442,6 @@ class Books(Upkeep):
                     self.publish_in(tx, end.publish)
             # Refused: somebody else has the event, or the start was forgotten with a server that died. Whoever is handed the message next will see.
             settles.append((end.delivery, Release() if n is None else outcome))
-        tables = {binding.name: binding.write for binding in self.settings.sinks}
-        for sink, rows in lines.items():  # a table's rows together: its schema is looked at once
-            write = tables[sink]
-            if write is not None:
-                write(tx, rows)
-            else:
-                self.outbox.put_in(tx, sink, rows)
         for topic, count in delta.items():
             self.ledger.count_in(tx, topic, dict(count))
             if count["success"] or count["dead"]:
@@ -458,20 +451,20 @@ class Books(Upkeep):
         self.broker.settle_in(tx, settles)
         return answers
 
-    def _emit(self, tx: Any, end: End, n: int, key: bytes, lines: dict[str, list[tuple[str, bytes, int]]], count: Counter[str]) -> None:
-        if not end.records:
-            return
-        fetched_at = end.meta.fetched_at if end.meta else 0.0
-        out, unchanged, changed = self.outbox.emit_in(
-            tx, end.event, n, key, end.records, fetched_at, emit_unchanged=self.settings.emit_unchanged, hooks=self.settings.hooks
-        )
-        count["records"] += len(out)
-        count["records_unchanged"] += unchanged
-        count["changes"] += changed
-        for binding in self.settings.sinks:
-            rows = [(k, line, n) for extractor, k, line in out if not binding.only or extractor in binding.only]
-            if rows:
-                lines.setdefault(binding.name, []).extend(rows)
+    def _emit(self, tx: Any, ends: Sequence[End], delta: Mapping[str, Counter[str]]) -> None:
+        s = self.settings
+        emitted = self.outbox.emit_in(tx, [(end, url_key(end.event.url)) for end in ends], emit_unchanged=s.emit_unchanged, hooks=s.hooks)
+        for end, out in zip(ends, emitted, strict=True):
+            count = delta[end.event.topic]
+            count["records"] += len(out.lines)
+            count["records_unchanged"] += out.unchanged
+            count["changes"] += out.changed
+        for binding in s.sinks:
+            rows = [(k, line, end.row) for end, out in zip(ends, emitted, strict=True) for x, k, line in out.lines if not binding.only or x in binding.only]
+            if rows and binding.write is not None:
+                binding.write(tx, rows)
+            elif rows:
+                self.outbox.put_in(tx, binding.name, rows)
 
     def _follow(self, tx: Any, claims: Any, parent: Event, links: Sequence[Link], now: float, count: Counter[str]) -> None:
         """Children are accepted before their parent's success, in its transaction; one inside its window is counted, not accepted."""

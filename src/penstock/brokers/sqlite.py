@@ -310,6 +310,8 @@ class SqliteBroker(SqlQueue):
     # -- settling --------------------------------------------------------------------------------------------------------
 
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
+        if all(type(outcome) is Ack for _, outcome in items):
+            return self._ack(tx, [d for d, _ in items])
         now = self.clock.now()
         answers: list[bool] = []
         gone: dict[Group, list[int]] = {}  # ready, leased, delayed deltas
@@ -361,6 +363,21 @@ class SqliteBroker(SqlQueue):
         for d in deliveries:
             tx.execute("UPDATE queue SET at=? WHERE grp=? AND seq=? AND token=? AND state=1", (until, g.id, d.position, d.token))
             answers.append(tx.changes() == 1)
+        return answers
+
+    def _ack(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
+        groups = [self._group(tx, d.topic, d.group) for d in deliveries]
+        leases = [(g.id, d.position, d.token) for g, d in zip(groups, deliveries, strict=True)]
+        gone = set(tx.executemany("DELETE FROM queue WHERE grp=? AND seq=? AND token=? AND state=1 RETURNING grp, seq, token", leases).fetchall())
+        answers = []
+        for g, d, lease in zip(groups, deliveries, leases, strict=True):
+            answers.append(lease in gone)
+            if lease in gone:
+                gone.remove(lease)  # it may be here twice
+                if g.ordered:
+                    self._unlock(tx, [(g.id, ONE_CLASS, d.key)])
+        for g, n in Counter(g for g, applied in zip(groups, answers, strict=True) if applied).items():
+            tx.execute("UPDATE grp SET leased=leased-? WHERE id=?", (n, g.id))
         return answers
 
     # -- looking ---------------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ _NOTE = (
     "INSERT INTO history(event, at, status, worker, stage, class, reason) VALUES(?,?,?,?,?,?,?) ON CONFLICT(event, at, status)"
     " DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=excluded.class, reason=excluded.reason"
 )
+_FETCHED = "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page, meta=excluded.meta"
 _FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing')"
 _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"  # a recorded end takes back what its start counted as lost
 OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
@@ -213,35 +214,43 @@ class SqlLedger:
 
     def writing_in(self, tx: Tx, end: End, now: float) -> bool:
         """The records are on their way to a sink in another process: from now on only the write is repeated."""
-        if self._end(tx, end, "writing", now, finished=None) is None:
+        tx.execute(
+            f"UPDATE event SET status='writing', finished_at=NULL, reason=?, response_status=?, response_hash=?, extractors=?, {_ENDED}"
+            " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
+            (end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence),
+        )
+        n = self._touched(tx, end)
+        if n is None:
             return False
-        tx.execute("UPDATE event SET worker=NULL WHERE n=?", (end.row,))  # nobody is at it until the sink begins
+        self._keep_meta(tx, n, end)
+        self._note(tx, n, now, "writing", end=end)
+        tx.execute("UPDATE event SET worker=NULL WHERE n=?", (n,))  # nobody is at it until the sink begins
         return True
 
     # -- ending ------------------------------------------------------------------------------------------------------------
 
-    def succeed_in(self, tx: Tx, end: End, now: float) -> int | None:
-        """The event's number, or None: the fence is old, nothing was touched."""
-        return self._end(tx, end, "success", now, finished=now)
-
-    def _end(self, tx: Tx, end: End, status: str, now: float, *, finished: float | None) -> int | None:
-        tx.execute(
-            f"UPDATE event SET status=?, finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, {_ENDED}"
-            " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
-            (status, finished, end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence),
+    def succeed_in(self, tx: Tx, ends: Sequence[End], now: float) -> list[End]:
+        """Those whose fence is not old; of the others nothing was touched."""
+        touched = set(
+            tx.executemany(
+                f"UPDATE event SET status='success', finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, {_ENDED}"
+                " WHERE n=? AND fence=? AND status IN ('in_flight','writing') RETURNING n, fence",
+                [(now, end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence) for end in ends],
+            ).fetchall()
         )
-        n = self._touched(tx, end)
-        if n is not None:
-            self._keep_meta(tx, n, end)
-            tx.execute(
-                "INSERT INTO history(event, at, status, stage, reason) VALUES(?,?,?,?,?)"
-                " ON CONFLICT(event, at, status) DO UPDATE SET stage=excluded.stage, reason=excluded.reason",
-                (n, int(now * 1e6), status, end.stage, end.reason or None),
-            )
-        return n
+        done = [end for end in ends if (end.row, end.fence) in touched]
+        tx.executemany(_FETCHED, [(end.row, end.meta.page, _encode(end.meta)) for end in done if end.meta is not None])
+        tx.executemany("DELETE FROM needed WHERE event=?", [(end.row,) for end in done if end.restarted])
+        at = int(now * 1e6)
+        tx.executemany(
+            "INSERT INTO history(event, at, status, stage, reason) VALUES(?,?,'success',?,?)"
+            " ON CONFLICT(event, at, status) DO UPDATE SET stage=excluded.stage, reason=excluded.reason",
+            [(end.row, at, end.stage, end.reason or None) for end in done],
+        )
+        return done
 
     def look_ahead_in(self, tx: Tx, ends: Iterable[End]) -> None:
-        """These are concluded in a moment; then it is known already whose fence is old."""
+        """These are concluded in a moment, without success; then it is known already whose fence is old."""
         self._fences = {end.row: tx.execute(_FENCE, (end.row,)) for end in ends} if self.db.pipelined else {}
 
     def _touched(self, tx: Tx, end: End) -> int | None:
@@ -254,14 +263,8 @@ class SqlLedger:
     def _keep_meta(self, tx: Tx, n: int, end: End) -> None:
         """From now on the ledger knows the page, and no redelivery fetches it again."""
         if end.meta is not None:
-            tx.execute(
-                "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page, meta=excluded.meta",
-                (n, end.meta.page, _encode(end.meta)),
-            )
-            if end.outcome != "success":
-                tx.execute("INSERT INTO needed VALUES(?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page", (n, end.meta.page))
-        if end.outcome == "success" and end.restarted:
-            tx.execute("DELETE FROM needed WHERE event=?", (n,))
+            tx.execute(_FETCHED, (n, end.meta.page, _encode(end.meta)))
+            tx.execute("INSERT INTO needed VALUES(?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page", (n, end.meta.page))
 
     def put_off_in(self, tx: Tx, end: End, now: float, *, status: Literal["delayed", "pending"]) -> int | None:
         """Retry (charged or not), park and release: the event goes on later."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
 from penstock.model import REMOVED, Event, Record
-from penstock.ports import Row
-from penstock.stores.sql import Rows, SqlStore, Tx
+from penstock.ports import End, Row
+from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
 CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL,
@@ -22,9 +23,14 @@ CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL
   n)) WITHOUT ROWID;
 CREATE TABLE change(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, tries INTEGER NOT NULL DEFAULT 0, error TEXT);
 """
-_OLD = "SELECT hash, url_key, n, fields FROM record WHERE extractor=? AND key=?"
 _json = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
+
+
+class Emitted(msgspec.Struct):
+    lines: list[tuple[str, str, bytes]]  # (extractor, key, line)
+    unchanged: int
+    changed: int
 
 
 class SqlOutbox:
@@ -32,49 +38,48 @@ class SqlOutbox:
 
     def __init__(self, db: SqlStore) -> None:
         self.db = db
-        self._seen: dict[tuple[str, str], Rows] = {}
         db.part("outbox", 1, SCHEMA)
-
-    def look_ahead_in(self, tx: Tx, keys: Iterable[tuple[str, str]]) -> None:
-        """(extractor, key) of records that are emitted in a moment, in this transaction."""
-        self._seen = {(extractor, key): tx.execute(_OLD, (extractor, _shelf(key))) for extractor, key in keys} if self.db.pipelined else {}
 
     # -- records -----------------------------------------------------------------------------------------------------------
 
-    def emit_in(
-        self, tx: Tx, event: Event, n: int, url_key: bytes, records: Sequence[Record], fetched_at: float, *, emit_unchanged: bool, hooks: bool
-    ) -> tuple[list[tuple[str, str, bytes]], int, int]:
-        """([(extractor, key, line)], unchanged, changed): what leaves for the sinks, after change detection against the books."""
-        lines: list[tuple[str, str, bytes]] = []
-        unchanged = changed = 0
-        # Rows without a key of their own share the page's: they are compared as a whole, or they would take turns in being news.
-        same: dict[tuple[str, str], list[Record]] = {}
-        for r in records:
-            same.setdefault((r.extractor, r.key), []).append(r)
-        for (extractor, key), rows in same.items():
-            shelf = _shelf(key)
-            seen = self._seen.pop((extractor, key), None) or tx.execute(_OLD, (extractor, shelf))
-            old = seen.get
-            last = rows[-1]
-            hash_ = last.hash if len(rows) == 1 else blake2b(b"".join([r.hash for r in rows]), digest_size=16).digest()
-            if old is not None and old[0] == hash_ and old[1] == url_key and not (emit_unchanged or event.force):
-                unchanged += len(rows)
-                continue
-            if old is not None and old[0] == REMOVED and n < old[2]:  # a newer event removed it: no sink may get it back from an older one
-                unchanged += len(rows)
-                continue
-            lines += [(extractor, key, render(event, r, fetched_at)) for r in rows]
-            if old is None or n >= old[2]:
-                tx.execute(
-                    "INSERT INTO record VALUES(?,?,?,?,?,?) ON CONFLICT(extractor, key)"
-                    " DO UPDATE SET url_key=excluded.url_key, hash=excluded.hash, fields=excluded.fields, n=excluded.n",
-                    (extractor, shelf, url_key, hash_, last.fields, n),
-                )
-            if old is not None and old[0] != hash_ and n >= old[2]:
-                changed += 1
-                if hooks:
-                    tx.execute("INSERT INTO change(body) VALUES(?)", (_change(event, last, old[3]),))
-        return lines, unchanged, changed
+    def emit_in(self, tx: Tx, ends: Sequence[tuple[End, bytes]], *, emit_unchanged: bool, hooks: bool) -> list[Emitted]:
+        """What leaves for the sinks of each (success, its URL's key), after change detection against the books."""
+        wanted = dict.fromkeys((r.extractor, _shelf(r.key)) for end, _ in ends for r in end.records)
+        rows = tx.executemany("SELECT extractor, key, url_key, hash, fields, n FROM record WHERE extractor=? AND key=?", wanted).fetchall()
+        known: dict[tuple[str, str], tuple[Any, ...]] = {(row[0], row[1]): row for row in rows}
+        fresh: dict[tuple[str, str], tuple[Any, ...]] = {}  # the last of a key that is here twice
+        emitted = []
+        for end, url_key in ends:
+            event, n, fetched_at = end.event, end.row, end.meta.fetched_at if end.meta else 0.0
+            out = Emitted([], 0, 0)
+            # Rows without a key of their own share the page's: they are compared as a whole, or they would take turns in being news.
+            same: dict[tuple[str, str], list[Record]] = {}
+            for r in end.records:
+                same.setdefault((r.extractor, r.key), []).append(r)
+            for (extractor, key), group in same.items():
+                place = extractor, _shelf(key)
+                old, last = known.get(place), group[-1]
+                hash_ = last.hash if len(group) == 1 else blake2b(b"".join([r.hash for r in group]), digest_size=16).digest()
+                if old is not None and old[3] == hash_ and old[2] == url_key and not (emit_unchanged or event.force):
+                    out.unchanged += len(group)
+                    continue
+                if old is not None and old[3] == REMOVED and n < old[5]:  # a newer event removed it: no sink may get it back from an older one
+                    out.unchanged += len(group)
+                    continue
+                out.lines += [(extractor, key, render(event, r, fetched_at)) for r in group]
+                if old is None or n >= old[5]:
+                    known[place] = fresh[place] = (*place, url_key, hash_, last.fields, n)
+                    if old is not None and old[3] != hash_:
+                        out.changed += 1
+                        if hooks:
+                            tx.execute("INSERT INTO change(body) VALUES(?)", (_change(event, last, old[4]),))
+            emitted.append(out)
+        tx.executemany(
+            "INSERT INTO record VALUES(?,?,?,?,?,?) ON CONFLICT(extractor, key)"
+            " DO UPDATE SET url_key=excluded.url_key, hash=excluded.hash, fields=excluded.fields, n=excluded.n",
+            list(fresh.values()),
+        )
+        return emitted
 
     # -- the sinks' outbox ---------------------------------------------------------------------------------------------------
 
