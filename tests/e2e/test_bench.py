@@ -65,10 +65,17 @@ def test_webhook_tells_how_long_a_signed_request_takes_until_its_event_is_durabl
     assert found["requests_per_second_flat_out"] > 0
 
 
+def test_seed_tells_how_long_a_row_takes_to_become_a_fetch_and_a_row(tmp_path: Path) -> None:
+    found = bench(tmp_path, "seed", "--n", "40", "--rate", "40")
+    for step in ("insert_to_fetch", "insert_to_row"):
+        assert 0 < found[step]["p50"] <= found[step]["p95"] <= found[step]["max"]
+    assert found["within_bar"] == (found["insert_to_fetch"]["p95"] < 1.0 and found["insert_to_row"]["p95"] < 3.0)
+
+
 def test_a_bench_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(ROOT / "bench" / "run.py"), "speed"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "one of: pages, claim, slow-host, profile" in done.stderr
+    assert "one of: pages, claim, slow-host" in done.stderr
 
 
 def test_pages_tells_pages_a_second_of_every_contender_and_how_it_scales(tmp_path: Path) -> None:
