@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -193,19 +194,44 @@ def test_a_redesign_of_one_page_leaves_the_others_alone(shop: Shop) -> None:
     assert page(shop, shop.url("titanium-spork")).css(".price").get() is not None
 
 
-def test_feed_and_sitemap_are_well_formed_and_follow_the_changes(shop: Shop, clock: Time) -> None:
+def test_feed_sitemap_and_api_follow_the_changes_and_say_when_they_have_not(shop: Shop, clock: Time) -> None:
+    def tags() -> dict[str, str]:
+        paths = ("/feed.xml", "/sitemap.xml", "/sitemap-1.xml.gz", "/sitemap-2.xml", "/api/products.json", "/api/products.json?page=2")
+        return {path: get(shop, "http://shop.example" + path).headers["etag"] for path in paths}
+
+    assert tags() == tags()
+    before = tags()
     clock.now += 20
-    made = shop.changes
+    made, after = shop.changes, tags()
+    assert {path for path in after if after[path] != before[path]} >= {"/feed.xml", "/sitemap.xml"}
     feed = ElementTree.fromstring(get(shop, "http://shop.example/feed.xml").body)
     items = feed.findall("channel/item")
     assert [i.findtext("link") for i in items] == [shop.url(c.product.slug) for c in reversed(made)]
     assert len({i.findtext("guid") for i in items}) == len(made)
     space = {"s": "http://www.sitemaps.org/schemas/sitemap/0.9"}
-    sitemap = ElementTree.fromstring(get(shop, "http://shop.example/sitemap.xml").body)
-    modified = {u.findtext("s:loc", "", space): u.findtext("s:lastmod", "", space) for u in sitemap.findall("s:url", space)}
+    index = ElementTree.fromstring(get(shop, "http://shop.example/sitemap.xml").body)
+    modified = {}
+    for loc in index.iterfind("s:sitemap/s:loc", space):
+        body = get(shop, loc.text or "").body
+        part = ElementTree.fromstring(gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body)
+        modified |= {u.findtext("s:loc", "", space): u.findtext("s:lastmod", "", space) for u in part.findall("s:url", space)}
     assert set(modified) == {shop.url(p.slug) for p in PRODUCTS}
     opened_at = min(modified.values())
     assert {url for url, at in modified.items() if at > opened_at} == {shop.url(c.product.slug) for c in made}
+
+
+def test_the_api_lists_every_product_with_a_number_page_by_page(shop: Shop, clock: Time) -> None:
+    clock.now += 20
+    found, path = [], "/api/products.json"
+    while path:
+        answer = get(shop, "http://shop.example" + path)
+        page = json.loads(answer.body)
+        found += page["products"]
+        path = page["next"]
+        assert ("link" in answer.headers) == bool(path)
+    assert {p["sku"]: p["price"] for p in found} == {p.sku: str(p.price) for p in shop.products if p.sku}
+    assert get(shop, "http://shop.example/api/products.json?page=0").status == 400
+    assert json.loads(get(shop, "http://shop.example/api/products.json?page=99").body) == {"products": [], "next": None}
 
 
 def test_every_link_of_the_shop_leads_somewhere_and_nothing_comes_from_elsewhere(shop: Shop) -> None:

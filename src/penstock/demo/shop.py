@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gzip
 import json
 import math
 import os
@@ -22,6 +23,8 @@ from penstock.testing.web import HTML, TEXT, XML, Reply, Request, Web, json_repl
 
 KEEP_CHANGES = 10_000
 PAGE_OF_CHANGES = 500
+PAGE_OF_PRODUCTS = 20
+IN_FEED = 200  # changes
 _LIST_PRICES = {p.slug: p.price for p in PRODUCTS}
 
 
@@ -129,9 +132,14 @@ class Shop:
             case ["changes.json"]:
                 return self._change_list(request)
             case ["feed.xml"]:
-                return reply(storefront.feed(self.base, [(c.id, c.at, c.product, c.old, c.new) for c in list(self._changes)[-40:][::-1]]), XML)
+                return reply(storefront.feed(self.base, [(c.id, c.at, c.product, c.old, c.new) for c in list(self._changes)[-IN_FEED:][::-1]]), XML)
             case ["sitemap.xml"]:
-                return reply(storefront.sitemap([(self.url(slug), at) for slug, at in self._moved.items()]), XML)
+                return reply(storefront.sitemap_index([(self.base + path, max(at for _, at in pages)) for path, pages in self._sitemaps().items()]), XML)
+            case [name] if f"/{name}" in (maps := self._sitemaps()):
+                made = storefront.sitemap(maps[f"/{name}"]).encode()
+                return reply(gzip.compress(made, mtime=0), "application/gzip") if name.endswith(".gz") else reply(made, XML)
+            case ["api", "products.json"]:
+                return self._products(request)
             case ["robots.txt"]:
                 return reply(f"User-agent: *\nAllow: /\n\nSitemap: {self.base}/sitemap.xml\n", TEXT)
             case _:
@@ -140,6 +148,27 @@ class Shop:
     def _page(self, product: Product) -> str:
         related = [self._goods[slug] for slug in _related(product.slug)]
         return storefront.product(product, related, broken=product.slug == BROKEN, redesigned=product.slug in self._redesigned)
+
+    def _sitemaps(self) -> dict[str, list[tuple[str, float]]]:
+        """The products in two parts, as large shops have them: one packed, one plain."""
+        pages = [(self.url(slug), at) for slug, at in self._moved.items()]
+        return {"/sitemap-1.xml.gz": pages[: len(pages) // 2], "/sitemap-2.xml": pages[len(pages) // 2 :]}
+
+    def _products(self, request: Request) -> Reply:
+        """Page by page, the next one named in the body and in the Link header. What has no number yet is not for sale."""
+        page = request.params.get("page", "1")
+        if not (page.isascii() and page.isdigit() and 0 < int(page[:9]) < 10**6):
+            return json_reply({"error": "page must be a number from 1 up"}, 400)
+        listed = [p for p in self._goods.values() if p.sku]
+        at = (int(page) - 1) * PAGE_OF_PRODUCTS
+        following = f"/api/products.json?page={int(page) + 1}" if at + PAGE_OF_PRODUCTS < len(listed) else None
+        products = [
+            {"sku": p.sku, "name": p.name, "url": f"/product/{p.slug}", "price": str(p.price), "currency": CURRENCY, "stock": p.stock,
+             "changed": storefront.iso(self._moved[p.slug])}
+            for p in listed[at : at + PAGE_OF_PRODUCTS]
+        ]  # fmt: skip
+        body = {"products": products, "next": following}
+        return json_reply(body, link=f'<{following}>; rel="next"') if following else json_reply(body)
 
     def _change_list(self, request: Request) -> Reply:
         after = request.params.get("after", "0")

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape as xml
 
 from penstock.demo.goods import CATEGORIES, CURRENCY, LIMITED, SHOP, Product, slug
 
-__all__ = ["busy", "category", "feed", "front", "iso", "missing", "product", "sitemap", "slug"]
+__all__ = ["busy", "category", "feed", "front", "iso", "missing", "product", "sitemap", "sitemap_index", "slug"]
 
 _CSS = """
 :root{color-scheme:light dark;--paper:#fbf9f4;--card:#fff;--ink:#22282b;--soft:#6b7478;--line:#e4dfd3;--accent:#0f6e6e}
@@ -135,3 +135,8 @@ def _rfc822(at: float) -> str:
 def sitemap(pages: Sequence[tuple[str, float]]) -> str:
     entries = "".join(f"<url><loc>{xml(url)}</loc><lastmod>{iso(at)}</lastmod></url>\n" for url, at in pages)
     return f'<?xml version="1.0" encoding="utf-8"?>\n<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n{entries}</urlset>\n'
+
+
+def sitemap_index(parts: Sequence[tuple[str, float]]) -> str:
+    entries = "".join(f"<sitemap><loc>{xml(url)}</loc><lastmod>{iso(at)}</lastmod></sitemap>\n" for url, at in parts)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n<sitemapindex xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n{entries}</sitemapindex>\n'

@@ -1,0 +1,134 @@
+"""The demo's shop changes while feed, sitemap and API are read by a real `penstock run` that is killed again and again: every change is one event of each."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.e2e.harness import Project, Running, Site, wait_for
+
+from penstock.demo.goods import PRODUCTS
+from penstock.demo.shop import Change, Shop
+from penstock.model import mint
+from penstock.sources import feed
+from penstock.testing.web import Reply, Request, reply
+
+pytestmark = pytest.mark.slow
+CHANGES = 60
+BOMB = '<?xml version="1.0" encoding="UTF-16"?><!DOCTYPE rss [<!ENTITY a "boom">]><rss><channel><item><guid>&a;</guid></item></channel></rss>'.encode("utf-16")
+PIPELINE = """
+from penstock import Page, Pipeline
+
+shop = Pipeline("shop")
+
+@shop.extract(match="*/product/*", key="sku")
+def product(page: Page):
+    yield {{"sku": page.css("[data-sku]::attr(data-sku)").get(), "price": page.css(".price::text").get()}}
+
+shop.source("feed+{base}/feed.xml", name="feed", every="100ms", window=0)
+shop.source("sitemap+{base}/", name="sitemap", every="100ms", window=0)
+shop.source("api+{base}/api/products.json", name="api", every="100ms", window=0, items="products", key="sku", next="next")
+shop.sink("sqlite:products.db?table=products")
+"""
+
+
+class Moving:
+    """The shop in the test's own hands: a price moves when the test says so, and the log of it is the shop's own."""
+
+    def __init__(self) -> None:
+        self.now, self._lock = 1_700_000_000.0, threading.Lock()
+        self.shop = self._made()
+        plan = self._made()
+        start, self.now = self.now, self.now + CHANGES
+        self.plan: tuple[Change, ...] = plan.changes  # what will happen: everything follows from seed and clock
+        self.now = start
+        self.answers: dict[str, Reply] = {}  # instead of the shop's
+
+    def _made(self) -> Shop:
+        return Shop(seed=11, clock=lambda: self.now, every=(1.0, 1.0))
+
+    def __call__(self, request: Request) -> Reply:
+        with self._lock:
+            return self.answers.get(request.path) or self.shop.answer(request)
+
+    def move(self) -> None:
+        with self._lock:
+            self.now += 1.0
+            self.shop.advance()
+
+    def runs(self) -> Iterator[list[Change]]:
+        """The changes in stretches that touch no product twice: what a sitemap shows of two changes between two looks is one."""
+        stretch: list[Change] = []
+        for change in self.plan:
+            if any(change.product.slug == c.product.slug for c in stretch):
+                yield stretch
+                stretch = []
+            stretch.append(change)
+        yield stretch
+
+
+def sources(project: Project) -> dict[str, dict[str, Any]]:
+    done = project.penstock("sources", "ls", "--json", "--pipeline", "shop.py")
+    return {s["name"]: s for s in json.loads(done.out)["sources"]} if done.code == 0 else {}
+
+
+def test_every_change_of_the_shop_is_one_event_of_each_source_however_often_the_reader_is_killed(project: Project) -> None:
+    moving, chance = Moving(), random.Random(5)
+    site = Site(moving)
+    running: Running | None = None
+    try:
+        moving.shop.base = moving.shop.limited = site.url("")
+        project.allow(site.port)
+        project.write("shop.py", PIPELINE.format(base=site.url("")))
+        running = project.start("run", "shop.py")
+        first = {"feed": 0, "sitemap": len(PRODUCTS), "api": len(PRODUCTS) - 1}  # the one without a number is in no list of goods
+
+        def told(changes: int) -> bool:
+            found = sources(project)
+            return bool(found) and all(found[name]["events"] == count + changes for name, count in first.items())
+
+        wait_for(lambda: told(0), "the first look", 60, 0.2)
+        happened = kills = 0
+        for stretch in moving.runs():
+            fatal = chance.randrange(len(stretch))
+            for n, _ in enumerate(stretch):
+                moving.move()
+                happened += 1
+                if n == fatal:
+                    time.sleep(chance.uniform(0.0, 0.4))  # somewhere between the change and its event, or after it
+                    running.kill()
+                    kills += 1
+                    running = project.start("run", "shop.py")
+            if kills == 3:  # meanwhile, one of them serves what nobody should read
+                moving.answers["/feed.xml"] = reply(BOMB, "application/rss+xml")
+                wait_for(lambda: "DTD" in (sources(project).get("feed", {}).get("error") or ""), "the feed's trouble", 60, 0.2)
+                moving.answers.clear()
+            wait_for(lambda n=happened: told(n), f"{happened} changes told by each source", 60, 0.2)
+        assert happened == CHANGES
+        assert kills >= 5
+        running.signal(15)
+        running.wait()
+        project.run()
+
+        events = project.events()
+        log = moving.shop.changes
+        of = {name: [e for e in events if e["source"] == name] for name in first}
+        url, opened = moving.shop.url, moving.now - CHANGES
+        entries = feed.parse(moving.shop.answer(Request("GET", "/feed.xml", "", {}, b"", site.port)).body, None)
+        assert [e.id for e in entries] == [f"weir-daughters-change-{c.id}" for c in reversed(log)]
+        assert {e["event_id"] for e in of["feed"]} == {mint("feed", site.url("/feed.xml"), e.id, e.hash) for e in entries}
+        states = [*((url(c.product.slug), c.at) for c in log), *((url(p.slug), opened) for p in PRODUCTS)]
+        assert {e["event_id"] for e in of["sitemap"]} == {mint("sitemap", loc, f"{at:.3f}") for loc, at in states}
+        assert Counter(e["url"] for e in of["api"]) == Counter([*(url(c.product.slug) for c in log), *(url(p.slug) for p in PRODUCTS if p.sku)])
+        assert len({e["event_id"] for e in events}) == len(events) == sum(first.values()) + 3 * CHANGES
+        project.doctor()
+    finally:
+        if running is not None and not running.ended:
+            running.kill()
+        site.close()
