@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.pipeline import Pipeline
 from penstock.ports import Batch
 from penstock.sources.context import BATCH
-from penstock.sources.kafka import open_source
+from penstock.sources.kafka import KafkaSource, open_source
 
 pytestmark = pytest.mark.server("kafka")
 _api: Any = admin
@@ -261,6 +261,34 @@ async def test_a_server_that_dies_is_told_and_reading_goes_on_behind_it(ground: 
     ground.write(topic, [{"n": 5}])
     more, _ = await until_idle(source, cursor)
     assert found + numbers(more) == [0, 1, 2, 3, 4, 5]
+
+
+async def test_tls_and_a_login_carry_messages_and_a_wrong_one_is_told_without_it(
+    ground: Ground, server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": 1}])
+    secure, ca = f"127.0.0.1:{server('kafka').ports('secure')}/{topic}", str(server("kafka").file("kafka.pem"))
+    monkeypatch.setenv("KAFKA_PASSWORD", "secret")
+
+    def opened(url: str, **options: Any) -> KafkaSource:
+        pipeline = Pipeline("test")
+        pipeline.source(url, timeout="3s", **options)
+        return open_source(pipeline.sources[0], context())
+
+    for good in (
+        opened(f"kafka+ssl://penstock:secret@{secure}", ca=ca),
+        opened(f"kafka+ssl://{secure}", ca=ca, username="penstock", password="env:KAFKA_PASSWORD"),
+    ):
+        assert numbers((await until_idle(good))[0]) == [1]
+    for wrong, said in (
+        (opened(f"kafka+ssl://penstock:hunter2@{secure}", ca=ca), "refuses the login"),
+        (opened(f"kafka+ssl://penstock:hunter2@{secure}"), "no TLS connection"),
+        (opened(f"kafka://penstock:hunter2@{secure}"), "cannot be reached"),
+    ):
+        with pytest.raises(SourceDown, match=said) as caught:
+            await until_idle(wrong)
+        assert "hunter2" not in caught.value.message + caught.value.hint
 
 
 @pytest.mark.parametrize(

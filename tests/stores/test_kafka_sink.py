@@ -174,6 +174,20 @@ def test_a_record_that_the_topic_does_not_take_is_named_and_waits(place: Place) 
         place.sink("a%20b")
 
 
+def test_a_login_that_is_refused_is_told_without_it(place: Place, server: Callable[[str], Handle]) -> None:
+    secure, ca = f"127.0.0.1:{server('kafka').ports('secure')}", server("kafka").file("kafka.pem")
+    topic = place.name()
+    good = open_sink(f"kafka+ssl://penstock:secret@{secure}/{topic}?ca={ca}", {}, Path())
+    good.open(0, "")
+    good.write([row(1)])
+    good.close()
+    assert "secret" not in good.name
+    wrong = open_sink(f"kafka+ssl://penstock:hunter2@{secure}/{topic}?ca={ca}&timeout=3s", {}, Path())
+    with pytest.raises(StoreUnavailable, match="refuses the login") as caught:
+        wrong.open(0, "")
+    assert "hunter2" not in caught.value.message + caught.value.hint
+
+
 def test_a_sink_that_is_not_open_asks_for_it(place: Place) -> None:
     with pytest.raises(Reopen):
         place.sink(place.name()).write([row(1)])

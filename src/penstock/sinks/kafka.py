@@ -110,10 +110,14 @@ class KafkaSink:
             "queue.buffering.max.kbytes": 128 << 10,
             "topic.metadata.propagation.max.ms": 3000,
         }
+        admin: Any = None
         try:
-            self._ensure(AdminClient(client | self.topic.rdkafka))
+            admin = AdminClient(client | self.topic.rdkafka)
+            self._ensure(admin)
             self._producer = Producer(client | conf | self.topic.rdkafka)
         except KafkaException as e:
+            if admin is not None:
+                admin.poll(0.1)  # it tells its own complaints only when it is asked
             raise self._down(error_of(e), "opening") from None
         except (TypeError, ValueError) as e:
             raise ConfigError(f"sink {self.name}: {e}", hint="check its options, those that begin with rdkafka. above all") from None

@@ -25,7 +25,7 @@ from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.sources.context import BATCH, BaseSource, SourceContext
 from penstock.sources.kafka_client import Client
-from penstock.sources.kafka_messages import FORMATS, OPERATIONS, Reading
+from penstock.sources.kafka_messages import FORMATS, OPERATIONS, Message, Reading
 from penstock.stores.kafka import Topic, parse
 
 T = TypeVar("T")
@@ -117,8 +117,7 @@ class KafkaSource(BaseSource):
                 if time.monotonic() - looked > self.refresh:
                     looked = time.monotonic()
                     await run(client.look_for_partitions)
-                messages = await run(client.take, BATCH, BATCH_BYTES)
-                findings = [finding for m in messages if (finding := reading.finding(m)) is not None]
+                messages, findings = await run(_take, client, reading)
                 at = dict(client.at)
                 moved = at != noted.at
                 noted = msgspec.structs.replace(noted, at=at)
@@ -225,6 +224,12 @@ class KafkaSource(BaseSource):
         if cursor is None:
             return "at the start" if self.options.start == "earliest" else "not read yet; begins with what comes next"
         return _read_cursor(cursor, self.name).text()  # type: ignore[union-attr]
+
+
+def _take(client: Client, reading: Reading) -> tuple[list[Message], list[Finding]]:
+    """Read here too: a thousand messages of JSON are a tenth of a second that the loop has better use for."""
+    messages = client.take(BATCH, BATCH_BYTES)
+    return messages, [finding for m in messages if (finding := reading.finding(m)) is not None]
 
 
 def _read_cursor(raw: bytes | None, name: str) -> Cursor | None:

@@ -176,5 +176,7 @@ class Client:
     def _down(self, error: KafkaError, doing: str) -> SourceDown:
         if error.code() == KafkaError._AUTO_OFFSET_RESET:  # retention was quicker than we; `_begin` will say how much is gone
             return SourceDown(f"{self.topic.label}: what comes next was deleted before it was read", hint="reading goes on from what is there", after=0.0)
+        if self._consumer is not None:
+            self._consumer.poll(0.1)  # it tells its own complaints only when it is asked; this client ends here, so no message is missed
         message, hint = sentence(self.topic, weightier(self._trouble, error), doing)
         return SourceDown(message, hint=hint)
