@@ -79,6 +79,7 @@ async def test_thousands_of_rows_come_in_bounded_batches(rig: Rig) -> None:
                 break
             sizes.append(len(batch.findings))
     assert sizes == [1000, 1000, 1000, 500]
+    assert rig.urls == [f"https://shop.test/{n}" for n in range(1, 3501)]
     assert len(taken(rig)) == len(rig.accepted) == 3500
 
 

@@ -144,6 +144,8 @@ class Feed:
                 with contextlib.suppress(psycopg2.Error):
                     connection.close()
             if self._spill is not None:
+                with contextlib.suppress(OSError):
+                    self._settle(None)
                 self._spill.close()
 
     def _end(self, error: BaseException) -> None:
@@ -281,6 +283,7 @@ class Feed:
                 continue
             self._tell(stream)
             select.select([replication, self._woken], [], [], LINGER if self._found else TELL)
+        self._settle(stream)
 
     def _take(self, change: Any, size: int, start: tuple[int, int], included: Included | None) -> bool:
         """True: a piece was handed over."""
@@ -382,9 +385,7 @@ class Feed:
         self._confirmed(end)
 
     def _settle(self, stream: Any) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._woken, 4096):
-                pass
+        self._awake()
         while True:
             with self._mutex:
                 piece = self._accepted.popleft() if self._accepted else None
@@ -409,7 +410,14 @@ class Feed:
             stream.send_feedback(reply=True, force=True)
 
     def _pause(self, seconds: float) -> None:
+        """Until something is accepted, or for a while."""
         select.select([self._woken], [], [], seconds)
+        self._awake()
+
+    def _awake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._woken, 4096):
+                pass
 
     # -- the guard ---------------------------------------------------------------------------------------------------------
 

@@ -40,12 +40,12 @@ class Snapshot:
             table = self._s.tables[number]
             key = key_of(self._s, self._connection, number)
             names = columns(self._connection, table)
-            order = ", ".join(inline(name) for name, _ in key)
+            order = ", ".join(f"r.{inline(name)}" for name, _ in key)  # not by what is selected, which is text
             told = ", ".join(f"{inline(name)}::text" for name, _ in names)
             keys = ", ".join(f"{inline(name)}::text" for name, _ in key)
             while True:
                 where = "" if after is None else f"WHERE ({order}) > ({_placeholders(key)})"
-                statement = f"SELECT {keys}, {told} FROM {table.inline} {where} ORDER BY {order} LIMIT {BATCH}"
+                statement = f"SELECT {keys}, {told} FROM {table.inline} AS r {where} ORDER BY {order} LIMIT {BATCH}"
                 found = rows(self._connection, statement, after or ())
                 if not found:
                     break

@@ -151,7 +151,8 @@ class _Waiting:
         s = self._s
         keys = ", ".join(f"{inline(name)}::text" for name in self._key)
         told = ", ".join(f"{inline(name)}::text" for name, _, _ in self._columns)
-        statement = f"SELECT {keys}, xmin::text, {told} FROM {s.table.inline}{self._where()} ORDER BY {', '.join(map(inline, self._key))} LIMIT {limit}"
+        order = ", ".join(f"r.{inline(name)}" for name in self._key)  # not by what is selected, which is text
+        statement = f"SELECT {keys}, xmin::text, {told} FROM {s.table.inline} AS r{self._where()} ORDER BY {order} LIMIT {limit}"
         return await _all(self._connection, statement + (" FOR UPDATE SKIP LOCKED" if lock else ""), [s.waiting] if s.done == "status" else [])
 
     def _where(self) -> str:

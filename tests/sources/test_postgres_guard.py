@@ -1,0 +1,162 @@
+"""How much log a slot holds when nobody takes what was read: a warning, then a file, then the end; and the file itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.servers import Handle
+from tests.sources.postgres_rig import Rig, made, refused
+
+from penstock.ports import Batch, Finding
+from penstock.sources.postgres_spill import Frame, Spill
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def rig(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Rig]:
+    yield from made(server("postgres").url, tmp_path, "cdc")
+
+
+postgres = pytest.mark.server("postgres")
+
+
+async def nobody_takes(rig: Rig, batches: AsyncGenerator[Batch, None], holds: Callable[[], object], *, rows: int = 20_000) -> Batch:
+    """One batch is handed over and kept, as by a full queue, while the table grows by about 24 MB of log."""
+    rig.run("INSERT INTO scrape_requests(url, note) SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, %s) n", rows)
+    batch = Batch()
+    while not batch.findings:
+        batch = await anext(batches)
+        rig.accept(batch)
+    for _ in range(300):
+        rig.run("CHECKPOINT")  # the server moves its own mark only when it looks
+        if holds():
+            return batch
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"it never came to that; {await refused_at_last(rig, batches)}")
+
+
+@postgres
+async def test_a_full_queue_is_warned_of_and_then_goes_to_a_file_so_that_the_server_can_forget(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"max_lag": "16MiB"}
+    with caplog.at_level(logging.WARNING, "penstock"):
+        async with rig.reading(**options) as batches:
+            await rig.ready(batches)
+            await nobody_takes(rig, batches, lambda: rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)") < 8 * MIB)
+            files = list(rig.directory.glob("sources/*.spill"))
+            assert files[0].stat().st_size > 15 * MIB
+            assert files[0].stat().st_mode & 0o077 == 0
+            await rig.until(batches, lambda: len(rig.accepted) == 20_000)
+            await rig.idle(batches)
+            assert files[0].stat().st_size == 0
+            rig.insert("https://shop.test/after")
+            await rig.until(batches, lambda: len(rig.accepted) == 20_001)
+    assert rig.repeated == 0
+    assert rig.urls == [*[f"https://shop.test/{n}" for n in range(1, 20_001)], "https://shop.test/after"]
+    said = [record.getMessage() for record in caplog.records]
+    assert any("of WAL on the server" in line and "the limit is 16MiB" in line for line in said)
+    assert any("the queue is full; what changes meanwhile is kept in" in line for line in said)
+
+
+@postgres
+async def test_a_reader_that_is_killed_while_it_kept_changes_in_a_file_finds_them_there(rig: Rig) -> None:
+    options = {"max_lag": "16MiB"}
+    async with rig.reading(**options) as batches:
+        await rig.ready(batches)
+        await nobody_takes(rig, batches, lambda: rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)") < MIB)
+    for enough in (3000, 9000):
+        async with rig.reading(**options) as batches:
+            await rig.until(batches, lambda enough=enough: len(rig.accepted) >= enough)
+    rig.insert("https://shop.test/after")
+    async with rig.reading(**options) as batches:
+        await rig.until(batches, lambda: len(rig.accepted) == 20_001)
+        await rig.idle(batches)
+    assert len(set(rig.urls)) == 20_001
+    assert rig.repeated <= 4000  # ids: what was accepted and not noted as such in the file
+
+
+@postgres
+async def test_a_slot_that_nobody_can_empty_is_given_up_only_when_that_is_asked_for(rig: Rig) -> None:
+    options = {"max_lag": "4MiB", "max_spill": "2MiB"}
+    async with rig.reading(**options) as batches:
+        await rig.ready(batches)
+        await nobody_takes(rig, batches, lambda: rig.slot_row("NOT active"))
+        trouble = await refused_at_last(rig, batches)
+        assert "the limit is 4MiB, and the queue stays full" in trouble
+    assert rig.slot_row("slot_name")
+    async with rig.reading(**options) as batches:  # what was behind is read all the same, as soon as there is room
+        await rig.until(batches, lambda: len(rig.accepted) == 20_000)
+        await rig.idle(batches)
+    rig.accepted.clear()
+    async with rig.reading(**options, on_limit="drop") as batches:
+        await nobody_takes(rig, batches, lambda: rig.slot_row("slot_name") is None)
+        trouble = await refused_at_last(rig, batches)
+        assert "it was dropped" in trouble
+    assert 1000 <= len(rig.accepted) < 20_000
+    async with rig.reading(**options) as batches:  # what was read before is still handed over
+        trouble = await refused_at_last(rig, batches)
+    assert "is gone, and with it what changed after" in trouble
+
+
+async def refused_at_last(rig: Rig, batches: AsyncGenerator[Batch, None]) -> str:
+    async def accepting() -> AsyncGenerator[Batch, None]:
+        async for batch in batches:
+            rig.accept(batch)
+            yield batch
+
+    return (await refused(accepting())).message
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------------
+
+
+def frame(number: int) -> Frame:
+    return Frame([Finding(id=f"id-{number}", payload={"n": number})], number, 0, None)
+
+
+def numbers(spill: Spill) -> list[int]:
+    found = []
+    while (read := spill.next()) is not None:
+        found.append(read[0].lsn)
+    return found
+
+
+def test_what_is_kept_comes_out_in_order_and_what_was_accepted_does_not_come_again(tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "s.spill", 1 << 20)
+    ends = [spill.append(frame(n)) for n in range(5)]
+    spill.sync()
+    spill.accept(ends[1])
+    spill.close()
+    again = Spill(tmp_path / "s.spill", 1 << 20)
+    assert again.last() == (4, 0)
+    assert numbers(again) == [2, 3, 4]
+    again.accept(ends[4])
+    assert not again.active
+    assert (tmp_path / "s.spill").stat().st_size == 0
+    again.append(frame(7))
+    again.close()
+    third = Spill(tmp_path / "s.spill", 1 << 20)
+    assert numbers(third) == [7]
+    third.close()
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_a_torn_or_damaged_end_is_cut_off(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "s.spill"
+    spill = Spill(path, 1 << 20)
+    ends = [spill.append(frame(n)) for n in range(3)]
+    spill.close()
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-cut])
+    torn = Spill(path, 1 << 20)
+    assert numbers(torn) == [0, 1]
+    assert path.stat().st_size == ends[1]
+    torn.close()
+    path.write_bytes(raw[:-cut] + bytes([raw[-cut] ^ 1]) + raw[len(raw) - cut + 1 :])
+    damaged = Spill(path, 1 << 20)
+    assert numbers(damaged) == [0, 1]
+    damaged.close()
