@@ -1,0 +1,99 @@
+"""Ten thousand rows in a hundred transactions, and a reader that is killed ten times on the way: ten thousand events, none twice."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import signal
+import sqlite3
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from tests.e2e.harness import Project, wait_for
+from tests.servers import Handle
+
+pytestmark = pytest.mark.server("postgres")
+KILLS, TRANSACTIONS, ROWS = 10, 100, 100
+
+
+class Database:
+    """One of its own, with a table of requests."""
+
+    def __init__(self, url: str) -> None:
+        self.name = f"test_{secrets.token_hex(6)}"
+        self.url = url.rpartition("/")[0] + "/" + self.name
+        self._admin = psycopg.connect(url, autocommit=True)
+        self._admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(self.name)))
+        self.db = psycopg.connect(self.url, autocommit=True)
+        self.db.execute("CREATE TABLE scrape_requests(id bigserial PRIMARY KEY, url text NOT NULL)")
+
+    def slots(self) -> list[tuple[Any, ...]]:
+        return self._admin.execute("SELECT slot_name, active FROM pg_replication_slots WHERE database=%s", (self.name,)).fetchall()
+
+    def insert(self, start: int, rows: int) -> None:
+        with self.db.transaction():
+            self.db.execute(
+                "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/p/' || n FROM generate_series(%s::int, %s::int) n", (start, start + rows - 1)
+            )
+
+    def close(self) -> None:
+        self.db.close()
+        wait_for(lambda: not any(active for _, active in self.slots()), "nobody reads the slot")
+        self._admin.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s", (self.name,))
+        self._admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(self.name)))
+        self._admin.close()
+
+
+@pytest.fixture
+def database(server: Callable[[str], Handle]) -> Iterator[Database]:
+    database = Database(server("postgres").url)
+    yield database
+    database.close()
+
+
+def pipeline(database: Database) -> str:
+    url = database.url.replace("postgres:", "postgres+cdc:")
+    return f'from penstock import Pipeline\n\nshop = Pipeline("shop")\nshop.source("{url}", name="asked")\nshop.sink("jsonl:products.jsonl")\n'
+
+
+def accepted(project: Project) -> int:
+    with sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True) as books:
+        found: int = books.execute("SELECT count(*) FROM event").fetchone()[0]
+    books.close()
+    return found
+
+
+def test_a_reader_killed_ten_times_makes_ten_thousand_events_of_ten_thousand_rows(project: Project, database: Database) -> None:
+    chance = random.Random(6)
+    project.write("shop.py", pipeline(database))
+    project.set(namespace=database.name)
+    run = ("run", "shop.py", "--role", "source")
+    reader = project.start(*run)
+    wait_for(lambda: reader.ended or any(active for _, active in database.slots()), "the slot is read", 30)
+    written = killed = 0
+    for round_ in range(KILLS):
+        for _ in range(TRANSACTIONS // KILLS):
+            database.insert(written + 1, ROWS)
+            written += ROWS
+        goal = round_ * 1000 + chance.randrange(1, 1000)
+        wait_for(lambda reader=reader, goal=goal: reader.ended or accepted(project) >= goal, f"{goal} events", 30, 0.001)
+        assert not reader.ended, reader.said
+        reader.kill()
+        killed += 1
+        reader = project.start(*run)
+    wait_for(lambda: reader.ended or accepted(project) >= written, "all of them", 60, 0.05)
+    wait_for(lambda: json.loads(project.good("sources", "ls", "--json", "-p", "shop.py"))["sources"][0]["backlog"] == 0, "nothing is left in the log", 30, 0.5)
+    reader.signal(signal.SIGTERM)
+    assert reader.wait() == 0, reader.said
+    assert (killed, written) == (KILLS, TRANSACTIONS * ROWS)
+    with sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True) as books:
+        assert books.execute("SELECT count(*), count(DISTINCT url), count(DISTINCT id) FROM event").fetchone() == (written, written, written)
+    books.close()
+    state = json.loads(project.good("sources", "ls", "--json", "-p", "shop.py"))["sources"][0]
+    assert state["events"] == written
+    assert state["error"] is None
+    assert project.total()["accepted"] == written
