@@ -12,10 +12,10 @@ from penstock.rules.shares import TURNS, WEIGHTS, class_of, shares
 from penstock.rules.watermark import SPAN, Window, settled_ahead
 
 
-def window(*offsets: int, start: int = 0, epoch: int = 1) -> Window:
-    w = Window(epoch, start)
+def window(*offsets: int, start: int = 0, epoch: int = 1) -> Window[str]:
+    w: Window[str] = Window(epoch, start)
     for offset in offsets:
-        assert w.add(offset)
+        assert w.add(offset, f"m{offset}")
     return w
 
 
@@ -50,36 +50,52 @@ def test_an_offset_is_settled_once_and_only_under_its_own_assignment() -> None:
 
 def test_an_offset_that_was_received_before_is_not_taken_again() -> None:
     w = window(5, 6, start=5)
-    assert not w.add(5)
+    assert not w.add(5, "m")
     assert w.settle(5, 1)
-    assert not w.add(5)
+    assert not w.add(5, "m")
     assert w.watermark == 6
+
+
+def test_a_run_is_added_as_its_offsets_one_by_one_and_only_where_none_of_them_may_be_settled() -> None:
+    w: Window[str] = Window(1, 3)
+    assert w.add_run(5, ["a", "b", "c"])
+    assert (list(w.open.items()), w.next, w.watermark) == ([(5, "a"), (6, "b"), (7, "c")], 8, 5)
+    assert not w.add_run(7, ["c", "d"])
+    assert w.settle(5, 1)
+    assert w.settle(7, 1)
+    again: Window[str] = Window(2, w.watermark, settled_ahead(w.watermark, w.metadata()))
+    assert not again.add_run(6, ["b", "c", "d"])
+    assert (len(again), again.next) == (0, 6)
+    assert [offset for offset in (6, 7, 8) if again.add(offset, "m")] == [6, 8]
+    assert again.add_run(9, ["e", "f"]), "all that was settled before has come"
+    assert list(again.open) == [6, 8, 9, 10]
+    assert settled_ahead(again.watermark, again.metadata()) == {7} == again.ahead
 
 
 def test_after_a_restart_only_the_unsettled_are_open() -> None:
     w = window(*range(100, 110), start=100)
     for offset in (101, 103, 104, 109):
         w.settle(offset, 1)
-    again = Window(2, w.watermark, settled_ahead(w.watermark, w.metadata()))
-    assert [offset for offset in range(100, 112) if again.add(offset)] == [100, 102, 105, 106, 107, 108, 110, 111]
+    again: Window[str] = Window(2, w.watermark, settled_ahead(w.watermark, w.metadata()))
+    assert [offset for offset in range(100, 112) if again.add(offset, "m")] == [100, 102, 105, 106, 107, 108, 110, 111]
 
 
 def test_what_is_settled_but_not_yet_received_again_survives_a_second_restart() -> None:
     w = window(0, 1, 2, 3)
     w.settle(2, 1)
-    second = Window(2, 0, settled_ahead(0, w.metadata()))
-    assert second.add(0)
+    second: Window[str] = Window(2, 0, settled_ahead(0, w.metadata()))
+    assert second.add(0, "m")
     assert settled_ahead(second.watermark, second.metadata()) == {2}
     second.settle(0, 2)
-    third = Window(3, second.watermark, settled_ahead(second.watermark, second.metadata()))
-    assert [offset for offset in range(1, 4) if third.add(offset)] == [1, 3]
+    third: Window[str] = Window(3, second.watermark, settled_ahead(second.watermark, second.metadata()))
+    assert [offset for offset in range(1, 4) if third.add(offset, "m")] == [1, 3]
 
 
 def test_the_text_always_fits_and_what_does_not_fit_is_repeated_not_lost() -> None:
-    w = Window(1, 0)
+    w: Window[str] = Window(1, 0)
     offsets = range(4 * SPAN)
     for offset in offsets:
-        w.add(offset)
+        w.add(offset, "m")
     dice = random.Random(7)
     settled = {offset for offset in offsets[1:] if dice.random() < 0.5}
     for offset in settled:
@@ -120,8 +136,8 @@ def test_whatever_the_order_nothing_open_is_below_the_watermark_and_a_restart_re
     still = [offset for offset in offsets if offset not in done]
     assert w.watermark == (still[0] if still else (offsets[-1] + 1 if offsets else 10))
     assert len(w) == len(still)
-    again = Window(2, w.watermark, settled_ahead(w.watermark, w.metadata()))
-    assert [offset for offset in offsets if offset >= w.watermark and again.add(offset)] == still
+    again: Window[str] = Window(2, w.watermark, settled_ahead(w.watermark, w.metadata()))
+    assert [offset for offset in offsets if offset >= w.watermark and again.add(offset, "m")] == still
     for offset in still:
         assert again.settle(offset, 2)
     assert again.watermark == max(again.next, before)

@@ -19,11 +19,12 @@ from penstock.brokers.kafka_dsn import Settings, parse
 from penstock.brokers.kafka_history import read
 from penstock.brokers.kafka_producer import Message, Outbound
 from penstock.brokers.kafka_reader import Reader
-from penstock.brokers.kafka_topics import EARLIEST, LATEST, NORMAL, Layout, Reach, Topics, at_time
-from penstock.brokers.kafka_wire import compose, read_message
+from penstock.brokers.kafka_topics import EARLIEST, LATEST, Layout, Reach, Topics, at_time
+from penstock.brokers.kafka_wire import compose, compose_plain, read_message
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.model import Ack, Dead, Outcome, Release, Retry
+from penstock.model import Dead, Outcome, Release, Retry
 from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
+from penstock.rules.shares import LOWEST
 from penstock.rules.watermark import Window
 from penstock.stores.context import Context
 
@@ -72,18 +73,27 @@ class KafkaBroker:
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         now = self.clock.now()
-        messages = []
-        layouts = self.topics.layouts
+        messages: list[Message] = []
+        topic, plan = "", None
+        names: tuple[str, ...] = ()
         for m in batch:
-            plan = layouts.get(m.topic) or await self.layout(m.topic)
-            place, later, priority = plan.of(m.priority), 0.0, NORMAL
-            if m.not_before > now:
-                later = m.not_before
-                level = plan.level(later - now)
-                if level is not None:
-                    place, priority = level, place.priority
-            messages.append(compose(place.name, m.id, m.key, m.body, m.headers, not_before=later, priority=priority))
+            if m.topic != topic or plan is None:
+                topic, plan = m.topic, self.topics.layouts.get(m.topic) or await self.layout(m.topic)
+                names = plan.names
+            priority = m.priority
+            if m.not_before > now or not 0 <= priority <= LOWEST or m.headers:
+                messages.append(self._special(plan, m, now))
+            else:
+                messages.append(compose_plain(names[priority], m.id, m.key, m.body))
         return await self.outbound.send(messages)
+
+    def _special(self, plan: Layout, m: Out, now: float) -> Message:
+        """One for later, of a class that there is not, or with more to say."""
+        place, level = plan.of(m.priority), plan.level(m.not_before - now)
+        later = m.not_before if m.not_before > now else 0.0
+        if level is None:
+            return compose(place.name, m.id, m.key, m.body, m.headers, not_before=later)
+        return compose(level.name, m.id, m.key, m.body, m.headers, not_before=later, priority=place.priority)
 
     # -- receiving -------------------------------------------------------------------------------------------------------
 
@@ -119,36 +129,35 @@ class KafkaBroker:
 
     async def settle(self, reader: Reader, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
         now = self.clock.now()
-        mine: list[tuple[int, Entry, Outcome]] = []
+        parts, others = reader.acknowledge(items)
+        finished = len(others) < len(items) - parts.count(None)
+        if others:
+            finished = await self._settle_others(reader, others, now) or finished
+        if finished:
+            await reader.save()
+        return [part is not None and part.saved for part in parts]
+
+    async def _settle_others(self, reader: Reader, others: Sequence[tuple[Entry, Outcome]], now: float) -> bool:
+        """True: some of them are finished, and to be saved."""
         sends: list[Message] = []
-        for i, (d, outcome) in enumerate(items):
-            e = reader.holds(d)
-            if e is None or e.settling:
-                continue
-            e.settling = True
-            mine.append((i, e, outcome))
-            if outcome.__class__ is Ack:  # nearly always
-                continue
+        for e, outcome in others:
             if isinstance(outcome, Dead):
-                marks = {"penstock-reason": outcome.reason, "penstock-position": str(d.position)}
+                marks = {"penstock-reason": outcome.reason, "penstock-position": str(e.position)}
                 sends.append(compose(reader.plan.dead, e.id, e.key, e.body, {**e.headers, **marks}))
             elif isinstance(outcome, Retry) and reader.plan.level(outcome.delay) is not None:
                 sends.append(self._again(reader, e, now + outcome.delay))
         if sends:
+            answers: Sequence[Published] = ()
             try:
                 answers = await self.outbound.send(sends)
-            except BaseException:
-                self._unmark(mine)
-                raise
-            if any(answer is not Published.OK for answer in answers):
-                self._unmark(mine)
+            finally:
+                if answers.count(Published.OK) < len(sends):
+                    for e, _ in others:
+                        e.settling = False
+            if answers.count(Published.OK) < len(sends):
                 raise StoreUnavailable("Kafka did not confirm a retry or a dead letter", hint="it is tried again; see whether all servers are up")
-        dirty = False
-        for _, e, outcome in mine:
-            if outcome.__class__ is Ack:
-                reader.finish(e)
-                dirty = True
-                continue
+        finished = False
+        for e, outcome in others:
             match outcome:
                 case Release():
                     reader.put_back(e)
@@ -156,18 +165,8 @@ class KafkaBroker:
                     reader.put_back(e, now + delay if delay > 0 else 0.0)
                 case Retry() | Dead():
                     reader.finish(e)
-                    dirty = True
-        if dirty:
-            await reader.save()
-        result = [False] * len(items)
-        for i, e, _ in mine:
-            result[i] = e.part.saved
-        return result
-
-    @staticmethod
-    def _unmark(mine: Sequence[tuple[int, Entry, Outcome]]) -> None:
-        for _, e, _ in mine:
-            e.settling = False
+                    finished = True
+        return finished
 
     # -- figures ---------------------------------------------------------------------------------------------------------
 
@@ -218,7 +217,7 @@ class KafkaBroker:
         for m in read(self.settings, {at: (r.start, r.end) for at, r in reaches.items()}, limit + max((len(r.ahead) for r in reaches.values()), default=0)):
             if m.offset() in reaches[m.topic(), m.partition()].ahead:
                 continue
-            e, _ = _loose(plan, m)
+            e = _loose(plan, m)
             out = Out(topic=plan.topic, id=e.id, key=e.key, body=e.body, headers=e.headers, priority=e.priority, not_before=e.not_before)
             found.append((e.at, m.topic(), m.partition(), m.offset(), out))
         return [out for *_, out in sorted(found, key=lambda item: item[:4])[:limit]]
@@ -284,8 +283,8 @@ class KafkaBroker:
             for m in read(self.settings, spans, 1 << 60):
                 start, ahead = known[m.topic(), m.partition()]
                 if m.offset() < start or m.offset() in ahead:
-                    e, meant = _loose(plan, m)
-                    if not meant or meant == group:
+                    e = _loose(plan, m)
+                    if not e.meant or e.meant == group:
                         found.append(compose(plan.retries[0].name, e.id, e.key, e.body, e.headers, group=group, priority=e.priority))
             return found
 
@@ -336,14 +335,14 @@ class KafkaSubscription:
     async def close(self) -> None:
         """What this subscription still has is given back to the others of this process."""
         if self._reader is not None:
-            for e in [e for e in self._reader.out.values() if e.holder is self]:
+            for e in [e for e in self._reader.out.values() if e.holder is self and not e.settling]:
                 self._reader.put_back(e)
 
 
-def _loose(plan: Layout, m: Any) -> tuple[Entry, str]:
+def _loose(plan: Layout, m: Any) -> Entry:
     """A message read without a group."""
     place = next(place for place in plan.places if place.name == m.topic())
-    return read_message(m, Partition(place, m.partition(), Window(0, 0)))
+    return read_message(m, Partition(place, m.partition(), Window(0, 0), plan.topic, ""))
 
 
 def open_broker(url: str, context: Context) -> KafkaBroker:

@@ -4,48 +4,52 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from penstock.brokers.kafka_topics import Place
+from penstock.brokers.kafka_topics import Place, position
+from penstock.ports import Delivery
 from penstock.rules.shares import WEIGHTS, shares
 from penstock.rules.watermark import Window
 
 
 class Partition:
-    """One assigned partition. `received*` are written by the consumer's thread, all else by the loop: their difference needs no lock."""
+    """One assigned partition. `received*` and `reached` are written by the consumer's thread, all else by the loop: their differences need no lock."""
 
     __slots__ = (
-        "at", "entries", "epoch", "finished", "finished_bytes", "leaving", "lost", "number", "out", "paused", "place", "received", "received_bytes", "saved",
-        "switched", "window",
+        "at", "base", "epoch", "finished", "finished_bytes", "group", "leaving", "lost", "low", "number", "paused", "place", "reached", "received",
+        "received_bytes", "saved", "switched", "token", "topic", "window",
     )  # fmt: skip
 
-    def __init__(self, place: Place, number: int, window: Window) -> None:
-        self.place, self.number, self.window, self.epoch = place, number, window, window.epoch
+    def __init__(self, place: Place, number: int, window: Window[Entry], topic: str, group: str) -> None:
+        self.place, self.number, self.window, self.topic, self.group = place, number, window, topic, group
         self.at = (place.name, number)
-        self.entries: dict[int, Entry] = {}  # received and not settled
-        self.out = 0  # of these, handed out
+        self.base = position(place.slot, number, 0)  # an offset's position is this and the offset
+        self.token = window.epoch << 32  # of a first delivery; a copy of it that is handed out again has one of its own
         self.received = self.received_bytes = self.finished = self.finished_bytes = 0
+        self.low = self.reached = window.next  # the watermark when it was last committed, and what comes after the last message received
         self.paused, self.switched = False, 0.0  # the thread's
         self.leaving = False  # another worker is to have it: nothing more is handed out
         self.lost = False  # another worker has it
         self.saved = True  # and what was settled before that was committed
 
 
-class Entry:
-    """One message, received and not settled."""
+class Entry(Delivery, kw_only=True, frozen=False, eq=False, gc=False):  # type: ignore[misc]
+    """One message, received and not settled. It is handed out as it is, so that there is one object for each message; what comes back is replaced by a copy.
 
-    __slots__ = ("at", "body", "due", "headers", "holder", "id", "key", "not_before", "offset", "part", "priority", "settling", "size", "token", "where")
+    The collector does not look at them: the only circle they are part of is through their window, which is emptied when its partition goes."""
 
-    def __init__(
-        self, part: Partition, offset: int, id_: str, key: str, body: bytes, headers: dict[str, str], at: float, not_before: float, size: int, priority: int
-    ) -> None:  # fmt: skip
-        self.part, self.offset, self.id, self.key, self.body, self.headers, self.at, self.not_before = part, offset, id_, key, body, headers, at, not_before
-        self.size, self.priority = size, priority
-        self.due = 0.0
-        self.token = 0  # of the delivery that is out
-        self.where = 0  # its position
-        self.settling = False
-        self.holder: object = None
+    part: Partition
+    offset: int
+    at: float
+    not_before: float = 0.0
+    meant: str = ""  # the group it is for, where it is for one
+    due: float = 0.0
+    settling: bool = False
+    holder: object = None  # the subscription that has it
+
+
+FRAMING = 200  # bytes of memory that a message takes beside its body, about
+Run = tuple[Partition, list[Entry], bool]  # received in a row; True: without a gap, and none of them is for a certain time, group or class
 
 
 class _Class:
@@ -83,6 +87,19 @@ class Backlog:
             queue.appendleft(e)
         else:
             queue.append(e)
+
+    def put_all(self, entries: Iterable[Entry], priority: int) -> None:
+        """Ready now, after their keys' others; all of one class."""
+        keys, turn, away = self._classes[priority].keys, self._classes[priority].turn, self._away
+        for e in entries:
+            key = e.key
+            queue = keys.get(key)
+            if queue is not None:
+                queue.append(e)
+                continue
+            keys[key] = deque((e,))
+            if key not in away:
+                turn.append(key)
 
     def back(self, key: str) -> None:
         """In an ordered topic: the message of this key that was out is settled, or put back."""

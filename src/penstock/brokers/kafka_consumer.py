@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.brokers.kafka_backlog import Entry, Partition
+from penstock.brokers.kafka_backlog import Entry, Partition, Run
 from penstock.brokers.kafka_dsn import Settings, error_of, weightier
 from penstock.brokers.kafka_topics import Layout
-from penstock.brokers.kafka_wire import read_message
+from penstock.brokers.kafka_wire import read_runs
 from penstock.rules.watermark import SPAN, Window, settled_ahead
 
 BATCH = 500
@@ -40,7 +40,7 @@ class Told(Protocol):
     """The loop's side: called there, in this order of events."""
 
     def adopt(self, parts: Sequence[Partition]) -> None: ...
-    def arrive(self, entries: Sequence[tuple[Entry, str]]) -> None: ...
+    def arrive(self, runs: Sequence[Run]) -> None: ...
     def leave(self, at: Sequence[tuple[str, int]], answer: Future[Order]) -> None: ...
     def lose(self, at: Sequence[tuple[str, int]]) -> None: ...
     def parted(self, parts: Sequence[Partition], saved: bool) -> None: ...
@@ -51,14 +51,16 @@ class Told(Protocol):
 class Member:
     """Of the group from when it is made until `closing` is set; then `end` is told."""
 
-    def __init__(self, settings: Settings, plan: Layout, group_id: str, lease: float, loop: asyncio.AbstractEventLoop, told: Told) -> None:
-        self.settings, self.plan, self.group_id, self.lease, self._loop, self._told = settings, plan, group_id, lease, loop, told
+    def __init__(self, settings: Settings, plan: Layout, group: str, group_id: str, lease: float, loop: asyncio.AbstractEventLoop, told: Told) -> None:
+        self.settings, self.plan, self.group, self.group_id, self.lease, self._loop, self._told = settings, plan, group, group_id, lease, loop, told
         self.orders: deque[Order] = deque()
         self.busy = False  # something is handed out or being committed, so that orders come at any time
+        self.wanted = False  # somebody waits for what arrives, so that it is not gathered first
         self.closing = self.abandoned = False
         self.trouble: KafkaError | None = None
         self._ordered: Order = []  # what the commit that is on its way is about
         self._held: dict[tuple[str, int], Partition] = {}
+        self._pressed: set[Partition] = set()  # something arrived, or it is held back
         self._places = {place.name: place for place in plan.places}
         self._fresh = False
         self._probed = self._arrived = 0.0
@@ -115,10 +117,14 @@ class Member:
         return s.client() | conf | s.rdkafka
 
     def _turn(self, consumer: Consumer) -> None:
-        nap = _BUSY if self.busy or self.orders or time.monotonic() < self._arrived + _SOON else _IDLE
-        messages = consumer.consume(1, nap)
+        busy = self.busy or self.orders or time.monotonic() < self._arrived + _SOON
+        if busy and not self.wanted:
+            messages = consumer.consume(BATCH, _BUSY)
+        else:
+            messages = consumer.consume(1, _BUSY if busy else _IDLE)
+            if messages:
+                messages += consumer.consume(BATCH - 1, _FIRST if self._fresh else 0)
         if messages:
-            messages += consumer.consume(BATCH - 1, _FIRST if self._fresh else 0)
             self._fresh = False
             self._arrived = time.monotonic()
             self._take_in(messages)
@@ -126,20 +132,15 @@ class Member:
             self._probe(consumer)
         while self.orders:
             self._carry_out(consumer, self.orders.popleft())
-        self._press(consumer)
+        if self._pressed:
+            self._press(consumer)
 
     def _take_in(self, messages: Sequence[Any]) -> None:
-        entries = []
-        held = self._held
-        for m in messages:
-            error = m.error()
-            if error is not None:
-                self._on_error(error)
-            elif (part := held.get((m.topic(), m.partition()))) is not None:
-                entries.append(read_message(m, part))
-        if entries:
+        runs = read_runs(messages, self._held, self._on_error)
+        if runs:
             self.trouble = None
-            self._post(self._told.arrive, entries)
+            self._pressed.update([run[0] for run in runs])
+            self._post(self._told.arrive, runs)
 
     def _carry_out(self, consumer: Consumer, order: Order) -> None:
         live = [item for item in order if self._held.get(item[0].at) is item[0]]
@@ -164,10 +165,10 @@ class Member:
     def _press(self, consumer: Consumer) -> None:
         """Each partition is held back by itself, by count, bytes and span; polling goes on."""
         now = time.monotonic()
-        for part in self._held.values():
+        for part in list(self._pressed):
             count, size = part.received - part.finished, part.received_bytes - part.finished_bytes
             window = RETRY_WINDOW if part.place.delay else self.settings.window
-            share = max(count / window, size / self.settings.window_bytes, part.window.span / (SPAN - 2 * BATCH))
+            share = max(count / window, size / self.settings.window_bytes, (part.reached - part.low) / (SPAN - 2 * BATCH))
             if (share >= 1 and not part.paused) or (share <= _RESUME and part.paused and now - part.switched >= _DAMPING):
                 where = [TopicPartition(*part.at)]
                 try:
@@ -175,6 +176,8 @@ class Member:
                 except KafkaException:  # being taken away
                     continue
                 part.paused, part.switched = not part.paused, now
+            if not part.paused:
+                self._pressed.discard(part)
 
     # -- membership ------------------------------------------------------------------------------------------
 
@@ -186,8 +189,8 @@ class Member:
             if tp.error is not None:
                 raise KafkaException(tp.error)
             start = max(0, tp.offset)
-            window = Window(next(_epochs), start, settled_ahead(start, tp.metadata))
-            part = self._held[tp.topic, tp.partition] = Partition(self._places[tp.topic], tp.partition, window)
+            window: Window[Entry] = Window(next(_epochs), start, settled_ahead(start, tp.metadata))
+            part = self._held[tp.topic, tp.partition] = Partition(self._places[tp.topic], tp.partition, window, self.plan.topic, self.group)
             parts.append(part)
             starts.append(TopicPartition(tp.topic, tp.partition, start))
         consumer.incremental_assign(starts)
@@ -226,7 +229,9 @@ class Member:
 
     def _forget(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         for tp in partitions:
-            self._held.pop((tp.topic, tp.partition), None)
+            part = self._held.pop((tp.topic, tp.partition), None)
+            if part is not None:
+                self._pressed.discard(part)
         consumer.incremental_unassign(partitions)
 
     # -- trouble ---------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
@@ -31,29 +31,31 @@ _REFUSED = frozenset(
         KafkaError._INVALID_ARG,
     }
 )
-_POLL = 0.1  # seconds; a report ends it at once
+_FLUSH = 0.2  # seconds; the last report ends it at once
 _SPARE = 2.0  # how much later than its own limit the library may report
 
 
-class Message(NamedTuple):
-    topic: str
-    value: bytes
-    key: bytes
-    headers: list[tuple[str, str | bytes | None]]
+Message = tuple[str, bytes, str | bytes, dict[str, str | bytes | None]]  # topic, body, key, headers
+
+
+_OK, _FAILED, _UNKNOWN = Published.OK, Published.FAILED, Published.UNKNOWN  # looked up once: they are asked for with every message
+_ANY = -1  # partition: by the key
 
 
 class _Batch:
-    """Answers of one `send`. `reported` is written by the producer's thread only, `expected` by the loop only: no lock is needed."""
+    """Reports of one `send`, all to one function. `reported` is written by the producer's thread only, `expected` by the loop only: no lock is needed."""
 
-    __slots__ = ("_future", "_loop", "answers", "expected", "reported")
+    __slots__ = ("_loop", "expected", "future", "reported", "wrong")
 
-    def __init__(self, size: int, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
-        self.answers = [Published.UNKNOWN] * size
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.reported, self.expected = 0, -1
-        self._loop, self._future = loop, future
+        self.wrong: list[tuple[tuple[str, bytes, bytes], Published]] = []
+        self.future: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
 
-    def report(self, place: int, error: KafkaError | None, _: object) -> None:
-        self.answers[place] = Published.OK if error is None else Published.FAILED if error.code() in _REFUSED else Published.UNKNOWN
+    def report(self, error: KafkaError | None, message: Any) -> None:
+        if error is not None:
+            self.wrong.append((_contents(message.topic(), message.value(), message.key()), _FAILED if error.code() in _REFUSED else _UNKNOWN))
         self.reported += 1
         if self.reported == self.expected:
             try:
@@ -62,8 +64,26 @@ class _Batch:
                 pass
 
     def finish(self) -> None:
-        if not self._future.done():
-            self._future.set_result(None)
+        if not self.future.done():
+            self.future.set_result(None)
+
+    def blame(self, messages: Sequence[Message], answers: list[Published]) -> None:
+        """The library tells what was in a message that failed, not which it was: of several that are alike, none is certain unless all have failed."""
+        told: dict[tuple[str, bytes, bytes], list[Published]] = {}
+        for contents, answer in self.wrong:
+            told.setdefault(contents, []).append(answer)
+        alike: dict[tuple[str, bytes, bytes], list[int]] = {}
+        for place, (topic, value, key, _) in enumerate(messages):
+            if answers[place] is _OK and (contents := _contents(topic, value, key)) in told:
+                alike.setdefault(contents, []).append(place)
+        for contents, places in alike.items():
+            certain = len(places) == len(told[contents]) and len(set(told[contents])) == 1
+            for place in places:
+                answers[place] = told[contents][0] if certain else _UNKNOWN
+
+
+def _contents(topic: str, value: bytes | None, key: str | bytes | None) -> tuple[str, bytes, bytes]:
+    return topic, value or b"", key.encode() if isinstance(key, str) else key or b""
 
 
 class Outbound:
@@ -73,7 +93,7 @@ class Outbound:
         self.settings = settings
         self._producer: Producer | None = None
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._handed: SimpleQueue[bool] = SimpleQueue()  # True: something was handed over; False: it is the end
 
     def _open(self) -> Producer:
         if self._producer is None:
@@ -88,9 +108,9 @@ class Outbound:
                 "topic.metadata.refresh.fast.interval.ms": 50,
                 "topic.metadata.propagation.max.ms": 3000,  # after that, a topic that nobody made is told as failed
             }
-            self._stop = threading.Event()
+            self._handed = SimpleQueue()
             producer = self._producer = Producer(self.settings.client() | conf | self.settings.rdkafka)
-            self._thread = threading.Thread(target=_serve, args=(producer, self._stop), name="kafka-producer", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(producer, self._handed), name="kafka-producer", daemon=True)
             self._thread.start()
         return self._producer
 
@@ -98,45 +118,50 @@ class Outbound:
         """`ok` is written by all copies in sync, `full` did not fit into the local queue, `unknown` may be there."""
         if not messages:
             return []
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        batch = _Batch(len(messages), loop, future)
-        report, handed_over, fatal = batch.report, 0, False
+        batch, fatal = _Batch(asyncio.get_running_loop()), False
+        report, answers = batch.report, [_OK] * len(messages)
         try:
             produce = self._open().produce
         except KafkaException:
-            return [Published.FAILED] * len(messages)
+            return [_FAILED] * len(messages)
+        refused = 0
         for place, (topic, value, key, headers) in enumerate(messages):
             try:
-                produce(topic, value, key, headers=headers, on_delivery=partial(report, place))
-                handed_over += 1
+                produce(topic, value, key, _ANY, report, report, 0, headers)  # by place: names cost a third more
             except BufferError:
-                batch.answers[place] = Published.FULL
+                answers[place] = Published.FULL
+                refused += 1
             except KafkaException as e:
                 fatal = fatal or e.args[0].code() == KafkaError._FATAL
-                batch.answers[place] = Published.FAILED
-        batch.expected = handed_over
-        if batch.reported == handed_over:
+                answers[place] = _FAILED
+                refused += 1
+        batch.expected = len(messages) - refused
+        self._handed.put(True)
+        if batch.reported == batch.expected:
             batch.finish()
         try:
             async with asyncio.timeout(self.settings.timeout + _SPARE):
-                await future
+                await batch.future
         except TimeoutError:
-            pass
+            answers = [_UNKNOWN if answer is _OK else answer for answer in answers]
+        if batch.wrong:
+            batch.blame(messages, answers)
         if fatal:  # an idempotent producer that lost its place in line cannot go on; a new one can
             await self.close()
-        return batch.answers
+        return answers
 
     async def close(self) -> None:
         producer, thread, self._producer = self._producer, self._thread, None
         if producer is not None and thread is not None:
-            self._stop.set()
+            self._handed.put(False)
             await asyncio.get_running_loop().run_in_executor(None, thread.join)
 
 
-def _serve(producer: Producer, stop: threading.Event) -> None:
-    while not stop.is_set():
-        producer.poll(_POLL)
+def _serve(producer: Producer, handed: SimpleQueue[bool]) -> None:
+    """Reports are read by `flush`: one call for all of a batch, and nothing lingers once the batch is handed over."""
+    while handed.get():
+        while producer.flush(_FLUSH) and handed.empty():
+            pass
     if producer.flush(2.0):
         producer.purge()
         producer.flush(1.0)

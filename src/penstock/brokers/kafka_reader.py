@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 from confluent_kafka import KafkaError
 
-from penstock.brokers.kafka_backlog import Backlog, Entry, Partition
+from penstock.brokers.kafka_backlog import FRAMING, Backlog, Entry, Partition, Run
 from penstock.brokers.kafka_consumer import Member, Order
 from penstock.brokers.kafka_dsn import Settings, running
-from penstock.brokers.kafka_topics import Layout, position
+from penstock.brokers.kafka_topics import Layout
 from penstock.errors import StoreUnavailable
+from penstock.model import Ack, Outcome
 from penstock.ports import Clock, Delivery
 from penstock.rules.watermark import Window
 
@@ -49,11 +51,12 @@ class Reader:
         self._order: Order = []  # what is being committed, and since when
         self._ordered_at = 0.0
         self._keeps_metadata, self._scheduled = True, False
-        self.member = Member(settings, plan, group_id, lease, self._loop, self)
+        self._waiters = 0
+        self.member = Member(settings, plan, group, group_id, lease, self._loop, self)
 
     # -- receiving ------------------------------------------------------------------------------------------------
 
-    async def receive(self, limit: int, wait: float, per_key: int | None, holder: object) -> list[Delivery]:
+    async def receive(self, limit: int, wait: float, per_key: int | None, holder: object) -> Sequence[Delivery]:
         if not self._joined.is_set():  # the first time, joining the group is not part of the wait
             try:
                 async with asyncio.timeout(self.settings.timeout):
@@ -70,33 +73,33 @@ class Reader:
             if self.plan.ordered:
                 self._arm()  # a key may have been found that waits for its time
             if got:
-                return [self._hand_out(e, holder) for e in got]
+                return self._hand_out(got, holder)
             left = until - self._loop.time()
             if left <= 0:
                 self._complain()
                 return []
+            self._waiters += 1
+            self.member.wanted = True
             try:
                 async with asyncio.timeout(left):
                     await self._wake.wait()
             except TimeoutError:
                 pass
+            finally:
+                self._waiters -= 1
+                self.member.wanted = self._waiters > 0
 
     def _complain(self) -> None:
         if self.member.trouble is not None:
             raise running(self.settings, self.member.trouble, f"reading {self.plan.topic}")
 
-    def _hand_out(self, e: Entry, holder: object) -> Delivery:
-        part = e.part
-        e.token = part.epoch << 32 | next(self._serial)
-        e.holder = holder
-        part.out += 1
+    def _hand_out(self, got: Sequence[Entry], holder: object) -> Sequence[Delivery]:
+        out = self.out
+        for e in got:
+            e.holder = holder
+            out[e.position] = e
         self.member.busy = True
-        where = e.where = position(part.place.slot, part.number, e.offset)
-        self.out[where] = e
-        return Delivery(
-            topic=self.plan.topic, group=self.group, id=e.id, key=e.key, body=e.body, headers=e.headers, position=where, token=e.token, deliveries=1,
-            priority=e.priority,
-        )  # fmt: skip
+        return got
 
     @property
     def ended(self) -> bool:
@@ -112,7 +115,8 @@ class Reader:
 
     def forget(self, ends: Mapping[tuple[str, int], int]) -> None:
         """These were deleted on the server up to there: what was not handed out is done with."""
-        gone = [e for at, end in ends.items() if (part := self.partitions.get(at)) is not None for e in part.entries.values() if e.offset < end and not e.token]
+        parts = [(part, end) for at, end in ends.items() if (part := self.partitions.get(at)) is not None]
+        gone = [e for part, end in parts for e in part.window.open.values() if e.offset < end and e.holder is None]
         unwanted = set(map(id, gone))
         self.backlog.drop(lambda e: id(e) in unwanted)
         for e in gone:
@@ -125,23 +129,56 @@ class Reader:
 
     # -- settling -------------------------------------------------------------------------------------------------
 
+    def acknowledge(self, items: Sequence[tuple[Delivery, Outcome]]) -> tuple[list[Partition | None], list[tuple[Entry, Outcome]]]:
+        """Acks are finished, all else is marked as being settled and given back. Also, for each item, its partition; None: it is not ours to settle."""
+        parts: list[Partition | None] = []
+        others: list[tuple[Entry, Outcome]] = []
+        out, last, opened = self.out, None, None
+        for d, outcome in items:
+            where = d.position
+            e = out.get(where)
+            if e is None or e.token != d.token or e.settling:
+                parts.append(None)
+                continue
+            part = e.part
+            parts.append(part)
+            if outcome.__class__ is not Ack:
+                e.settling = True
+                others.append((e, outcome))
+                continue
+            if part is not last:  # what is settled together often came together
+                last, opened = part, part.window.open
+                self._dirty.add(part)
+                if part.leaving:
+                    self._quiet.set()
+            assert opened is not None
+            del out[where], opened[e.offset]
+            part.finished += 1
+            part.finished_bytes += len(e.body) + FRAMING
+            if self.plan.ordered:
+                self.backlog.back(e.key)
+        return parts, others
+
     def finish(self, e: Entry) -> None:
         """Settled for good; committed by the next `save`."""
         part = e.part
         if self._take_back(e):
-            part.window.settle(e.offset, part.epoch)
-            del part.entries[e.offset]
+            del part.window.open[e.offset]
             part.finished += 1
-            part.finished_bytes += e.size
+            part.finished_bytes += len(e.body) + FRAMING
             self._dirty.add(part)
             if self.plan.ordered:
                 self.backlog.back(e.key)
 
     def put_back(self, e: Entry, due: float = 0.0) -> None:
         """Ready again, at once or at `due`; where its partition is leaving, for its next owner."""
+        part = e.part
         if self._take_back(e):
+            if e.holder is not None:  # whoever had it has nothing any more
+                e = msgspec.structs.replace(e, token=part.token | next(self._serial), settling=False, holder=None)
+                part.window.open[e.offset] = e
             e.due = due
-            if not e.part.leaving:
+            if not part.leaving:
                 self.backlog.put(e, first=True)
                 self.backlog.back(e.key)
                 self.member.busy = bool(self.out or self._dirty or self._committing is not None)
@@ -149,15 +186,12 @@ class Reader:
                 self._wake.set()
 
     def _take_back(self, e: Entry) -> bool:
+        """False: it is another's, or of a topic that was made anew."""
         part = e.part
-        if part.lost or part.entries.get(e.offset) is not e:  # another's, or of a topic that was made anew
+        if part.lost or part.window.open.get(e.offset) is not e:
             return False
-        if e.token:
-            del self.out[e.where]
-            part.out -= 1
-            e.token, e.settling, e.holder = 0, False, None
-            if part.leaving:
-                self._quiet.set()
+        if self.out.pop(e.position, None) is not None and part.leaving:
+            self._quiet.set()
         return True
 
     async def save(self) -> None:
@@ -183,7 +217,7 @@ class Reader:
             if self._loop.time() > self._ordered_at + self.settings.timeout:  # its answer was lost with a server
                 self.committed(self._order, KafkaError(KafkaError._TIMED_OUT))
             return
-        order = [(part, part.window.watermark, part.window.metadata() if self._keeps_metadata else "") for part in self._dirty if not part.lost]
+        order = self._positions(part for part in self._dirty if not part.lost)
         self._dirty.clear()
         waiting, self._waiting = self._waiting, []
         if order and not self._ended.done():
@@ -192,6 +226,13 @@ class Reader:
             self.member.orders.append(order)
         else:
             _resolve(waiting)
+
+    def _positions(self, parts: Iterable[Partition]) -> Order:
+        order = []
+        for part in parts:
+            part.low = part.window.watermark
+            order.append((part, part.low, part.window.metadata() if self._keeps_metadata else ""))
+        return order
 
     def committed(self, order: Order, error: KafkaError | None) -> None:
         waiting, self._committing = self._committing or [], None
@@ -217,45 +258,51 @@ class Reader:
         if self._watcher is None:
             self._watcher = self._loop.call_later(_WATCH, self._watch)
 
-    def arrive(self, entries: Sequence[tuple[Entry, str]]) -> None:
+    def arrive(self, runs: Sequence[Run]) -> None:
         now = self.clock.now()
-        for e, group in entries:
-            part = e.part
-            if part.lost or part.leaving:
+        for part, entries, plain in runs:
+            if part.leaving:
                 continue
-            if e.offset < part.window.next:
-                self._restart(part, e.offset)
-            elif e.offset > part.window.next > 0 and not part.entries and not part.finished:
+            window, first = part.window, entries[0].offset
+            if first > window.next > 0 and not window.open and not part.finished:
                 _log.warning(
                     "%s, partition %d: %d messages that group %s had not read are gone (retention, a purge or compaction)",
-                    *part.at, e.offset - part.window.next, self.group,
+                    *part.at, first - window.next, self.group,
                 )  # fmt: skip
-            if not part.window.add(e.offset) or (group and group != self.group):  # settled before a restart, or meant for another group
-                if e.offset in part.window:
-                    part.window.settle(e.offset, part.epoch)
-                part.finished += 1
-                part.finished_bytes += e.size
-                self._dirty.add(part)
-                continue
-            part.entries[e.offset] = e
-            delay = part.place.delay
-            if delay is not None and e.at + delay > now:
-                e.due = e.at + delay
-                self.backlog.put(e)
+            if plain and window.add_run(first, entries):
+                self.backlog.put_all(entries, part.place.priority)
             else:
-                self._place(e, now)
+                for e in entries:
+                    self._arrive(part, e, now)
+                part.low = part.window.watermark
         self._arm()
         self._wake.set()
+
+    def _arrive(self, part: Partition, e: Entry, now: float) -> None:
+        """One that may be known, or is for a certain time or group."""
+        if e.offset < part.window.next:
+            self._restart(part, e.offset)
+        if not part.window.add(e.offset, e) or (e.meant and e.meant != self.group):  # settled before a restart, or meant for another group
+            part.window.settle(e.offset, part.window.epoch)
+            part.finished += 1
+            part.finished_bytes += len(e.body) + FRAMING
+            self._dirty.add(part)
+            return
+        delay = part.place.delay
+        if delay is not None and e.at + delay > now:
+            e.due = e.at + delay
+            self.backlog.put(e)
+        else:
+            self._place(e, now)
 
     def _restart(self, part: Partition, offset: int) -> None:
         """Offsets went back: the topic was made anew, or a server lost its end. What we know of them is about other messages."""
         self.backlog.drop(lambda e: e.part is part)
         for where in [where for where, e in self.out.items() if e.part is part]:
             self.backlog.back(self.out.pop(where).key)
-        part.finished += len(part.entries)
-        part.finished_bytes += sum(e.size for e in part.entries.values())
-        part.entries.clear()
-        part.out, part.window = 0, Window(part.epoch, offset)
+        part.finished += len(part.window)
+        part.finished_bytes += sum(len(e.body) + FRAMING for e in part.window.open.values())
+        part.window, part.low = Window(part.window.epoch, offset), offset
 
     def _place(self, e: Entry, now: float) -> None:
         """Its wait in a retry topic is over; is it due?"""
@@ -304,14 +351,14 @@ class Reader:
     async def _part_with(self, parts: Sequence[Partition], answer: Future[Order]) -> None:
         """Work in flight may finish for a while: a request that was sent has cost something already."""
         until = self._loop.time() + (0.0 if self.member.closing else self.settings.grace)
-        while any(part.out for part in parts) and (left := until - self._loop.time()) > 0:
+        while any(e.part in parts for e in self.out.values()) and (left := until - self._loop.time()) > 0:
             self._quiet.clear()
             try:
                 async with asyncio.timeout(left):
                     await self._quiet.wait()
             except TimeoutError:
                 pass
-        last = [(part, part.window.watermark, part.window.metadata() if self._keeps_metadata else "") for part in parts]
+        last = self._positions(parts)
         self.lose([part.at for part in parts])
         if not answer.cancelled():
             answer.set_result(last)
@@ -325,6 +372,8 @@ class Reader:
         self.backlog.drop(lambda e: e.part.lost)
         for where in [where for where, e in self.out.items() if e.part in parts]:
             self.backlog.back(self.out.pop(where).key)
+        for part in parts:
+            part.window.open.clear()
         self._quiet.set()
         self._wake.set()
 
@@ -367,7 +416,7 @@ class Reader:
         """Partitions whose oldest open message is more than half way to being deleted by retention."""
         now, found = self.clock.now(), {}
         for at, part in self.partitions.items():
-            oldest = part.entries.get(part.window.watermark)
+            oldest = part.window.open.get(part.window.watermark)
             keep = self.retention.get(part.place.name, self.settings.retention)
             if oldest is not None and keep > 0 and now - oldest.at > keep / 2:
                 found[at] = (

@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient
 from penstock.brokers.kafka_dsn import Settings, error_of, running, starting, weightier
 from penstock.errors import ConfigError
 from penstock.ports import TopicSpec
-from penstock.rules.shares import class_of
+from penstock.rules.shares import WEIGHTS, class_of
 from penstock.rules.watermark import settled_ahead
 from penstock.units import write_duration
 
@@ -57,6 +57,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def places(self) -> tuple[Place, ...]:
         return self.classes + self.retries
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Where what is due goes, by class."""
+        return tuple(self.of(priority).name for priority in range(len(WEIGHTS)))
 
     def of(self, priority: int) -> Place:
         return self.classes[0] if len(self.classes) == 1 else self.classes[class_of(priority)]
