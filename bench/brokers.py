@@ -101,7 +101,7 @@ async def ours(url: str, scratch: Path, batch: int, total: int) -> tuple[float, 
     try:
         await broker.ensure([TopicSpec(name="t")])
         sub = broker.subscribe("t", "main", owner="bench", lease=60.0)
-        sent = 0
+        sent, ack = 0, Ack()
 
         async def turn(n: int) -> None:
             nonlocal sent
@@ -111,7 +111,7 @@ async def ours(url: str, scratch: Path, batch: int, total: int) -> tuple[float, 
             left = n
             while left:
                 got = await sub.receive(left, 5.0)
-                assert all(await sub.settle([(d, Ack()) for d in got]))
+                assert all(await sub.settle([(d, ack) for d in got]))
                 left -= len(got)
 
         try:

@@ -115,13 +115,14 @@ async def kafka(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
     import confluent_kafka
     from confluent_kafka.admin import AdminClient, NewTopic
 
+    """A topic with as many partitions as ours has, and the same durability, lingering and fetching."""
     servers, topic = url.partition("://")[2].rstrip("/"), _name()
     admin = AdminClient({"bootstrap.servers": servers})
-    for future in admin.create_topics([NewTopic(topic, 4, 1)]).values():
+    for future in admin.create_topics([NewTopic(topic, 12, 1)]).values():
         future.result()
     producer = confluent_kafka.Producer({"bootstrap.servers": servers, "enable.idempotence": True, "acks": "all", "linger.ms": 1})
     consumer = confluent_kafka.Consumer(
-        {"bootstrap.servers": servers, "group.id": topic, "enable.auto.commit": False, "auto.offset.reset": "earliest", "fetch.wait.max.ms": 10}
+        {"bootstrap.servers": servers, "group.id": topic, "enable.auto.commit": False, "auto.offset.reset": "earliest", "fetch.wait.max.ms": 100}
     )
     consumer.subscribe([topic])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from penstock.brokers.kafka_topics import Place, position
 from penstock.ports import Delivery
@@ -40,7 +40,7 @@ class Entry(Delivery, kw_only=True, frozen=False, eq=False, gc=False):  # type: 
 
     part: Partition
     offset: int
-    at: float
+    at: float  # when it was published, or the first that was received in a row with it
     not_before: float = 0.0
     meant: str = ""  # the group it is for, where it is for one
     due: float = 0.0
@@ -70,6 +70,7 @@ class Backlog:
         self._later: list[tuple[float, int, Entry]] = []
         self._n = 0
         self._given = 0
+        self.ready = 0  # messages in the queues, in their turn or not
 
     def put(self, e: Entry, *, first: bool = False) -> None:
         """Ready at `e.due`. `first`: before its key's others, where it was before."""
@@ -77,6 +78,7 @@ class Backlog:
             self._n += 1
             heapq.heappush(self._later, (e.due, self._n, e))
             return
+        self.ready += 1
         c = self._classes[e.priority]
         queue = c.keys.get(e.key)
         if queue is None:
@@ -88,9 +90,10 @@ class Backlog:
         else:
             queue.append(e)
 
-    def put_all(self, entries: Iterable[Entry], priority: int) -> None:
+    def put_all(self, entries: Sequence[Entry], priority: int) -> None:
         """Ready now, after their keys' others; all of one class."""
         keys, turn, away = self._classes[priority].keys, self._classes[priority].turn, self._away
+        self.ready += len(entries)
         for e in entries:
             key = e.key
             queue = keys.get(key)
@@ -134,6 +137,7 @@ class Backlog:
                 if c.turn and len(got) < limit:
                     self._pick(c, min(quota, limit - len(got)) if share else limit - len(got), per_key, now, taken, got)
         self._given += len(got)
+        self.ready -= len(got)
         return got
 
     def _pick(self, c: _Class, quota: int, per_key: int | None, now: float, taken: dict[str, int], got: list[Entry]) -> None:
@@ -173,6 +177,7 @@ class Backlog:
             kept = {key: deque(e for e in queue if not unwanted(e)) for key, queue in c.keys.items()}
             c.keys = {key: queue for key, queue in kept.items() if queue}
             c.turn = deque(key for key in c.turn if key in c.keys)
+        self.ready = sum(len(queue) for c in self._classes for queue in c.keys.values())
         gone = [e for _, _, e in self._later if unwanted(e)]
         self._later = [item for item in self._later if not unwanted(item[2])]
         heapq.heapify(self._later)

@@ -21,6 +21,7 @@ from penstock.model import Ack, Outcome
 from penstock.ports import Clock, Delivery
 from penstock.rules.watermark import Window
 
+_FLOW, _GATHER = 16, 0.003  # after so many messages at once, a batch that is not full waits so many seconds for the next: each batch costs a commit
 _WATCH = 30.0  # seconds between two looks at the age of what is open
 SendOn = Callable[["Reader", Entry], Coroutine[Any, Any, None]]
 _log = logging.getLogger("penstock.brokers.kafka")
@@ -52,6 +53,7 @@ class Reader:
         self._ordered_at = 0.0
         self._keeps_metadata, self._scheduled = True, False
         self._waiters = 0
+        self._flowing, self._arrived_at = False, 0.0
         self.member = Member(settings, plan, group, group_id, lease, self._loop, self)
 
     # -- receiving ------------------------------------------------------------------------------------------------
@@ -64,8 +66,9 @@ class Reader:
             except TimeoutError:
                 self._complain()
         until = self._loop.time() + wait
+        while self._flowing and self.backlog.ready < limit and self._loop.time() < min(until, self._arrived_at + _GATHER):
+            await self._woken(_GATHER)
         while True:
-            self._wake.clear()
             if self._ended.done():
                 self._complain()
                 raise StoreUnavailable(f"the reader of {self.plan.topic} has ended", hint="it is closed; subscribe again")
@@ -78,16 +81,21 @@ class Reader:
             if left <= 0:
                 self._complain()
                 return []
-            self._waiters += 1
-            self.member.wanted = True
-            try:
-                async with asyncio.timeout(left):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            finally:
-                self._waiters -= 1
-                self.member.wanted = self._waiters > 0
+            await self._woken(left)
+
+    async def _woken(self, longest: float) -> None:
+        """Until there is something to look at, or for so long."""
+        self._waiters += 1
+        self.member.wanted = True
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(longest):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._waiters -= 1
+            self.member.wanted = self._waiters > 0
 
     def _complain(self) -> None:
         if self.member.trouble is not None:
@@ -133,11 +141,11 @@ class Reader:
         """Acks are finished, all else is marked as being settled and given back. Also, for each item, its partition; None: it is not ours to settle."""
         parts: list[Partition | None] = []
         others: list[tuple[Entry, Outcome]] = []
-        out, last, opened = self.out, None, None
+        out, ordered, last, opened = self.out, self.plan.ordered, None, None
         for d, outcome in items:
             where = d.position
             e = out.get(where)
-            if e is None or e.token != d.token or e.settling:
+            if e is None or (e is not d and e.token != d.token) or e.settling:
                 parts.append(None)
                 continue
             part = e.part
@@ -146,16 +154,15 @@ class Reader:
                 e.settling = True
                 others.append((e, outcome))
                 continue
-            if part is not last:  # what is settled together often came together
+            if part is not last or opened is None:  # what is settled together often came together
                 last, opened = part, part.window.open
                 self._dirty.add(part)
                 if part.leaving:
                     self._quiet.set()
-            assert opened is not None
             del out[where], opened[e.offset]
             part.finished += 1
             part.finished_bytes += len(e.body) + FRAMING
-            if self.plan.ordered:
+            if ordered:
                 self.backlog.back(e.key)
         return parts, others
 
@@ -259,7 +266,7 @@ class Reader:
             self._watcher = self._loop.call_later(_WATCH, self._watch)
 
     def arrive(self, runs: Sequence[Run]) -> None:
-        now = self.clock.now()
+        now, n = self.clock.now(), self.backlog.ready
         for part, entries, plain in runs:
             if part.leaving:
                 continue
@@ -275,6 +282,7 @@ class Reader:
                 for e in entries:
                     self._arrive(part, e, now)
                 part.low = part.window.watermark
+        self._flowing, self._arrived_at = self.backlog.ready - n >= _FLOW, self._loop.time()
         self._arm()
         self._wake.set()
 

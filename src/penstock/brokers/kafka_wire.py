@@ -43,7 +43,7 @@ def read_runs(messages: Sequence[Any], held: Mapping[tuple[str, int], Partition]
     runs: list[Run] = []
     part: Partition | None = None
     entries: list[Entry] = []
-    plain, size = True, 0
+    plain, size, at = True, 0, 0.0
     for m in messages:
         error = m.error()
         if error is not None:
@@ -57,13 +57,13 @@ def read_runs(messages: Sequence[Any], held: Mapping[tuple[str, int], Partition]
             part = held.get((m.topic(), number))
             if part is None:
                 continue
+            at = m.timestamp()[1] / 1000
         headers, key, body = m.headers(), m.key(), m.value()
-        if headers and len(headers) == 1 and key and body and headers[0][0] == ID and (id_ := headers[0][1]):  # nearly always
+        if headers and len(headers) == 1 and key and body and headers[0][0] == ID and (id_ := headers[0][1]):  # nearly always, and never in a retry topic
             offset = m.offset()
             e = Entry(
                 topic=part.topic, group=part.group, id=id_.decode("utf-8", "replace"), key=key.decode("utf-8", "replace"), body=body, headers={},
-                position=part.base | offset, token=part.token, deliveries=1, priority=part.place.priority, part=part, offset=offset,
-                at=m.timestamp()[1] / 1000,
+                position=part.base | offset, token=part.token, deliveries=1, priority=part.place.priority, part=part, offset=offset, at=at,
             )  # fmt: skip
             size += len(body)
         else:
