@@ -11,7 +11,7 @@ import pytest
 from penstock.connect import catalogue
 from penstock.connect.catalogue import MARK, PLUGINS, check
 from penstock.connect.kinds import KINDS
-from penstock.connect.rendering import Connector, document, render, template
+from penstock.connect.rendering import Connector, declaration, document, render, template
 from penstock.connect.table import is_secret, shown
 from penstock.declarative import compile_toml
 from penstock.errors import ConfigError
@@ -218,6 +218,18 @@ def test_there_is_no_template_of_a_kind_that_is_gone() -> None:
     assert {file.stem for file in (ROOT / "deploy" / "connect").glob("*.json")} == set(KINDS)
 
 
+@pytest.mark.parametrize("toml", [False, True])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.name)
+def test_what_init_shows_for_the_pipeline_declares_the_same_connector(kind: Any, toml: bool) -> None:
+    lines = "\n".join(declaration(kind, toml=toml))
+    if toml:
+        shop = compile_toml(f'[pipeline]\nname = "shop"\n{lines}'.encode(), "shop.toml")
+    else:
+        shop = Pipeline("shop")
+        exec(lines, {"shop": shop})  # noqa: S102 (our own text)
+    assert render(shop)[0].config == template(kind).config
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.name)
 def test_no_template_holds_a_secret_or_a_mask(kind: Any) -> None:
     made = template(kind)
@@ -311,6 +323,15 @@ def test_a_missing_option_comes_with_an_example() -> None:
         sink({"kind": "bigquery"})
     assert e.value.message == "sink 'kafka://127.0.0.1:9092/products': connect.project is missing"
     assert e.value.hint == '"project": "my-project"'
+
+
+@pytest.mark.parametrize("how", ["?schemas=false", "option"])
+def test_a_sink_without_schemas_has_no_connector(how: str) -> None:
+    shop = Pipeline("shop")
+    connect, more = {"kind": "jdbc-postgres", "database": DATABASE}, {"schemas": False} if how == "option" else {}
+    shop.sink("kafka://h:1/products" + ("" if more else how), connect=connect, **more)
+    with pytest.raises(ConfigError, match="cannot read it without schemas"):
+        render(shop)
 
 
 def test_a_connector_needs_one_topic() -> None:

@@ -381,7 +381,7 @@ def test_init_writes_a_connector_to_start_from_and_never_twice(tmp_path: Path, c
     written = json.loads((tmp_path / "connect" / "debezium-postgres.json").read_text())
     assert written["name"] == "shop-scrape-requests"
     assert written["config"]["database.password"] == "${env:SHOP_DB_PASSWORD}"
-    assert 'shop.source("kafka://127.0.0.1:9092/shop.public.scrape_requests", connect={"kind":"debezium-postgres"' in said
+    assert 'connect={"kind":"debezium-postgres","database":"postgres://shop:${env:SHOP_DB_PASSWORD}@' in said
     assert main(["connect", "init", "debezium-postgres", "-C", where]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main(["connect", "init", "oracle"]) == 2

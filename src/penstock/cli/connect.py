@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.options import DEFAULTS, Common, Json, confirmed
 from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, show, styled, table
 from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, UsageError
 
@@ -32,13 +31,14 @@ def init(
     kind: Annotated[str, Parameter(help="debezium-postgres, http-source, s3-source; jdbc-postgres, snowflake, bigquery, s3")],
     /,
     *,
+    toml: Annotated[bool, Parameter(help="show it as a TOML pipeline has it")] = False,
     directory: Annotated[Path, Parameter(name=["--directory", "-C"], help="where to (else ./connect)")] = Path("connect"),
 ) -> int:
     """Write a connector's options to start from, and show what to put into the pipeline. Nothing that exists is touched."""
     import msgspec
 
     from penstock.connect.kinds import KINDS
-    from penstock.connect.rendering import document, template
+    from penstock.connect.rendering import declaration, document, template
 
     if kind not in KINDS:
         raise UsageError(f"there is no kind of connector {kind!r}", hint=", ".join(KINDS))
@@ -54,9 +54,8 @@ def init(
     say("")
     say("The same from a pipeline, which `penstock connect plan` and `apply` read:")
     say("")
-    query = "?key=sku" if chosen.side == "sink" else ""
-    inside = msgspec.json.encode({"kind": kind, **chosen.example}).decode()
-    say(f'  shop.{chosen.side}("kafka://127.0.0.1:9092/{chosen.topic}{query}", connect={inside})')
+    for line in declaration(chosen, toml=toml):
+        say(f"  {line}")
     return OK
 
 
@@ -187,14 +186,9 @@ def delete(
     worker, of = _worker(common, url), _pipeline_name(pipeline)
     known = worker.connectors()
     chosen = {name: one_of_ours(known, name, of)} if name is not None else ours(known, of)
-    if chosen and not yes:
-        if not sys.stdin.isatty():
-            raise UsageError(f"this would delete {', '.join(chosen)}", hint="--yes if you mean it")
-        sys.stderr.write(f"Delete {', '.join(plain(n) for n in chosen)}? [y/N] ")
-        sys.stderr.flush()
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            say("nothing deleted")
-            return OK
+    if chosen and not confirmed(f"delete {', '.join(chosen)}", yes=yes):
+        say("nothing deleted")
+        return OK
     for each in chosen:
         worker.delete(each)
     if json:

@@ -17,7 +17,7 @@ from cyclopts import App, Parameter
 
 from penstock import units
 from penstock.cli import find
-from penstock.cli.options import DEFAULTS, WITH_OUTPUT, Common, CommonWithOutput, Json, ask
+from penstock.cli.options import DEFAULTS, WITH_OUTPUT, Common, CommonWithOutput, Json, ask, confirmed
 from penstock.cli.output import FIXED, FOLD, RIGHT, console, count, iso, lasting, moment, plain, plural, print_json, say, short, styled, table
 from penstock.cli.output import show as show_table
 from penstock.cli.trace import step_document
@@ -213,14 +213,9 @@ def drop(
     which = _which(ids, all, Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint), "drop")
     with common.stores(create=True) as stores:
         chosen, total = _choose(stores, ids, which)
-        if total and not yes:
-            if not sys.stdin.isatty():
-                raise UsageError(f"this would forget {plural(total, 'dead letter')} for good", hint="--yes if you mean it; penstock dlq export keeps a copy")
-            sys.stderr.write(f"Forget {plural(total, 'dead letter')} for good? [y/N] ")
-            sys.stderr.flush()
-            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-                say("nothing dropped")
-                return 0
+        if total and not confirmed(f"forget {plural(total, 'dead letter')} for good", yes=yes, hint="; penstock dlq export keeps a copy"):
+            say("nothing dropped")
+            return 0
         done = asyncio.run(_paced(chosen, total, math.inf, stores.books.drop, "dropping"))
     _told(json, {"dropped": done}, f"dropped {plural(done, 'dead letter')}")
     return 0

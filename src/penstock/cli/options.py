@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,6 +109,17 @@ def ask(stores: Stores, question: Callable[[Any], T]) -> T:
     """One moment, however many statements the question takes."""
     answer: T = stores.db.moment(question)
     return answer
+
+
+def confirmed(what: str, *, yes: bool, hint: str = "") -> bool:
+    """Whether to "delete shop-products". Asked on a terminal; where nobody can answer, only --yes will do."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise UsageError(f"this would {what}", hint="--yes if you mean it" + hint)
+    sys.stderr.write(f"{plain(what[:1].upper() + what[1:])}? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 Json = Annotated[bool, Parameter(name="--json", help="one JSON document on stdout")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ from cyclopts import App, Parameter
 
 from penstock import units
 from penstock.cli import find
-from penstock.cli.options import DEFAULTS, Common, Json, ask
+from penstock.cli.options import DEFAULTS, Common, Json, ask, confirmed
 from penstock.cli.output import FOLD, RIGHT, count, iso, lasting, moment, plain, plural, print_json, say, short, show, styled, table
 from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
 
@@ -149,14 +148,9 @@ def purge(
     """Give up what waits on a topic: its events end as dead letters, which penstock dlq retry brings back. Asks first."""
     with common.stores(create=True) as stores:
         _known(stores, topic)
-        if not yes:
-            if not sys.stdin.isatty():
-                raise UsageError(f"this would give up everything that waits on {topic}", hint="--yes if you mean it")
-            sys.stderr.write(f"Give up everything that waits on {topic}? [y/N] ")
-            sys.stderr.flush()
-            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-                say("nothing purged")
-                return OK
+        if not confirmed(f"give up everything that waits on {topic}", yes=yes):
+            say("nothing purged")
+            return OK
         gone = stores.perform(lambda: stores.books.purge(topic, "purged by hand"))
     if json:
         print_json({"topic": topic, "purged": gone})

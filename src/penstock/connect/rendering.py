@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import msgspec
+
 from penstock import units
 from penstock.connect.catalogue import MARK, Plugin
 from penstock.connect.kinds import KINDS, Kind, Place
@@ -69,12 +71,18 @@ def rendered(
     name = f"{pipeline}-{re.sub(r'[^A-Za-z0-9.]+', '-', own).strip('-').lower()}"
     keys = options.get("key") or ",".join(parse_qs(parts.query).get("key", []))
     key = tuple(k.strip() for k in (keys.split(",") if isinstance(keys, str) else keys) if k.strip())
+    if side == "sink" and _said(options.get("schemas", parse_qs(parts.query).get("schemas", ["true"])[-1])) in ("false", "no", "off", "0"):
+        raise ConfigError(f"{where}: a connector cannot read it without schemas", hint="leave schemas out: true is the default")
     config = kind.build(table, Place(pipeline, name, topic, key))
     more = table.pairs("config")  # last word: what the user writes out in full
     table.done()
     if taken := next((option for option in ("name", "connector.class", MARK) if option in more), None):
         raise table.wrong(f"config.{taken}", "is not yours to set", "it follows from the pipeline, the kind and `name`")
     return Connector(name, kind, where, {"name": name, "connector.class": kind.plugin.cls, MARK: pipeline, **config, **more})
+
+
+def _said(value: object) -> str:
+    return str(value).strip().lower()
 
 
 def _kind(where: str, side: str, given: Mapping[str, Any]) -> Kind:
@@ -93,6 +101,22 @@ def template(kind: Kind) -> Connector:
     """The kind's example as a connector of a pipeline `shop`: what `init` writes and deploy/connect holds."""
     query = "?key=sku" if kind.side == "sink" else ""
     return rendered("shop", kind.side, f"kafka://kafka.example:9092/{kind.topic}{query}", {}, {"kind": kind.name, **kind.example}, {})
+
+
+def declaration(kind: Kind, *, toml: bool) -> list[str]:
+    """The same as a pipeline declares it, line by line."""
+    url = f"kafka://127.0.0.1:9092/{kind.topic}" + ("?key=sku" if kind.side == "sink" else "")
+    given = {"kind": kind.name, **kind.example}
+    if not toml:
+        return [f"shop.{kind.side}(", f'    "{url}",', f"    connect={msgspec.json.encode(given).decode()},", ")"]
+    lines = [f"[[{kind.side}]]", f'url = "{url}"', "", f"[{kind.side}.connect]"]
+    return lines + [f"{name} = {_toml(value)}" for name, value in given.items()]
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + "}"
+    return msgspec.json.encode(value).decode()  # texts, numbers, lists of texts and flags are written alike
 
 
 def document(connector: Connector) -> dict[str, Any]:
