@@ -80,6 +80,7 @@ class Listener:
         log.info("listening on %s: %s", where(self.host, self.port), ", ".join(_said(hook.source) for hook in self.endpoint.hooks.values()))
         try:
             await asyncio.shield(serving)
+            raise RuntimeError("the HTTP server ended by itself")
         except asyncio.CancelledError:
             server.should_exit = True  # no new connections; what is being answered is answered
             await serving

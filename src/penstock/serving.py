@@ -79,7 +79,7 @@ class Endpoint:
         self._books, self._clock, self._worker, self._timeout = books, clock, worker, timeout
         self._held = 0
 
-    async def declare(self) -> None:
+    async def declare(self) -> Any:
         """So that `penstock sources` knows them, and can pause them."""
 
         def work(tx: Any) -> None:
@@ -88,7 +88,12 @@ class Endpoint:
                 by = f"signed ({hook.source.signed})" if hook.source.signed else "unsigned"
                 self._books.note_in(tx, hook.source.name, worker=self._worker, position=f"{hook.source.path}, {by}", error=None)
 
-        await self._books.db.write(work, durable=False)
+        while True:
+            try:
+                return await self._books.db.write(work, durable=False)
+            except StoreUnavailable as e:
+                log.warning("%s", e.message)
+            await self._clock.sleep(1.0)
 
     def app(self) -> Starlette:
         handlers: dict[Any, Any] = {HTTPException: _other, StoreUnavailable: _away, Exception: _bug}
@@ -104,7 +109,7 @@ class Endpoint:
     # -- one request ---------------------------------------------------------------------------------------------------------
 
     async def _told(self, request: Request) -> Response:
-        hook = self.hooks.get(request.url.path)
+        hook = self.hooks.get(request.scope["path"])  # not of `request.url`, which a Host that is none cannot be put into
         if hook is None:
             await self._discard(request, 0)
             raise HTTPException(404)

@@ -318,7 +318,8 @@ def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(se
     assert server.tell(b"{}", hook="nothing").status == 404
     assert server.tell(b"{}", method="PUT").headers["allow"] == "POST"
     assert server.tell(b"{}", content_type="text/plain").status == 415
-    assert server.tell(b'{"url": "https://shop.example/p/3"}', host="evil.example").status == 403
+    for host in ("evil.example", "[", "127.0.0.1:x", "\xff", "a b"):
+        assert server.tell(b'{"url": "https://shop.example/p/3"}', host=host).status == 403, host
     assert server.tell(b'{"url": "https://shop.example/p/3"}', origin="https://evil.example").status == 403
     assert server.project.total()["accepted"] == 1
 

@@ -271,6 +271,11 @@ def test_a_web_page_elsewhere_cannot_tell_it_anything_through_a_browser_here(mor
     assert told(hook(), {**JSON, **LOCAL, "origin": ["http://localhost:3000"]})
 
 
+@pytest.mark.parametrize("name", ["forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via"])
+def test_what_a_proxy_on_this_machine_passes_on_does_not_come_from_this_machine(name: str) -> None:
+    assert refusal(hook(), {**JSON, **LOCAL, name: ["203.0.113.7"]}).status == 403
+
+
 def test_what_a_browser_sends_without_asking_first_is_refused_by_its_type() -> None:
     for kind in ({}, {"content-type": ["text/plain"]}, {"content-type": ["application/x-www-form-urlencoded"]}, {"content-type": ["multipart/form-data"]}):
         assert refusal(hook(), {**LOCAL, **kind}).status == 415

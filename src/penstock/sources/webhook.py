@@ -7,13 +7,12 @@ import os
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import jmespath
 from jmespath.exceptions import JMESPathError
 
 from penstock import units
-from penstock.errors import ConfigError, RequestRefused
+from penstock.errors import ConfigError, RequestRefused, UsageError
 from penstock.intake import new_id
 from penstock.model import mint
 from penstock.pipeline import SourceSpec
@@ -26,6 +25,7 @@ from penstock.sources.webhook_bodies import LONGEST, Item, items, media
 SCHEMES = ("standard", "github", "stripe", "hmac", "bearer")
 TIMED = ("standard", "stripe")  # their signatures end
 IDS = ("webhook-id", "svix-id", "x-github-delivery", "idempotency-key")  # where nothing signed names the event
+FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 LARGEST = 64 << 20
 KNOWN: dict[str, Any] = {
     "secret": None, "secrets": None, "signature": None, "tolerance": None, "unsigned": "", "id": "",
@@ -228,7 +228,7 @@ class Webhook(BaseSource):
             yield batch
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
-        return []
+        raise UsageError(f"source {self.name} is told, not asked: there is nothing to look at", hint=f"penstock serve FILE, and POST to {self.path}")
 
     def describe(self, cursor: bytes | None) -> str:
         return f"served at {self.path}, " + (f"signed ({self.signed})" if self.signed else "unsigned" + (", this machine only" if self.local else ""))
@@ -259,16 +259,23 @@ def _header_id(headers: Headers) -> str | None:
 def _from_here(headers: Headers) -> bool:
     """By the name it was asked under, which DNS may not have pointed here, and by the page that asks, which must be ours too."""
     hosts, origins = headers.get("host", ()), headers.get("origin", ())
-    if len(hosts) != 1 or len(origins) > 1 or not is_loopback(f"//{hosts[0]}"):
+    if any(name in headers for name in FORWARDED):
+        return False  # through a proxy on this machine, whose Host is ours whoever asked it
+    if len(hosts) != 1 or len(origins) > 1 or not _is_loopback(hosts[0]):
         return False
     if origins:
-        return is_loopback(origins[0])
+        scheme, _, origin = origins[0].partition("://")
+        return scheme in ("http", "https") and _is_loopback(origin)
     return all(value in ("none", "same-origin") for value in headers.get("sec-fetch-site", ()))
 
 
-def is_loopback(url: str) -> bool:
+def _is_loopback(host: str) -> bool:
+    """Written in one of the few ways there are, with a port or without."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)|localhost)(?::[0-9]{1,5})?", host, re.ASCII)
+    if match is None:
+        return False
     try:
-        host = urlsplit(url).hostname or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = match[1] or match[2]
+        return address is None or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
