@@ -1,0 +1,77 @@
+"""A pipeline's webhooks served by a real process, and a sender that talks to it, over HTTP or in raw bytes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import http.client
+import json
+import socket
+from typing import Any
+
+from tests.e2e.harness import SHOP, Project, Running, wait_for
+
+SECRET = base64.b64encode(bytes(range(32))).decode()
+HOOKS = SHOP + '\nshop.source("webhook:shop")\nshop.source("webhook:signed", secret="whsec_' + SECRET + '")\n'
+JSON = {"content-type": "application/json"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Answer:
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.status, self.headers = response.status, response.headers
+        self.json: dict[str, Any] = json.loads(response.read())
+
+
+class Server:
+    """`penstock serve` (or `run`) with its port."""
+
+    def __init__(self, project: Project, *command: str, pipeline: str = HOOKS) -> None:
+        self.project, self.port = project, free_port()
+        project.write("shop.py", pipeline)
+        project.set(serve_port=str(self.port))
+        self.command = command or ("serve", "shop.py")
+        self.running: Running
+        self.start()
+
+    def start(self) -> None:
+        self.running = self.project.start(*self.command)
+        wait_for(lambda: self.running.ended or "listening on" in self.running.said, "it listens")
+        assert not self.running.ended, self.running.said
+
+    def connect(self, timeout: float = 30) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+
+    def tell(self, body: Any, *, hook: str = "shop", method: str = "POST", connection: http.client.HTTPConnection | None = None, **headers: str) -> Answer:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        used = connection or self.connect()
+        try:
+            used.request(method, f"/hooks/{hook}", raw, {**JSON, **{name.replace("_", "-"): value for name, value in headers.items()}})
+            return Answer(used.getresponse())
+        finally:
+            if connection is None:
+                used.close()
+
+    def raw(self, sent: bytes, timeout: float = 10) -> bytes:
+        """Everything that comes back until the other side closes, or has been silent for so long."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout) as s:
+            got = b""
+            try:
+                s.sendall(sent)
+                while chunk := s.recv(65536):
+                    got += chunk
+            except (ConnectionError, TimeoutError):
+                pass
+            return got
+
+
+def sign(body: bytes, id_: str, at: int) -> dict[str, str]:
+    digest = hmac.new(base64.b64decode(SECRET), f"{id_}.{at}.".encode() + body, hashlib.sha256).digest()
+    return {"webhook_id": id_, "webhook_timestamp": str(at), "webhook_signature": "v1," + base64.b64encode(digest).decode()}
