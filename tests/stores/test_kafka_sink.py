@@ -116,6 +116,31 @@ def test_a_batch_that_is_written_again_has_the_same_ids_and_leaves_the_same_rows
     assert {id_: len(values) for id_, values in by_id.items()} == {b"e1-1": 1, b"e2-2": 1, b"e3-3": 1}, "byte for byte"
 
 
+def test_with_transactions_a_batch_that_is_written_again_is_not_there_twice_and_one_that_was_torn_not_at_all(place: Place) -> None:
+    topic = place.name()
+    sink = place.sink(topic, transactions=True)
+    mark = sink.open(0, "")
+    batch = [row(n, f"k{n}", sku=f"k{n}", brand="x") for n in range(1, 51)]
+    sink.write(batch)
+    again = place.sink(topic, transactions=True)  # the first was killed before the position was noted
+    assert again.open(0, mark) == mark
+    noted = again.write([*batch, row(51, "k51", sku="k51", brand=None)])
+    assert len(place.messages(topic)) == 51
+    assert place.upserted(topic)['{"sku": "k51"}'] == {"sku": "k51", "brand": None}, "types of what was committed are learnt all the same"
+    with pytest.raises(StoreUnavailable):  # and the first, which was not dead after all, cannot write any more
+        sink.write([row(52, "late", sku="late")])
+    producer = again._producer
+    assert producer is not None
+    producer.begin_transaction()
+    producer.produce(topic, b"torn", b"torn")
+    producer.flush(10)
+    third = place.sink(topic, transactions=True)  # killed in the middle of a transaction
+    third.open(51, noted)
+    third.write([row(52, "k52", sku="k52")])
+    assert [m.key() for m in place.messages(topic) if b"torn" in m.key() or b"late" in m.key()] == []
+    assert len(place.messages(topic)) == 52
+
+
 def test_types_are_noted_with_the_position(place: Place) -> None:
     topic = place.name()
     sink = place.sink(topic)

@@ -2,10 +2,13 @@
 
 Written once where nothing crashes: the producer is idempotent and every copy in sync has a message before it counts. A batch whose position was not noted is
 written again, with the same keys and the same `penstock-id` headers: who upserts by key ends with the same rows, who appends leaves out ids it has.
+With `transactions=true` the position lies on the server too and moves with the messages: who reads only what is committed reads each record once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka import admin as _admin
 from confluent_kafka.admin import AdminClient
 
@@ -38,6 +41,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     schemas: bool = True
     provenance: bool = False
     mode: str = "upsert"
+    transactions: bool = False
     partitions: int = 6
     replication: int = 3
     compact: bool = False
@@ -65,6 +69,7 @@ OPTIONS: dict[str, units.Kind] = {
     "schemas": units.FLAG,
     "provenance": units.FLAG,
     "mode": units.choices("upsert", "append"),
+    "transactions": units.FLAG,
     "partitions": units.counts(1, 4096),
     "replication": units.counts(1, 32),
     "compact": units.FLAG,
@@ -73,9 +78,10 @@ OPTIONS: dict[str, units.Kind] = {
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is noted with the position: the types that are on the topic."""
+    """What is noted with the position: the types that are on the topic, and under which name the server keeps the position, if it does."""
 
     fields: dict[str, str] = {}
+    id: str = ""
 
 
 class KafkaSink:
@@ -86,6 +92,9 @@ class KafkaSink:
         self._producer: Producer | None = None
         self._trouble: KafkaError | None = None
         self._newest: OrderedDict[str, int] = OrderedDict()
+        self._id = ""
+        self._group: Consumer | None = None  # only for its name: the position is committed in the transaction, as a group's offset
+        self._reached = 0  # the last row that was committed, where there are transactions
 
     # -- opening -----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +123,12 @@ class KafkaSink:
         try:
             admin = AdminClient(client | self.topic.rdkafka)
             self._ensure(admin)
+            if self.options.transactions:
+                self._id = noted.id or secrets.token_hex(8)
+                conf |= {"transactional.id": f"penstock-{self._id}"}
             self._producer = Producer(client | conf | self.topic.rdkafka)
+            if self.options.transactions:
+                self._reached = self._resume(self._producer, client, position)
         except KafkaException as e:
             if admin is not None:
                 admin.poll(0.1)  # it tells its own complaints only when it is asked
@@ -148,21 +162,59 @@ class KafkaSink:
                 ) from None
             raise self._down(error, f"making the topic {topic.name}") from None
 
+    def _resume(self, producer: Producer, client: Mapping[str, Any], position: int) -> int:
+        """From here on no other process can commit under our name, and what one left open is undone."""
+        producer.init_transactions(max(30.0, self.topic.timeout))
+        self._group = Consumer({**client, "group.id": f"penstock-sink-{self._id}", "enable.auto.commit": False, **self.topic.rdkafka})
+        (found,) = self._group.committed([TopicPartition(self.topic.name, 0)], timeout=self.topic.timeout)
+        return max(position, found.offset)  # servers forget it after a week without a write; then the noted one holds
+
     def close(self) -> None:
         producer, self._producer = self._producer, None
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
         if producer is not None:
             producer.purge()  # whatever is left was not noted, and comes again
             producer.flush(1.0)
 
     def _mark(self) -> str:
-        return msgspec.json.encode(Mark(self.shape.fields)).decode()
+        return msgspec.json.encode(Mark(self.shape.fields, self._id)).decode()
 
     # -- writing -----------------------------------------------------------------------------------------------------------
 
     def write(self, rows: Sequence[Row]) -> str:
-        producer = self._producer
+        producer, group = self._producer, self._group
         if producer is None:
             raise Reopen(f"{self.name} is not open")
+        if group is None:
+            self._send(producer, rows)
+        else:
+            try:
+                producer.begin_transaction()
+                self._send(producer, rows)
+                position = [TopicPartition(self.topic.name, 0, rows[-1].n)]
+                producer.send_offsets_to_transaction(position, group.consumer_group_metadata(), max(30.0, self.topic.timeout))
+                producer.commit_transaction(max(30.0, self.topic.timeout))
+            except KafkaException as e:  # opened again, it is seen whether it was committed
+                self._abort(producer)
+                raise self._down(error_of(e), "committing") from None
+            except BaseException:
+                self._abort(producer)
+                raise
+            self._reached = rows[-1].n
+        self._trouble = None
+        self.notice = f"{self.name}: {self.shape.notice}" if self.shape.notice else self.notice
+        return self._mark()
+
+    def _abort(self, producer: Producer) -> None:
+        with contextlib.suppress(KafkaException):
+            producer.purge()
+            producer.abort_transaction(5.0)
+        self.close()
+
+    def _send(self, producer: Producer, rows: Sequence[Row]) -> None:
+        """All of them are there when it returns."""
         failed: list[tuple[KafkaError, str, int]] = []
         reported = 0
 
@@ -180,6 +232,8 @@ class KafkaSink:
                 continue  # a newer event has written this record already
             newest[row.key] = row.order
             key, value, origin = self.shape.message(row, schemas=self.options.schemas)
+            if row.n <= self._reached:  # committed before its position was noted; only its types are still to be learnt
+                continue
             headers: list[tuple[str, str | bytes | None]] = [
                 ("penstock-id", f"{origin.get(PREFIX + 'event_id') or ''}-{row.n}"),
                 ("penstock-order", str(row.order)),
@@ -204,10 +258,7 @@ class KafkaSink:
             self._refused(*failed[0])
         if reported < sent:
             raise self._down(self._trouble or KafkaError(KafkaError._TIMED_OUT), "writing")
-        self._trouble = None
         self._remember(newest)
-        self.notice = f"{self.name}: {self.shape.notice}" if self.shape.notice else self.notice
-        return self._mark()
 
     def _refused(self, error: KafkaError, key: str, size: int) -> None:
         if error.code() in _TOO_LARGE:
