@@ -22,6 +22,7 @@ ROUTE = ("geo", "pool", "account", "render")
 KEYS = ("url", *ROUTE, "priority", "window", "window_mode", "force", "trace", "data")
 LONGEST = 512  # characters of an id, trace or cause: more fits no index
 MAX_DATA = 64 << 10  # bytes of a payload that travels with its event
+MAX_DEPTH = 100  # levels of it: what decodes here must decode wherever the event comes by
 _encode = msgspec.json.Encoder().encode
 
 
@@ -102,11 +103,13 @@ class Mapping:
         if not isinstance(data, dict):
             raise Refused(f"its data is no object but {type(data).__name__}")
         try:
-            size = len(_encode(data))
+            raw = _encode(data)
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as e:
             raise Refused(f"its data cannot be written as JSON: {e}") from None
-        if size > MAX_DATA:
-            raise Refused(f'its data has {size} bytes, of at most {MAX_DATA}; map = {{data = "{{sku: sku}}"}} chooses less')
+        if len(raw) > MAX_DATA:
+            raise Refused(f'its data has {len(raw)} bytes, of at most {MAX_DATA}; map = {{data = "{{sku: sku}}"}} chooses less')
+        if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deeper_than(data, MAX_DEPTH):
+            raise Refused(f"its data is nested deeper than {MAX_DEPTH} levels")
         return data
 
 
@@ -129,6 +132,21 @@ def _route(static: Route, given: Pairs[str, Any]) -> Route:
         if key != "render" and (not isinstance(value, str) or not 0 < len(value) <= LONGEST):
             raise Refused(f"its {key} is no text of 1 to {LONGEST} characters")
     return msgspec.structs.replace(static, **found)
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    """Level by level, so that depth costs no stack."""
+    level = [value]
+    for _ in range(levels):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> list[Any]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [each for each in inner if isinstance(each, dict | list | tuple)]
 
 
 def _flag(given: Pairs[str, Any], key: str) -> bool:

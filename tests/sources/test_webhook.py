@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from penstock import config
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, RequestRefused
+from penstock.intake import Refused
+from penstock.mapping import Mapping
 from penstock.pipeline import Pipeline
 from penstock.ports import Finding
 from penstock.sources.context import SourceContext
@@ -447,6 +449,19 @@ def test_no_bytes_and_no_headers_end_in_anything_but_findings_or_a_refusal(sourc
             status = e.status
         assert status in (202, 400, 401, 403, 413, 415, 422)
         assert all(isinstance(finding.payload, dict) and len(finding.id) == 32 for finding in found)
+
+
+def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_event() -> None:
+    mapping = Mapping(hook().spec)
+    for depth, good in [(1, True), (99, True), (100, False), (900, False)]:
+        for opening, closing in [("[", "]"), ('{"a":', "}")]:
+            body = '{"url": "https://a.example", "wide": [[], [], {}], "deep": ' + opening * depth + "1" + closing * depth + "}"
+            [finding] = told(hook(), {**JSON, **LOCAL}, body.encode())
+            if good:
+                assert mapping.event(finding) is not None
+            else:
+                with pytest.raises(Refused, match="nested deeper than 100 levels"):
+                    mapping.event(finding)
 
 
 # -- options ---------------------------------------------------------------------------------------------------------------
