@@ -1,0 +1,131 @@
+"""Seed lists and Redis lists under SIGKILL: a process that only reads sources dies again and again, and every line is one event."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sqlite3
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis import Redis
+from tests.e2e.harness import Project, wait_for
+from tests.servers import Handle
+
+LINES, KILLS = 20_000, 6
+PIPELINE = """
+from penstock import Page, Pipeline
+
+shop = Pipeline("shop")
+
+@shop.extract(match="*/p/*", version=1, key="url")
+def product(page: Page):
+    yield {"url": page.url}
+
+shop.source("SOURCE", name="list")
+shop.sink("jsonl:products.jsonl")
+"""
+
+
+def accepted(project: Project) -> int:
+    """Read beside the process that writes; 0 before it has begun."""
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True)) as db:
+        return int(db.execute("SELECT count(*) FROM event").fetchone()[0])
+    return 0
+
+
+def read_and_kill(project: Project, rng: random.Random) -> int:
+    """Readers that die while they start or after a part of the work, and one that may finish. Returns how many died in the middle of the list."""
+    middle = 0
+    for _ in range(KILLS):
+        before = accepted(project)
+        running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
+        if rng.random() < 0.2:
+            time.sleep(rng.uniform(0.0, 1.0))  # while it starts
+        else:
+            part = before + rng.randrange(1, LINES // (2 * KILLS))  # so that something is left for the last one
+            wait_for(lambda: accepted(project) >= part or running.ended, f"{part} events: {running.said}", every=0.001)  # noqa: B023 (called here)
+        assert not running.ended, running.said
+        running.kill()
+        middle += 0 < accepted(project) < LINES
+    last = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
+    wait_for(lambda: accepted(project) >= LINES or last.ended, f"all of them: {last.said}")
+    wait_for(lambda: source(project)["settled"], f"the end of the list: {last.said}", every=0.2)
+    last.signal(15)
+    assert last.wait() == 0, last.said
+    return middle
+
+
+def told(project: Project, *args: str) -> Any:
+    return json.loads(project.good(*args, "--json"))
+
+
+def source(project: Project) -> dict[str, object]:
+    found: dict[str, object] = told(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]
+    return found | {"settled": found["events"] == LINES and not found["error"] and not found["backlog"]}
+
+
+def check(project: Project) -> None:
+    total = project.total()
+    assert (total["accepted"], total["pending"]) == (LINES, LINES), total
+    seen = Counter(event["url"] for event in project.events())
+    assert seen == Counter(f"https://shop.test/p/{n}" for n in range(LINES))
+    project.doctor()
+    project.nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("url", ["seeds:urls.txt", "seeds:inbox/"])
+def test_a_reader_of_a_list_killed_again_and_again_makes_one_event_of_each_line(project: Project, seed: int, url: str) -> None:
+    project.write("shop.py", PIPELINE.replace("SOURCE", url))
+    lines = [f"https://shop.test/p/{n}\n" for n in range(LINES)]
+    if url.endswith("/"):
+        for part in range(10):
+            project.write(f"inbox/{part}.txt", "".join(lines[part::10]))
+    else:
+        project.write("urls.txt", "".join(lines))
+    assert read_and_kill(project, random.Random(seed)) > 0
+    check(project)
+    with next(iter(sorted((project.dir / "inbox").glob("*")) or [project.dir / "urls.txt"])).open("a") as file:
+        file.write("https://shop.test/late\n")
+    running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
+    wait_for(lambda: accepted(project) == LINES + 1 or running.ended, f"what was appended: {running.said}")
+    running.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.server("redis")
+def test_a_reader_of_a_redis_list_killed_again_and_again_loses_and_repeats_nothing(project: Project, seed: int, server: Callable[[str], Handle]) -> None:
+    key = f"t{uuid.uuid4().hex[:8]}:start_urls"
+    project.write("shop.py", PIPELINE.replace("SOURCE", f"{server('redis').url}?list={key}"))
+    with Redis.from_url(server("redis").url) as client:
+        client.rpush(key, *[f"https://shop.test/p/{n}" for n in range(LINES)])
+        try:
+            assert read_and_kill(project, random.Random(seed)) > 0
+            check(project)
+            assert client.llen(key) == 0
+            wait_for(lambda: client.hlen(f"{key}:penstock:list") == 0, "nothing lies aside")
+        finally:
+            client.delete(key, f"{key}:penstock:list", f"{key}:penstock:list:count")
+
+
+def test_what_a_list_says_wrongly_is_a_dead_letter_with_its_reason(project: Project) -> None:
+    project.write("shop.py", PIPELINE.replace("SOURCE", "seeds:list.jsonl"))
+    project.write("list.jsonl", '{"url": "https://shop.test/p/1"}\nrubbish\n{"url": "ftp://shop.test/"}\n')
+    shown = project.good("sources", "test", "list", "--pipeline", "shop.py")
+    assert "list.jsonl:2" in shown
+    assert "no JSON" in shown
+    running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
+    wait_for(lambda: running.ended or told(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]["refused"] == 2, "all of the list", every=0.1)
+    running.signal(15)
+    running.wait()
+    letters = told(project, "dlq", "ls", "--all")["letters"]
+    assert len(letters) == 2, letters
+    assert any("the line is no JSON" in letter["reason"] for letter in letters), letters
+    state = told(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]
+    assert (state["events"], state["refused"]) == (1, 2)
