@@ -123,3 +123,7 @@ def test_a_change_becomes_a_record_and_its_end_a_tombstone(project: Project, sit
     assert sorted(found) == [("S-0", False), ("S-0", True), ("S-1", False)]
     (source,) = json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))["sources"]
     assert (source["position"], source["backlog"]) == ("at 0:3", 0)
+    project.good("sources", "reset", "changes", "--to", "start", "--pipeline", "shop.py")
+    project.run()
+    assert project.total()["accepted"] == 3, "read again, and known"
+    assert len(messages(ground, records)) == 3

@@ -761,6 +761,15 @@ async def test_unchanged_rows_come_when_asked_for_and_when_forced(tmp_path: Path
     assert len(loud.lines()) == 2
 
 
+async def test_a_removal_is_a_change_in_which_everything_but_the_key_is_gone(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, hooks=True)
+    await _scrape(rig, "e1", record("a", 1))
+    await _scrape(rig, "e2", msgspec.structs.replace(record("a"), hash=REMOVED, deleted=True, fields=b'{"sku":"a"}'))
+    ((_, body),) = await rig.outbox.changes(10)
+    change = msgspec.msgpack.decode(body)
+    assert (change["new"], change["fields"]) == ({"sku": "a"}, {"price": [1, None]})
+
+
 async def test_a_change_waits_for_its_hook_with_what_was_and_what_is(tmp_path: Path) -> None:
     rig = Rig(tmp_path, hooks=True)
     await _scrape(rig, "e1", record("a", 1))

@@ -202,7 +202,6 @@ async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passe
     ground.write(topic, [{"n": n} for n in range(10)])
     source = ground.source(topic)
     cursor = await source.place("0:2")
-    ground.admin.delete_records([TopicPartition(topic, 0, 7)])
     for future in ground.admin.delete_records([TopicPartition(topic, 0, 7)]).values():
         future.result(20)
     with pytest.raises(SourceDown, match="5 messages were deleted unread"):
@@ -210,6 +209,36 @@ async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passe
     found, cursor = await until_idle(source, cursor)
     assert numbers(found) == [7, 8, 9]
     assert source.describe(cursor) == "at 0:10; 5 messages were deleted unread"
+
+
+async def test_retention_that_overtakes_the_reading_is_told_with_what_it_took(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": n, "filling": "x" * 1_000_000} for n in range(40)])
+    source = ground.source(topic)
+    rounds = source.read(None)
+    found: list[int] = []
+    cursor: bytes | None = None
+
+    async def accept(*, only: int | None = None) -> None:
+        nonlocal cursor
+        while only is None or len(found) < only:
+            batch = await anext(rounds)
+            cursor = batch.cursor or cursor
+            found.extend(numbers(batch.findings))
+
+    await accept(only=1)
+    for future in ground.admin.delete_records([TopicPartition(topic, 0, 38)]).values():
+        future.result(20)
+    with pytest.raises(SourceDown, match="deleted before it was read"):
+        await accept()
+    lost = 38 - len(found)
+    assert found == list(range(len(found)))
+    assert lost > 0
+    with pytest.raises(SourceDown, match=f"{lost} messages were deleted unread"):
+        await until_idle(source, cursor)
+    rest, cursor = await until_idle(source, cursor)
+    assert numbers(rest) == [38, 39]
+    assert source.describe(cursor) == f"at 0:40; {lost} messages were deleted unread"
 
 
 async def test_a_topic_that_was_made_again_is_told_and_read_from_its_beginning_with_other_ids(ground: Ground) -> None:

@@ -58,14 +58,16 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     def finding(self, m: Message) -> Finding | None:
         """None: passed over, as an operation that nobody asked for. What cannot be read is a finding too, a refused one."""
-        place = mint("kafka", self.cluster, self.topic_id, m.topic, str(m.partition), str(m.offset))
         try:
-            return self._read(m, place)
+            return self._read(m)
         except Unreadable as e:
             payload = {"_kafka": {**_kafka(m), "value": as_text(m.value or b"")}}
-            return Finding(id=place, cause=_cause(m), payload=payload, at=m.at, refused=f"message {_cause(m)}: {e}")
+            return Finding(id=self._by_place(m), cause=_cause(m), payload=payload, at=m.at, refused=f"message {_cause(m)}: {e}")
 
-    def _read(self, m: Message, place: str) -> Finding | None:
+    def _by_place(self, m: Message) -> str:
+        return mint("kafka", self.cluster, self.topic_id, m.topic, str(m.partition), str(m.offset))
+
+    def _read(self, m: Message) -> Finding | None:
         headers = {name: value or b"" for name, value in m.headers}
         if self.format in ("auto", "cloudevents") and "ce_specversion" in headers:
             return self._cloudevent(m, _binary_event(m, headers))
@@ -74,7 +76,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
                 return None
             key = _key(m.key)
             payload = {**(key if isinstance(key, dict) else {}), "_cdc": {"op": "d"}, "_kafka": _kafka(m)}
-            return Finding(id=place, cause=_cause(m), payload=payload, at=m.at)
+            return Finding(id=self._by_place(m), cause=_cause(m), payload=payload, at=m.at)
         value = _json(m.value)
         if self.format in ("auto", "cloudevents") and _is_event(value):
             return self._cloudevent(m, value)
@@ -83,13 +85,13 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         if self.format != "json":
             change = _change(value, headers, unwrapped=self.format == "debezium")
             if change is not None:
-                return self._changed(m, change, place)
+                return self._changed(m, change)
             if self.format == "debezium":
                 raise Unreadable("it is no change event of Debezium")
         value = value if isinstance(value, dict) else {"value": value}
         said = value.get("value")
         url = said if isinstance(said, str) and said.startswith(("http://", "https://")) and len(value) == 1 else None
-        return Finding(id=place, url=url, cause=_cause(m), payload={**value, "_kafka": _kafka(m)}, at=m.at)
+        return Finding(id=self._by_place(m), url=url, cause=_cause(m), payload={**value, "_kafka": _kafka(m)}, at=m.at)
 
     def _cloudevent(self, m: Message, event: dict[str, Any]) -> Finding | None:
         source, id_ = event.get("source"), event.get("id")
@@ -119,18 +121,20 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     def _wanted(self, op: str | None) -> bool:
         return op in self.operations or (op is None and not self.operations.isdisjoint("cru"))
 
-    def _changed(self, m: Message, change: Change, place: str) -> Finding | None:
+    def _changed(self, m: Message, change: Change) -> Finding | None:
         if not self._wanted(change.op):
             return None
-        position = [f"{name}={change.source[name]}" for name in _POSITION if change.source.get(name) is not None]
-        id_ = place
-        if position:
-            where = [f"{name}={change.source.get(name)}" for name in _PLACE]
-            if change.source.get("name") is None:  # unwrapped: the topic is all that says which database it was
-                where.append(m.topic)
+        said = change.source.get
+        position = [said(name) for name in _POSITION]
+        if any(part is not None for part in position):
+            place = [said(name) for name in _PLACE]
+            if said("name") is None:  # unwrapped: the topic is all that says which database it was
+                place.append(m.topic)
             # Several rows may share a position (one INSERT of many, a snapshot): the row's key tells them apart.
             row = m.key if m.key is not None else _canonical(change.row)
-            id_ = mint("debezium", *where, *position, change.op or "", hashlib.blake2b(row, digest_size=16).hexdigest())
+            id_ = mint("debezium", _canonical([place, position, change.op]).decode(), hashlib.blake2b(row, digest_size=16).hexdigest())
+        else:
+            id_ = self._by_place(m)
         ts = change.source.get("ts_ms") or change.ts_ms
         at = ts / 1000 if isinstance(ts, int | float) and not isinstance(ts, bool) and ts > 0 else m.at
         return Finding(id=id_, cause=_cause(m), payload={**change.row, "_cdc": _cdc(change), "_kafka": _kafka(m)}, at=at)
