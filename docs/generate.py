@@ -139,6 +139,14 @@ def _command(app: App, name: str) -> Iterator[str]:
         yield ""
 
 
+def _leaves(app: App, path: str) -> Iterator[tuple[str, App]]:
+    inner = [n for n in app if not n.startswith("-")]
+    for n in inner:
+        yield from _leaves(app[n], f"{path} {n}")
+    if not inner:
+        yield path, app
+
+
 def cli() -> str:
     from penstock.cli.main import COMMANDS, build
 
@@ -153,12 +161,9 @@ def cli() -> str:
     last: list[Any] = []
     for name, *_ in COMMANDS:
         command = app[name]
-        inner = [n for n in command if not n.startswith("-")]
-        for n in inner:
-            lines += _command(command[n], f"{name} {n}")
-        if not inner:
-            lines += _command(command, name)
-            last = _arguments(command)[1] or last
+        for path, leaf in _leaves(command, name):
+            lines += _command(leaf, path)
+            last = last if " " in path else _arguments(leaf)[1] or last
     lines += ["## Common options", "", *_table("option", "what it is")]
     lines += [_row(_names(a), " ".join((a.parameter.help or "").split())) for a in last]
     lines += ["", "Where a command has `-o` for an output file (`pages show`, `dlq export`), only the long form `--set` sets an option."]

@@ -49,9 +49,10 @@ class Database:
 
 
 @pytest.fixture
-def database(server: Callable[[str], Handle]) -> Iterator[Database]:
+def database(server: Callable[[str], Handle], project: Project) -> Iterator[Database]:
     database = Database(server("postgres").url)
     yield database
+    project.close()  # whoever still reads
     database.close()
 
 
@@ -97,3 +98,28 @@ def test_a_reader_killed_ten_times_makes_ten_thousand_events_of_ten_thousand_row
     assert state["events"] == written
     assert state["error"] is None
     assert project.total()["accepted"] == written
+
+
+def test_a_slot_is_made_shown_and_dropped_by_command(project: Project, database: Database) -> None:
+    project.write("shop.py", pipeline(database))
+    project.write("penstock.toml", f'pipeline = "shop.py"\nnamespace = "{database.name}"\n')
+    assert f"asked: slot {database.name}_asked keeps changes from" in project.good("sources", "slots", "create")
+    database.insert(1, 3)
+    (own, *_) = json.loads(project.good("sources", "slots", "ls", "--json"))["slots"]
+    assert (own["name"], own["source"], own["active"]) == (f"{database.name}_asked", "asked", False)
+    assert own["behind"] > 0
+    assert "nobody reads it" in project.good("sources", "slots", "ls")
+    shown = project.good("sources", "test", "asked")
+    assert "3 events would be published; nothing was" in shown
+    reader = project.start("run", "--role", "source")
+    wait_for(lambda: reader.ended or any(active for _, active in database.slots()), "the slot is read", 30)
+    wait_for(lambda: reader.ended or accepted(project) == 3, "what was kept since the slot was made, before anything ran")
+    reader.signal(signal.SIGTERM)
+    assert reader.wait() == 0, reader.said
+    assert "its slot is dropped" in project.good("sources", "slots", "drop", "asked")
+    assert not database.slots()
+    again = project.penstock("sources", "slots", "drop", "asked")
+    assert (again.code, "there was no slot" in again.out) == (5, True)
+    unknown = project.penstock("sources", "slots", "drop", "other")
+    assert unknown.code == 2
+    assert "there are: asked" in unknown.err

@@ -10,6 +10,7 @@ import msgspec
 from cyclopts import App, Parameter
 
 from penstock import units
+from penstock.cli import slots
 from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import FOLD, RIGHT, count, iso, lasting, moment, plain, plural, print_json, say, show, styled, table
 from penstock.errors import OK, UsageError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.ports import SourceState
 
 app = App(name="sources", help="what tells us of changes: list, try, reset, pause, resume")
+app.command(slots.app)
 Name = Annotated[str, Parameter(help="the source, as `sources ls` calls it")]
 PipelineFile = Annotated[str | None, Parameter(name=["--pipeline", "-p"], help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")]
 

@@ -1,0 +1,122 @@
+"""`penstock sources slots …`: what database servers keep so that a source misses nothing. Reading it is the source's own business."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+from cyclopts import App, Parameter
+
+from penstock import units
+from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.output import FOLD, RIGHT, plain, print_json, say, show, styled, table
+from penstock.errors import DIFFERENCES, OK, UsageError
+
+if TYPE_CHECKING:
+    from penstock.options import Config
+    from penstock.pipeline import SourceSpec
+    from penstock.ports import SlotInfo
+
+T = TypeVar("T")
+app = App(name="slots", help="replication slots of the pipeline's databases: list, create, drop")
+Name = Annotated[str | None, Parameter(help="the source, as `sources ls` calls it; none: every source that has a slot")]
+PipelineFile = Annotated[str | None, Parameter(name=["--pipeline", "-p"], help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")]
+
+
+@app.command
+def ls(name: Name = None, /, *, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> int:
+    """Slots on the servers of the sources, with the log that each server must keep for them. One that nobody reads fills its disk."""
+    config = common.load().config
+    found = [(spec.name, slot) for spec in _chosen(config, pipeline, name) for slot in _ask(config, spec, lambda source: source.slots())]
+    if json:
+        print_json({"slots": [{"source": source if slot.own else None, "asked": source, **msgspec.to_builtins(slot)} for source, slot in found]})
+        return OK
+    if not found:
+        say("no slots: `penstock run` makes them, and so does `penstock sources slots create`")
+        return OK
+    made = table("slot", ("source", FOLD), "state", ("held", RIGHT), ("behind", RIGHT), "position")
+    shown: set[str] = set()
+    for source, slot in sorted(found, key=lambda pair: not pair[1].own):
+        if slot.name in shown:
+            continue
+        shown.add(slot.name)
+        made.add_row(
+            styled(slot.name, "bold"),
+            plain(source) if slot.own else styled("another's", "dim"),
+            _state(slot),
+            units.write_size(slot.held >> 20 << 20) if slot.held >> 20 else "<1MiB",
+            units.write_size(slot.behind >> 20 << 20) if slot.behind >> 20 else "<1MiB",
+            slot.position,
+        )
+    show(made)
+    return OK
+
+
+@app.command
+def create(name: Name = None, /, *, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> int:
+    """Make slot and publication before the first run: changes are kept from now on. It waits until transactions that are open have ended."""
+    config = common.load().config
+    made = [(spec.name, _ask(config, spec, lambda source: source.create_slot())) for spec in _chosen(config, pipeline, name)]
+    if json:
+        print_json({"slots": [{"source": source, **msgspec.to_builtins(slot)} for source, slot in made]})
+        return OK
+    for source, slot in made:
+        say(f"{source}: slot {slot.name} keeps changes from {slot.position} on")
+    return OK
+
+
+@app.command
+def drop(
+    name: Annotated[str, Parameter(help="the source, as `sources ls` calls it")],
+    /,
+    *,
+    pipeline: PipelineFile = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Give up a source's slot, and the publication where Penstock made it: the server may forget. What changed and was not read is lost."""
+    config = common.load().config
+    (spec,) = _chosen(config, pipeline, name)
+    dropped = _ask(config, spec, lambda source: source.drop_slot())
+    if json:
+        print_json({"source": name, "dropped": dropped})
+    else:
+        say(f"{name}: {'its slot is dropped' if dropped else 'there was no slot'}")
+    return OK if dropped else DIFFERENCES
+
+
+def _state(slot: SlotInfo) -> Any:
+    if slot.status == "lost":
+        return styled("lost", "bold red")
+    if slot.status == "unreserved":
+        return styled("about to be lost", "yellow")
+    return "read" if slot.active else styled("nobody reads it", "yellow")
+
+
+def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSpec]:
+    from penstock.pipeline import load
+
+    chosen = file or config.pipeline
+    if not chosen:
+        raise UsageError("which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml')
+    specs = [spec for spec in load(Path(chosen)).sources if spec.url.partition(":")[0].endswith("+cdc")]
+    if name is None:
+        return specs
+    found = [spec for spec in specs if spec.name == name]
+    if not found:
+        names = ", ".join(spec.name for spec in specs)
+        raise UsageError(f"there is no source {name!r} with a slot", hint=f"there are: {names}" if names else "only postgres+cdc: sources have one")
+    return found
+
+
+def _ask(config: Config, spec: SourceSpec, question: Callable[[Any], Awaitable[T]]) -> T:
+    from penstock.app import source_to_look_at
+
+    async def whole() -> T:
+        async with source_to_look_at(config, spec) as (source, _):
+            return await question(source)
+
+    return asyncio.run(whole())

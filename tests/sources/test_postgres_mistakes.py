@@ -1,0 +1,251 @@
+"""What can be wrong with a PostgreSQL source, each in one sentence with what to do; and what `sources test`, `reset` and `slots` ask of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.servers import Handle
+from tests.sources.postgres_rig import Rig, made, refused
+
+from penstock import config as configuration
+from penstock.clock import SystemClock
+from penstock.errors import ConfigError, SourceDown, UsageError
+from penstock.pipeline import Pipeline
+from penstock.sources.context import SourceContext
+from penstock.sources.postgres import open_source
+from penstock.sources.postgres_dsn import derived_name
+
+postgres = pytest.mark.server("postgres")
+
+
+@pytest.fixture
+def rig(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Rig]:
+    yield from made(server("postgres").url, tmp_path, "cdc")
+
+
+def opened(url: str, directory: Path, **options: Any) -> Any:
+    pipeline = Pipeline("shop")
+    pipeline.source(url, name="asked", **options)
+    config = configuration.load({"state.dir": str(directory)}, {}, directory).config
+    return open_source(pipeline.sources[0], SourceContext(config, SystemClock(), random.Random(1), None, directory))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "message"),
+    [
+        ("postgres://u:hidden@h/db", {}, "can be read in two ways"),
+        ("postgres+cdc:db", {}, "has no //"),
+        ("postgres+cdc://u:hidden@h:port/db", {}, "cannot be read"),
+        ("postgres+cdc://u:hidden@h/db?sslmood=require", {}, "cannot be read"),
+        ("postgres+cdc://u:hidden@h/db", {"tabel": "x"}, "there is no option 'tabel'"),
+        ("postgres+cdc://u:hidden@h/db", {"table": "a.b.c"}, "names no table"),
+        ("postgres+cdc://u:hidden@h/db?table=a", {"table": "b"}, "table is said twice"),
+        ("postgres+cdc://u:hidden@h/db?slot=Mine", {}, "cannot be a slot's name"),
+        ("postgres+cdc://u:hidden@h/db?operations=delete", {}, "operations is 'delete'"),
+        ("postgres+cdc://u:hidden@h/db?snapshot=maybe", {}, "snapshot is 'maybe'"),
+        ("postgres+cdc://u:hidden@h/db", {"max_lag": "lots"}, "max_lag is 'lots'"),
+        ("postgres+cdc://u:hidden@h/db", {"max_lag": "1KiB"}, "max_lag is '1KiB'"),
+        ("postgres+cdc://u:hidden@h/db", {"on_limit": "wait"}, "on_limit is 'wait'"),
+        ("postgres+table://u:hidden@h/db", {"done": "forget"}, "done is 'forget'"),
+        ("postgres+table://u:hidden@h/db?table=a,b", {}, "names 2 tables"),
+        ("postgres+table://u:hidden@h/db", {"key": 3}, "key is 3"),
+    ],
+)
+def test_a_mistake_in_the_url_or_an_option_is_said_when_the_configuration_is_read(url: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        opened(url, tmp_path, **options)
+    assert message in caught.value.message
+    assert caught.value.hint
+    assert "hidden" not in caught.value.message + caught.value.hint
+
+
+def test_options_may_stand_in_the_url_and_the_rest_of_it_is_the_connections(tmp_path: Path) -> None:
+    s = opened("postgres+cdc://u@h/db?table=a,b.c&sslmode=require&snapshot=true&max_lag=64MiB&operations=insert,update", tmp_path).settings
+    assert [table.label for table in s.tables] == ["public.a", "b.c"]
+    assert (s.snapshot, s.max_lag, s.operations) == (True, 64 << 20, {"insert", "update"})
+    assert s.address.options["sslmode"] == "require"
+    assert (s.slot, s.publication, s.owned) == ("penstock_asked", "penstock_asked", True)
+
+
+def test_a_slot_is_called_after_namespace_and_source_within_what_a_slot_may_be_called() -> None:
+    assert derived_name("shop", "postgres-cdc-db.example-5432") == "shop_postgres_cdc_db_example_5432"
+    long = derived_name("shop", "x" * 64)
+    assert len(long) == 63
+    assert long != derived_name("shop", "x" * 65)
+
+
+# -- what the server says ---------------------------------------------------------------------------------------------------
+
+
+@postgres
+async def test_a_server_that_is_not_there_or_does_not_let_us_in_is_one_sentence(rig: Rig) -> None:
+    for old, new, message in (
+        (f"/{rig.database}", "/nowhere", "there is no such database"),
+        ("postgres@", "nobody:hidden@", "the server knows no user nobody"),
+        (rig.server.rpartition("/")[0].rpartition(":")[2], "1", "cannot be reached"),
+    ):
+        source = opened(rig.url.replace(old, new).replace("postgres:", "postgres+cdc:"), rig.directory)
+        trouble = await refused(source.read(None))
+        assert message in trouble.message
+        assert trouble.hint
+        assert "hidden" not in trouble.message + trouble.hint
+
+
+@postgres
+async def test_a_table_that_is_not_there_is_said(rig: Rig) -> None:
+    async with rig.reading(table="nowhere") as batches:
+        assert "there is no table public.nowhere" in (await refused(batches)).message
+    assert rig.slot_row("slot_name") is None
+
+
+@postgres
+async def test_a_user_without_the_rights_is_told_which_and_who_may_give_them(rig: Rig) -> None:
+    user = f"u_{rig.database}"
+    rig.run(f"CREATE ROLE {user} LOGIN")
+    rig.run(f"GRANT SELECT ON scrape_requests TO {user}")
+    url = rig.url.replace("postgres@", f"{user}@").replace("postgres:", "postgres+cdc:")
+    options = {"slot": rig.slot, "publication": ""}
+    try:
+        trouble = await refused(opened(url, rig.directory, **options).read(None))
+        assert f"{user} has no right to replicate" in trouble.message
+        assert f"ALTER ROLE {user} REPLICATION" in trouble.hint
+        rig.run(f"ALTER ROLE {user} REPLICATION")
+        trouble = await refused(opened(url, rig.directory, **options).read(None))
+        assert f"there is no publication penstock_asked, and {user} could not make it" in trouble.message
+        assert 'CREATE PUBLICATION "penstock_asked" FOR TABLE "public"."scrape_requests"' in trouble.hint
+        rig.run("CREATE PUBLICATION given FOR TABLE scrape_requests")
+        batches = opened(url, rig.directory, slot=rig.slot, publication="given").read(None)
+        await rig.ready(batches)
+        rig.insert("https://shop.test/1")
+        await rig.until(batches, lambda: rig.accepted)
+        await batches.aclose()
+    finally:
+        rig.run(f"DROP OWNED BY {user}; DROP ROLE {user}")
+
+
+@postgres
+async def test_a_publication_of_the_users_own_is_not_changed_and_one_of_ours_is(rig: Rig) -> None:
+    rig.run("CREATE TABLE second(id int PRIMARY KEY, url text)")
+    rig.run("CREATE PUBLICATION given FOR TABLE scrape_requests WITH (publish = 'insert')")
+    async with rig.reading(publication="given", table="second") as batches:
+        trouble = await refused(batches)
+    assert "publication given does not publish table public.second" in trouble.message
+    assert trouble.hint == 'ALTER PUBLICATION "given" ADD TABLE "public"."second"'
+    async with rig.reading(publication="given", operations="update") as batches:
+        assert "publication given does not publish updates" in (await refused(batches)).message
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+    async with rig.reading(table="scrape_requests,second", operations="insert,update") as batches:
+        await rig.until(batches, lambda: True)
+        rig.run("INSERT INTO second VALUES(1, 'https://shop.test/1')")
+        rig.run("UPDATE second SET url = 'https://shop.test/2'")
+        await rig.until(batches, lambda: len(rig.accepted) == 2)
+
+
+@postgres
+async def test_a_slot_that_is_gone_in_use_or_not_ours_is_said_with_what_to_do(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        async with rig.reading() as second:
+            trouble = await refused(second)
+        assert f"slot {rig.slot} is read by somebody else" in trouble.message
+        assert trouble.after == 1.0
+    rig.run("SELECT pg_drop_replication_slot(%s)", rig.slot)
+    async with rig.reading() as batches:
+        trouble = await refused(batches)
+    assert f"slot {rig.slot} is gone" in trouble.message
+    assert f"penstock sources reset {rig.database} --to start" in trouble.hint
+    rig.run("SELECT pg_create_logical_replication_slot(%s, 'test_decoding')", rig.slot)
+    async with rig.reading() as batches:
+        assert f"slot {rig.slot} belongs to test_decoding" in (await refused(batches)).message
+    assert rig.cursor is not None
+    rig.cursor = rig.cursor[:-3]  # torn
+    async with rig.reading() as batches:
+        assert "its position cannot be read" in (await refused(batches)).message
+
+
+@postgres
+async def test_a_slot_whose_log_the_server_threw_away_is_said(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+    rig.run("ALTER SYSTEM SET max_slot_wal_keep_size = '1MB'")
+    rig.run("SELECT pg_reload_conf()")
+    try:
+        for _ in range(50):
+            rig.run("CREATE TABLE IF NOT EXISTS noise(n int)")
+            rig.run("INSERT INTO noise VALUES(1)")
+            rig.run("SELECT pg_switch_wal()")
+            rig.run("CHECKPOINT")
+            if rig.slot_row("wal_status") == "lost":
+                break
+        async with rig.reading() as batches:
+            trouble = await refused(batches)
+    finally:
+        rig.run("ALTER SYSTEM RESET max_slot_wal_keep_size")
+        rig.run("SELECT pg_reload_conf()")
+    assert f"the server has thrown away WAL that slot {rig.slot} still needed" in trouble.message
+    assert "penstock sources slots drop" in trouble.hint
+
+
+# -- what commands ask --------------------------------------------------------------------------------------------------------
+
+
+@postgres
+async def test_looking_shows_rows_before_there_is_a_slot_and_what_waits_when_there_is_one(rig: Rig) -> None:
+    rig.insert("https://shop.test/there")
+    source = rig.source()
+    found = await source.preview(None, 5)
+    assert [(f.payload["url"], "as if it were inserted now" in f.cause) for f in found] == [("https://shop.test/there", True)]
+    assert rig.slot_row("slot_name") is None
+    slot = await source.create_slot()
+    assert (slot.name, slot.own, slot.active) == (rig.slot, True, False)
+    rig.insert("https://shop.test/1", "https://shop.test/2", "https://shop.test/3")
+    for _ in range(2):  # looking takes nothing
+        found = await source.preview(None, 2)
+        assert [f.payload["url"] for f in found] == ["https://shop.test/1", "https://shop.test/2"]
+    assert next((s.name, s.own) for s in await source.slots()) == (rig.slot, True)
+    assert await source.drop_slot()
+    assert not await source.drop_slot()
+    assert rig.run("SELECT count(*) FROM pg_publication") == [(0,)]
+
+
+@postgres
+async def test_a_position_may_be_set_forward_to_now_or_to_a_place_in_the_log(rig: Rig) -> None:
+    source = rig.source()
+    with pytest.raises(UsageError, match="there is no slot"):
+        await source.place("now")
+    await source.create_slot()
+    rig.insert("https://shop.test/1")
+    ((lsn,),) = rig.run("SELECT pg_current_wal_lsn()::text")
+    rig.insert("https://shop.test/2")
+    rig.cursor = await source.place(lsn)
+    assert source.describe(rig.cursor) == lsn
+    async with rig.reading() as batches:
+        await rig.until(batches, lambda: rig.accepted)
+        await rig.idle(batches)
+        rig.insert("https://shop.test/3")
+    assert rig.urls == ["https://shop.test/2"]
+    rig.cursor = await source.place("now")
+    rig.insert("https://shop.test/4")
+    async with rig.reading() as batches:
+        await rig.until(batches, lambda: len(rig.accepted) == 2)
+    assert rig.urls == ["https://shop.test/2", "https://shop.test/4"]
+    for wrong in ("yesterday", "0/1", "FFFFFFFF/0"):
+        with pytest.raises(UsageError):
+            await source.place(wrong)
+
+
+@postgres
+async def test_a_position_of_another_server_is_not_believed(rig: Rig) -> None:
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+    assert rig.cursor is not None
+    system = rig.run("SELECT system_identifier::text FROM pg_control_system()")[0][0].encode()
+    rig.cursor = rig.cursor.replace(system, b"1" * len(system))
+    async with rig.reading() as batches:
+        with pytest.raises(SourceDown, match="belongs to another server"):
+            await anext(batches)
