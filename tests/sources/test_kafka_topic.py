@@ -214,7 +214,7 @@ async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passe
 async def test_retention_that_overtakes_the_reading_is_told_with_what_it_took(ground: Ground) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": n, "filling": "x" * 1_000_000} for n in range(40)])
-    source = ground.source(topic)
+    source = ground.source(topic, **{"rdkafka.queued.min.messages": 1, "rdkafka.queued.max.messages.kbytes": 1, "rdkafka.fetch.max.bytes": 1_100_000})
     rounds = source.read(None)
     found: list[int] = []
     cursor: bytes | None = None
