@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -234,6 +235,7 @@ async def test_each_trouble_with_the_server_is_a_sentence_of_its_own(ground: Gro
     ground.client.sadd(ground.key, "https://shop.test/1")
     assert "is no list" in (await told(ground.source())).message
     assert "no Redis server answers" in (await told(ground.source(url="redis://127.0.0.1:9/0"))).message
+    assert "refuses the user or password" in (await told(ground.source("set", username="nobody", password="hunter2"))).message
     secret = ground.url.replace("redis://", "redis://nobody:hunter2@")
     assert "refuses the user or password" in (await told(ground.source("set", url=secret))).message
 
@@ -280,6 +282,24 @@ async def test_there_are_no_positions(ground: Ground) -> None:
     source = ground.source()
     with pytest.raises(UsageError, match="has no positions"):
         await source.place("end")
+
+
+async def test_a_password_may_come_from_the_environment_and_the_documented_rights_are_enough(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="SHOP_REDIS, which is not set"):
+        ground.source(password="env:SHOP_REDIS")
+    user = f"u{uuid.uuid4().hex[:8]}"
+    monkeypatch.setenv("SHOP_REDIS", "h@nter:2/%")
+    ground.client.rpush(ground.key, *pages(0, 2))
+    said = (Path(__file__).parents[2] / "docs/sources/redis.md").read_text("utf-8")
+    needed = re.findall(r"\+[a-z]+", said.rpartition("`~KEY*` and")[2])
+    assert len(needed) > 15
+    ground.client.acl_setuser(user, enabled=True, passwords=["+h@nter:2/%"], keys=[ground.key + "*"], commands=needed)
+    try:
+        source = ground.source(username=user, password="env:SHOP_REDIS")
+        assert urls(list(await source.preview(None, 5))) == pages(0, 2)
+        assert urls(await finished(source)) == pages(0, 2)
+    finally:
+        ground.client.acl_deluser(user)
 
 
 @pytest.mark.parametrize(

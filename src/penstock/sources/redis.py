@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
@@ -204,8 +205,8 @@ def _is_text(text: str) -> bool:
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
-    """`redis://HOST/DB?list=KEY`, or rediss."""
-    options(spec, {})
+    """`redis://HOST/DB?list=KEY`, or rediss. The options `username` and `password` go before those of the URL."""
+    login = {name: _text(spec, name, value) for name, value in options(spec, {"username": "", "password": ""}).items()}
     parts = urlsplit(spec.url)
     given = parse_qsl(parts.query, keep_blank_values=True)
     named = [(kind, key) for kind, key in given if kind in ("list", "set", "zset")]
@@ -213,5 +214,17 @@ def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
         wrong = "names no list" if not named or not named[0][1] else "names more than one list"
         raise ConfigError(f"source {units.mask(spec.url)!r} {wrong}", hint=EXAMPLE)
     rest = urlencode([(name, value) for name, value in given if name not in ("list", "set", "zset")])
-    server = Outside(urlunsplit((parts.scheme, parts.netloc, parts.path, rest, "")), evictable=False)
+    place = parts.netloc
+    if any(login.values()):
+        place = f"{quote(login['username'], safe='')}:{quote(login['password'], safe='')}@{place.rpartition('@')[2]}"
+    server = Outside(urlunsplit((parts.scheme, place, parts.path, rest, "")), evictable=False)
     return RedisList(spec, context, server, *named[0])
+
+
+def _text(spec: SourceSpec, name: str, value: str) -> str:
+    if not value.startswith("env:"):
+        return value
+    variable = value.removeprefix("env:")
+    if not os.environ.get(variable):
+        raise ConfigError(f"source {spec.name}: {name} is to be read from {variable}, which is not set", hint=f"export {variable}=…")
+    return os.environ[variable]
