@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
+import json
+import math
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from penstock.ports import Finding
-from penstock.sources.kafka_messages import Message, Reading
+from penstock.sources.kafka_messages import FORMATS, Message, Reading
 
 AUTO = Reading(cluster="c", topic_id="t")
 
@@ -198,3 +202,43 @@ def test_what_cannot_be_read_is_refused_with_its_bytes_and_the_reason(value: Any
     kept = found.payload["_kafka"]["value"]
     assert raw == (base64.b64decode(kept["base64"]) if isinstance(kept, dict) else kept.encode())
     msgspec.json.encode(found.payload)
+
+
+@pytest.mark.parametrize("ts", ["1" + "0" * 400, "1e308", "-1", "true", '"now"', "[1]"])
+def test_a_change_of_an_impossible_time_is_as_old_as_its_message(ts: str) -> None:
+    assert read(b'{"op":"c","after":{"a":1},"source":{"lsn":1,"ts_ms":%s}}' % ts.encode()).at in (1763265600.0, 0.001)
+
+
+# -- anything at all -------------------------------------------------------------------------------------------------------------
+
+LEAF = st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.just(10**400) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+JSON = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5)
+WORDS = ["schema", "payload", "op", "before", "after", "source", "ts_ms", "lsn", "name", "specversion", "id", "type", "data", "data_base64", "time", "__op",
+         "__deleted", "__lsn", "value", "url", "snapshot", "message"]  # fmt: skip
+TELLING = st.recursive(
+    LEAF | st.sampled_from(["c", "d", "u", "m", "t", "true", "1.0", "2026-11-16T04:00:00Z"]),
+    lambda inner: st.dictionaries(st.sampled_from(WORDS), inner, max_size=6) | st.lists(inner, max_size=2),
+    max_leaves=12,
+)
+HEADERS = st.lists(
+    st.tuples(st.sampled_from(["ce_specversion", "ce_id", "ce_source", "content-type", "__op", "x"]), st.none() | st.binary(max_size=6)), max_size=4
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # two cores for everybody
+@given(
+    st.binary(max_size=60) | (JSON | TELLING).map(lambda value: json.dumps(value).encode()) | st.none(),
+    st.none() | st.binary(max_size=10) | TELLING.map(lambda value: json.dumps(value).encode()),
+    HEADERS,
+    st.sampled_from(FORMATS),
+)
+def test_whatever_a_message_holds_it_is_found_refused_or_passed_over_and_can_be_kept(
+    value: bytes | None, key: bytes | None, headers: list[tuple[str, bytes | None]], format: str
+) -> None:
+    reading = Reading(format=format, operations=frozenset("crudtm"), tombstones=True)
+    found = reading.finding(Message("t", 0, 1, 1.0, key, value, headers))
+    assert found == reading.finding(Message("t", 0, 1, 1.0, key, value, headers)), "the same cause, the same finding"
+    if found is not None:
+        assert len(found.id) == 32
+        assert found.at is None or math.isfinite(found.at)
+        assert msgspec.json.decode(msgspec.json.encode(found.payload)).keys() == found.payload.keys()

@@ -19,6 +19,7 @@ OPERATIONS = ("c", "r", "u", "d", "t", "m")  # create, read (snapshot), update, 
 _POSITION = ("lsn", "txId", "file", "pos", "row", "change_lsn", "commit_lsn", "event_serial_no", "scn", "commit_scn", "rs_id", "ssn", "ord")
 _PLACE = ("connector", "name", "db", "schema", "table", "collection", "server_id")
 _MARKS = ("__deleted", "__op", "__lsn", "__source_lsn", "__table", "__source_table", "__ts_ms", "__source_ts_ms")
+_LATEST = 10**14  # milliseconds, three thousand years from now: beyond it, it is no time
 _MAX_HEADERS = 8192  # bytes that travel with the payload
 _decode = msgspec.json.Decoder().decode
 _canonical = msgspec.json.Encoder(order="deterministic").encode
@@ -136,7 +137,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         else:
             id_ = self._by_place(m)
         ts = change.source.get("ts_ms") or change.ts_ms
-        at = ts / 1000 if isinstance(ts, int | float) and not isinstance(ts, bool) and ts > 0 else m.at
+        at = ts / 1000 if isinstance(ts, int | float) and 0 < ts < _LATEST else m.at
         return Finding(id=id_, cause=_cause(m), payload={**change.row, "_cdc": _cdc(change), "_kafka": _kafka(m)}, at=at)
 
 
