@@ -188,7 +188,7 @@ async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_
 
 
 async def test_several_processes_share_a_file_and_a_kill_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
-    path, total = str(tmp_path / "state.db"), 400
+    path, total = str(tmp_path / "state.db"), 1500
     db = Database(path, durability="process")
     broker = SqliteBroker(db, SystemClock())
     await broker.ensure([TopicSpec(name="t")])
