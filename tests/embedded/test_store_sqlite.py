@@ -156,6 +156,17 @@ async def test_what_was_asked_before_the_end_is_done_before_the_end(tmp_path: Pa
         job.cancel()
 
 
+@pytest.mark.parametrize("there", [[1, 2, 3], [1, 3], []])
+async def test_each_tells_which_rows_a_statement_changed_and_changes_each_once(tmp_path: Path, there: list[int]) -> None:
+    db = opened(tmp_path / "a.db")
+    await db.write(lambda tx: [insert(x)(tx) for x in there])
+    assert await db.write(lambda tx: tx.each("UPDATE t SET x=x+10 WHERE x=?", [(1,), (2,), (3,)])) == [x in there for x in (1, 2, 3)]
+    assert await db.read(values) == [x + 10 for x in there]
+    assert await db.write(lambda tx: tx.each("DELETE FROM t WHERE x=?", [(11,), (11,)])) == [1 in there, False]
+    assert await db.write(lambda tx: tx.each("DELETE FROM t", [])) == []
+    db.close_now()
+
+
 # -- durability ------------------------------------------------------------------------------------------------------------------
 
 
@@ -336,7 +347,7 @@ def test_a_file_without_permission_is_told_in_a_sentence(tmp_path: Path, monkeyp
         def __init__(self, path: str, **more: Any) -> None:
             super().__init__(path, flags=apsw.SQLITE_OPEN_READONLY)
 
-    monkeypatch.setattr(apsw, "Connection", Refused)  # what SQLite falls back to where the mode forbids writing; root may write anything
+    monkeypatch.setattr(store, "_Connection", Refused)  # what SQLite falls back to where the mode forbids writing; root may write anything
     with pytest.raises(Unreachable, match=r"cannot (open|prepare) the store") as e:
         opened(tmp_path / "b.db")
     assert e.value.hint

@@ -180,6 +180,7 @@ class SqliteBroker(SqlQueue):
         per_key = 1 if g.ordered else per_key or limit
         picked: list[tuple[int, str, str, str | None, bytes, int]] = []
         taken: dict[tuple[int, str], int] = defaultdict(int)
+        behind: dict[tuple[int, str], int] = {}  # the last that was taken
         quotas = shares(self._places[g.id], limit)
         self._places[g.id] += limit
         left = limit
@@ -189,7 +190,7 @@ class SqliteBroker(SqlQueue):
                     break
                 quota = min(left, quotas[prio]) if share else left
                 if quota:
-                    left -= self._pick(tx, g.id, prio, quota, per_key, now, taken, picked)
+                    left -= self._pick(tx, g.id, prio, quota, per_key, now, taken, behind, picked)
         if not picked:
             return []
         token = tx.execute("UPDATE token SET n=n+1 RETURNING n").get
@@ -227,6 +228,7 @@ class SqliteBroker(SqlQueue):
         per_key: int,
         now: float,
         taken: dict[tuple[int, str], int],
+        behind: dict[tuple[int, str], int],
         picked: list[tuple[int, str, str, str | None, bytes, int]],
     ) -> int:
         """Round robin between keys by the time they were last served; a key's messages in order of publication."""
@@ -246,10 +248,12 @@ class SqliteBroker(SqlQueue):
                     continue
                 rows = tx.execute(
                     "SELECT q.seq, q.key, m.id, m.headers, m.body, q.deliveries FROM queue q INDEXED BY queue_ready JOIN message m ON m.seq=q.seq"
-                    " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 ORDER BY q.seq LIMIT ? OFFSET ?",
-                    (g, prio, key, n, have),
+                    " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 AND q.seq>? ORDER BY q.seq LIMIT ?",
+                    (g, prio, key, behind.get((prio, key), 0), n),
                 ).fetchall()
                 picked.extend(rows)
+                if rows:
+                    behind[prio, key] = rows[-1][0]
                 taken[prio, key] = have + len(rows)
                 got += len(rows)
                 if len(rows) == n and ready > n and have + n < per_key:
@@ -367,15 +371,10 @@ class SqliteBroker(SqlQueue):
 
     def _ack(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
         groups = [self._group(tx, d.topic, d.group) for d in deliveries]
-        leases = [(g.id, d.position, d.token) for g, d in zip(groups, deliveries, strict=True)]
-        gone = set(tx.executemany("DELETE FROM queue WHERE grp=? AND seq=? AND token=? AND state=1 RETURNING grp, seq, token", leases).fetchall())
-        answers = []
-        for g, d, lease in zip(groups, deliveries, leases, strict=True):
-            answers.append(lease in gone)
-            if lease in gone:
-                gone.remove(lease)  # it may be here twice
-                if g.ordered:
-                    self._unlock(tx, [(g.id, ONE_CLASS, d.key)])
+        answers = tx.each(
+            "DELETE FROM queue WHERE grp=? AND seq=? AND token=? AND state=1", [(g.id, d.position, d.token) for g, d in zip(groups, deliveries, strict=True)]
+        )
+        self._unlock(tx, [(g.id, ONE_CLASS, d.key) for g, d, ours in zip(groups, deliveries, answers, strict=True) if ours and g.ordered])
         for g, n in Counter(g for g, applied in zip(groups, answers, strict=True) if applied).items():
             tx.execute("UPDATE grp SET leased=leased-? WHERE id=?", (n, g.id))
         return answers

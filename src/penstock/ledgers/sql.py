@@ -231,14 +231,12 @@ class SqlLedger:
 
     def succeed_in(self, tx: Tx, ends: Sequence[End], now: float) -> list[End]:
         """Those whose fence is not old; of the others nothing was touched."""
-        touched = set(
-            tx.executemany(
-                f"UPDATE event SET status='success', finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, {_ENDED}"
-                " WHERE n=? AND fence=? AND status IN ('in_flight','writing') RETURNING n, fence",
-                [(now, end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence) for end in ends],
-            ).fetchall()
+        touched = tx.each(
+            f"UPDATE event SET status='success', finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, {_ENDED}"
+            " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
+            [(now, end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence) for end in ends],
         )
-        done = [end for end in ends if (end.row, end.fence) in touched]
+        done = [end for end, ours in zip(ends, touched, strict=True) if ours]
         tx.executemany(_FETCHED, [(end.row, end.meta.page, _encode(end.meta)) for end in done if end.meta is not None])
         tx.executemany("DELETE FROM needed WHERE event=?", [(end.row,) for end in done if end.restarted])
         at = int(now * 1e6)

@@ -213,6 +213,9 @@ class Wire:
     def executemany(self, sql: str, rows: Any, /) -> Answers:
         return Answers([self.execute(sql, row) for row in rows])
 
+    def each(self, sql: str, rows: Sequence[Any], /) -> list[bool]:
+        return [answer.changes > 0 for answer in [self.execute(sql, row) for row in rows]]
+
     def changes(self) -> int:
         return 0 if self._changing is None else self._changing.changes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +27,9 @@ class Tx(Protocol):
 
     def execute(self, sql: str, bindings: Any = ..., /) -> Rows: ...
     def executemany(self, sql: str, rows: Any, /) -> Any: ...
+    def each(self, sql: str, rows: Sequence[Any], /) -> list[bool]:
+        """As executemany, for a statement that changes one row or none. Which of them changed one?"""
+
     def changes(self) -> int: ...
     def last_insert_rowid(self) -> int: ...
     def cursor(self) -> Any: ...
