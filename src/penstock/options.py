@@ -159,8 +159,8 @@ class FollowConfig(_Section, frozen=True, kw_only=True):
 
 
 class FetchConfig(_Section, frozen=True, kw_only=True):
-    concurrency: Annotated[int, Opt(units.counts(1, 10_000), "requests in flight in one worker")] = 128
-    prefetch: Annotated[int, Opt(units.counts(1, 100_000), "events one worker holds", example="512", derived="4 x fetch.concurrency")]
+    concurrency: Annotated[int, Opt(units.counts(1, 10_000), "requests in flight in one worker")] = 256
+    prefetch: Annotated[int, Opt(units.counts(1, 100_000), "events one worker holds", example="1024", derived="4 x fetch.concurrency")]
     bytes: Annotated[int, Opt(units.sizes(2**20), "bodies one worker holds in memory")] = 64 * 2**20
     deadline: Annotated[float, Opt(units.durations(0.1, 86400), "time for one event, redirects and waits between them included")] = 600.0
     allow_downgrade: Annotated[bool, Opt(units.FLAG, "follow redirects from https to http")] = False

@@ -37,8 +37,8 @@ log = logging.getLogger("penstock.worker")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    concurrency: int = 128
-    window: int = 512  # deliveries held at once
+    concurrency: int = 256
+    window: int = 1024  # deliveries held at once
     byte_budget: int = 64 << 20
     extract_group: int = 32
     extract_linger: float = 0.01

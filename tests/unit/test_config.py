@@ -51,7 +51,7 @@ def test_without_any_setting_everything_has_its_documented_default(tmp_path: Pat
     assert (config.dedup.window, config.dedup.settle, config.dedup.mode) == (60, 2, "delay")
     assert (config.follow.window, config.follow.depth, config.follow.same_domain) == (86400, 10, True)
     assert (config.breaker.dead_share, config.breaker.min, config.breaker.window, config.breaker.alert) == (0.2, 50, 60, 0.02)
-    assert (config.fetch.concurrency, config.fetch.prefetch, config.fetch.bytes) == (128, 512, 64 * 2**20)
+    assert (config.fetch.concurrency, config.fetch.prefetch, config.fetch.bytes) == (256, 1024, 64 * 2**20)
     assert (config.pace.rate, config.intake.max_pending, config.output.unchanged) == (1, 10_000_000, "skip")
 
 
@@ -190,7 +190,7 @@ def test_an_error_about_a_dsn_does_not_repeat_it(tmp_path: Path) -> None:
 def test_a_wrong_type_names_the_path_and_gives_an_example(tmp_path: Path) -> None:
     error = refused(tmp_path, toml='[fetch]\nconcurrency = "many"')
     assert error.message == 'fetch.concurrency: expected a whole number above 0 and at most 10000, got "many"'
-    assert error.hint == "concurrency = 128"
+    assert error.hint == "concurrency = 256"
 
 
 def test_a_wrong_variable_is_named_with_its_path(tmp_path: Path) -> None:
@@ -206,14 +206,14 @@ def test_a_wrong_variable_is_named_with_its_path(tmp_path: Path) -> None:
         ("max_body = 3", "max_body: there is no such option", "did you mean net.max_body?"),
         ("[fetc]\nconcurrency = 3", "fetc: there is no such option", "did you mean fetch"),
         ("[net.timeout]\nconect = 3", "net.timeout.conect: there is no such option", "did you mean net.timeout.connect?"),
-        ("fetch = 3", "fetch: is a section", "[fetch] concurrency = 128"),
+        ("fetch = 3", "fetch: is a section", "[fetch] concurrency = 256"),
         ('[pipeline]\nname = "shop"', "pipeline: expected a path", 'pipeline = "shop.py"'),
         ("xyzzy = 1", "xyzzy: there is no such option", "penstock config show"),
         ("lease = ", "penstock.toml: is not valid TOML", 'lease = "30s"'),
         ("lease = true", "lease: expected a duration", 'lease = "30s"'),
         ("lease = nan", "lease: expected a duration", 'lease = "30s"'),
-        ("[fetch]\nconcurrency = 0", "fetch.concurrency: expected a whole number above 0", "concurrency = 128"),
-        ("[fetch]\nconcurrency = true", "fetch.concurrency: expected a whole number above 0", "concurrency = 128"),
+        ("[fetch]\nconcurrency = 0", "fetch.concurrency: expected a whole number above 0", "concurrency = 256"),
+        ("[fetch]\nconcurrency = true", "fetch.concurrency: expected a whole number above 0", "concurrency = 256"),
         ("[breaker]\ndead_share = 20", "breaker.dead_share: expected a share between 0 and 1, got 20", "dead_share = 0.2"),
         ('[net]\nports = [80, "web"]', "net.ports: expected port numbers", 'ports = "80,443,8080,8443"'),
         ('[net]\nuser_agent = "a\\r\\nHost: b"', "net.user_agent: expected printable ASCII", "user_agent ="),
