@@ -15,6 +15,7 @@ BENCHES = {
     "claim": ("claim", "what taking an event costs with a thousand and with a million waiting; `status` and memory then"),
     "slow-host": ("slow_host", "what a host that is asked once in ten seconds, with ten thousand events waiting, costs fifty others"),
     "brokers": ("brokers", "publish, lease and ack on each broker, against its raw client library"),
+    "cdc": ("cdc", "how long a row in PostgreSQL takes until its event is durable, read from the server's log"),
     "webhook": ("webhook", "how long a signed webhook takes until its event is durable, at 200 requests a second"),
     "seed": ("seed_architecture", "INSERT to fetch and INSERT to result row through Debezium, Kafka, Penstock, Kafka and the JDBC sink connector"),
     "profile": ("profiling", "where the time of one Penstock run goes, by module and function"),
