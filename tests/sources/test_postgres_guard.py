@@ -63,6 +63,23 @@ async def test_a_full_queue_is_warned_of_and_then_goes_to_a_file_so_that_the_ser
 
 
 @postgres
+async def test_a_slot_never_holds_more_than_the_limit_however_long_the_queue_is_full(rig: Rig) -> None:
+    limit, most = 64 * MIB, 0
+    async with rig.reading(max_lag=limit) as batches:
+        await rig.ready(batches)
+        for number in range(110):  # each a transaction of about 1 MB
+            rig.run("INSERT INTO scrape_requests(url, note) SELECT %s || n, repeat('x', 1000) FROM generate_series(1, 900) n", f"https://shop.test/{number}/")
+            if not number:
+                await rig.until(batches, lambda: rig.accepted)
+            rig.run("CHECKPOINT")
+            most = max(most, rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)"))
+        assert 32 * MIB < most <= limit
+        await rig.until(batches, lambda: len(rig.accepted) == 110 * 900)
+    assert len(set(rig.urls)) == 110 * 900
+    assert rig.repeated == 0
+
+
+@postgres
 async def test_a_reader_that_is_killed_while_it_kept_changes_in_a_file_finds_them_there(rig: Rig) -> None:
     options = {"max_lag": "16MiB"}
     async with rig.reading(**options) as batches:

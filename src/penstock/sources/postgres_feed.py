@@ -15,14 +15,14 @@ from typing import Any
 
 import psycopg2
 
-from penstock import units
 from penstock.errors import SourceDown
-from penstock.model import mint
 from penstock.ports import Finding
 from penstock.sources import postgres_slot as slots
 from penstock.sources.context import BATCH
 from penstock.sources.pgoutput import BadChange, Begin, Commit, Decoder, Delete, Insert, Truncate, Update, lsn_text
 from penstock.sources.postgres_dsn import CdcSettings, identifier
+from penstock.sources.postgres_findings import Findings
+from penstock.sources.postgres_guard import Guard
 from penstock.sources.postgres_position import WHOLE, Cursor, Part, Reading
 from penstock.sources.postgres_snapshot import Included, Snapshot, upto_now
 from penstock.sources.postgres_spill import Frame, Spill
@@ -31,7 +31,7 @@ log = logging.getLogger("penstock")
 ROOM = 2  # pieces that wait, beside the one that is being accepted
 PIECE = 8 << 20  # bytes of changes after which a piece is handed over, however few
 LINGER = 0.2  # seconds that a piece of a transaction which is still arriving may wait for more of it
-LOOK = 1.0  # seconds between two looks at the slot
+LOOK, LOOK_FULL = 1.0, 0.25  # seconds between two looks at the slot; with a full queue it is our doing what the server keeps
 TELL = 1.0  # seconds between two words to the server while nothing happens; it gives up a silent reader after 60
 WAIT = 2.0  # seconds that a slot may still belong to a connection that was killed
 
@@ -62,6 +62,7 @@ class Feed:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"penstock-{s.slot}", daemon=True)
+        self._opened: list[Any] = []
         self.backlog: int | None = None
         self.caught_up = False
         # the thread's own
@@ -77,7 +78,8 @@ class Feed:
         self._from = (0, 0)  # where the ledger stood at the start
         self._parts: list[Part] = []
         self._here = 0  # the server's position at the last look
-        self._warned = self._dropping = False
+        self._dropping = False
+        self._guard = Guard(s)
         self._looked = self._told = 0.0
 
     # -- on the loop -------------------------------------------------------------------------------------------------------
@@ -113,8 +115,12 @@ class Feed:
         """Blocks until the connection is closed, or a little while."""
         self._stopping = True
         self._wake_up()
-        if self._thread.is_alive():
-            self._thread.join(10)
+        self._thread.join(1)
+        if self._thread.is_alive():  # a slot that is made waits for other people's transactions
+            for connection in list(self._opened):
+                with contextlib.suppress(psycopg2.Error):
+                    connection.cancel()
+            self._thread.join(9)
         if not self._thread.is_alive():  # else the pipe stays open, for a thread that may still look at it
             os.close(self._woken)
             os.close(self._wake)
@@ -126,9 +132,8 @@ class Feed:
     # -- the thread --------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        opened: list[Any] = []
         try:
-            self._read(opened)
+            self._read(self._opened)
         except psycopg2.Error as e:
             self._end(slots.trouble(self._s, e))
         except BadChange as e:
@@ -140,7 +145,7 @@ class Feed:
         except BaseException as e:
             self._end(e)  # for whoever asks next; there is nobody above a thread
         finally:
-            for connection in opened:
+            for connection in self._opened:
                 with contextlib.suppress(psycopg2.Error):
                     connection.close()
             if self._spill is not None:
@@ -173,10 +178,10 @@ class Feed:
         self._from, self._parts = self._cursor.place, self._cursor.parts
         if self._cursor.reading is not None and not self._snapshot(self._cursor, self._cursor.reading, exported, opened):
             return
-        included = Included(s, self._parts, side) if self._parts else None
+        findings = Findings(s, self._system, Included(s, self._parts, side) if self._parts else None)
         stream = self._started(replication, self._from[0])
         try:
-            self._stream(side, replication, stream, max(self._from, self._spill.last() or (0, 0)), included)
+            self._stream(side, replication, stream, max(self._from, self._spill.last() or (0, 0)), findings)
         except SourceDown:
             if self._dropping:
                 replication.close()
@@ -261,7 +266,7 @@ class Feed:
                     raise
                 self._pause(0.05)
 
-    def _stream(self, side: Any, replication: Any, stream: Any, start: tuple[int, int], included: Included | None) -> None:
+    def _stream(self, side: Any, replication: Any, stream: Any, start: tuple[int, int], findings: Findings) -> None:
         decoder, spill = Decoder(), self._spill
         assert spill is not None
         while not self._stopping:
@@ -270,11 +275,11 @@ class Feed:
             self._watch(side, stream)
             if self._is_full() and (not spill.active or spill.full):
                 self._tell(stream)
-                self._pause(TELL)
+                self._pause(LOOK_FULL)
                 continue
             for _ in range(BATCH):
                 message = stream.read_message()
-                if message is None or self._take(decoder.decode(message.payload), len(message.payload), start, included):
+                if message is None or self._take(decoder.decode(message.payload), len(message.payload), start, findings):
                     break
             if message is not None:
                 continue
@@ -285,7 +290,7 @@ class Feed:
             select.select([replication, self._woken], [], [], LINGER if self._found else TELL)
         self._settle(stream)
 
-    def _take(self, change: Any, size: int, start: tuple[int, int], included: Included | None) -> bool:
+    def _take(self, change: Any, size: int, start: tuple[int, int], findings: Findings) -> bool:
         """True: a piece was handed over."""
         if isinstance(change, Begin):
             self._begin, self._index = change, 0
@@ -302,7 +307,7 @@ class Feed:
             index, self._index = self._index, self._index + 1  # of all that the publication has: what we pass over counts too
             if (begin.commit, index) < start or isinstance(change, Delete | Truncate):
                 return False
-            finding = self._finding(begin, index, change, included)
+            finding = findings.of(begin, index, change)
             if finding is not None:
                 if not self._found:
                     self._begun = time.monotonic()
@@ -313,22 +318,6 @@ class Feed:
                     self._cut()
                     return True
         return False
-
-    def _finding(self, begin: Begin, index: int, change: Insert | Update, included: Included | None) -> Finding | None:
-        operation, label = "insert" if isinstance(change, Insert) else "update", change.relation.label
-        if operation not in self._s.operations or not any(table.label == label for table in self._s.tables):
-            return None
-        if included is not None and operation == "insert" and included(begin.commit, begin.xid, label, change.row):
-            return None
-        lsn = lsn_text(begin.commit)
-        meta: dict[str, Any] = {"op": operation, "table": label, "lsn": lsn, "index": index, "xid": begin.xid, "at": begin.at}
-        if isinstance(change, Update):
-            if change.old is not None:
-                meta["old"] = change.old
-            if change.unchanged:
-                meta["unchanged"] = list(change.unchanged)
-        id_ = mint("cdc", self._system, lsn, str(index))
-        return Finding(id=id_, cause=f"{label}: {operation} at {lsn}", payload={**change.row, "_cdc": meta}, at=begin.at)
 
     # -- handing over ------------------------------------------------------------------------------------------------------
 
@@ -423,7 +412,7 @@ class Feed:
 
     def _watch(self, side: Any, stream: Any) -> None:
         now = time.monotonic()
-        if now - self._looked < LOOK:
+        if now - self._looked < (LOOK_FULL if self._is_full() else LOOK):
             return
         self._looked = now
         slot = slots.look(self._s, side)
@@ -432,32 +421,21 @@ class Feed:
         self.caught_up = 0 < self._here <= max(stream.wal_end, slot.confirmed) and self._begin is None and not self._found
         self._here = slot.here
         self.backlog = slot.backlog
-        self._guard(slot)
-
-    def _guard(self, slot: slots.Slot) -> None:
-        """Half of the limit: a warning. Three quarters, and the queue is full: into the file. All of it, and the file is full: the end."""
-        s, spill = self._s, self._spill
-        assert spill is not None
-        if slot.held < s.max_lag // 2:
-            self._warned = False
-        elif not self._warned:
-            self._warned = True
-            why = "because what was read is not accepted" if slot.backlog >= slot.held // 2 else "for a transaction that has been open for long"
-            log.warning(
-                "source %s: slot %s holds %s of WAL on the server, %s; the limit is %s",
-                s.source, s.slot, units.write_size(slot.held >> 20 << 20), why, units.write_size(s.max_lag),
-            )  # fmt: skip
-        if not self._is_full():
-            return
-        if slot.backlog >= s.max_lag * 3 // 4 and not spill.active and s.max_spill:
+        assert self._spill is not None
+        verdict = self._guard.judge(slot, self._spill, full=self._is_full())
+        if verdict == "spill":
             self._begin_spilling()
-        if slot.backlog >= s.max_lag and (not s.max_spill or spill.full):
-            raise self._limit(slot)
+        elif verdict == "end":
+            self._dropping = self._s.on_limit == "drop"
+            raise self._guard.ended(slot)
 
     def _begin_spilling(self) -> None:
         """What is in memory goes first, so that the file alone holds everything that the server may forget."""
         spill = self._spill
         assert spill is not None
+        with self._mutex:
+            if any(piece.cursor is not None and piece.cursor.reading is not None for piece in (*self._out, *self._queue)):
+                return  # rows of the first reading, which would not be known again from the file
         log.warning("source %s: the queue is full; what changes meanwhile is kept in %s", self._s.source, spill.path)
         with self._mutex:
             confirm = 0
@@ -467,16 +445,3 @@ class Feed:
                 confirm = max(confirm, piece.confirm)
         spill.sync()
         self._confirmed(confirm)
-
-    def _limit(self, slot: slots.Slot) -> SourceDown:
-        s = self._s
-        what = f"source {s.source}: slot {s.slot} holds {units.write_size(slot.held >> 20 << 20)} of WAL, the limit is {units.write_size(s.max_lag)}"
-        self._dropping = s.on_limit == "drop"
-        if self._dropping:
-            log.error("%s; it is dropped, and what changes from now on is not seen", what)
-            return SourceDown(f"{what}; it was dropped", hint=f"penstock sources reset {s.source} --to start makes a new one")
-        log.error("%s, and the queue stays full; nothing more is read", what)
-        return SourceDown(
-            f"{what}, and the queue stays full",
-            hint='let work be done (penstock status), raise max_lag or max_spill, or on_limit = "drop" to give up the slot instead',
-        )
