@@ -100,7 +100,7 @@ def session(directory: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md", "docs/sources/webhook.md", "docs/sources/seeds.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md", "docs/sources/webhook.md", "docs/sources/seeds.md", "docs/from-cron-to-events.md"])
 def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(page: str, tmp_path: Path) -> None:
     work, results = tmp_path / "work", tmp_path / "results"
     work.mkdir()
