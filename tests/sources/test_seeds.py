@@ -322,6 +322,18 @@ async def test_a_link_that_leads_out_is_refused_and_one_that_stays_is_followed(t
     assert urls(found) == expected(1, 3)
 
 
+async def test_a_directory_that_a_glob_reaches_by_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "lists" / "de").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "secret.txt").write_text("root:x:0:0\n")
+    (tmp_path / "lists" / "de" / "a.txt").write_text(lines(1, 2))
+    (tmp_path / "lists" / "at").symlink_to(tmp_path / "other")
+    found: list[Finding] = []
+    trouble = await down(source(tmp_path, "seeds:lists/*/*.txt"), found)
+    assert "at is a link that leads out of" in trouble.message
+    assert urls(found) == expected(1, 2)
+
+
 async def test_what_cannot_be_read_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     for n in range(3):
         (tmp_path / f"{n}.txt").write_text(lines(n, n + 1))
@@ -551,6 +563,13 @@ async def test_an_object_that_is_replaced_while_it_is_read_is_read_anew_in_the_n
         cursor = batch.cursor or cursor
     assert len(found) < 100_000
     assert urls((await read(said, cursor))[0]) == expected(5, 6)
+    put(place, "a.txt", lines(0, 100_000).encode())
+    once = source(tmp_path, "seeds+" + place.replace("/in/?", "/in/a.txt?"))
+    batches = once.read(None)
+    await anext(batches)
+    put(place, "a.txt", lines(5, 6).encode())
+    with pytest.raises(SourceDown, match="was replaced while it was read"):  # else nobody would look again
+        [batch async for batch in batches]
 
 
 @pytest.mark.server("s3")

@@ -15,7 +15,7 @@ from penstock.ports import Batch, Finding
 from penstock.sources.context import BATCH, BaseSource, SourceContext, options
 from penstock.sources.seeds_formats import FORMATS, format_of
 from penstock.sources.seeds_lines import Caps
-from penstock.sources.seeds_marks import Mark, Marks
+from penstock.sources.seeds_marks import Mark, Marks, last_of
 from penstock.sources.seeds_places import Changed, Files, Found, Place, Unread
 from penstock.sources.seeds_reading import WEIGHT, Manner, Reading
 
@@ -59,6 +59,8 @@ class Seeds(BaseSource):
                 except Unread as e:
                     troubles.append(e)
                 except Changed:
+                    if self.every is None:  # there is no next round, unless this one fails
+                        troubles.append(Unread(f"{found.name} was replaced while it was read", hint="it is read again"))
                     continue
                 finally:
                     reading.close()
@@ -123,12 +125,11 @@ class Seeds(BaseSource):
     def describe(self, cursor: bytes | None) -> str:
         if cursor is None:
             return "at the start"
-        marks = Marks(cursor)
-        mark = marks.get(marks.last) if marks.last else None
-        if mark is None:
+        last = last_of(cursor)
+        if not last.name:
             return "at the start"
-        others = f", {len(marks)} lists in all" if len(marks) > 1 else ""
-        return f"{'at the end of' if mark.done else 'before line ' + str(mark.line) + ' of'} {marks.last}{others}"
+        others = f", {last.lists} lists in all" if last.lists > 1 else ""
+        return f"{'at the end' if last.done else f'before line {last.line}'} of {last.name}{others}"
 
 
 def _finished(mark: Mark | None, found: Found) -> bool:

@@ -25,21 +25,41 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     done: bool = False  # nothing is left in what was seen
 
 
-class _Packed(msgspec.Struct, array_like=True):
+class Last(msgspec.Struct, frozen=True, array_like=True):
+    """Where reading stands, for people."""
+
+    name: str = ""
+    line: int = 1
+    done: bool = False
+    lists: int = 0
+
+
+class _Head(msgspec.Struct, array_like=True):
     version: int
-    last: str
+    last: Last
+
+
+class _Packed(_Head, array_like=True):
     marks: dict[bytes, Mark]
 
 
 _decode = msgspec.msgpack.Decoder(_Packed).decode
+_decode_head = msgspec.msgpack.Decoder(_Head).decode  # it is said with every batch, so the rest is not looked at
 _encode = msgspec.msgpack.Encoder().encode
 _VERSION = 1
+
+
+def last_of(cursor: bytes) -> Last:
+    try:
+        return _decode_head(cursor).last
+    except msgspec.MsgspecError:
+        return Last()
 
 
 class Marks:
     def __init__(self, cursor: bytes | None = None) -> None:
         """Raises SourceDown."""
-        self.last = ""  # the name of the object that was read last, for people
+        self._last = ""
         self._marks: dict[bytes, Mark] = {}
         if cursor is None:
             return
@@ -49,7 +69,7 @@ class Marks:
             packed = None
         if packed is None or packed.version != _VERSION:
             raise SourceDown("its position is not of a kind that this version writes", hint="penstock sources reset NAME --to start, or --to end")
-        self.last, self._marks = packed.last, packed.marks
+        self._last, self._marks = packed.last.name, packed.marks
 
     def __len__(self) -> int:
         return len(self._marks)
@@ -58,7 +78,7 @@ class Marks:
         return self._marks.get(short(name))
 
     def put(self, name: str, mark: Mark) -> None:
-        self.last = name
+        self._last = name
         self._marks[short(name)] = mark
 
     def keep(self, names: Collection[str]) -> None:
@@ -69,4 +89,6 @@ class Marks:
             del self._marks[key]
 
     def encode(self) -> bytes:
-        return _encode(_Packed(_VERSION, self.last, self._marks))
+        mark = self.get(self._last)
+        last = Last() if mark is None else Last(self._last, mark.line, mark.done, len(self._marks))
+        return _encode(_Packed(_VERSION, last, self._marks))

@@ -90,21 +90,21 @@ class Files:
                 with os.scandir(self.path) as entries:
                     names = self._counted(e.name for e in entries if not passed_over(e.name) and (self._any_name or format_of(e.name)))
             else:
-                return [self._seen(os.path.basename(self.path), self.path)], []
+                return [self._named()], []
         except Unread as e:
             raise SourceDown(e.message, hint=e.hint) from None
         except OSError as e:
             raise SourceDown(f"{self.path} cannot be read: {_why(e)}", hint="see that it exists and that this user may read it") from None
         inside = os.path.realpath(root)
+        folders: dict[str, str] = {}  # by how they were reached: where they really are
         found, troubles = [], []
         for name in names:
-            path = os.path.join(root, name)
+            folder, base = os.path.split(os.path.join(root, name))
             try:
-                real = os.path.realpath(path)
-                if os.path.commonpath([real, inside]) != inside:
-                    raise Unread(f"{path} is a link that leads out of {root}", hint="copy the file there, or name it as a source of its own")
-                if not os.path.isdir(real):
-                    found.append(self._seen(name, real))
+                if folder not in folders:
+                    folders[folder] = _inside(folder, inside)
+                seen = self._seen(name, os.path.join(folders[folder], base), inside)
+                found += [] if seen is None else [seen]
             except Unread as e:
                 troubles.append(e)
             except Changed:
@@ -126,15 +126,24 @@ class Files:
                 raise Unread(f"there are more than {MOST} files in {self.path}", hint="move those away that were read, or divide them among several sources")
         return sorted(listed)
 
-    def _seen(self, name: str, path: str) -> Found:
+    def _named(self) -> Found:
         try:
-            return _found(name, path, os.stat(path))
+            return _found(os.path.basename(self.path), self.path, os.stat(self.path))
         except FileNotFoundError:
-            if path == self.path:
-                raise Unread(f"there is no {path}", hint="create it, or correct the path of the source") from None
+            raise Unread(f"there is no {self.path}", hint="create it, or correct the path of the source") from None
+
+    def _seen(self, name: str, path: str, inside: str) -> Found | None:
+        """None: a directory. One look at most of them: there may be thousands, every few seconds."""
+        try:
+            state = os.lstat(path)
+            if stat.S_ISLNK(state.st_mode):
+                path = _inside(path, inside)
+                state = os.stat(path)
+        except FileNotFoundError:
             raise Changed from None
         except OSError as e:
             raise Unread(f"{path} cannot be read: {_why(e)}", hint="let this user read it") from None
+        return None if stat.S_ISDIR(state.st_mode) else _found(name, path, state)
 
     def open(self, found: Found) -> Opened:
         try:
@@ -167,6 +176,13 @@ class OpenFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _inside(path: str, inside: str) -> str:
+    real = os.path.realpath(path)
+    if os.path.commonpath([real, inside]) != inside:
+        raise Unread(f"{path} is a link that leads out of {inside}", hint="copy the file there, or name it as a source of its own")
+    return real
 
 
 def _found(name: str, path: str, state: os.stat_result) -> Found:

@@ -44,7 +44,7 @@ class Reading:
         self.weight = 0  # of the findings of the last step
         self.left = found.size  # bytes
         self._kind, self._gzip = manner.kind(found.name)
-        self._busy = threading.Lock()
+        self._busy, self._left = threading.Lock(), False
         self._opened: Opened | None = None
         self._lines: Lines
         self._format: Format | None = None
@@ -52,22 +52,32 @@ class Reading:
 
     def step(self, room: int) -> list[Finding]:
         """At most so many. Raises Unread, Changed."""
+        found: list[Finding] = []
         with self._busy:
             if self._opened is None:
                 self._open()
             self._lines.budget = BUDGET
-            found: list[Finding] = []
             self.weight = 0
             if self._until is None or self._is_what_it_was(self._until):
                 self._read(found, room)
             self._note()
-            return found
+        if self._left:
+            self.close()
+        return found
 
     def close(self) -> None:
-        with self._busy:
-            if self._opened is not None:
-                self._opened.close()
-                self._opened, self.ended = None, True
+        """Waits for nobody: a step that is under way on its thread closes what it used."""
+        self._left = True
+        if self._busy.acquire(blocking=False):
+            try:
+                self._shut()
+            finally:
+                self._busy.release()
+
+    def _shut(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened, self.ended = None, True
 
     # -- is it what it was -------------------------------------------------------------------------------------------------
 
@@ -243,5 +253,4 @@ class Reading:
             done=self.ended and not self.waits,
         )
         if self.ended:
-            self._opened.close()
-            self._opened = None
+            self._shut()

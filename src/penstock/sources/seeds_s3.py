@@ -63,8 +63,9 @@ class Bucket:
                 raise self._refused(e) from e
             raise Changed from None
         except (BaseError, OSError, ValueError) as e:
-            trouble = self._refused(e)
-            raise Unread(f"{found.path}: {trouble.message}", hint=trouble.hint) from e
+            if "AccessDenied" in str(e) or "403 Forbidden" in str(e):
+                raise Unread(f"{found.path} in {self.place} may not be read", hint="allow s3:GetObject on it") from e
+            raise self._refused(e) from e  # the others would only wait for the same server
 
 
 class Object:
