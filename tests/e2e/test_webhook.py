@@ -73,6 +73,7 @@ def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_
                 unknown += 1
         if round_ < 9:
             server.start()
+    print(f"{len(promised)} answers of 202 in 10 rounds")
     assert len(promised) >= 10
     found = {event["event_id"] for event in project.events()}
     assert promised <= found
