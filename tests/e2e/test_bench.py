@@ -57,6 +57,7 @@ def test_slow_host_tells_what_one_costs_the_others(tmp_path: Path) -> None:
     assert found["within_bar"] == (found["ratio"] >= found["bar"] == 0.95)
 
 
+@pytest.mark.server("postgres")
 def test_cdc_tells_how_long_a_row_takes_until_its_event_is_durable(tmp_path: Path) -> None:
     found = bench(tmp_path, "cdc", "--n", "50", "--rate", "50", "--bulk", "2000", "--keep")
     assert 0 < found["commit_to_event"]["p50"] <= found["insert_to_event"]["p95"]

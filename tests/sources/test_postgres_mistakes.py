@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from tests.servers import Handle
 from tests.sources.postgres_rig import Rig, made, refused
+from tools.services.control import down, up
+from tools.services.servers import Postgres
+from tools.services.state import Place
 
 from penstock import config as configuration
 from penstock.clock import SystemClock
@@ -93,6 +98,30 @@ async def test_a_server_that_is_not_there_or_does_not_let_us_in_is_one_sentence(
         assert message in trouble.message
         assert trouble.hint
         assert "hidden" not in trouble.message + trouble.hint
+
+
+class WithoutDecoding(Postgres):
+    def command(self) -> list[str]:
+        return [*super().command(), "-c", "wal_level=replica"]
+
+
+@postgres  # so that a machine that has none says so in the same way
+async def test_a_server_without_logical_decoding_is_pointed_to_the_other_source(tmp_path: Path) -> None:
+    server = WithoutDecoding(Place(tmp_path / "services" / "postgres"), {})
+    await asyncio.to_thread(up, server, borrowed=False)
+    try:
+        url = server.url()
+        with psycopg.connect(url) as db:
+            db.execute("CREATE TABLE scrape_requests(id int PRIMARY KEY, url text, penstock_taken_at timestamptz)")
+            db.execute("INSERT INTO scrape_requests VALUES(1, 'https://shop.test/1')")
+        trouble = await refused(opened(url.replace("postgres:", "postgres+cdc:"), tmp_path).read(None))
+        assert "has wal_level=replica" in trouble.message
+        assert "postgres+table://" in trouble.hint
+        batches = opened(url.replace("postgres:", "postgres+table:"), tmp_path).read(None)
+        assert [f.payload["url"] for f in (await anext(batches)).findings] == ["https://shop.test/1"]
+        await batches.aclose()
+    finally:
+        await asyncio.to_thread(down, server, wipe=True)
 
 
 @postgres
