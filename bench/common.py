@@ -92,7 +92,7 @@ def _tree(root: int) -> list[int]:
     return found
 
 
-def _cpu(pid: int) -> float:
+def cpu(pid: int) -> float:
     """Seconds of CPU of a process and of the children it has waited for."""
     try:
         with open(f"/proc/{pid}/stat") as f:
@@ -201,7 +201,7 @@ def _sample(w: Watched, root: int, ended: threading.Event, every: float) -> None
     beats = 0
     while not ended.is_set():
         pids = _tree(root)
-        total = sum(map(_cpu, pids))
+        total = sum(map(cpu, pids))
         if not w.cpu or total >= w.cpu[-1][1]:  # a child between its end and its parent's wait is missing for a moment
             w.cpu.append((time.time(), total))
         if beats % 4 == 0:  # dearer to read than the clock
