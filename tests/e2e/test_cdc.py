@@ -26,10 +26,16 @@ class Database:
     def __init__(self, url: str) -> None:
         self.name = f"test_{secrets.token_hex(6)}"
         self.url = url.rpartition("/")[0] + "/" + self.name
+        self._server = url
         self._admin = psycopg.connect(url, autocommit=True)
         self._admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(self.name)))
         self.db = psycopg.connect(self.url, autocommit=True)
         self.db.execute("CREATE TABLE scrape_requests(id bigserial PRIMARY KEY, url text NOT NULL)")
+
+    def reconnect(self) -> None:
+        self._admin.close()
+        self.db.close()
+        self._admin, self.db = psycopg.connect(self._server, autocommit=True), psycopg.connect(self.url, autocommit=True)
 
     def slots(self) -> list[tuple[Any, ...]]:
         return self._admin.execute("SELECT slot_name, active FROM pg_replication_slots WHERE database=%s", (self.name,)).fetchall()
@@ -123,3 +129,21 @@ def test_a_slot_is_made_shown_and_dropped_by_command(project: Project, database:
     unknown = project.penstock("sources", "slots", "drop", "other")
     assert unknown.code == 2
     assert "there are: asked" in unknown.err
+
+
+def test_a_server_that_is_killed_and_comes_back_is_waited_for(project: Project, database: Database, server: Callable[[str], Handle]) -> None:
+    project.write("shop.py", pipeline(database))
+    project.set(namespace=database.name)
+    reader = project.start("run", "shop.py", "--role", "source")
+    wait_for(lambda: reader.ended or any(active for _, active in database.slots()), "the slot is read", 30)
+    database.insert(1, 500)
+    server("postgres").kill()
+    wait_for(lambda: reader.ended or "it is tried again" in reader.said, "the reader says that the server is gone")
+    server("postgres").start()
+    database.reconnect()
+    database.insert(501, 500)
+    wait_for(lambda: reader.ended or accepted(project) == 1000, "all of them", 60, 0.05)
+    reader.signal(signal.SIGTERM)
+    assert reader.wait() == 0, reader.said
+    assert "Traceback" not in reader.said
+    assert project.total()["accepted"] == 1000

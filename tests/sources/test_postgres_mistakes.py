@@ -46,6 +46,7 @@ def opened(url: str, directory: Path, **options: Any) -> Any:
         ("postgres+cdc:db", {}, "has no //"),
         ("postgres+cdc://u:hidden@h:port/db", {}, "cannot be read"),
         ("postgres+cdc://u:hidden@h/db?sslmood=require", {}, "cannot be read"),
+        ("postgres+cdc://u:so?hidden@h/db", {}, "what stands behind the ? of its URL is no option"),
         ("postgres+cdc://u:hidden@h/db", {"tabel": "x"}, "there is no option 'tabel'"),
         ("postgres+cdc://u:hidden@h/db", {"table": "a.b.c"}, "names no table"),
         ("postgres+cdc://u:hidden@h/db?table=a", {"table": "b"}, "table is said twice"),

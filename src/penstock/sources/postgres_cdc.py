@@ -154,8 +154,11 @@ class CdcSource(BaseSource):
                 f"source {self.name}: the slot keeps changes from {lsn_text(slot.confirmed)} to {lsn_text(here)}, and {to} is not between the two",
                 hint="--to now, or an LSN there",
             )
-        system = server.rows(side, "SELECT system_identifier::text FROM pg_control_system()")[0][0]
-        return Cursor(system, lsn, 0)
+        replication = server.connect(self.settings, replication=True)
+        try:
+            return Cursor(server.system(replication)[0], lsn, 0)
+        finally:
+            replication.close()
 
 
 def _example(table: str, row: dict[str, Any], operation: str, cause: str) -> Finding:

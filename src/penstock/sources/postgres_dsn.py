@@ -164,6 +164,11 @@ def _parts(spec: SourceSpec, known: Mapping[str, Any]) -> tuple[Address, dict[st
     others: list[tuple[str, str]] = []
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in known:
+            if not re.fullmatch(r"[a-z_]+", name):  # not shown: where a password holds a ?, this is the other half of it
+                raise ConfigError(
+                    f"source {spec.name}: what stands behind the ? of its URL is no option",
+                    hint="?, @, / and % in a password are written %3F, %40, %2F and %25",
+                )
             others.append((name, text))
             continue
         if name in spec.options or name in given:

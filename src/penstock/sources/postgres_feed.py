@@ -165,9 +165,7 @@ class Feed:
         slots.check(s, side)
         replication = slots.connect(s, replication=True)
         opened.append(replication)
-        with replication.cursor() as words:
-            words.execute("IDENTIFY_SYSTEM")
-            self._system, _, _, database = words.fetchone()
+        self._system, database = slots.system(replication)
         self._spill = Spill(self._spill_path, s.max_spill)
         try:
             exported = self._prepare(side, replication, database)

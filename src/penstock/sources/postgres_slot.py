@@ -63,6 +63,14 @@ def connect(s: CdcSettings, *, replication: bool = False) -> Any:
         raise SourceDown(f"source {s.source}: {why.message}", hint=why.hint) from None
 
 
+def system(replication: Any) -> tuple[str, str]:
+    """(the server's own identifier, the database)."""
+    with replication.cursor() as words:
+        words.execute("IDENTIFY_SYSTEM")
+        found = words.fetchone()
+    return str(found[0]), str(found[3])
+
+
 def rows(connection: Any, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """A % in a name is written %% (postgres_dsn.inline), with parameters or without."""
     with connection.cursor() as cursor:
