@@ -147,3 +147,29 @@ def test_a_server_that_is_killed_and_comes_back_is_waited_for(project: Project, 
     assert reader.wait() == 0, reader.said
     assert "Traceback" not in reader.said
     assert project.total()["accepted"] == 1000
+
+
+def test_rows_taken_from_a_table_by_a_reader_that_is_killed_are_each_one_event(project: Project, database: Database) -> None:
+    database.db.execute("ALTER TABLE scrape_requests ADD COLUMN penstock_taken_at timestamptz")
+    project.write("shop.py", pipeline(database).replace("postgres+cdc:", "postgres+table:"))
+    run = ("run", "shop.py", "--role", "source")
+    database.insert(1, 5000)
+    for goal in (1, 2500, 4001):
+        reader = project.start(*run)
+        wait_for(lambda reader=reader, goal=goal: reader.ended or taken(database) >= goal, f"{goal} rows", 30, 0.001)
+        assert not reader.ended, reader.said
+        reader.kill()
+    database.insert(5001, 1000)
+    reader = project.start(*run)
+    wait_for(lambda: reader.ended or taken(database) == 6000, "all of them", 60, 0.05)
+    reader.signal(signal.SIGTERM)
+    assert reader.wait() == 0, reader.said
+    with sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True) as books:
+        assert books.execute("SELECT count(*), count(DISTINCT url) FROM event").fetchone() == (6000, 6000)
+    books.close()
+
+
+def taken(database: Database) -> int:
+    found = database.db.execute("SELECT count(*) FROM scrape_requests WHERE penstock_taken_at IS NOT NULL").fetchone()
+    assert found is not None
+    return int(found[0])
