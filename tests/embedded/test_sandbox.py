@@ -446,6 +446,13 @@ def test_a_cancelled_extraction_frees_its_place(shop: Path) -> None:
 # -- beginnings and ends -------------------------------------------------------------------------------------------------
 
 
+def test_a_kill_from_outside_while_the_file_is_imported_is_not_its_fault(shop: Path, tmp_path: Path) -> None:
+    shop.write_text(
+        f"import os, pathlib\nif not (mark := pathlib.Path({str(tmp_path / 'mark')!r})).exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)\n{SHOP}"
+    )
+    assert fields(run(shop, lambda s: s.extract([page("fine")]))[0])
+
+
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [

@@ -65,7 +65,7 @@ class ZygoteProcess:
         self._loop.add_reader(self._control, self._readable)
 
     @classmethod
-    async def start(cls, pipeline_file: Path, limits: Limits) -> ZygoteProcess:
+    async def start(cls, pipeline_file: Path, limits: Limits, *, again: bool = True) -> ZygoteProcess:
         """Raises ConfigError where the file does not load, OSError where there is no process to be had."""
         self = cls(pipeline_file, limits)
         try:
@@ -83,6 +83,8 @@ class ZygoteProcess:
         status = await self._reaped()
         if isinstance(said, wire.Refused):
             raise ConfigError(said.error, hint=said.hint)
+        if status == -signal.SIGKILL and again:  # from outside, as when memory has run out: that says nothing about the file
+            return await cls.start(pipeline_file, limits, again=False)
         raise ConfigError(f"{pipeline_file}: importing it {_ended(status)} the process", hint=f"try `{Path(sys.executable).name} {pipeline_file}`")
 
     @property
