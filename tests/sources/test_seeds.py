@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import obstore
 import pytest
 from tests.servers import Handle
@@ -298,6 +299,18 @@ async def test_a_directory_gives_its_new_files_and_passes_over_what_is_not_ready
     found, cursor = await read(said, cursor)
     assert urls(found) == ["https://shop.test/b.txt.part"]
     assert said.describe(cursor) == "at the end of b.txt, 2 lists in all"
+
+
+async def test_a_name_may_be_any_bytes(tmp_path: Path) -> None:
+    with open(os.fsencode(tmp_path) + b"/\xff a\n.txt", "w") as file:
+        file.write(lines(0, 1) + "\xff\n")
+    os.symlink("/etc/passwd", os.fsencode(tmp_path) + b"/\xfe.txt")
+    found: list[Finding] = []
+    trouble = await down(source(tmp_path, "seeds:./"), found)
+    assert "\\xfe.txt is a link" in trouble.message
+    assert found[0].url == "https://shop.test/p/0"
+    assert found[0].cause == "\\xff a\n.txt:1"
+    assert all(msgspec.json.encode(f) for f in found)
 
 
 async def test_many_small_files_share_a_batch(tmp_path: Path) -> None:

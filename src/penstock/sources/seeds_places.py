@@ -142,7 +142,7 @@ class Files:
         except FileNotFoundError:
             raise Changed from None
         except OSError as e:
-            raise Unread(f"{path} cannot be read: {_why(e)}", hint="let this user read it") from None
+            raise Unread(f"{shown(path)} cannot be read: {_why(e)}", hint="let this user read it") from None
         return None if stat.S_ISDIR(state.st_mode) else _found(name, path, state)
 
     def open(self, found: Found) -> Opened:
@@ -152,11 +152,11 @@ class Files:
         except FileNotFoundError:
             raise Changed from None
         except OSError as e:
-            raise Unread(f"{found.path} cannot be read: {_why(e)}", hint="let this user read it") from None
+            raise Unread(f"{shown(found.path)} cannot be read: {_why(e)}", hint="let this user read it") from None
         try:
             state = os.fstat(descriptor)
             if not stat.S_ISREG(state.st_mode):
-                raise Unread(f"{found.path} is no file", hint="name a file, a directory or a glob")
+                raise Unread(f"{shown(found.path)} is no file", hint="name a file, a directory or a glob")
             return OpenFile(descriptor, _found(found.name, found.path, state))
         except BaseException:
             os.close(descriptor)
@@ -172,22 +172,27 @@ class OpenFile:
         try:
             return os.pread(self._descriptor, max(0, min(length, self.found.size - offset)), offset)
         except OSError as e:
-            raise Unread(f"{self.found.path} cannot be read: {_why(e)}", hint="see whether its disk is well") from None
+            raise Unread(f"{shown(self.found.path)} cannot be read: {_why(e)}", hint="see whether its disk is well") from None
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
+def shown(path: str) -> str:
+    """A name may be any bytes; what is stored and printed is text."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def _inside(path: str, inside: str) -> str:
     real = os.path.realpath(path)
     if os.path.commonpath([real, inside]) != inside:
-        raise Unread(f"{path} is a link that leads out of {inside}", hint="copy the file there, or name it as a source of its own")
+        raise Unread(f"{shown(path)} is a link that leads out of {shown(inside)}", hint="copy the file there, or name it as a source of its own")
     return real
 
 
 def _found(name: str, path: str, state: os.stat_result) -> Found:
     seen = stamp(state.st_ino, state.st_size, state.st_mtime_ns)  # no device: its number changes when a machine starts again
-    return Found(name=name, path=path, stamp=seen, size=state.st_size, at=state.st_mtime)
+    return Found(name=shown(name), path=path, stamp=seen, size=state.st_size, at=state.st_mtime)
 
 
 def _why(e: OSError) -> str:
