@@ -41,6 +41,18 @@ def _own_envelope(end: End) -> bytes:
     return end.delivery.body if end.delivery.topic == end.event.topic else encode_event(end.event)
 
 
+def _letter_of(finding: Finding, source: str) -> bytes:
+    """Its JSON. A hook may have left something in the payload that has none: then it is shown as it prints, so that no finding stops its source."""
+    try:
+        return msgspec.json.encode({"source": source, **msgspec.to_builtins(finding)})
+    except (TypeError, ValueError, RecursionError, OverflowError, msgspec.MsgspecError):
+        try:
+            shown = ascii(finding.payload)[:10_000]
+        except Exception as e:  # whatever a user's object does when it is printed
+            shown = f"a payload that cannot be shown: {type(e).__name__}"
+        return msgspec.json.encode({"source": source, "id": finding.id, "cause": ascii(finding.cause), "payload": {"shown": shown}})
+
+
 class _PagesGone(Exception):
     """Pages that the page store took for known are not there any more."""
 
@@ -98,7 +110,7 @@ class Books(Upkeep):
             tx,
             event_id=id_,
             topic="requests",
-            url=finding.url or "",
+            url=(finding.url or "").encode("utf-8", "replace").decode(),
             host="",
             now=self.clock.now(),
             stage="source",
@@ -106,7 +118,7 @@ class Books(Upkeep):
             reason=reason,
             fingerprint=fingerprint("source", "permanent", reason),
             detail="",
-            envelope=msgspec.json.encode({"source": source, **msgspec.to_builtins(finding)}),
+            envelope=_letter_of(finding, source),
             headers="{}",
         )
         self.ledger.count_in(tx, "requests", {"unreadable": 1})

@@ -121,7 +121,7 @@ class Refused(Exception):
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason = " ".join(reason.encode("utf-8", "replace").decode().split())  # parts of it may come from anywhere
 
 
 class Taken(msgspec.Struct, kw_only=True):

@@ -76,19 +76,21 @@ class Mapping:
         if not isinstance(url, str) or not url:
             raise Refused("there is no URL in it" + ("" if "url" in spec.map or spec.hook else '; map = {url = "…"} says where it is'))
         trace = given.get("trace")
-        if trace is not None and (not isinstance(trace, str | int) or not 0 < len(str(trace)) <= LONGEST or "\0" in str(trace)):
+        if isinstance(trace, int) and abs(trace) < 1 << 64:
+            trace = str(trace)
+        if trace is not None and not _is_text(trace):
             raise Refused(f"its trace is no text of 1 to {LONGEST} characters")
         try:
             event = event_of(
                 url if finding.base is None else canonical_url(url, finding.base),
                 id_=finding.id,
                 source=spec.name,
-                cause=finding.cause[:LONGEST].replace("\0", "�"),
+                cause=finding.cause[:LONGEST].replace("\0", "�").encode("utf-8", "replace").decode(),
                 route=_route(spec.route, given),
                 priority=_priority(given.get("priority", spec.priority)),
                 force=_flag(given, "force"),
                 window=_window(given.get("window", spec.window)),
-                trace=None if trace is None else str(trace),
+                trace=trace,
                 host_by=self._host_by,
             )
         except BadUrl as e:
@@ -118,7 +120,7 @@ def _compiled(text: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {text!r} is no JMESPath expression", hint='a string such as "after.url"; static values go to route, priority, window')
     try:
         return jmespath.compile(text)
-    except JMESPathError as e:
+    except (JMESPathError, RecursionError) as e:
         raise ConfigError(f"{where}: {text!r} is no JMESPath: {' '.join(str(e).split())}", hint='for example "after.url", or "items[0].link"') from None
 
 
@@ -129,7 +131,7 @@ def _route(static: Route, given: Pairs[str, Any]) -> Route:
     if "render" in found:
         found["render"] = _flag(given, "render")
     for key, value in found.items():
-        if key != "render" and (not isinstance(value, str) or not 0 < len(value) <= LONGEST):
+        if key != "render" and not _is_text(value):
             raise Refused(f"its {key} is no text of 1 to {LONGEST} characters")
     return msgspec.structs.replace(static, **found)
 
@@ -147,6 +149,11 @@ def _deeper_than(value: Any, levels: int) -> bool:
 def _inside(value: Any) -> list[Any]:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [each for each in inner if isinstance(each, dict | list | tuple)]
+
+
+def _is_text(value: Any) -> bool:
+    """That fits an index and any store: not too long, no NUL, no half of a surrogate pair."""
+    return isinstance(value, str) and 0 < len(value) <= LONGEST and "\0" not in value and value.encode("utf-8", "replace").decode() == value
 
 
 def _flag(given: Pairs[str, Any], key: str) -> bool:
@@ -168,7 +175,7 @@ def _window(value: Any) -> float | None:
         return None
     try:
         seconds = units.duration(value) if isinstance(value, str) else float(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise Refused("its window is no length of time")
