@@ -92,6 +92,21 @@ def test_mongodbs_documents_are_texts_and_are_read() -> None:
     assert read(value).payload["url"] == "https://a.example/"
 
 
+def test_a_change_of_mongodb_is_known_by_its_second_and_its_number_in_it() -> None:
+    def change(ts_ms: int, number: int) -> dict[str, Any]:
+        source = {"connector": "mongodb", "name": "m", "db": "shop", "collection": "p", "ord": number, "ts_ms": ts_ms}
+        return {"after": '{"_id": 4, "url": "https://a.example/"}', "source": source, "op": "u", "ts_ms": 9}
+
+    assert read(change(1000, 1), offset=1).id == read(change(1000, 1), offset=2).id
+    assert len({read(change(1000, 1)).id, read(change(1000, 2)).id, read(change(2000, 1)).id}) == 3, "two updates of one document are two events"
+
+
+@pytest.mark.parametrize("marks", [{"__txId": 7}, {"__file": "binlog.000003"}, {"__pos": 484}, {"__ord": 1, "__op": "u"}])
+def test_half_a_position_names_no_change_and_the_offset_does(marks: dict[str, Any]) -> None:
+    row = {"id": 1, "url": "https://a.example/", "__deleted": "false", **marks}
+    assert read(row, offset=7).id != read(row, offset=8).id
+
+
 @pytest.mark.parametrize(("operations", "taken"), [("cru", "cru"), ("c", "c"), ("d", "d"), ("crudtm", "crudtm")])
 def test_only_the_operations_that_were_asked_for_are_taken(operations: str, taken: str) -> None:
     reading = Reading(operations=frozenset(operations))

@@ -17,6 +17,8 @@ FORMATS = ("auto", "json", "debezium", "cloudevents")
 OPERATIONS = ("c", "r", "u", "d", "t", "m")  # create, read (snapshot), update, delete, truncate, message
 # What says where in its database's log a change lies: PostgreSQL, MySQL, SQL Server, Oracle, MongoDB.
 _POSITION = ("lsn", "txId", "file", "pos", "row", "change_lsn", "commit_lsn", "event_serial_no", "scn", "commit_scn", "rs_id", "ssn", "ord")
+# One of these must be whole, or it says too little: MongoDB counts anew with every second, and a `pos` is one of its file.
+_ENOUGH = (("lsn",), ("file", "pos"), ("commit_lsn",), ("scn",), ("ord", "ts_ms"))
 _PLACE = ("connector", "name", "db", "schema", "table", "collection", "server_id")
 _MARKS = ("__deleted", "__op", "__lsn", "__source_lsn", "__table", "__source_table", "__ts_ms", "__source_ts_ms")
 _LATEST = 10**14  # milliseconds, three thousand years from now: beyond it, it is no time
@@ -126,8 +128,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         if not self._wanted(change.op):
             return None
         said = change.source.get
-        position = [said(name) for name in _POSITION]
-        if any(part is not None for part in position):
+        if any(all(said(name) is not None for name in enough) for enough in _ENOUGH):
+            position = [said(name) for name in _POSITION] + ([said("ts_ms")] if said("ord") is not None else [])
             place = [said(name) for name in _PLACE]
             if said("name") is None:  # unwrapped: the topic is all that says which database it was
                 place.append(m.topic)
