@@ -25,8 +25,8 @@ from penstock.rules.watermark import SPAN, Window, settled_ahead
 
 BATCH = 500
 RETRY_WINDOW = 200  # messages of a retry partition that are held until they are due; its others stay on the server
-_IDLE, _BUSY = 0.1, 0.003  # seconds of one poll; a message ends it at once, a commit that waits does not
-_SOON = 0.5  # seconds after an arrival in which a commit is likely
+_IDLE, _SLOW, _BUSY = 0.1, 0.02, 0.003  # seconds of one poll; a message ends it at once, a commit that waits does not
+_SOON = 0.5  # seconds after an arrival or a commit in which a commit is likely, the more so the fewer they are
 _FIRST = 0.03  # how long the first batch of an assignment waits for its other partitions, so that keys and classes start level
 _DAMPING = 1.0  # seconds between two changes of a partition's pause: each throws away what the client has prefetched
 _RESUME = 0.6  # of the window
@@ -63,7 +63,7 @@ class Member:
         self._pressed: set[Partition] = set()  # something arrived, or it is held back
         self._places = {place.name: place for place in plan.places}
         self._fresh = False
-        self._probed = self._arrived = 0.0
+        self._probed = self._active = 0.0
         threading.Thread(target=self._run, name=f"kafka-{group_id}", daemon=True).start()
 
     def _post(self, call: Callable[..., Any], *args: Any) -> None:
@@ -117,20 +117,18 @@ class Member:
         return s.client() | conf | s.rdkafka
 
     def _turn(self, consumer: Consumer) -> None:
-        busy = self.busy or self.orders or time.monotonic() < self._arrived + _SOON
-        if busy and not self.wanted:
-            messages = consumer.consume(BATCH, _BUSY)
-        else:
-            messages = consumer.consume(1, _BUSY if busy else _IDLE)
-            if messages:
-                messages += consumer.consume(BATCH - 1, _FIRST if self._fresh else 0)
+        quiet = time.monotonic() - self._active
+        busy = self.busy or self.orders or quiet < _SOON
+        messages = consumer.consume(1, min(max(_BUSY, quiet / 8), _SLOW) if busy else _IDLE)
         if messages:
+            messages += consumer.consume(BATCH - 1, _FIRST if self._fresh else 0 if self.wanted else _BUSY)
             self._fresh = False
-            self._arrived = time.monotonic()
+            self._active = time.monotonic()
             self._take_in(messages)
         elif self.trouble is not None and time.monotonic() > self._probed + _PROBE:
             self._probe(consumer)
         while self.orders:
+            self._active = time.monotonic()
             self._carry_out(consumer, self.orders.popleft())
         if self._pressed:
             self._press(consumer)

@@ -66,9 +66,9 @@ class Reader:
             except TimeoutError:
                 self._complain()
         until = self._loop.time() + wait
-        while self._flowing and self.backlog.ready < limit and self._loop.time() < min(until, self._arrived_at + _GATHER):
-            await self._woken(_GATHER)
         while True:
+            while self._flowing and self.backlog.ready < limit and self._loop.time() < min(until, self._arrived_at + _GATHER):
+                await self._woken(_GATHER)
             if self._ended.done():
                 self._complain()
                 raise StoreUnavailable(f"the reader of {self.plan.topic} has ended", hint="it is closed; subscribe again")

@@ -59,14 +59,18 @@ def read_runs(messages: Sequence[Any], held: Mapping[tuple[str, int], Partition]
                 continue
             at = m.timestamp()[1] / 1000
         headers, key, body = m.headers(), m.key(), m.value()
+        e = None
         if headers and len(headers) == 1 and key and body and headers[0][0] == ID and (id_ := headers[0][1]):  # nearly always, and never in a retry topic
             offset = m.offset()
-            e = Entry(
-                topic=part.topic, group=part.group, id=id_.decode("utf-8", "replace"), key=key.decode("utf-8", "replace"), body=body, headers={},
-                position=part.base | offset, token=part.token, deliveries=1, priority=part.place.priority, part=part, offset=offset, at=at,
-            )  # fmt: skip
-            size += len(body)
-        else:
+            try:
+                e = Entry(
+                    topic=part.topic, group=part.group, id=id_.decode(), key=key.decode(), body=body, headers={}, position=part.base | offset,
+                    token=part.token, deliveries=1, priority=part.place.priority, part=part, offset=offset, at=at,
+                )  # fmt: skip
+                size += len(body)
+            except UnicodeDecodeError:
+                pass
+        if e is None:
             e = read_message(m, part)
             size += len(e.body)
             plain = plain and not e.not_before and not e.meant and e.priority == part.place.priority

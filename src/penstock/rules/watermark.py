@@ -64,7 +64,9 @@ class Window(Generic[T]):
         """The same for offsets without a gap, from `first` on, at once. False: one of them may be settled, and nothing was added."""
         if first < self.next or self._passed():
             return False
-        self.open.update(enumerate(some, first))
+        opened = self.open
+        for offset, what in enumerate(some, first):
+            opened[offset] = what
         self.next = first + len(some)
         return True
 
