@@ -20,7 +20,7 @@ from penstock.brokers.kafka_history import read
 from penstock.brokers.kafka_producer import Message, Outbound
 from penstock.brokers.kafka_reader import Reader
 from penstock.brokers.kafka_topics import EARLIEST, LATEST, Layout, Reach, Topics, at_time
-from penstock.brokers.kafka_wire import compose, compose_plain, read_message
+from penstock.brokers.kafka_wire import ID, compose, read_message
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.model import Dead, Outcome, Release, Retry
 from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
@@ -80,11 +80,11 @@ class KafkaBroker:
             if m.topic != topic or plan is None:
                 topic, plan = m.topic, self.topics.layouts.get(m.topic) or await self.layout(m.topic)
                 names = plan.names
-            priority = m.priority
-            if m.not_before > now or not 0 <= priority <= LOWEST or m.headers:
+            priority, key = m.priority, m.key
+            if m.not_before > now or not 0 <= priority <= LOWEST or m.headers or not key.isascii():
                 messages.append(self._special(plan, m, now))
-            else:
-                messages.append(compose_plain(names[priority], m.id, m.key, m.body))
+            else:  # nearly always
+                messages.append((names[priority], m.body, key, {ID: m.id}))
         return await self.outbound.send(messages)
 
     def _special(self, plan: Layout, m: Out, now: float) -> Message:

@@ -162,7 +162,11 @@ class Backlog:
                         aside.append(key)
                         continue
                     taken[key] = taken.get(key, 0) + n
-                got.extend([queue.popleft() for _ in range(n)])
+                if n == len(queue):
+                    got.extend(queue)
+                    queue.clear()
+                else:
+                    got.extend([queue.popleft() for _ in range(n)])
                 if self.ordered:
                     self._away.add(key)
                 elif queue:

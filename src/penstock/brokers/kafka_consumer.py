@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -54,6 +55,7 @@ class Member:
     def __init__(self, settings: Settings, plan: Layout, group: str, group_id: str, lease: float, loop: asyncio.AbstractEventLoop, told: Told) -> None:
         self.settings, self.plan, self.group, self.group_id, self.lease, self._loop, self._told = settings, plan, group, group_id, lease, loop, told
         self.orders: deque[Order] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self.busy = False  # something is handed out or being committed, so that orders come at any time
         self.wanted = False  # somebody waits for what arrives, so that it is not gathered first
         self.closing = self.abandoned = False
@@ -116,12 +118,24 @@ class Member:
             }
         return s.client() | conf | s.rdkafka
 
+    def ring(self) -> None:
+        """Somebody waits for messages, something is to be committed, or it is the end."""
+        self._bell.put(None)
+
     def _turn(self, consumer: Consumer) -> None:
         quiet = time.monotonic() - self._active
-        busy = self.busy or self.orders or quiet < _SOON
-        messages = consumer.consume(1, min(max(_BUSY, quiet / 8), _SLOW) if busy else _IDLE)
+        nap = _IDLE if not (self.busy or quiet < _SOON) else min(max(_BUSY, quiet / 8), _SLOW)
+        if self._held and not (self.wanted or self.orders or self._ordered or self.closing):  # nobody waits: only membership is to be kept up
+            nap = 0
+            try:
+                self._bell.get(timeout=_IDLE)
+                while True:
+                    self._bell.get_nowait()
+            except Empty:
+                pass
+        messages = consumer.consume(1, 0 if self.orders else nap)
         if messages:
-            messages += consumer.consume(BATCH - 1, _FIRST if self._fresh else 0 if self.wanted else _BUSY)
+            messages += consumer.consume(BATCH - 1, _FIRST if self._fresh else 0)
             self._fresh = False
             self._active = time.monotonic()
             self._take_in(messages)

@@ -87,6 +87,7 @@ class Reader:
         """Until there is something to look at, or for so long."""
         self._waiters += 1
         self.member.wanted = True
+        self.member.ring()
         self._wake.clear()
         try:
             async with asyncio.timeout(longest):
@@ -231,6 +232,7 @@ class Reader:
             self._committing = waiting
             self._order, self._ordered_at = order, self._loop.time()
             self.member.orders.append(order)
+            self.member.ring()
         else:
             _resolve(waiting)
 
@@ -393,6 +395,7 @@ class Reader:
     async def close(self) -> None:
         """What is settled is committed, and the group is told that we leave."""
         self.member.closing = True
+        self.member.ring()
         await self._ended
 
     def end(self, error: KafkaError | None) -> None:

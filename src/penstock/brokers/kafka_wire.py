@@ -33,11 +33,6 @@ def compose(
     return topic, body, key if key.isascii() else key.encode("utf-8", "surrogatepass"), extra
 
 
-def compose_plain(topic: str, id_: str, key: str, body: bytes) -> Message:
-    """`compose`, of what nearly all messages are."""
-    return topic, body, key if key.isascii() else key.encode("utf-8", "surrogatepass"), {ID: id_}
-
-
 def read_runs(messages: Sequence[Any], held: Mapping[tuple[str, int], Partition], complain: Callable[[KafkaError], None]) -> list[Run]:
     """What the client received, partition by partition as it came. Of partitions that are not held any more, nothing."""
     runs: list[Run] = []
