@@ -145,6 +145,26 @@ async def test_a_server_that_came_back_with_an_older_state_repeats_ids_and_not_e
     assert ids(second) == ids(first)[1:]
 
 
+async def test_a_server_that_is_killed_at_any_moment_loses_and_repeats_nothing(ground: Ground, server: Callable[[str], Handle]) -> None:
+    handle = server("redis")
+    ground.client.rpush(ground.key, *pages(0, 3000))
+    source, books = ground.source(), dict[str, str | None]()
+    batches = source.read(None)
+    first = await anext(batches)
+    await asyncio.to_thread(handle.kill)
+    books |= {f.id: f.url for f in first.findings}  # accepted, and Redis cannot be told
+    with pytest.raises(SourceDown, match="Redis"):
+        await anext(batches)
+    with pytest.raises(SourceDown, match="Redis"):
+        await anext(source.read(None))
+    await asyncio.to_thread(handle.start)
+    again, _ = await read(source)
+    assert ids(again)[:1000] == ids(first.findings), "they come again, and are known"
+    books |= {f.id: f.url for f in again}
+    assert list(books.values()) == pages(0, 3000)
+    await source.close()
+
+
 async def test_elements_may_be_json_objects_and_what_cannot_be_read_is_refused(ground: Ground) -> None:
     elements: list[bytes] = [
         b'{"url": "https://shop.test/1", "meta": {"rank": "high"}, "method": "get"}',

@@ -594,3 +594,21 @@ async def test_a_bucket_that_is_not_there_and_a_server_that_is_away_are_sentence
     away = place.replace(str(server("s3").port), "9")
     with pytest.raises(SourceDown, match="cannot be reached"):
         await read(source(tmp_path, "seeds+" + away))
+
+
+@pytest.mark.server("s3")
+async def test_a_server_that_goes_away_in_the_middle_of_an_object_is_told_and_the_object_read_on(
+    tmp_path: Path, place: str, server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.sources.seeds_lines.CHUNK", 20_000)
+    put(place, "a.txt", lines(0, 10_000).encode())
+    put(place, "b.txt", lines(10_000, 10_001).encode())
+    said = source(tmp_path, "seeds+" + place)
+    batches = said.read(None)
+    first = await anext(batches)
+    with monkeypatch.context() as broken:
+        broken.setattr(said._place, "_bucket", bucket_at(place.replace(str(server("s3").port), "9"), whole=True)[0])
+        with pytest.raises(SourceDown, match="cannot be reached"):
+            [batch async for batch in batches]
+    rest, _ = await read(said, first.cursor)
+    assert urls([*first.findings, *rest]) == expected(0, 10_001)
