@@ -20,6 +20,7 @@ from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.identity import url_key as _url_key
 from penstock.rules.proxies import needs_proxy
 from penstock.seen import Seen
+from penstock.units import mask
 from penstock.upkeep import Upkeep
 
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
@@ -44,7 +45,8 @@ def _own_envelope(end: End) -> bytes:
 def _letter_of(finding: Finding, source: str) -> bytes:
     """Its JSON. A hook may have left something in the payload that has none: then it is shown as it prints, so that no finding stops its source."""
     try:
-        return msgspec.json.encode({"source": source, **msgspec.to_builtins(finding)})
+        base = None if finding.base is None else mask(finding.base)  # an API's own address often holds its key
+        return msgspec.json.encode({"source": source, **msgspec.to_builtins(msgspec.structs.replace(finding, base=base))})
     except (TypeError, ValueError, RecursionError, OverflowError, msgspec.MsgspecError):
         try:
             shown = ascii(finding.payload)[:10_000]

@@ -48,7 +48,7 @@ class Mapping:
             for key, expression in self._map.items():
                 if (value := expression.search(payload)) is not None:
                     given[key] = value
-        except (JMESPathError, TypeError, ValueError, RecursionError) as e:
+        except (JMESPathError, TypeError, ValueError, ArithmeticError, RecursionError) as e:  # ArithmeticError: floor() of infinity
             raise Refused(f"its mapping cannot be applied: {' '.join(str(e).split())[:200]}") from None
         if self._spec.hook is not None:
             said = self._ask_hook(payload)

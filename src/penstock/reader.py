@@ -90,12 +90,13 @@ class Reader:
             if not await self._lock.take():
                 return LOOK
             await self._books.db.write(self._declare, durable=False)
-        state: SourceState
-        cursor: bytes | None
         state, cursor = await self._books.db.read(self._standing)
+        if state is None:  # the row is gone, though the lock is ours: books that were put back from a copy
+            await self._books.db.write(self._declare, durable=False)
+            return 0.0
         self._generation, now = state.generation, self._clock.now()
         every = self.source.every
-        due = 0.0 if state.next_at is None else state.next_at if every is None else min(state.next_at, now + every * (1 + JITTER))
+        due = state.next_at or 0.0
         if state.paused or self._done == state.generation or due > now:
             await self._rest()
             return min(LOOK, max(0.0, due - now)) if due > now else LOOK
@@ -115,12 +116,12 @@ class Reader:
     def _declare(self, tx: Any) -> None:
         self._lock.check_in(tx)
         self._books.declare_in(tx, self.source.name, self.url)
+        state, every = self._books.state_in(tx, self.source.name), self.source.every
+        if every is not None and state is not None and (state.next_at or 0.0) > (latest := self._clock.now() + every * (1 + JITTER)):
+            self._books.note_in(tx, self.source.name, next_at=latest)  # it was planned with a longer `every`, or by a clock that went wrong
 
-    def _standing(self, tx: Any) -> tuple[SourceState, bytes | None]:
-        state = self._books.state_in(tx, self.source.name)
-        if state is None:  # a person forgot it while we were at it
-            raise Lost(self.source.name)
-        return state, self.intake.books.ledger.cursor_in(tx, self.source.name)
+    def _standing(self, tx: Any) -> tuple[SourceState | None, bytes | None]:
+        return self._books.state_in(tx, self.source.name), self.intake.books.ledger.cursor_in(tx, self.source.name)
 
     async def _round(self, cursor: bytes | None) -> None:
         batches = self.source.read(cursor)

@@ -155,6 +155,7 @@ def test_a_hook_that_fails_or_answers_strangely_refuses_its_finding_and_no_other
 def test_an_expression_that_does_not_fit_the_payload_refuses_it() -> None:
     assert "its mapping cannot be applied" in reason({"url": URL, "price": "x"}, map={"priority": "abs(price)"})
     assert "its mapping cannot be applied" in reason({"url": URL}, where="length(missing) > `1`")
+    assert "its mapping cannot be applied" in reason({"url": URL, "price": "inf"}, map={"window": "floor(to_number(price))"})
 
 
 def test_a_cause_too_long_for_an_index_is_cut() -> None:

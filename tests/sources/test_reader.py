@@ -168,6 +168,28 @@ async def test_what_makes_no_event_is_a_dead_letter_once_however_often_it_is_rea
     assert "URL" in letters[0][1]
 
 
+async def test_a_dead_letter_holds_no_key_of_the_address_that_its_finding_came_from(rig: Rig) -> None:
+    class Api(Pages):
+        async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
+            yield Batch(findings=[Finding(id="1", base="https://api.test/items?api_key=hush&page=2", payload={"sku": 1})], cursor=b"1")
+
+    async with rig.reading(rig.reader(Api(spec(), []))):
+        await until(lambda: rig.cursor() == b"1", "read")
+    (envelope,) = rig.stores.db.read_now(lambda tx: next(iter(tx.execute("SELECT envelope FROM dead"))))
+    assert b"https://api.test/items?api_key=***&page=2" in envelope
+    assert b"hush" not in envelope
+
+
+async def test_a_source_whose_row_is_gone_is_declared_again_and_goes_on(rig: Rig) -> None:
+    source = Pages(spec(), ["/1"], endless=True)
+    async with rig.reading(rig.reader(source)):
+        await until(lambda: rig.cursor() == b"1", "read")
+        rig.stores.db.write_now(lambda tx: tx.execute("DELETE FROM source"))
+        source.paths.append("/2")
+        await until(lambda: rig.cursor() == b"2", "read on")
+    assert rig.urls() == ["/1", "/2"]
+
+
 async def test_where_and_the_hook_pass_over_and_the_rest_has_what_they_say(rig: Rig) -> None:
     def hook(payload: dict[str, Any]) -> dict[str, Any] | None:
         return None if payload["path"] == "/2" else {"priority": "high", "geo": "de"}
@@ -241,7 +263,7 @@ async def test_of_two_readers_one_reads_and_the_other_takes_over(rig: Rig) -> No
     async with rig.reading(second):
         async with rig.reading(rig.reader(one)):
             await until(lambda: rig.cursor() == b"1", "read by one")
-            assert one.acknowledged + other.acknowledged == 1
+            await until(lambda: one.acknowledged + other.acknowledged == 1, "acknowledged by one")
             await until(lambda: rig.state().settled_at, "settled")
         paths.append("/2")
         await until(lambda: rig.cursor() == b"2", "read by whoever is left")
@@ -261,3 +283,10 @@ async def test_rounds_come_every_so_often_and_a_restart_does_not_hurry_them(rig:
     async with rig.reading(rig.reader(calm)):
         await asyncio.sleep(0.5)
         assert rig.cursor() == b"2"
+
+
+async def test_a_shorter_time_between_rounds_holds_from_the_next_start_on(rig: Rig) -> None:
+    async with rig.reading(rig.reader(Pages(spec(every=86400), ["/1"]))):
+        await until(lambda: rig.cursor() == b"1" and rig.state().next_at, "a round, and the next is planned for tomorrow")
+    async with rig.reading(rig.reader(Pages(spec(every=0.2), ["/1", "/2"]))):
+        await until(lambda: rig.cursor() == b"2", "another round")

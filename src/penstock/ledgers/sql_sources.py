@@ -49,7 +49,3 @@ class SqlSources:
     def renew_in(self, tx: Tx, name: str) -> None:
         """The position was set by a person: whoever reads begins there, at once."""
         tx.execute("UPDATE source SET generation=generation+1, next_at=NULL, settled_at=NULL, error=NULL, position=NULL WHERE name=?", (name,))
-
-    def forget_in(self, tx: Tx, name: str) -> None:
-        tx.execute("DELETE FROM source WHERE name=?", (name,))
-        tx.execute("DELETE FROM cursor WHERE source=?", (name,))

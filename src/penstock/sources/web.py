@@ -11,6 +11,7 @@ from penstock.model import Ask, ErrorClass, Failure
 from penstock.ports import Baseline, Clock, Pace, Response
 from penstock.rules.identity import BadUrl
 from penstock.stages.fetch import FetchStage
+from penstock.units import mask
 
 
 class SourceWeb:
@@ -29,7 +30,7 @@ class SourceWeb:
         try:
             event = event_of(url, source="source")
         except BadUrl as e:
-            raise Failure(ErrorClass.PERMANENT, f"{url[:200]!r} is no URL: {e.reason}") from None
+            raise Failure(ErrorClass.PERMANENT, f"{mask(url)[:200]!r} is no URL: {e.reason}") from None
         (slot,) = (await pace.reserve({event.key: 1}))[event.key]
         if (wait := slot - clock.now()) > 0:
             await clock.sleep(wait)
