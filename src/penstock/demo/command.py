@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.live import Live
 
@@ -23,7 +24,6 @@ from penstock.cli.options import SafeFormatter
 from penstock.cli.output import console
 from penstock.demo import ending
 from penstock.demo.display import Snapshot, plain, render
-from penstock.demo.triggers import Triggers
 from penstock.demo.watching import Look, Watch
 from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
 from penstock.locks import FileLock
@@ -78,7 +78,6 @@ def _fresh(where: Path) -> FileLock:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for name in ("records.jsonl", "products.db", "products.db-wal", "products.db-shm", "changes.txt", "shop.log", "demo.log"):
         (where / name).unlink(missing_ok=True)
-    shutil.copyfile(Path(__file__).with_name("pipeline.py"), where / "shop.py")
     return lock
 
 
@@ -172,10 +171,9 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
             work = asyncio.create_task(running.run(stop, opened=lambda _: opened.set()))
             try:
                 await _either(work, opened)
-                triggers = Triggers(running, shop.url)
-                watch = Watch(running, triggers, shop=shop.url, limited=shop.limited, changes=where / "changes.txt", started=started, total=seconds)
+                watch = Watch(running, shop=shop.url, limited=shop.limited, changes=where / "changes.txt", started=started, total=seconds)
                 watch.notice = "" if lines else f"results in {where.name}/ · Ctrl-C ends it"
-                redesigned = await _watch(watch, triggers, screen, work, shop, asked_to_end, seconds, break_)
+                redesigned = await _watch(watch, running, screen, work, shop, asked_to_end, seconds, break_)
             finally:
                 stop.set()
                 await work
@@ -201,6 +199,8 @@ def _settings(where: Path, shop: _Shop) -> config.Config:
     places = {name: value for name, value in os.environ.items() if name.startswith(PLACES)}
     allow = json.dumps([url.removeprefix("http://") for url in (shop.url, shop.limited)])
     own = f'namespace = "demo-{secrets.token_hex(4)}" # on servers\n' if places and "PENSTOCK_NAMESPACE" not in places else ""
+    pipeline = Path(__file__).with_name("pipeline.py").read_text("utf-8")
+    (where / "shop.py").write_text(pipeline.replace('"http://127.0.0.1:8000"', json.dumps(shop.url)), encoding="utf-8")
     (where / config.FILE_NAME).write_text(SETTINGS.format(allow=allow) + own, encoding="utf-8")
     return config.load({}, places, where).config
 
@@ -229,31 +229,36 @@ async def _either(work: asyncio.Task[int], event: asyncio.Event, seconds: float 
 
 
 async def _watch(
-    watch: Watch, triggers: Triggers, screen: _Screen, work: asyncio.Task[int], shop: _Shop, asked_to_end: asyncio.Event, seconds: float | None, break_: bool
+    watch: Watch, running: Running, screen: _Screen, work: asyncio.Task[int], shop: _Shop, asked_to_end: asyncio.Event, seconds: float | None, break_: bool
 ) -> float | None:
     """Look and show until the end. Returns when the shop was redesigned, if it was."""
     redesigned: float | None = None
     break_at = (REDESIGN if seconds is None else min(REDESIGN, seconds * 0.6)) if break_ else float("inf")
     finishing = float("inf")
-    reading = asyncio.create_task(triggers.run())
-    try:
-        while True:
-            snapshot = await watch.look()
-            elapsed = snapshot.elapsed
-            if redesigned is None and elapsed >= break_at:
-                shop.redesign()
-                redesigned, watch.notice = elapsed, f"the shop was redesigned after {elapsed:.0f} s"
-            if seconds is not None and elapsed >= seconds and finishing == float("inf"):
-                reading.cancel()
-                finishing, watch.notice = elapsed + FINISH, "finishing what is open"
-            over = asked_to_end.is_set() or elapsed >= finishing or (finishing < float("inf") and watch.idle)
-            screen.show(snapshot, last=over)
-            if over:
-                return redesigned
-            if reading.done() and not reading.cancelled():
-                reading.result()
-            nap = min(FRAME, max(0.01, seconds - elapsed)) if seconds is not None and elapsed < seconds else FRAME
-            await _either(work, asked_to_end, nap)
-    finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+    while True:
+        snapshot = await watch.look()
+        elapsed = snapshot.elapsed
+        if redesigned is None and elapsed >= break_at:
+            shop.redesign()
+            redesigned, watch.notice = elapsed, f"the shop was redesigned after {elapsed:.0f} s"
+        begun = snapshot.counts.accepted > 0 or (seconds is not None and elapsed >= seconds + FINISH)  # on a slow machine the time may be over before
+        if seconds is not None and elapsed >= seconds and begun and finishing == float("inf"):
+            await _stop_reading(running)
+            finishing, watch.notice = elapsed + FINISH, "finishing what is open"
+        over = asked_to_end.is_set() or elapsed >= finishing or (finishing < float("inf") and watch.idle)
+        screen.show(snapshot, last=over)
+        if over:
+            return redesigned
+        nap = min(FRAME, max(0.01, seconds - elapsed)) if seconds is not None and elapsed < seconds else FRAME
+        await _either(work, asked_to_end, nap)
+
+
+async def _stop_reading(running: Running) -> None:
+    """What is accepted is finished; what happens from now on is not asked for."""
+    sources = running.stores.sources
+
+    def work(tx: Any) -> None:
+        for state in sources.all_in(tx):
+            sources.pause_in(tx, state.name, "the demo is over")
+
+    await running.stores.db.write(work)

@@ -1,10 +1,14 @@
-"""The demo's pipeline, written as a user would: what to read from a product page, where it goes, what to do when a price moves."""
+"""The demo's pipeline, written as a user would: what tells us of changes, what to read from a product page, where it goes, what to do when a price moves."""
 
 from collections.abc import Iterator
 
 from penstock import Change, Page, Pipeline
 
+SHOP = "http://127.0.0.1:8000"
+
 shop = Pipeline("shop")
+shop.source(f"sitemap+{SHOP}/seeds.txt", name="seeds")  # a list of URLs is a sitemap too; the rest is found by following links
+shop.source(f"feed+{SHOP}/feed.xml", name="changes", every="1s", priority="high")  # an entry for every price that moved
 
 
 @shop.extract(match="*/product/*", version=1, key="sku")

@@ -9,21 +9,23 @@ from typing import Any
 
 from penstock.app import Running
 from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting
-from penstock.demo.triggers import Triggers
 from penstock.ledgers import sql_queries as queries
+from penstock.ports import SourceState
 from penstock.rules.identity import host_key
 from penstock.stores.sql import Tx
 
 LATELY = 3.0  # seconds over which a host's rate is taken
 RECENT = 50  # events whose way to the row is told
 LISTED = 20
+SOURCES = {"seeds": "seed list", "changes": "price feed"}
 _STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 
 
 class Look:
     """The books at one moment."""
 
-    def __init__(self, tx: Tx, broker: Any) -> None:
+    def __init__(self, tx: Tx, broker: Any, sources: Sequence[SourceState] = ()) -> None:
+        self.sources = {state.name: state for state in sources}
         found = queries.standing(tx, broker)
         self.counters = found.counters
         self.counts = Counts(**{name: sum(row[name] for row in found.topics.values()) for name in _STATES})
@@ -40,8 +42,8 @@ class Look:
 class Watch:
     """Takes snapshots of one run. What it remembers: where it is in the hook's file, and when links were last followed."""
 
-    def __init__(self, running: Running, triggers: Triggers, *, shop: str, limited: str, changes: Path, started: float, total: float | None) -> None:
-        self._running, self._triggers, self._clock = running, triggers, running.clock
+    def __init__(self, running: Running, *, shop: str, limited: str, changes: Path, started: float, total: float | None) -> None:
+        self._running, self._clock = running, running.clock
         self._shop, self._changes, self._started, self._total = shop, changes, started, total
         by = running.stores.books.settings.host_by
         self._hosts = [host_key(url + "/", by=by) for url in (shop, limited)]
@@ -55,7 +57,7 @@ class Watch:
 
     async def look(self) -> Snapshot:
         stores = self._running.stores
-        look = await stores.db.read(lambda tx: Look(tx, stores.broker))
+        look = await stores.db.read(lambda tx: Look(tx, stores.broker, stores.sources.all_in(tx)))
         now, elapsed = self._clock.now(), self.elapsed
         c = look.counters
         if c.get("records") and self.first_row is None:
@@ -65,7 +67,7 @@ class Watch:
         latencies = sorted(list(self._running.signals.latencies)[-RECENT:])
         return Snapshot(
             elapsed=elapsed, total=self._total, address=self._shop, counts=look.counts,
-            sources=self._sources(c.get("followed", 0), now), hosts=self._rates(now),
+            sources=self._sources(look, now), hosts=self._rates(now),
             waiting=tuple(Waiting(e.url, e.reason or "", max(0.0, (e.not_before or now) - now)) for e in look.delayed),
             records=c.get("records", 0), changes=c.get("changes", 0), unchanged=c.get("unchanged", 0) + c.get("records_unchanged", 0),
             unmatched=c.get("unmatched", 0), empty=c.get("empty", 0), moved=tuple(reversed(self._moved)),
@@ -77,11 +79,14 @@ class Watch:
     def elapsed(self) -> float:
         return self._clock.now() - self._started
 
-    def _sources(self, followed: int, now: float) -> tuple[Source, ...]:
+    def _sources(self, look: Look, now: float) -> tuple[Source, ...]:
+        followed = look.counters.get("followed", 0)
         if followed > self._followed:
             self._followed, self._followed_at = followed, now
-        made = [(t.name, t.events, t.at) for t in (self._triggers.seeds, self._triggers.changes)] + [("links followed", followed, self._followed_at)]
-        return tuple(Source(name, events, None if at is None else now - at) for name, events, at in made)
+        read = ((title, look.sources.get(name)) for name, title in SOURCES.items())
+        made = [(title, state.events if state else 0, state.event_at if state else None) for title, state in read]
+        made.append(("links followed", followed, self._followed_at))
+        return tuple(Source(name, events, None if at is None else max(0.0, now - at)) for name, events, at in made)
 
     def _rates(self, now: float) -> tuple[Host, ...]:
         asked = [host for at, host in self._running.signals.asked if at > now - LATELY]
