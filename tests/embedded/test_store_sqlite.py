@@ -240,6 +240,19 @@ async def test_a_sync_that_fails_is_an_outage_and_what_it_was_for_is_written_ane
     db.close_now()
 
 
+async def test_where_there_can_be_no_wal_a_commit_syncs_by_itself(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without(store._Connection):
+        def execute(self, sql: Any, *more: Any, **options: Any) -> Any:
+            return super().execute("PRAGMA journal_mode" if sql == "PRAGMA journal_mode=WAL" else sql, *more, **options)
+
+    monkeypatch.setattr(store, "_Connection", Without)
+    db = opened(tmp_path / "a.db")
+    await db.write(insert(1))
+    assert (db._writer.execute("PRAGMA journal_mode").get, db._writer.execute("PRAGMA synchronous").get, disk.synced) == ("delete", 2, 0)
+    assert await db.read(values) == [1]
+    db.close_now()
+
+
 async def test_what_is_committed_is_synced_before_the_end(tmp_path: Path, disk: Disk) -> None:
     db = opened(tmp_path / "a.db")
     disk.gate.clear()

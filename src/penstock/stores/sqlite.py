@@ -116,12 +116,11 @@ class Database:
                 raise Unreachable(
                     f"{self.path} is an SQLite database, but not one of Penstock's", hint="point PENSTOCK_STATE or the store URL at another place"
                 )
-            if self.path != ":memory:":
-                c.execute("PRAGMA journal_mode=WAL")
+            self._in_wal = self.path != ":memory:" and c.execute("PRAGMA journal_mode=WAL").get == "wal"  # not every file system can
             if not known:  # only then: it takes the write lock, and most who open only want to look
                 c.execute(f"PRAGMA application_id={APPLICATION_ID}")
             c.execute("PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
-            c.execute("PRAGMA synchronous=NORMAL; PRAGMA wal_autocheckpoint=0; PRAGMA journal_size_limit=67108864")
+            c.execute(f"PRAGMA synchronous={'NORMAL' if self._in_wal else 'FULL'}; PRAGMA wal_autocheckpoint=0; PRAGMA journal_size_limit=67108864")
             c.execute("CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID")
             return c
         except (apsw.Error, OSError) as e:
@@ -273,7 +272,7 @@ class Database:
 
     def _sync(self, jobs: Sequence[_Job]) -> None:
         """As a COMMIT with synchronous=FULL does, but without its lock. What a checkpoint took out of the WAL meanwhile was synced by that."""
-        if self.path == ":memory:":
+        if not self._in_wal:  # then COMMIT itself has
             return
         try:
             if self._wal < 0:
