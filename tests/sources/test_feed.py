@@ -315,10 +315,13 @@ def test_a_feed_that_asks_for_patience_gets_it_across_restarts(tmp_path: Path) -
                 again.cursor = cursor
                 assert await again.round() == []
                 assert len(paper.asked) == 1
+                paper.items.insert(0, item(2))
+                assert [f.cause for f in await again.source.preview(cursor, 9)] == ["g2"]  # a person asked
+                del paper.items[0]
             async with looking(web, "feed+http://{}/feed.xml", tmp_path, every="1s", hints=False) as impatient:
                 impatient.cursor = cursor
                 await impatient.round()
-                assert len(paper.asked) == 2
+                assert len(paper.asked) == 3
 
     run(work())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -87,6 +87,13 @@ class FeedSource(Polling):
         at = hints.next_look(now, self.interval) if self._heeds else 0.0
         self.looks_at = at if at > now + self.interval else None
         return self.looks_at or 0.0
+
+    async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
+        """A person asks: the feed's wish to be left alone for a while is not for them."""
+        state = unpack(cursor, _State) if cursor is not None else None
+        if state is not None:
+            state.not_before = 0.0
+        return await super().preview(pack(state) if state is not None else None, limit)
 
     def describe(self, cursor: bytes | None) -> str:
         state = unpack(cursor, _State) if cursor is not None else None
