@@ -14,6 +14,7 @@ from tests.brokers.kafka_rig import die, fill, open_kafka, sweep, take
 from tests.servers import Handle
 
 from penstock.brokers.kafka import KafkaBroker
+from penstock.brokers.kafka_producer import _Batch
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, PenstockError, Unreachable
 from penstock.model import Ack, Dead, Release, Retry
@@ -158,6 +159,30 @@ async def test_a_message_too_large_fails_alone(url: str) -> None:
     answers = await broker.publish([Out(topic="t", id=f"e{n}", key="k", body=bytes(n)) for n in (10, 200_000, 20)])
     assert list(answers) == ["ok", "failed", "ok"]
     await broker.close()
+
+
+async def test_what_the_server_refuses_fails_and_what_went_to_other_partitions_is_there(url: str) -> None:
+    broker = open_kafka(url, options="partitions=1")
+    await broker.ensure([TopicSpec(name="t"), TopicSpec(name="u")])
+    api = cast(Any, admin)
+    less = [api.ConfigEntry("max.message.bytes", "2000", incremental_operation=api.AlterConfigOpType.SET)]
+    resource = api.ConfigResource("topic", f"{broker.topics.namespace}.u", incremental_configs=less)
+    for future in broker.topics.admin.incremental_alter_configs([resource]).values():
+        future.result(10)
+    sizes = [("t", 10), ("u", 3000), ("t", 3000), ("u", 3000), ("t", 20)]
+    answers = await broker.publish([Out(topic=topic, id=f"e{i}", key="k", body=bytes(size)) for i, (topic, size) in enumerate(sizes)])
+    assert list(answers) == ["ok", "failed", "ok", "failed", "ok"], "two that are alike have both failed"
+    assert sorted(d.id for d in await take(sub_of(broker), 3)) == ["e0", "e2", "e4"]
+    await broker.close()
+
+
+def test_of_several_messages_alike_of_which_one_failed_none_is_certain() -> None:
+    loop = asyncio.new_event_loop()
+    batch, answers = _Batch(loop), [Published.OK] * 4
+    batch.wrong = [(("t", b"same", b"k"), Published.FAILED), (("t", b"other", b""), Published.FAILED)]
+    batch.blame([("t", b"same", "k", {}), ("t", b"same", b"k", {}), ("t", b"other", "", {}), ("u", b"same", "k", {})], answers)
+    assert answers == ["unknown", "unknown", "failed", "ok"]
+    loop.close()
 
 
 # -- history -------------------------------------------------------------------------------------------------------------------
