@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -260,3 +262,53 @@ async def test_a_transaction_of_a_hundred_thousand_rows_needs_no_more_memory_tha
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+# -- all of it at once -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_order_transactions_and_deaths_come_in_each_committed_row_is_accepted_once(rig: Rig, seed: int) -> None:
+    """Interleaved transactions, some rolled back, some large; readers that die with their last batch accepted, or not, or its cursor lost."""
+    chance = random.Random(seed)
+    wanted: list[str] = []
+    rows = iter(range(10**6))
+    options = {"max_lag": "8MiB", "snapshot": bool(seed % 2)}
+
+    def write(db: psycopg.Connection[Any], size: int) -> list[str]:
+        urls = [f"https://shop.test/{next(rows)}" for _ in range(size)]
+        with db.cursor() as cursor:
+            cursor.executemany("INSERT INTO scrape_requests(url, note) VALUES(%s, repeat('x', 200))", [(url,) for url in urls])
+        return urls
+
+    if options["snapshot"]:
+        with rig.db.transaction():
+            wanted += write(rig.db, 1500)
+    with psycopg.connect(rig.url) as one, psycopg.connect(rig.url) as two:
+        for _ in range(8):
+            async with rig.reading(**options) as batches:
+                if rig.cursor is None:
+                    await rig.ready(batches)
+                for _ in range(chance.randrange(1, 4)):
+                    first = write(one, chance.choice((1, 10, 300)))
+                    second = write(two, chance.choice((1, 50, 2500)))
+                    more = write(one, 5)
+                    for db, urls in chance.sample([(one, first + more), (two, second)], 2):
+                        if chance.random() < 0.2:
+                            db.rollback()
+                        else:
+                            db.commit()
+                            wanted += urls
+                for _ in range(chance.randrange(0, 6)):
+                    before = rig.cursor
+                    batch = await anext(batches)
+                    fate = chance.random()
+                    if fate > 0.1:
+                        rig.accept(batch)
+                    if fate < 0.2:  # dead before it was accepted, or before its cursor was; the last of its life
+                        rig.cursor = before
+                        break
+        async with rig.reading(**options) as batches:
+            await rig.until(batches, lambda: len(rig.accepted) >= len(wanted))
+            await rig.idle(batches)
+    assert sorted(rig.urls) == sorted(wanted)
