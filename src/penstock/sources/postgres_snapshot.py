@@ -14,6 +14,8 @@ from penstock.sources.postgres_dsn import CdcSettings, inline
 from penstock.sources.postgres_position import Part, Reading, saw
 from penstock.sources.postgres_slot import columns, key_columns, rows
 
+_WHOLE = ("smallint", "integer", "bigint")
+
 
 class Snapshot:
     """One connection in one transaction. Close the connection to end it."""
@@ -75,31 +77,34 @@ def key_of(s: CdcSettings, connection: Any, number: int) -> list[tuple[str, str]
 
 
 class Included:
-    """Which inserts of the log were read with the table already. Asks the server how keys compare: it alone knows its collations."""
+    """Which inserts of the log were read with the table already."""
 
     def __init__(self, s: CdcSettings, parts: Sequence[Part], connection: Any) -> None:
-        self._s, self._parts, self._connection = s, parts, connection
+        self._parts, self._connection = parts, connection
         self._numbers = {table.label: number for number, table in enumerate(s.tables)}
-        self.upto = max((part.upto for part in parts), default=0)
+        self._keys = [key_of(s, connection, number) for number in range(len(s.tables))]
+        self._upto = max((part.upto for part in parts), default=0)
 
     def __call__(self, commit: int, xid: int, table: str, row: dict[str, Any]) -> bool:
-        if commit > self.upto or table not in self._numbers:
+        if commit > self._upto or table not in self._numbers or not any(saw(part.snapshot, xid) for part in self._parts):
             return False
-        number = self._numbers[table]
-        for i, part in enumerate(self._parts):
-            if saw(part.snapshot, xid):
-                following = self._parts[i + 1] if i + 1 < len(self._parts) else None
-                if self._behind(number, row, part) and not (following is not None and self._behind(number, row, following)):
-                    return True
-        return False
+        behind = [*self._behind(self._numbers[table], row), False]
+        return any(behind[i] and not behind[i + 1] and saw(part.snapshot, xid) for i, part in enumerate(self._parts))
 
-    def _behind(self, number: int, row: dict[str, Any], part: Part) -> bool:
-        if number != part.table or part.after is None:
-            return number >= part.table
-        key = key_of(self._s, self._connection, number)
-        asked = f"SELECT ({_placeholders(key)}) > ({_placeholders(key)})"
+    def _behind(self, number: int, row: dict[str, Any]) -> list[bool]:
+        """For each part, whether the row comes after its beginning."""
+        key = self._keys[number]
         told = [f"\\x{row[name]}" if kind == "bytea" else str(row[name]) for name, kind in key]
-        return bool(rows(self._connection, asked, [*told, *part.after])[0][0])
+        starts = [part.after for part in self._parts if part.table == number and part.after is not None]
+        after = iter(self._after(key, told, starts) if starts else ())
+        return [next(after) if part.table == number and part.after is not None else number >= part.table for part in self._parts]
+
+    def _after(self, key: Sequence[tuple[str, str]], told: list[str], starts: list[list[str]]) -> Sequence[bool]:
+        if all(kind in _WHOLE for _, kind in key):
+            return [tuple(map(int, told)) > tuple(map(int, start)) for start in starts]
+        # The server alone knows its collations.
+        asked = ", ".join(f"({_placeholders(key)}) > ({_placeholders(key)})" for _ in starts)
+        return rows(self._connection, f"SELECT {asked}", [value for start in starts for value in (*told, *start)])[0]
 
 
 def upto_now(connection: Any) -> int:
