@@ -15,6 +15,7 @@ from penstock.ports import Accepted, Batch, Clock, Source, SourceState
 log = logging.getLogger("penstock.sources")
 LOOK = 1.0  # seconds until a pause or a reset is noticed, and between two tries for the lock
 BEAT = 2.0  # seconds between two notes of one who has nothing to do
+WORD = 10.0  # … of one who is at it
 FIRST_BACK_OFF, LAST_BACK_OFF = 1.0, 300.0
 LONGEST_WAIT = 86400.0  # whatever Retry-After says
 JITTER = 0.1  # of `every`: sources that were started together do not stay together
@@ -146,6 +147,9 @@ class Reader:
             state = await self._state()
             if state is None or state.generation != self._generation or state.paused:
                 raise Moved
+            if self._looked - self._beaten >= WORD:  # a long round that finds nothing is reading too
+                self._beaten = self._looked
+                await self._note(looked_at=self._looked, worker=self._worker)
 
     def _beside(self, tx: Any, batch: Batch, taken: Taken) -> None:
         """In the transaction that accepts: still ours, still wanted, and counted."""

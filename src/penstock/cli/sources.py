@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 app = App(name="sources", help="what tells us of changes: list, try, reset, pause, resume")
 app.command(slots.app)
 Name = Annotated[str, Parameter(help="the source, as `sources ls` calls it")]
+SILENT = 300.0  # seconds without a word from whoever reads it; one page may take long
 PipelineFile = Annotated[str | None, Parameter(name=["--pipeline", "-p"], help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")]
 
 
@@ -45,7 +47,7 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
         state = states.get(name)
         made.add_row(
             styled(name, "bold"),
-            _standing(state, declared=name in specs),
+            _standing(state, declared=name in specs, now=time.time()),
             count(state.events) if state else "",
             count(state.refused) if state and state.refused else "",
             moment(state.event_at) if state and state.event_at else "",
@@ -226,14 +228,21 @@ def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> 
     }
 
 
-def _standing(state: SourceState | None, *, declared: bool) -> Any:
+def _standing(state: SourceState | None, *, declared: bool, now: float) -> Any:
     if state is None:
         return "never read"
     if state.paused:
         return styled(plain(f"paused: {state.paused}"), "bold red")
     if state.error:
         return styled("failing", "yellow")
-    return "read" if declared else styled("not in this pipeline", "dim")
+    if not declared:
+        return styled("not in this pipeline", "dim")
+    word = max(state.settled_at or 0.0, state.looked_at or 0.0)  # readers give one every few seconds; hooks only when they are told
+    return (
+        "read"
+        if state.url.startswith("webhook:") or now - word < SILENT
+        else styled(f"nobody reads it since {moment(word)}" if word else "not read yet", "yellow")
+    )
 
 
 def _behind(state: SourceState | None) -> str:
