@@ -1,7 +1,8 @@
 """The thread that owns the client of one group: it joins, polls, pauses and commits. What was received lives in the event loop, in kafka_reader.
 
 It alone touches the client: a call from another thread would wait until its poll ends. What it finds is told to the loop by
-`call_soon_threadsafe`; what the loop wants committed comes in a deque.
+`call_soon_threadsafe`; what the loop wants committed comes in a deque. While somebody waits for messages it sleeps in the client, which they end;
+else in a bell that the loop rings, so that a commit starts at once and messages are taken in together.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -55,7 +55,7 @@ class Member:
     def __init__(self, settings: Settings, plan: Layout, group: str, group_id: str, lease: float, loop: asyncio.AbstractEventLoop, told: Told) -> None:
         self.settings, self.plan, self.group, self.group_id, self.lease, self._loop, self._told = settings, plan, group, group_id, lease, loop, told
         self.orders: deque[Order] = deque()
-        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._bell = threading.Event()
         self.busy = False  # something is handed out or being committed, so that orders come at any time
         self.wanted = False  # somebody waits for what arrives, so that it is not gathered first
         self.closing = self.abandoned = False
@@ -120,19 +120,15 @@ class Member:
 
     def ring(self) -> None:
         """Somebody waits for messages, something is to be committed, or it is the end."""
-        self._bell.put(None)
+        self._bell.set()
 
     def _turn(self, consumer: Consumer) -> None:
+        self._bell.clear()  # before we look at what it may ring for
         quiet = time.monotonic() - self._active
         nap = _IDLE if not (self.busy or quiet < _SOON) else min(max(_BUSY, quiet / 8), _SLOW)
         if self._held and not (self.wanted or self.orders or self._ordered or self.closing):  # nobody waits: only membership is to be kept up
             nap = 0
-            try:
-                self._bell.get(timeout=_IDLE)
-                while True:
-                    self._bell.get_nowait()
-            except Empty:
-                pass
+            self._bell.wait(_IDLE)
         messages = consumer.consume(1, 0 if self.orders else nap)
         if messages:
             messages += consumer.consume(BATCH - 1, _FIRST if self._fresh else 0)
@@ -163,6 +159,7 @@ class Member:
         try:
             consumer.commit(offsets=_positions(live), asynchronous=True)
         except KafkaException as e:
+            self._ordered = []
             self._post(self._told.committed, order, error_of(e))
 
     def _on_commit(self, error: KafkaError | None, partitions: Sequence[TopicPartition]) -> None:
