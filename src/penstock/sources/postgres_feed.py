@@ -202,6 +202,12 @@ class Feed:
                     hint=f"penstock sources reset {s.source} --to start makes a new one (with snapshot = true the table is read again)",
                 )
             slots.refuse_unfit(s, slot, database)
+            if self._cursor.lsn > slot.here:  # what it writes from now on would pass for what was read
+                raise SourceDown(
+                    f"source {s.source}: its position {lsn_text(self._cursor.lsn)} lies ahead of {s.address.label}, which stands at {lsn_text(slot.here)}:"
+                    " the server was put back from a copy, or another took its place",
+                    hint=f"penstock sources reset {s.source} --to start (or now)",
+                )
             slots.ensure_publication(s, side)
             return None
         slots.ensure_publication(s, side)  # before the slot: a slot cannot see a publication that is younger than it

@@ -17,7 +17,7 @@ class Findings:
     def __init__(self, s: CdcSettings, system: str, known: Known | None) -> None:
         """`known`: (commit, xid, table, row) of an insert that was read with the table already."""
         self._operations, self._labels = s.operations, {table.label for table in s.tables}
-        self._system, self._known = system, known
+        self._system, self._publication, self._known = system, s.publication, known
 
     def of(self, begin: Begin, index: int, change: Insert | Update) -> Finding | None:
         """None: not asked for, or known."""
@@ -33,5 +33,6 @@ class Findings:
                 meta["old"] = change.old
             if change.unchanged:
                 meta["unchanged"] = list(change.unchanged)
-        id_ = mint("cdc", self._system, lsn, str(index))
+        # The index counts what the publication has: through another one the same number is another change.
+        id_ = mint("cdc", self._system, self._publication, lsn, str(index))
         return Finding(id=id_, cause=f"{label}: {operation} at {lsn}", payload={**change.row, "_cdc": meta}, at=begin.at)

@@ -29,6 +29,7 @@ class Snapshot:
         rows(connection, "SET LOCAL idle_in_transaction_session_timeout = 0")  # it lasts as long as the queue is full
         kind = "pg_current_snapshot" if connection.server_version >= 130000 else "txid_current_snapshot"
         self._snapshot = rows(connection, f"SELECT {kind}()::text")[0][0]
+        self._database = rows(connection, "SELECT current_database()")[0][0]  # a server has several, with the same tables and keys
         self._exact = exported is not None
 
     def part(self, reading: Reading, upto: int) -> Part | None:
@@ -55,7 +56,7 @@ class Snapshot:
                 for row in found:
                     values = {name: pgoutput.value(oid, text) for (name, oid), text in zip(names, row[len(key) :], strict=True)}
                     payload = {**values, "_cdc": {"op": "read", "table": table.label}}
-                    id_ = mint("cdc", system, "snapshot", table.label, *row[: len(key)])
+                    id_ = mint("cdc", system, "snapshot", self._database, table.label, *row[: len(key)])
                     findings.append(Finding(id=id_, cause=f"{table.label}: there at the start", payload=payload))
                 after = list(found[-1][: len(key)])
                 yield findings, Reading(number, after)
