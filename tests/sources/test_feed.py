@@ -127,6 +127,10 @@ NO_FEED = {
     "a million tags": (b"<rss>" + b"<a/>" * 1_000_000, "tags, of at most"),
     "ampersands": (b"<rss>" + b"&" * 10_000_000, "entities"),
     "a bomb": (BOMB.format("utf-8").encode(), "DTD"),
+    "a bomb behind an instruction that seems to begin a comment": (
+        b"<?x <!-- ?><!DOCTYPE rss [<!ENTITY a 'b'>]><!-- --><rss><channel><item><title>&a;</title></item></channel></rss>",
+        "DTD",
+    ),
     "a bomb with a NUL in the word": (BOMB.format("utf-8").replace("DOCTYPE", "DOC\0TYPE").encode(), "DTD"),
     **{f"a bomb in {e}": (BOMB.format(e).encode(e), "DTD") for e in ("utf-16", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-7")},
     "a bomb in utf-7 with its angles hidden": (BOMB.format("utf-7").replace("<", "+ADw-").encode(), "is no XML"),

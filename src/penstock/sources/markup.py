@@ -23,7 +23,8 @@ _KNOWN = re.compile(r"utf-8|ascii|utf-16(-[lb]e)?|utf-32(-[lb]e)?|iso8859-\d+|cp
 _charset = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.I).search
 _declared = re.compile(rb"<\?xml[^>]{0,200}?encoding\s{0,9}=\s{0,9}[\"']([\w.:-]{1,40})[\"']", re.I).search
 _unprintable = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
-_special = re.compile(r"<!(?:\[CDATA\[|--|[A-Za-z\[%]|\s)")
+_special = re.compile(r"<\?|<!(?:\[CDATA\[|--|[A-Za-z\[%]|\s)")
+_ENDS = {"<![CDATA[": "]]>", "<!--": "-->", "<?": "?>"}
 
 
 _entity = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});)(?:([A-Za-z][A-Za-z0-9]{1,31});)?")
@@ -89,9 +90,9 @@ def text_of(body: bytes, content_type: str | None, limit: int) -> str:
     if len(body) > limit:
         raise Unreadable(f"has {len(body)} bytes, of at most {limit}")
     text = without_controls(codecs.decode(body, encoding_of(body, content_type), "replace").lstrip("\ufeff"))
-    refuse_dtd(text)  # after that: a NUL inside the word would hide it
     if (tags := text.count("<")) > MAX_TAGS:
         raise Unreadable(f"has {tags} tags, of at most {MAX_TAGS}")
+    refuse_dtd(text)  # after the controls are gone: a NUL inside the word would hide it
     return text
 
 
@@ -113,14 +114,14 @@ def _character(m: re.Match[str]) -> str:
 
 
 def refuse_dtd(text: str) -> None:
-    """`<!DOCTYPE`, `<!ENTITY` and their kin anywhere but inside CDATA and comments, where they are words. Linear. Raises Unreadable."""
+    """`<!DOCTYPE`, `<!ENTITY` and their kin anywhere but inside CDATA, comments and instructions, where they are words. Linear. Raises Unreadable."""
     at = 0
     while found := _special.search(text, at):
         start = found[0]
-        if start not in ("<![CDATA[", "<!--"):
+        if start not in _ENDS:
             html = re.match(r"<!doctype\s+html", text[found.start() : found.start() + 32], re.I)
             raise Unreadable("is an HTML page" if html else "has a document type declaration (DTD), and none is read")
-        at = text.find("]]>" if start == "<![CDATA[" else "-->", found.end())
+        at = text.find(_ENDS[start], found.end())
         if at < 0:
             return
 

@@ -188,10 +188,10 @@ def _whole_entities(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _take(made: list[SitemapEntry], left_out: Counter[str], fields: dict[str, list[str]], url: str) -> None:
-    if not (loc := _loc(fields.get("loc", [""])[0], url, left_out)):
-        return
-    if len(made) >= MAX_URLS:
+    if len(made) >= MAX_URLS:  # first: what does not count must not cost
         left_out[f"beyond the {MAX_URLS} that the protocol allows"] += 1
+        return
+    if not (loc := _loc(fields.get("loc", [""])[0], url, left_out)):
         return
     lastmod = when(given) if (given := _one(fields, "lastmod")) else None
     if given and lastmod is None:
