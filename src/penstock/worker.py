@@ -42,7 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     byte_budget: int = 64 << 20
     extract_group: int = 32
     extract_linger: float = 0.01
-    conclude_group: int = 256
+    conclude_group: int = 512
     conclude_linger: float = 0.02
     start_group: int = 48
     start_linger: float = 0.01
