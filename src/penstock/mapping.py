@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping as Pairs
 from typing import Any, Literal
 
-import jmespath
 import msgspec
-from jmespath.exceptions import JMESPathError
 
 from penstock import units
 from penstock.errors import ConfigError
@@ -16,6 +14,7 @@ from penstock.intake import Refused, event_of
 from penstock.model import Event, Priority, Route
 from penstock.pipeline import SourceSpec
 from penstock.ports import Finding
+from penstock.rules.expressions import Expression, Unfit
 from penstock.rules.identity import BadUrl, canonical_url
 
 ROUTE = ("geo", "pool", "account", "render")
@@ -33,8 +32,8 @@ class Mapping:
         self._spec, self._host_by = spec, host_by
         if unknown := sorted(set(spec.map) - set(KEYS)):
             raise ConfigError(f"source {spec.name}: map has no {unknown[0]!r}", hint=f"it has {', '.join(KEYS)}")
-        self._map = {key: _compiled(text, f"source {spec.name}: map.{key}") for key, text in spec.map.items()}
-        self._where = None if spec.where is None else _compiled(spec.where, f"source {spec.name}: where")
+        self._map = {key: Expression(text, f"source {spec.name}: map.{key}", "after.url") for key, text in spec.map.items()}
+        self._where = None if spec.where is None else Expression(spec.where, f"source {spec.name}: where", "after.active")
 
     def event(self, finding: Finding) -> Event | None:
         """None: passed over, because `where` or the hook says so. Raises Refused."""
@@ -48,8 +47,8 @@ class Mapping:
             for key, expression in self._map.items():
                 if (value := expression.search(payload)) is not None:
                     given[key] = value
-        except (JMESPathError, TypeError, ValueError, ArithmeticError, RecursionError) as e:  # ArithmeticError: floor() of infinity
-            raise Refused(f"its mapping cannot be applied: {' '.join(str(e).split())[:200]}") from None
+        except Unfit as e:
+            raise Refused(f"its mapping cannot be applied: {e}") from None
         if self._spec.hook is not None:
             said = self._ask_hook(payload)
             if said is None:
@@ -113,15 +112,6 @@ class Mapping:
         if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deeper_than(data, MAX_DEPTH):
             raise Refused(f"its data is nested deeper than {MAX_DEPTH} levels")
         return data
-
-
-def _compiled(text: Any, where: str) -> Any:
-    if not isinstance(text, str):
-        raise ConfigError(f"{where}: {text!r} is no JMESPath expression", hint='a string such as "after.url"; static values go to route, priority, window')
-    try:
-        return jmespath.compile(text)
-    except (JMESPathError, RecursionError) as e:
-        raise ConfigError(f"{where}: {text!r} is no JMESPath: {' '.join(str(e).split())}", hint='for example "after.url", or "items[0].link"') from None
 
 
 def _route(static: Route, given: Pairs[str, Any]) -> Route:

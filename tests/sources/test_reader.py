@@ -15,7 +15,6 @@ from penstock import config as configuration
 from penstock.clock import SystemClock
 from penstock.errors import SourceDown
 from penstock.intake import Intake
-from penstock.locks import FileLock
 from penstock.mapping import Mapping
 from penstock.model import mint
 from penstock.opening import Stores, open_stores
@@ -63,7 +62,9 @@ class Rig:
 
     def reader(self, source: Any, *, worker: str = "w1") -> Reader:
         intake = Intake(self.stores.books, Mapping(source.spec), self.clock, source=source.name)
-        return Reader(source, source.spec.url, intake, self.stores.sources, FileLock(self.directory / "s.lock"), self.clock, random.Random(1), worker=worker)
+        return Reader(
+            source, source.spec.url, intake, self.stores.sources, self.stores.db.lock(self.directory / "s.lock"), self.clock, random.Random(1), worker=worker
+        )
 
     def state(self) -> Any:
         return self.stores.db.read_now(lambda tx: self.stores.sources.state_in(tx, "pages"))
@@ -136,23 +137,20 @@ async def test_a_reader_that_died_before_it_acknowledged_repeats_ids_and_not_eve
     assert (rig.state().events, rig.state().known) == (2, 2)
 
 
-async def test_a_full_queue_stops_the_reading_and_drops_nothing(tmp_path: Path) -> None:
-    (tmp_path / "state").mkdir()
-    rig = Rig(tmp_path / "state", **{"intake.max_pending": "3"})
+async def test_a_full_queue_stops_the_reading_and_drops_nothing(rig: Rig) -> None:
+    rig.stores.close()
+    rig.settings["intake.max_pending"] = "3"
     rig.open()
-    try:
-        source = Pages(spec(), [f"/{i}" for i in range(6)])
-        async with rig.reading(rig.reader(source)):
-            await until(lambda: len(rig.urls()) == 3, "filled")
-            await asyncio.sleep(0.7)  # longer than a full queue is waited for
-            assert len(rig.urls()) == 3
-            assert rig.cursor() == b"2"
-            assert source.acknowledged == 2
-            await rig.stores.books.purge("requests", "make room")
-            await until(lambda: len(rig.urls()) == 6, "went on")
-        assert rig.urls() == [f"/{i}" for i in range(6)]
-    finally:
-        rig.stores.close()
+    source = Pages(spec(), [f"/{i}" for i in range(6)])
+    async with rig.reading(rig.reader(source)):
+        await until(lambda: len(rig.urls()) == 3, "filled")
+        await asyncio.sleep(0.7)  # longer than a full queue is waited for
+        assert len(rig.urls()) == 3
+        assert rig.cursor() == b"2"
+        assert source.acknowledged == 2
+        await rig.stores.books.purge("requests", "make room")
+        await until(lambda: len(rig.urls()) == 6, "went on")
+    assert rig.urls() == [f"/{i}" for i in range(6)]
 
 
 async def test_what_makes_no_event_is_a_dead_letter_once_however_often_it_is_read(rig: Rig) -> None:

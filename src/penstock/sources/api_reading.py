@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-import jmespath
 import msgspec
-from jmespath.exceptions import JMESPathError
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.pipeline import SourceSpec
+from penstock.rules.expressions import Expression, Unfit
 from penstock.sources.markup import Unreadable, encoding_of, unpacked
 
 MAX_BYTES = 16 << 20  # of one page, decoded
@@ -50,7 +49,9 @@ class Shape:
         self, spec: SourceSpec, *, format: str | None, items: str, key: str | None, ignore: list[str], next: str | None, delimiter: str | None
     ) -> None:
         self._format, self._delimiter = format, delimiter
-        self._items, self._key, self._next = (_compiled(spec, *pair) for pair in (("items", items), ("key", key), ("next", next)))
+        self._items = Expression(items, f"source {spec.name}: items", "data.items")
+        self._key = None if key is None else Expression(key, f"source {spec.name}: key", "sku")
+        self._next = None if next is None else Expression(next, f"source {spec.name}: next", "links.next")
         self._ignore = [path.split(".") for path in ignore]
 
     def page(self, body: bytes, content_type: str | None) -> Page:
@@ -68,7 +69,7 @@ class Shape:
             return Page([self._item(item) for item in found], self._next.search(document) if self._next is not None else None)
         except Unreadable as e:
             raise ApiError(e.reason) from None
-        except (JMESPathError, RecursionError, TypeError, ValueError) as e:
+        except (Unfit, RecursionError, TypeError, ValueError) as e:
             raise ApiError(f"does not fit the source's expressions: {' '.join(str(e).split())[:200]}") from None
 
     def _is_csv(self, body: bytes, content_type: str | None) -> bool:
@@ -115,19 +116,6 @@ def next_link(headers: Mapping[str, str]) -> str | None:
         if rel and "next" in (rel[1] or rel[2] or "").lower().split():
             return m[1]
     return None
-
-
-def _compiled(spec: SourceSpec, name: str, text: Any) -> Any:
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise ConfigError(f"source {spec.name}: {name} is {text!r}", hint=f'a JMESPath expression such as {name} = "data.{name}"')
-    try:
-        return jmespath.compile(text)
-    except JMESPathError as e:
-        raise ConfigError(
-            f"source {spec.name}: {name}: {text!r} is no JMESPath: {' '.join(str(e).split())}", hint=f'for example {name} = "data.{name}"'
-        ) from None
 
 
 def _json(body: bytes) -> Any:

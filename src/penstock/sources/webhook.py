@@ -5,11 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
-
-import jmespath
-from jmespath.exceptions import JMESPathError
 
 from penstock import units
 from penstock.errors import ConfigError, RequestRefused, UsageError
@@ -18,6 +15,7 @@ from penstock.model import mint
 from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.rules import signatures
+from penstock.rules.expressions import Expression, Unfit
 from penstock.rules.signatures import Forged, Headers, Shape
 from penstock.sources.context import BATCH, BaseSource, SourceContext, options
 from penstock.sources.webhook_bodies import LONGEST, Item, items, media
@@ -60,7 +58,7 @@ class Webhook(BaseSource):
         self.rate: float = self._of(500 if given["rate"] is None else given["rate"], units.RATE, "rate")
         self.burst: int = self._of(given["burst"] or max(1, int(min(self.rate, 1e6))), units.counts(1), "burst")
         self.tolerance: float = self._of(given["tolerance"] or "5m", units.durations(1, 86400), "tolerance")
-        self._id = _expression(spec, given["id"])
+        self._id = Expression(given["id"], f"source {spec.name}: id", "event.id") if given["id"] else None
         secrets = self._secrets(given)
         self.signed: str = given["signature"] if given["signature"] is not None else "standard" if secrets else ""
         if self.signed not in ("", *SCHEMES):
@@ -213,8 +211,8 @@ class Webhook(BaseSource):
     def _own_id(self, item: Item, index: int) -> str:
         assert self._id is not None
         try:
-            value = self._id(item.payload)
-        except (JMESPathError, TypeError, ValueError, RecursionError):
+            value = self._id.search(item.payload)
+        except Unfit:
             value = None
         if not isinstance(value, str | int) or isinstance(value, bool) or not 0 < len(str(value)) <= LONGEST:
             raise RequestRefused(422, f"item {index} has no id where this hook looks for it", hint="the hook's option `id` says where")
@@ -232,16 +230,6 @@ class Webhook(BaseSource):
 
     def describe(self, cursor: bytes | None) -> str:
         return f"served at {self.path}, " + (f"signed ({self.signed})" if self.signed else "unsigned" + (", this machine only" if self.local else ""))
-
-
-def _expression(spec: SourceSpec, text: str) -> Callable[[Any], Any] | None:
-    if not text:
-        return None
-    try:
-        search: Callable[[Any], Any] = jmespath.compile(text).search
-    except JMESPathError as e:
-        raise ConfigError(f"source {spec.name}: id {text!r} is no JMESPath: {' '.join(str(e).split())}", hint='for example id = "event.id"') from None
-    return search
 
 
 def _header_id(headers: Headers) -> str | None:
