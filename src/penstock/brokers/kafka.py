@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,6 +43,7 @@ CAPS = Capabilities(
     transactional=False,
     lease="connection",
 )
+_topic_of = attrgetter("topic")
 _ENVELOPE = 65536  # bytes of a message that are not its body: headers, key, framing
 
 
@@ -72,20 +75,22 @@ class KafkaBroker:
         return await self._ask(self.topics.ensure, topology)
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
-        now = self.clock.now()
-        messages: list[Message] = []
+        for topic in set(map(_topic_of, batch)) - self.topics.layouts.keys():
+            await self.layout(topic)
+        return await self.outbound.send(len(batch), partial(self._composed, batch, self.clock.now()))
+
+    def _composed(self, batch: Sequence[Out], now: float) -> Iterator[Message]:
         topic, plan = "", None
         names: tuple[str, ...] = ()
         for m in batch:
             if m.topic != topic or plan is None:
-                topic, plan = m.topic, self.topics.layouts.get(m.topic) or await self.layout(m.topic)
+                topic, plan = m.topic, self.topics.layouts[m.topic]
                 names = plan.names
             priority, key = m.priority, m.key
             if m.not_before > now or not 0 <= priority <= LOWEST or m.headers or not key.isascii():
-                messages.append(self._special(plan, m, now))
+                yield self._special(plan, m, now)
             else:  # nearly always
-                messages.append((names[priority], m.body, key, {ID: m.id}))
-        return await self.outbound.send(messages)
+                yield names[priority], m.body, key, {ID: m.id}
 
     def _special(self, plan: Layout, m: Out, now: float) -> Message:
         """One for later, of a class that there is not, or with more to say."""
@@ -115,7 +120,7 @@ class KafkaBroker:
 
     async def _send_on(self, reader: Reader, e: Entry) -> None:
         """It came before its time: the next retry topic, and then it is settled here."""
-        answers = await self.outbound.send([self._again(reader, e, e.not_before)])
+        answers = await self.outbound.send_all([self._again(reader, e, e.not_before)])
         if answers == [Published.OK]:
             reader.finish(e)
             await reader.save()
@@ -149,7 +154,7 @@ class KafkaBroker:
         if sends:
             answers: Sequence[Published] = ()
             try:
-                answers = await self.outbound.send(sends)
+                answers = await self.outbound.send_all(sends)
             finally:
                 if answers.count(Published.OK) < len(sends):
                     for e, _ in others:
@@ -290,7 +295,7 @@ class KafkaBroker:
 
         messages = await self._ask(settled)
         for i in range(0, len(messages), 1000):
-            if any(answer is not Published.OK for answer in await self.outbound.send(messages[i : i + 1000])):
+            if any(answer is not Published.OK for answer in await self.outbound.send_all(messages[i : i + 1000])):
                 raise StoreUnavailable(
                     f"replay of {plan.topic} ended after about {i} of {len(messages)} messages", hint="start it again: what comes twice has the same id"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -67,7 +67,7 @@ class _Batch:
         if not self.future.done():
             self.future.set_result(None)
 
-    def blame(self, messages: Sequence[Message], answers: list[Published]) -> None:
+    def blame(self, messages: Iterable[Message], answers: list[Published]) -> None:
         """The library tells what was in a message that failed, not which it was: of several that are alike, none is certain unless all have failed."""
         told: dict[tuple[str, bytes, bytes], list[Published]] = {}
         for contents, answer in self.wrong:
@@ -114,18 +114,23 @@ class Outbound:
             self._thread.start()
         return self._producer
 
-    async def send(self, messages: Sequence[Message]) -> list[Published]:
-        """`ok` is written by all copies in sync, `full` did not fit into the local queue, `unknown` may be there."""
-        if not messages:
+    async def send_all(self, messages: Sequence[Message]) -> list[Published]:
+        return await self.send(len(messages), lambda: messages)
+
+    async def send(self, n: int, compose: Callable[[], Iterable[Message]]) -> list[Published]:
+        """`ok` is written by all copies in sync, `full` did not fit into the local queue, `unknown` may be there.
+
+        The messages are made one by one, and once more where some have failed: so that they do not lie around."""
+        if not n:
             return []
         batch, fatal = _Batch(asyncio.get_running_loop()), False
-        report, answers = batch.report, [_OK] * len(messages)
+        report, answers = batch.report, [_OK] * n
         try:
             produce = self._open().produce
         except KafkaException:
-            return [_FAILED] * len(messages)
+            return [_FAILED] * n
         refused = 0
-        for place, (topic, value, key, headers) in enumerate(messages):
+        for place, (topic, value, key, headers) in enumerate(compose()):
             try:
                 produce(topic, value, key, _ANY, report, report, 0, headers)  # by place: names cost a third more
             except BufferError:
@@ -135,7 +140,7 @@ class Outbound:
                 fatal = fatal or e.args[0].code() == KafkaError._FATAL
                 answers[place] = _FAILED
                 refused += 1
-        batch.expected = len(messages) - refused
+        batch.expected = n - refused
         self._handed.put(True)
         if batch.reported == batch.expected:
             batch.finish()
@@ -145,7 +150,7 @@ class Outbound:
         except TimeoutError:
             answers = [_UNKNOWN if answer is _OK else answer for answer in answers]
         if batch.wrong:
-            batch.blame(messages, answers)
+            batch.blame(compose(), answers)
         if fatal:  # an idempotent producer that lost its place in line cannot go on; a new one can
             await self.close()
         return answers
