@@ -584,3 +584,17 @@ class Slotted(Protocol):
 
     async def drop_slot(self) -> bool:
         """False: there was none."""
+
+
+class SourceBooks(Protocol):
+    """The state of sources in the ledger's store; each method belongs to a caller's transaction."""
+
+    db: Any
+
+    def declare_in(self, tx: Any, name: str, url: str) -> None: ...
+
+    def state_in(self, tx: Any, name: str) -> SourceState | None: ...
+
+    def count_in(self, tx: Any, name: str, *, new: int, known: int, skipped: int, refused: int, now: float) -> None: ...
+
+    def note_in(self, tx: Any, name: str, **values: Any) -> None: ...

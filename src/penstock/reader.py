@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.errors import PenstockError, StoreUnavailable
 from penstock.intake import Intake, Taken
 from penstock.locks import Lock, Lost
 from penstock.model import Failure
-from penstock.ports import Accepted, Batch, Clock, Source, SourceState
+from penstock.ports import Accepted, Batch, Clock, Source, SourceBooks, SourceState
 
 log = logging.getLogger("penstock.sources")
 LOOK = 1.0  # seconds until a pause or a reset is noticed, and between two tries for the lock
@@ -19,20 +19,6 @@ WORD = 10.0  # … of one who is at it
 FIRST_BACK_OFF, LAST_BACK_OFF = 1.0, 300.0
 LONGEST_WAIT = 86400.0  # whatever Retry-After says
 JITTER = 0.1  # of `every`: sources that were started together do not stay together
-
-
-class SourceBooks(Protocol):
-    """The state of sources in the ledger's store; each method belongs to a caller's transaction."""
-
-    db: Any
-
-    def declare_in(self, tx: Any, name: str, url: str) -> None: ...
-
-    def state_in(self, tx: Any, name: str) -> SourceState | None: ...
-
-    def count_in(self, tx: Any, name: str, *, new: int, known: int, skipped: int, refused: int, now: float) -> None: ...
-
-    def note_in(self, tx: Any, name: str, **values: Any) -> None: ...
 
 
 class Moved(Exception):

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from penstock.errors import RequestRefused, StoreUnavailable
 from penstock.intake import Intake, Taken, judge
-from penstock.ports import Accepted, Clock, ServedSource, SourceState
+from penstock.ports import Accepted, Clock, ServedSource, SourceBooks
 from penstock.serving_schema import document
 
 log = logging.getLogger("penstock.serving")
@@ -32,20 +32,6 @@ WHOLE = "penstock.whole"  # in a request's scope: its body was read to the end
 QUIET = 10.0  # seconds between two lines about refused requests
 HEADERS = {"content-type": "application/json", "cache-control": "no-store", "x-content-type-options": "nosniff"}
 TRY = {404: "POST /hooks/NAME, with the name of a hook of this pipeline", 405: "POST /hooks/NAME, GET /healthz, GET /openapi.json"}
-
-
-class SourceBooks(Protocol):
-    """What the books keep of a source that is told; each method belongs to a caller's transaction."""
-
-    db: Any
-
-    def declare_in(self, tx: Any, name: str, url: str) -> None: ...
-
-    def state_in(self, tx: Any, name: str) -> SourceState | None: ...
-
-    def count_in(self, tx: Any, name: str, *, new: int, known: int, skipped: int, refused: int, now: float) -> None: ...
-
-    def note_in(self, tx: Any, name: str, **values: Any) -> None: ...
 
 
 class Bucket:
