@@ -19,10 +19,11 @@ from typing import Any, Protocol
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from penstock.brokers.kafka_backlog import Entry, Partition, Run
-from penstock.brokers.kafka_dsn import Settings, error_of, weightier
+from penstock.brokers.kafka_dsn import Settings
 from penstock.brokers.kafka_topics import Layout
 from penstock.brokers.kafka_wire import read_runs
 from penstock.rules.watermark import SPAN, Window, settled_ahead
+from penstock.stores.kafka_access import error_of, weightier
 
 BATCH = 500
 RETRY_WINDOW = 200  # messages of a retry partition that are held until they are due; its others stay on the server

@@ -33,30 +33,20 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError
 
 from penstock import units
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
+from penstock.stores.kafka_access import SASL, Access, server, told
 
 ENVIRONMENT = "PENSTOCK_KAFKA_OPTIONS"
 EXAMPLE = "kafka://127.0.0.1:9092"
-_SASL = {"plain": "PLAIN", "scram-sha-256": "SCRAM-SHA-256", "scram-sha-512": "SCRAM-SHA-512"}
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class Settings(Access, frozen=True, kw_only=True):
     """A DSN, checked. `shown` is what may be printed."""
 
     shown: str
-    servers: str
-    tls: bool = False
-    username: str = ""
-    password: str = ""
-    sasl: str = "plain"
-    ca: str = ""
-    cert: str = ""
-    key: str = ""
-    key_password: str = ""
-    verify: bool = True
     partitions: int = 12
     replication: int = 3
     min_insync: int = 0  # 0: by the number of copies
@@ -67,30 +57,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     window_bytes: int = 16 * 2**20
     session: float = 0.0  # 0: by the lease
     grace: float = 3.0
-    timeout: float = 10.0
     commit_interval: float = 0.0
     protocol: str = "classic"
-    rdkafka: dict[str, str] = {}
 
     def client(self) -> dict[str, Any]:
-        """The properties that every client of ours has."""
-        conf: dict[str, Any] = {
-            "bootstrap.servers": self.servers,
-            "client.id": "penstock",
-            "security.protocol": ("SASL_" if self.username else "") + ("SSL" if self.tls else "PLAINTEXT"),
-            "socket.keepalive.enable": True,
-            "log.connection.close": False,
-            "log_level": 2,  # what matters comes as an error and is told by us
-            "reconnect.backoff.max.ms": 2000,
-        }
-        if self.username:
-            conf |= {"sasl.mechanism": _SASL[self.sasl], "sasl.username": self.username, "sasl.password": self.password}
-        if self.tls:
-            files = {"ssl.ca.location": self.ca, "ssl.certificate.location": self.cert, "ssl.key.location": self.key, "ssl.key.password": self.key_password}
-            conf |= {name: value for name, value in files.items() if value}
-            if not self.verify:
-                conf["enable.ssl.certificate.verification"] = False
-        return conf | self.rdkafka
+        return super().client() | self.rdkafka
 
 
 def _levels(text: object) -> tuple[float, ...]:
@@ -105,7 +76,7 @@ _READ: dict[str, tuple[Callable[[object], Any], str]] = {
         "partitions": units.counts(1, 4096), "replication": units.counts(1, 32), "min_insync": units.counts(1, 32), "retention": units.durations(60),
         "max_message": units.sizes(1024), "window": units.counts(1, 10_000), "window_bytes": units.sizes(65536), "session": units.durations(0.5, 1800),
         "grace": units.durations(0, 120), "timeout": units.durations(0.1, 600), "commit_interval": units.durations(0, 60),
-        "sasl": units.choices(*_SASL), "protocol": units.choices("classic", "consumer"), "verify": units.FLAG,
+        "sasl": units.choices(*SASL), "protocol": units.choices("classic", "consumer"), "verify": units.FLAG,
     }.items()},
     "retry_levels": (_levels, "up to 16 durations of at least 1s with commas between them (5s,1m,1h)"),
     **dict.fromkeys(("username", "password", "ca", "cert", "key", "key_password"), (str, "a text")),
@@ -126,7 +97,7 @@ def parse(url: str, env: Mapping[str, str]) -> Settings:
         raise ConfigError(
             f"{shown!r}: Kafka has no databases, so nothing stands after the host", hint=f"{scheme}://{hosts}; PENSTOCK_NAMESPACE sets the prefix of topics"
         )
-    servers = [_server(host.strip(), shown) for host in hosts.split(",")]
+    servers = [server(host.strip(), repr(shown), EXAMPLE) for host in hosts.split(",")]
     found: dict[str, Any] = {"username": unquote(user), "password": unquote(password)} if user else {}
     rdkafka: dict[str, str] = {}
     for origin, text in ((ENVIRONMENT, env.get(ENVIRONMENT, "")), (shown, query)):
@@ -146,15 +117,6 @@ def parse(url: str, env: Mapping[str, str]) -> Settings:
     return Settings(shown=shown, servers=",".join(servers), tls=scheme == "kafka+ssl", rdkafka=rdkafka, **found)
 
 
-def _server(host: str, shown: str) -> str:
-    name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
-    if not name:
-        name, port = host, ""
-    if not name or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
-        raise ConfigError(f"{shown!r}: {host!r} is no host and port", hint=EXAMPLE)
-    return f"{name}:{port or 9092}"
-
-
 def _example(name: str) -> str:
     default = {field.name: field.default for field in msgspec.structs.fields(Settings)}[name]
     if name == "retry_levels":
@@ -164,58 +126,17 @@ def _example(name: str) -> str:
 
 # -- errors --------------------------------------------------------------------------------------------------------------
 
-_DENIED = (
-    KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    KafkaError.GROUP_AUTHORIZATION_FAILED,
-    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
-)
-_AUTHENTICATION = (KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED, KafkaError.UNSUPPORTED_SASL_MECHANISM)
-_TOO_OLD = (KafkaError._UNSUPPORTED_FEATURE, KafkaError.UNSUPPORTED_VERSION)
 
-
-def error_of(e: KafkaException | KafkaError) -> KafkaError:
-    return e.args[0] if isinstance(e, KafkaException) else e
-
-
-def weightier(old: KafkaError | None, new: KafkaError) -> KafkaError:
-    """Of several complaints of a client, the one that says most: a refused password also looks like servers that are all down."""
-    telling = (*_AUTHENTICATION, *_DENIED, KafkaError._SSL, KafkaError._RESOLVE)
-    return old if old is not None and old.code() in telling and new.code() not in telling else new
-
-
-def sentence(settings: Settings, error: KafkaError, doing: str) -> tuple[str, str]:
-    """What is wrong and what to try, without a password."""
-    code, text = error.code(), error.str()
-    if settings.password:
-        text = text.replace(settings.password, "***")
-    if code in _AUTHENTICATION:
-        return f"Kafka at {settings.servers} refuses the login ({text})", "check user, password and sasl= in PENSTOCK_BROKER_URL"
-    if code in _DENIED:
-        return (
-            f"Kafka at {settings.servers} does not permit us {doing} ({text})",
-            "give this user the rights Create, Describe, Read, Write and Delete on topics and groups with our prefix",
-        )
-    if code == KafkaError._SSL:
-        return (
-            f"no TLS connection to Kafka at {settings.servers} ({text})",
-            "kafka+ssl:// is for TLS ports and kafka:// for plain ones; ca=FILE names the CA of a private certificate",
-        )
-    if code == KafkaError._RESOLVE:
-        return f"the host of Kafka at {settings.servers} is not known ({text})", "check the spelling of the host in PENSTOCK_BROKER_URL"
-    if code in _TOO_OLD:
-        return f"Kafka at {settings.servers} is too old for {doing} ({text})", "Kafka 2.4 or newer, 4.0 or newer with protocol=consumer"
-    return (
-        f"Kafka at {settings.servers} cannot be reached for {doing} ({text})",
-        "is it running, and are host and port right? A server that wants TLS or a login only hangs up on others: kafka+ssl://, user:password@",
-    )
+def _sentence(settings: Settings, error: KafkaError, doing: str) -> tuple[str, str]:
+    rights = "the rights Create, Describe, Read, Write and Delete on topics and groups with our prefix"
+    return told(settings, error, doing, url="PENSTOCK_BROKER_URL", rights=rights)
 
 
 def starting(settings: Settings, error: KafkaError, doing: str) -> PenstockError:
-    message, hint = sentence(settings, error, doing)
+    message, hint = _sentence(settings, error, doing)
     return Unreachable(message, hint=hint)
 
 
 def running(settings: Settings, error: KafkaError, doing: str) -> StoreUnavailable:
-    message, hint = sentence(settings, error, doing)
+    message, hint = _sentence(settings, error, doing)
     return StoreUnavailable(message, hint=hint)

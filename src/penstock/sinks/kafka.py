@@ -26,7 +26,8 @@ from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Row
 from penstock.sinks import PREFIX, Reopen
 from penstock.sinks.kafka_records import TYPES, Shape
-from penstock.stores.kafka import Topic, error_of, parse, sentence, weightier
+from penstock.stores.kafka import Topic, parse, sentence
+from penstock.stores.kafka_access import error_of, weightier
 
 _api: Any = _admin  # the library does not export these names to type checkers
 MAX_MESSAGE = 20 << 20  # of a topic that we make: more than all records of a page together

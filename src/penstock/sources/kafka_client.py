@@ -10,7 +10,8 @@ from confluent_kafka.admin import AdminClient
 
 from penstock.errors import SourceDown
 from penstock.sources.kafka_messages import Message
-from penstock.stores.kafka import Topic, error_of, sentence, weightier
+from penstock.stores.kafka import Topic, sentence
+from penstock.stores.kafka_access import error_of, weightier
 
 T = TypeVar("T")
 POLL = 0.5  # seconds without a message after which we say so
