@@ -10,6 +10,7 @@ from typing import Any
 from penstock import locks
 from penstock.desk import Desk, out_of
 from penstock.model import Event, decode_event
+from penstock.ports import Out
 from penstock.rules import breaker
 from penstock.rules.fingerprint import fingerprint
 
@@ -89,6 +90,17 @@ class Upkeep(Desk):
         """Several times a second: a broker apart is told what is due."""
         if self.broker.apart:
             await self.broker.tick()
+            if rows := self.broker.too_large():
+                await self.write(lambda tx: self._bury_too_large(tx, rows))
+
+    def _bury_too_large(self, tx: Any, rows: Sequence[tuple[int, Out]]) -> None:
+        """Published again, they would be refused again, for ever."""
+        for n, out in rows:
+            self.broker.forget_in(tx, n)
+            row = self.ledger.waiting_one_in(tx, out.id)
+            if row is not None:
+                reason = f"its message for `{out.topic}` has {len(out.body)} bytes, more than the broker takes"
+                self.ledger.give_up_in(tx, row, reason, fingerprint("intake", "permanent", reason), self.clock.now())
 
     async def recover(self) -> int:
         """Every lease: a broker apart that has nothing left, while the books have open events, has lost messages; they are published again.

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from tests.embedded.test_books import OPEN, Rig, assert_books_balance
+from tests.embedded.test_books import OPEN, URL, Rig, assert_books_balance
 
 from penstock.books import Books
 from penstock.brokers.relay import PATIENCE, Relay
 from penstock.brokers.sqlite import SqliteBroker
 from penstock.errors import StoreUnavailable
-from penstock.model import Outcome
+from penstock.model import Outcome, decode_event
 from penstock.ports import Accepted, Delivery, Out, Published, Subscription, TopicSpec
 from penstock.stores.sqlite import Database
 
@@ -37,6 +38,11 @@ class Line:
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         if self.down:
             raise StoreUnavailable("the broker is away")
+        largest = self.caps.max_body
+        small = [m for m in batch if largest is None or len(m.body) <= largest]
+        if len(small) < len(batch):
+            await self._broker.publish(small)
+            return [Published.OK if m in small else Published.FAILED for m in batch]
         answers = await self._broker.publish(batch)
         return [Published.UNKNOWN] * len(batch) if self.deaf else answers
 
@@ -104,6 +110,20 @@ async def test_what_the_broker_did_not_take_is_published_when_it_is_back(rig: Ap
     rig.line.down = False
     await rig.later(PATIENCE + 1.0)
     assert sorted(d.id for d in await rig.receive()) == ["e1", "e2"]
+
+
+async def test_a_message_that_the_broker_never_takes_ends_its_event_and_no_other(rig: ApartRig) -> None:
+    rig.line.caps = msgspec.structs.replace(rig.line.caps, max_body=2000)
+    await rig.accept("large", data={"note": "x" * 3000})
+    await rig.accept("small", url=URL + "?small")
+    await rig.later(1)
+    assert rig.status("large", "small") == "dead pending"
+    ((reason, envelope),) = rig.sql("SELECT reason, envelope FROM dead")
+    assert "more than the broker takes" in reason
+    assert decode_event(envelope).data == {"note": "x" * 3000}
+    await rig.later(PATIENCE + 1)
+    assert rig.sql("SELECT id FROM outgoing") == []
+    assert_books_balance(rig)
 
 
 async def test_another_worker_publishes_what_a_dead_one_left(rig: ApartRig) -> None:

@@ -51,6 +51,7 @@ class Relay:
         self._subscriptions: dict[tuple[str, str], RelayedSubscription] = {}
         self._after: After | None = None
         self._published: set[int] = set()  # rows of confirmed messages, removed by the next transaction
+        self._too_large: list[tuple[int, Out]] = []  # refused for their size
         self._unsettled: list[tuple[Delivery, Outcome]] = []  # decided, and not told yet
         self._next_due = 0.0  # of what was put aside, as far as we know
         self._paused: dict[str, str] = {}
@@ -237,6 +238,20 @@ class Relay:
                     log.warning("%d messages wait for the broker: %s", len(batch), e.message)
                     continue
                 self._published.update(n for (n, _), answer in zip(batch, answers, strict=True) if answer is Published.OK)
+                self._too_large += [row for row, answer in zip(batch, answers, strict=True) if answer is Published.FAILED and self._is_too_large(row[1])]
+
+    def _is_too_large(self, out: Out) -> bool:
+        """What is larger than the broker always takes, and was refused, is refused for that."""
+        largest = self.caps_of(out.topic).max_body
+        return largest is not None and len(out.body) > largest
+
+    def too_large(self) -> list[tuple[int, Out]]:
+        """Rows that no broker will ever take, each told once."""
+        found, self._too_large = self._too_large, []
+        return found
+
+    def forget_in(self, tx: Any, n: int) -> None:
+        tx.execute("DELETE FROM outgoing WHERE n=?", (n,))
 
     async def tick(self) -> None:
         """Several times a second: publish what is due, ours or left behind by others."""

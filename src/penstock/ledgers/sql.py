@@ -372,6 +372,15 @@ class SqlLedger:
         query = f"SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE {which} ORDER BY e.n LIMIT ?"
         return tx.execute(query, (limit,)).fetchall()
 
+    def waiting_one_in(self, tx: Tx, event_id: str) -> tuple[int, str, str, str, str, str, bytes] | None:
+        """As `waiting_in`, of one event, if it is open and nobody is at it."""
+        found: tuple[int, str, str, str, str, str, bytes] | None = tx.execute(
+            "SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body FROM event e JOIN envelope v ON v.event=e.n"
+            " WHERE e.id=? AND (e.status IN ('pending','delayed') OR (e.status='writing' AND e.worker IS NULL))",
+            (event_id,),
+        ).get
+        return found
+
     def give_up_in(self, tx: Tx, row: tuple[int, str, str, str, str, str, bytes], reason: str, fingerprint: str, now: float) -> None:
         """By hand: the event ends dead without having failed, and its letter can be redriven."""
         n, id_, topic, was, url, host, envelope = row
