@@ -112,10 +112,10 @@ async def rabbitmq(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
 
 @asynccontextmanager
 async def kafka(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
+    """A topic with as many partitions as ours has, and the same durability, lingering and fetching."""
     import confluent_kafka
     from confluent_kafka.admin import AdminClient, NewTopic
 
-    """A topic with as many partitions as ours has, and the same durability, lingering and fetching."""
     servers, topic = url.partition("://")[2].rstrip("/"), _name()
     admin = AdminClient({"bootstrap.servers": servers})
     for future in admin.create_topics([NewTopic(topic, 12, 1)]).values():
