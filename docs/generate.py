@@ -51,7 +51,7 @@ Every option can be set in three places. The first that has it wins:
 - Relative paths are relative to the current directory, not to the file they are written in.
 - Options marked *secret* may hold a password. It is masked wherever the configuration is shown. The variable may end in `_FILE` and then names a file
   that holds the value, without its last newline: `PENSTOCK_BROKER_URL_FILE=/run/secrets/broker`.
-- `namespace` and `breaker.alert` are read and checked, but nothing uses them in this version.
+- `namespace` is the prefix of everything on a server: topics, tables, keys. Without it, it is `penstock`.
 - `PENSTOCK_LOG_LEVEL` (debug, info, warning, error) and `PENSTOCK_DEBUG=1` (show tracebacks) are variables of the command line itself. `--log-level` and
   `--debug` say the same.
 

@@ -132,10 +132,6 @@ class Taken(msgspec.Struct, kw_only=True):
     refused: list[tuple[Finding, str]] = []  # with the reason
     skipped: int = 0
 
-    @property
-    def full(self) -> bool:
-        return Accepted.FULL in self.answers
-
 
 def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
     """What would become of them; nothing is written."""
@@ -160,8 +156,8 @@ class Intake:
         self.books, self.source = books, source
         self.mapping, self._clock = mapping, clock
 
-    async def take(self, batch: Batch, *, beside: Callable[[Any, Taken], None] | None = None, wait: bool = True) -> Taken:
-        """Durable when it returns, with the source's cursor. A full queue is waited for, unless `wait` is false: then `full` says so, and the cursor stays.
+    async def take(self, batch: Batch, *, beside: Callable[[Any, Taken], None] | None = None) -> Taken:
+        """Durable when it returns, with the source's cursor. A full queue is waited for.
 
         What makes no event is a dead letter. `beside` belongs to the transaction; what it raises undoes it.
         """
@@ -173,7 +169,7 @@ class Intake:
 
             def together(tx: Any, given: list[Accepted], now: Taken = now) -> None:
                 now.answers = given
-                if not now.full:
+                if Accepted.FULL not in given:
                     for finding, reason in now.refused:
                         self.books.refuse_in(tx, finding, self.source, reason)
                 if beside is not None:
@@ -182,6 +178,6 @@ class Intake:
             given = await self.books.accept(waiting, cursor=cursor, beside=together)
             answers.update({e.id: a for e, a in zip(waiting, given, strict=True)})
             waiting = [e for e, a in zip(waiting, given, strict=True) if a is Accepted.FULL]
-            if not waiting or not wait:
+            if not waiting:
                 return msgspec.structs.replace(judged, answers=[answers[e.id] for e in judged.events])
             await self._clock.sleep(FULL_WAIT)

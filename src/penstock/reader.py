@@ -185,7 +185,7 @@ class Reader:
         now = self._clock.now()
         try:
             await self._note(error=(reason + hint)[:1000], error_at=now, settled_at=now, next_at=now + wait)
-        except (StoreUnavailable, Lost):
+        except (StoreUnavailable, Lost, Moved):
             pass  # the next step says it
         self._settled = True
         return min(wait, LOOK)  # a reset or a pause is not kept waiting
@@ -198,6 +198,9 @@ class Reader:
     async def _note(self, **values: Any) -> None:
         def work(tx: Any) -> None:
             self._lock.check_in(tx)
+            state = self._books.state_in(tx, self.source.name)
+            if state is not None and state.generation != self._generation >= 0:  # what was seen is of a position that is not wanted any more
+                raise Moved
             self._books.note_in(tx, self.source.name, **values)
 
         await self._books.db.write(work, durable=False)

@@ -224,6 +224,20 @@ async def test_a_reset_is_followed_by_whoever_reads_and_makes_no_event_twice(rig
     assert rig.cursor() == b"2"
 
 
+async def test_a_reset_in_the_middle_of_a_round_does_not_wait_for_the_next_one(rig: Rig) -> None:
+    class Reset(Pages):
+        async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
+            async for batch in super().read(cursor):
+                yield batch
+            if cursor is None:
+                rig.stores.db.write_now(lambda tx: (rig.stores.ledger.move_cursor_in(tx, "pages", b"1", 0.0), rig.stores.sources.renew_in(tx, "pages")))
+                self.paths.append("/3")
+
+    async with rig.reading(rig.reader(Reset(spec(every=3600), ["/1", "/2"]))):
+        await until(lambda: rig.cursor() == b"3", "read again, at once")
+    assert rig.urls() == ["/1", "/2", "/3"]
+
+
 async def test_a_source_in_trouble_says_so_and_is_tried_again(rig: Rig) -> None:
     source = Pages(spec(every=0.05), ["/1"])
     source.broken = "its server is away"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ class SourceContext:
     base: Path  # what a relative path is relative to
 
 
-class BaseSource:
+class BaseSource(ABC):
     """Defaults for what most sources have nothing to say about. Inherit, and write `read`."""
 
     every: float | None = None
@@ -44,8 +45,8 @@ class BaseSource:
     def __init__(self, spec: SourceSpec, context: SourceContext) -> None:
         self.spec, self.context, self.name, self.every = spec, context, spec.name, spec.every
 
-    def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        raise NotImplementedError  # each source's own
+    @abstractmethod
+    def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]: ...
 
     def due(self, now: float) -> float | None:
         return None
