@@ -95,8 +95,8 @@ class Reader:
             next_at = now + every * self._rng.uniform(1 - JITTER, 1 + JITTER)
         if next_at is None:
             self._done = state.generation
-        await self._note(looked_at=now, next_at=next_at, settled_at=now, error=None, lag=self._backlog[0], backlog=self._backlog[1])
         self._recovered()
+        await self._note(looked_at=now, next_at=next_at, settled_at=now, error=None, lag=self._backlog[0], backlog=self._backlog[1])
         self._settled = True
         return 0.0
 
@@ -178,7 +178,7 @@ class Reader:
             log.error("source %s: %s", self.source.name, reason, exc_info=error)
         elif reason != self.error:
             log.warning("source %s: %s%s; it is tried again", self.source.name, reason, hint)
-        self.error = reason
+        self.error, self._settled = reason, True  # before others can read of it
         wait: float = min(FIRST_BACK_OFF * 2.0 ** min(failures - 1, 10), LAST_BACK_OFF, self.source.every or LAST_BACK_OFF)
         asked: float = getattr(error, "after", None) or 0.0
         wait = max(wait, min(asked, LONGEST_WAIT)) * self._rng.uniform(1, 1 + JITTER)
@@ -187,7 +187,6 @@ class Reader:
             await self._note(error=(reason + hint)[:1000], error_at=now, settled_at=now, next_at=now + wait)
         except (StoreUnavailable, Lost, Moved):
             pass  # the next step says it
-        self._settled = True
         return min(wait, LOOK)  # a reset or a pause is not kept waiting
 
     def _recovered(self) -> None:
