@@ -171,7 +171,7 @@ def _configuration(directory: Path, site: Path, *, tls: bool, compressed: bool) 
         f"{user}daemon off; master_process off; pid {directory}/nginx.pid; error_log {directory}/error.log warn; worker_rlimit_nofile 16384;\n"
         f"events {{ worker_connections 8192; multi_accept on; }}\n"
         f"http {{ default_type text/html; types {{ text/html html; text/plain txt; }} charset utf-8; access_log off; sendfile on; tcp_nopush on;\n"
-        f"  keepalive_timeout 300; keepalive_requests 1000000000; open_file_cache max=100000 inactive=30m; open_file_cache_valid 30m; {temporary}\n"
+        f"  keepalive_timeout 300; keepalive_requests 1000000000; open_file_cache max=10000 inactive=30m; open_file_cache_valid 30m; {temporary}\n"
         f"  {' '.join(lines)}\n  server {{ {listens} root {site}/$server_addr; }} }}\n"
     )
 
