@@ -29,7 +29,9 @@ RESERVED = "_penstock"
 _encode = msgspec.json.Encoder().encode
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 _PLAIN = frozenset({str, int, bool, type(None)})
-_OURS = frozenset(str(Path(__file__).with_name(name)) for name in ("extracting.py", "selecting.py", "queries.py", "declarative.py", "model.py"))
+_OURS = frozenset(
+    str(Path(__file__).with_name(name)) for name in ("extracting.py", "selecting.py", "beginnings.py", "queries.py", "declarative.py", "model.py")
+)
 
 
 class _Refused(Exception):

@@ -18,13 +18,15 @@ _KEPT = 4096  # compiled selectors; a pipeline has dozens, and code that formats
 class Query:
     """Elements by CSS. Its answers are in document order, as XPath's are, because parsel's are."""
 
-    __slots__ = ("compound", "css", "source")
+    __slots__ = ("compound", "css", "late", "source", "steady")
     strings = False  # whether what it finds are strings: texts or attributes, never elements
 
     def __init__(self, source: str, css: str) -> None:
         self.source, self.css = source, css
+        self.late = 0  # for how many pages to come its answer is not looked for in their beginnings
         # Inside an element parsel looks at the element too and sees nothing above it; without a combinator that is `matches` and `select`.
         self.compound = not re.search(r"[\s>+~]", re.sub(r"\[[^\]]*\]|\([^()]*\)|\s*,\s*", "", css.strip()))
+        self.steady = ":" not in css  # pseudo-classes look at what comes after an element too
 
     def select(self, node: Node) -> list[Element]:
         if type(node) is Document:
@@ -42,9 +44,16 @@ class Query:
             return node.select_one(self.css)
         return next(iter(self.select(node)), None)
 
+    def of(self, match: Element) -> str | None:
+        """What the first match gives; None where others have to be looked at."""
+        return match.html
+
     def first(self, node: Node) -> str | None:
-        found = self.select_one(node)
-        return None if found is None else found.html
+        found = node.select_one(self.css) if type(node) is Document else self.select_one(node)
+        if found is None:
+            return None
+        value = self.of(found)
+        return value if value is not None else next(iter(self.all(node)), None)
 
     def all(self, node: Node) -> list[str]:
         return [n.html for n in self.select(node)]
@@ -61,12 +70,8 @@ class _Attr(Query):
         super().__init__(source, css)
         self.name = name
 
-    def first(self, node: Node) -> str | None:
-        found = node.select_one(self.css) if type(node) is Document else self.select_one(node)
-        if found is None:
-            return None
-        value = found.attr(self.name)
-        return value if value is not None else next(iter(self.all(node)), None)
+    def of(self, match: Element) -> str | None:
+        return match.attr(self.name)
 
     def all(self, node: Node) -> list[str]:
         name = self.name
@@ -79,16 +84,13 @@ class _Texts(Query):
     __slots__ = ()
     strings = True
 
-    def first(self, node: Node) -> str | None:
-        found = node.select_one(self.css) if type(node) is Document else self.select_one(node)
-        if found is None:
-            return None
-        for child in found:
+    def of(self, match: Element) -> str | None:
+        for child in match:
             if type(child) is Text:
                 return child.data
             if type(child) is Element:
                 break  # a match inside that element would come first
-        return next(iter(self.all(node)), None)
+        return None
 
     def all(self, node: Node) -> list[str]:
         matches = self.select(node)
@@ -118,7 +120,7 @@ class Path(Query):
     __slots__ = ("path", "variables")
 
     def __init__(self, source: str, path: XPath, variables: dict[str, Any] | None = None) -> None:
-        self.source, self.path, self.variables = source, path, variables or {}
+        self.source, self.path, self.variables, self.steady = source, path, variables or {}, False
 
     def found(self, node: Node) -> Iterable[Found]:
         try:

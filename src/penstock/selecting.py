@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import msgspec
 import turbohtml.detect as charsets  # importing it registers the whatwg-* codecs
-from turbohtml import Element, Node
+from turbohtml import Document, Element, Node
 from turbohtml import parse as parse_html
 
 from penstock import queries
+from penstock.beginnings import Beginning, beginning
 from penstock.queries import Found, Path, Query, string
 from penstock.rules.identity import BadUrl, canonical_url, join
 
@@ -34,12 +35,16 @@ class Selector:
         self.root = root
 
     def css(self, query: str) -> SelectorList:
-        return SelectorList(self.root, queries.css(query))
+        return SelectorList(self, queries.css(query))
 
     def xpath(self, query: str, **variables: Any) -> SelectorList:
         """Variables stand for `$name` in the query."""
         path = queries.xpath(query)
-        return SelectorList(self.root, Path(query, path.path, variables) if variables else path)
+        return SelectorList(self, Path(query, path.path, variables) if variables else path)
+
+    def first(self, query: Query) -> str | None:
+        """What the first match below gives; below a string there is nothing."""
+        return query.first(self.root) if isinstance(self.root, Node) else None
 
     def get(self) -> str:
         """An element's outer HTML; a text or an attribute as it is."""
@@ -87,15 +92,15 @@ class Selector:
 class SelectorList:
     """What a query found, found when it is asked for: `.get()` stops at the first."""
 
-    __slots__ = ("_items", "_query", "_root")
+    __slots__ = ("_items", "_of", "_query")
 
-    def __init__(self, root: Found | None, query: Query | None, items: list[Selector] | None = None) -> None:
-        self._root, self._query = root, query
-        self._items = items if items is not None or isinstance(root, Node) else []  # below a string there is nothing
+    def __init__(self, of: Selector | None, query: Query | None, items: list[Selector] | None = None) -> None:
+        self._of, self._query, self._items = of, query, items
 
     def _all(self) -> list[Selector]:
         if self._items is None:
-            self._items = [Selector(n) for n in self._query.found(self._root)]  # type: ignore[union-attr, arg-type]
+            root = self._of.root  # type: ignore[union-attr]
+            self._items = [Selector(n) for n in self._query.found(root)] if isinstance(root, Node) else []  # type: ignore[union-attr]
         return self._items
 
     @overload
@@ -104,14 +109,14 @@ class SelectorList:
     def get(self, default: None = None) -> str | None: ...
     def get(self, default: str | None = None) -> str | None:
         if self._items is None:
-            value = self._query.first(self._root)  # type: ignore[union-attr, arg-type]
+            value = self._of.first(self._query)  # type: ignore[union-attr, arg-type]
             return default if value is None else value
         return self._items[0].get() if self._items else default
 
     def getall(self) -> list[str]:
-        if self._items is None:
-            return self._query.all(self._root)  # type: ignore[union-attr, arg-type]
-        return [s.get() for s in self._items]
+        if self._items is None and isinstance(root := self._of.root, Node):  # type: ignore[union-attr]
+            return self._query.all(root)  # type: ignore[union-attr]
+        return [s.get() for s in self._all()]
 
     extract, extract_first = getall, get
 
@@ -162,6 +167,7 @@ class SelectorList:
 
 # -- documents ---------------------------------------------------------------------------------------------------------
 
+PATIENCE = 16  # pages that are parsed whole at once, after one whose beginning was parsed in vain
 _CHARSET = re.compile(r"""charset\s*=\s*["']?([^\s"';,]+)""", re.IGNORECASE)
 
 
@@ -179,10 +185,43 @@ def _header_charset(content_type: str | None) -> str | None:
     return match[1]
 
 
+class Whole(Selector):
+    """A page, parsed as far as it is asked: `.get()` is often answered by its beginning."""
+
+    __slots__ = ("_beginning", "_body", "_encoding", "_hopeful", "_parsed")
+
+    def __init__(self, body: bytes, encoding: str | None) -> None:
+        self._body, self._encoding = body, encoding
+        self._beginning: Beginning | None = None
+        self._hopeful: Query | None = None  # for whom it was parsed
+        self._parsed: Document | None = None
+
+    @property
+    def root(self) -> Document:  # type: ignore[override]
+        if self._parsed is None:
+            if self._hopeful is not None:
+                self._hopeful.late = PATIENCE
+            self._parsed = parse_html(self._body, encoding=self._encoding, detect_encoding=self._encoding is None, positions=False)
+        return self._parsed
+
+    def first(self, query: Query) -> str | None:
+        if self._parsed is not None or not query.steady:
+            return query.first(self.root)
+        if self._beginning is None:
+            if query.late:
+                query.late -= 1
+                return query.first(self.root)
+            self._beginning = beginning(self._body, self._encoding)
+            if self._beginning is None:
+                return query.first(self.root)
+            self._hopeful = query
+        value = self._beginning.first(query)
+        return value if value is not None else query.first(self.root)
+
+
 def parse(body: bytes, content_type: str | None = None) -> Selector:
     """Byte-order mark, header, `<meta>`, UTF-8 if it is, then what the bytes look like. Never fails."""
-    encoding = _header_charset(content_type)
-    return Selector(parse_html(body, encoding=encoding, detect_encoding=encoding is None, positions=False))
+    return Whole(body, _header_charset(content_type))
 
 
 def charset(body: bytes, content_type: str | None = None) -> str:
@@ -273,7 +312,7 @@ def links_of(page: Page, links: str | Iterable[Any]) -> Iterator[str]:
 
 def _targets(found: SelectorList) -> Iterable[Any]:
     """Where a selector's matches point, without a Selector for each: pages have links by the hundred."""
-    query, root = found._query, found._root
+    query, root = found._query, found._of.root if found._of is not None else None
     if query is None or not isinstance(root, Node):
         return found
     return query.all(root) if query.strings else [n.attr("href") if isinstance(n, Element) else n for n in query.found(root)]

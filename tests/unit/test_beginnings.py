@@ -1,0 +1,130 @@
+"""What a page's beginning answers is what the whole page would: on tag soup of every kind, cut anywhere."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from turbohtml import parse as parse_html
+
+from penstock import queries
+from penstock.beginnings import SMALLEST, Beginning, beginning
+from penstock.selecting import PATIENCE, parse
+
+UTF8 = "text/html; charset=utf-8"
+TAGS = re.findall(
+    r"\S+",
+    """div p span a b i em nobr h1 ul li table caption tbody tr td th select option button form template svg math foreignObject title script style
+    textarea noscript dl dd dt br img hr input main section article pre center ruby rt object marquee desc mi annotation-xml label""",
+)
+ODD = [
+    "<!-- c > c -->",
+    "<!-- <p class=x>",
+    "-->",
+    "<![CDATA[x>]]>",
+    "<selectedcontent></selectedcontent>",
+    "<?pi >",
+    "</body>",
+    "</html>",
+    "</head>",
+    "<head>",
+]
+SELECTORS = [
+    ".x", "p.x::text", ".y::attr(d)", "div .x", "div > .x::text", "b > p", "p, .z", "td.x", "b .y", "span::text", "a.z::attr(d)", "ul li", "h1 + p",
+    "h1 ~ .x", "table .x", "[d]", "a", "select", "option::text", "svg .x", "* > .y::text", "tr", "div[d] .x, b .z", "div div::attr(d)", "li:first-child",
+]  # fmt: skip
+
+
+def soup(rng: random.Random, pieces: int) -> str:
+    out = []
+    for _ in range(pieces):
+        kind, tag = rng.random(), rng.choice(TAGS)
+        if kind < 0.5:
+            attributes = f" class={rng.choice('xyz')}" * (rng.random() < 0.5) + f" d={rng.randrange(9)}" * (rng.random() < 0.3)
+            attributes += " shadowrootmode=open" * (tag == "template" and rng.random() < 0.5) + " selected" * (tag == "option" and rng.random() < 0.5)
+            out.append(f"<{tag}{attributes}>")
+        elif kind < 0.75:
+            out.append(f"</{tag}>")
+        else:
+            out.append(rng.choice(["t", "  ", " u ", "&amp;", "a>b", "é"]) if kind < 0.95 else rng.choice(ODD))
+    return "".join(out)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_the_beginning_answers_the_whole_page_answers_too(seed: int) -> None:
+    rng = random.Random(seed)
+    compiled = [queries.css(selector) for selector in SELECTORS]
+    answered = 0
+    for _ in range(400):
+        start = rng.choice(["", "<p>", "<!doctype html><body>", "<!doctype html><title>T</title><body>"]) + soup(rng, rng.randrange(3, 30))
+        page = (start + soup(rng, rng.randrange(1, 14))).encode()
+        cut = page.rfind(b">", 0, len(start.encode())) + 1
+        first, whole = Beginning(parse_html(page[:cut], encoding="utf-8")), parse_html(page, encoding="utf-8")
+        for query in compiled:
+            if (value := first.first(query)) is not None:
+                answered += 1
+                assert value == query.first(whole), f"{query.source} of {page[:cut]!r} and {page[cut:]!r}"
+    assert answered > 100
+
+
+def long(start: str, end: str = "") -> bytes:
+    return (start + "<p>words</p>" * 4000 + end).encode()
+
+
+@pytest.mark.parametrize(
+    ("start", "selector", "end", "answer"),
+    [
+        ("<body><h1 class=x>A</h1>", ".x::text", "", "A"),
+        ("<body><h1 class=x>A</h1>", ".x::text", "<h1 class=x>B</h1>", "A"),
+        ("<body><h1>A</h1>", ".late::text", "<i class=late>L</i>", "L"),
+        ("<body><p><b class=x>A</p>", ".x::text", "</b>", "A"),
+        ("<body><table><tr><td class=x>in</td>", ".x::text", "<div class=x>out</div>", "out"),  # it does not belong there: it comes before the table
+        ("<p class=x>A</p>", ".y::attr(class)", "<body class=y>", "y"),  # a second tag adds to the first
+        ("<p class=y>A</p>", ".y::attr(class)", "<BODY class='y z'>", "y z"),
+        ("<p class=x>A</p>", "html::attr(lang)", "<html lang=de>", "de"),
+        ("<title>a > b", "title::text", "</title>", None),
+    ],
+)
+def test_the_first_match_of_a_long_page_is_the_whole_pages(start: str, selector: str, end: str, answer: str | None) -> None:
+    body = long(start, end)
+    query, whole = queries.css(selector), parse(body)  # without a charset in the header it is parsed whole
+    assert parse(body, UTF8).css(selector).get() == query.first(whole.root)  # type: ignore[arg-type]
+    if answer is not None:
+        assert parse(body, UTF8).css(selector).get() == answer
+
+
+def test_a_frameset_that_takes_the_body_away_is_seen() -> None:
+    body = b"<p class=x></p>" + b"<p></p>" * 6000 + b"<FrameSet><frame class=y>"
+    assert parse(body, UTF8).css(".x").get() is None
+    assert parse(body, UTF8).css(".y::attr(class)").get() == "y"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "iso-2022-jp", "windows-1252", None])
+def test_only_where_no_character_can_be_cut_there_is_a_beginning(encoding: str | None) -> None:
+    assert beginning(long("<body>"), encoding) is None
+    assert beginning(long("<body>"), "UTF-8") is not None
+    assert beginning(b"\xff\xfe" + long("<body>"), "utf-8") is None
+    assert beginning(b"x" * 8 * SMALLEST, "utf-8") is None
+    assert beginning(b"<p>" * (SMALLEST // 3), "utf-8") is None
+
+
+def test_a_selector_whose_answers_come_late_is_asked_of_the_whole_page_at_once() -> None:
+    queries.css.cache_clear()
+    early, late = queries.css("h1.early::text"), queries.css("i.late::text")
+    body = long("<body><h1 class=early>A</h1>", "<i class=late>L</i>")
+    page = parse(body, UTF8)
+    assert (page.css("h1.early::text").get(), page.css("i.late::text").get()) == ("A", "L")
+    assert (early.late, late.late) == (PATIENCE, 0)  # it was for the first that the beginning was parsed, in vain
+    assert parse(body, UTF8).css("h1.early::text").get() == "A"
+    assert early.late == PATIENCE - 1
+    for _ in range(PATIENCE):
+        assert parse(body, UTF8).css("h1.early::text").get() == "A"
+    assert early.late == 0  # tried again, and answered
+
+
+def test_a_list_of_all_matches_comes_from_the_whole_page() -> None:
+    page = parse(long("<body><h1>A</h1>", "<h1>B</h1>"), UTF8)
+    assert page.css("h1::text").get() == "A"
+    assert page.css("h1::text").getall() == ["A", "B"]
+    assert [s.get() for s in page.xpath("//h1/text()")] == ["A", "B"]
