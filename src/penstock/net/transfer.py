@@ -23,6 +23,7 @@ from penstock.rules.verdict import Breach, breach
 _SLICE = 0.01  # seconds of transfers before the loop gets its turn again
 _PAUSE: int = pycurl.WRITEFUNC_PAUSE
 _POLL_IN, _POLL_OUT, _POLL_REMOVE = pycurl.POLL_IN, pycurl.POLL_OUT, pycurl.POLL_REMOVE
+_PATIENCE = 290.0  # seconds; libcurl itself waits 300 for a connection
 _REST = 0.015  # seconds after which a transfer has to stop in the middle: libcurl goes on with all that it has received, in crumbs if need be
 
 
@@ -106,7 +107,8 @@ class Exchange:
         opt(pycurl.BUFFERSIZE, 131072)
         opt(pycurl.MAXFILESIZE_LARGE, o.max_encoded_bytes)
         opt(pycurl.MAXAGE_CONN, o.idle_seconds)
-        opt(pycurl.CONNECTTIMEOUT_MS, int(o.total_timeout * 1000) + 5000)  # a backstop; the sweep comes first and says what was late
+        if o.connect_timeout > _PATIENCE:  # the sweep comes first and says what was late; else a timer for each request is for nothing
+            opt(pycurl.CONNECTTIMEOUT_MS, int(o.connect_timeout * 1000) + 5000)
         opt(pycurl.USERAGENT, o.user_agent)
         opt(pycurl.HTTPHEADER, self.set_up.headers)
         opt(pycurl.CAINFO, self.set_up.ca_file)
@@ -183,11 +185,11 @@ class Exchange:
 
     def _on_body(self, chunk: bytes) -> int | None:
         try:
-            if self.engine is not None and self.engine.rests(self):
-                return _PAUSE  # this chunk comes again
-            self.size += len(chunk)
             if self.headers is None:
                 self.read_head()
+            elif self.engine is not None and self.engine.rests(self):
+                return _PAUSE  # this chunk comes again
+            self.size += len(chunk)
             if self.decoder is not None:
                 self.decoder.feed(chunk)
                 return None
@@ -237,22 +239,12 @@ class Exchange:
         return joined(self.parts)
 
 
-_USUAL = 200  # bytes of a header line that is worth remembering
 _fold = re.compile(r"\n[ \t]+").sub
 
 
 def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
     """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line feed) of the last head in `lines`.
     Raises Failure where that is not all there: libcurl takes a connection that ends in the middle for the end of the head."""
-    if b"\r\n" in lines and lines.index(b"\r\n") == len(lines) - 1:  # one head and nothing else, as nearly always
-        plain: dict[str, str] = {}
-        for line in lines[1:-1]:
-            known = _field(line) if len(line) <= _USUAL else None
-            if known is None or known[0] in plain:
-                break
-            plain[known[0]] = known[1]
-        else:
-            return *_status(lines[0].decode("latin-1")), plain
     head, end, rest = b"".join(lines).decode("latin-1").replace("\r\n", "\n").partition("\n\n")
     while rest.startswith("HTTP/"):
         head, end, rest = rest.partition("\n\n")
@@ -273,17 +265,11 @@ def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
     return *_status(first), headers
 
 
+@lru_cache(maxsize=64)
 def _status(line: str) -> tuple[int, str]:
     version, _, reason = line.partition(" ")
     code = reason[:3]
     return int(code) if code.isdecimal() else 0, version[5:]
-
-
-@lru_cache(maxsize=4096)
-def _field(line: bytes) -> tuple[str, str] | None:
-    """A whole header line as servers repeat it in answer after answer; None for what has to be looked at together with others."""
-    name, colon, value = line.decode("latin-1").partition(":")
-    return (name.rstrip().lower(), value.strip()) if colon and line[:1] not in b" \t" and line.endswith(b"\r\n") and line.find(b"\n") == len(line) - 1 else None
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------------
@@ -306,7 +292,6 @@ class Engine:
         self._epoll = select.epoll()
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._on_socket)
-        self._multi.setopt(pycurl.M_TIMERFUNCTION, self._on_timer)
         # No limit on connections in all: libcurl would close idle ones to other hosts to keep it.
         self._multi.setopt(pycurl.M_MAXCONNECTS, options.max_idle)
         loop.add_reader(self._epoll.fileno(), self._on_events)
@@ -317,6 +302,7 @@ class Engine:
         ex.started = self._loop.time()
         self._multi.add_handle(ex.curl)
         self.active[ex.curl] = ex
+        self._kick_soon()
         if self._sweep is None:
             self._sweep = self._loop.call_later(self._tick, self._on_sweep)
         return done
@@ -375,20 +361,25 @@ class Engine:
         except OSError:
             pass  # closed already
 
-    def _on_timer(self, milliseconds: int) -> None:
+    def _set_alarm(self) -> None:
+        """libcurl would tell us of its timer with every transfer, twice: asking it after each turn is cheaper."""
+        milliseconds = self._multi.timeout()
         if milliseconds < 0:
             self._deadline = 0.0
         elif milliseconds == 0:
-            if not self._kicked:
-                self._kicked = True
-                self._loop.call_soon(self._kick)
+            self._kick_soon()
         else:
-            # libcurl moves its timer with every transfer; ours is left standing if it rings early enough, and looks again then.
+            # The alarm is left standing if it rings early enough, and looks again then.
             self._deadline = when = self._loop.time() + milliseconds / 1000
             if self._alarm is None or self._alarm.when() > when:
                 if self._alarm is not None:
                     self._alarm.cancel()
                 self._alarm = self._loop.call_at(when, self._on_alarm)
+
+    def _kick_soon(self) -> None:
+        if not self._kicked:
+            self._kicked = True
+            self._loop.call_soon(self._kick)
 
     def _on_alarm(self) -> None:
         self._alarm = None
@@ -405,6 +396,7 @@ class Engine:
         self._turn_ends = self._loop.time() + _REST
         if self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)[1] != len(self.active):
             self._reap()
+        self._set_alarm()
 
     def _on_events(self) -> None:
         action, running, now = self._multi.socket_action, -1, self._loop.time
@@ -420,6 +412,7 @@ class Engine:
                 break  # what is left stays readable
         if running != len(self.active):
             self._reap()
+        self._set_alarm()
 
     def rests(self, ex: Exchange) -> bool:
         """Has this turn lasted too long? Then the exchange goes on in another."""
@@ -448,6 +441,7 @@ class Engine:
             if not self._resting:
                 self._loop.call_soon(self._go_on)
             self._resting = {**waiting, **self._resting}
+        self._set_alarm()
 
     def _reap(self) -> None:
         active, remove = self.active, self._multi.remove_handle
