@@ -271,19 +271,16 @@ class Books(Upkeep):
         holds: dict[tuple[str, str], dict[str, float]] = {}
         placed = []
         for (d, e), a in zip(deliveries, answers, strict=True):
-            if a.slot >= 0:
-                placed.append(a)
-                continue
-            slot = next(slots[e.key])
-            until = holds.setdefault((d.topic, d.group), {})
-            if slot > now + HOLD_BEYOND and until.get(d.key, 0.0) <= now + PARK_BEYOND:  # to the last slot given, or the first that is still free
-                until[d.key] = slot
-            if slot > now + PARK_BEYOND:
-                if self.broker.settle_in(tx, [(d, Retry(slot - now, "slot"))])[0]:  # else its lease was lost, and another may be at it
-                    self.ledger.delay_in(tx, e, self.ledger.standing_in(tx, e.id), slot, f"waiting for a slot of {e.key}", now)
-                a = SETTLED
-            else:
-                a = msgspec.structs.replace(a, slot=slot)
+            if a.slot < 0:
+                a.slot = slot = next(slots[e.key])
+                if slot > now + HOLD_BEYOND:
+                    until = holds.setdefault((d.topic, d.group), {})
+                    if until.get(d.key, 0.0) <= now + PARK_BEYOND:  # to the last slot given, or the first that is still free
+                        until[d.key] = slot
+                if slot > now + PARK_BEYOND:
+                    if self.broker.settle_in(tx, [(d, Retry(slot - now, "slot"))])[0]:  # else its lease was lost, and another may be at it
+                        self.ledger.delay_in(tx, e, self.ledger.standing_in(tx, e.id), slot, f"waiting for a slot of {e.key}", now)
+                    a = SETTLED
             placed.append(a)
         for (topic, group), until in holds.items():
             self.broker.hold_in(tx, topic, group, until)
@@ -414,7 +411,7 @@ class Books(Upkeep):
         good = self.ledger.succeed_in(tx, [end for end in ends if end.outcome == "success"], now)
         applied = {id(end) for end in good}
         answers: list[bool] = []
-        delta: dict[str, Counter[str]] = {end.event.topic: Counter() for end in ends}
+        delta: dict[str, Counter[str]] = {topic: Counter() for topic in {end.event.topic for end in ends}}
         settles: list[tuple[Delivery, Outcome]] = []
         self._emit(tx, [end for end in good if end.records], delta)
         for end in ends:
@@ -467,14 +464,9 @@ class Books(Upkeep):
 
     def _emit(self, tx: Any, ends: Sequence[End], delta: Mapping[str, Counter[str]]) -> None:
         s = self.settings
-        emitted = self.outbox.emit_in(tx, [(end, url_key(end.event.url)) for end in ends], emit_unchanged=s.emit_unchanged, hooks=s.hooks)
-        for end, out in zip(ends, emitted, strict=True):
-            count = delta[end.event.topic]
-            count["records"] += len(out.lines)
-            count["records_unchanged"] += out.unchanged
-            count["changes"] += out.changed
+        lines = self.outbox.emit_in(tx, [(end, url_key(end.event.url)) for end in ends], delta, emit_unchanged=s.emit_unchanged, hooks=s.hooks)
         for binding in s.sinks:
-            rows = [(k, line, end.row) for end, out in zip(ends, emitted, strict=True) for x, k, line in out.lines if not binding.only or x in binding.only]
+            rows = [(key, line, order) for extractor, key, line, order in lines if not binding.only or extractor in binding.only]
             if rows and binding.write is not None:
                 binding.write(tx, rows)
             elif rows:

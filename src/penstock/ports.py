@@ -184,7 +184,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     extractors: str = ""  # "name@version,…" that made its records
 
 
-class Admitted(msgspec.Struct, frozen=True, kw_only=True):
+class Admitted(msgspec.Struct, kw_only=True):
     """Answer of the books to a delivery that just arrived."""
 
     verdict: Literal["go", "settled"]  # settled: duplicate, delayed, already ended; nothing more to do

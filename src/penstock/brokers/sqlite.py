@@ -194,10 +194,9 @@ class SqliteBroker(SqlQueue):
         if not picked:
             return []
         token = tx.execute("UPDATE token SET n=n+1 RETURNING n").get
-        until = now + lease
-        tx.executemany(
-            "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq=?",
-            [(until, owner, token, g.id, p[0]) for p in picked],
+        tx.execute(
+            "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq IN (SELECT value FROM json_each(?))",
+            (now + lease, owner, token, g.id, str([p[0] for p in picked])),
         )
         tx.executemany(
             "UPDATE keyq SET ready=ready-?, next_at=? WHERE grp=? AND prio=? AND key=?",
@@ -237,6 +236,7 @@ class SqliteBroker(SqlQueue):
             "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?", (g, prio, now, quota + known)
         ).fetchall()
         got = 0
+        found: list[tuple[int, str, str, str | None, bytes, int]] = []
         waiting = [(key, ready - taken.get((prio, key), 0)) for key, ready in keys]
         while waiting and got < quota:
             share = max(1, (quota - got) // len(waiting))
@@ -251,7 +251,7 @@ class SqliteBroker(SqlQueue):
                     " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 AND q.seq>? ORDER BY q.seq LIMIT ?",
                     (g, prio, key, behind.get((prio, key), 0), n),
                 ).fetchall()
-                picked.extend(rows)
+                found += rows
                 if rows:
                     behind[prio, key] = rows[-1][0]
                 taken[prio, key] = have + len(rows)
@@ -259,6 +259,7 @@ class SqliteBroker(SqlQueue):
                 if len(rows) == n and ready > n and have + n < per_key:
                     again.append((key, ready - n))
             waiting = again
+        picked += sorted(found)  # neighbours in time are neighbours in every table: those begun together touch few of its pages
         return got
 
     def _bring_back(self, tx: Tx, g: Group, now: float) -> None:
@@ -307,15 +308,26 @@ class SqliteBroker(SqlQueue):
 
     def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
         """Is the lease of each still its own?"""
-        leases = [(self._group(tx, d.topic, d.group).id, d.position, d.token) for d in deliveries]
-        held = set(tx.executemany("SELECT grp, seq, token FROM queue WHERE grp=? AND seq=? AND token=? AND state=1", leases).fetchall())
-        return [lease in held for lease in leases]
+        held: dict[int, set[int]] = {}
+        for token, (g, positions) in self._lots(tx, deliveries).items():
+            ours = "SELECT json_group_array(q.seq) FROM json_each(?) CROSS JOIN queue q ON q.grp=? AND q.seq=value WHERE q.token=? AND q.state=1"
+            held[token] = set(msgspec.json.decode(tx.execute(ours, (str(positions), g.id, token)).get))
+        return [d.position in held[d.token] for d in deliveries]
+
+    def _lots(self, tx: Tx, deliveries: Iterable[Delivery]) -> dict[int, tuple[Group, list[int]]]:
+        """By token, which all have that were received together: their group and positions."""
+        lots: dict[int, tuple[Group, list[int]]] = {}
+        for d in deliveries:
+            if d.token not in lots:
+                lots[d.token] = self._group(tx, d.topic, d.group), []
+            lots[d.token][1].append(d.position)
+        return lots
 
     # -- settling --------------------------------------------------------------------------------------------------------
 
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
-        if all(type(outcome) is Ack for _, outcome in items):
-            return self._ack(tx, [d for d, _ in items])
+        if all(type(outcome) is Ack for _, outcome in items) and self._ack(tx, [d for d, _ in items]):
+            return [True] * len(items)
         now = self.clock.now()
         answers: list[bool] = []
         gone: dict[Group, list[int]] = {}  # ready, leased, delayed deltas
@@ -369,15 +381,21 @@ class SqliteBroker(SqlQueue):
             answers.append(tx.changes() == 1)
         return answers
 
-    def _ack(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
-        groups = [self._group(tx, d.topic, d.group) for d in deliveries]
-        answers = tx.each(
-            "DELETE FROM queue WHERE grp=? AND seq=? AND token=? AND state=1", [(g.id, d.position, d.token) for g, d in zip(groups, deliveries, strict=True)]
-        )
-        self._unlock(tx, [(g.id, ONE_CLASS, d.key) for g, d, ours in zip(groups, deliveries, answers, strict=True) if ours and g.ordered])
-        for g, n in Counter(g for g, applied in zip(groups, answers, strict=True) if applied).items():
-            tx.execute("UPDATE grp SET leased=leased-? WHERE id=?", (n, g.id))
-        return answers
+    def _ack(self, tx: Tx, deliveries: Sequence[Delivery]) -> bool:
+        """All of them at once; False where some lease is not ours, and then none."""
+        tx.execute("SAVEPOINT ack")
+        lots = self._lots(tx, deliveries)
+        for token, (g, positions) in lots.items():
+            tx.execute("DELETE FROM queue WHERE grp=? AND token=? AND state=1 AND seq IN (SELECT value FROM json_each(?))", (g.id, token, str(positions)))
+            if tx.changes() < len(positions):
+                tx.execute("ROLLBACK TO ack; RELEASE ack")
+                return False
+        tx.execute("RELEASE ack")
+        for g, positions in lots.values():
+            tx.execute("UPDATE grp SET leased=leased-? WHERE id=?", (len(positions), g.id))
+        if any(g.ordered for g, _ in lots.values()):
+            self._unlock(tx, [(lots[d.token][0].id, ONE_CLASS, d.key) for d in deliveries if lots[d.token][0].ordered])
+        return True
 
     # -- looking ---------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import blake2b
@@ -27,10 +28,17 @@ _json = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class Emitted(msgspec.Struct):
-    lines: list[tuple[str, str, bytes]]  # (extractor, key, line)
-    unchanged: int
-    changed: int
+class _Origin(msgspec.Struct, omit_defaults=True):
+    """`_penstock` of a line."""
+
+    event_id: str
+    trace_id: str
+    url: str
+    key: str
+    extractor: str
+    version: int
+    fetched_at: str
+    deleted: bool = False
 
 
 class SqlOutbox:
@@ -42,44 +50,40 @@ class SqlOutbox:
 
     # -- records -----------------------------------------------------------------------------------------------------------
 
-    def emit_in(self, tx: Tx, ends: Sequence[tuple[End, bytes]], *, emit_unchanged: bool, hooks: bool) -> list[Emitted]:
-        """What leaves for the sinks of each (success, its URL's key), after change detection against the books."""
-        wanted = dict.fromkeys((r.extractor, _shelf(r.key)) for end, _ in ends for r in end.records)
-        rows = tx.executemany("SELECT extractor, key, url_key, hash, fields, n FROM record WHERE extractor=? AND key=?", wanted).fetchall()
+    def emit_in(
+        self, tx: Tx, ends: Sequence[tuple[End, bytes]], counts: Mapping[str, Counter[str]], *, emit_unchanged: bool, hooks: bool
+    ) -> list[tuple[str, str, bytes, int]]:
+        """(extractor, key, line, order) of what leaves for the sinks from each (success, its URL's key), after change detection against the books.
+        It is counted by topic."""
+        groups = [((g[0].extractor, _shelf(g[0].key)), g, end, url_key) for end, url_key in ends for g in _by_key(end.records)]
+        places = dict.fromkeys([group[0] for group in groups])
+        rows = tx.executemany("SELECT extractor, key, url_key, hash, fields, n FROM record WHERE extractor=? AND key=?", places).fetchall()
         known: dict[tuple[str, str], tuple[Any, ...]] = {(row[0], row[1]): row for row in rows}
         fresh: dict[tuple[str, str], tuple[Any, ...]] = {}  # the last of a key that is here twice
-        emitted = []
-        for end, url_key in ends:
-            event, n, fetched_at = end.event, end.row, end.meta.fetched_at if end.meta else 0.0
-            out = Emitted([], 0, 0)
-            # Rows without a key of their own share the page's: they are compared as a whole, or they would take turns in being news.
-            same: dict[tuple[str, str], list[Record]] = {}
-            for r in end.records:
-                same.setdefault((r.extractor, r.key), []).append(r)
-            for (extractor, key), group in same.items():
-                place = extractor, _shelf(key)
-                old, last = known.get(place), group[-1]
-                hash_ = last.hash if len(group) == 1 else blake2b(b"".join([r.hash for r in group]), digest_size=16).digest()
-                if old is not None and old[3] == hash_ and old[2] == url_key and not (emit_unchanged or event.force):
-                    out.unchanged += len(group)
+        lines: list[tuple[str, str, bytes, int]] = []
+        for place, group, end, url_key in groups:
+            event, n, last, old, count = end.event, end.row, group[-1], known.get(place), counts[end.event.topic]
+            hash_ = last.hash if len(group) == 1 else blake2b(b"".join([r.hash for r in group]), digest_size=16).digest()
+            if old is not None:
+                same = old[3] == hash_ and old[2] == url_key and not (emit_unchanged or event.force)
+                if same or (old[3] == REMOVED and n < old[5]):  # a newer event removed it: no sink may get it back from an older one
+                    count["records_unchanged"] += len(group)
                     continue
-                if old is not None and old[3] == REMOVED and n < old[5]:  # a newer event removed it: no sink may get it back from an older one
-                    out.unchanged += len(group)
-                    continue
-                out.lines += [(extractor, key, render(event, r, fetched_at)) for r in group]
-                if old is None or n >= old[5]:
-                    known[place] = fresh[place] = (*place, url_key, hash_, last.fields, n)
-                    if old is not None and old[3] != hash_:
-                        out.changed += 1
-                        if hooks:
-                            tx.execute("INSERT INTO change(body) VALUES(?)", (_change(event, last, old[4]),))
-            emitted.append(out)
+                if old[3] != hash_ and n >= old[5]:
+                    count["changes"] += 1
+                    if hooks:
+                        tx.execute("INSERT INTO change(body) VALUES(?)", (_change(event, last, old[4]),))
+            fetched_at = end.meta.fetched_at if end.meta else 0.0
+            lines += [(last.extractor, last.key, render(event, r, fetched_at), n) for r in group]
+            count["records"] += len(group)
+            if old is None or n >= old[5]:
+                known[place] = fresh[place] = (*place, url_key, hash_, last.fields, n)
         tx.executemany(
             "INSERT INTO record VALUES(?,?,?,?,?,?) ON CONFLICT(extractor, key)"
             " DO UPDATE SET url_key=excluded.url_key, hash=excluded.hash, fields=excluded.fields, n=excluded.n",
             list(fresh.values()),
         )
-        return emitted
+        return lines
 
     # -- the sinks' outbox ---------------------------------------------------------------------------------------------------
 
@@ -153,27 +157,31 @@ def _shelf(key: str) -> str:
     return key if len(key) <= 500 else f"{key[:400]}…{blake2b(key.encode(), digest_size=16).hexdigest()}"
 
 
+def _by_key(records: Sequence[Record]) -> Iterable[Sequence[Record]]:
+    """Rows without a key of their own share the page's: they are compared as a whole, or they would take turns in being news."""
+    if len(records) == 1:
+        return (records,)
+    same: dict[tuple[str, str], list[Record]] = {}
+    for r in records:
+        same.setdefault((r.extractor, r.key), []).append(r)
+    return same.values()
+
+
 def render(event: Event, r: Record, fetched_at: float) -> bytes:
     """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus `_penstock`."""
-    seconds, fraction = divmod(fetched_at, 1)
-    return b'%s%s"_penstock":{"event_id":%s,"trace_id":%s,"url":%s,"key":%s,"extractor":%s,"version":%d,"fetched_at":"%s.%03dZ"%s}}' % (
-        r.fields[:-1],
-        b"," if len(r.fields) > 2 else b"",
-        _json(event.id),
-        _json(event.trace),
-        _json(event.url),
-        _json(r.key),
-        _json(r.extractor),
-        r.version,
-        _to_the_second(int(seconds)),
-        int(fraction * 1000),
-        b',"deleted":true' if r.deleted else b"",
-    )
+    origin = _json(_Origin(event.id, event.trace, event.url, r.key, r.extractor, r.version, _time(int(fetched_at * 1000)), r.deleted))
+    return b"".join((r.fields[:-1], b',"_penstock":' if len(r.fields) > 2 else b'"_penstock":', origin, b"}"))
+
+
+@lru_cache(512)
+def _time(milliseconds: int) -> str:
+    seconds, rest = divmod(milliseconds, 1000)
+    return f"{_to_the_second(seconds)}.{rest:03d}Z"
 
 
 @lru_cache(64)
-def _to_the_second(seconds: int) -> bytes:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S").encode()
+def _to_the_second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _change(event: Event, r: Record, old_fields: bytes) -> bytes:
