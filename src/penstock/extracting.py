@@ -206,7 +206,7 @@ def _part(value: Any, what: str, extractor: Extractor, *, missing: bool = False)
     text = "" if value is None else str(value)
     if not text.strip():
         raise _EmptyKey(f"empty key: {what} {'missing' if missing else 'None' if value is None else 'empty'} in a record of {extractor.name}")
-    if len(text) > MAX_KEY or _broken(text):
+    if len(text) > MAX_KEY or (not text.isascii() and _broken(text)):
         raise _Refused(f"{what} no usable key: {'longer than ' + str(MAX_KEY) if len(text) > MAX_KEY else 'not text'}")
     return text
 

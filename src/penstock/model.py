@@ -197,6 +197,7 @@ class Page:
         self.url, self.body, self.status, self.fetched_at = url, body, status, fetched_at
         self.headers: dict[str, str] = {k.lower(): v for k, v in headers.items()} if headers else {}
         self._event: Event | bytes | None = event
+        self._parsed: Selector | None = None
         self.requested_url = requested_url or url
         self.followed: set[str] = set()  # what follow() gave: canonical already, so nobody works that out twice
 
@@ -221,11 +222,13 @@ class Page:
         with open(path, "rb") as f:
             return cls(url, f.read(), status=status, headers=headers or {})
 
-    @cached_property
+    @property
     def _document(self) -> Selector:
-        from penstock.selecting import parse  # here: the parser is heavy, and most processes never parse
+        if self._parsed is None:
+            from penstock.selecting import parse  # here: the parser is heavy, and most processes never parse
 
-        return parse(self.body, self.headers.get("content-type"))
+            self._parsed = parse(self.body, self.headers.get("content-type"))
+        return self._parsed
 
     @cached_property
     def text(self) -> str:

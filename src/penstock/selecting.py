@@ -15,7 +15,7 @@ from turbohtml import Document, Element, Node
 from turbohtml import parse as parse_html
 
 from penstock import queries
-from penstock.beginnings import Beginning, beginning
+from penstock.beginnings import SMALLEST, Beginning, beginning
 from penstock.queries import Found, Path, Query, string
 from penstock.rules.identity import BadUrl, canonical_url, join
 
@@ -188,12 +188,13 @@ def _header_charset(content_type: str | None) -> str | None:
 class Whole(Selector):
     """A page, parsed as far as it is asked: `.get()` is often answered by its beginning."""
 
-    __slots__ = ("_beginning", "_body", "_encoding", "_hopeful", "_parsed")
+    __slots__ = ("_beginning", "_body", "_encoding", "_hopeful", "_parsed", "_tried")
 
     def __init__(self, body: bytes, encoding: str | None) -> None:
         self._body, self._encoding = body, encoding
         self._beginning: Beginning | None = None
-        self._hopeful: Query | None = None  # for whom it was parsed
+        self._hopeful: Query | None = None  # for whom that was parsed
+        self._tried = len(body) < 2 * SMALLEST  # there is nothing to be hoped for
         self._parsed: Document | None = None
 
     @property
@@ -202,21 +203,24 @@ class Whole(Selector):
             if self._hopeful is not None:
                 self._hopeful.late = PATIENCE
             self._parsed = parse_html(self._body, encoding=self._encoding, detect_encoding=self._encoding is None, positions=False)
+            self._tried, self._beginning = True, None
         return self._parsed
 
     def first(self, query: Query) -> str | None:
-        if self._parsed is not None or not query.steady:
-            return query.first(self.root)
-        if self._beginning is None:
-            if query.late:
-                query.late -= 1
-                return query.first(self.root)
+        if query.steady:
+            if not self._tried:
+                self._try(query)
+            if self._beginning is not None and (value := self._beginning.first(query)) is not None:
+                return value
+        return query.first(self.root)
+
+    def _try(self, query: Query) -> None:
+        self._tried = True
+        if query.late:
+            query.late -= 1
+        else:
             self._beginning = beginning(self._body, self._encoding)
-            if self._beginning is None:
-                return query.first(self.root)
-            self._hopeful = query
-        value = self._beginning.first(query)
-        return value if value is not None else query.first(self.root)
+            self._hopeful = query if self._beginning is not None else None
 
 
 def parse(body: bytes, content_type: str | None = None) -> Selector:
