@@ -30,6 +30,7 @@ class Job:
     tls: bool = False
     workers: int = 1
     every: float = 0.05  # seconds between looks at its tree
+    late: bool = False  # Penstock also looks for what comes last in a page, and so has to parse all of it
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,11 @@ def penstock_environment(job: Job, *, isolation: str) -> dict[str, str]:
     )
 
 
-def penstock_commands(workers: int) -> tuple[list[str], list[str]]:
+def penstock_commands(job: Job) -> tuple[list[str], list[str]]:
     """(push, run)"""
     cli = [sys.executable, "-m", "penstock.cli.main"]
-    return [*cli, "push", "-f", "urls.txt"], [*cli, "run", str(BENCH / "pipeline.py"), "--until-idle", "--workers", str(workers)]
+    pipeline = BENCH / ("pipeline_late.py" if job.late else "pipeline.py")
+    return [*cli, "push", "-f", "urls.txt"], [*cli, "run", str(pipeline), "--until-idle", "--workers", str(job.workers)]
 
 
 def penstock_prepared(job: Job, name: str, isolation: str, broker: str = "") -> tuple[Path, dict[str, str], list[str]]:
@@ -130,7 +132,7 @@ def penstock_prepared(job: Job, name: str, isolation: str, broker: str = "") -> 
         books = f"sqlite:{state}/penstock.db"
         env |= {"PENSTOCK_BROKER_URL": server_url(broker), "PENSTOCK_NAMESPACE": f"bench{os.urandom(4).hex()}"}
         env |= {"PENSTOCK_LEDGER_URL": books, "PENSTOCK_CLAIMS_URL": books, "PENSTOCK_PAGES_URL": f"file:{state}/pages"}
-    push, run = penstock_commands(job.workers)
+    push, run = penstock_commands(job)
     pushed = watch(push, cores=set(job.cores), nice=job.nice, cwd=directory, env=env)
     check_ended(pushed, "penstock push")
     return directory, env, run

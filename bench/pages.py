@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--brokers", default="", help="also on these servers, e.g. redis,kafka: what a worker spends on a page there, against the embedded one")
     parser.add_argument("--tls", action="store_true", help="over TLS")
     parser.add_argument("--gzip", action="store_true", help="the site answers gzipped")
+    parser.add_argument("--late", action="store_true", help="Penstock also reads a link at the very end of each page, so that no page is parsed only in part")
     parser.add_argument("--nice", type=int, default=0, help="priority of site and contender, e.g. -15 as root on a busy machine")
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
     o = parser.parse_args(arguments)
@@ -78,7 +79,7 @@ def compete(contenders: Sequence[Contender], o: argparse.Namespace) -> dict[str,
                 os.sched_setaffinity(server, cores if c.beside_site else {SERVER_CORE})
                 every = 0.2 if c.beside_site else 0.05  # looking costs: there the bench sits on a worker's core
                 n = peer_n if c.slow else o.n * c.workers  # so that every worker has as much to do
-                r = c.run(Job(n=n, cores=cores, nice=o.nice, tls=o.tls, workers=c.workers, every=every))
+                r = c.run(Job(n=n, cores=cores, nice=o.nice, tls=o.tls, workers=c.workers, every=every, late=o.late))
                 results[c.name].append(r)
                 say(f"{rep + 1}/{o.reps} {c.name}: {r.rate:,.0f} pages/s, {r.cpu_us:,.0f} µs of CPU a page, {r.share:.0%} of a core, {r.pss:.0f} MB")
     return results
@@ -117,7 +118,7 @@ def tell(contenders: Sequence[Contender], results: dict[str, list[Result]], o: a
         costs = (f"{median([x.cpu_us for x in r]):,.0f}", f"{median(cpu):.2f}" if cpu else "", f"{median([x.share for x in r]):.0%}")
         rows.append((c.name, r[0].n, *figures, *costs, f"{max(x.pss for x in r):.0f}"))
     head = ("contender", "pages", "pages/s", "min-max", "x scrapy", "CPU µs/page", "x scrapy by CPU", "of a core", "peak PSS MB")
-    variant = " over TLS" * o.tls + ", gzipped" * o.gzip
+    variant = " over TLS" * o.tls + ", gzipped" * o.gzip + ", every page parsed to its end" * o.late
     text = f"\nOne core{variant}; medians of {o.reps} interleaved repetitions; ratios within a repetition.\n\n{table(head, rows)}\n"
     for name, ratio in against_embedded(results).items():
         text += f"\n{name}: {ratio:.2f} times the CPU of the embedded broker\n"
@@ -146,5 +147,6 @@ def summary(contenders: Sequence[Contender], results: dict[str, list[Result]], o
         "n": {c.name: results[c.name][0].n for c in contenders},
         "tls": o.tls,
         "gzip": o.gzip,
+        "late": o.late,
         "machine": machine(),
     }

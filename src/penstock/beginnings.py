@@ -9,7 +9,7 @@ from turbohtml import parse as parse_html
 
 from penstock.queries import Query
 
-SMALLEST = 8 << 10  # bytes of a beginning
+SMALLEST = 4 << 10  # bytes of a beginning
 SHARE = 4  # it is a quarter of the page
 _UNSETTLED = frozenset({"select", "option", "optgroup", "template"})  # open, these may still change what came before
 _reaches_back = re.compile(rb"<[bhfBHF][otrOTR][dmaDMA][ylmYLM]").search  # <body, <html, <frameset; and what looks like them, which does no harm

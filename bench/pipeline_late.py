@@ -1,0 +1,22 @@
+"""The job of pipeline.py and one field more, from the last line of the page: it cannot be answered before all of it is parsed."""
+
+from collections.abc import Iterator
+
+from penstock import Page, Pipeline
+
+products = Pipeline("bench")
+
+
+@products.extract(match="*/product/*", version=1, key="sku")
+def product(page: Page) -> Iterator[dict[str, str | None]]:
+    yield {
+        "imprint": page.css("footer a::attr(href)").get(),
+        "sku": page.css(".sku::attr(data-sku)").get(),
+        "name": page.css("h1.name::text").get(),
+        "brand": page.css("span.brand::text").get(),
+        "price": page.css("span.price::attr(content)").get(),
+        "rating": page.css("div.rating::attr(data-value)").get(),
+    }
+
+
+products.sink("jsonl:products.jsonl")
