@@ -93,6 +93,65 @@ async def test_the_loop_goes_on_while_a_commit_waits_for_the_disk_or_for_another
     other.close_now()
 
 
+async def test_whoever_comes_while_another_process_writes_shares_the_commit_that_follows(tmp_path: Path) -> None:
+    db, other = opened(tmp_path / "a.db"), apsw.Connection(str(tmp_path / "a.db"))
+    commits = []
+    other.execute("BEGIN IMMEDIATE")
+    jobs = []
+    for i in range(3):
+        jobs.append(asyncio.ensure_future(db.write(insert(i))))
+        await asyncio.sleep(0.01)
+    db._writer.set_commit_hook(lambda: bool(commits.append(1)))
+    other.execute("ROLLBACK")
+    await asyncio.gather(*jobs)
+    assert await db.read(values) == [0, 1, 2]
+    assert len(commits) == 1
+    other.close()
+    db.close_now()
+
+
+async def test_what_waits_for_another_process_when_we_close_is_written_before_the_end(tmp_path: Path) -> None:
+    db, other = opened(tmp_path / "a.db"), apsw.Connection(str(tmp_path / "a.db"))
+    other.execute("BEGIN IMMEDIATE")
+    job = asyncio.ensure_future(db.write(insert(1)))
+    await asyncio.sleep(0.01)
+    release = threading.Timer(0.05, other.execute, ("ROLLBACK",))
+    release.start()
+    db.close_now()
+    release.join()
+    assert await job == 1
+    assert other.execute("SELECT x FROM t").fetchall() == [(1,)]
+    other.close()
+
+
+async def test_processes_that_write_without_a_pause_let_each_other_in(tmp_path: Path) -> None:
+    db = opened(tmp_path / "a.db", busy_seconds=20.0)
+    code = (
+        "import asyncio, sys\n"
+        "from penstock.stores.sqlite import Database\n"
+        "async def main():\n"
+        "    db = Database(sys.argv[1])\n"
+        "    while True:\n"
+        "        await db.write(lambda tx: [tx.execute('INSERT INTO t VALUES(?)', (i,)) for i in range(2000)], durable=False)\n"
+        "        print(flush=True)\n"
+        "asyncio.run(main())\n"
+    )
+    busy = [subprocess.Popen([sys.executable, "-c", code, db.path], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for process in busy:
+            assert process.stdout is not None
+            process.stdout.readline()  # it writes
+        for i in range(20):
+            await db.write(insert(f"ours {i}"))
+            db.write_now(insert(f"ours {i}, without a loop"))
+    finally:
+        for process in busy:
+            process.kill()
+            process.communicate()
+    await db.write(insert("they were killed, and left no lock"))
+    db.close_now()
+
+
 @pytest.mark.parametrize("company", [0, 4])
 async def test_one_failing_job_is_rolled_back_alone(tmp_path: Path, company: int) -> None:
     db = opened(tmp_path / "a.db")

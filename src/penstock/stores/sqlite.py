@@ -28,6 +28,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"}
 )
 MAX_GROUP = 256
+AGAIN = 0.001  # seconds after which we look whether another process still writes
 CHECKPOINT_FRAMES, SOON_AGAIN = 8000, 1000  # frames in the WAL; and more, where somebody who read or wrote kept it from starting anew
 _OUTAGE = (
     apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.BusyError, apsw.CantOpenError, apsw.LockedError, apsw.PermissionsError,
@@ -71,7 +72,7 @@ class Database:
         if self.path != ":memory:":
             _refuse_network_file_system(Path(path))
             self._single = _single_writer_if_needed(Path(path))
-        self._busy_ms = int(busy_seconds * 1000)
+        self._patience = busy_seconds
         self._frames, self._checkpoint_at = 0, CHECKPOINT_FRAMES  # in the WAL, when we last committed
         self._writer = self._connect()
         self._writer.set_wal_hook(self._on_wal)
@@ -94,7 +95,7 @@ class Database:
     # -- opening ---------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> apsw.Connection:
-        until = time.monotonic() + self._busy_ms / 1000
+        until = time.monotonic() + self._patience
         while True:  # turning a new file into a WAL, and closing the last of one, lock out others without asking their patience
             try:
                 return self._open()
@@ -108,7 +109,7 @@ class Database:
             if self.path != ":memory:":
                 Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             c = _Connection(self.path, flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | _ONE_THREAD)
-            c.set_busy_timeout(self._busy_ms)
+            c.set_busy_timeout(int(self._patience * 1000))
             c.execute("PRAGMA page_size=4096")  # keys come in no order: a commit touches about a page for each row, and writes it whole
             # One statement, one moment: another process may be making the file just now.
             known, tables = c.execute("SELECT application_id, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id").get
@@ -159,7 +160,7 @@ class Database:
         try:
             c = apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY) if self.path != ":memory:" else self._writer
             try:
-                c.set_busy_timeout(self._busy_ms)
+                c.set_busy_timeout(int(self._patience * 1000))
                 lines = [line for row in c.execute("PRAGMA quick_check(10)") for line in str(row[0]).splitlines()]
                 return [line for line in lines if line != "ok" and not line.startswith("*** in database")]
             finally:
@@ -213,8 +214,7 @@ class Database:
 
     def _settle(self, group: Sequence[_Job]) -> None:
         """The whole way on one thread."""
-        if not self._begin(group, wait=True):
-            raise AssertionError("a patient BEGIN answers or raises")
+        self._begin(group)
         self._run(group)
         self._finish(group)
         if any(j.durable for j in group):
@@ -222,13 +222,28 @@ class Database:
         if self._frames >= self._checkpoint_at:
             self._checkpoint()
 
-    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Whoever writes at this moment shares a transaction."""
+    def _next(self, loop: asyncio.AbstractEventLoop, until: float | None = None) -> None:
+        """Whoever writes at this moment shares a transaction; while another process writes, more join them.
+
+        We look again between our other work. A thread would be given the lock while the loop is busy, and keep it for nothing.
+        """
+        if self._closed:  # who closed it has done what was queued
+            return
+        doubtful, error = self._doubtful, None
+        until = until or time.monotonic() + self._patience
+        try:
+            if not doubtful and not self._locked(until):
+                loop.call_later(AGAIN, self._next, loop, until)
+                return
+        except BaseException as e:
+            error = e
         group = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_GROUP))]
-        if self._begin(group, wait=False):
-            self._go_on(loop, group)
-        else:
-            loop.run_in_executor(self._waits, lambda: self._begin(group, wait=True)).add_done_callback(lambda _: self._go_on(loop, group))
+        if doubtful:
+            loop.run_in_executor(self._waits, self._begin, group).add_done_callback(lambda _: self._go_on(loop, group))
+            return
+        if error is not None:
+            self._fail(group, error)
+        self._go_on(loop, group)
 
     def _go_on(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
         self._run(group)
@@ -296,22 +311,26 @@ class Database:
 
     # The three steps of a transaction. An outage anywhere fails the whole group, and then nothing was written.
 
-    def _begin(self, group: Sequence[_Job], *, wait: bool) -> bool:
-        """False: another process writes, and we were not to wait."""
-        c = self._writer
+    def _begin(self, group: Sequence[_Job]) -> None:
+        """Waits for another process."""
+        until = time.monotonic() + self._patience
         try:
             if self._doubtful:
-                if not wait:
-                    return False
                 self._rewrite()
-            c.set_busy_timeout(self._busy_ms if wait else 0)
-            c.execute("BEGIN IMMEDIATE")
-        except apsw.BusyError as e:
-            if not wait:
-                return False
-            self._fail(group, e)
+            while not self._locked(until):
+                time.sleep(AGAIN)
         except BaseException as e:
             self._fail(group, e)
+
+    def _locked(self, until: float) -> bool:
+        """False: another process writes. SQLite's own way of waiting sleeps up to a tenth of a second, while nobody writes."""
+        self._writer.set_busy_timeout(0)
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+        except apsw.BusyError:
+            if time.monotonic() > until:
+                raise
+            return False
         return True
 
     def _run(self, group: Sequence[_Job]) -> None:
@@ -380,7 +399,7 @@ class Database:
             return work(cast(Tx, self._writer))
         if self._reader is None:
             self._reader = apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY | _ONE_THREAD)
-            self._reader.set_busy_timeout(self._busy_ms)
+            self._reader.set_busy_timeout(int(self._patience * 1000))
             self._reader.execute("PRAGMA cache_size=-16384")
         try:
             return work(cast(Tx, self._reader))
