@@ -8,8 +8,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -40,21 +41,16 @@ class _Connection(apsw.Connection):
     """Implements stores.sql.Tx."""
 
     def each(self, sql: str, rows: Sequence[Any], /) -> list[bool]:
-        """All at once, which is nearly always right; where one changed nothing, again one by one."""
-        if not rows:
-            return []
-        before = self.total_changes()
-        self.execute("SAVEPOINT each")
-        self.executemany(sql, rows)
-        if self.total_changes() - before == len(rows):
-            self.execute("RELEASE each")
-            return [True] * len(rows)
-        self.execute("ROLLBACK TO each; RELEASE each")
-        answers = []
-        for row in rows:
-            self.execute(sql, row)
-            answers.append(self.changes() > 0)
-        return answers
+        """Rows are asked for one by one, so we see how many changes there were before each."""
+        counts: list[int] = []
+
+        def noted() -> Iterator[Any]:
+            for row in rows:
+                counts.append(self.total_changes())
+                yield row
+
+        self.executemany(sql, noted())
+        return [after > before for before, after in pairwise([*counts, self.total_changes()])]
 
 
 class Database:
