@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.model import Event
-from penstock.ports import Admitted, Delivery, Extracted, PageMeta, Response
+from penstock.ports import Admitted, Cancellable, Delivery, Extracted, PageMeta, Response
 
 KEPT = 0.95  # of the distance between two slots, where the first went late: so that it catches up
 LATE = 0.1  # seconds after its slot, beyond which an event that had to wait for one needs a new one: those behind it have theirs
@@ -32,7 +32,7 @@ class Item:
         self.slot = math.inf  # where it had to wait for one
         self.given = math.inf  # when it got it
         self.timer: asyncio.TimerHandle | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.task: Cancellable | None = None  # what is under way for it; a request without a task too
         self.meta: PageMeta | None = None
         self.body: bytes = b""
         self.response: Response | None = None

@@ -285,7 +285,7 @@ class Worker:
                     self.held.pop(item.delivery.position, None)
                     continue
                 item.fence, item.begun = fence, now
-                item.task = asyncio.create_task(self._handle(item))
+                self._set_out(item)
 
     def _choose(self, permits: int) -> list[Item]:
         chosen = self._turns.choose(permits, self.clock.now())
@@ -300,7 +300,32 @@ class Worker:
         or their host wants more time than was known when they got them. Admitted anew: what has to wait long is delayed in the books."""
         await self._place([(item.delivery, item.event) for item in items], items)
 
-    async def _handle(self, item: Item) -> None:
+    def _set_out(self, item: Item) -> None:
+        """Most requests need no task of their own; what else there is to do for an item has one."""
+        if item.asks and self.fetch is not None:
+            try:
+                item.task = self.fetch.begin(item.event, self._usable(item), partial(self._answered, item))
+            except Exception as e:
+                self._missed(item, "fetch", e)
+                self._leave(item)
+                return
+        if item.task is None:
+            item.task = asyncio.create_task(self._handle(item))
+
+    def _answered(self, item: Item, answer: Response | BaseException) -> None:
+        assert self.fetch is not None
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            if not self.fetch.is_final(item.event, answer):
+                item.task = asyncio.create_task(self._handle(item, answer))
+                return
+            self._received_page(item, answer)
+        except (Exception, asyncio.CancelledError) as e:
+            self._missed(item, "fetch", e)
+        self._leave(item)
+
+    async def _handle(self, item: Item, answer: Response | None = None) -> None:
         """The scope that owns a delivery: whatever happens in it, an end is noted."""
         stage = self.first
         try:
@@ -308,29 +333,36 @@ class Worker:
                 self._extracted(item, item.extracted or Extracted())
             elif item.asks:
                 assert self.fetch is not None
-                response = await self.fetch.fetch(item.event, self._usable(item), turn=self._turn(item))
+                response = await self.fetch.fetch(item.event, self._usable(item), turn=self._turn(item), answer=answer)
                 await self._fetched(item, response)
             else:
                 stage = "extract"
                 await self._load(item)
-        except Failure as f:
-            self._fail(item, stage, f)
-        except asyncio.CancelledError:
+        except (Exception, asyncio.CancelledError) as e:
+            self._missed(item, stage, e)
+        finally:
+            self._leave(item)
+
+    def _missed(self, item: Item, stage: str, e: BaseException) -> None:
+        if isinstance(e, Failure):
+            self._fail(item, stage, e)
+        elif isinstance(e, asyncio.CancelledError):
             if self._stopping:
                 self._end(item, "release", reason="shutdown")
             else:
                 self._fail(item, stage, Failure(ErrorClass.TRANSIENT, f"watchdog: not done after {self.o.deadline:g} s"))
-        except StoreUnavailable as e:
+        elif isinstance(e, StoreUnavailable):
             self._fail(item, stage, Failure(ErrorClass.OURS, e.message))
-        except Exception as e:
-            self._fail(item, stage, Failure(ErrorClass.TRANSIENT, f"{type(e).__name__}: {e}", detail=traceback.format_exc()))
-        finally:
-            item.task = None
-            self._active -= 1
-            self._turns.leave(item)
-            self._startable.set()
-            if not self._active:
-                self._hurry(0)
+        else:
+            self._fail(item, stage, Failure(ErrorClass.TRANSIENT, f"{type(e).__name__}: {e}", detail="".join(traceback.format_exception(e))))
+
+    def _leave(self, item: Item) -> None:
+        item.task = None
+        self._active -= 1
+        self._turns.leave(item)
+        self._startable.set()
+        if not self._active:
+            self._hurry(0)
 
     def _turn(self, item: Item) -> int:
         """How many pools its route has moved on by."""
@@ -355,7 +387,10 @@ class Worker:
                 r = await self.fetch.fetch(item.event, None, turn=self._turn(item))
             else:  # a newer extractor: read the page we have again
                 r = msgspec.structs.replace(r, status=200, body=body)
-        hash_ = page_id(r.body)
+        self._received_page(item, r)
+
+    def _received_page(self, item: Item, r: Response) -> None:
+        b, hash_ = item.admitted.baseline, page_id(r.body)
         item.response, item.body = r, r.body
         self._bytes += len(r.body)
         item.meta = PageMeta(page=hash_, url=r.url, status=r.status, headers=r.headers, fetched_at=self.clock.now(), size=len(r.body))

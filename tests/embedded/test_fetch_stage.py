@@ -10,11 +10,12 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from penstock.model import Ask, ErrorClass, Event, Failure
+from penstock.model import Ask, ErrorClass, Event, Failure, Route
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
 from penstock.ports import Baseline, Response
@@ -106,6 +107,14 @@ class Rig:
         url = canonical_url(path if "://" in path else self.web.url(path))
         event = Event(id="e", url=url, key=host_key(url), ask=ask or Ask(), force=force)
         return await self.stage.fetch(event, baseline)
+
+    async def answer(self, event: Event, baseline: Baseline | None = None) -> Response | BaseException | None:
+        """As the worker does it where no task is needed; None: one is."""
+        future: asyncio.Future[Response | BaseException] = asyncio.get_running_loop().create_future()
+        return await future if self.stage.begin(event, baseline, future.set_result) is not None else None
+
+    def event(self, path: str, **more: Any) -> Event:
+        return Event(id="e", url=self.web.url(path), key=self.key, **more)
 
     async def fails(self, path: str, *, ask: Ask | None = None) -> Failure:
         with pytest.raises(Failure) as caught:
@@ -494,3 +503,71 @@ async def test_every_answer_has_its_verdict(answer: Reply, kind: ErrorClass) -> 
     async with rig(robots="ignore") as r:
         r.web.route("/a", answer)
         assert (await r.fails("/a")).kind is kind
+
+
+# -- without a task ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_with_nothing_to_wait_for_but_its_answer_needs_no_task() -> None:
+    async with rig() as r:
+        r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /no\n", "text/plain"))
+        r.web.route("/*", PAGE)
+        r.web.route("/b", lambda request: tagged(request, reply(PAGE)))
+        assert await r.answer(r.event("/a")) is None  # neither robots.txt nor the address is known
+        await r.fetch("/a")
+        got = await r.answer(r.event("/b"))
+        assert isinstance(got, Response)
+        assert (got.status, got.body) == (200, PAGE.encode())
+        assert r.stage.is_final(r.event("/b"), got)
+        again = await r.answer(r.event("/b"), Baseline(etag=got.headers["etag"]))
+        assert isinstance(again, Response)
+        assert again.status == 304
+        assert not r.stage.is_final(r.event("/b"), again)  # what it stands for is not for us to know
+        for event in (
+            r.event("/no/x"),
+            r.event("/c", ask=Ask(method="POST", body=b"x")),
+            r.event("/c", ask=Ask(headers={"host": "elsewhere"})),
+            r.event("/c", route=Route(account="me")),
+            r.event("/c", route=Route(pool="far")),
+        ):
+            assert await r.answer(event) is None
+        await r.hosts.report(r.key, status=429, retry_after=5.0, seconds=0.0)
+        assert await r.answer(r.event("/c")) is None
+        assert r.web.counts["/no/x"] == r.web.counts["/c"] == 0
+
+
+async def test_an_answer_that_is_not_the_last_word_is_gone_on_with_and_not_asked_for_again() -> None:
+    async with rig() as r:
+        r.web.route("/*", PAGE)
+        r.web.route("/a", to("/b"))
+        r.web.route("/busy", reply("slow down", "text/plain", 429, retry_after="5"))
+        await r.fetch("/")
+        event = r.event("/a")
+        got = await r.answer(event)
+        assert isinstance(got, Response)
+        assert not r.stage.is_final(event, got)
+        last = await r.stage.fetch(event, None, answer=got)
+        assert ([hop.url for hop in last.hops], last.url) == ([event.url], r.web.url("/b"))
+        assert (r.web.counts["/a"], r.web.counts["/b"]) == (1, 1)
+
+        event = r.event("/busy")
+        got = await r.answer(event)
+        assert isinstance(got, Response)
+        assert not r.stage.is_final(event, got)
+        with pytest.raises(Failure) as caught:
+            await r.stage.fetch(event, None, answer=got)
+        assert (caught.value.kind, caught.value.after) == (ErrorClass.THROTTLED, 5.0)
+        assert r.hosts.reports[-1] == (r.key, 429, 5.0)
+        assert r.web.counts["/busy"] == 1
+        assert not r.stage.is_final(r.event("/b"), last)  # of a host that is held back every answer is news
+
+
+async def test_a_page_that_came_without_a_task_has_its_verdict_too() -> None:
+    async with rig(robots="ignore") as r:
+        r.web.route("/*", PAGE)
+        r.web.route("/a", reply("<title>Just a moment...</title>"))
+        await r.fetch("/")
+        got = await r.answer(r.event("/a"))
+        assert isinstance(got, Response)
+        with pytest.raises(Failure, match="challenge page"):
+            r.stage.is_final(r.event("/a"), got)

@@ -26,6 +26,7 @@ from penstock.model import ErrorClass, Failure
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions, parse_proxy
 from penstock.net.transfer import parse_head
+from penstock.ports import Response
 
 Answer = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -447,6 +448,59 @@ async def test_cancelling_closes_the_connection_and_frees_the_handle() -> None:
         await asyncio.wait_for(closed.wait(), 5)
         r = await c.fetch(f"http://127.0.0.1:{s.port}/")
         assert r.body == b"fine"  # and nothing of the part that came before
+
+
+async def begun(c: CurlFetcher, url: str) -> Response | BaseException | None:
+    future: asyncio.Future[Response | BaseException] = asyncio.get_running_loop().create_future()
+    return await future if c.begin(url, {}, future.set_result) is not None else None
+
+
+async def test_without_a_task_only_an_origin_that_the_guard_has_checked_is_asked() -> None:
+    async with server(ok(b"fine")) as s, client(s.port) as c:
+        base = f"http://127.0.0.1:{s.port}"
+        assert await begun(c, f"{base}/a") is None
+        await c.fetch(f"{base}/a")
+        got = await begun(c, f"{base}/b")
+        assert isinstance(got, Response)
+        assert (got.url, got.body) == (f"{base}/b", b"fine")
+        for other in (f"{base}@127.0.0.2/", f"{base}#@127.0.0.2/", f"{base}\\@127.0.0.2/", "http://127.0.0.2/", f"http://127.0.0.1:{s.port + 1}/", base):
+            assert await begun(c, other) is None
+        assert len(s.heads) == 2
+    assert c.begin(f"{base}/c", {}, print) is None  # closed
+
+
+async def test_without_a_task_a_name_is_tried_at_its_next_address_where_nobody_answers() -> None:
+    async with server(ok(b"hi"), host="127.0.0.3") as s, client(names={"shop.test": ["127.0.0.3", "127.0.0.2"]}, allow="127.0.0.0/8:*") as c:
+        url = f"http://shop.test:{s.port}/"
+        await c.fetch(url)
+        c._preferred["shop.test"] = "127.0.0.2"
+        got = await begun(c, url)
+        assert isinstance(got, Response)
+        assert (got.body, got.peer) == (b"hi", f"127.0.0.3:{s.port}")
+
+
+async def test_without_a_task_a_request_can_be_cancelled_and_says_so() -> None:
+    closed = asyncio.Event()
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/slow" in head:
+            await reader.read()
+            closed.set()
+            raise _Done
+        writer.write(ok(b"fine"))
+
+    async with server(answer) as s, client(s.port) as c:
+        url = f"http://127.0.0.1:{s.port}/"
+        await c.fetch(url)
+        heard: list[Response | BaseException] = []
+        handle = c.begin(f"{url}slow", {}, heard.append)
+        assert handle is not None
+        await s.arrived(2)
+        handle.cancel()
+        assert [type(one) for one in heard] == [asyncio.CancelledError]
+        await asyncio.wait_for(closed.wait(), 5)
+        assert isinstance(await begun(c, url), Response)
+        assert len(heard) == 1
 
 
 async def test_closing_ends_what_is_under_way_and_leaks_no_descriptor() -> None:

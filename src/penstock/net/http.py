@@ -7,6 +7,7 @@ import re
 import ssl
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -17,9 +18,9 @@ import pycurl
 from penstock.model import ErrorClass, Failure
 from penstock.net.decoding import ACCEPT_ENCODING, BrokenCoding, TooManyCodings
 from penstock.net.guard import Guard, Target
-from penstock.net.transfer import Engine, Exchange, HttpOptions, SetUp
-from penstock.ports import Response
-from penstock.rules.identity import BadUrl, canonical_url
+from penstock.net.transfer import Engine, Exchange, HttpOptions, SetUp, nobody
+from penstock.ports import Done, Response
+from penstock.rules.identity import BadUrl, authority, canonical_url
 from penstock.rules.proxies import ProxyFailed
 from penstock.rules.verdict import Breach, breach, transport
 
@@ -110,36 +111,94 @@ class CurlFetcher:
         else:
             via, target, engine = await self._through(proxy, url)
         self._check_open()  # again: we may have waited for an address
+        answer: asyncio.Future[Response | BaseException] = asyncio.get_running_loop().create_future()
+        done = partial(_settle, answer)
+        ex = self._send(engine, url, target, done, method=method, headers=headers, body=body, via=via)
+        try:
+            response = await answer
+        except asyncio.CancelledError:
+            if ex.done is done:  # else it has ended, and may be another's by now
+                ex.cancel()
+            raise
+        if isinstance(response, Response):
+            return response
+        raise response
+
+    def begin(self, url: str, headers: Mapping[str, str], done: Done) -> Exchange | None:
+        """ports.DirectFetcher."""
+        if self._opened is None or self._closed:
+            return None
+        set_up, engine = self._opened
+        # The text before the path is that of an origin which the guard has checked, so the URL speaks to nobody else.
+        known = self._targets.get(url[: url.find("/", 8)])
+        if known is None or known[0] <= set_up.now():
+            return None
+        try:
+            return self._send(engine, url, known[1], done, headers=headers)
+        except Failure:
+            return None  # `fetch` fails the same way, and says so
+
+    def _send(
+        self, engine: Engine, url: str, target: Target, done: Done, *, method: str = "GET", headers: Mapping[str, str] | None = None,
+        body: bytes | None = None, via: _Via | None = None,
+    ) -> Exchange:  # fmt: skip
+        """Under way, with nothing left to wait for but the answer, which `done` gets."""
+        set_up = (self._opened or self._open())[0]
         ex = self._free.pop() if self._free else Exchange(set_up)
         try:
             if headers or method != "GET" or body is not None or via is not None:
                 _dress(ex, set_up, method, headers, body, via, target)
             pins = _NO_PIN if not target.addresses or target.addresses[0] == target.host else self._pins(target)
-            for pin in pins:
-                ex.aim(url, target if via is None else via.target, pin)
-                try:
-                    error = await engine.start(ex)
-                except asyncio.CancelledError:
-                    engine.stop(ex)
-                    raise
-                if error is None and ex.failure is None:
-                    break
-                failure = _failure(ex, error, via is not None)
-                if pin is pins[-1] or ex.ready_at or failure.kind is not ErrorClass.TRANSIENT:
-                    raise failure
-                ex.clear()  # nobody answered there, but the name has more addresses
-            if pin is not pins[0]:
-                self._preferred[target.host] = pin
-            return _response(ex, url)
+            ex.url, ex.pins, ex.proxied, ex.done = url, pins, via is not None, done
+            ex.aim(url, target if via is None else via.target, pins[0])
+            engine.start(ex, self._ended)
         except pycurl.error as e:
-            code, message = e.args if len(e.args) == 2 else (0, str(e))
-            raise transport(code, message).failure(detail=message) from None
-        finally:
-            if self._closed:
-                ex.curl.close()
+            self._take_back(ex)
+            raise _refused_by_libcurl(e) from None
+        except BaseException:
+            self._take_back(ex)
+            raise
+        return ex
+
+    def _ended(self, ex: Exchange, error: tuple[int, str] | None) -> None:
+        answer: Response | BaseException
+        try:
+            if ex.cancelled:
+                answer = asyncio.CancelledError()
+            elif error is None and ex.failure is None:
+                answer = _response(ex, ex.url)
             else:
-                ex.restore()
-                self._free.append(ex)
+                answer = failure = _failure(ex, error, ex.proxied)
+                if len(ex.pins) > 1 and not ex.ready_at and failure.kind is ErrorClass.TRANSIENT and not self._closed:
+                    self._try_next(ex)
+                    return
+        except Failure as e:
+            answer = e
+        except pycurl.error as e:
+            answer = _refused_by_libcurl(e)
+        except Exception as e:  # whoever waits must hear of it
+            answer = Failure(ErrorClass.OURS, f"the answer could not be read: {type(e).__name__}: {e}")
+        done = ex.done
+        self._take_back(ex)
+        done(answer)
+
+    def _try_next(self, ex: Exchange) -> None:
+        """Nobody answered there, but the name has more addresses."""
+        target, engine, ex.pins = ex.target, ex.engine, ex.pins[1:]
+        assert target is not None
+        assert engine is not None
+        ex.clear()
+        self._preferred[authority(ex.url).host] = ex.pins[0]
+        ex.aim(ex.url, target, ex.pins[0])
+        engine.start(ex, self._ended)
+
+    def _take_back(self, ex: Exchange) -> None:
+        ex.done = nobody
+        if self._closed:
+            ex.curl.close()
+        else:
+            ex.restore()
+            self._free.append(ex)
 
     async def close(self) -> None:
         if self._closed:
@@ -249,6 +308,16 @@ def _dress(ex: Exchange, set_up: SetUp, method: str, headers: Mapping[str, str] 
             opt(pycurl.PROXYAUTH, pycurl.HTTPAUTH_BASIC)
             opt(pycurl.PROXYUSERNAME, proxy.user)
             opt(pycurl.PROXYPASSWORD, proxy.password)
+
+
+def _settle(future: asyncio.Future[Response | BaseException], answer: Response | BaseException) -> None:
+    if not future.done():
+        future.set_result(answer)
+
+
+def _refused_by_libcurl(e: pycurl.error) -> Failure:
+    code, message = e.args if len(e.args) == 2 else (0, str(e))
+    return transport(code, message).failure(detail=message)
 
 
 def _response(ex: Exchange, url: str) -> Response:

@@ -10,7 +10,7 @@ import select
 import socket
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import pycurl
@@ -18,6 +18,7 @@ import pycurl
 from penstock.model import Failure
 from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder, TooManyCodings, add, codings, joined
 from penstock.net.guard import Guard, Target
+from penstock.ports import Done
 from penstock.rules.verdict import Breach, breach
 
 _SLICE = 0.01  # seconds of transfers before the loop gets its turn again
@@ -75,18 +76,28 @@ class _Lent:
         os.close(self._fd)
 
 
+Ended: TypeAlias = Callable[["Exchange", "tuple[int, str] | None"], None]  # with libcurl's error, if there is one
+
+
+def nobody(*_: object) -> None:
+    """Waits for this exchange."""
+
+
 class Exchange:
     """An easy handle and what it is receiving. Reused: setting up a handle costs more than a request."""
 
     __slots__ = (
-        "curl", "decoder", "done", "engine", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin", "plain", "plain_headers",
-        "ready_at", "set_up", "size", "started", "status", "target", "version", "waits",
+        "cancelled", "curl", "decoder", "done", "ended", "engine", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin", "pins",
+        "plain", "plain_headers", "proxied", "ready_at", "set_up", "size", "started", "status", "target", "url", "version", "waits",
     )  # fmt: skip
 
     def __init__(self, set_up: SetUp) -> None:
         self.set_up, self.curl = set_up, pycurl.Curl()
         self.lines: list[bytes] = []
-        self.done: asyncio.Future[tuple[int, str] | None] | None = None
+        self.ended: Ended = nobody  # the client's, set by Engine.start
+        self.done: Done = nobody  # whom the client tells; url, pins and proxied are its notes too
+        self.url, self.proxied = "", False
+        self.pins: tuple[str, ...] = ()
         self.decoder: Decoder | None = None
         self.failure: Failure | None = None
         self.engine: Engine | None = None
@@ -126,7 +137,7 @@ class Exchange:
         self.parts: list[bytes | bytearray] = []
         self.headers: dict[str, str] | None = None
         self.decoder, self.failure, self.target, self.peer = None, None, None, ""
-        self.status, self.version, self.size, self.mark_size = 0, "", 0, 0
+        self.status, self.version, self.size, self.mark_size, self.cancelled = 0, "", 0, 0, False
         self.started = self.ready_at = self.mark = 0.0
 
     def restore(self) -> None:
@@ -154,6 +165,12 @@ class Exchange:
             else:
                 self.curl.unsetopt(pycurl.CONNECT_TO)
             self.pin = pin
+
+    def cancel(self) -> None:
+        """As a task's, where there is none: whoever waits for the answer is told so at once."""
+        if self.engine is not None:
+            self.cancelled = True
+            self.engine.stop(self)
 
     # libcurl calls these. An exception would be printed and lost, so each ends the transfer by its return value.
 
@@ -296,16 +313,15 @@ class Engine:
         self._multi.setopt(pycurl.M_MAXCONNECTS, options.max_idle)
         loop.add_reader(self._epoll.fileno(), self._on_events)
 
-    def start(self, ex: Exchange) -> asyncio.Future[tuple[int, str] | None]:
-        done = ex.done = self._loop.create_future()
-        ex.engine = self
+    def start(self, ex: Exchange, ended: Ended) -> None:
+        """`ended` is called once, by the loop or by `stop`; not before this returns."""
+        ex.engine, ex.ended = self, ended
         ex.started = self._loop.time()
         self._multi.add_handle(ex.curl)
         self.active[ex.curl] = ex
         self._kick_soon()
         if self._sweep is None:
             self._sweep = self._loop.call_later(self._tick, self._on_sweep)
-        return done
 
     def stop(self, ex: Exchange, error: tuple[int, str] | None = None) -> None:
         """End it now, wherever it is; its connection is closed unless the answer was complete."""
@@ -313,8 +329,7 @@ class Engine:
             return
         self._resting.pop(ex, None)
         self._multi.remove_handle(ex.curl)
-        if ex.done is not None and not ex.done.done():
-            ex.done.set_result(error)
+        ex.ended(ex, error)
 
     def close(self) -> None:
         for ex in list(self.active.values()):
@@ -445,14 +460,21 @@ class Engine:
 
     def _reap(self) -> None:
         active, remove = self.active, self._multi.remove_handle
+        finished: list[tuple[Exchange, tuple[int, str] | None]] = []
         queued = 1
         while queued:
             queued, good, bad = self._multi.info_read()
-            for curl, error in [*((c, None) for c in good), *((c, (code, message)) for c, code, message in bad)]:
+            for curl in good:
                 remove(curl)
-                ex = active.pop(curl, None)
-                if ex is not None and ex.done is not None and not ex.done.done():
-                    ex.done.set_result(error)
+                finished.append((active.pop(curl), None))
+            for curl, code, message in bad:
+                remove(curl)
+                finished.append((active.pop(curl), (code, message)))
+        for ex, error in finished:
+            try:
+                ex.ended(ex, error)
+            except Exception as e:  # a bug: the others must not suffer
+                self._loop.call_exception_handler({"message": "an answer could not be passed on", "exception": e})
 
     def _on_sweep(self) -> None:
         """Time-outs, all of them: libcurl has none for the first byte, and a timer for each request costs more than this walk."""

@@ -138,10 +138,10 @@ class Robots:
         self._compiled: dict[str, _Group] = {}
         self._anyone = _Group((), None)
 
-    def allows(self, agent: str, url: str) -> bool:
-        """Of a URL (or a path). A URL that is none is not allowed."""
+    def allows(self, agent: str, url: str, *, canonical: bool = False) -> bool:
+        """Of a URL (or a path). A URL that is none is not allowed. `canonical=True` says that it came out of `canonical_url` and saves the parse."""
         try:
-            path = _path(url)
+            path = _norm(url[url.index("/", 8) :]) if canonical else _path(url)
         except BadUrl:
             return False
         if path == "/robots.txt":

@@ -11,7 +11,7 @@ import msgspec
 from penstock.model import ErrorClass, Event, Failure
 from penstock.net.cookies import Jar
 from penstock.net.guard import NotResolved
-from penstock.ports import Baseline, Clock, Fetcher, Hop, Pace, Response, RobotsCache
+from penstock.ports import Baseline, Cancellable, Clock, DirectFetcher, Done, Fetcher, Hop, Pace, Response, RobotsCache
 from penstock.rules import proxies
 from penstock.rules import robots as rules
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
@@ -50,24 +50,53 @@ class FetchStage:
         self, fetcher: Fetcher, robots_cache: RobotsCache, pace: Pace, clock: Clock, options: FetchOptions | None = None, proxies: Proxies | None = None
     ) -> None:  # fmt: skip
         self._fetcher, self._cache, self._pace, self._clock, self._proxies = fetcher, robots_cache, pace, clock, proxies
+        self._direct = fetcher if isinstance(fetcher, DirectFetcher) else None
         self._options = options or FetchOptions()
         self._robots: dict[str, _Known] = {}
         self._loading: dict[str, asyncio.Task[_Known]] = {}
         self._misses: dict[str, int] = {}  # origins whose robots.txt cannot be reached, and how often in a row
 
-    async def fetch(self, event: Event, baseline: Baseline | None, *, turn: int = 0, proxy: str | None = None) -> Response:
+    def begin(self, event: Event, baseline: Baseline | None, done: Done) -> Cancellable | None:
+        """Without a task, where there is nothing to wait for but the answer: a GET, no proxy, no account, robots.txt known and in favour, the
+        host held back by nobody. `done` gets what came; `is_final` says whether that is all. None, and nothing was sent: `fetch` has to see to it."""
+        ask, route, url, host = event.ask, event.route, event.url, event.key
+        if self._direct is None or ask.method != "GET" or ask.body is not None or route.account or proxies.needs_proxy(route):
+            return None
+        if self._options.robots == "obey" and not self._cache.exempt(host):
+            known = self._robots.get(url[: url.find("/", 8)])
+            if known is None or known.until <= self._clock.now() or not (200 <= known.status < 500):
+                return None
+            if known.robots is not rules.ALLOW_ALL and not known.robots.allows(self._options.agent, url, canonical=True):
+                return None
+        if self._pace.blocked_until(host):
+            return None
+        return self._direct.begin(url, self._headers(event, baseline)[0], done)
+
+    def is_final(self, event: Event, response: Response) -> bool:
+        """Is this answer, to what `begin` sent, the one to go on with? False: there is more to do, by `fetch`. Raises Failure by its verdict."""
+        if not 200 <= response.status < 300 or self._pace.blocked_until(event.key):
+            return False
+        verdict = judge(response.status, response.headers, response.body, now=0.0, soft_404=self._options.soft_404)
+        if verdict is not None:
+            raise verdict.failure()
+        return True
+
+    async def fetch(
+        self, event: Event, baseline: Baseline | None, *, turn: int = 0, proxy: str | None = None, answer: Response | None = None
+    ) -> Response:  # fmt: skip
         """The final answer, with the hops that led to it; its verdict is good. Raises Failure for everything else.
 
         An event whose route asks for a proxy goes through one or not at all. `turn`: how often it was blocked, so which of its pools is next.
+        `answer`: to its first request, where `begin` has sent that.
         """
         if proxy is not None or not proxies.needs_proxy(event.route):
-            return await self._walk(event, baseline, proxy)
+            return await self._walk(event, baseline, proxy, answer)
         if self._proxies is None:
             proxies.plan({}, event.route, key=event.id)  # raises: there is no such pool
             raise AssertionError
         return await self._proxies.through(event, turn, lambda dsn: self._walk(event, baseline, dsn))
 
-    async def _walk(self, event: Event, baseline: Baseline | None, proxy: str | None) -> Response:
+    async def _walk(self, event: Event, baseline: Baseline | None, proxy: str | None, answer: Response | None = None) -> Response:
         account = event.route.account
         session = self._proxies.jar(account) if account and self._proxies is not None else None
         jar = session  # without an account there is none, but for what a chain of redirects sets on its way
@@ -79,12 +108,13 @@ class FetchStage:
         started = self._clock.now()
         while True:
             try:
-                if o.robots == "obey" and not self._cache.exempt(host) and await self._permit(url, host, proxy):
+                if answer is None and o.robots == "obey" and not self._cache.exempt(host) and await self._permit(url, host, proxy):
                     if not hops and self._pace.voided(host) >= started:  # all that waited for it would wait here, one crawl delay after the other
                         raise breach(Breach.HELD, f"{host}: robots.txt asks for more time between requests", after=0.1)
                     await self._take_slot(host)  # robots.txt was fetched in ours
                 cookies = jar.header(url, self._clock.now()) if jar and "cookie" not in headers else ""
-                response = await self._send(url, host, method, {**headers, "cookie": cookies} if cookies else headers, body, proxy)
+                response = await self._send(url, host, method, {**headers, "cookie": cookies} if cookies else headers, body, proxy, answer)
+                answer = None
             except proxies.ProxyFailed as e:
                 e.own = e.own and not hops  # a chain is not begun again at once: its first host was asked already
                 raise
@@ -150,12 +180,15 @@ class FetchStage:
                 headers.setdefault("if-modified-since", baseline.last_modified)
         return headers, "if-none-match" in headers or "if-modified-since" in headers
 
-    async def _send(self, url: str, host: str, method: str, headers: Mapping[str, str], body: bytes | None, proxy: str | None) -> Response:
-        if self._pace.blocked_until(host) > self._clock.now():
-            await self._pace.refresh()  # an operator may have resumed it since the last look: put off now, it would be for long
-        if (wait := self._pace.blocked_until(host) - self._clock.now()) > 0:
-            raise breach(Breach.HELD, host, after=min(wait, MAX_RETRY_AFTER))
-        response = await self._fetcher.fetch(url, method=method, headers=headers, body=body, proxy=proxy)
+    async def _send(
+        self, url: str, host: str, method: str, headers: Mapping[str, str], body: bytes | None, proxy: str | None, response: Response | None = None
+    ) -> Response:  # fmt: skip
+        if response is None:
+            if self._pace.blocked_until(host) > self._clock.now():
+                await self._pace.refresh()  # an operator may have resumed it since the last look: put off now, it would be for long
+            if (wait := self._pace.blocked_until(host) - self._clock.now()) > 0:
+                raise breach(Breach.HELD, host, after=min(wait, MAX_RETRY_AFTER))
+            response = await self._fetcher.fetch(url, method=method, headers=headers, body=body, proxy=proxy)
         status = response.status
         value = response.headers.get("retry-after") if status in (429, 503) else None
         after = parse_retry_after(value, self._clock.now()) if value else None
@@ -195,7 +228,7 @@ class FetchStage:
             return spent
         if known.status == _UNREACHABLE or known.status >= 500:
             raise breach(Breach.ROBOTS_LATER, f"{host} answered {known.status}" if known.status else host, after=max(known.until - now, 1.0))
-        if not known.robots.allows(self._options.agent, url):
+        if not known.robots.allows(self._options.agent, url, canonical=True):
             raise breach(Breach.ROBOTS)
         return spent
 
