@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -161,7 +161,7 @@ class Books(Upkeep):
         wants: Counter[str] = Counter()
         readable = [e for _, e in deliveries if not isinstance(e, BadEnvelope)]
         standings = self.ledger.standings_in(tx, [e.id for e in readable])
-        holders = self._holders(tx, claims, readable if fetches else ())
+        holders = self._holders(tx, claims, [url_key(e.url) for e in readable if not e.force] if fetches else [])
         for d, e in deliveries:
             outcome: Outcome | None = None
             admitted = SETTLED
@@ -186,6 +186,8 @@ class Books(Upkeep):
                         admitted = Admitted(
                             verdict="go",
                             row=standing.n,
+                            fence=standing.fence if standing.status == "pending" else None,
+                            free=holder is None,
                             slot=-1.0 if asks else 0.0,
                             starts=standing.starts,
                             attempts=standing.attempts,
@@ -202,9 +204,9 @@ class Books(Upkeep):
             self.broker.settle_in(tx, settles)
         return answers, +wants
 
-    def _holders(self, tx: Any, claims: Any, events: Iterable[Event]) -> dict[bytes, Any]:
-        """Of all their URLs at once, where the claims lie in the store; of others `claims` knows them already."""
-        return {} if claims.apart else claims.holders_in(tx, [url_key(e.url) for e in events if not e.force])
+    def _holders(self, tx: Any, claims: Any, keys: Sequence[bytes]) -> dict[bytes, Any]:
+        """Of all these URLs at once, where the claims lie in the store; of others `claims` knows them already."""
+        return claims.holders_in(tx, keys) if keys and not claims.apart else {}
 
     def _holder(self, tx: Any, claims: Any, holders: dict[bytes, Any], key: bytes) -> Any:
         """From what was read for the whole batch; again for a URL that comes a second time."""
@@ -288,12 +290,12 @@ class Books(Upkeep):
 
     # -- a handler starts ----------------------------------------------------------------------------------------------------
 
-    async def begin(self, starts: Sequence[tuple[Delivery, Event, int]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
+    async def begin(self, starts: Sequence[tuple[Delivery, Event, Admitted]], *, asks: Sequence[bool], writing: bool = False) -> list[int | None]:
         """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile and is settled, or its lease was lost."""
         claims = await self._claim_ahead(starts, asks) if self.claims.apart else self.claims
         return await self.write(lambda tx: self._begin(tx, claims, starts, asks, writing), durable=False)
 
-    async def _claim_ahead(self, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool]) -> Seen:
+    async def _claim_ahead(self, starts: Sequence[tuple[Delivery, Event, Admitted]], asks: Sequence[bool]) -> Seen:
         """Claims of a store apart are taken before the start is noted: their owner is the event, so one that dies in between finds it is its own."""
         wanted: dict[bytes, Event] = {}
         for (_, e, _), asking in zip(starts, asks, strict=True):
@@ -327,26 +329,33 @@ class Books(Upkeep):
     def _good(self, tx: Any, holder: Holder) -> str | None:
         return holder.owner if self.ledger.baseline_in(tx, holder.owner) else holder.good
 
-    def _begin(self, tx: Any, claims: Any, starts: Sequence[tuple[Delivery, Event, int]], asks: Sequence[bool], writing: bool) -> list[int | None]:
+    def _begin(self, tx: Any, claims: Any, starts: Sequence[tuple[Delivery, Event, Admitted]], asks: Sequence[bool], writing: bool) -> list[int | None]:
         now = self.clock.now()
         settles: list[tuple[Delivery, Outcome]] = []
         may: list[bool] = []
-        taken: dict[bytes, tuple[str, str | None]] = dict(claims.taken) if claims.apart else {}
         rows: set[int] = set()
-        holders = self._holders(tx, claims, (e for (_, e, _), asking in zip(starts, asks, strict=True) if asking))
-        for (d, e, row), asking, held in zip(starts, asks, self.broker.holds_in(tx, [d for d, _, _ in starts]), strict=True):
-            outcome = self._take(tx, claims, e, taken, holders, now) if held and asking and not e.force else None
+        leases = self.broker.holds_in(tx, [d for d, _, _ in starts])
+        keys = [url_key(e.url) if held and asking and not e.force else None for (_, e, _), asking, held in zip(starts, asks, leases, strict=True)]
+        free: dict[bytes, str] = {}
+        for (_, e, a), key in zip(starts, keys, strict=True):
+            if key is not None and a.free:
+                free.setdefault(key, e.id)
+        won = dict(claims.taken) if claims.apart else {key: (free[key], None) for key in claims.claim_in(tx, free, now)}
+        taken: dict[bytes, tuple[str, str | None]] = dict(won)
+        holders = self._holders(tx, claims, [key for key in keys if key is not None and key not in won])
+        for (d, e, a), key, held in zip(starts, keys, leases, strict=True):
+            outcome = None if key is None or (key in won and won[key][0] == e.id) else self._take(tx, claims, e, key, taken, holders, now)
             if held and self.broker.apart:
-                if row in rows or self.broker.busy_in(tx, row):  # another copy was quicker
+                if a.row in rows or self.broker.busy_in(tx, a.row):  # another copy was quicker
                     outcome = Release()
-                rows.add(row)
+                rows.add(a.row)
             may.append(held and outcome is None)
             if outcome is not None:
                 settles.append((d, outcome))
-        claims.take_in(tx, [(key, *claim) for key, claim in taken.items()], now)
-        going = [(row, e, asking) for (_, e, row), asking, ok in zip(starts, asks, may, strict=True) if ok]
-        begun = self.ledger.begin_in(tx, [g[:2] for g in going], self.worker, now, asks=[g[2] for g in going], status="writing" if writing else "in_flight")
-        fences = iter(begun)
+        claims.take_in(tx, [(key, *claim) for key, claim in taken.items() if key not in won], now)
+        going = [(a.row, e, a.fence) for (_, e, a), ok in zip(starts, may, strict=True) if ok]
+        asking = [asking for asking, ok in zip(asks, may, strict=True) if ok]
+        fences = iter(self.ledger.begin_in(tx, going, self.worker, now, asks=asking, status="writing" if writing else "in_flight"))
         answers = [next(fences) if ok else None for ok in may]
         settles += [(d, Ack()) for (d, _, _), ok, fence in zip(starts, may, answers, strict=True) if ok and fence is None]
         if settles:
@@ -355,9 +364,10 @@ class Books(Upkeep):
             self.broker.settle_in(tx, settles)
         return answers
 
-    def _take(self, tx: Any, claims: Any, e: Event, taken: dict[bytes, tuple[str, str | None]], holders: dict[bytes, Any], now: float) -> Outcome | None:
+    def _take(
+        self, tx: Any, claims: Any, e: Event, key: bytes, taken: dict[bytes, tuple[str, str | None]], holders: dict[bytes, Any], now: float
+    ) -> Outcome | None:
         """Between admission and the start another event may have taken the claim, in this very batch even."""
-        key = url_key(e.url)
         holder = self._holder(tx, claims, holders, key)
         if holder is None and key not in taken:
             if claims.apart:  # we tried to take it, and it was another's for a moment

@@ -188,7 +188,9 @@ class Admitted(msgspec.Struct, kw_only=True):
     """Answer of the books to a delivery that just arrived."""
 
     verdict: Literal["go", "settled"]  # settled: duplicate, delayed, already ended; nothing more to do
-    row: int = 0  # the ledger's own number of the event: begin and End give it back
+    row: int = 0  # the ledger's own number of the event: End gives it back
+    fence: int | None = None  # where it was pending: then begin need not look again before it counts the start
+    free: bool = False  # nobody had claimed its URL: begin tries to take the claim before it looks whose it is
     slot: float = 0.0  # when its host may be asked
     starts: int = 0
     attempts: int = 0  # recorded failures

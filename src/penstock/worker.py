@@ -271,7 +271,7 @@ class Worker:
             if not items:
                 continue
             self._active += len(items)  # taken before the await, or a second look would hand the same permits out again
-            starts = [(i.delivery, i.event, i.admitted.row) for i in items]
+            starts = [(i.delivery, i.event, i.admitted) for i in items]
             try:
                 fences = await self._insist(partial(self.books.begin, starts, asks=[i.asks for i in items], writing=self.first == "sink"))
             except BaseException:

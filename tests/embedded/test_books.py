@@ -130,7 +130,7 @@ class Rig:
 
     async def begin(self, held: Sequence[Held], *, writing: bool = False) -> list[Begun]:
         """Those that were begun."""
-        fences = await self.books.begin([(d, e, a.row) for d, e, a in held], asks=[a.slot > 0 and not a.page for _, _, a in held], writing=writing)
+        fences = await self.books.begin(held, asks=[a.slot > 0 and not a.page for _, _, a in held], writing=writing)
         assert_books_balance(self)
         return [(*h, fence) for h, fence in zip(held, fences, strict=True) if fence is not None]
 

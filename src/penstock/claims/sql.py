@@ -64,6 +64,12 @@ class SqlClaims:
         holder = self.holder_in(tx, url_key)
         return holder is not None and event_id in (holder.owner, holder.good)
 
+    def claim_in(self, tx: Tx, wanted: Mapping[bytes, str], now: float) -> list[bytes]:
+        """URL → owner; those that were nobody's are theirs now."""
+        rows = [(key, owner, now) for key, owner in wanted.items()]
+        won = tx.each("INSERT INTO claim(url_key, owner, at) VALUES(?,?,?) ON CONFLICT(url_key) DO NOTHING", rows)
+        return [key for key, ours in zip(wanted, won, strict=True) if ours]
+
     def take_in(self, tx: Tx, rows: Sequence[tuple[bytes, str, str | None]], now: float) -> None:
         """(URL, new owner, last success) of claims that may be taken."""
         tx.executemany(

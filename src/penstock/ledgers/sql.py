@@ -52,6 +52,8 @@ _NOTE = (
     " DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=excluded.class, reason=excluded.reason"
 )
 _FETCHED = "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page, meta=excluded.meta"
+# `crashes` counts this start as lost until it ends; a recorded end takes it back.
+_BEGIN = "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?"
 _FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing')"
 _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"  # a recorded end takes back what its start counted as lost
 OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
@@ -71,6 +73,7 @@ class Standing(msgspec.Struct, frozen=True):
     page_meta: bytes | None
     accepted_at: float
     not_before: float | None
+    fence: int
 
 
 class SqlLedger:
@@ -154,10 +157,10 @@ class SqlLedger:
     def standings_in(self, tx: Tx, event_ids: Sequence[str]) -> dict[str, Standing]:
         """Of those that are known."""
         found: dict[str, Standing] = {}
-        rows = tx.executemany("SELECT id, n, status, attempts, starts, crashes, accepted_at, not_before FROM event WHERE id=?", [(id_,) for id_ in event_ids])
-        for id_, n, status, attempts, starts, crashes, accepted_at, not_before in rows.fetchall():
+        known = "SELECT id, n, status, attempts, starts, crashes, accepted_at, not_before, fence FROM event WHERE id=?"
+        for id_, n, status, attempts, starts, crashes, accepted_at, not_before, fence in tx.executemany(known, [(id_,) for id_ in event_ids]).fetchall():
             page, meta = (starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get) or (None, None)
-            found[id_] = Standing(n, status, attempts, starts, crashes, page, meta, accepted_at, not_before)
+            found[id_] = Standing(n, status, attempts, starts, crashes, page, meta, accepted_at, not_before, fence)
         return found
 
     def found_at_in(self, tx: Tx, n: int, position: int) -> None:
@@ -182,33 +185,37 @@ class SqlLedger:
             self.count_in(tx, event.topic, {was.status: -1, "delayed": 1})
 
     def begin_in(
-        self, tx: Tx, events: Sequence[tuple[int, Event]], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight"
+        self, tx: Tx, events: Sequence[tuple[int, Event, int | None]], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight"
     ) -> list[int | None]:
-        """Counts the start, before the work. The fence of each, or None where it has ended meanwhile."""
-        fences: list[int | None] = []
-        begun: list[tuple[str, int, str, float, float | None, int]] = []
+        """Counts the start, before the work, of (number, event, its fence if it was pending a moment ago).
+        The fence of each, or None where it has ended meanwhile."""
+        asked = [now if asking else None for asking in asks]
+        pending = [i for i, (_, _, fence) in enumerate(events) if fence is not None]
+        rows = [(status, fence + 1, worker, now, asked[i], n, fence) for i, (n, _, fence) in enumerate(events) if fence is not None]
+        fences: list[int | None] = [None] * len(events)
         delta: Counter[tuple[str, str]] = Counter()
-        standing = {n: (was, fence) for n, was, fence in tx.executemany("SELECT n, status, fence FROM event WHERE n=?", [(n,) for n, _ in events]).fetchall()}
-        for (n, e), asking in zip(events, asks, strict=True):
+        for i, row, ours in zip(pending, rows, tx.each(f"{_BEGIN} AND fence=? AND status='pending'", rows), strict=True):
+            if ours:
+                fences[i] = row[1]
+                delta[events[i][1].topic, "pending"] -= 1
+        others = [i for i, fence in enumerate(fences) if fence is None]
+        seen = tx.executemany("SELECT n, status, fence FROM event WHERE n=?", [(events[i][0],) for i in others]).fetchall() if others else []
+        standing = {n: (was, fence) for n, was, fence in seen}
+        for i in others:
+            n, e, _ = events[i]
             was, fence = standing.get(n, ("", 0))
-            if was not in OPEN:
-                fences.append(None)
-                continue
-            standing[n] = status, fence + 1  # it may be here twice
-            begun.append((status, fence + 1, worker, now, now if asking else None, n))
-            delta[e.topic, was] -= 1
-            delta[e.topic, status] += 1
-            fences.append(fence + 1)
-        # `crashes` counts this start as lost until it ends; a recorded end takes it back.
-        tx.executemany(
-            "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?",
-            begun,
-        )
+            if was in OPEN:
+                standing[n] = status, fence + 1  # it may be here twice
+                fences[i] = fence + 1
+                delta[e.topic, was] -= 1
+        tx.executemany(_BEGIN, [(status, fences[i], worker, now, asked[i], events[i][0]) for i in others if fences[i] is not None])
         at = int(now * 1e6)
-        notes = [(n, at, status, worker) for *_, n in begun]
         tx.executemany(
-            "INSERT INTO history(event, at, status, worker) VALUES(?,?,?,?) ON CONFLICT(event, at, status) DO UPDATE SET worker=excluded.worker", notes
+            "INSERT INTO history(event, at, status, worker) VALUES(?,?,?,?) ON CONFLICT(event, at, status) DO UPDATE SET worker=excluded.worker",
+            [(n, at, status, worker) for (n, _, _), fence in zip(events, fences, strict=True) if fence is not None],
         )
+        for (topic, _), n in list(delta.items()):
+            delta[topic, status] -= n
         self._count_all(tx, delta)
         return fences
 
