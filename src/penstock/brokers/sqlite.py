@@ -178,29 +178,35 @@ class SqliteBroker(SqlQueue):
         now = self.clock.now()
         self._bring_back(tx, g, now)
         per_key = 1 if g.ordered else per_key or limit
-        picked: list[tuple[int, str, str, str | None, bytes, int]] = []
-        taken: dict[tuple[int, str], int] = defaultdict(int)
-        behind: dict[tuple[int, str], int] = {}  # the last that was taken
         quotas = shares(self._places[g.id], limit)
         self._places[g.id] += limit
         left = limit
+        allotted: dict[tuple[int, str], int] = {}
         for share in (True, False):  # first each class its part, then whoever still has work fills the batch
             for prio in CLASSES:
                 if left <= 0:
                     break
                 quota = min(left, quotas[prio]) if share else left
                 if quota:
-                    left -= self._pick(tx, g.id, prio, quota, per_key, now, taken, behind, picked)
-        if not picked:
+                    left -= self._allot(tx, g.id, prio, quota, per_key, now, allotted)
+        if not allotted:
             return []
+        picked: list[tuple[int, int, str, str, str | None, bytes, int]] = []
+        for (prio, key), n in allotted.items():
+            picked += tx.execute(
+                "SELECT q.prio, q.seq, q.key, m.id, m.headers, m.body, q.deliveries FROM queue q INDEXED BY queue_ready JOIN message m ON m.seq=q.seq"
+                " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 ORDER BY q.seq LIMIT ?",
+                (g.id, prio, key, n),
+            ).fetchall()
+        picked.sort()  # neighbours in time are neighbours in every table: those begun together touch few of its pages
         token = tx.execute("UPDATE token SET n=n+1 RETURNING n").get
         tx.execute(
             "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq IN (SELECT value FROM json_each(?))",
-            (now + lease, owner, token, g.id, str([p[0] for p in picked])),
+            (now + lease, owner, token, g.id, str([seq for _, seq, *_ in picked])),
         )
         tx.executemany(
             "UPDATE keyq SET ready=ready-?, next_at=? WHERE grp=? AND prio=? AND key=?",
-            [(n, NEVER if g.ordered else now, g.id, prio, key) for (prio, key), n in taken.items()],
+            [(n, NEVER if g.ordered else now, g.id, prio, key) for (prio, key), n in allotted.items()],
         )
         tx.execute("UPDATE grp SET ready=ready-?1, leased=leased+?1 WHERE id=?2", (len(picked), g.id))
         return [
@@ -215,52 +221,29 @@ class SqliteBroker(SqlQueue):
                 token=token,
                 deliveries=before + 1,
             )
-            for seq, key, id_, headers, body, before in picked
+            for _, seq, key, id_, headers, body, before in picked
         ]
 
-    def _pick(
-        self,
-        tx: Tx,
-        g: int,
-        prio: int,
-        quota: int,
-        per_key: int,
-        now: float,
-        taken: dict[tuple[int, str], int],
-        behind: dict[tuple[int, str], int],
-        picked: list[tuple[int, str, str, str | None, bytes, int]],
-    ) -> int:
-        """Round robin between keys by the time they were last served; a key's messages in order of publication."""
-        known = sum(p == prio for p, _ in taken)  # keys that gave what they had in the first round must not take the places of others
+    def _allot(self, tx: Tx, g: int, prio: int, quota: int, per_key: int, now: float, allotted: dict[tuple[int, str], int]) -> int:
+        """How many of each key are handed out: in turns, beginning with the one that waits longest. Returns their sum."""
+        known = sum(p == prio for p, _ in allotted)  # keys that gave what they had in the first round must not take the places of others
         keys = tx.execute(
             "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?", (g, prio, now, quota + known)
         ).fetchall()
-        got = 0
-        found: list[tuple[int, str, str, str | None, bytes, int]] = []
-        waiting = [(key, ready - taken.get((prio, key), 0)) for key, ready in keys]
-        while waiting and got < quota:
-            share = max(1, (quota - got) // len(waiting))
+        left = quota
+        waiting = [(key, min(ready, per_key) - allotted.get((prio, key), 0)) for key, ready in keys]
+        while waiting and left > 0:
+            share = max(1, left // len(waiting))
             again = []
             for key, ready in waiting:
-                have = taken.get((prio, key), 0)
-                n = min(share, per_key - have, ready, quota - got)
-                if n <= 0:
-                    continue
-                rows = tx.execute(
-                    "SELECT q.seq, q.key, m.id, m.headers, m.body, q.deliveries FROM queue q INDEXED BY queue_ready JOIN message m ON m.seq=q.seq"
-                    " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 AND q.seq>? ORDER BY q.seq LIMIT ?",
-                    (g, prio, key, behind.get((prio, key), 0), n),
-                ).fetchall()
-                found += rows
-                if rows:
-                    behind[prio, key] = rows[-1][0]
-                taken[prio, key] = have + len(rows)
-                got += len(rows)
-                if len(rows) == n and ready > n and have + n < per_key:
-                    again.append((key, ready - n))
+                n = min(share, ready, left)
+                if n > 0:
+                    allotted[prio, key] = allotted.get((prio, key), 0) + n
+                    left -= n
+                    if ready > n:
+                        again.append((key, ready - n))
             waiting = again
-        picked += sorted(found)  # neighbours in time are neighbours in every table: those begun together touch few of its pages
-        return got
+        return quota - left
 
     def _bring_back(self, tx: Tx, g: Group, now: float) -> None:
         """What is due: delays that ended and leases that ran out."""
