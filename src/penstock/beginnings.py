@@ -10,7 +10,6 @@ from turbohtml import parse as parse_html
 from penstock.queries import Query
 
 SMALLEST = 4 << 10  # bytes of a beginning
-SHARE = 4  # it is a quarter of the page
 _UNSETTLED = frozenset({"select", "option", "optgroup", "template"})  # open, these may still change what came before
 _reaches_back = re.compile(rb"<[bhfBHF][otrOTR][dmaDMA][ylmYLM]").search  # <body, <html, <frameset; and what looks like them, which does no harm
 _FORMATTING = frozenset({"a", "b", "big", "code", "em", "font", "i", "nobr", "s", "small", "strike", "strong", "tt", "u"})
@@ -58,12 +57,11 @@ class Beginning:
         return query.of(found)
 
 
-def beginning(body: bytes, encoding: str | None) -> Beginning | None:
-    """None: the page is too short for that, may be cut in the middle of a character, or has tags that change what was there at its start."""
-    end = max(SMALLEST, len(body) // SHARE)
-    if 2 * end > len(body) or encoding is None or encoding.lower() not in ("utf-8", "utf8") or body.startswith((b"\xff\xfe", b"\xfe\xff")):
+def beginning(body: bytes, encoding: str | None, size: int) -> Beginning | None:
+    """None: that is most of the page, it may be cut in the middle of a character, or it has tags that change what was there at its start."""
+    if 2 * size > len(body) or encoding is None or encoding.lower() not in ("utf-8", "utf8") or body.startswith((b"\xff\xfe", b"\xfe\xff")):
         return None
-    cut = body.rfind(b">", 0, end) + 1
+    cut = body.rfind(b">", 0, size) + 1
     return Beginning(parse_html(body[:cut], encoding=encoding, positions=False)) if cut and not _reaches_back(body, cut) else None
 
 

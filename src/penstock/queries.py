@@ -18,12 +18,12 @@ _KEPT = 4096  # compiled selectors; a pipeline has dozens, and code that formats
 class Query:
     """Elements by CSS. Its answers are in document order, as XPath's are, because parsel's are."""
 
-    __slots__ = ("compound", "css", "late", "source", "steady")
+    __slots__ = ("compound", "css", "reach", "source", "steady")
     strings = False  # whether what it finds are strings: texts or attributes, never elements
 
     def __init__(self, source: str, css: str) -> None:
         self.source, self.css = source, css
-        self.late = 0  # for how many pages to come its answer is not looked for in their beginnings
+        self.reach = 0  # bytes of a page that were enough of late, for it and for what was asked after it
         # Inside an element parsel looks at the element too and sees nothing above it; without a combinator that is `matches` and `select`.
         self.compound = not re.search(r"[\s>+~]", re.sub(r"\[[^\]]*\]|\([^()]*\)|\s*,\s*", "", css.strip()))
         self.steady = ":" not in css  # pseudo-classes look at what comes after an element too

@@ -167,7 +167,7 @@ class SelectorList:
 
 # -- documents ---------------------------------------------------------------------------------------------------------
 
-PATIENCE = 16  # pages that are parsed whole at once, after one whose beginning was parsed in vain
+FORGETTING = 64  # after about two thirds as many pages, half of what was needed is tried
 _CHARSET = re.compile(r"""charset\s*=\s*["']?([^\s"';,]+)""", re.IGNORECASE)
 
 
@@ -186,41 +186,43 @@ def _header_charset(content_type: str | None) -> str | None:
 
 
 class Whole(Selector):
-    """A page, parsed as far as it is asked: `.get()` is often answered by its beginning."""
+    """A page, parsed as far as it is asked: `.get()` is often answered by its beginning. How long that has to be is learned from page to page, by the
+    query that comes first on each."""
 
-    __slots__ = ("_beginning", "_body", "_encoding", "_hopeful", "_parsed", "_tried")
+    __slots__ = ("_beginning", "_body", "_encoding", "_opener", "_parsed", "_size", "_tried")
 
     def __init__(self, body: bytes, encoding: str | None) -> None:
-        self._body, self._encoding = body, encoding
+        self._body, self._encoding, self._size, self._tried = body, encoding, 0, False
         self._beginning: Beginning | None = None
-        self._hopeful: Query | None = None  # for whom that was parsed
-        self._tried = len(body) < 2 * SMALLEST  # there is nothing to be hoped for
+        self._opener: Query | None = None
         self._parsed: Document | None = None
 
     @property
     def root(self) -> Document:  # type: ignore[override]
         if self._parsed is None:
-            if self._hopeful is not None:
-                self._hopeful.late = PATIENCE
+            if self._opener is not None and self._tried:  # in vain
+                self._opener.reach = len(self._body)
             self._parsed = parse_html(self._body, encoding=self._encoding, detect_encoding=self._encoding is None, positions=False)
-            self._tried, self._beginning = True, None
+            self._beginning = None
         return self._parsed
 
     def first(self, query: Query) -> str | None:
-        if query.steady:
-            if not self._tried:
-                self._try(query)
-            if self._beginning is not None and (value := self._beginning.first(query)) is not None:
-                return value
+        if self._parsed is None and query.steady:
+            if self._opener is None:
+                self._opener = query
+                self._begin(max(SMALLEST, query.reach - query.reach // FORGETTING))
+            while self._beginning is not None:
+                if (value := self._beginning.first(query)) is not None:
+                    return value
+                self._begin(min(2 * self._size, max(len(self._body) // 2, self._size + 1)))
         return query.first(self.root)
 
-    def _try(self, query: Query) -> None:
-        self._tried = True
-        if query.late:
-            query.late -= 1
-        else:
-            self._beginning = beginning(self._body, self._encoding)
-            self._hopeful = query if self._beginning is not None else None
+    def _begin(self, size: int) -> None:
+        self._size = size
+        self._beginning = beginning(self._body, self._encoding, size)
+        self._tried = self._tried or self._beginning is not None
+        if self._opener is not None:
+            self._opener.reach = size
 
 
 def parse(body: bytes, content_type: str | None = None) -> Selector:

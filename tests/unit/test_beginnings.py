@@ -10,7 +10,7 @@ from turbohtml import parse as parse_html
 
 from penstock import queries
 from penstock.beginnings import SMALLEST, Beginning, beginning
-from penstock.selecting import PATIENCE, parse
+from penstock.selecting import FORGETTING, parse
 
 UTF8 = "text/html; charset=utf-8"
 TAGS = re.findall(
@@ -102,25 +102,35 @@ def test_a_frameset_that_takes_the_body_away_is_seen() -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-16", "iso-2022-jp", "windows-1252", None])
 def test_only_where_no_character_can_be_cut_there_is_a_beginning(encoding: str | None) -> None:
-    assert beginning(long("<body>"), encoding) is None
-    assert beginning(long("<body>"), "UTF-8") is not None
-    assert beginning(b"\xff\xfe" + long("<body>"), "utf-8") is None
-    assert beginning(b"x" * 8 * SMALLEST, "utf-8") is None
-    assert beginning(b"<p>" * (SMALLEST // 3), "utf-8") is None
+    assert beginning(long("<body>"), encoding, SMALLEST) is None
+    assert beginning(long("<body>"), "UTF-8", SMALLEST) is not None
+    assert beginning(b"\xff\xfe" + long("<body>"), "utf-8", SMALLEST) is None
+    assert beginning(b"x" * 8 * SMALLEST, "utf-8", SMALLEST) is None
+    assert beginning(b"<p>" * (SMALLEST // 3), "utf-8", SMALLEST) is None
 
 
-def test_a_selector_whose_answers_come_late_is_asked_of_the_whole_page_at_once() -> None:
+def test_how_much_of_a_page_is_needed_is_learned() -> None:
     queries.css.cache_clear()
-    early, late = queries.css("h1.early::text"), queries.css("i.late::text")
-    body = long("<body><h1 class=early>A</h1>", "<i class=late>L</i>")
+    first = queries.css("h1::text")
+    body = long("<body><h1>A</h1>" + "<p>words</p>" * 1000 + "<i>M</i>")
+    assert parse(body, UTF8).css("h1::text").get() == "A"
+    assert first.reach == SMALLEST
+    for _ in range(3 * FORGETTING):
+        page = parse(body, UTF8)
+        assert (page.css("h1::text").get(), page.css("i::text").get()) == ("A", "M")
+        assert 12_000 < first.reach <= len(body) // 2
+
+
+def test_a_selector_whose_page_is_parsed_whole_anyway_does_not_ask_for_its_beginning_again() -> None:
+    queries.css.cache_clear()
+    early = queries.css("h1::text")
+    body = long("<body><h1>A</h1>", "<i>L</i>")
     page = parse(body, UTF8)
-    assert (page.css("h1.early::text").get(), page.css("i.late::text").get()) == ("A", "L")
-    assert (early.late, late.late) == (PATIENCE, 0)  # it was for the first that the beginning was parsed, in vain
-    assert parse(body, UTF8).css("h1.early::text").get() == "A"
-    assert early.late == PATIENCE - 1
-    for _ in range(PATIENCE):
-        assert parse(body, UTF8).css("h1.early::text").get() == "A"
-    assert early.late == 0  # tried again, and answered
+    assert (page.css("h1::text").get(), page.css("i::text").get()) == ("A", "L")
+    assert early.reach == len(body)
+    for _ in range(FORGETTING):
+        assert parse(body, UTF8).css("h1::text").get() == "A"
+    assert early.reach < len(body) // 2  # tried again, and answered
 
 
 def test_a_list_of_all_matches_comes_from_the_whole_page() -> None:
