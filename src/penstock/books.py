@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -29,6 +30,7 @@ SETTLED = Admitted(verdict="settled")
 ACK: Outcome = Ack()
 BUSY = 2.0  # seconds after which a copy of a message, whose event another worker has in flight, is looked at again
 EARLY = 0.05
+_by_row = operator.attrgetter("row")
 
 
 @lru_cache(1 << 13)
@@ -418,7 +420,7 @@ class Books(Upkeep):
         if self.pages.index_in(tx, staged):
             raise _PagesGone
         self.ledger.look_ahead_in(tx, [end for end in ends if end.outcome != "success"])
-        good = self.ledger.succeed_in(tx, [end for end in ends if end.outcome == "success"], now)
+        good = self.ledger.succeed_in(tx, sorted([end for end in ends if end.outcome == "success"], key=_by_row), now)
         applied = {id(end) for end in good}
         answers: list[bool] = []
         delta: dict[str, Counter[str]] = {topic: Counter() for topic in {end.event.topic for end in ends}}

@@ -25,6 +25,7 @@ from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.intake import event_of, push
 from penstock.ledgers.sql import SqlLedger
 from penstock.ledgers.sql_outbox import SqlOutbox
+from penstock.ledgers.sqlite import SqliteLedger
 from penstock.locks import WorkerLock
 from penstock.model import REMOVED, Event, Link, Record, decode_event, encode_event, page_id
 from penstock.pages.segments import SegmentStore
@@ -53,7 +54,7 @@ class Ground:
         return SqliteBroker(db, clock)
 
     def ledger(self, db: Any, clock: Any) -> SqlLedger:
-        return SqlLedger(db, clock)
+        return SqliteLedger(db, clock)
 
     def tables(self, r: Rig) -> list[str]:
         return [name for (name,) in r.sql("SELECT name FROM sqlite_master WHERE type='table' AND name NOT LIKE 'sqlite_%'")]

@@ -209,11 +209,7 @@ class SqlLedger:
                 fences[i] = fence + 1
                 delta[e.topic, was] -= 1
         tx.executemany(_BEGIN, [(status, fences[i], worker, now, asked[i], events[i][0]) for i in others if fences[i] is not None])
-        at = int(now * 1e6)
-        tx.executemany(
-            "INSERT INTO history(event, at, status, worker) VALUES(?,?,?,?) ON CONFLICT(event, at, status) DO UPDATE SET worker=excluded.worker",
-            [(n, at, status, worker) for (n, _, _), fence in zip(events, fences, strict=True) if fence is not None],
-        )
+        self._note_all(tx, [n for (n, _, _), fence in zip(events, fences, strict=True) if fence is not None], now, status, worker, None, None)
         for (topic, _), n in list(delta.items()):
             delta[topic, status] -= n
         self._count_all(tx, delta)
@@ -246,12 +242,11 @@ class SqlLedger:
         done = [end for end, ours in zip(ends, touched, strict=True) if ours]
         tx.executemany(_FETCHED, [(end.row, end.meta.page, _encode(end.meta)) for end in done if end.meta is not None])
         tx.executemany("DELETE FROM needed WHERE event=?", [(end.row,) for end in done if end.restarted])
-        at = int(now * 1e6)
-        tx.executemany(
-            "INSERT INTO history(event, at, status, stage, reason) VALUES(?,?,'success',?,?)"
-            " ON CONFLICT(event, at, status) DO UPDATE SET stage=excluded.stage, reason=excluded.reason",
-            [(end.row, at, end.stage, end.reason or None) for end in done],
-        )
+        alike: dict[tuple[str, str], list[int]] = {}
+        for end in done:
+            alike.setdefault((end.stage, end.reason), []).append(end.row)
+        for (stage, reason), events in alike.items():
+            self._note_all(tx, events, now, "success", None, stage, reason or None)
         return done
 
     def look_ahead_in(self, tx: Tx, ends: Iterable[End]) -> None:
@@ -509,6 +504,11 @@ class SqlLedger:
         else:
             row = (n, int(now * 1e6), status, worker, None, None, reason)
         tx.execute(_NOTE, tuple(row))
+
+    def _note_all(self, tx: Tx, events: Sequence[int], now: float, status: str, worker: str | None, stage: str | None, reason: str | None) -> None:
+        """The same of many."""
+        at = int(now * 1e6)
+        tx.executemany(_NOTE, [(n, at, status, worker, stage, None, reason) for n in events])
 
     # -- cursors -----------------------------------------------------------------------------------------------------------
 
