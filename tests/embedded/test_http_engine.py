@@ -24,8 +24,8 @@ import zstandard
 
 from penstock.model import ErrorClass, Failure
 from penstock.net.guard import Guard, parse_allow
+from penstock.net.heads import parse_head
 from penstock.net.http import CurlFetcher, HttpOptions, parse_proxy
-from penstock.net.transfer import parse_head
 from penstock.ports import Response
 
 Answer = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -244,6 +244,25 @@ def test_a_head_is_parsed_once_and_leniently() -> None:
         with pytest.raises(Failure, match="ended inside its headers"):
             parse_head(cut)
     assert parse_head([b"HTTP/1.1 abc\r\n", b"\r\n"])[0] == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        [b"A: 1\r\n", b"B:2 \r\n", b"C :\t3\r\n", b"D:\r\n", b":e\r\n", b"F: \xe4\x85\r\n"],
+        [b"A: 1\r\n", b"a: 2\r\n", b"Set-Cookie: x=1\r\n", b"set-cookie: y=2\r\n"],
+        [b"A: 1\n", b"B: 2\r\n"],
+        [b"A: 1\r\n", b" more\r\n", b"B: 1\n 2\r\n"],
+        [b"A: 1\r2\r\n", b"nothing\r\n", b"\tfolded: x\r\n"],
+        [b"Long: " + b"x" * 1000 + b"\r\n"],
+    ],
+)
+def test_a_head_means_the_same_alone_and_after_an_interim_one(fields: list[bytes]) -> None:
+    """Alone it is read line by line, with lines remembered; after another it is read as a whole."""
+    lines = [b"HTTP/1.1 200 OK\r\n", *fields, b"\r\n"]
+    whole = parse_head([b"HTTP/1.1 103 Early Hints\r\n", b"\r\n", *lines])
+    assert parse_head(lines) == parse_head(lines) == whole
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------------

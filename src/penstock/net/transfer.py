@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import re
 import select
 import socket
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import msgspec
@@ -18,6 +16,7 @@ import pycurl
 from penstock.model import Failure
 from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder, TooManyCodings, add, codings, joined
 from penstock.net.guard import Guard, Target
+from penstock.net.heads import parse_head
 from penstock.ports import Done
 from penstock.rules.verdict import Breach, breach
 
@@ -254,39 +253,6 @@ class Exchange:
                 return b""  # HEAD, 304: the coding of a body that is not here
             return self.decoder.finish()
         return joined(self.parts)
-
-
-_fold = re.compile(r"\n[ \t]+").sub
-
-
-def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
-    """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line feed) of the last head in `lines`.
-    Raises Failure where that is not all there: libcurl takes a connection that ends in the middle for the end of the head."""
-    head, end, rest = b"".join(lines).decode("latin-1").replace("\r\n", "\n").partition("\n\n")
-    while rest.startswith("HTTP/"):
-        head, end, rest = rest.partition("\n\n")
-    if not end:
-        raise breach(Breach.CUT)
-    if "\n " in head or "\n\t" in head:
-        head = _fold(" ", head)
-    first, *fields = head.split("\n")
-    headers: dict[str, str] = {}
-    for field in fields:
-        name, colon, value = field.partition(":")
-        if not colon:
-            continue
-        name = name.rstrip().lower()
-        if name in headers:
-            value = headers[name] + ("\n" if name == "set-cookie" else ", ") + value.strip()
-        headers[name] = value.strip()
-    return *_status(first), headers
-
-
-@lru_cache(maxsize=64)
-def _status(line: str) -> tuple[int, str]:
-    version, _, reason = line.partition(" ")
-    code = reason[:3]
-    return int(code) if code.isdecimal() else 0, version[5:]
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------------
