@@ -240,7 +240,9 @@ class Worker:
 
     def _known_form(self, event: Event) -> Event:
         """What was published past intake may be written otherwise: dedup and pace go by the canonical form, and no store keeps every text."""
-        if any(len(text) > LONGEST_NAME or "\0" in text for text in (event.id, event.trace, event.key, event.source, event.cause, event.parent or "")):
+        names = event.id, event.trace, event.key, event.source, event.cause, event.parent or ""
+        together = "".join(names)
+        if (len(together) > LONGEST_NAME and max(map(len, names)) > LONGEST_NAME) or "\0" in together:
             raise BadEnvelope(f"an id, trace, key, source or cause of more than {LONGEST_NAME} characters, or with a NUL")
         try:
             url = canonical_url(event.url)
@@ -507,20 +509,22 @@ class Worker:
         self.signals.failed(item.event, stage, f.kind, reason, dead=d.dead, delay=d.delay)
 
     def _end(self, item: Item, outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"], **more: Any) -> None:
-        more.setdefault("stage", self.last if outcome == "success" else self.first)
-        more.setdefault("response_status", item.meta.status if item.meta else None)
-        more.setdefault("response_hash", item.meta.page if item.meta else None)
+        meta, admitted = item.meta, item.admitted
         end = End(
             event=item.event,
             delivery=item.delivery,
-            row=item.admitted.row,
+            row=admitted.row,
             fence=item.fence,
             outcome=outcome,
-            meta=item.meta,
+            stage=self.last if outcome == "success" else self.first,
+            meta=meta,
+            response_status=meta.status if meta else None,
+            response_hash=meta.page if meta else None,
             was_writing=self.first == "sink",
-            restarted=item.admitted.starts > 0,
-            **more,
+            restarted=admitted.starts > 0,
         )
+        for name, value in more.items():
+            setattr(end, name, value)
         self._ends.append((item, end))
         if len(self._ends) >= self.o.conclude_group:
             self._flush_ends()
