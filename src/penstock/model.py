@@ -230,6 +230,10 @@ class Page:
             self._parsed = parse(self.body, self.headers.get("content-type"))
         return self._parsed
 
+    def forget(self) -> None:
+        """Let go of the parsed document. The next page's is made where this one was, while that memory is still in the processor's cache."""
+        self._parsed = None
+
     @cached_property
     def text(self) -> str:
         from penstock.selecting import decode

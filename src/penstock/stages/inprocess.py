@@ -79,6 +79,7 @@ class InProcess:
                 results.append(run_page(self._pipeline, page))
             except (MemoryError, SystemExit) as e:
                 results.append(failed(e, ErrorClass.POISON))
+            page.forget()
             if alone or i % GROUP == 0:
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
