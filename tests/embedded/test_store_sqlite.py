@@ -335,6 +335,30 @@ async def test_a_long_wal_is_brought_into_the_file_and_begins_anew(tmp_path: Pat
     db.close_now()
 
 
+async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(tmp_path: Path) -> None:
+    opened(tmp_path / "a.db").close_now()
+    code = (
+        "import asyncio, sys\n"
+        "from penstock.stores import sqlite as store\n"
+        "store.CHECKPOINT_FRAMES = store.SOON_AGAIN = 200\n"
+        "async def main():\n"
+        "    db = store.Database(sys.argv[1])\n"
+        "    for _ in range(300):\n"
+        "        await db.write(lambda tx: tx.execute('INSERT INTO big VALUES(zeroblob(100000))'), durable=False)\n"
+        "    print(flush=True)\n"
+        "    sys.stdin.read()\n"  # whoever closes last takes the WAL away
+        "asyncio.run(main())\n"
+    )
+    busy = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "a.db")], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    for process in busy:
+        assert process.stdout is not None
+        process.stdout.readline()
+    length = (tmp_path / "a.db-wal").stat().st_size
+    assert [process.communicate()[0] for process in busy] == [b"", b""]
+    assert [process.returncode for process in busy] == [0, 0]
+    assert length < 60_000_000 / 3, "of the 60 MB that they wrote"
+
+
 # -- outages -----------------------------------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 MAX_GROUP = 256
 AGAIN = 0.001  # seconds after which we look whether another process still writes
 CHECKPOINT_FRAMES, SOON_AGAIN = 8000, 1000  # frames in the WAL; and more, where somebody who read or wrote kept it from starting anew
+CHECKPOINT_PATIENCE = 1000  # milliseconds, for those
 _OUTAGE = (
     apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.BusyError, apsw.CantOpenError, apsw.LockedError, apsw.PermissionsError,
     apsw.CorruptError, apsw.NotADBError, apsw.NoMemError,  # damage is the store's, whichever event met it first
@@ -301,8 +302,10 @@ class Database:
         return apsw.SQLITE_OK
 
     def _checkpoint(self) -> None:
+        again = self._checkpoint_at != CHECKPOINT_FRAMES  # then others wait until it is done, or a WAL that is always written to would never start anew
         with contextlib.suppress(apsw.Error):  # what is wrong with the disk is told to those who write
-            self._writer.wal_checkpoint()
+            self._writer.set_busy_timeout(CHECKPOINT_PATIENCE if again else 0)
+            self._writer.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_FULL if again else apsw.SQLITE_CHECKPOINT_PASSIVE)
         self._checkpoint_at = self._frames + SOON_AGAIN
 
     # The three steps of a transaction. An outage anywhere fails the whole group, and then nothing was written.
