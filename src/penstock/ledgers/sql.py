@@ -56,6 +56,7 @@ _FETCHED = "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET p
 _BEGIN = "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?"
 _FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing')"
 _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"  # a recorded end takes back what its start counted as lost
+STANDING = "e.id, e.n, e.status, e.attempts, e.starts, e.crashes, e.accepted_at, e.not_before, e.fence"
 OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
 decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
@@ -157,11 +158,14 @@ class SqlLedger:
     def standings_in(self, tx: Tx, event_ids: Sequence[str]) -> dict[str, Standing]:
         """Of those that are known."""
         found: dict[str, Standing] = {}
-        known = "SELECT id, n, status, attempts, starts, crashes, accepted_at, not_before, fence FROM event WHERE id=?"
-        for id_, n, status, attempts, starts, crashes, accepted_at, not_before, fence in tx.executemany(known, [(id_,) for id_ in event_ids]).fetchall():
+        for id_, n, status, attempts, starts, crashes, accepted_at, not_before, fence in self._standing_rows(tx, event_ids):
             page, meta = (starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get) or (None, None)
             found[id_] = Standing(n, status, attempts, starts, crashes, page, meta, accepted_at, not_before, fence)
         return found
+
+    def _standing_rows(self, tx: Tx, event_ids: Sequence[str]) -> list[Any]:
+        rows: list[Any] = tx.executemany(f"SELECT {STANDING} FROM event e WHERE e.id=?", [(id_,) for id_ in event_ids]).fetchall()
+        return rows
 
     def found_at_in(self, tx: Tx, n: int, position: int) -> None:
         """Where a broker apart keeps its message: known when it is handed out, not when it is published."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from penstock.ledgers.sql import SqlLedger
+import msgspec
+
+from penstock.ledgers.sql import STANDING, SqlLedger
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx
 
@@ -12,9 +15,13 @@ _NOTE_ALL = (
     "INSERT INTO history(event, at, status, worker, stage, reason) SELECT value, ?, ?, ?, ?, ? FROM json_each(?) WHERE true"
     " ON CONFLICT(event, at, status) DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=NULL, reason=excluded.reason"
 )
+_STANDINGS = f"SELECT {STANDING} FROM json_each(?) CROSS JOIN event e ON e.id=value"
 
 
 class SqliteLedger(SqlLedger):
+    def _standing_rows(self, tx: Tx, event_ids: Sequence[str]) -> list[Any]:
+        return tx.execute(_STANDINGS, (msgspec.json.encode(event_ids).decode(),)).fetchall()
+
     def _note_all(self, tx: Tx, events: Sequence[int], now: float, status: str, worker: str | None, stage: str | None, reason: str | None) -> None:
         tx.execute(_NOTE_ALL, (int(now * 1e6), status, worker, stage, reason, str(events)))
 
