@@ -96,6 +96,28 @@ async def test_a_topic_made_in_a_transaction_that_failed_is_not_remembered() -> 
     assert (await broker.stats("taken", "main")).ready == 0
 
 
+async def test_what_is_received_together_comes_in_the_order_of_publication_and_the_urgent_first() -> None:
+    _, broker, _ = _broker()
+    await broker.ensure([TopicSpec(name="t")])
+    await broker.publish([_out(i, priority=i % 2) for i in range(120)])
+    got = await broker.subscribe("t", "main", owner="w", lease=600.0).receive(120, 0.0)
+    assert [d.id for d in got] == [f"e{i}" for i in [*range(0, 120, 2), *range(1, 120, 2)]]
+
+
+async def test_acks_of_which_one_comes_twice_or_late_settle_the_others() -> None:
+    _, broker, clock = _broker()
+    await broker.ensure([TopicSpec(name="t")])
+    await broker.publish([_out(i) for i in range(6)])
+    sub = broker.subscribe("t", "main", owner="w", lease=1.0)
+    late = await sub.receive(2, 0.0)
+    clock.advance(2.0)
+    got = await sub.receive(6, 0.0)
+    assert await sub.settle([(d, Ack()) for d in [late[0], got[3], got[3], got[4]]]) == [False, True, False, True]
+    assert await broker.db.read(lambda tx: broker.holds_in(tx, [late[1], *got])) == [False, True, True, True, False, False, True]
+    stats = await broker.stats("t", "main")
+    assert (stats.ready, stats.in_flight) == (0, 4)
+
+
 async def test_more_delays_than_one_look_brings_back_never_let_a_key_overtake_itself() -> None:
     _, broker, clock = _broker()
     await broker.ensure([TopicSpec(name="t", ordered=True)])
