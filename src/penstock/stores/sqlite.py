@@ -83,7 +83,7 @@ class Database:
         self._unsynced: list[_Job] = []  # committed, but the disk need not have it yet
         self._syncing = False
         self._doubtful = False  # a sync failed: the kernel tells once, then forgets the bytes
-        self._waits = ThreadPoolExecutor(2, "penstock-commit")  # for what blocks: the disk, and another process's lock
+        self._waits = ThreadPoolExecutor(2, "penstock-commit")  # for what blocks: the disk
 
     @property
     def file(self) -> Path | None:
@@ -171,8 +171,8 @@ class Database:
     async def write(self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False) -> T:
         """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves.
 
-        Statements run on the loop's own thread: handing each of them to another one cost more than SQLite does. What
-        blocks, the disk and the wait for another process's lock, goes to a thread. A durable job is answered when the WAL
+        Statements run on the loop's own thread: handing each of them to another one cost more than SQLite does. The disk,
+        which blocks, is left to a thread; for another process's lock nobody blocks. A durable job is answered when the WAL
         was synced after its COMMIT; others write meanwhile, since nobody holds a lock for that. Where the sync fails, it may
         have been written all the same.
         """
