@@ -55,6 +55,13 @@ def held_commit(db: Database, gate: threading.Event) -> Callable[[Tx], None]:
     return lambda tx: db.before_commit(lambda: gate.wait(10))
 
 
+def test_the_log_is_cut_back_after_a_burst_and_checkpointed_by_us_alone(tmp_path: Path) -> None:
+    db = opened(tmp_path / "s.db")
+    told = db.write_now(lambda tx: [tx.execute(f"PRAGMA {name}").get for name in ("journal_size_limit", "wal_autocheckpoint", "synchronous")])
+    db.close_now()
+    assert told == [64 << 20, 0, 1]
+
+
 async def test_whoever_writes_at_the_same_moment_shares_a_commit(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     gate, commits = threading.Event(), 0

@@ -118,7 +118,8 @@ class Database:
             if not known:  # only then: it takes the write lock, and most who open only want to look
                 c.execute(f"PRAGMA application_id={APPLICATION_ID}")
             c.execute("PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
-            c.execute(f"PRAGMA synchronous={'NORMAL' if self._in_wal else 'FULL'}; PRAGMA wal_autocheckpoint=0; PRAGMA journal_size_limit=67108864")
+            c.execute(f"PRAGMA synchronous={'NORMAL' if self._in_wal else 'FULL'}; PRAGMA journal_size_limit=67108864").fetchall()
+            c.execute("PRAGMA wal_autocheckpoint=0").fetchall()  # it answers: what stood behind it would not be run before that is read
             c.execute("CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID")
             return c
         except (apsw.Error, OSError) as e:
