@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import random
 import resource
+import weakref
 import zlib
 from collections.abc import Callable
 
@@ -163,3 +165,16 @@ def test_the_header_says_what_to_undo(header: str, names: tuple[str, ...]) -> No
 def test_more_than_two_codings_are_refused() -> None:
     with pytest.raises(TooManyCodings):
         codings("gzip, gzip, gzip")
+
+
+@pytest.mark.parametrize("names", [("gzip",), ("deflate",), ("br",), ("zstd",), ("gzip", "br"), ("zstd", "gzip")])
+def test_a_decoder_that_is_let_go_is_gone_at_once(names: tuple[str, ...]) -> None:
+    """Our collector of cycles seldom runs: pages by the thousand would wait for it, each with a decoder's state."""
+    decoder = Decoder(names, 1 << 20)
+    gone = weakref.ref(decoder._stages[0]), weakref.ref(decoder)
+    gc.disable()
+    try:
+        del decoder
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()

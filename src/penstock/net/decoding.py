@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import brotli
@@ -118,13 +119,8 @@ class _Zstd:
     _PROBE = zstandard.ZstdCompressor().compress(b"\x00probe\x00")
 
     def __init__(self, out: Out) -> None:
-        self._out, self._seen, self._tail = out, False, b""
-        self._w = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_writer(self, write_size=_STEP, closefd=False)  # type: ignore[arg-type]
-
-    def write(self, data: bytes) -> int:
-        self._tail = bytes(data)
-        self._out(self._tail)
-        return len(data)
+        self._blocks, self._seen = _Blocks(out), False
+        self._w = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_writer(self._blocks, write_size=_STEP, closefd=False)  # type: ignore[arg-type]
 
     def feed(self, data: bytes) -> None:
         self._seen = True
@@ -137,13 +133,25 @@ class _Zstd:
         # The library does not say whether a frame is complete; a known frame comes out unharmed only after a complete one.
         if not self._seen:
             return
-        self._out, self._tail = _ignore, b""
+        self._blocks.out, self._blocks.last = _ignore, b""
         try:
             self._w.write(self._PROBE)
         except zstandard.ZstdError as e:
             raise BrokenCoding("it ends in the middle of the stream") from e
-        if self._tail != b"\x00probe\x00":
+        if self._blocks.last != b"\x00probe\x00":
             raise BrokenCoding("it ends in the middle of the stream")
+
+
+class _Blocks:
+    """What the writer writes to."""
+
+    def __init__(self, out: Out) -> None:
+        self.out, self.last = out, b""
+
+    def write(self, data: bytes) -> int:
+        self.last = bytes(data)
+        self.out(self.last)
+        return len(data)
 
 
 def _ignore(_: bytes) -> None:
@@ -184,38 +192,32 @@ def joined(parts: list[bytes | bytearray]) -> bytes:
     return parts[0] if len(parts) == 1 and type(parts[0]) is bytes else b"".join(parts)
 
 
+class _Room:
+    """What may still come out, and where it goes. Nothing here or in a stage leads back to the decoder: one that is let go is gone at once,
+    with the hundred kilobytes that it may hold, and need not wait for the collector of cycles."""
+
+    def __init__(self, room: int, out: Out) -> None:
+        self._room, self._out = room, out
+
+    def take(self, piece: bytes) -> None:
+        self._room -= len(piece)
+        if self._room < 0:
+            raise DecodedTooLarge
+        self._out(piece)
+
+
 class Decoder:
     """Takes the body as it arrives. Raises DecodedTooLarge or BrokenCoding as soon as either is known."""
 
     def __init__(self, names: tuple[str, ...], limit: int) -> None:
         self._parts: list[bytes | bytearray] = []
-        self._room = self._inner_room = limit
         self._stages: list[_Stage] = []
-        out: Out = self._collect
+        out: Out = partial(add, self._parts)
         for name in names:  # the first was applied first, so it is undone last
-            stage = _STAGES[name](out)
+            stage = _STAGES[name](_Room(limit, out).take)
             self._stages.insert(0, stage)
-            out = self._between(stage)
-        self.feed = self._stages[0].feed
-
-    def _collect(self, piece: bytes) -> None:
-        self._room -= len(piece)
-        if self._room < 0:
-            self._parts.clear()
-            raise DecodedTooLarge
-        add(self._parts, piece)
-
-    def _between(self, stage: _Stage) -> Out:
-        feed = stage.feed
-
-        def step(piece: bytes) -> None:
-            self._inner_room -= len(piece)
-            if self._inner_room < 0:
-                self._parts.clear()
-                raise DecodedTooLarge
-            feed(piece)
-
-        return step
+            out = stage.feed
+        self.feed = out
 
     def finish(self) -> bytes:
         for stage in self._stages:
