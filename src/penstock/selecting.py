@@ -208,21 +208,20 @@ class Whole(Selector):
 
     def first(self, query: Query) -> str | None:
         if self._parsed is None and query.steady:
-            if self._opener is None:
-                self._opener = query
-                self._begin(max(SMALLEST, query.reach - query.reach // FORGETTING))
+            opener = self._opener
+            if opener is None:
+                opener = self._opener = query
+                self._begin(opener, max(SMALLEST, query.reach - query.reach // FORGETTING))
             while self._beginning is not None:
                 if (value := self._beginning.first(query)) is not None:
                     return value
-                self._begin(min(2 * self._size, max(len(self._body) // 2, self._size + 1)))
+                self._begin(opener, min(2 * self._size, max(len(self._body) // 2, self._size + 1)))
         return query.first(self.root)
 
-    def _begin(self, size: int) -> None:
-        self._size = size
+    def _begin(self, opener: Query, size: int) -> None:
+        self._size = opener.reach = size
         self._beginning = beginning(self._body, self._encoding, size)
         self._tried = self._tried or self._beginning is not None
-        if self._opener is not None:
-            self._opener.reach = size
 
 
 def parse(body: bytes, content_type: str | None = None) -> Selector:
