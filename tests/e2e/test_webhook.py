@@ -41,7 +41,7 @@ def server(project: Project) -> Iterator[Server]:
 
 @pytest.mark.slow
 def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_killed(project: Project) -> None:
-    server = Server(project)
+    server = Server(project, pipeline=SHOP + 'shop.source("webhook:shop", rate="unlimited")\n')
     promised: set[str] = set()
     unknown = 0
 
