@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock import locks, units
-from penstock.books import Books
+from penstock.books import PARK_BEYOND, Books
 from penstock.clock import SystemClock
 from penstock.desk import SinkBinding
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
@@ -327,7 +327,7 @@ class Running:
 
         for first, last in chains(self.roles):
             fetch = (
-                FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, fetch_options(c), self.proxies)
+                FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, fetch_options(c, slot_wait=PARK_BEYOND), self.proxies)
                 if first == "fetch" and fetcher is not None
                 else None
             )
@@ -436,8 +436,9 @@ def operator() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def fetch_options(config: Config, *, ignore_robots: bool = False) -> FetchOptions:
+def fetch_options(config: Config, *, ignore_robots: bool = False, slot_wait: float = FetchOptions().slot_wait) -> FetchOptions:
     return FetchOptions(
+        slot_wait=slot_wait,
         agent=product_token(config.net.user_agent),
         robots="ignore" if ignore_robots else config.robots,
         allow_downgrade=config.fetch.allow_downgrade,

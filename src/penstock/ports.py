@@ -406,8 +406,8 @@ class RobotsCache(Protocol):
 class Pace(Protocol):
     """Slots: WHEN a host may be asked, fleet-wide. Each slot is given once."""
 
-    async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
-        """For each host, that many moments (epoch seconds), in order."""
+    async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
+        """For each host, that many moments (epoch seconds), in order; those more than `within` seconds away are told, but not given."""
 
     async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
         """What the host answered: throttling blocks the host for every worker. Of a host that nobody holds back (`blocked_until` is 0) only

@@ -335,7 +335,7 @@ class Worker:
                 self._extracted(item, item.extracted or Extracted())
             elif item.asks:
                 assert self.fetch is not None
-                response = await self.fetch.fetch(item.event, self._usable(item), turn=self._turn(item), answer=answer)
+                response = await self.fetch.fetch(item.event, self._usable(item), turn=self._turn(item), answer=answer, sleep=self._stand_aside)
                 await self._fetched(item, response)
             else:
                 stage = "extract"
@@ -358,10 +358,21 @@ class Worker:
         else:
             self._fail(item, stage, Failure(ErrorClass.TRANSIENT, f"{type(e).__name__}: {e}", detail="".join(traceback.format_exception(e))))
 
+    async def _stand_aside(self, seconds: float) -> None:
+        """A wait for a slot in the middle of a request: for redirects, and for the page whose slot went to robots.txt. It holds no permit."""
+        self._give_permit_back()
+        try:
+            await self.clock.sleep(seconds)
+        finally:
+            self._active += 1
+
     def _leave(self, item: Item) -> None:
         item.task = None
-        self._active -= 1
         self._turns.leave(item)
+        self._give_permit_back()
+
+    def _give_permit_back(self) -> None:
+        self._active -= 1
         self._startable.set()
         if not self._active:
             self._hurry(0)
@@ -386,7 +397,7 @@ class Worker:
             body = await self.books.pages.get(b.page) if b.page else None
             if body is None:
                 assert self.fetch is not None
-                r = await self.fetch.fetch(item.event, None, turn=self._turn(item))
+                r = await self.fetch.fetch(item.event, None, turn=self._turn(item), sleep=self._stand_aside)
             else:  # a newer extractor: read the page we have again
                 r = msgspec.structs.replace(r, status=200, body=body)
         self._received_page(item, r)

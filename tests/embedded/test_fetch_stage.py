@@ -57,10 +57,10 @@ class Hosts:
     def state(self, host: str) -> rules.HostState:
         return self.states.get(host, rules.HostState())
 
-    async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
+    async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
         given = {}
         for host, n in wants.items():
-            self.states[host], given[host] = rules.reserve(self.state(host), self.limits, self.time.now(), n)
+            self.states[host], given[host] = rules.reserve(self.state(host), self.limits, self.time.now(), n, within=within)
             self.slots += [(host, slot) for slot in given[host]]
         return given
 
@@ -287,6 +287,34 @@ async def test_the_page_waits_for_a_slot_of_its_own_after_robots_took_the_events
         assert r.time.slept == [pytest.approx(1.0)]
         await r.fetch("/b")
         assert len(r.time.slept) == 1  # robots is known now
+
+
+async def test_a_page_whose_slot_went_to_robots_is_put_off_where_the_next_is_far_and_takes_none() -> None:
+    async with rig(limits=rules.Limits(rate=0.05, jitter=0.0), slot_wait=10.0) as r:
+        r.web.route("/*", PAGE)
+        await r.hosts.reserve({r.key: 1})
+        failure = await r.fails("/a")
+        assert (failure.kind, failure.status, failure.after) == (ErrorClass.THROTTLED, None, pytest.approx(20.0))
+        assert r.time.slept == []
+        assert (await r.hosts.reserve({r.key: 1}))[r.key] == [pytest.approx(r.time.now() + 20.0)], "the slot that it was told of is still free"
+        await r.fetch("/a")
+        assert r.web.counts == {"/robots.txt": 1, "/a": 1}
+
+
+async def test_whoever_waits_for_a_slot_on_the_way_does_it_as_the_caller_wishes() -> None:
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        r.time.at += seconds
+
+    async with rig(limits=rules.Limits(rate=1.0, jitter=0.0)) as r:
+        r.web.route("/a", to("/b"))
+        r.web.route("/*", PAGE)
+        await r.hosts.reserve({r.key: 1})
+        await r.stage.fetch(r.event("/a"), None, sleep=sleep)
+        assert waited == [pytest.approx(1.0), pytest.approx(1.0)], "after robots.txt, and for the redirect"
+        assert r.time.slept == []
 
 
 # -- conditions ------------------------------------------------------------------------------------------------------------

@@ -102,30 +102,18 @@ class RedisClaims:
     # -- pace --------------------------------------------------------------------------------------------------------------
 
     async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
-        """Slots more than `within` seconds away are told but not given: who is sent away until then asks again, and a slot given twice is one lost."""
         slots: dict[str, Sequence[float]] = {}
 
         def change(host: str, state: pace.HostState) -> pace.HostState:
-            after, slots[host] = self._slots(host, state, wants[host], within)
+            if len(self._gaps) > MEMORY:
+                self._gaps.clear()
+            self._gaps[host] = pace.interval(state, self.limits)
+            jitter = [self.rng.random() for _ in range(wants[host])]
+            after, slots[host] = pace.reserve(state, self.limits, self.clock.now(), wants[host], jitter, within)
             return after
 
         await self._change(list(wants), change)
         return {host: [self.clock.local(slot) for slot in slots[host]] for host in wants}
-
-    def _slots(self, host: str, state: pace.HostState, n: int, within: float | None) -> tuple[pace.HostState, list[float]]:
-        now = self.clock.now()
-        if len(self._gaps) > MEMORY:
-            self._gaps.clear()
-        gap = self._gaps[host] = pace.interval(state, self.limits)
-        spread = self.limits.jitter * gap
-        calm = 1.0 if within is None or spread <= within / 2 else within / 2 / spread  # or the jitter alone would send it away again
-        jitter = [calm * self.rng.random() for _ in range(n)]
-        after, slots = pace.reserve(state, self.limits, now, n, jitter)
-        if within is not None and slots and slots[-1] > now + within:
-            near = sum(slot <= now + within for slot in slots)
-            after, given = pace.reserve(state, self.limits, now, near, jitter)
-            slots = [*given, *slots[near:]]
-        return after, slots
 
     async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
         """Free of any write while the host is content: only throttling, and recovery from it, are news."""

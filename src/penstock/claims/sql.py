@@ -95,7 +95,6 @@ class SqlClaims:
         return await self.db.write(lambda tx: self.reserve_in(tx, wants, within=within), durable=False)
 
     def reserve_in(self, tx: Tx, wants: Mapping[str, int], *, within: float | None = None) -> dict[str, Sequence[float]]:
-        """Slots more than `within` seconds away are told but not given: who is sent away until then asks again, and a slot given twice is one lost."""
         now = self.clock.now()
         slots: dict[str, Sequence[float]] = {}
         known = dict(tx.executemany("SELECT host, state FROM host WHERE host=?", [(host,) for host in wants]).fetchall())
@@ -103,15 +102,8 @@ class SqlClaims:
             state = _decode(known[host]) if host in known else pace.HostState()
             if len(self._gaps) > 8192:
                 self._gaps.clear()
-            gap = self._gaps[host] = pace.interval(state, self.limits)
-            spread = self.limits.jitter * gap
-            calm = 1.0 if within is None or spread <= within / 2 else within / 2 / spread  # or the jitter alone would send it away again
-            jitter = [calm * self.rng.random() for _ in range(n)]
-            after, slots[host] = pace.reserve(state, self.limits, now, n, jitter)
-            if within is not None and slots[host][-1] > now + within:
-                near = sum(slot <= now + within for slot in slots[host])
-                after, given = pace.reserve(state, self.limits, now, near, jitter)
-                slots[host] = [*given, *slots[host][near:]]
+            self._gaps[host] = pace.interval(state, self.limits)
+            after, slots[host] = pace.reserve(state, self.limits, now, n, [self.rng.random() for _ in range(n)], within)
             if after != state:
                 self.keep_in(tx, host, after)
         return slots

@@ -91,8 +91,8 @@ class _Pace:
         self.refresh = claims.refresh
         self.concurrency, self.exempt = claims.concurrency, claims.exempt
 
-    async def reserve(self, wants: Mapping[str, int]) -> Mapping[str, Sequence[float]]:
-        slots: Mapping[str, Sequence[float]] = await self._claims.reserve(wants)
+    async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
+        slots: Mapping[str, Sequence[float]] = await self._claims.reserve(wants, within=within)
         self.waits += [(host, max(0.0, slot - self._clock.now())) for host, times in slots.items() for slot in times]
         return slots
 

@@ -71,11 +71,25 @@ def interval(state: HostState, limits: Limits) -> float:
     return gap
 
 
-def reserve(state: HostState, limits: Limits, now: float, n: int, jitter: Sequence[float] = ()) -> tuple[HostState, list[float]]:
+def reserve(
+    state: HostState, limits: Limits, now: float, n: int, jitter: Sequence[float] = (), within: float | None = None
+) -> tuple[HostState, list[float]]:  # fmt: skip
     """The next `n` slots: in any window of W seconds never more than burst + W / interval of them, over all calls on the state.
 
     `jitter` holds numbers in [0, 1), used in turn; none, no jitter. It only delays, and the next slot counts from the delayed one.
+    Slots more than `within` seconds away are told but not given: who is sent away until then asks again, and a slot given twice is one lost.
     """
+    spread = limits.jitter * interval(state, limits)
+    if within is not None and spread > within / 2:  # or the jitter alone would send it away again
+        jitter = [within / 2 / spread * j for j in jitter]
+    after, slots = _next(state, limits, now, n, jitter)
+    if within is not None and slots and slots[-1] > now + within:
+        after, given = _next(state, limits, now, sum(slot <= now + within for slot in slots), jitter)
+        slots[: len(given)] = given
+    return after, slots
+
+
+def _next(state: HostState, limits: Limits, now: float, n: int, jitter: Sequence[float]) -> tuple[HostState, list[float]]:
     start = max(now, min(held_until(state), now + MAX_RETRY_AFTER))
     gap = interval(state, limits)
     if gap == 0.0:

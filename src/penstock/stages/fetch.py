@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal
 
 import msgspec
@@ -22,6 +22,7 @@ from penstock.stages.proxies import Proxies
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # What may go along to another origin: it says what we can read, not who we are.
 _HARMLESS = frozenset({"accept", "accept-encoding", "accept-language", "if-modified-since", "if-none-match", "user-agent"})
+Sleep = Callable[[float], Awaitable[None]]
 _UNREACHABLE = 0  # as ports.RobotsCache has it
 
 
@@ -33,6 +34,7 @@ class FetchOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_redirects: int = 10
     allow_downgrade: bool = False  # https → http
     hop_wait: float = 30.0  # seconds a redirect may wait for its slot; it cannot be parked half-way
+    slot_wait: float = 30.0  # the same for the page whose slot went to robots.txt; beyond that it is put off
     key_by: Literal["host", "domain"] = "host"
     soft_404: bool = False
 
@@ -82,21 +84,22 @@ class FetchStage:
         return True
 
     async def fetch(
-        self, event: Event, baseline: Baseline | None, *, turn: int = 0, proxy: str | None = None, answer: Response | None = None
+        self, event: Event, baseline: Baseline | None, *, turn: int = 0, proxy: str | None = None, answer: Response | None = None, sleep: Sleep | None = None
     ) -> Response:  # fmt: skip
         """The final answer, with the hops that led to it; its verdict is good. Raises Failure for everything else.
 
         An event whose route asks for a proxy goes through one or not at all. `turn`: how often it was blocked, so which of its pools is next.
-        `answer`: to its first request, where `begin` has sent that.
+        `answer`: to its first request, where `begin` has sent that. `sleep`: how to wait for a slot, where the caller has other use for the time.
         """
+        sleep = sleep or self._clock.sleep
         if proxy is not None or not proxies.needs_proxy(event.route):
-            return await self._walk(event, baseline, proxy, answer)
+            return await self._walk(event, baseline, proxy, sleep, answer)
         if self._proxies is None:
             proxies.plan({}, event.route, key=event.id)  # raises: there is no such pool
             raise AssertionError
-        return await self._proxies.through(event, turn, lambda dsn: self._walk(event, baseline, dsn))
+        return await self._proxies.through(event, turn, lambda dsn: self._walk(event, baseline, dsn, sleep))
 
-    async def _walk(self, event: Event, baseline: Baseline | None, proxy: str | None, answer: Response | None = None) -> Response:
+    async def _walk(self, event: Event, baseline: Baseline | None, proxy: str | None, sleep: Sleep, answer: Response | None = None) -> Response:
         account = event.route.account
         session = self._proxies.jar(account) if account and self._proxies is not None else None
         jar = session  # without an account there is none, but for what a chain of redirects sets on its way
@@ -111,7 +114,7 @@ class FetchStage:
                 if answer is None and o.robots == "obey" and not self._cache.exempt(host) and await self._permit(url, host, proxy):
                     if not hops and self._pace.voided(host) >= started:  # all that waited for it would wait here, one crawl delay after the other
                         raise breach(Breach.HELD, f"{host}: robots.txt asks for more time between requests", after=0.1)
-                    await self._take_slot(host)  # robots.txt was fetched in ours
+                    await self._take_slot(host, o.hop_wait if hops else o.slot_wait, sleep)  # robots.txt was fetched in ours
                 cookies = jar.header(url, self._clock.now()) if jar and "cookie" not in headers else ""
                 response = await self._send(url, host, method, {**headers, "cookie": cookies} if cookies else headers, body, proxy, answer)
                 answer = None
@@ -139,7 +142,7 @@ class FetchStage:
             if (method, target, jar.header(target, self._clock.now()) if jar and "cookie" not in headers else "") in seen:
                 raise breach(Breach.LOOP, status=response.status)
             url, host = target, host_key(target, o.key_by)
-            await self._take_slot(host)
+            await self._take_slot(host, o.hop_wait, sleep)
         verdict = judge(
             response.status, response.headers, response.body, now=self._clock.now(), method=method, conditional=conditional, soft_404=o.soft_404
         )  # fmt: skip
@@ -195,13 +198,13 @@ class FetchStage:
         await self._pace.report(host, status=status, retry_after=after, seconds=response.seconds)
         return response
 
-    async def _take_slot(self, host: str) -> None:
-        slot = (await self._pace.reserve({host: 1}))[host][0]
+    async def _take_slot(self, host: str, patience: float, sleep: Sleep) -> None:
+        slot = (await self._pace.reserve({host: 1}, within=patience))[host][0]
         wait = slot - self._clock.now()
-        if wait > self._options.hop_wait:
+        if wait > patience:
             raise Failure(ErrorClass.THROTTLED, f"the next slot of {host} is too far away to wait for", after=wait)
         if wait > 0:
-            await self._clock.sleep(wait)
+            await sleep(wait)
 
     def _follow(self, url: str, location: str, status: int) -> str:
         try:
@@ -293,7 +296,7 @@ class FetchStage:
             host = host_key(url, self._options.key_by)
             try:
                 if hop:
-                    await self._take_slot(host)
+                    await self._take_slot(host, self._options.hop_wait, self._clock.sleep)
                 response = await self._send(url, host, "GET", {}, None, proxy)
             except proxies.ProxyFailed:
                 raise  # says nothing about the site
