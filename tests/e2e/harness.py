@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -55,6 +57,15 @@ def wait_for(true: Callable[[], Any], what: str, seconds: float = 30.0, every: f
         if time.monotonic() > until:
             pytest.fail(f"not within {seconds:g} s: {what}")
         time.sleep(every)
+
+
+def free_port() -> int:
+    """For a server that is told its port before it listens. None of those that the kernel gives to outgoing connections, so nobody takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.e2e.harness import free_port
 
 from penstock import config
 from penstock.brokers import kafka_dsn, rabbitmq_link, sqs_wire
@@ -60,14 +60,6 @@ def blocks(page: Path) -> list[Block]:
 # -- commands are executed ---------------------------------------------------------------------------------------------
 
 
-def free_ports(n: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-
-
 def line_pattern(line: str) -> re.Pattern[str]:
     """`…` stands for anything, and so does any run of spaces for any other."""
     parts = [re.sub(r"(\\? )+", r"\\s+", re.escape(part)) for part in line.strip().split("…")]
@@ -105,10 +97,12 @@ def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(
     work, results = tmp_path / "work", tmp_path / "results"
     work.mkdir()
     results.mkdir()
-    first, second = free_ports(2)
+    first, second = free_port(), free_port()
 
     def moved(text: str) -> str:
-        return re.sub(r"\b8000\b", str(first), re.sub(r"\b8001\b", str(second), text))
+        text = re.sub(r"\b8000\b", str(first), re.sub(r"\b8001\b", str(second), text))
+        # A person sees when the shop is there; two seconds are not always enough.
+        return text.replace("> shop.json &\nsleep 2\n", "> shop.json &\nuntil [ -s shop.json ]; do sleep 0.1; done\n")
 
     (work / "dev").write_text(f'#!/bin/sh\nexec {ROOT}/dev "$@"\n')
     (work / "dev").chmod(0o755)

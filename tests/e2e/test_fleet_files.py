@@ -78,7 +78,7 @@ def test_a_killed_holder_is_followed_by_the_other_machine_and_no_row_is_lost_or_
     machines: Machines, target: Callable[..., Target], project: Project, seed: int
 ) -> None:
     rng = random.Random(seed)
-    web = target(pages=600, delay=0.02)
+    web = target(pages=1500, delay=0.05)
     project.push(*web.urls)
     running = machines.start(web)
     for _ in range(4):
@@ -99,7 +99,7 @@ def test_a_killed_holder_is_followed_by_the_other_machine_and_no_row_is_lost_or_
 def test_a_holder_whose_lock_is_cut_off_stops_before_it_notes_and_leaves_nothing_unnoted_in_its_file(
     machines: Machines, target: Callable[..., Target], project: Project
 ) -> None:
-    web = target(pages=600, delay=0.02)
+    web = target(pages=1500, delay=0.05)
     project.push(*web.urls)
     running = machines.start(web)
     cuts = 0

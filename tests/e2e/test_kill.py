@@ -52,16 +52,18 @@ def check_starts(project: Project, target: Target) -> None:
         assert event["retry_count"] == (event["status"] == "dead"), event
 
 
-def run_and_kill(project: Project, target: Target, rng: random.Random, args: tuple[str, ...], strike: Callable[[int, Any], None]) -> None:
-    """One run, ended by `strike` after a random part of the work, or a random moment of its start."""
+def run_and_kill(project: Project, target: Target, rng: random.Random, args: tuple[str, ...], later: int, strike: Callable[[Any], None]) -> None:
+    """One run, ended by `strike` after a random part of the work, or a random moment of its start. Something is left for those that come `later`."""
+    left = target.pages - len(target.asked())
     begun, running = target.lines(), project.start("run", "shop.py", "--until-idle", "--log-level", "warning", *args)
     if rng.random() < 0.25:
-        time.sleep(rng.uniform(0.0, 0.8))  # while it starts
+        until = time.monotonic() + rng.uniform(0.0, 0.8)
+        wait_for(lambda: time.monotonic() >= until or target.lines() > begun, "a moment of its start", every=0.002)
     else:
-        share = rng.randrange(1, 3 * PAGES // (2 * KILLS))  # so that something is left for the last one
+        share = rng.randrange(1, max(2, 3 * left // (2 * later + 5)))
         wait_for(lambda: running.ended or target.lines() - begun >= share, f"{share} requests: {running.said}", every=0.002)
         time.sleep(rng.uniform(0.0, 0.02))
-    strike(running.pid, running)
+    strike(running)
 
 
 def finish(project: Project, target: Target, args: tuple[str, ...], *, crashes: int, at_once: int) -> None:
@@ -86,14 +88,14 @@ def test_a_run_killed_twenty_times_at_random_loses_nothing_and_writes_nothing_tw
     project.push(*web.urls)
     args = ("--workers", str(workers))
 
-    def strike(pid: int, running: Any) -> None:
+    def strike(running: Any) -> None:
         assert not running.ended, running.said
         running.kill()
         if rng.random() < 0.5:
             project.nothing_runs()  # else the next run starts while the remains of this one still go
 
-    for _ in range(KILLS):
-        run_and_kill(project, web, rng, args, strike)
+    for later in reversed(range(KILLS)):
+        run_and_kill(project, web, rng, args, later, strike)
     assert project.total()["success"] < PAGES * (1 - DEAD_SHARE), "all was done before the last kill"
     finish(project, web, args, crashes=KILLS, at_once=HELD * workers)
 
@@ -107,12 +109,17 @@ def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(project: Pr
     running = project.start("run", "shop.py", "--until-idle", "--workers", "2")
     crashes = 0
     for kind in ("worker", "zygote", "worker", "zygote", "zygote", "worker"):
-        begun = web.lines()
-        wait_for(lambda begun=begun: web.lines() - begun >= rng.randrange(100, 200) or running.ended, f"some requests: {running.said}")
-        wait_for(lambda: running.ended or len(project.tree()[1]) == 2, "two workers with their zygotes", every=0.05)
+        begun, some = web.lines(), rng.randrange(100, 200)
+
+        def victims(kind: str = kind, begun: int = begun) -> list[int]:
+            """Of two workers with their zygotes; of one, where a new one takes so long that nothing would be left for the last kill."""
+            workers, zygotes = project.tree()
+            return (workers if kind == "worker" else zygotes) if len(zygotes) == 2 or web.lines() - begun >= 400 else []
+
+        wait_for(lambda begun=begun, some=some: web.lines() - begun >= some or running.ended, f"some requests: {running.said}")
+        found = wait_for(lambda: running.ended or victims(), "workers with their zygotes", every=0.05)
         assert not running.ended, running.said
-        workers, zygotes = project.tree()
-        os.kill(rng.choice(workers if kind == "worker" else zygotes), signal.SIGKILL)
+        os.kill(rng.choice(found), signal.SIGKILL)
         crashes += kind == "worker"
     assert running.wait() in (0, 1), running.said
     check(project.status(), web.log, project.dir / "products.jsonl", pages=3000, crashes=crashes, at_once=HELD)

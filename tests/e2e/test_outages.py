@@ -101,11 +101,9 @@ def test_a_full_disk_stops_the_work_and_room_lets_it_go_on(project: Project, tar
     assert "Error:" in full.err
     assert "Try:" in full.err
     running = project.start("run", "shop.py")
-    time.sleep(2)
+    wait_for(lambda: running.ended or ("full" in running.said.lower() and "Error:" not in running.said), f"it says why nothing goes on: {running.said}")
     ended = running.ended
-    if not ended:
-        wait_for(lambda: "full" in running.said.lower(), f"it says why nothing goes on: {running.said}", 20)
-    else:
+    if ended:
         assert running.wait() == 4, running.said
         assert "Error:" in running.said
     filler.unlink()

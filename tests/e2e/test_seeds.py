@@ -46,9 +46,10 @@ def read_and_kill(project: Project, rng: random.Random) -> int:
         before = accepted(project)
         running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
         if rng.random() < 0.2:
-            time.sleep(rng.uniform(0.0, 1.0))  # while it starts
+            until = time.monotonic() + rng.uniform(0.0, 1.0)
+            wait_for(lambda: time.monotonic() >= until or accepted(project) > before, "a moment of its start", every=0.001)  # noqa: B023 (called here)
         else:
-            part = before + rng.randrange(1, LINES // (2 * KILLS))  # so that something is left for the last one
+            part = min(LINES, before + rng.randrange(1, LINES // (2 * KILLS)))  # so that something is left for the last one
             wait_for(lambda: accepted(project) >= part or running.ended, f"{part} events: {running.said}", every=0.001)  # noqa: B023 (called here)
         assert not running.ended, running.said
         running.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import urllib.request
 import uuid
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import psycopg
 import pytest
-from tests.e2e.harness import Project, Site, product, wait_for
+from tests.e2e.harness import Project, Site, free_port, product, wait_for
 from tests.servers import Handle
 
 from penstock.testing.web import Reply
@@ -53,9 +52,7 @@ def database(server: Callable[[str], Handle]) -> Iterator[str]:
 
 
 def test_a_row_a_webhook_and_a_feed_entry_for_one_product_are_one_fetch(project: Project, site: Site, database: str) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     project.set(dedup_settle="30s", serve_port=str(port))  # "the same second", on however slow a machine
     page = site.serve("/p/1", product(1))
     items = ""

@@ -10,18 +10,11 @@ import json
 import socket
 from typing import Any
 
-from tests.e2e.harness import SHOP, Project, Running, wait_for
+from tests.e2e.harness import SHOP, Project, Running, free_port, wait_for
 
 SECRET = base64.b64encode(bytes(range(32))).decode()
 HOOKS = SHOP + '\nshop.source("webhook:shop")\nshop.source("webhook:signed", secret="whsec_' + SECRET + '")\n'
 JSON = {"content-type": "application/json"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Answer:
