@@ -104,6 +104,8 @@ def _supervise(work: Callable[[], int], n: int) -> int:
         if replaces:
             replacements.add(pid)
 
+    gc.collect()
+    gc.freeze()  # what is loaded by now the children share, as long as nobody's collector walks over it
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for _ in range(n):
