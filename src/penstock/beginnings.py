@@ -9,7 +9,7 @@ from turbohtml import parse as parse_html
 
 from penstock.queries import Query
 
-SMALLEST = 4 << 10  # bytes of a beginning
+SMALLEST = 2 << 10  # bytes of a beginning
 _UNSETTLED = frozenset({"select", "option", "optgroup", "template"})  # open, these may still change what came before
 _reaches_back = re.compile(rb"<[bhfBHF][otrOTR][dmaDMA][ylmYLM]").search  # <body, <html, <frameset; and what looks like them, which does no harm
 _FORMATTING = frozenset({"a", "b", "big", "code", "em", "font", "i", "nobr", "s", "small", "strike", "strong", "tt", "u"})
