@@ -34,8 +34,8 @@ def fresh(url: str, prefix: str = "") -> RedisBroker:
 
 class TestRedis(Served):
     name = "redis"
-    lease = 1.0
-    slack = 0.4
+    lease = 2.0
+    slack = 0.6
 
     async def open(self) -> Broker:
         self.broker = fresh(self.url)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from urllib.parse import quote
 
 import pytest
@@ -84,7 +85,7 @@ def out(id_: str, **more: object) -> Out:
 async def test_a_message_of_another_tool_is_handed_out_as_it_is(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         sent = await broker.on(NORMAL, "send_message", MessageBody='{"made": "by hand"}')
-        (d,) = await broker.subscribe("t", "main", owner="w", lease=5).receive(5, 2.0)
+        (d,) = await broker.subscribe("t", "main", owner="w", lease=5).receive(5, 10.0)
         assert (d.id, d.body, d.headers) == (sent["MessageId"], b'{"made": "by hand"}', {})
 
 
@@ -102,7 +103,7 @@ async def test_a_retry_beyond_twelve_hours_becomes_a_new_message_that_waits(serv
     async with at(server("sqs").url) as broker:
         await broker.publish([out("a", priority=0)])
         sub = broker.subscribe("t", "main", owner="w", lease=5)
-        (d,) = await sub.receive(5, 2.0)
+        (d,) = await sub.receive(5, 10.0)
         assert list(await sub.settle([(d, Retry(20 * 3600.0, "tomorrow"))])) == [True]
         found = await broker.stats("t", "main")
         assert (found.ready, found.delayed, found.in_flight) == (0, 1, 0)
@@ -110,12 +111,12 @@ async def test_a_retry_beyond_twelve_hours_becomes_a_new_message_that_waits(serv
 
 async def test_a_message_that_arrives_before_its_time_is_hidden_until_then(server: Place) -> None:
     async with at(server("sqs").url) as broker:
-        parcel = wire.pack(out("a"), 1, time.time() + 1.5)  # as after the fifteen minutes that SQS keeps a new one back
+        parcel = wire.pack(out("a"), 1, time.time() + 3.0)  # as after the fifteen minutes that SQS keeps a new one back
         fields = {"MessageBody": parcel.body, "MessageAttributes": {wire.NOTE: {"DataType": "String", "StringValue": parcel.note}}}
         await broker.on(NORMAL, "send_message", **fields)
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         assert list(await sub.receive(5, 0.5)) == []
-        (d,) = await sub.receive(5, 4.0)
+        (d,) = await sub.receive(5, 10.0)
         assert d.id == "a"
         assert time.time() >= wire.unpack({"MessageId": "", "Body": "", **fields})[0].after
 
@@ -129,7 +130,7 @@ async def test_a_group_that_another_process_declared_gets_what_is_published_here
         finally:
             await here.close()
         for group in ("main", "archive"):
-            assert [d.id for d in await elsewhere.subscribe("t", group, owner="w", lease=5).receive(5, 2.0)] == ["a"]
+            assert [d.id for d in await elsewhere.subscribe("t", group, owner="w", lease=5).receive(5, 10.0)] == ["a"]
 
 
 async def test_a_queue_that_is_not_as_we_would_make_it_is_told_and_left_alone(server: Place) -> None:
@@ -160,7 +161,7 @@ async def test_a_queue_that_was_removed_is_made_again(server: Place) -> None:
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         await removed(broker)
         assert list(await broker.publish([out("a")])) == [Published.OK]
-        assert [d.id for d in await sub.receive(5, 2.0)] == ["a"]
+        assert [d.id for d in await sub.receive(5, 10.0)] == ["a"]
         await removed(broker)
         assert list(await sub.receive(5, 0.2)) == []
         assert (await broker.stats("t", "main")).in_flight == 0
@@ -185,7 +186,7 @@ async def test_a_subscription_that_closes_gives_back_what_its_last_poll_brought(
         assert list(await one.receive(5, 0.1)) == []  # its long polls are still out
         await broker.publish([out("a")])
         await one.close()
-        assert [d.id for d in await other.receive(5, 3.0)] == ["a"]
+        assert [d.id for d in await other.receive(5, 10.0)] == ["a"]
 
 
 async def test_a_receive_that_is_cancelled_loses_nothing(server: Place) -> None:
@@ -209,10 +210,10 @@ async def test_what_sqs_gives_up_by_itself_lies_with_the_dead_letters_and_says_s
         await broker.publish([out("a", headers={"h": "1"})])
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         for _ in range(2):
-            (d,) = await sub.receive(1, 2.0)
+            (d,) = await sub.receive(1, 10.0)
             await sub.settle([(d, Release())])
         assert list(await sub.receive(1, 1.0)) == []
-        (letter,) = await broker.subscribe("t.dead", "main", owner="w", lease=5).receive(5, 2.0)
+        (letter,) = await broker.subscribe("t.dead", "main", owner="w", lease=5).receive(5, 10.0)
         assert (letter.id, letter.body) == ("a", b"a")
         assert letter.headers == {"h": "1", "penstock-reason": "given up by SQS: received too often without an end"}
 
@@ -226,7 +227,7 @@ async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again
     async with at(handle.url) as broker:
         sub = broker.subscribe("t", "main", owner="w", lease=60)
         await broker.publish([out("a"), out("b")])
-        (d,) = await sub.receive(1, 2.0)
+        (d,) = await sub.receive(1, 10.0)
         await asyncio.to_thread(handle.stop)
         with pytest.raises(StoreUnavailable, match="cannot be reached"):
             await sub.receive(1, 5.0)
@@ -241,7 +242,7 @@ async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again
         async with asyncio.timeout(20):
             while not got:
                 with contextlib.suppress(StoreUnavailable):  # of a poll that was out when it died
-                    got = [d.id for d in await sub.receive(5, 2.0)]
+                    got = [d.id for d in await sub.receive(5, 10.0)]
         assert got == ["c"]
 
 
@@ -289,12 +290,10 @@ async def test_a_server_that_does_not_speak_sqs_is_told(answer: bytes) -> None:
 
 
 @pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def unused_port() -> Iterator[int]:
+    with socket.socket() as taken:  # by us, who do not listen: nobody else does either
+        taken.bind(("127.0.0.1", 0))
+        yield int(taken.getsockname()[1])
 
 
 @pytest.mark.server("s3")  # moto, which also plays SQS, and checks keys and permissions when asked to

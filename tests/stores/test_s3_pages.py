@@ -224,11 +224,11 @@ async def told(url: str) -> PenstockError:
 
 async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place) -> None:
     port = server("s3").port
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        unused = s.getsockname()[1]
     assert "there is no bucket nosuch" in (await told(f"s3://nosuch/p?endpoint=http://127.0.0.1:{port}&key=x&secret=hunter2")).message
-    assert "cannot be reached" in (await told(f"s3://penstock/p?endpoint=http://127.0.0.1:{unused}&key=x&secret=hunter2")).message
+    with socket.socket() as taken:  # by us, who do not listen: nobody else does either
+        taken.bind(("127.0.0.1", 0))
+        unused = taken.getsockname()[1]
+        assert "cannot be reached" in (await told(f"s3://penstock/p?endpoint=http://127.0.0.1:{unused}&key=x&secret=hunter2")).message
 
     def checking(after: str) -> None:
         """Keys and permissions are checked after so many requests."""

