@@ -425,6 +425,52 @@ async def test_a_slot_too_far_away_gives_the_event_back() -> None:
         assert r.web.counts["/b"] == 0
 
 
+async def test_a_chain_that_was_put_off_goes_on_from_there_and_asks_nobody_twice() -> None:
+    async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0), robots="ignore") as r:
+        r.web.route("/a", to("/b"))
+        r.web.route("/b", Reply(302, {"location": "/c", "set-cookie": "seen=b"}))
+        r.web.route("/c", PAGE)
+        await r.hosts.reserve({r.key: 1})
+        for _ in range(2):
+            failure = await r.fails("/a")
+            assert failure.kind is ErrorClass.THROTTLED
+            assert await r.answer(r.event("/a")) is None, "nor without a task"
+            r.time.at += failure.after or 0.0
+            await r.hosts.reserve({r.key: 1})  # as the worker does, before it comes back
+        answer = await r.fetch("/a")
+        assert (answer.url, [hop.url for hop in answer.hops]) == (r.web.url("/c"), [r.web.url("/a"), r.web.url("/b")])
+        assert r.web.counts == {"/a": 1, "/b": 1, "/c": 1}
+        assert (await r.fails("/a")).kind is ErrorClass.THROTTLED, "the next time it begins at its beginning"
+
+
+async def test_a_chain_that_was_put_off_for_another_host_waits_for_a_slot_of_that() -> None:
+    async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0), robots="ignore") as r:
+        other = await r.web.listen()
+        r.web.route("/a", to(r.web.url("/b", port=other)))
+        r.web.route("/b", PAGE)
+        await r.hosts.reserve({f"127.0.0.1:{other}": 2})
+        for n in (2, 1):  # what others have before it
+            assert (await r.fails("/a")).after == pytest.approx(60.0 * n)
+            r.time.at += 60.0
+        assert (await r.fetch("/a")).status == 200
+        assert r.web.counts == {"/a": 1, "/b": 1}
+        assert r.hosts.slots[-1] == (f"127.0.0.1:{other}", r.time.now())
+
+
+async def test_a_robots_that_lies_behind_a_redirect_is_found_on_a_slow_host_too() -> None:
+    async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0)) as r:
+        r.web.route("/robots.txt", to("/robots-2.txt"))
+        r.web.route("/robots-2.txt", reply("User-agent: *\nDisallow: /no\n", "text/plain"))
+        r.web.route("/*", PAGE)
+        await r.hosts.reserve({r.key: 1})
+        for _ in range(2):
+            r.time.at += (await r.fails("/a")).after or 0.0
+            await r.hosts.reserve({r.key: 1})
+        assert (await r.fetch("/a")).status == 200
+        assert (await r.fails("/no")).reason == "robots.txt disallows it"
+        assert r.web.counts == {"/robots.txt": 1, "/robots-2.txt": 1, "/a": 1}
+
+
 async def test_credentials_stay_with_their_origin() -> None:
     seen: list[Mapping[str, str]] = []
 

@@ -24,6 +24,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HARMLESS = frozenset({"accept", "accept-encoding", "accept-language", "if-modified-since", "if-none-match", "user-agent"})
 Sleep = Callable[[float], Awaitable[None]]
 _UNREACHABLE = 0  # as ports.RobotsCache has it
+_REMEMBERED, _RETURNS = 8192, 600.0  # chains that were put off half-way, and seconds beyond its time after which one begins anew
 
 
 class FetchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +34,7 @@ class FetchOptions(msgspec.Struct, frozen=True, kw_only=True):
     robots_in_memory: int = 8192  # origins
     max_redirects: int = 10
     allow_downgrade: bool = False  # https → http
-    hop_wait: float = 30.0  # seconds a redirect may wait for its slot; it cannot be parked half-way
+    hop_wait: float = 30.0  # seconds a redirect may wait for its slot; beyond that the event is put off, and goes on from there
     slot_wait: float = 30.0  # the same for the page whose slot went to robots.txt; beyond that it is put off
     key_by: Literal["host", "domain"] = "host"
     soft_404: bool = False
@@ -43,6 +44,21 @@ class _Known(msgspec.Struct, frozen=True):
     robots: rules.Robots
     status: int
     until: float
+
+
+class _Way(msgspec.Struct):
+    """How far a request has come, redirect by redirect."""
+
+    url: str
+    host: str
+    method: str
+    body: bytes | None
+    headers: dict[str, str]
+    conditional: bool
+    jar: Jar | None
+    hops: list[Hop] = []
+    seen: set[tuple[str, str, str]] = set()
+    until: float = 0.0  # put off: after that it is forgotten
 
 
 class FetchStage:
@@ -56,6 +72,9 @@ class FetchStage:
         self._options = options or FetchOptions()
         self._robots: dict[str, _Known] = {}
         self._loading: dict[str, asyncio.Task[_Known]] = {}
+        # By event and by origin, in the memory of this worker: begun anew each time, a chain on a slow host would never come to its end.
+        self._halfway: dict[str, _Way] = {}
+        self._robots_at: dict[str, tuple[str, int]] = {}
         self._misses: dict[str, int] = {}  # origins whose robots.txt cannot be reached, and how often in a row
 
     def begin(self, event: Event, baseline: Baseline | None, done: Done) -> Cancellable | None:
@@ -63,6 +82,8 @@ class FetchStage:
         host held back by nobody. `done` gets what came; `is_final` says whether that is all. None, and nothing was sent: `fetch` has to see to it."""
         ask, route, url, host = event.ask, event.route, event.url, event.key
         if self._direct is None or ask.method != "GET" or ask.body is not None or route.account or proxies.needs_proxy(route):
+            return None
+        if event.id in self._halfway:
             return None
         if self._options.robots == "obey" and not self._cache.exempt(host):
             known = self._robots.get(url[: url.find("/", 8)])
@@ -100,57 +121,76 @@ class FetchStage:
         return await self._proxies.through(event, turn, lambda dsn: self._walk(event, baseline, dsn, sleep))
 
     async def _walk(self, event: Event, baseline: Baseline | None, proxy: str | None, sleep: Sleep, answer: Response | None = None) -> Response:
-        account = event.route.account
+        account, o = event.route.account, self._options
         session = self._proxies.jar(account) if account and self._proxies is not None else None
-        jar = session  # without an account there is none, but for what a chain of redirects sets on its way
-        ask, o = event.ask, self._options
-        url, host, method, body = event.url, event.key, ask.method, ask.body
-        headers, conditional = self._headers(event, baseline)
-        hops: list[Hop] = []
-        seen: set[tuple[str, str, str]] = set()
         started = self._clock.now()
+        way = self._halfway.pop(event.id, None)
+        if way is None or way.until < started or answer is not None:
+            # Without an account there is no jar, but for what a chain of redirects sets on its way.
+            way = _Way(event.url, event.key, event.ask.method, event.ask.body, *self._headers(event, baseline), session)
+        slotted = way.host == event.key  # where it goes on with its own host, it has a slot of that
         while True:
             try:
-                if answer is None and o.robots == "obey" and not self._cache.exempt(host) and await self._permit(url, host, proxy):
-                    if not hops and self._pace.voided(host) >= started:  # all that waited for it would wait here, one crawl delay after the other
-                        raise breach(Breach.HELD, f"{host}: robots.txt asks for more time between requests", after=0.1)
-                    await self._take_slot(host, o.hop_wait if hops else o.slot_wait, sleep)  # robots.txt was fetched in ours
-                cookies = jar.header(url, self._clock.now()) if jar and "cookie" not in headers else ""
-                response = await self._send(url, host, method, {**headers, "cookie": cookies} if cookies else headers, body, proxy, answer)
-                answer = None
+                if not slotted:
+                    await self._take_slot(way.host, o.hop_wait, sleep)
+                if answer is None and o.robots == "obey" and not self._cache.exempt(way.host) and await self._permit(way.url, way.host, proxy):
+                    if not way.hops and self._pace.voided(way.host) >= started:  # all that waited for it would wait here, one crawl delay after the other
+                        raise breach(Breach.HELD, f"{way.host}: robots.txt asks for more time between requests", after=0.1)
+                    await self._take_slot(way.host, o.hop_wait if way.hops else o.slot_wait, sleep)  # robots.txt was fetched in ours
+                cookies = self._cookies(way, way.url)
+                response = await self._send(
+                    way.url, way.host, way.method, {**way.headers, "cookie": cookies} if cookies else way.headers, way.body, proxy, answer
+                )
+                answer, slotted = None, False
             except proxies.ProxyFailed as e:
-                e.own = e.own and not hops  # a chain is not begun again at once: its first host was asked already
+                e.own = e.own and not way.hops  # a chain is not begun again at once: its first host was asked already
+                raise
+            except Failure as e:
+                if way.hops and e.kind is ErrorClass.THROTTLED:
+                    self._keep(event.id, way, e.after or 0.0)
                 raise
             location = response.headers.get("location") if response.status in _REDIRECTS else None
             if "set-cookie" in response.headers and (session is not None or location is not None):
-                jar = Jar() if jar is None else jar
-                jar.store(url, response.headers, self._clock.now())
+                way.jar = Jar() if way.jar is None else way.jar
+                way.jar.store(way.url, response.headers, self._clock.now())
             if location is None:
                 break
-            hops.append(Hop(url=url, status=response.status, peer=response.peer, seconds=response.seconds))
-            if len(hops) > o.max_redirects:
+            way.hops.append(Hop(url=way.url, status=response.status, peer=response.peer, seconds=response.seconds))
+            if len(way.hops) > o.max_redirects:
                 raise breach(Breach.REDIRECTS, f"more than {o.max_redirects}", status=response.status)
-            seen.add((method, url, cookies))
-            target = self._follow(url, location, response.status)
-            if (method == "POST" and response.status in (301, 302)) or (method not in ("GET", "HEAD") and response.status == 303):
-                method, body = "GET", None
-                headers = {k: v for k, v in headers.items() if not k.startswith("content-")}
-            if origin(target) != origin(url):
-                if body is not None:
-                    raise breach(Breach.NOWHERE, "the request's body would go to another origin", status=response.status)
-                headers = {k: v for k, v in headers.items() if k in _HARMLESS}
-            if (method, target, jar.header(target, self._clock.now()) if jar and "cookie" not in headers else "") in seen:
-                raise breach(Breach.LOOP, status=response.status)
-            url, host = target, host_key(target, o.key_by)
-            await self._take_slot(host, o.hop_wait, sleep)
+            way.seen.add((way.method, way.url, cookies))
+            self._turn_to(way, self._follow(way.url, location, response.status), response.status)
         verdict = judge(
-            response.status, response.headers, response.body, now=self._clock.now(), method=method, conditional=conditional, soft_404=o.soft_404
+            response.status, response.headers, response.body, now=self._clock.now(), method=way.method, conditional=way.conditional, soft_404=o.soft_404
         )  # fmt: skip
         if verdict is not None:
             raise verdict.failure()
         if session is not None and "set-cookie" in response.headers:  # an account's, which no page store or ledger need know
             response = msgspec.structs.replace(response, headers={k: v for k, v in response.headers.items() if k != "set-cookie"})
-        return msgspec.structs.replace(response, hops=tuple(hops)) if hops else response
+        return msgspec.structs.replace(response, hops=tuple(way.hops)) if way.hops else response
+
+    def _turn_to(self, way: _Way, target: str, status: int) -> None:
+        """What is left of the request after this redirect. Raises Failure."""
+        if (way.method == "POST" and status in (301, 302)) or (way.method not in ("GET", "HEAD") and status == 303):
+            way.method, way.body = "GET", None
+            way.headers = {k: v for k, v in way.headers.items() if not k.startswith("content-")}
+        if origin(target) != origin(way.url):
+            if way.body is not None:
+                raise breach(Breach.NOWHERE, "the request's body would go to another origin", status=status)
+            way.headers = {k: v for k, v in way.headers.items() if k in _HARMLESS}
+        if (way.method, target, self._cookies(way, target)) in way.seen:
+            raise breach(Breach.LOOP, status=status)
+        way.url, way.host = target, host_key(target, self._options.key_by)
+
+    def _cookies(self, way: _Way, url: str) -> str:
+        return way.jar.header(url, self._clock.now()) if way.jar and "cookie" not in way.headers else ""
+
+    def _keep(self, event: str, way: _Way, after: float) -> None:
+        """It was told to come back: the hosts behind it have answered, and are not asked again."""
+        way.until = self._clock.now() + after + _RETURNS
+        if len(self._halfway) >= _REMEMBERED:
+            del self._halfway[next(iter(self._halfway))]
+        self._halfway[event] = way
 
     async def robots(self, url: str, *, proxy: str | None = None) -> rules.Robots:
         """The rules for this URL's origin, fetched if need be: for `penstock fetch`, and for sources that look for sitemaps."""
@@ -291,11 +331,11 @@ class FetchStage:
         return await self._learn(start, body, status, until)
 
     async def _ask_robots(self, start: str, proxy: str | None) -> tuple[int, bytes | None]:
-        url = start + "/robots.txt"
-        for hop in range(self._options.robots_redirects + 1):
+        url, begun = self._robots_at.pop(start, (start + "/robots.txt", 0))
+        for hop in range(begun, self._options.robots_redirects + 1):
             host = host_key(url, self._options.key_by)
             try:
-                if hop:
+                if hop > begun or host != host_key(start, self._options.key_by):  # the first has the slot of the page
                     await self._take_slot(host, self._options.hop_wait, self._clock.sleep)
                 response = await self._send(url, host, "GET", {}, None, proxy)
             except proxies.ProxyFailed:
@@ -309,6 +349,10 @@ class FetchStage:
                     return 404, None  # it leads where we do not go: there is none (RFC 9309, 2.3.1.2)
                 if e.kind is ErrorClass.PERMANENT:
                     raise  # the page would fare no better: same origin, same answer
+                if hop and e.kind is ErrorClass.THROTTLED:
+                    if len(self._robots_at) >= self._options.robots_in_memory:
+                        self._robots_at.clear()
+                    self._robots_at[start] = url, hop  # to go on from
                 raise Failure(e.kind, f"robots.txt: {e.reason}", after=e.after, status=e.status, detail=e.detail) from e
             location = response.headers.get("location") if response.status in _REDIRECTS else None
             if location is None:
