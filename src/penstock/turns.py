@@ -11,9 +11,9 @@ import msgspec
 
 from penstock.model import Event
 from penstock.ports import Admitted, Cancellable, Delivery, Extracted, PageMeta, Response
+from penstock.rules.pace import LATE
 
 KEPT = 0.95  # of the distance between two slots, where the first went late: so that it catches up
-LATE = 0.1  # seconds after its slot, beyond which an event that had to wait for one needs a new one: those behind it have theirs
 SOON = 0.005  # a distance this short is not worth a timer
 REMEMBERED = 8192  # hosts
 

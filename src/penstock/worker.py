@@ -94,7 +94,8 @@ class Worker:
         self._conclude_timer: asyncio.TimerHandle | None = None
         self._extracting: set[asyncio.Task[None]] = set()
         self._concluding: set[asyncio.Task[None]] = set()
-        self._room, self._startable = asyncio.Event(), asyncio.Event()
+        self._returning = 0  # have waited for a slot on their way, and want a permit again
+        self._room, self._startable, self._freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._stopping = False
 
     # -- life --------------------------------------------------------------------------------------------------------------
@@ -261,14 +262,14 @@ class Worker:
 
     async def _start(self) -> None:
         while not self._stopping:
-            permits = self.o.concurrency - self._active
+            permits = self._permits()
             if not self._turns.ready or permits <= 0:
                 self._startable.clear()
                 await self._startable.wait()
                 continue
             if permits < self.o.start_group and permits < len(self._turns.ready) and self._active:
                 await self.clock.sleep(self.o.start_linger)  # a transaction for one start costs as much as one for many
-                permits = self.o.concurrency - self._active
+                permits = self._permits()
             items = self._choose(permits)
             if not items:
                 continue
@@ -283,6 +284,7 @@ class Worker:
             for item, fence in zip(items, fences, strict=True):
                 if fence is None:  # a duplicate, delayed or ended after all; the books have settled it
                     self._active -= 1
+                    self._freed.set()
                     self._turns.leave(item)
                     self.held.pop(item.delivery.position, None)
                     continue
@@ -359,12 +361,23 @@ class Worker:
             self._fail(item, stage, Failure(ErrorClass.TRANSIENT, f"{type(e).__name__}: {e}", detail="".join(traceback.format_exception(e))))
 
     async def _stand_aside(self, seconds: float) -> None:
-        """A wait for a slot in the middle of a request: for redirects, and for the page whose slot went to robots.txt. It holds no permit."""
+        """A wait for a slot in the middle of a request: for redirects, and for the page whose slot went to robots.txt. It holds no permit,
+        and then has the next one before those that have not begun."""
         self._give_permit_back()
         try:
             await self.clock.sleep(seconds)
+            self._returning += 1
+            try:
+                while self._active >= self.o.concurrency:
+                    self._freed.clear()
+                    await self._freed.wait()
+            finally:
+                self._returning -= 1
         finally:
             self._active += 1
+
+    def _permits(self) -> int:
+        return self.o.concurrency - self._active - self._returning
 
     def _leave(self, item: Item) -> None:
         item.task = None
@@ -373,6 +386,7 @@ class Worker:
 
     def _give_permit_back(self) -> None:
         self._active -= 1
+        self._freed.set()
         self._startable.set()
         if not self._active:
             self._hurry(0)

@@ -155,6 +155,19 @@ def test_a_page_whose_slot_went_to_robots_waits_for_the_next_without_a_permit(pr
     assert len([at for at in hosts.times(other) if robots < at < page]) >= 5, "the only permit there is was free meanwhile"
 
 
+def test_those_who_waited_on_their_way_are_no_more_in_flight_than_there_are_permits(project: Project, hosts: Hosts) -> None:
+    ports = [*hosts.ports, *(hosts._listen() for _ in range(5))]
+    for port in ports:
+        hosts.answers[port] = lambda request: Reply(200, {"content-type": HTML}, product(request.port).encode(), delay=0.5)
+    project.allow(*ports)
+    project.set(fetch_concurrency="1", pace_rate="2")
+    project.push(*(f"http://127.0.0.1:{port}/p/1" for port in ports))
+    project.run()
+    pages = [entry for entry in hosts.site.web.entries if entry.path != "/robots.txt"]
+    most = max(sum(e.at <= one.at < e.answered for e in pages) for one in pages)
+    assert (len(pages), most) == (len(ports), 1)
+
+
 def test_after_one_429_nobody_asks_that_host_until_its_time_is_over_and_the_others_go_on(project: Project, hosts: Hosts) -> None:
     first, *others = hosts.ports
     told: list[float] = []

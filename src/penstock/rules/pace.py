@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 MAX_RETRY_AFTER = 24 * 3600.0
 MAX_CRAWL_DELAY = 3600.0  # a file that asks for more has a typing slip, or means "not at all" and should say that
 MAX_PENALTY = 64.0
+LATE = 0.1  # seconds after its slot, beyond which a request needs a new one: those behind it have theirs
 RECOVERY = 5  # successes in a row that halve a penalty
 _STEP = 0.5  # seconds: what a penalty multiplies where the rate alone would give less, or is unlimited
 

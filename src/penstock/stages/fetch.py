@@ -15,7 +15,7 @@ from penstock.ports import Baseline, Cancellable, Clock, DirectFetcher, Done, Fe
 from penstock.rules import proxies
 from penstock.rules import robots as rules
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
-from penstock.rules.pace import MAX_RETRY_AFTER, parse_retry_after
+from penstock.rules.pace import LATE, MAX_RETRY_AFTER, parse_retry_after
 from penstock.rules.verdict import Breach, breach, judge
 from penstock.stages.proxies import Proxies
 
@@ -239,12 +239,17 @@ class FetchStage:
         return response
 
     async def _take_slot(self, host: str, patience: float, sleep: Sleep) -> None:
-        slot = (await self._pace.reserve({host: 1}, within=patience))[host][0]
-        wait = slot - self._clock.now()
-        if wait > patience:
-            raise Failure(ErrorClass.THROTTLED, f"the next slot of {host} is too far away to wait for", after=wait)
-        if wait > 0:
+        while True:
+            slot = (await self._pace.reserve({host: 1}, within=patience))[host][0]
+            wait = slot - self._clock.now()
+            if wait > patience:
+                raise Failure(ErrorClass.THROTTLED, f"the next slot of {host} is too far away to wait for", after=wait)
+            if wait <= 0:
+                return
             await sleep(wait)
+            if self._clock.now() <= slot + LATE:
+                return
+            sleep = self._clock.sleep  # the caller's took longer than the slot lasts, and might each time
 
     def _follow(self, url: str, location: str, status: int) -> str:
         try:
