@@ -767,8 +767,9 @@ async def test_a_socks_proxy_is_given_the_checked_address_and_a_name_only_by_exc
             failure = await failing(c.fetch(f"http://shop.test:{s.port}/", proxy=f"socks5h://127.0.0.1:{port}"))
             assert (failure.kind, "remote_dns" in failure.reason) == (ErrorClass.OURS, True)
         async with client(s.port, port, names={}, remote_dns=True) as c:
-            assert (await c.fetch(f"http://far.test:{s.port}/", proxy=f"socks5h://127.0.0.1:{port}")).body == b"through"
-            assert asked[1:] == [(3, "far.test", s.port)]
+            for scheme in ("socks5h", "socks5"):
+                assert (await c.fetch(f"http://far.test:{s.port}/", proxy=f"{scheme}://127.0.0.1:{port}")).body == b"through"
+            assert asked[1:] == [(3, "far.test", s.port)] * 2
             failure = await failing(c.fetch("http://10.0.0.1/", proxy=f"socks5h://127.0.0.1:{port}"))
             assert failure.kind is ErrorClass.PERMANENT
 

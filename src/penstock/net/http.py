@@ -300,7 +300,9 @@ def _dress(ex: Exchange, set_up: SetUp, method: str, headers: Mapping[str, str] 
         if proxy.scheme == "https":  # its certificate is for its name
             opt(pycurl.RESOLVE, [f"{proxy.host}:{proxy.port}:{place}"])
             place = proxy.host
-        opt(pycurl.PROXY, f"{proxy.scheme}://{place}:{proxy.port}")
+        # Without an address of the target (remote_dns) libcurl would look its name up for socks5, and nobody would check what it finds.
+        scheme = "socks5h" if proxy.scheme == "socks5" and not target.addresses else proxy.scheme
+        opt(pycurl.PROXY, f"{scheme}://{place}:{proxy.port}")
         opt(pycurl.NOPROXY, "")
         if target.scheme == "https" or target.addresses[:1] != (target.host,):
             opt(pycurl.HTTPPROXYTUNNEL, 1)
