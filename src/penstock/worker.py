@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.books import Books
 from penstock.errors import BadEnvelope, StoreUnavailable
+from penstock.grouping import Group
 from penstock.model import ErrorClass, Event, Failure, Page, Release, decode_event, page_id
 from penstock.ports import Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
 from penstock.rules import retry
@@ -88,12 +89,8 @@ class Worker:
         self._reslotting: set[asyncio.Task[None]] = set()
         self._received = 0.0  # when there was last room to ask for more
         self._bytes = 0
-        self._extracts: list[Item] = []
-        self._ends: list[tuple[Item, End]] = []
-        self._extract_timer: asyncio.TimerHandle | None = None
-        self._conclude_timer: asyncio.TimerHandle | None = None
-        self._extracting: set[asyncio.Task[None]] = set()
-        self._concluding: set[asyncio.Task[None]] = set()
+        self._extracts: Group[Item] = Group(options.extract_group, partial(self._linger, options.extract_linger), self._extract_group)
+        self._ends: Group[tuple[Item, End]] = Group(options.conclude_group, partial(self._linger, options.conclude_linger), self._conclude)
         self._returning = 0  # have waited for a slot on their way, and want a permit again
         self._room, self._startable, self._freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._stopping = False
@@ -138,20 +135,20 @@ class Worker:
         if waiting:  # the books know of no start, so there is nothing but the lease to give back
             await self._insist(lambda: self.sub.settle([(item.delivery, Release()) for item in waiting]))
         while self.held and self.clock.now() < until:
-            self._flush_extracts()
-            self._flush_ends()
+            self._extracts.flush()
+            self._ends.flush()
             await self.clock.sleep(0.01)
-        for task in [*(item.task for item in self.held.values()), *self._extracting]:
+        for task in [*(item.task for item in self.held.values()), *self._extracts.under_way]:
             if task is not None:
                 task.cancel()
         await asyncio.sleep(0)
-        ending = {id(item) for item, _ in self._ends}
+        ending = {id(item) for item, _ in self._ends.waiting}
         for item in self.held.values():
             if id(item) not in ending:  # where an end is being written already, this one finds its fence used up
                 self._end(item, "release", reason="shutdown")
-        while self._ends or self._concluding:
-            self._flush_ends()
-            await asyncio.wait(self._concluding, timeout=0.1)
+        while self._ends.waiting or self._ends.under_way:
+            self._ends.flush()
+            await asyncio.wait(self._ends.under_way, timeout=0.1)
             if self.outage and self.clock.now() > until + self.o.grace:
                 log.error("the store takes no writes; leaving %d deliveries to come back when their lease ends", len(self.held))
                 return
@@ -296,7 +293,9 @@ class Worker:
         for item, wait in chosen.early:
             item.timer = asyncio.get_running_loop().call_later(wait, self._make_ready, item)
         if chosen.late:
-            self._spawn(self._reslotting, self._reslot(chosen.late))
+            reslotting = asyncio.create_task(self._reslot(chosen.late))
+            self._reslotting.add(reslotting)
+            reslotting.add_done_callback(self._reslotting.discard)
         return chosen.start
 
     async def _reslot(self, items: Sequence[Item]) -> None:
@@ -426,7 +425,7 @@ class Worker:
         elif self.last == "fetch":
             self._hand_over(item, item.meta)
         else:
-            self._queue_extract(item)
+            self._extracts.add(item)
 
     def _hand_over(self, item: Item, meta: PageMeta) -> None:
         message = page_message(item.delivery.body, meta, item.body, inline_max=self.o.inline_max, largest=self.o.message_max)
@@ -445,30 +444,17 @@ class Worker:
         if self.last == "fetch":  # its request came again, and the message that it had become may be lost
             self._hand_over(item, meta)
         else:
-            self._queue_extract(item)
+            self._extracts.add(item)
 
     # -- extracting --------------------------------------------------------------------------------------------------------------
 
-    def _queue_extract(self, item: Item) -> None:
-        self._extracts.append(item)
-        if len(self._extracts) >= self.o.extract_group:
-            self._flush_extracts()
-        elif self._extract_timer is None:
-            self._extract_timer = asyncio.get_running_loop().call_later(self._linger(self.o.extract_linger), self._flush_extracts)
-
-    def _flush_extracts(self) -> None:
-        if self._extract_timer is not None:
-            self._extract_timer.cancel()
-            self._extract_timer = None
-        if self._extracts:
-            items, self._extracts = self._extracts, []
-            if self._suspects is not None:
-                suspects = [i for i in items if i.admitted.crashes >= SUSPECT]
-                items = [i for i in items if i.admitted.crashes < SUSPECT]
-                if suspects:
-                    self._spawn(self._extracting, self._extract(suspects, self._suspects))
-            if items and self.extraction is not None:
-                self._spawn(self._extracting, self._extract(items, self.extraction))
+    async def _extract_group(self, items: Sequence[Item]) -> None:
+        assert self.extraction is not None
+        if self._suspects is not None and (suspects := [i for i in items if i.admitted.crashes >= SUSPECT]):
+            others = [i for i in items if i.admitted.crashes < SUSPECT]
+            await asyncio.gather(self._extract(suspects, self._suspects), self._extract(others, self.extraction))
+        else:
+            await self._extract(items, self.extraction)
 
     async def _extract(self, items: Sequence[Item], by: Extraction) -> None:
         try:
@@ -550,19 +536,7 @@ class Worker:
         )
         for name, value in more.items():
             setattr(end, name, value)
-        self._ends.append((item, end))
-        if len(self._ends) >= self.o.conclude_group:
-            self._flush_ends()
-        elif self._conclude_timer is None:
-            self._conclude_timer = asyncio.get_running_loop().call_later(self._linger(self.o.conclude_linger), self._flush_ends)
-
-    def _flush_ends(self) -> None:
-        if self._conclude_timer is not None:
-            self._conclude_timer.cancel()
-            self._conclude_timer = None
-        if self._ends:
-            batch, self._ends = self._ends, []
-            self._spawn(self._concluding, self._conclude(batch))
+        self._ends.add((item, end))
 
     async def _conclude(self, batch: Sequence[tuple[Item, End]]) -> None:
         ends = [end for _, end in batch]
@@ -648,15 +622,10 @@ class Worker:
     def _hurry(self, ourselves: int) -> None:
         """Where nothing else is on its way, what waits for company waits in vain."""
         if not self._active and not self._turns.ready:
-            if self._extracts:
-                self._flush_extracts()
-            elif len(self._extracting) <= ourselves:
-                self._flush_ends()
-
-    def _spawn(self, among: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        among.add(task)
-        task.add_done_callback(among.discard)
+            if self._extracts.waiting:
+                self._extracts.flush()
+            elif len(self._extracts.under_way) <= ourselves:
+                self._ends.flush()
 
 
 def _envelope(item: Item, first: Stage) -> bytes:

@@ -1,0 +1,59 @@
+"""Groups: how many go together, and how long the first waits for the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.grouping import Group
+
+
+async def test_enough_go_together_at_once_and_the_rest_after_the_first_of_it_has_waited() -> None:
+    done: list[list[int]] = []
+    third = asyncio.Event()
+
+    async def work(group: list[int]) -> None:
+        done.append(group)
+        if len(done) == 3:
+            third.set()
+
+    group: Group[int] = Group(3, lambda: 0.01, work)
+    for n in range(7):
+        group.add(n)
+    await asyncio.sleep(0)
+    assert done == [[0, 1, 2], [3, 4, 5]]
+    assert group.waiting == [6]
+    await third.wait()
+    assert (done[2], group.waiting) == ([6], [])
+
+
+async def test_a_flush_takes_what_is_there_and_the_next_group_has_its_own_time() -> None:
+    done: list[list[int]] = []
+
+    async def work(group: list[int]) -> None:
+        done.append(group)
+
+    lingers = iter([0.01, 3600.0])
+    group: Group[int] = Group(10, lambda: next(lingers), work)
+    group.flush()
+    assert not group.under_way, "nothing is no group"
+    group.add(1)
+    group.flush()
+    group.add(2)
+    await asyncio.sleep(0.05)
+    assert (done, group.waiting) == ([[1]], [2]), "the timer of the first group is not that of the second"
+
+
+async def test_several_groups_are_under_way_at_once_and_each_is_forgotten_when_it_is_done() -> None:
+    free = asyncio.Event()
+
+    async def work(group: list[int]) -> None:
+        await free.wait()
+
+    group: Group[int] = Group(1, lambda: 0.0, work)
+    group.add(1)
+    group.add(2)
+    assert len(group.under_way) == 2
+    free.set()
+    await asyncio.gather(*group.under_way)
+    await asyncio.sleep(0)
+    assert not group.under_way
