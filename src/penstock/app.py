@@ -414,6 +414,7 @@ def open_fetcher(config: Config, *, max_body: int = 0) -> CurlFetcher:
         total_timeout=n.timeout.total,
         max_encoded_bytes=max_body,
         max_decoded_bytes=max_body,
+        max_held_bytes=config.fetch.bytes,
         remote_dns=n.remote_dns,
     )
     return CurlFetcher(guard, options)

@@ -260,7 +260,7 @@ class Worker:
     async def _start(self) -> None:
         while not self._stopping:
             permits = self._permits()
-            if not self._turns.ready or permits <= 0:
+            if not self._turns.ready or permits <= 0 or self._bytes > self.o.byte_budget:
                 self._startable.clear()
                 await self._startable.wait()
                 continue
@@ -575,6 +575,7 @@ class Worker:
             self._bytes -= len(item.body)
             self.signals.ended(end, now, applied=ok)
         self._room.set()
+        self._startable.set()
         if any(end.records for end in ends):
             self._on_records()
 

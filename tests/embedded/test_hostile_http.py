@@ -286,6 +286,46 @@ async def test_a_transfer_that_rests_again_and_again_loses_nothing(monkeypatch: 
     assert seen > 1000
 
 
+@pytest.mark.parametrize("coding", ["plain", "gzip"])
+async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_arrive(coding: str) -> None:
+    size, room, last = 800_000, 2_000_000, asyncio.Event()
+    bodies = [random.Random(n).randbytes(1000) * (size // 1000) for n in range(20)]
+
+    def answer(request: Request) -> Reply:
+        body = bodies[int(request.path[1:])]
+        sent = gzip.compress(body) if coding == "gzip" else body
+        named = b"Content-Encoding: gzip\r\n" if coding == "gzip" else b""
+
+        async def raw() -> AsyncIterator[bytes]:
+            yield b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n" % (named, len(sent)) + sent[:-1]
+            await last.wait()
+            yield sent[-1:]
+
+        return Reply(raw=raw())
+
+    async with Web(answer) as web:
+        guard = Guard(parse_allow(f"127.0.0.1:{web.port}"))
+        fetcher = CurlFetcher(guard, HttpOptions(max_held_bytes=room, total_timeout=20.0))
+        asking = [asyncio.create_task(fetcher.fetch(web.url(f"/{n}"))) for n in range(len(bodies))]
+        held = [-2, -1]
+        while held[-1] != held[-2] or not held[-1]:  # until nothing more comes
+            await asyncio.sleep(0.2)
+            assert fetcher._opened is not None
+            under_way = fetcher._opened[1].active.values()
+            held.append(sum(ex.size if ex.decoder is None else len(b"".join(ex.decoder._parts)) for ex in under_way))
+        assert room / 2 < max(held) < room + 2 * size
+        asking.pop().cancel()
+        last.set()
+        assert [r.body for r in await asyncio.gather(*asking)] == bodies[:-1]
+        assert fetcher._opened[0].bodies.held == 0
+        last.clear()
+        asking = [asyncio.create_task(fetcher.fetch(web.url(f"/{n}"))) for n in range(len(bodies))]
+        await asyncio.sleep(0.2)
+        await fetcher.close()
+        assert all(isinstance(f, Failure) for f in await asyncio.gather(*asking, return_exceptions=True))
+        guard.close()
+
+
 @pytest.mark.parametrize(
     "charset", ["utf-16", "utf-7", "utf-8", "none-such", "", "idna", "rot13", "hex", "zlib", "unicode_escape", "\x00", "a" * 5000, "shift_jis", "utf-8\r\nX: y"]
 )

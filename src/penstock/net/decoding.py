@@ -197,11 +197,11 @@ class _Room:
     with the hundred kilobytes that it may hold, and need not wait for the collector of cycles."""
 
     def __init__(self, room: int, out: Out) -> None:
-        self._room, self._out = room, out
+        self.left, self._out = room, out
 
     def take(self, piece: bytes) -> None:
-        self._room -= len(piece)
-        if self._room < 0:
+        self.left -= len(piece)
+        if self.left < 0:
             raise DecodedTooLarge
         self._out(piece)
 
@@ -213,11 +213,17 @@ class Decoder:
         self._parts: list[bytes | bytearray] = []
         self._stages: list[_Stage] = []
         out: Out = partial(add, self._parts)
-        for name in names:  # the first was applied first, so it is undone last
-            stage = _STAGES[name](_Room(limit, out).take)
+        self._limit, self._room = limit, _Room(limit, out)
+        for n, name in enumerate(names):  # the first was applied first, so it is undone last
+            stage = _STAGES[name]((_Room(limit, out) if n else self._room).take)
             self._stages.insert(0, stage)
             out = stage.feed
         self.feed = out
+
+    @property
+    def size(self) -> int:
+        """Decoded bytes so far."""
+        return self._limit - self._room.left
 
     def finish(self) -> bytes:
         for stage in self._stages:

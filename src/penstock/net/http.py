@@ -16,6 +16,7 @@ import msgspec
 import pycurl
 
 from penstock.model import ErrorClass, Failure
+from penstock.net.bodies import Bodies
 from penstock.net.decoding import ACCEPT_ENCODING, BrokenCoding, TooManyCodings
 from penstock.net.guard import Guard, Target
 from penstock.net.transfer import Engine, Exchange, HttpOptions, SetUp, nobody
@@ -230,7 +231,8 @@ class CurlFetcher:
     def _open(self) -> tuple[SetUp, Engine]:
         loop = asyncio.get_running_loop()
         headers = [f"Accept: {self.options.accept}", f"Accept-Encoding: {ACCEPT_ENCODING}"]
-        self._opened = SetUp(self.guard, self.options, headers, _ca_file(self.options), loop.time), Engine(loop, self.options)
+        bodies = Bodies(self.options.max_held_bytes, loop.time)
+        self._opened = SetUp(self.guard, self.options, headers, _ca_file(self.options), loop.time, bodies), Engine(loop, self.options)
         return self._opened
 
     async def _resolve(self, url: str, set_up: SetUp) -> Target:

@@ -14,6 +14,7 @@ import msgspec
 import pycurl
 
 from penstock.model import Failure
+from penstock.net.bodies import SMALL, Bodies
 from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder, TooManyCodings, add, codings, joined
 from penstock.net.guard import Guard, Target
 from penstock.net.heads import parse_head
@@ -40,6 +41,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_header_bytes: int = 64 << 10
     max_encoded_bytes: int = 16 << 20
     max_decoded_bytes: int = 16 << 20
+    max_held_bytes: int = 64 << 20  # of all bodies under way together
     max_idle: int = 1024  # connections kept warm; those in use are not limited here
     idle_seconds: int = 60
     http2: bool = True
@@ -55,6 +57,7 @@ class SetUp(msgspec.Struct, frozen=True):
     headers: list[str]
     ca_file: str
     now: Callable[[], float]
+    bodies: Bodies
 
 
 # -- one exchange ----------------------------------------------------------------------------------------------------------
@@ -86,8 +89,8 @@ class Exchange:
     """An easy handle and what it is receiving. Reused: setting up a handle costs more than a request."""
 
     __slots__ = (
-        "cancelled", "curl", "decoder", "done", "ended", "engine", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin", "pins",
-        "plain", "plain_headers", "proxied", "ready_at", "set_up", "size", "started", "status", "target", "url", "version", "waits",
+        "cancelled", "counted", "curl", "decoder", "done", "ended", "engine", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin",
+        "pins", "plain", "plain_headers", "proxied", "ready_at", "set_up", "since", "size", "started", "status", "target", "url", "version", "waits",
     )  # fmt: skip
 
     def __init__(self, set_up: SetUp) -> None:
@@ -101,6 +104,7 @@ class Exchange:
         self.failure: Failure | None = None
         self.engine: Engine | None = None
         self.target: Target | None = None  # whom we may be connected to: the host, or the proxy
+        self.counted, self.since = 0, 0.0  # by Bodies
         self._setup()
         self.clear()
 
@@ -171,6 +175,13 @@ class Exchange:
             self.cancelled = True
             self.engine.stop(self)
 
+    def go_on(self, waited: float) -> None:
+        """There is room again. The time was ours, not the server's."""
+        self.started += waited
+        self.mark = 0.0
+        if self.engine is not None:
+            self.engine.go_on_soon(self)
+
     # libcurl calls these. An exception would be printed and lost, so each ends the transfer by its return value.
 
     def _on_open(self, purpose: int, address: Any) -> Any:
@@ -201,19 +212,26 @@ class Exchange:
 
     def _on_body(self, chunk: bytes) -> int | None:
         try:
+            bodies = self.set_up.bodies
+            if bodies.held > bodies.room and not bodies.lets(self):
+                return _PAUSE  # this chunk comes again
             if self.headers is None:
                 self.read_head()
             elif self.engine is not None and self.engine.rests(self):
-                return _PAUSE  # this chunk comes again
+                return _PAUSE
             self.size += len(chunk)
             if self.decoder is not None:
                 self.decoder.feed(chunk)
+                if (size := self.decoder.size) > SMALL:
+                    bodies.count(self, size)
                 return None
             if self.size <= self.set_up.options.max_decoded_bytes:
                 if self.parts:
                     add(self.parts, chunk)
                 else:
                     self.parts.append(chunk)
+                if self.size > SMALL:
+                    bodies.count(self, self.size)
                 return None
             self.failure = breach(Breach.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
         except Failure as e:
@@ -295,6 +313,7 @@ class Engine:
             return
         self._resting.pop(ex, None)
         self._multi.remove_handle(ex.curl)
+        ex.set_up.bodies.leave(ex)
         ex.ended(ex, error)
 
     def close(self) -> None:
@@ -399,12 +418,17 @@ class Engine:
         """Has this turn lasted too long? Then the exchange goes on in another."""
         if self._loop.time() < self._turn_ends:
             return False
+        self.go_on_soon(ex)
+        return True
+
+    def go_on_soon(self, ex: Exchange) -> None:
         if not self._resting:
             self._loop.call_soon(self._go_on)
         self._resting[ex] = None
-        return True
 
     def _go_on(self) -> None:
+        if self._epoll.closed:
+            return
         now = self._loop.time
         until = now() + _SLICE
         self._turn_ends = until - _SLICE + _REST
@@ -437,6 +461,8 @@ class Engine:
                 remove(curl)
                 finished.append((active.pop(curl), (code, message)))
         for ex, error in finished:
+            if ex.counted or ex.since:
+                ex.set_up.bodies.leave(ex)
             try:
                 ex.ended(ex, error)
             except Exception as e:  # a bug: the others must not suffer
@@ -448,6 +474,8 @@ class Engine:
         now, o = self._loop.time(), self._options
         late: list[tuple[Exchange, Failure]] = []
         for ex in self.active.values():
+            if ex.since:
+                continue  # it waits for us
             age = now - ex.started
             if age > o.total_timeout:
                 late.append((ex, breach(Breach.TOTAL, f"{o.total_timeout:g} s")))
