@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import itertools
 import socket
 import ssl
@@ -217,6 +218,21 @@ async def test_a_robots_that_cannot_be_reached_forbids_for_now() -> None:
         r.web.route("/*", PAGE)
         failure = await r.fails("/a")
         assert (failure.kind, failure.after) == (ErrorClass.TRANSIENT, pytest.approx(60.0))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Reply(200, {}, b"#" * (17 << 20)), Reply(200, {"content-encoding": "gzip"}, gzip.compress(b"#" * (17 << 20))), Reply(200, {"x": "y" * 100_000}, b"")],
+    ids=["body", "decoded", "headers"],
+)
+async def test_a_robots_beyond_our_limits_forbids_for_now_and_is_not_fetched_for_every_page(answer: Reply) -> None:
+    async with rig() as r:
+        r.web.route("/robots.txt", answer)
+        r.web.route("/*", PAGE)
+        for path in ("/a", "/b"):
+            failure = await r.fails(path)
+            assert (failure.kind, failure.after) == (ErrorClass.TRANSIENT, pytest.approx(60.0))
+        assert r.web.counts == {"/robots.txt": 1}
 
 
 async def test_a_name_that_does_not_resolve_fails_as_such_at_once_and_says_nothing_about_its_robots() -> None:

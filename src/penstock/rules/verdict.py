@@ -209,5 +209,13 @@ class Breach(enum.Enum):
         return self.value[1]
 
 
+_OVERSIZED = (*(b.sentence for b in (Breach.HEADERS, Breach.BODY, Breach.DECODED, Breach.CODINGS)), CURL[63][1], CURL[100][1])
+
+
+def oversized(failure: Failure) -> bool:
+    """There was an answer, but more of it than we take: that says nothing about what else the server has."""
+    return failure.reason.startswith(_OVERSIZED)
+
+
 def breach(what: Breach, detail: str = "", *, after: float | None = None, status: int | None = None) -> Failure:
     return Failure(what.kind, f"{what.sentence}: {detail}" if detail else what.sentence, after=after, status=status)

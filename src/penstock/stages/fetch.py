@@ -16,7 +16,7 @@ from penstock.rules import proxies
 from penstock.rules import robots as rules
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
 from penstock.rules.pace import LATE, MAX_RETRY_AFTER, parse_retry_after
-from penstock.rules.verdict import Breach, breach, judge
+from penstock.rules.verdict import Breach, breach, judge, oversized
 from penstock.stages.proxies import Proxies
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -348,7 +348,7 @@ class FetchStage:
             except Failure as e:
                 if not hop and isinstance(e, NotResolved):
                     raise  # there is no host, so there is none whose wishes are unknown: the page fails by that name too, and at once
-                if e.kind is ErrorClass.TRANSIENT:
+                if e.kind is ErrorClass.TRANSIENT or oversized(e):
                     return _UNREACHABLE, None
                 if hop and e.kind is ErrorClass.PERMANENT:
                     return 404, None  # it leads where we do not go: there is none (RFC 9309, 2.3.1.2)
