@@ -410,7 +410,7 @@ class Worker:
             body = await self.books.pages.get(b.page) if b.page else None
             if body is None:
                 assert self.fetch is not None
-                r = await self.fetch.fetch(item.event, None, turn=self._turn(item), sleep=self._stand_aside)
+                r = await self.fetch.fetch(item.event, None, turn=self._turn(item), sleep=self._stand_aside, again=True)
             else:  # a newer extractor: read the page we have again
                 r = msgspec.structs.replace(r, status=200, body=body)
         self._received_page(item, r)

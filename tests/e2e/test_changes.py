@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tests.e2e.harness import SHOP, Project, Site, product, read_rows
 
 from penstock.testing.web import Reply, Request, reply, tagged
@@ -73,6 +75,18 @@ def test_a_newer_extractor_reads_the_stored_page_again_after_a_304(project: Proj
     assert (first["_penstock"]["version"], second["_penstock"]["version"]) == (1, 2)
     again(project, url)
     assert len(project.rows()) == 2, "with the same version a 304 is nothing new"
+
+
+def test_where_the_page_that_a_304_stands_for_is_gone_it_is_fetched_again_at_its_hosts_pace(project: Project, site: Site) -> None:
+    project.set(dedup_window="0s", dedup_settle="0s", pace_rate="1")
+    url = site.serve("/p/1", with_etag(product(1)))
+    again(project, url)
+    project.good("pages", "prune", "--max-bytes", "1")
+    project.write("shop.py", SHOP.replace("version=1", "version=2"))
+    again(project, url)
+    asked = site.asked("/p/1")
+    assert [entry.status for entry in asked] == [200, 304, 200]
+    assert all(b.at - a.at >= 0.95e6 for a, b in itertools.pairwise(asked)), "one request a second, this one too"
 
 
 def test_pages_that_no_extractor_matches_or_that_yield_nothing_are_counted_and_shown(project: Project, site: Site) -> None:

@@ -473,6 +473,20 @@ async def test_a_chain_that_was_put_off_for_another_host_waits_for_a_slot_of_tha
         assert r.hosts.slots[-1] == (f"127.0.0.1:{other}", r.time.now())
 
 
+async def test_a_page_that_is_asked_for_again_without_conditions_waits_for_a_slot_of_its_own() -> None:
+    async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0), robots="ignore") as r:
+        r.web.route("/a", lambda request: tagged(request, reply(PAGE)))
+        await r.hosts.reserve({r.key: 1})
+        baseline = Baseline(etag=(await r.fetch("/a")).headers["etag"])
+        with pytest.raises(Failure) as caught:
+            await r.stage.fetch(r.event("/a"), None, again=True)
+        assert caught.value.after == pytest.approx(60.0)
+        r.time.at += 60.0
+        await r.hosts.reserve({r.key: 1})
+        assert (await r.stage.fetch(r.event("/a"), baseline)).status == 200, "and it remembers that, or it would be told 304 each time"
+        assert r.web.counts == {"/a": 2}
+
+
 async def test_a_robots_that_lies_behind_a_redirect_is_found_on_a_slow_host_too() -> None:
     async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0)) as r:
         r.web.route("/robots.txt", to("/robots-2.txt"))

@@ -105,22 +105,26 @@ class FetchStage:
         return True
 
     async def fetch(
-        self, event: Event, baseline: Baseline | None, *, turn: int = 0, proxy: str | None = None, answer: Response | None = None, sleep: Sleep | None = None
+        self, event: Event, baseline: Baseline | None, *, turn: int = 0, proxy: str | None = None, answer: Response | None = None,
+        sleep: Sleep | None = None, again: bool = False,
     ) -> Response:  # fmt: skip
         """The final answer, with the hops that led to it; its verdict is good. Raises Failure for everything else.
 
         An event whose route asks for a proxy goes through one or not at all. `turn`: how often it was blocked, so which of its pools is next.
         `answer`: to its first request, where `begin` has sent that. `sleep`: how to wait for a slot, where the caller has other use for the time.
+        `again`: its slot was used already.
         """
         sleep = sleep or self._clock.sleep
         if proxy is not None or not proxies.needs_proxy(event.route):
-            return await self._walk(event, baseline, proxy, sleep, answer)
+            return await self._walk(event, baseline, proxy, sleep, answer, again)
         if self._proxies is None:
             proxies.plan({}, event.route, key=event.id)  # raises: there is no such pool
             raise AssertionError
-        return await self._proxies.through(event, turn, lambda dsn: self._walk(event, baseline, dsn, sleep))
+        return await self._proxies.through(event, turn, lambda dsn: self._walk(event, baseline, dsn, sleep, again=again))
 
-    async def _walk(self, event: Event, baseline: Baseline | None, proxy: str | None, sleep: Sleep, answer: Response | None = None) -> Response:
+    async def _walk(
+        self, event: Event, baseline: Baseline | None, proxy: str | None, sleep: Sleep, answer: Response | None = None, again: bool = False
+    ) -> Response:  # fmt: skip
         account, o = event.route.account, self._options
         session = self._proxies.jar(account) if account and self._proxies is not None else None
         started = self._clock.now()
@@ -128,7 +132,7 @@ class FetchStage:
         if way is None or way.until < started or answer is not None:
             # Without an account there is no jar, but for what a chain of redirects sets on its way.
             way = _Way(event.url, event.key, event.ask.method, event.ask.body, *self._headers(event, baseline), session)
-        slotted = way.host == event.key  # where it goes on with its own host, it has a slot of that
+        slotted = way.host == event.key and not again  # where it goes on with its own host, it has a slot of that
         while True:
             try:
                 if not slotted:
@@ -146,7 +150,7 @@ class FetchStage:
                 e.own = e.own and not way.hops  # a chain is not begun again at once: its first host was asked already
                 raise
             except Failure as e:
-                if way.hops and e.kind is ErrorClass.THROTTLED:
+                if (way.hops or again) and e.kind is ErrorClass.THROTTLED:
                     self._keep(event.id, way, e.after or 0.0)
                 raise
             location = response.headers.get("location") if response.status in _REDIRECTS else None
