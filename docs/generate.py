@@ -233,7 +233,8 @@ def outcomes() -> str:
         + ", ".join(f"“{mark.decode()}”" for mark in SMALL_MARKS)
         + ".",
         "",
-        f"With `fetch.soft_404 = true`, an HTML page of at most {SMALL} bytes that says 404 with status 200 ({soft}) is permanent too.",
+        f"With `fetch.soft_404 = true`, an HTML page of at most {SMALL} bytes that says 404 with status 200 ({soft}) is blocked too: "
+        "another route may be shown the page.",
         "",
         "## Our own limits",
         "",

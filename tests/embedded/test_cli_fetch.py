@@ -196,7 +196,7 @@ async def test_the_options_that_bend_a_rule_reach_the_request(place: Any) -> Non
         fetch = place(web.port)
         await fetch(0, web.url("/soft"))
         told = await fetch(1, web.url("/soft"), "--set", "fetch.soft_404=true")
-        assert told["error"]["class"] == "permanent"
+        assert told["error"]["class"] == "blocked"
 
 
 async def test_a_downgrade_is_followed_only_where_it_is_allowed(place: Any, tmp_path: Path) -> None:

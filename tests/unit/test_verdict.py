@@ -109,7 +109,7 @@ def test_soft_404s_are_only_looked_for_when_asked() -> None:
     assert judge(200, HTML, page, now=NOW) is None
     verdict = judge(200, HTML, page, now=NOW, soft_404=True)
     assert verdict is not None
-    assert verdict.kind is ErrorClass.PERMANENT
+    assert verdict.kind is ErrorClass.BLOCKED
     assert judge(200, HTML, LONG + page, now=NOW, soft_404=True) is None
 
 

@@ -97,7 +97,7 @@ def judge(
         if soft_404 and len(body) <= SMALL:
             low = body.lower()
             if any(mark in low for mark in SOFT_404):
-                return Verdict(_P, f"HTTP {status}, but the page says that there is none", status=status)
+                return Verdict(_B, f"HTTP {status}, but the page says that there is none", status=status)
         return None
     if status == 304:
         return None if conditional else Verdict(_X, "HTTP 304, though nothing was asked conditionally", status=status)
