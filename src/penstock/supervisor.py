@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import logging
@@ -18,6 +19,7 @@ from penstock.errors import OK, RAN_WITH_FAILURES, UNREACHABLE, PenstockError
 from penstock.options import Config
 
 log = logging.getLogger("penstock")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESTART_DELAY = 1.0
 PR_SET_PDEATHSIG = 1
 
@@ -49,7 +51,7 @@ async def _with_signals(running: Running, until_idle: bool, opened: Callable[[Ru
         log.info("draining: finishing or releasing within %g s", running.config.grace)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not walk it again for every page
@@ -94,19 +96,23 @@ def _supervise(work: Callable[[], int], n: int) -> int:
         nonlocal stopping
         stopping += 1
         for pid in children:
-            os.kill(pid, signal.SIGTERM if stopping == 1 else signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended, and that is not noted yet
+                os.kill(pid, signal.SIGTERM if stopping == 1 else signal.SIGKILL)
 
     def start(*, replaces: bool) -> None:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(_child(work, me))
-        children[pid] = time.monotonic()
-        if replaces:
-            replacements.add(pid)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal waits until the child is noted here, and has shed our handlers there
+        if not stopping:
+            pid = os.fork()
+            if pid == 0:
+                os._exit(_child(work, me))
+            children[pid] = time.monotonic()
+            if replaces:
+                replacements.add(pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     gc.collect()
     gc.freeze()  # what is loaded by now the children share, as long as nobody's collector walks over it
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
         for _ in range(n):
             start(replaces=False)
@@ -117,8 +123,7 @@ def _supervise(work: Callable[[], int], n: int) -> int:
             if not stopping and (code < 0 or (code == UNREACHABLE and pid in replacements)):
                 log.warning("worker %d %s; starting another", pid, f"was killed by signal {-code}" if code < 0 else "could not reach a server")
                 time.sleep(max(0.0, RESTART_DELAY - (time.monotonic() - started)))
-                if not stopping:
-                    start(replaces=True)
+                start(replaces=True)
             elif code > 0 and not stopping:
                 codes.append(code)
                 if code != RAN_WITH_FAILURES:  # configuration, unreachable: the others would say the same
@@ -137,8 +142,9 @@ def _child(work: Callable[[], int], parent: int) -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return 1
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         return work()
     except PenstockError as e:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tests.e2e.harness import Project, Site, Target, product, wait_for
@@ -56,6 +57,18 @@ def test_a_signal_to_the_whole_group_is_one_signal_and_drains(project: Project, 
     assert sum(web.asked().values()) == total["success"]
     assert all(e["starts"] <= 1 for e in project.events())
     project.doctor()
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_workers_are_being_started_ends_them_all(project: Project) -> None:
+    for everybody in (False, True) * 2:
+        running = project.start("run", "shop.py", "--workers", "8")
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        wait_for(lambda: running.ended or children.read_text(), f"the first of them: {running.said}", every=0.0)  # noqa: B023 (called here)
+        (os.killpg if everybody else os.kill)(running.pid, signal.SIGTERM)
+        assert running.wait() == 0, running.said
+        assert "Traceback" not in running.said
+        project.nothing_runs()
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
