@@ -443,6 +443,7 @@ def fetch_options(config: Config, *, ignore_robots: bool = False, slot_wait: flo
         agent=product_token(config.net.user_agent),
         robots="ignore" if ignore_robots else config.robots,
         allow_downgrade=config.fetch.allow_downgrade,
+        key_by=config.pace.by,
         soft_404=config.fetch.soft_404,
     )
 
@@ -529,7 +530,7 @@ async def source_to_look_at(config: Config, spec: SourceSpec) -> AsyncIterator[t
     """One source with a way out of its own, for a command."""
     politeness = Politeness(config)
     web, claims = SourceWeb(), politeness.claims
-    mapping = SourceMapping(spec)
+    mapping = SourceMapping(spec, host_by=config.pace.by)
     source: Source = adapter("sources", spec.url)(spec, SourceContext(config, politeness.clock, random.Random(), web, Path.cwd()))
     fetcher = open_fetcher(config, max_body=SOURCE_BODY)
     stage = FetchStage(fetcher, claims, claims, politeness.clock, fetch_options(config))

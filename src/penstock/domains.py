@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -57,11 +57,11 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.queued or self.robots or self.exceptions or self.state != pace.HostState())
 
 
-def host_of(text: str) -> str:
+def host_of(text: str, by: Literal["host", "domain"] = "host") -> str:
     """The host key of what a person typed: a host, host:port or a URL. Raises BadUrl."""
     if "://" not in text:
         text = f"{'https' if text.endswith(':443') else 'http'}://{text}/"
-    return host_key(text)
+    return host_key(text, by)
 
 
 class Domains:

@@ -221,5 +221,6 @@ def settings(config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool =
         emit_unchanged=config.output.unchanged == "emit",
         hooks=hooks,
         sinks=tuple(sinks),
+        host_by=config.pace.by,
         breaker=breaker.Limits(dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert),
     )

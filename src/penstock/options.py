@@ -144,6 +144,9 @@ class PaceConfig(_Section, frozen=True, kw_only=True):
     concurrency: Annotated[
         int, Opt(units.counts(1, 10_000), "requests in flight to one host in one worker", example="8", derived="8; with an unlimited rate fetch.concurrency")
     ]
+    by: Annotated[
+        Literal["host", "domain"], Opt(units.choices("host", "domain"), "what limits, pauses and order go by: each host, or all of a registrable domain")
+    ] = "host"  # fmt: skip
 
 
 class DedupConfig(_Section, frozen=True, kw_only=True):

@@ -144,6 +144,21 @@ async def test_a_pause_stops_a_worker_in_the_middle_of_its_work(project: Any) ->
         assert (await domains("show", web.url()))["paused_until"] is None, "until it is resumed"
 
 
+async def test_hosts_of_one_registrable_domain_share_its_limit_where_the_pace_goes_by_domain(project: Any) -> None:
+    async with Web() as web:
+        other = await web.listen()  # an address is its own domain, whatever the port
+        web.route("/*", PAGE)
+        domains = project(rate="10")
+        written = domains.dir / "penstock.toml"
+        written.write_text(written.read_text().replace("[pace]", '[pace]\nby = "domain"'))
+        await domains.push(*(web.url(f"/{n}", port=port) for n in range(5) for port in (web.port, other)))
+        await domains.run()
+        at = sorted(e.at / 1e6 for e in web.entries)
+        assert (len(at), at[-1] - at[0] >= 0.95 * 1.1) == (12, True), "two robots.txt and ten pages, at ten a second"
+        assert (await domains("show", web.url()))["host"] == "127.0.0.1"
+        assert (await domains("limit", "https://www.shop.co.uk/p/1", "2"))["host"] == "shop.co.uk"
+
+
 async def test_a_limit_of_its_own_holds_for_one_host_and_a_new_one_sets_free_what_waited_for_the_old(project: Any) -> None:
     async with Web() as web, Web(host="127.0.0.2") as other:
         for w in (web, other):

@@ -80,7 +80,7 @@ def limit(
             raise UsageError(f"--{name} {value} is not a number from 1 to 10000")
     reset = rate is not None and rate.strip().lower() == "default"
     wanted = None if rate is None or reset else _parse_rate(rate)
-    key = _key(host)
+    key = _key(host, common)
     with _open(common, create=True) as (domains, stores):
         was = ask(stores, lambda tx: domains.one_in(tx, key)).state
         domains.limit(
@@ -104,7 +104,7 @@ def pause(
     """Send nothing to a host, from any worker; what is in flight is finished, what is queued waits."""
     from penstock import units
 
-    key, seconds = _key(host), None
+    key, seconds = _key(host, common), None
     if for_ is not None:
         try:
             seconds = float(units.durations(0.001).read(for_))
@@ -121,7 +121,7 @@ def pause(
 @app.command
 def resume(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
     """Go on with a paused host. A wait that the host itself asked for (Retry-After) is kept."""
-    key = _key(host)
+    key = _key(host, common)
     with _open(common, create=True) as (domains, stores):
         freed = domains.resume(key)
         held = ask(stores, lambda tx: domains.one_in(tx, key)).state.blocked_until
@@ -144,7 +144,7 @@ def robots(
     common: Common = DEFAULTS,
 ) -> int:
     """What is known of a host's robots.txt, and whether it is obeyed."""
-    key = _key(host)
+    key = _key(host, common)
     if what == "ignore" and not reason.strip():
         raise UsageError("an exception needs a reason", hint=f'penstock domains robots {key} ignore --reason "our own shop"')
     if what != "ignore" and reason:
@@ -173,12 +173,12 @@ def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
         yield Domains(stores, product_token(config.net.user_agent)), stores
 
 
-def _key(host: str) -> str:
+def _key(host: str, common: Common) -> str:
     from penstock.domains import host_of
     from penstock.rules.identity import BadUrl
 
     try:
-        return host_of(host)
+        return host_of(host, common.load().config.pace.by)
     except BadUrl as e:
         raise UsageError(f"{host!r} is no host: {e.reason}", hint="shop.example, shop.example:8080, or a URL of it") from None
 
@@ -194,7 +194,7 @@ def _parse_rate(text: str) -> float:
 
 
 def _report(common: Common, host: str, *, json: bool, create: bool = True) -> int:
-    key = _key(host)
+    key = _key(host, common)
     with _open(common, create=create) as (domains, stores):
         d = ask(stores, lambda tx: domains.one_in(tx, key))
     if json:

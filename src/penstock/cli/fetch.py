@@ -59,7 +59,7 @@ def fetch(
     if pool is not None and pool not in config.proxies:
         raise UsageError(f"there is no proxy pool {pool!r}", hint=f"pools: {', '.join(config.proxies) or 'none; [proxies.NAME] in penstock.toml makes one'}")
     try:
-        event = event_of(url, source="fetch", route=Route(geo=geo, pool=pool, account=account), force=True)
+        event = event_of(url, source="fetch", route=Route(geo=geo, pool=pool, account=account), force=True, host_by=config.pace.by)
     except BadUrl as e:
         raise UsageError(f"this is no URL that can be fetched: {e.reason}", hint="penstock fetch https://shop.example/") from None
     if head:
@@ -286,7 +286,7 @@ class _Seen:
 
         agent = product_token(self._config.net.user_agent)
         about = {"url": url, "agent": agent, "verdict": "not asked", "rule": "", "status": None, "from": self._pace.sources.get(origin(url))}
-        if self._ignoring or self._config.robots == "ignore" or self._pace.exempt(host_key(url)):
+        if self._ignoring or self._config.robots == "ignore" or self._pace.exempt(host_key(url, self._config.pace.by)):
             why = self._ignoring or ("a recorded exception" if self._config.robots == "obey" else 'robots = "ignore"')
             return about | {"verdict": "ignored", "rule": why}
         if (known := self._stage.remembered(url)) is None:

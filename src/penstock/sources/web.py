@@ -28,7 +28,7 @@ class SourceWeb:
         assert self._bound is not None
         stage, pace, clock = self._bound
         try:
-            event = event_of(url, source="source")
+            event = event_of(url, source="source", host_by=stage.key_by)
         except BadUrl as e:
             raise Failure(ErrorClass.PERMANENT, f"{mask(url)[:200]!r} is no URL: {e.reason}") from None
         (slot,) = (await pace.reserve({event.key: 1}))[event.key]

@@ -77,6 +77,10 @@ class FetchStage:
         self._robots_at: dict[str, tuple[str, int]] = {}
         self._misses: dict[str, int] = {}  # origins whose robots.txt cannot be reached, and how often in a row
 
+    @property
+    def key_by(self) -> Literal["host", "domain"]:
+        return self._options.key_by
+
     def begin(self, event: Event, baseline: Baseline | None, done: Done) -> Cancellable | None:
         """Without a task, where there is nothing to wait for but the answer: a GET, no proxy, no account, robots.txt known and in favour, the
         host held back by nobody. `done` gets what came; `is_final` says whether that is all. None, and nothing was sent: `fetch` has to see to it."""
