@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +18,6 @@ from penstock.ports import Accepted, Admitted, Delivery, End, Finding, Holder, P
 from penstock.rules import breaker, freshness
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
-from penstock.rules.identity import url_key as _url_key
 from penstock.rules.proxies import needs_proxy
 from penstock.seen import Seen
 from penstock.units import mask
@@ -31,12 +30,6 @@ ACK: Outcome = Ack()
 BUSY = 2.0  # seconds after which a copy of a message, whose event another worker has in flight, is looked at again
 EARLY = 0.05
 _by_row = operator.attrgetter("row")
-
-
-@lru_cache(1 << 13)
-def url_key(url: str) -> bytes:
-    """Asked at every step of an event; its URL is canonical since intake."""
-    return _url_key(url, canonical=True)
 
 
 def _own_envelope(end: End) -> bytes:
@@ -140,7 +133,7 @@ class Books(Upkeep):
         """Dedup, freshness, the slot. What is a duplicate, delayed or long ended is settled here and now; `fetches=False` (pages, records) skips both."""
         if not self.claims.apart:
             return await self.write(lambda tx: self._admit(tx, deliveries, fetches), durable=self.broker.apart)
-        seen = Seen(await self.claims.holders([url_key(e.url) for _, e in deliveries if isinstance(e, Event)] if fetches else []))
+        seen = Seen(await self.claims.holders([self.ledger.url_key(e.url) for _, e in deliveries if isinstance(e, Event)] if fetches else []))
         answers, wants = await self.write(lambda tx: self._judge(tx, seen, deliveries, fetches), durable=self.broker.apart)
         for following in seen.nexts:
             await self.claims.set_next(*following)
@@ -163,7 +156,7 @@ class Books(Upkeep):
         wants: Counter[str] = Counter()
         readable = [e for _, e in deliveries if not isinstance(e, BadEnvelope)]
         standings = self.ledger.standings_in(tx, [e.id for e in readable])
-        holders = self._holders(tx, claims, [url_key(e.url) for e in readable if not e.force] if fetches else [])
+        holders = self._holders(tx, claims, [self.ledger.url_key(e.url) for e in readable if not e.force] if fetches else [])
         for d, e in deliveries:
             outcome: Outcome | None = None
             admitted = SETTLED
@@ -181,7 +174,7 @@ class Books(Upkeep):
                     outcome = put_off
                 else:
                     asks = fetches and not standing.page
-                    holder = self._holder(tx, claims, holders, url_key(e.url)) if asks and not e.force else None
+                    holder = self._holder(tx, claims, holders, self.ledger.url_key(e.url)) if asks and not e.force else None
                     outcome = holder and self._freshness(tx, claims, e, standing, holder, now)
                     if outcome is None:
                         wants[e.key] += asks
@@ -260,7 +253,7 @@ class Books(Upkeep):
                 return Ack()
             case freshness.Delay(until=until, becomes_next=becomes_next):
                 if becomes_next:
-                    claims.next_in(tx, url_key(e.url), e.id)
+                    claims.next_in(tx, self.ledger.url_key(e.url), e.id)
                 self.ledger.delay_in(tx, e, standing, until, "fetched less than its window ago", now)
                 return Retry(until - now, "window")
 
@@ -302,7 +295,7 @@ class Books(Upkeep):
         wanted: dict[bytes, Event] = {}
         for (_, e, _), asking in zip(starts, asks, strict=True):
             if asking and not e.force:
-                wanted.setdefault(url_key(e.url), e)
+                wanted.setdefault(self.ledger.url_key(e.url), e)
         seen = Seen(await self.claims.holders(list(wanted)))
         rows: list[tuple[bytes, str, str | None, str | None]] = [(key, e.id, None, None) for key, e in wanted.items() if key not in seen.holders]
         if any(seen.holders[key].owner != e.id for key, e in wanted.items() if key in seen.holders):
@@ -337,7 +330,7 @@ class Books(Upkeep):
         may: list[bool] = []
         rows: set[int] = set()
         leases = self.broker.holds_in(tx, [d for d, _, _ in starts])
-        keys = [url_key(e.url) if held and asking and not e.force else None for (_, e, _), asking, held in zip(starts, asks, leases, strict=True)]
+        keys = [self.ledger.url_key(e.url) if held and asking and not e.force else None for (_, e, _), asking, held in zip(starts, asks, leases, strict=True)]
         free: dict[bytes, str] = {}
         for (_, e, a), key in zip(starts, keys, strict=True):
             if key is not None and a.free:
@@ -412,7 +405,7 @@ class Books(Upkeep):
         for end in ends:
             for link in end.links:
                 with contextlib.suppress(BadUrl):  # counted when they are followed
-                    keys.add(url_key(canonical_url(link.url)))
+                    keys.add(self.ledger.url_key(canonical_url(link.url)))
         return Seen(await self.claims.holders(list(keys)))
 
     def _conclude(self, tx: Any, claims: Any, ends: Sequence[End], staged: Any) -> list[bool]:
@@ -476,7 +469,7 @@ class Books(Upkeep):
 
     def _emit(self, tx: Any, ends: Sequence[End], delta: Mapping[str, Counter[str]]) -> None:
         s = self.settings
-        lines = self.outbox.emit_in(tx, [(end, url_key(end.event.url)) for end in ends], delta, emit_unchanged=s.emit_unchanged, hooks=s.hooks)
+        lines = self.outbox.emit_in(tx, [(end, self.ledger.url_key(end.event.url)) for end in ends], delta, emit_unchanged=s.emit_unchanged, hooks=s.hooks)
         for binding in s.sinks:
             rows = [(key, line, order) for extractor, key, line, order in lines if not binding.only or extractor in binding.only]
             if rows and binding.write is not None:
@@ -495,7 +488,7 @@ class Books(Upkeep):
             except BadUrl:
                 count["followed_bad"] += 1
                 continue
-            key = url_key(url)
+            key = self.ledger.url_key(url)
             if parent.depth + 1 > s.follow_depth:
                 count["followed_too_deep"] += 1
             elif home is not None and host_key(url, by="domain") != home:

@@ -153,6 +153,9 @@ class DedupConfig(_Section, frozen=True, kw_only=True):
     window: Annotated[float, Opt(units.durations(), "a URL is fetched at most once in this time")] = 60.0
     settle: Annotated[float, Opt(units.durations(0, 3600), "an event this soon after the request began is a duplicate")] = 2.0
     mode: Annotated[Literal["delay", "drop"], Opt(units.choices("delay", "drop"), "what becomes of a later event inside the window")] = "delay"
+    tracking: Annotated[
+        tuple[str, ...], Opt(units.PARAMETERS, "query parameters that do not count, beside the usual ones (utm_*, gclid, …)", example="ref,-gclid")
+    ] = ()  # fmt: skip
 
 
 class FollowConfig(_Section, frozen=True, kw_only=True):

@@ -218,6 +218,12 @@ def positive(value: object) -> float:
     return found
 
 
+def _parameter(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"-?[!-~]{1,100}", value) or not re.fullmatch(r"-?[^*&=#,\s-][^*&=#,\s]*\*?", value):
+        raise ValueError(value)
+    return value
+
+
 def _target(value: object) -> str:
     """ADDRESS:PORT, NETWORK/BITS:PORT, [IPV6]:PORT or NAME:PORT; * is any port. The guard makes its rules of these texts."""
     match = re.fullmatch(r"(?:\[([^\]%]+)\]|([^:\[\]]+)):([0-9]{1,5}|\*)", value.strip()) if isinstance(value, str) else None
@@ -236,6 +242,12 @@ TARGETS = Kind(
     name="list of targets",
     expected='addresses with their ports, separated by commas ("127.0.0.1:8000,[::1]:8000,10.1.0.0/16:443,shop.test:*")',
     read=lambda value: tuple(_target(item) for item in _items(value)),
+    write=",".join,
+)
+PARAMETERS = Kind(
+    name="list of parameters",
+    expected='names of query parameters, separated by commas, * at the end for all that begin so, - before for one that counts ("ref,aff_*,-gclid")',
+    read=lambda value: tuple(_parameter(item) for item in _items(value)),
     write=",".join,
 )
 PORTS = Kind(

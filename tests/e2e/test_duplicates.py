@@ -84,3 +84,12 @@ def test_in_drop_mode_a_later_event_inside_the_window_is_a_duplicate(project: Pr
     second, first = project.events("--url", url)
     assert (second["status"], second["duplicate_of"]) == ("duplicate", first["event_id"])
     assert len(project.rows()) == 1
+
+
+def test_a_parameter_on_the_list_does_not_make_another_url_and_one_taken_off_it_does(project: Project, site: Site) -> None:
+    site.serve("/p/1", product(1))
+    project.set(dedup_tracking="ref,-gclid", dedup_window="1h", dedup_mode="drop")
+    project.push(*(site.url(f"/p/1?{query}") for query in ("ref=a", "ref=b", "gclid=1", "gclid=2", "utm_source=x")))
+    project.run()
+    assert (project.total()["success"], project.total()["duplicate"]) == (3, 2)
+    assert len(project.events("--url", site.url("/p/1?ref=anything"))) == 3, "and whoever asks by URL finds them"

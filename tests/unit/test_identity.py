@@ -7,7 +7,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.rules.identity import MAX_URL, Authority, BadUrl, authority, canonical_url, dedup_key, host_key, join, origin, registrable_domain, url_key
+from penstock.rules.identity import (
+    DEFAULT_TRACKING,
+    MAX_URL,
+    Authority,
+    BadUrl,
+    authority,
+    canonical_url,
+    dedup_key,
+    host_key,
+    join,
+    origin,
+    registrable_domain,
+    tracking,
+    url_key,
+)
 
 # Text built from the places where URL parsers disagree.
 PIECES = [
@@ -213,6 +227,12 @@ def test_equal_urls_have_equal_keys_whatever_their_spelling(query: list[tuple[st
 )
 def test_different_urls_have_different_keys(one: str, other: str) -> None:
     assert dedup_key(one) != dedup_key(other)
+
+
+def test_the_usual_list_of_tracking_parameters_can_be_added_to_and_taken_from() -> None:
+    names = tracking(("ref", "aff_*", "-gclid", "-utm_*"))
+    assert dedup_key("http://shop.test/?gclid=1&utm_x=2&ref=3&AFF_a=4&fbclid=5", tracking=names) == "http://shop.test/?gclid=1&utm_x=2"
+    assert tracking(()) == DEFAULT_TRACKING
 
 
 def test_the_list_of_tracking_parameters_is_ones_own() -> None:

@@ -106,12 +106,14 @@ def ls(
 def show(id: Annotated[str, Parameter(help="event id or its unique beginning, or a URL")], /, *, json: Json = False, common: Common = DEFAULTS) -> int:
     """One dead letter in full: reason, traceback, every attempt, headers, the event as it was queued."""
 
-    def question(tx: Any) -> tuple[Letter, queries.EventRow | None, list[queries.Step]]:
-        letter = _letter(tx, id)
-        row = queries.event(tx, letter.event)
-        return letter, row, queries.history(tx, row.n) if row else []
+    with common.stores() as stores:
 
-    letter, row, steps = common.read(question)
+        def question(tx: Any) -> tuple[Letter, queries.EventRow | None, list[queries.Step]]:
+            letter = _letter(stores, tx, id)
+            row = queries.event(tx, letter.event)
+            return letter, row, queries.history(tx, row.n) if row else []
+
+        letter, row, steps = ask(stores, question)
     if json:
         print_json(_document(letter, row, steps))
         return 0
@@ -261,9 +263,9 @@ def _which(ids: tuple[str, ...], all: bool, which: Filter, verb: str) -> Filter:
     return which
 
 
-def _letter(tx: Any, text: str) -> Letter:
+def _letter(stores: Stores, tx: Any, text: str) -> Letter:
     if find.is_url(text):
-        for row in queries.of_url(tx, find.key_of(text), 100):
+        for row in queries.of_url(tx, find.key_of(stores, text), 100):
             if row.status == "dead" and (found := queries.letter(tx, row.id)):
                 return found
         raise find.NotFound(f"no dead letter for {text}", hint="penstock trace it; penstock dlq ls lists the letters")
@@ -275,7 +277,7 @@ def _letter(tx: Any, text: str) -> Letter:
 def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterator[list[str]], int]:
     """Batches of event ids and how many there are. Letters that come while we work are not among them."""
     if ids:
-        named = list(dict.fromkeys(ask(stores, lambda tx: [_letter(tx, text).event for text in ids])))
+        named = list(dict.fromkeys(ask(stores, lambda tx: [_letter(stores, tx, text).event for text in ids])))
         return iter([named]), len(named)
     last, total = ask(stores, lambda tx: (queries.last_letter(tx), queries.letter_count(tx, which)))
 

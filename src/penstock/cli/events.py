@@ -33,8 +33,8 @@ def ls(
     """Events, newest first (delayed ones: due next first)."""
     if status is not None and status not in STATUSES:
         raise UsageError(f"there is no status {status!r}", hint=", ".join(STATUSES))
-    key = None if url is None else find.key_of(url)
     with common.stores() as stores:
+        key = None if url is None else find.key_of(stores, url)
         listing = ask(
             stores,
             lambda tx: queries.events(

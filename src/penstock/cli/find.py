@@ -11,6 +11,7 @@ from penstock.ledgers import sql_queries as queries
 
 if TYPE_CHECKING:
     from penstock.ledgers.sql_queries import EventRow
+    from penstock.opening import Stores
 
 MOST = 6
 
@@ -19,12 +20,13 @@ class NotFound(PenstockError):
     """Nothing goes by that name."""
 
 
-def key_of(text: str) -> bytes:
+def key_of(stores: Stores, text: str) -> bytes:
     """The dedup key of a URL that was typed. Raises UsageError."""
-    from penstock.rules.identity import BadUrl, canonical_url, url_key
+    from penstock.rules.identity import BadUrl, canonical_url
 
     try:
-        return url_key(canonical_url(text))
+        key: bytes = stores.ledger.url_key(canonical_url(text))
+        return key
     except BadUrl as e:
         raise UsageError(f"{text!r} is no URL: {e.reason}", hint="an http or https URL, or the beginning of an id") from None
 
@@ -49,7 +51,7 @@ def ambiguous(text: str, what: str, found: Sequence[str]) -> NoReturn:
     raise UsageError(f"{text!r} is the beginning of more than one {what}: {listed}", hint="type more of it")
 
 
-def event_for(tx: Any, text: str) -> EventRow:
+def event_for(stores: Stores, tx: Any, text: str) -> EventRow:
     """By `last`, URL (the newest event), event id or unique prefix of one."""
     if text == "last":
         found = queries.newest(tx)
@@ -57,7 +59,7 @@ def event_for(tx: Any, text: str) -> EventRow:
             raise NotFound("nothing was accepted yet", hint="penstock push URL")
         return found
     if is_url(text):
-        rows = queries.of_url(tx, key_of(text), 1)
+        rows = queries.of_url(tx, key_of(stores, text), 1)
         if not rows:
             raise NotFound(f"no event for {text}", hint="penstock push it; `penstock events ls` lists what there is")
         return rows[0]

@@ -157,11 +157,11 @@ def _read(kind: units.Kind, text: str, name: str) -> Any:
 def _find(stores: Stores, tx: Any, what: str) -> tuple[str, queries.EventRow | None]:
     """(page id, the event that fetched it, where it was asked for by one)."""
     if what == "last" or find.is_url(what):
-        row = find.event_for(tx, what)
-        page = queries.page_of_url(tx, find.key_of(row.url), partial(stores.pages.sizes_in, tx)) or row.page
+        row = find.event_for(stores, tx, what)
+        page = queries.page_of_url(tx, find.key_of(stores, row.url), partial(stores.pages.sizes_in, tx)) or row.page
         if page is None:
             raise PenstockError(f"no page of {row.url} is stored; its newest event is {row.status}", hint=f"penstock trace {short(row.id)}")
-        return page, next((r for r in queries.of_url(tx, find.key_of(row.url), 100) if r.page == page), row)
+        return page, next((r for r in queries.of_url(tx, find.key_of(stores, row.url), 100) if r.page == page), row)
     pages = stores.pages.find_in(tx, what) if set(what) <= set("0123456789abcdef") else []
     events = queries.ids_like(tx, what, find.MOST)
     if what in pages or not events:
@@ -169,7 +169,7 @@ def _find(stores: Stores, tx: Any, what: str) -> tuple[str, queries.EventRow | N
         return page, None
     if pages:
         find.ambiguous(what, "page or event", [*pages, *events])
-    row = find.event_for(tx, find.one(events, what, "event", ""))
+    row = find.event_for(stores, tx, find.one(events, what, "event", ""))
     if row.page is None:
         raise PenstockError(f"event {short(row.id)} has no page; it is {row.status}", hint=f"penstock trace {short(row.id)}")
     return row.page, row

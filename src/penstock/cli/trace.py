@@ -9,7 +9,7 @@ import msgspec
 from cyclopts import Parameter
 
 from penstock.cli import find
-from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import console, iso, lasting, moment, plain, plural, print_json, short, size, status_text, styled
 from penstock.errors import BadEnvelope
 from penstock.ledgers import sql_queries as queries
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from penstock.ledgers.sql_queries import EventRow, Step
+    from penstock.opening import Stores
 
 
 class Found(msgspec.Struct, kw_only=True):
@@ -51,7 +52,8 @@ def trace(
     common: Common = DEFAULTS,
 ) -> int:
     """What happened to an event or a URL: every event of its trace, with times, reasons, duplicates, page and records."""
-    found = common.read(lambda tx: gather(tx, what, max(1, limit)))
+    with common.stores() as stores:
+        found = ask(stores, lambda tx: gather(stores, tx, what, max(1, limit)))
     if json:
         print_json(document(found))
     else:
@@ -59,10 +61,10 @@ def trace(
     return 0
 
 
-def gather(tx: Any, what: str, limit: int) -> Traced:
+def gather(stores: Stores, tx: Any, what: str, limit: int) -> Traced:
     asked: EventRow | None = None
     if what == "last" or find.is_url(what):
-        asked = find.event_for(tx, what)
+        asked = find.event_for(stores, tx, what)
         if asked.status == "duplicate" and asked.duplicate_of:  # its story is told by the one that was fetched
             asked = queries.event(tx, asked.duplicate_of) or asked
         trace_id = asked.trace
@@ -87,7 +89,7 @@ def gather(tx: Any, what: str, limit: int) -> Traced:
         rows = [*rows[: limit - 1], asked]
     total = len(rows) if len(rows) < limit else queries.trace_size(tx, trace_id)
     records = queries.records_of(tx, [row.n for row in rows])
-    others = [row for row in queries.of_url(tx, find.key_of(what), 11) if row.trace != trace_id][:10] if find.is_url(what) else []
+    others = [row for row in queries.of_url(tx, find.key_of(stores, what), 11) if row.trace != trace_id][:10] if find.is_url(what) else []
     return Traced(trace=trace_id, asked=asked.id if asked else None, events=[_found(tx, row, records) for row in rows], total=total, others=others)
 
 

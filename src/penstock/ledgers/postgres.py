@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.ledgers.sql import SCHEMA, SqlLedger
 from penstock.ports import Clock
+from penstock.rules.identity import DEFAULT_TRACKING, tracking
 from penstock.stores.context import Context
 from penstock.stores.postgres import PostgresStore
 from penstock.stores.sql import Tx
@@ -25,10 +26,10 @@ ALTER TABLE event SET (fillfactor=70);
 
 
 class PostgresLedger(SqlLedger):
-    def __init__(self, db: PostgresStore, clock: Clock) -> None:
+    def __init__(self, db: PostgresStore, clock: Clock, tracking: tuple[str, ...] = DEFAULT_TRACKING) -> None:
         week = int(clock.now() * 1e6) // WEEK
         self.schema = SCHEMA + HISTORY + ";".join([_making(week), _making(week + 1)])
-        super().__init__(db, clock)
+        super().__init__(db, clock, tracking)
         self._looked = (0, 0)  # day and rollbacks when the weeks were last looked after
 
     def forget_in(self, tx: Tx, rows: Sequence[tuple[int]], before: float) -> None:
@@ -66,4 +67,4 @@ def _weeks(tx: Tx) -> list[str]:
 
 
 def open_ledger(url: str, context: Context) -> PostgresLedger:
-    return PostgresLedger(context.server(url), context.clock)
+    return PostgresLedger(context.server(url), context.clock, tracking(context.config.dedup.tracking))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from penstock.model import Event
 from penstock.ports import Baseline, Clock, End, PageMeta, Status
 from penstock.rules.freshness import Claim
-from penstock.rules.identity import url_key
+from penstock.rules.identity import DEFAULT_TRACKING, url_key
 from penstock.stores.sql import Rows, SqlStore, Tx
 
 SCHEMA = """
@@ -82,8 +83,10 @@ class SqlLedger:
 
     schema = SCHEMA + HISTORY
 
-    def __init__(self, db: SqlStore, clock: Clock) -> None:
+    def __init__(self, db: SqlStore, clock: Clock, tracking: tuple[str, ...] = DEFAULT_TRACKING) -> None:
         self.db, self.clock = db, clock
+        # The key of a canonical URL, the same in every row and claim. Asked at every step of an event.
+        self.url_key = lru_cache(1 << 13)(partial(url_key, tracking=tracking, canonical=True))
         self._pruned = 0
         self._fences: dict[int, Rows] = {}
         db.part("ledger", 1, self.schema)
@@ -105,10 +108,7 @@ class SqlLedger:
         numbers = tx.executemany(
             "INSERT INTO event(id, topic, position, source, trace, url, url_key, host, status, accepted_at, not_before) VALUES(?,?,?,?,?,?,?,?,?,?,?)"
             " RETURNING n",
-            [
-                (e.id, e.topic, position, e.source, e.trace, e.url, url_key(e.url, canonical=True), e.key, status, e.accepted_at, not_before)
-                for e, _, position in rows
-            ],
+            [(e.id, e.topic, position, e.source, e.trace, e.url, self.url_key(e.url), e.key, status, e.accepted_at, not_before) for e, _, position in rows],
         ).fetchall()
         tx.executemany("INSERT INTO envelope VALUES(?,?)", [(n, envelope) for (n,), (_, envelope, _) in zip(numbers, rows, strict=True)])
         tx.executemany("INSERT INTO history(event, at, status) VALUES(?,?,?)", [(n, at, status) for (n,) in numbers])

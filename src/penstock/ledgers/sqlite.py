@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from penstock.ledgers.sql import STANDING, SqlLedger
+from penstock.rules.identity import tracking
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx
 
@@ -27,4 +28,4 @@ class SqliteLedger(SqlLedger):
 
 
 def open_ledger(url: str, context: Context) -> SqliteLedger:
-    return SqliteLedger(context.store(url), context.clock)
+    return SqliteLedger(context.store(url), context.clock, tracking(context.config.dedup.tracking))

@@ -177,6 +177,12 @@ def _plain(m: re.Match[str]) -> str:
     return chr(byte) if byte in _UNRESERVED else "%" + m[1].upper()
 
 
+def tracking(changes: tuple[str, ...]) -> tuple[str, ...]:
+    """The usual list with these beside it; without those that have a `-` before them."""
+    less = {name[1:].lower() for name in changes if name.startswith("-")}
+    return (*(name for name in DEFAULT_TRACKING if name not in less), *(name for name in changes if not name.startswith("-")))
+
+
 @lru_cache(maxsize=64)
 def _listed(tracking: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     names = [t.lower() for t in tracking]
