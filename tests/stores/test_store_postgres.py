@@ -267,7 +267,7 @@ async def test_a_connection_that_was_cut_while_idle_is_made_again_unnoticed(plac
     store = place.open()
     await store.write(put("a"))
     await store.read(pots)
-    place.ask("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name='penstock'")
+    place.ask("SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE application_name='penstock'")
     await store.write(put("a"))
     assert await store.read(pots) == {"a": 2}
 

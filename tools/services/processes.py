@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -43,20 +44,41 @@ def _reap(pid: int) -> None:
         pass
 
 
+def _children(pid: int) -> dict[int, str]:
+    """Those of now, each with when it began. Postgres puts each of them into a group of its own."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == pid and (began := identity(int(entry.parent.name))):
+            found[int(entry.parent.name)] = began
+    return found
+
+
 def end(pid: int, began: str, first: signal.Signals, *, patience: float) -> None:
-    """Asks politely, waits, then kills; gone with its whole group when it returns."""
-    if identity(pid) == began:
+    """Asks politely, waits, then kills; gone with its whole group and its children when it returns."""
+    if identity(pid) == began and first != signal.SIGKILL:
         os.kill(pid, first)
         until = time.monotonic() + patience
         while identity(pid) == began and time.monotonic() < until:
             _reap(pid)
             time.sleep(0.02)
+    left = {}
+    if identity(pid) == began:
+        os.kill(pid, signal.SIGSTOP)  # so that it starts no more of them
+        left = {pid: began, **_children(pid)}
+    for one, since in left.items():
+        if identity(one) == since:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
     try:
         os.killpg(pid, signal.SIGKILL)  # a group's number is not given to another while one of its members lives
     except (ProcessLookupError, PermissionError):
         pass
     until = time.monotonic() + 10
-    while identity(pid) == began and time.monotonic() < until:
+    while any(identity(one) == since for one, since in left.items()) and time.monotonic() < until:
         _reap(pid)
         time.sleep(0.02)
     _reap(pid)  # what is left of a killed one would be taken for alive: Postgres does not start beside its old pid
