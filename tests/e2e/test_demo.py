@@ -53,8 +53,9 @@ def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_let
 
     asked = [e for e in read_log(out.dir / "shop.log") if e.path == LIMITED]
     assert [e.status for e in asked[:2]] == [429, 200]
-    assert 2.9 <= (asked[1].at - asked[0].at) / 1e6 < 6
-    assert "asked again 3." in done.out
+    waited = (asked[1].at - asked[0].at) / 1e6
+    assert waited >= 2.9
+    assert f"asked again {waited:.1f} s later" in done.out
 
     (letter,) = out.letters().values()
     assert letter["url"].endswith(BROKEN)
@@ -120,9 +121,9 @@ def test_ctrl_c_on_a_terminal_ends_it_with_the_summary_and_leaves_no_process(pro
         return screen
 
     try:
-        wait_for(lambda: b"links followed" in read() and _has_rows(project.dir / "penstock-demo" / "records.jsonl"), "a picture and a row", 15)
+        wait_for(lambda: b"links followed" in read() and _has_rows(project.dir / "penstock-demo" / "records.jsonl"), "a picture and a row", 60)
         process.send_signal(signal.SIGINT)
-        wait_for(lambda: (read() or True) and process.poll() is not None, "the end", 10)
+        wait_for(lambda: (read() or True) and process.poll() is not None, "the end", 30)
         assert process.returncode == 0
         shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", read().decode())
         assert "Done after" in shown

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,18 @@ async def test_a_connection_that_was_cut_while_idle_is_made_again_unnoticed(plac
     place.ask("SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE application_name='penstock'")
     await store.write(put("a"))
     assert await store.read(pots) == {"a": 2}
+
+
+def test_a_killed_server_takes_its_queries_with_it_and_starts_again(server: Callable[[str], Handle]) -> None:
+    handle, active = server("postgres"), "SELECT 1 FROM pg_stat_activity WHERE state='active' AND query LIKE '%generate_series(1, 200000000)'"
+    with psycopg.connect(handle.url, autocommit=True) as busy, psycopg.connect(handle.url, autocommit=True) as beside, ThreadPoolExecutor(1) as pool:
+        query = pool.submit(busy.execute, "SELECT count(*) FROM generate_series(1, 200000000)")
+        while not beside.execute(active).fetchall():
+            pass
+        handle.kill()
+        handle.start()
+        with pytest.raises(psycopg.OperationalError):
+            query.result(20)
 
 
 async def test_a_commit_whose_answer_was_lost_is_an_outage_for_who_asked(place: Place) -> None:
