@@ -58,6 +58,7 @@ ROLES = ("source", "serve", "fetch", "extract", "sink")
 STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
 SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
 UPKEEP = 60.0
+TOLD_AGAIN = 30.0  # seconds after which whoever goes on though it was cancelled is cancelled again
 END_SPARE = 10.0  # seconds beyond twice the grace, after which a worker that does not end is left behind
 SOURCE_BODY = 50 * 2**20  # bytes of one answer to a source, decoded: what the sitemap protocol allows
 FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
@@ -146,9 +147,7 @@ class Running:
             failed = await self._dead() > dead_before or await self._breaker() or any(r.error for r in self.readers)
             return RAN_WITH_FAILURES if until_idle and failed else OK
         finally:
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await _cancelled(background)
             for opened_extraction in (extraction, suspects):
                 if opened_extraction is not None:
                     await opened_extraction.close()
@@ -174,9 +173,9 @@ class Running:
             await asyncio.wait([*tasks, *waits, *readers, *background], return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.set()
-            for wait in (*waits, *readers):  # nothing new is taken on while what is in flight is finished
+            for wait in waits:
                 wait.cancel()
-            results = [e for e in await asyncio.gather(*readers, return_exceptions=True) if not isinstance(e, asyncio.CancelledError)]
+            results = await _cancelled(readers)  # nothing new is taken on while what is in flight is finished
             results += await self._end_of(tasks) if tasks else []
         for result in [*results, *(t.exception() for t in background if t.done() and not t.cancelled())]:
             if isinstance(result, BaseException):
@@ -426,6 +425,17 @@ def exceptions(config: Config) -> dict[str, str]:
         "robots": 'robots = "ignore" in the configuration' if config.robots == "ignore" else "",
         "remote_dns": "net.remote_dns = true in the configuration: proxies resolve names, unchecked" if config.net.remote_dns else "",
     }
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
+    """All of them have ended when this returns; what they raised. A library may lose a cancellation, and then it is for ever: wait_for of
+    Python 3.11 does, where what it waits for is done in that very moment."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=TOLD_AGAIN)
+    return [task.exception() for task in tasks if not task.cancelled()]
 
 
 def operator() -> str:

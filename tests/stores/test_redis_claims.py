@@ -369,3 +369,26 @@ async def test_a_server_that_is_away_is_said_so_and_what_it_knew_is_still_there_
         assert (await c.holders([b"u"]))[b"u"].owner == "e1"
         ((slot,),) = (await c.reserve({"a.test": 1})).values()
         assert slot > first[-1], "no slot is given twice"
+
+
+async def test_a_call_that_is_cancelled_ends_in_whichever_moment_that_is(fleet: Fleet) -> None:
+    """A worker's chores are cancelled once, at its end: one that went on would keep it from ending."""
+    async with fleet:
+        claims = fleet.worker()
+        await claims.refresh()
+
+        going = True
+
+        async def chores() -> None:
+            while going:
+                await claims.refresh()
+
+        for turns in range(60):
+            task = asyncio.create_task(chores())
+            for _ in range(turns % 20):
+                await asyncio.sleep(0)
+            task.cancel()
+            done, _ = await asyncio.wait([task], timeout=5)
+            going = bool(done)
+            await asyncio.wait([task])
+            assert task.cancelled(), f"cancelled {turns % 20} turns after it began, it goes on"

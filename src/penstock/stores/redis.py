@@ -81,12 +81,16 @@ class Server:
 
     async def _exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Errors of single commands come back as values; trouble with the connection is raised."""
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
         try:
             connection: Any = await self._pool.get_connection()  # type: ignore[no-untyped-call]
         except (wrong.RedisError, OSError) as e:
             raise self.explained(e) from e
         try:
             await connection.send_packed_command(connection.pack_commands(commands))
+            if task is not None and task.cancelling() > before:  # the client sends by wait_for, which before Python 3.12 loses a cancellation now and then
+                raise asyncio.CancelledError
             answers: list[Any] = []
             for _ in commands:
                 try:
