@@ -32,6 +32,7 @@ ROOM = 2  # pieces that wait, beside the one that is being accepted
 PIECE = 8 << 20  # bytes of changes after which a piece is handed over, however few
 LINGER = 0.2  # seconds that a piece of a transaction which is still arriving may wait for more of it
 LOOK, LOOK_FULL = 1.0, 0.25  # seconds between two looks at the slot; with a full queue it is our doing what the server keeps
+STAYS_FULL = 3.0  # seconds in which nothing was taken from a full queue, until that is more than a moment
 TELL = 1.0  # seconds between two words to the server while nothing happens; it gives up a silent reader after 60
 WAIT = 2.0  # seconds that a slot may still belong to a connection that was killed
 
@@ -81,6 +82,7 @@ class Feed:
         self._dropping = False
         self._guard = Guard(s)
         self._looked = self._told = 0.0
+        self._taken = time.monotonic()  # when somebody last took a piece
 
     # -- on the loop -------------------------------------------------------------------------------------------------------
 
@@ -97,6 +99,7 @@ class Feed:
                         if self._queue:
                             piece = self._queue.popleft()
                             self._out.append(piece)
+                            self._taken = time.monotonic()
                             return piece
                         if self._error is not None:
                             raise self._error
@@ -426,7 +429,8 @@ class Feed:
         self._here = slot.here
         self.backlog = slot.backlog
         assert self._spill is not None
-        verdict = self._guard.judge(slot, self._spill, full=self._is_full())
+        full = self._is_full()
+        verdict = self._guard.judge(slot, self._spill, full=full, stays=full and now > self._taken + STAYS_FULL)
         if verdict == "spill":
             self._begin_spilling()
         elif verdict == "end":

@@ -15,14 +15,15 @@ log = logging.getLogger("penstock")
 
 
 class Guard:
-    """Half of the limit: a warning. Three quarters, and the queue is full: into the file. All of it, and the file is full too: the end."""
+    """Half of the limit: a warning. Three quarters, and the queue is full: into the file. All of it, the file full too, and nobody takes anything: the end."""
 
     def __init__(self, s: CdcSettings) -> None:
         self._s = s
         self._warned = False
 
-    def judge(self, slot: Slot, spill: Spill, *, full: bool) -> Literal["on", "spill", "end"]:
-        """`full`: what was read waits to be taken. Only then is it in our hands what the slot holds."""
+    def judge(self, slot: Slot, spill: Spill, *, full: bool, stays: bool) -> Literal["on", "spill", "end"]:
+        """`full`: what was read waits to be taken. Only then is it in our hands what the slot holds. `stays`: for longer than a moment, which
+        it is whenever the reader is the quicker one."""
         s = self._s
         if slot.held < s.max_lag // 2:
             self._warned = False
@@ -38,7 +39,7 @@ class Guard:
                 units.write_size(s.max_lag),
             )
         # Not what is behind the last confirmation: one large transaction that is not accepted holds the log from its beginning on.
-        if full and slot.held >= s.max_lag and (not s.max_spill or spill.full):
+        if stays and slot.held >= s.max_lag and (not s.max_spill or spill.full):
             return "end"
         if full and slot.held >= s.max_lag * 3 // 4 and not spill.active and s.max_spill:
             return "spill"
