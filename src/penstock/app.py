@@ -58,8 +58,7 @@ ROLES = ("source", "serve", "fetch", "extract", "sink")
 STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
 SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
 UPKEEP = 60.0
-TOLD_AGAIN = 30.0  # seconds after which whoever goes on though it was cancelled is cancelled again
-END_SPARE = 10.0  # seconds beyond twice the grace, after which a worker that does not end is left behind
+END_SPARE = 10.0  # seconds beyond twice the grace, after which a worker that does not end is left behind, and a chore is cancelled again
 SOURCE_BODY = 50 * 2**20  # bytes of one answer to a source, decoded: what the sitemap protocol allows
 FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
 
@@ -147,7 +146,7 @@ class Running:
             failed = await self._dead() > dead_before or await self._breaker() or any(r.error for r in self.readers)
             return RAN_WITH_FAILURES if until_idle and failed else OK
         finally:
-            await _cancelled(background)
+            await self._cancelled(background)
             for opened_extraction in (extraction, suspects):
                 if opened_extraction is not None:
                     await opened_extraction.close()
@@ -175,7 +174,7 @@ class Running:
             ended.set()
             for wait in waits:
                 wait.cancel()
-            results = await _cancelled(readers)  # nothing new is taken on while what is in flight is finished
+            results = await self._cancelled(readers)  # nothing new is taken on while what is in flight is finished
             results += await self._end_of(tasks) if tasks else []
         for result in [*results, *(t.exception() for t in background if t.done() and not t.cancelled())]:
             if isinstance(result, BaseException):
@@ -183,13 +182,27 @@ class Running:
 
     async def _end_of(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
         """Draining has an end of its own; this is for what does not come to it. What is then in flight comes back when its lease ends."""
-        _, late = await asyncio.wait(tasks, timeout=2 * self.config.grace + END_SPARE)
+        _, late = await asyncio.wait(tasks, timeout=self._longest_end)
         for task in late:
             where = io.StringIO()
             task.print_stack(file=where)
             log.error("%s does not end; leaving it where it stands:\n%s", task.get_name(), where.getvalue())
             task.cancel()
         return [task.exception() for task in tasks if task.done() and not task.cancelled()]
+
+    async def _cancelled(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
+        """All of them have ended when this returns; what they raised. A library may lose a cancellation, and then it is for ever: wait_for of
+        Python 3.11 does, where what it waits for is done in that very moment."""
+        left = set(tasks)
+        while left:
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=self._longest_end)
+        return [task.exception() for task in tasks if not task.cancelled()]
+
+    @property
+    def _longest_end(self) -> float:
+        return 2 * self.config.grace + END_SPARE
 
     async def _until_idle(self) -> None:
         """Every accepted event has ended, every row is in its sink, every hook was told; or a breaker keeps us from going on."""
@@ -425,17 +438,6 @@ def exceptions(config: Config) -> dict[str, str]:
         "robots": 'robots = "ignore" in the configuration' if config.robots == "ignore" else "",
         "remote_dns": "net.remote_dns = true in the configuration: proxies resolve names, unchecked" if config.net.remote_dns else "",
     }
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
-    """All of them have ended when this returns; what they raised. A library may lose a cancellation, and then it is for ever: wait_for of
-    Python 3.11 does, where what it waits for is done in that very moment."""
-    left = set(tasks)
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=TOLD_AGAIN)
-    return [task.exception() for task in tasks if not task.cancelled()]
 
 
 def operator() -> str:
