@@ -59,7 +59,7 @@ class Outages(BrokerRig):
         sub = self.sub(broker)
         if answer is not Published.UNKNOWN:
             assert answer is Published.FAILED, "nobody said ok"
-            got = await self.eventually(lambda: self.take(sub, 5))
+            got = await self.eventually(lambda: self.only(sub, 1))
             assert [d.id for d in got] == ["a1"], "it said failed, and yet it was there"
             await sub.settle([(d, Release()) for d in got])
         await self.confirmed(broker, ["letter2"])

@@ -13,6 +13,7 @@ from penstock.model import Ack
 from penstock.ports import Broker, Capabilities, Delivery, Out, Published, Subscription
 from penstock.testing.proxy import Proxy
 
+KNOWN = 50
 T = TypeVar("T")
 Test = Callable[[Any, Any], Awaitable[None]]
 SENTENCES: dict[str, Callable[[Capabilities], bool]] = {}  # by name: does a broker with these capabilities promise it
@@ -67,7 +68,7 @@ class BrokerRig:
     """The rig: `open` is all that must be there. Real time by default; a broker on a clock of its own overrides `sleep` and `now`."""
 
     lease = 30.0  # seconds; as short as the broker can bear where time is real
-    patience = 0.0  # how long one `receive` may wait for what is known to be there
+    patience = 0.0  # how long one `receive` waits until it is said that nothing comes; what is known to be there may take KNOWN times that
     slack = 0.5  # how much later than asked a delay may end
     limit = 60.0  # seconds a sentence may take
     proxy: Proxy
@@ -153,7 +154,7 @@ class BrokerRig:
             assert not settled & {d.id for d in some}, "what was settled came again"
             missing -= {d.id for d, done in zip(some, await self._acked(sub, some), strict=True) if done}
         await self.sleep(self.lease + self.slack)
-        assert {d.id for d in await self.take(sub, 10)} <= set(others)
+        assert {d.id for d in await self.left(sub)} <= set(others)
 
     async def _acked(self, sub: Subscription, deliveries: Sequence[Delivery]) -> Sequence[bool]:
         return await self.eventually(lambda: sub.settle([(d, Ack()) for d in deliveries]))
@@ -161,15 +162,27 @@ class BrokerRig:
     def sub(self, broker: Broker, topic: str = "t", group: str = "main", owner: str = "w1", lease: float | None = None) -> Subscription:
         return broker.subscribe(topic, group, owner=owner, lease=self.lease if lease is None else lease)
 
-    async def take(self, sub: Subscription, n: int, **more: Any) -> list[Delivery]:
-        """Up to `n`, asking until there is nothing more for `patience`."""
+    async def some(self, sub: Subscription, limit: int, **more: Any) -> Sequence[Delivery]:
+        """Of those that are known to be there, however loaded the machine is."""
+        return await sub.receive(limit, KNOWN * self.patience, **more)
+
+    async def take(self, sub: Subscription, n: int) -> list[Delivery]:
+        """`n` that are known to be there; fewer is a fault."""
         got: list[Delivery] = []
-        while len(got) < n:
-            some = await sub.receive(n - len(got), self.patience, **more)
-            if not some:
-                break
+        while len(got) < n and (some := await self.some(sub, n - len(got))):
             got += some
         return got
+
+    async def left(self, sub: Subscription) -> list[Delivery]:
+        """What else comes, until nothing does for `patience`."""
+        got: list[Delivery] = []
+        while some := await sub.receive(10, self.patience):
+            got += some
+        return got
+
+    async def only(self, sub: Subscription, n: int) -> list[Delivery]:
+        """`n`, and nothing more."""
+        return await self.take(sub, n) + await self.left(sub)
 
     async def fill(self, broker: Broker, ids: Sequence[str], *, topic: str = "t", **more: Any) -> None:
         """Ids like `a1` belong to key `a`, unless told otherwise."""
