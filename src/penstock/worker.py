@@ -612,7 +612,8 @@ class Worker:
 
     async def _nap(self, event: asyncio.Event, seconds: float) -> None:
         try:
-            await asyncio.wait_for(event.wait(), seconds)
+            async with asyncio.timeout(seconds):  # not wait_for, which in Python 3.11 loses a cancellation that comes together with the event
+                await event.wait()
         except TimeoutError:
             pass
 

@@ -69,7 +69,8 @@ class ZygoteProcess:
         """Raises ConfigError where the file does not load, OSError where there is no process to be had."""
         self = cls(pipeline_file, limits)
         try:
-            said = await asyncio.wait_for(self._ready, limits.load_seconds)
+            async with asyncio.timeout(limits.load_seconds):
+                said = await self._ready
         except BaseException as e:
             self._gone("it was not waited for")
             await self._reaped()
