@@ -3,6 +3,9 @@
 No asyncio plugin: the hook below is all we need of one. Each test has its own loop (closed at its end, so a task left behind
 is an error of that test) and a time limit, so a hang is a failure and not a stuck run. There are no async fixtures: a test
 that needs one opens it with `async with`. A hypothesis test calls `asyncio.run` itself.
+
+Properties are tried with the same examples every time, and with no clock: what others do on this machine for a second is no fault of a property,
+and a submission is not where a new example is looked for. Look for one with `pytest --hypothesis-profile=search`, and keep what you find as an `@example`.
 """
 
 from __future__ import annotations
@@ -12,10 +15,15 @@ import inspect
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.servers"]
 
 LIMIT, SLOW_LIMIT = 60.0, 900.0  # seconds; the second for tests marked slow
+
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, max_examples=20_000)
+settings.register_profile("same", settings.get_profile("search"), derandomize=True, database=None, max_examples=100)
+settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)
