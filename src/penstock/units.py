@@ -6,6 +6,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -43,6 +44,11 @@ def _real(value: object) -> float:
     return float(value)
 
 
+def _written(value: float) -> str:
+    text = f"{value:g}"
+    return format(Decimal(repr(value)), "f") if "e" in text else text  # as it is read: without a power of ten
+
+
 def duration(value: object) -> float:
     """Seconds of "500ms", "30s", "1h30m", "2d"; a bare number is seconds."""
     text = value.strip() if isinstance(value, str) else ""
@@ -58,7 +64,7 @@ def write_duration(seconds: float) -> str:
     for unit in ("w", "d", "h", "m", "s"):
         if seconds and unit != "w" and seconds % _DURATION[unit] == 0:
             return f"{round(seconds / _DURATION[unit])}{unit}"
-    return f"{round(seconds * 1000)}ms" if 0 < seconds < 1 and round(seconds * 1000, 6).is_integer() else f"{seconds:g}s"
+    return f"{round(seconds * 1000)}ms" if 0 < seconds < 1 and round(seconds * 1000, 6).is_integer() else f"{_written(seconds)}s"
 
 
 def size(value: object) -> int:
@@ -103,7 +109,7 @@ def write_rate(value: float) -> str:
         count = value * _DURATION[unit]
         if math.isclose(count, round(count)) and count >= 1:
             return f"{round(count)}" if unit == "s" else f"{round(count)}/{unit}"
-    return f"{value:g}"
+    return _written(value)
 
 
 def _bounded(read: Callable[[object], Any], low: float, high: float) -> Callable[[object], Any]:
@@ -156,12 +162,7 @@ def counts(low: int = 1, high: int = 2**53) -> Kind:
     return Kind(name="whole number", expected=expected, read=_bounded(_whole, low, high), quoted=False)
 
 
-def _write_share(value: float) -> str:
-    text = f"{value:g}"
-    return f"{value:.330f}".rstrip("0") if "e" in text else text  # as it is read: without a power of ten
-
-
-SHARE = Kind(name="share", expected="a share between 0 and 1", read=_bounded(_real, 0, 1), write=_write_share, quoted=False)
+SHARE = Kind(name="share", expected="a share between 0 and 1", read=_bounded(_real, 0, 1), write=_written, quoted=False)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock import units
@@ -259,6 +259,10 @@ def test_a_file_that_is_missing_a_directory_or_binary_is_an_error_with_its_name(
 
 
 @given(st.sampled_from([option.kind for option in OPTIONS]), TOML_VALUES)
+@example(units.RATE, 5e-5)
+@example(units.RATE, 5.65138e-99)
+@example(units.durations(), 5e-05)
+@example(units.durations(), 1234567.89)
 def test_any_value_is_read_or_refused_and_what_is_read_can_be_written_and_read_again(kind: units.Kind, value: object) -> None:
     try:
         found = kind.read(value)
