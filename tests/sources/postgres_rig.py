@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,15 +111,24 @@ class Rig:
         found = self.admin.execute(f"SELECT {what} FROM pg_replication_slots WHERE slot_name=%s", (self.slot,)).fetchall()
         return found[0][0] if found else None
 
+    def when(self, holds: Callable[[], object], what: str) -> None:
+        """For what the server or the reader's own thread does in its own time."""
+        for _ in range(600):
+            if holds():
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"never: {what}")
+
     def close(self) -> None:
         self.db.close()
         if self.admin.closed:
             self.admin = psycopg.connect(self.server, autocommit=True)
         self.admin.execute("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE database=%s AND active", (self.database,))
-        for _ in range(100):
+        for _ in range(1200):  # a reader's end is noticed when the server comes to it
             with contextlib.suppress(psycopg.errors.ObjectInUse):
                 self.admin.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s", (self.database,))
                 break
+            time.sleep(0.05)
         self.admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(self.database)))
         self.admin.close()
 

@@ -69,8 +69,10 @@ async def test_a_reader_that_is_killed_inside_a_transaction_goes_on_inside_it(ri
     async with rig.reading() as batches:
         await rig.ready(batches)
         rig.run("INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 5000) n")
-        await rig.until(batches, lambda: len(rig.accepted) == 2000)
-        await anext(batches)  # handed over and never accepted
+        await rig.until(batches, lambda: len(rig.accepted) >= 2000)  # a piece may be smaller than it can be, where the server pauses
+        assert len(rig.accepted) < 5000
+        while not (await anext(batches)).findings:
+            pass  # what comes is handed over and never accepted
     async with rig.reading() as batches:
         await rig.until(batches, lambda: len(rig.accepted) == 5000)
         await rig.idle(batches)
@@ -244,6 +246,7 @@ async def test_several_tables_and_partitions_are_read_by_the_names_that_were_ask
 # -- memory ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_transaction_of_a_hundred_thousand_rows_needs_no_more_memory_than_its_pieces(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)

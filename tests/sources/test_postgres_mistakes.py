@@ -170,7 +170,8 @@ async def test_a_publication_of_the_users_own_is_not_changed_and_one_of_ours_is(
     async with rig.reading() as batches:
         await rig.ready(batches)
     async with rig.reading(table="scrape_requests,second", operations="insert,update") as batches:
-        await rig.until(batches, lambda: True)
+        published = "SELECT 1 FROM pg_publication p JOIN pg_publication_tables t USING(pubname) WHERE pubname=%s AND pubupdate AND tablename='second'"
+        await rig.until(batches, lambda: rig.run(published, rig.slot))  # what was written before is not seen
         rig.run("INSERT INTO second VALUES(1, 'https://shop.test/1')")
         rig.run("UPDATE second SET url = 'https://shop.test/2'")
         await rig.until(batches, lambda: len(rig.accepted) == 2)
@@ -180,10 +181,12 @@ async def test_a_publication_of_the_users_own_is_not_changed_and_one_of_ours_is(
 async def test_a_slot_that_is_gone_in_use_or_not_ours_is_said_with_what_to_do(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
+        rig.when(lambda: rig.slot_row("active"), "it is read by the first")
         async with rig.reading() as second:
             trouble = await refused(second)
         assert f"slot {rig.slot} is read by somebody else" in trouble.message
         assert trouble.after == 1.0
+    rig.when(lambda: not rig.slot_row("active"), "the server has noticed that nobody reads it")
     rig.run("SELECT pg_drop_replication_slot(%s)", rig.slot)
     async with rig.reading() as batches:
         trouble = await refused(batches)

@@ -32,9 +32,20 @@ ROOM = 2  # pieces that wait, beside the one that is being accepted
 PIECE = 8 << 20  # bytes of changes after which a piece is handed over, however few
 LINGER = 0.2  # seconds that a piece of a transaction which is still arriving may wait for more of it
 LOOK, LOOK_FULL = 1.0, 0.25  # seconds between two looks at the slot; with a full queue it is our doing what the server keeps
-STAYS_FULL = 3.0  # seconds in which nothing was taken from a full queue, until that is more than a moment
+STAYS_FULL = 12  # looks at a full queue from which nothing was taken, until that is more than a moment; by a clock, a machine that slept would be guilty
 TELL = 1.0  # seconds between two words to the server while nothing happens; it gives up a silent reader after 60
-WAIT = 2.0  # seconds that a slot may still belong to a connection that was killed
+WAIT, TRIES = 2.0, 20  # seconds that a slot may still belong to a connection that was killed, and how often it was found so
+
+
+class Patience:
+    """Over when the time is, and it was asked often enough: a machine that slept in between has waited for nobody."""
+
+    def __init__(self) -> None:
+        self._until, self._left = time.monotonic() + WAIT, TRIES
+
+    def lasts(self) -> bool:
+        self._left -= 1
+        return self._left > 0 or time.monotonic() < self._until
 
 
 class Piece:
@@ -82,7 +93,7 @@ class Feed:
         self._dropping = False
         self._guard = Guard(s)
         self._looked = self._told = 0.0
-        self._taken = time.monotonic()  # when somebody last took a piece
+        self._taken = self._seen_taken = self._full_looks = 0  # pieces; as the last look had it; looks since then that found the queue full
 
     # -- on the loop -------------------------------------------------------------------------------------------------------
 
@@ -99,7 +110,7 @@ class Feed:
                         if self._queue:
                             piece = self._queue.popleft()
                             self._out.append(piece)
-                            self._taken = time.monotonic()
+                            self._taken += 1
                             return piece
                         if self._error is not None:
                             raise self._error
@@ -119,11 +130,13 @@ class Feed:
         self._stopping = True
         self._wake_up()
         self._thread.join(1)
-        if self._thread.is_alive():  # a slot that is made waits for other people's transactions
-            for connection in list(self._opened):
+        for _ in range(9):
+            if not self._thread.is_alive():
+                break
+            for connection in list(self._opened):  # a slot that is made waits for other people's transactions; more than once, for it may just be asked for
                 with contextlib.suppress(psycopg2.Error):
                     connection.cancel()
-            self._thread.join(9)
+            self._thread.join(1)
         if not self._thread.is_alive():  # else the pipe stays open, for a thread that may still look at it
             os.close(self._woken)
             os.close(self._wake)
@@ -254,22 +267,22 @@ class Feed:
 
     def _drop(self, side: Any) -> None:
         """As soon as the server has noticed that nobody reads it."""
-        patience = time.monotonic() + WAIT
-        while (slot := slots.look(self._s, side)) is not None and slot.active_pid is not None and time.monotonic() < patience:
+        patience = Patience()
+        while (slot := slots.look(self._s, side)) is not None and slot.active_pid is not None and patience.lasts():
             self._pause(0.05)
         slots.drop(self._s, side)
 
     def _started(self, replication: Any, lsn: int) -> Any:
         """A killed reader's connection may live on for a moment."""
         options = {"proto_version": "1", "publication_names": identifier(self._s.publication)}
-        patience = time.monotonic() + WAIT
+        patience = Patience()
         while True:
             stream = replication.cursor()
             try:
                 stream.start_replication(slot_name=self._s.slot, start_lsn=lsn, options=options, decode=False, status_interval=10)
                 return stream
             except psycopg2.errors.ObjectInUse:
-                if time.monotonic() > patience or self._stopping:
+                if self._stopping or not patience.lasts():
                     raise
                 self._pause(0.05)
 
@@ -429,8 +442,10 @@ class Feed:
         self._here = slot.here
         self.backlog = slot.backlog
         assert self._spill is not None
-        full = self._is_full()
-        verdict = self._guard.judge(slot, self._spill, full=full, stays=full and now > self._taken + STAYS_FULL)
+        full, taken = self._is_full(), self._taken
+        self._full_looks = self._full_looks + 1 if full and taken == self._seen_taken else 0
+        self._seen_taken = taken
+        verdict = self._guard.judge(slot, self._spill, full=full, stays=self._full_looks >= STAYS_FULL)
         if verdict == "spill":
             self._begin_spilling()
         elif verdict == "end":
