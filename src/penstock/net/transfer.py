@@ -25,6 +25,7 @@ _SLICE = 0.01  # seconds of transfers before the loop gets its turn again
 _PAUSE: int = pycurl.WRITEFUNC_PAUSE
 _POLL_IN, _POLL_OUT, _POLL_REMOVE = pycurl.POLL_IN, pycurl.POLL_OUT, pycurl.POLL_REMOVE
 _PATIENCE = 290.0  # seconds; libcurl itself waits 300 for a connection
+_LATE = 0.1  # seconds that a busy loop may be behind; beyond that it stood still
 _REST = 0.015  # seconds after which a transfer has to stop in the middle: libcurl goes on with all that it has received, in crumbs if need be
 
 
@@ -181,6 +182,12 @@ class Exchange:
         self.mark = 0.0
         if self.engine is not None:
             self.engine.go_on_soon(self)
+
+    def put_off(self, late: float, now: float) -> None:
+        """We stood still for so long. That time was ours as well."""
+        self.started = min(now, self.started + late)
+        self.ready_at = self.ready_at and min(now, self.ready_at + late)
+        self.mark = self.mark and min(now, self.mark + late)
 
     # libcurl calls these. An exception would be printed and lost, so each ends the transfer by its return value.
 
@@ -470,8 +477,12 @@ class Engine:
 
     def _on_sweep(self) -> None:
         """Time-outs, all of them: libcurl has none for the first byte, and a timer for each request costs more than this walk."""
-        self._sweep = None
         now, o = self._loop.time(), self._options
+        behind = now - self._sweep.when() if self._sweep is not None else 0.0
+        self._sweep = None
+        if behind > _LATE:  # suspended, starved or blocked: what was answered meanwhile is still to be read
+            for ex in self.active.values():
+                ex.put_off(behind, now)
         late: list[tuple[Exchange, Failure]] = []
         for ex in self.active.values():
             if ex.since:
