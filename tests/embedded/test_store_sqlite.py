@@ -371,7 +371,7 @@ async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(tm
         "async def main():\n"
         "    db = store.Database(sys.argv[1])\n"
         "    for _ in range(300):\n"
-        "        await db.write(lambda tx: tx.execute('INSERT INTO big VALUES(zeroblob(100000))'), durable=False)\n"
+        "        await db.write(lambda tx: tx.execute('INSERT INTO big VALUES(zeroblob(100000))'))\n"
         "    print(flush=True)\n"
         "    sys.stdin.read()\n"  # whoever closes last takes the WAL away
         "asyncio.run(main())\n"
