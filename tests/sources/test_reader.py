@@ -104,7 +104,7 @@ def spec(**more: Any) -> Any:
 
 
 async def until(holds: Callable[[], Any], what: str) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if holds():
             return
         await asyncio.sleep(0.01)
@@ -119,7 +119,8 @@ async def test_what_is_found_is_accepted_with_its_position_and_only_then_acknowl
         await until(lambda: source.acknowledged == 3, "acknowledged")
         assert rig.urls() == ["/1", "/2", "/3"]
         await until(lambda: rig.state().settled_at, "settled")
-        assert await reader.settled()
+        while not await reader.settled():  # it is in the books a moment before the reader itself knows that it is
+            await asyncio.sleep(0.01)
     assert rig.state().events == 3
     assert rig.state().position == "3"
 

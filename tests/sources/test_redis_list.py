@@ -232,7 +232,7 @@ async def test_without_every_it_waits_for_more_and_says_that_it_is_alive(ground:
     async def next_finding() -> Batch:
         return await anext(b async for b in batches if b.findings)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert urls(list((await next_finding()).findings)) == ["https://shop.test/1"]
         assert (await anext(batches)).idle
     await batches.aclose()

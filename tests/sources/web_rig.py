@@ -56,4 +56,4 @@ async def looking(web: Web, url: str, tmp_path: Path, **options: Any) -> AsyncIt
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(work, 60))
+    return asyncio.run(asyncio.wait_for(work, 180))
