@@ -111,6 +111,14 @@ async def until(holds: Callable[[], Any], what: str) -> None:
     raise AssertionError(f"never: {what}")
 
 
+async def until_settled(reader: Reader) -> None:
+    for _ in range(6000):
+        if await reader.settled():
+            return
+        await asyncio.sleep(0.01)  # it is in the books a moment before the reader itself knows that it is
+    raise AssertionError("never settled")
+
+
 async def test_what_is_found_is_accepted_with_its_position_and_only_then_acknowledged(rig: Rig) -> None:
     source = Pages(spec(), ["/1", "/2", "/3"])
     reader = rig.reader(source)
@@ -119,8 +127,7 @@ async def test_what_is_found_is_accepted_with_its_position_and_only_then_acknowl
         await until(lambda: source.acknowledged == 3, "acknowledged")
         assert rig.urls() == ["/1", "/2", "/3"]
         await until(lambda: rig.state().settled_at, "settled")
-        while not await reader.settled():  # it is in the books a moment before the reader itself knows that it is
-            await asyncio.sleep(0.01)
+        await until_settled(reader)
     assert rig.state().events == 3
     assert rig.state().position == "3"
 

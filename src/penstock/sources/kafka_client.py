@@ -29,6 +29,7 @@ class Client:
         self._ended: set[int] = set()
         self._trouble: KafkaError | None = None
         self._away = False
+        self._owed: KafkaError | None = None  # came behind messages, for the next call
 
     def open(self) -> tuple[str, str, dict[int, tuple[int, int]]]:
         """(cluster, id of the topic, first and next offset of each partition)"""
@@ -89,6 +90,8 @@ class Client:
 
     def take(self, limit: int, size: int) -> list[Message]:
         """What is there; else what comes within a moment. None, and `is_at_the_end`: there is nothing."""
+        if self._owed is not None:
+            raise self._down(self._owed, "reading")
         found: list[Message] = []
         wait = POLL
         while len(found) < limit and size > 0:
@@ -106,9 +109,8 @@ class Client:
                     if found or self.is_at_the_end:
                         wait = 0.0
                     continue
-                if found:  # said again by the next call
-                    self._trouble = weightier(self._trouble, error)
-                    self._away = True
+                if found:  # they come first; the library says it only once
+                    self._owed = error
                     break
                 raise self._down(error, "reading")
             self._ended.discard(p)
