@@ -93,7 +93,7 @@ def run(host: Host, test: Callable[[RabbitBroker], Awaitable[None]], **more: Any
     async def within() -> None:
         broker = host.broker(**more)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 await test(broker)
         finally:
             await broker.close()
@@ -105,7 +105,7 @@ def out(id: str, **more: Any) -> Out:
     return Out(**{"topic": "t", "id": id, "key": "shop.test", "body": id.encode(), **more})
 
 
-async def take(sub: Subscription, n: int, wait: float = 5.0) -> list[Delivery]:
+async def take(sub: Subscription, n: int, wait: float = 25.0) -> list[Delivery]:
     got: list[Delivery] = []
     while len(got) < n and (some := await sub.receive(n - len(got), wait)):
         got += some
@@ -190,8 +190,17 @@ def test_what_cannot_be_put_into_a_message_fails_alone(host: Host) -> None:
 def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_first(host: Host) -> None:
     delays = [4.0, 1.0, 2.5, 0.0, 1.8, 1.4, 3.2, 0.6]  # the shortest is longer than it takes to publish them all
 
+    async def watch(worst: list[float]) -> None:
+        """How long this machine stood still at most: what ends within that time may end in any order."""
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.02)
+            worst.append(max(worst.pop(), time.monotonic() - began))
+
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t")])
+        stood = [0.0]
+        watching = asyncio.create_task(watch(stood))
         began = time.time()
         assert set(await broker.publish([out(f"{delay:g}", not_before=began + delay) for delay in delays])) == {"ok"}
         sub = broker.subscribe("t", "main", owner="w", lease=30)
@@ -200,7 +209,10 @@ def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_firs
             for d in await sub.receive(10, 5.0):
                 seen.append((d.id, time.time() - began))
                 await sub.settle([(d, Ack())])
-        assert [id for id, _ in seen] == [f"{delay:g}" for delay in sorted(delays)]
+        watching.cancel()
+        order = [float(id) for id, _ in seen]
+        assert sorted(order) == sorted(delays)
+        assert all(a < b + stood[0] + 0.2 for i, a in enumerate(order) for b in order[i + 1 :]), f"{order}, and the machine stood still for {stood[0]:.1f} s"
         assert all(at >= float(id) - 0.01 for id, at in seen), "none came before its time"
 
     run(host, test)
@@ -253,7 +265,9 @@ def test_a_server_short_of_memory_is_full_acks_get_through_and_it_goes_on_afterw
         (a,) = await take(sub, 1)
         await watermark("absolute", "1MB")
         try:
-            assert list(await broker.publish([out("b")])) == ["unknown"], "it was sent before the server said that it takes nothing"
+            while (answers := list(await broker.publish([out("b")]))) == ["ok"]:
+                pass  # the alarm goes round in its own time
+            assert answers == ["unknown"], "it was sent before the server said that it takes nothing"
             assert list(await broker.publish([out("c"), out("d")])) == ["full", "full"]
             with pytest.raises(StoreUnavailable):
                 await sub.settle([(a, Retry(0.0, "x"))])
@@ -262,7 +276,10 @@ def test_a_server_short_of_memory_is_full_acks_get_through_and_it_goes_on_afterw
             await watermark("0.4")
         while list(await broker.publish([out("e")])) != ["ok"]:
             pass
-        assert {"b", "e"} >= {d.id for d in await take(sub, 2)} >= {"e"}
+        got: set[str] = set()
+        while "e" not in got:
+            got |= {d.id for d in await take(sub, 1)}
+        assert got <= {"b", "e"}
 
     run(host, test, url=host.url + "?publish_timeout=1")
 

@@ -15,7 +15,7 @@ class Outages(BrokerRig):
     async def test_a_server_that_dies_and_comes_back_has_lost_nothing_that_it_confirmed(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a0", "b1", "c2", "d3", "e4", "f5"])
-        sub = self.sub(broker)
+        sub = self.sub(broker, lease=self.lease)
         done, *held = await self.take(sub, 3)
         assert list(await sub.settle([(done, Ack())])) == [True]
         await self.stop_server()
@@ -35,7 +35,7 @@ class Outages(BrokerRig):
     async def test_a_connection_that_is_cut_loses_nothing_and_what_was_settled_stays_settled(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a0", "b1", "c2", "d3"])
-        sub = self.sub(broker)
+        sub = self.sub(broker, lease=self.lease)
         done, *held = await self.take(sub, 4)
         assert list(await sub.settle([(done, Ack())])) == [True]
         await self.proxy.cut()
@@ -56,7 +56,7 @@ class Outages(BrokerRig):
         except StoreUnavailable:
             answer = Published.FAILED
         await self.proxy.heal()
-        sub = self.sub(broker)
+        sub = self.sub(broker, lease=self.lease)
         if answer is not Published.UNKNOWN:
             assert answer is Published.FAILED, "nobody said ok"
             got = await self.eventually(lambda: self.only(sub, 1))
