@@ -148,7 +148,8 @@ class Redis(Server):
 
     def command(self) -> list[str]:
         server = program("redis-server", "redis-server", "the Redis broker and claims are tested on it")
-        lines = [f"bind {HOST}", f"port {self.port}", f'dir "{self.data}"', "appendonly yes", 'save ""', "maxmemory-policy noeviction", "daemonize no"]
+        lines = [f"bind {HOST}", f"port {self.port}", f'dir "{self.data}"', "appendonly yes", "appendfsync always"]
+        lines += ['save ""', "maxmemory-policy noeviction", "daemonize no"]
         return [server, self.write("redis.conf", *lines)]
 
     def version(self) -> str:

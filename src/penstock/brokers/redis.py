@@ -1,7 +1,8 @@
 """Redis Streams as a broker: leases, fencing, delays, priorities, order and fairness between keys; each call is one script. The Lua is in redis_scripts.
 
-`ok` means written to the server's append-only file before the answer: a killed server loses nothing; with `appendfsync everysec` a power cut may take
-its last second. A lease is the idle time of an entry in the group's pending list, by the server's clock; the members of a group have one length of it.
+`ok` is as safe as the server's `appendfsync`: with `always` nothing is lost; with `everysec` a kill or a power cut may take the last second or two, since
+Redis answers before it writes while a sync is under way.
+A lease is the idle time of an entry in the group's pending list, by the server's clock; the members of a group have one length of it.
 """
 
 from __future__ import annotations
