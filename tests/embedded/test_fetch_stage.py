@@ -173,11 +173,20 @@ async def test_many_that_ask_at_once_cause_one_robots_request() -> None:
 
 async def test_cancelling_the_first_asker_does_not_take_robots_from_the_others() -> None:
     async with rig() as r:
-        r.web.route("/robots.txt", Reply(404, {}, b"", delay=0.2))
+        asked, told = asyncio.Event(), asyncio.Event()
+
+        async def robots(request: Request) -> Reply:
+            asked.set()
+            await told.wait()
+            return Reply(404)
+
+        r.web.route("/robots.txt", robots)
         r.web.route("/*", PAGE)
         first, second = (asyncio.create_task(r.fetch(p)) for p in ("/1", "/2"))
-        await asyncio.sleep(0.1)
+        await asked.wait()
         first.cancel()
+        await asyncio.sleep(0)
+        told.set()
         assert (await second).status == 200
         assert first.cancelled()
 
@@ -612,6 +621,13 @@ async def test_every_answer_has_its_verdict(answer: Reply, kind: ErrorClass) -> 
 # -- without a task ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _checked_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checked origin serves requests without a task for a second, and this machine may stop for longer."""
+    monkeypatch.setattr("penstock.net.http._FRESH", 3600.0)
+
+
+@pytest.mark.usefixtures("_checked_for_good")
 async def test_a_request_with_nothing_to_wait_for_but_its_answer_needs_no_task() -> None:
     async with rig() as r:
         r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /no\n", "text/plain"))
@@ -640,6 +656,7 @@ async def test_a_request_with_nothing_to_wait_for_but_its_answer_needs_no_task()
         assert r.web.counts["/no/x"] == r.web.counts["/c"] == 0
 
 
+@pytest.mark.usefixtures("_checked_for_good")
 async def test_an_answer_that_is_not_the_last_word_is_gone_on_with_and_not_asked_for_again() -> None:
     async with rig() as r:
         r.web.route("/*", PAGE)
@@ -666,6 +683,7 @@ async def test_an_answer_that_is_not_the_last_word_is_gone_on_with_and_not_asked
         assert not r.stage.is_final(r.event("/b"), last)  # of a host that is held back every answer is news
 
 
+@pytest.mark.usefixtures("_checked_for_good")
 async def test_a_page_that_came_without_a_task_has_its_verdict_too() -> None:
     async with rig(robots="ignore") as r:
         r.web.route("/*", PAGE)

@@ -21,6 +21,7 @@ from penstock.pipeline import Change, load
 from penstock.ports import Extracted, Extraction
 from penstock.stages.inprocess import InProcess
 from penstock.stages.sandbox import Limits, Sandbox
+from penstock.stages.sandbox_zygote import ZygoteProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and clean-up lean on Linux")
 
@@ -104,6 +105,10 @@ def act(what):
     elif what == "lingerdie":
         linger(True)
         os._exit(7)
+    elif what == "unburied":  # and whoever should tell of it is stopped for a second
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getppid()}"], start_new_session=True)
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os._exit(3)
     elif what == "thread": threading.Thread(target=time.sleep, args=(600,)).start()
     elif what == "signals":
         for n in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGCHLD): signal.signal(n, lambda *a: None)
@@ -300,6 +305,7 @@ def test_a_group_larger_than_the_pipe_goes_through(shop: Path) -> None:
         ("closeloop", "closed file descriptors that are not its own while extracted alone"),
         ("garbage", "wrote to the sandbox's own pipe while extracted alone"),
         ("lingerdie", "exited with status 7 while extracted alone"),
+        ("unburied", "exited with status 3 while extracted alone"),
     ],
 )
 def test_a_deadly_page_is_condemned_and_its_bystanders_succeed(shop: Path, what: str, reason: str) -> None:
@@ -369,6 +375,24 @@ def test_an_answer_that_waits_while_the_loop_is_busy_is_not_late(shop: Path) -> 
     assert events == []
 
 
+def test_time_in_which_everybody_stood_still_is_not_the_pages(shop: Path, tmp_path: Path) -> None:
+    events: list[str] = []
+
+    async def use(sandbox: Sandbox) -> None:
+        await sandbox.extract([page("fine")])
+        task = asyncio.ensure_future(sandbox.extract([page("slow")]))
+        await asyncio.sleep(0.05)
+        for pid in processes(tmp_path):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.0)  # noqa: ASYNC251 (this process as well)
+        for pid in processes(tmp_path):
+            os.kill(pid, signal.SIGCONT)
+        assert fields((await task)[0])["title"] == "Tea"
+
+    run(shop, use, limits=Limits(seconds=1.5), on_event=lambda name, _: events.append(name))
+    assert events == []
+
+
 def test_several_poisons_in_one_group_are_all_found(shop: Path) -> None:
     bad = {3: "segfault", 4: "exit3", 17: "memory", 30: "abort"}
     results = run(shop, lambda s: s.extract([page(bad.get(n, "fine"), n) for n in range(32)]), size=2)
@@ -402,14 +426,21 @@ def test_a_page_that_kills_the_zygote_is_found_and_other_groups_succeed(shop: Pa
     run(shop, use, size=3)
 
 
+async def killed(zygote: ZygoteProcess) -> None:
+    """And known to be dead."""
+    os.kill(zygote.pid, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while zygote.alive:  # noqa: ASYNC110 (it has no event for us)
+            await asyncio.sleep(0.01)
+
+
 def test_a_zygote_that_dies_is_started_again(shop: Path) -> None:
     events: list[str] = []
 
     async def use(sandbox: Sandbox) -> None:
         await sandbox.extract([page("fine")])
         assert sandbox._zygote is not None
-        os.kill(sandbox._zygote.pid, signal.SIGKILL)
-        await asyncio.sleep(0.1)
+        await killed(sandbox._zygote)
         assert fields((await sandbox.extract([page("fine")]))[0])["title"] == "Tea"
 
     run(shop, use, on_event=lambda name, _: events.append(name))
@@ -420,8 +451,7 @@ def test_an_outage_of_our_own_condemns_nobody(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> None:
         assert sandbox._zygote is not None
         shop.write_text("raise ValueError('edited while running')")
-        os.kill(sandbox._zygote.pid, signal.SIGKILL)
-        await asyncio.sleep(0.1)
+        await killed(sandbox._zygote)
         results = await sandbox.extract([page("fine", n) for n in range(3)])
         assert [r.kind for r in results] == ["ours"] * 3
         assert "edited while running" in results[0].error

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _PIPE_BYTES = 1 << 20  # a group of ordinary pages in one system call
 _READ_BYTES = 256 << 10
-_LAST_WORDS = 0.25  # between asking a child for its traceback and killing it
+_LATE = 0.1  # seconds that a busy loop may be behind; beyond that it stood still, and so did its children, perhaps
+_BURIAL = 0.5  # between the end of a child's pipe and the news of its own; after that it is alive, and closed it
+_LAST_WORDS = 1.0  # between asking a child for its traceback and killing it
 ZYGOTE_PATIENCE = 5.0  # it only forks and buries: one that does not answer is wedged
 
 
@@ -162,7 +164,7 @@ class ChildProcess:
             return False
         if not data:
             self._stop_reading()
-            self._loop.call_later(0.1, self._outlived_its_pipe)  # mostly it is dead, and that is told in a moment
+            self._loop.call_later(_BURIAL, self._outlived_its_pipe)  # mostly it is dead, and that is told in a moment
             return False
         if self._buffer:
             self._buffer += data
@@ -173,7 +175,7 @@ class ChildProcess:
 
     def _outlived_its_pipe(self) -> None:
         if self._fds:
-            self.kill(_described(wire.LOST_PIPES))
+            self.kill(_CLOSED)
 
     def _parse(self, data: bytes | bytearray) -> bytes:
         """Takes whole messages; returns what is left."""
@@ -224,6 +226,7 @@ class ChildProcess:
     # -- its end
 
     def _check_time(self) -> None:
+        behind = self._loop.time() - self._timer.when() if self._timer is not None else 0.0
         self._timer = None
         if self._future is None or self._future.done() or not self.usable:
             return
@@ -235,6 +238,8 @@ class ChildProcess:
         index, since = self._progress()
         start = since if index >= 0 else max(since, self._fed)
         left = min(start, now) + self._limits.seconds - now
+        if left <= 0 and behind > _LATE:  # a machine that was suspended, say: nobody moved
+            left = min(behind, self._limits.seconds)
         if left > 0:
             self._timer = self._loop.call_later(left + 0.001, self._check_time)
         else:
@@ -248,10 +253,21 @@ class ChildProcess:
         self.usable, self._why = False, self._why or why
         if last_words:  # SIGABRT: faulthandler writes down where it is
             self._zygote.signal(self.number, signal.SIGABRT)
-            self._loop.call_later(_LAST_WORDS, self._zygote.signal, self.number, signal.SIGKILL)
+            self._end_soon()
         else:
             self._zygote.signal(self.number, signal.SIGKILL)
         self._loop.call_later(ZYGOTE_PATIENCE, self._zygote.must_have_buried, self.number)
+
+    def _end_soon(self) -> None:
+        due = self._loop.time() + _LAST_WORDS
+
+        def end() -> None:
+            if self._loop.time() > due + _LATE:
+                self._end_soon()  # we stood still, and it may not have said a word
+            else:
+                self._zygote.signal(self.number, signal.SIGKILL)
+
+        self._loop.call_at(due, end)
 
     def discard(self) -> None:
         """Not needed any more."""
@@ -265,6 +281,8 @@ class ChildProcess:
         while self._reading and budget > 0 and self._readable():
             budget -= _READ_BYTES
         index, _ = self._progress()
+        if self._why == _CLOSED and exit_code != -signal.SIGKILL:
+            self._why = ""  # it had died by itself, and the news was slow
         self._die(Death(self._why or _described(exit_code), self._last_words(), index if 0 <= index < self._count else None))
 
     def lost(self, why: str, *, ours: bool) -> None:
@@ -306,9 +324,12 @@ def memory_file() -> int:
         return os.dup(f.fileno())
 
 
+_CLOSED = "closed file descriptors that are not its own"
+
+
 def _described(exit_code: int) -> str:
     if exit_code == wire.LOST_PIPES:
-        return "closed file descriptors that are not its own"
+        return _CLOSED
     if exit_code >= 0:
         return f"exited with status {exit_code}"
     return f"killed by {signal_name(-exit_code)}"
