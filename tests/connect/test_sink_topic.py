@@ -67,7 +67,7 @@ class Estate:
             return found == expected
 
         try:
-            wait_for(there, "rows", 60, 0.1)
+            wait_for(there, "rows", 120, 0.1)
         except pytest.fail.Exception:
             assert found == expected, main(["connect", "status", "--url", self.worker])
 

@@ -53,7 +53,7 @@ class Estate:
     def close(self) -> None:
         main(["connect", "delete", "--all", "--yes", "--pipeline", self.name, "--url", self.worker])
         slots = f"FROM pg_replication_slots WHERE slot_name LIKE '%{self.name}%'"
-        wait_for(lambda: not self.sql(f"SELECT 1 {slots} AND active"), "the slot is free", 30, 0.1)
+        wait_for(lambda: not self.sql(f"SELECT 1 {slots} AND active"), "the slot is free", 120, 0.1)
         self.sql(f"SELECT pg_drop_replication_slot(slot_name) {slots}")
         self.sql(f"DROP TABLE IF EXISTS {self.name}")
         self.ground.sweep()
@@ -70,11 +70,11 @@ def estate(tmp_path: Path, server: Server) -> Iterator[Estate]:
 async def test_every_change_of_a_table_is_found_once_as_its_row(estate: Estate, unwrap: bool, schemas: bool) -> None:
     estate.sql(f"INSERT INTO {estate.name} (url) SELECT 'http://old.test/' || n FROM generate_series(1, 20) n")
     estate.apply(unwrap=unwrap, schemas=schemas, operations=["insert", "update", "delete"], snapshot="initial", partitions=1)
-    wait_for(lambda: estate.messages() >= 20, "the snapshot", 60, 0.1)
+    wait_for(lambda: estate.messages() >= 20, "the snapshot", 120, 0.1)
     estate.sql(f"INSERT INTO {estate.name} (url) SELECT 'http://new.test/' || n FROM generate_series(1, 30) n")  # one statement: several rows
     estate.sql(f"UPDATE {estate.name} SET url = url || '?' WHERE id <= 5")
     estate.sql(f"DELETE FROM {estate.name} WHERE id = 1")
-    wait_for(lambda: estate.messages() >= 56, "the changes", 60, 0.1)
+    wait_for(lambda: estate.messages() >= 56, "the changes", 120, 0.1)
     found, _ = await until_idle(estate.ground.source(estate.topic, operations="c,r,u,d"))
     assert not [f.refused for f in found if f.refused]
     assert len({f.id for f in found}) == len(found) == 56

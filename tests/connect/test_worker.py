@@ -17,9 +17,13 @@ from tests.e2e.harness import wait_for
 from tests.servers import Handle
 
 from penstock.cli.main import main
+from penstock.connect.applying import apply
 from penstock.connect.catalogue import DEBEZIUM_JDBC, DEBEZIUM_POSTGRES
+from penstock.connect.planning import Plan, Step
+from penstock.connect.rendering import render
 from penstock.connect.rest import Worker
 from penstock.errors import Unreachable
+from penstock.pipeline import Pipeline
 
 served = pytest.mark.server("postgres", "kafka", "connect")
 Server = Callable[[str], Handle]
@@ -93,7 +97,7 @@ class Estate:
     def close(self) -> None:
         self.connect("delete", "--all", "--yes", "--pipeline", self.id)
         slots = "FROM pg_replication_slots WHERE slot_name LIKE '%" + self.id + "%'"
-        wait_for(lambda: not self.sql(f"SELECT 1 {slots} AND active"), "the slot is free", 30, 0.1)
+        wait_for(lambda: not self.sql(f"SELECT 1 {slots} AND active"), "the slot is free", 120, 0.1)
         self.sql(f"SELECT pg_drop_replication_slot(slot_name) {slots}")
         self.sql(f"DROP TABLE IF EXISTS {self.id}_requests, {self.products}")
 
@@ -119,7 +123,7 @@ def test_a_row_becomes_a_record_and_a_record_a_row_by_what_apply_made(estate: Es
     estate.sql(f"INSERT INTO {estate.id}_requests (url) VALUES ('http://shop.test/p/1')")
     consumer = Consumer({"bootstrap.servers": estate.broker, "group.id": estate.id, "auto.offset.reset": "earliest"})
     consumer.subscribe([estate.requests])
-    message = wait_for(lambda: next((m for m in consumer.consume(1, 0.2) if m.error() is None), None), "the row on its topic")  # an error: no topic yet
+    message = wait_for(lambda: next((m for m in consumer.consume(1, 0.2) if m.error() is None), None), "the row on its topic", 120)  # an error: no topic yet
     value = json.loads(message.value())
     assert (value["url"], value["__op"], value["__lsn"] > 0) == ("http://shop.test/p/1", "c", True)
     assert json.loads(message.key()) == {"id": 1}
@@ -128,9 +132,9 @@ def test_a_row_becomes_a_record_and_a_record_a_row_by_what_apply_made(estate: Es
     for price in (1.5, 2.5):
         estate.publish("A", price)
     estate.publish("B", 3.0)
-    wait_for(lambda: estate.rows() == [("A", 2.5), ("B", 3.0)], "one row for each key, the later value")
+    wait_for(lambda: estate.rows() == [("A", 2.5), ("B", 3.0)], "one row for each key, the later value", 120)
     estate.publish("A", None)
-    wait_for(lambda: estate.rows() == [("B", 3.0)], "the tombstone took its row away")
+    wait_for(lambda: estate.rows() == [("B", 3.0)], "the tombstone took its row away", 120)
 
 
 @served
@@ -208,7 +212,7 @@ def test_a_connector_that_fails_shows_its_trace_and_runs_once_it_is_restarted_wi
     estate.sql(f"CREATE DATABASE {missing}")
     try:
         assert estate.connect("restart", "--failed", "--pipeline", estate.id) == (0, f"{estate.id}-products: restarted, with 1 failed task\n")
-        wait_for(lambda: estate.json("status", "--pipeline", estate.id)["connectors"][0]["tasks"][0]["state"] == "RUNNING", "it runs", every=0.2)
+        wait_for(lambda: estate.json("status", "--pipeline", estate.id)["connectors"][0]["tasks"][0]["state"] == "RUNNING", "it runs", 120, 0.2)
         assert estate.connect("restart", "--failed", "--pipeline", estate.id) == (0, "none has failed\n")
         assert estate.connect("delete", f"{estate.id}-products", "--yes")[0] == 0
     finally:
@@ -220,7 +224,7 @@ def test_a_record_that_cannot_be_written_stops_the_task_and_restart_alone_takes_
     file = estate.declare(sink=estate.sink)
     assert estate.connect("apply", file)[0] == 0
     estate.produce("{}", '{"sku": "no schema"}')
-    wait_for(lambda: estate.connect("status", "--pipeline", estate.id)[0] == 1, "the task has failed", every=0.2)
+    wait_for(lambda: estate.connect("status", "--pipeline", estate.id)[0] == 1, "the task has failed", 120, 0.2)
     code, said = estate.connect("apply", file)  # as it was: nothing is sent, and it is no success
     assert code == 1
     assert "FAILED" in said
@@ -228,7 +232,7 @@ def test_a_record_that_cannot_be_written_stops_the_task_and_restart_alone_takes_
     estate.declare(sink={**estate.sink, "dead_letters": f"{estate.id}_bad", "replication": 1})
     assert estate.connect("apply", file)[0] == 0
     estate.publish("A", 1.0)
-    wait_for(lambda: estate.rows() == [("A", 1.0)], "what came after it")
+    wait_for(lambda: estate.rows() == [("A", 1.0)], "what came after it", 120)
 
 
 @served
@@ -301,6 +305,11 @@ class Pretender(BaseHTTPRequestHandler):
     answers: ClassVar[list[tuple[int, bytes]]] = []
     asked: ClassVar[int] = 0
 
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
     def do_GET(self) -> None:
         status, body = Pretender.answers[min(Pretender.asked, len(Pretender.answers) - 1)]
         Pretender.asked += 1
@@ -341,6 +350,20 @@ def test_a_rebalance_without_end_is_said(pretender: Callable[..., str], capsys: 
     worker = Worker(pretender((409, b'{"message":"a rebalance is in process"}')), wait=lambda seconds: None, now=lambda: float(next(clock)))
     with pytest.raises(Exception, match="a rebalance is in process"):
         worker.connectors()
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_failure_of_the_old_configuration_is_not_taken_for_one_of_the_new(pretender: Callable[..., str], runs: bool) -> None:
+    def told(state: str, trace: str = "") -> tuple[int, bytes]:
+        return 200, json.dumps({"connector": {"state": "RUNNING"}, "tasks": [{"id": 0, "state": state, "trace": trace}]}).encode()
+
+    old = told("FAILED", "no schema")
+    worker = Worker(pretender(old, *[old] * 7, told("RUNNING") if runs else told("FAILED", "no table")))  # before, and while the worker is busy
+    shop = Pipeline("shop")
+    shop.sink("kafka://127.0.0.1:9092/products?key=sku", connect={"kind": "jdbc-postgres", "database": "postgres://shop@db.example/shop"})
+    (made,) = render(shop, {})
+    (done,) = apply(Plan("shop", worker.shown, (Step(made.name, "change", made),)), worker, prune=False, patience=60)
+    assert (done.ok, done.status.tasks[0].trace) == ((True, "") if runs else (False, "no table"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from penstock.connect.rest import Refused, State, Status, Worker
 from penstock.errors import ConfigError
 
 EVERY = 0.5  # seconds between looks
-SETTLED = 2.0  # a task may report that it runs, and fail at its first step; a failure may still be the old configuration's
+SETTLED, LOOKS = 2.0, 4  # seconds and looks: a task may report that it runs, and fail at its first step
+STALE = 15.0  # seconds after which a failure that was there before is the new configuration's too
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,14 @@ def apply(plan: Plan, worker: Worker, *, prune: bool, patience: float, told: Cal
             f"connector {absent.name}: the worker has no {plugin.title} ({plugin.cls})",
             hint="put it on the worker's plugin.path and restart it; nothing was sent",
         )
-    sent: list[tuple[Step, float]] = []
+    sent: list[tuple[Step, float, Status]] = []
     done: list[Applied] = []
     for step in plan.steps:
         if step.action in ("create", "change") and step.connector is not None:
+            before = _status(worker, step.name) if step.action == "change" else Status()
             worker.put(step.name, step.connector.config)
             told(f"{step.name}: {'created' if step.action == 'create' else 'changed'}")
-            sent.append((step, time.monotonic()))
+            sent.append((step, time.monotonic(), before))
         elif step.action == "delete" and prune:
             worker.delete(step.name)
             told(f"{step.name}: deleted")
@@ -57,18 +59,21 @@ def apply(plan: Plan, worker: Worker, *, prune: bool, patience: float, told: Cal
         if step.action == "keep":
             status = worker.status(step.name)
             done.append(Applied(step.name, "keep", status, not status.failed()))
-    return done + [_waited(worker, step, began, patience) for step, began in sent]
+    return done + [_waited(worker, step, began, before, patience) for step, began, before in sent]
 
 
-def _waited(worker: Worker, step: Step, began: float, patience: float) -> Applied:
-    since: tuple[str, float] = ("", began)
+def _waited(worker: Worker, step: Step, began: float, before: Status, patience: float) -> Applied:
+    verdict, since, looks = "", began, 0
+    old = [(s.id, s.trace) for s in before.failed()]
     while True:
         status = _status(worker, step.name)
-        now = time.monotonic()
+        now, last = time.monotonic(), verdict
         verdict = "failed" if status.failed() else "runs" if status.runs() else ""
-        if verdict != since[0]:
-            since = (verdict, now)
-        if (verdict and now - since[1] >= SETTLED) or now - began > patience:
+        if verdict != last:
+            since, looks = now, 0
+        looks += 1
+        stale = verdict == "failed" and all((s.id, s.trace) in old for s in status.failed())  # a busy worker has not come to what we sent
+        if (verdict and looks > LOOKS and now - since >= (STALE if stale else SETTLED)) or now - began > patience:
             return Applied(step.name, step.action, status, verdict == "runs")
         time.sleep(EVERY)
 
