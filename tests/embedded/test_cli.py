@@ -102,7 +102,7 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     assert server.process.stdin is not None
     assert server.process.stdout is not None
     server.process.stdin.close()
-    server.process.wait(10)
+    server.process.wait(60)
     server.process.stdout.close()
 
 
@@ -134,7 +134,7 @@ class Shop:
     def __call__(self, *args: str, stdin: str | bytes = b"", **env: str) -> Done:
         return warm().call(list(args), self.directory, self.environment(**env), stdin.encode() if isinstance(stdin, str) else stdin)
 
-    def process(self, *args: str, stdout: int = subprocess.PIPE, timeout: float = 60) -> subprocess.CompletedProcess[bytes]:
+    def process(self, *args: str, stdout: int = subprocess.PIPE, timeout: float = 300) -> subprocess.CompletedProcess[bytes]:
         """The same as a process of its own, from the first import on."""
         command = [sys.executable, "-m", "penstock.cli.main", *args]
         return subprocess.run(command, cwd=self.directory, env=self.environment(), stdout=stdout, stderr=subprocess.PIPE, timeout=timeout, check=False)

@@ -106,6 +106,38 @@ async def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
         await asyncio.sleep(0.02)
 
 
+async def noticed(seconds: float = 1.5) -> None:
+    """Time for what takes a tenth of a second on a machine of one's own; in many steps, as one long sleep may be spent by a machine that stood still."""
+    for _ in range(round(seconds / 0.1)):
+        await asyncio.sleep(0.1)
+
+
+async def at_rest(web: Web) -> None:
+    """Until nothing more has come for a while."""
+    seen = -1
+    while seen != len(web.entries):
+        seen = len(web.entries)
+        await noticed()
+
+
+@contextlib.asynccontextmanager
+async def lateness() -> AsyncIterator[list[float]]:
+    """By how much the loop was late at worst: what was sent on time may have arrived so much later, and sooner before the next."""
+    worst = [0.0]
+
+    async def watch() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            worst[0] = max(worst[0], time.monotonic() - before - 0.01)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield worst
+    finally:
+        task.cancel()
+
+
 # -- orders ------------------------------------------------------------------------------------------------------------
 
 
@@ -132,15 +164,13 @@ async def test_a_pause_stops_a_worker_in_the_middle_of_its_work(project: Any) ->
         web.route("/robots.txt", reply("", "text/plain"))
         web.route("/p/*", PAGE)
         domains = project(rate="20")
-        await domains.push(*(web.url(f"/p/{n}") for n in range(100)))
+        await domains.push(*(web.url(f"/p/{n}") for n in range(200)))
         async with domains.running():
             await until(lambda: len(web.entries) > 5)
             await domains.text("pause", web.url())
-            ordered = time.time()
-            await asyncio.sleep(2.5)
-            late = [e for e in web.entries if e.at / 1e6 > ordered + 1.0]  # it is noticed within a tenth of a second, on a machine of one's own
-            assert late == []
-            assert len(web.entries) < 100
+            before = len(web.entries)
+            await at_rest(web)
+            assert len(web.entries) - before <= 20, "a second's worth; it is noticed within a tenth of that, on a machine of one's own"
         assert (await domains("show", web.url()))["paused_until"] is None, "until it is resumed"
 
 
@@ -152,9 +182,10 @@ async def test_hosts_of_one_registrable_domain_share_its_limit_where_the_pace_go
         written = domains.dir / "penstock.toml"
         written.write_text(written.read_text().replace("[pace]", '[pace]\nby = "domain"'))
         await domains.push(*(web.url(f"/{n}", port=port) for n in range(5) for port in (web.port, other)))
-        await domains.run()
+        async with lateness() as worst:
+            await domains.run()
         at = sorted(e.at / 1e6 for e in web.entries)
-        assert (len(at), at[-1] - at[0] >= 0.95 * 1.1) == (12, True), "two robots.txt and ten pages, at ten a second"
+        assert (len(at), at[-1] - at[0] >= 0.95 * 1.1 - worst[0]) == (12, True), "two robots.txt and ten pages, at ten a second"
         assert (await domains("show", web.url()))["host"] == "127.0.0.1"
         assert (await domains("limit", "https://www.shop.co.uk/p/1", "2"))["host"] == "shop.co.uk"
 
@@ -167,9 +198,10 @@ async def test_a_limit_of_its_own_holds_for_one_host_and_a_new_one_sets_free_wha
         told = await domains("limit", web.url(), "10/s", "--burst", "1")
         assert (told["rate"], told["own"]) == (10.0, {"rate": 10.0, "burst": 1, "concurrency": None})
         await domains.push(*(web.url(f"/{n}") for n in range(8)), *(other.url(f"/{n}") for n in range(8)))
-        await domains.run()
+        async with lateness() as worst:
+            await domains.run()
         at = sorted(e.at / 1e6 for e in web.entries)
-        assert at[-1] - at[0] >= 0.75, "nine requests, robots.txt included, at ten a second"
+        assert at[-1] - at[0] >= 0.75 - worst[0], "nine requests, robots.txt included, at ten a second"
         unlimited = sorted(e.at / 1e6 for e in other.entries)
         assert statistics.median(b - a for a, b in itertools.pairwise(unlimited)) < 0.05, "the other has none"
         await domains("limit", web.url(), "1/h")
@@ -197,7 +229,7 @@ async def test_robots_is_ignored_for_one_host_from_the_order_on_and_obeyed_again
             await until(lambda: web.counts["/2"] + web.counts["/3"] == 2)
             told = await domains("robots", web.url(), "obey")
             assert (told["robots"], told["interval"]) == ("obey", 5.0)
-            await asyncio.sleep(1.5)  # it is noticed within a tenth of a second, on a machine of one's own
+            await noticed()
             await domains.push(web.url("/4"))
             await until(lambda: domains.rows("SELECT status FROM event WHERE url LIKE '%/4'") == [("dead",)])
         assert web.counts["/4"] == 0
@@ -231,8 +263,7 @@ async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resu
         await domains.text("pause", "many.example")
         await domains.text("pause", "aaa.example")
         async with domains.running():
-            await until(lambda: web.counts["/busy"] == 1)
-            await asyncio.sleep(0.3)
+            await until(lambda: domains.rows("SELECT 1 FROM event WHERE status='delayed' AND url LIKE '%/busy'") != [])
         (first,) = (await domains("ls", "--limit", "1"))["domains"]
         assert first["state"] != "ok"
         by_host = {d["host"]: d for d in (await domains("ls"))["domains"]}
@@ -249,14 +280,17 @@ async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resu
 # -- requests in flight --------------------------------------------------------------------------------------------------
 
 
-def gauge() -> tuple[Callable[[Request], Awaitable[Reply]], list[int]]:
-    """A page that takes a while, and how many were asked for at once."""
-    now, seen = 0, [0]
+def gauge(limit: int) -> tuple[Callable[[Request], Awaitable[Reply]], list[int]]:
+    """A page that takes until as many as may are asked for at once, and a while longer; and how many were."""
+    now, seen, full = 0, [0], asyncio.Event()
 
     async def slow(request: Request) -> Reply:
         nonlocal now
         now += 1
         seen[0] = max(seen[0], now)
+        if now == limit:
+            full.set()
+        await full.wait()
         await asyncio.sleep(0.1)
         now -= 1
         return reply(PAGE)
@@ -265,7 +299,7 @@ def gauge() -> tuple[Callable[[Request], Awaitable[Reply]], list[int]]:
 
 
 async def test_no_host_gets_more_at_once_than_its_limit_and_others_do_not_wait_for_it(project: Any) -> None:
-    (slow, most), (other_slow, other_most) = gauge(), gauge()
+    (slow, most), (other_slow, other_most) = gauge(8), gauge(2)
     async with Web() as web, Web(host="127.0.0.2") as other:
         web.route("/p/*", slow)
         other.route("/p/*", other_slow)

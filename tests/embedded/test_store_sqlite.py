@@ -63,10 +63,10 @@ class Gate(threading.Event):
 
     def wait_here(self) -> bool:
         self._somebody.set()
-        return self.wait(10)
+        return self.wait(40)
 
     async def reached(self) -> None:
-        assert await asyncio.to_thread(self._somebody.wait, 10)
+        assert await asyncio.to_thread(self._somebody.wait, 40)
 
 
 def held_commit(db: Database, gate: Gate) -> Callable[[Tx], None]:
@@ -221,7 +221,7 @@ async def test_a_write_after_the_end_is_refused_instead_of_waiting_for_ever(tmp_
     await db.close()
     await db.close()
     with pytest.raises(StoreUnavailable):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await db.write(insert(1))
 
 
@@ -294,7 +294,7 @@ async def test_durability_decides_whether_a_commit_waits_for_the_disk(
 
 
 async def test_others_write_while_a_durable_job_waits_for_the_disk_and_it_is_answered_after_it(tmp_path: Path, disk: Disk) -> None:
-    db, other = opened(tmp_path / "a.db"), opened(tmp_path / "a.db", busy_seconds=5.0)
+    db, other = opened(tmp_path / "a.db"), opened(tmp_path / "a.db", busy_seconds=40.0)
     disk.gate.clear()
     durable = [asyncio.ensure_future(db.write(insert(i))) for i in range(3)]
     await disk.gate.reached()

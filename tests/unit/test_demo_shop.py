@@ -265,7 +265,7 @@ def test_robots_txt_allows_everything_on_both_ports(shop: Shop) -> None:
 def test_served_on_two_ports_its_lists_name_its_own_addresses() -> None:
     async def scenario() -> None:
         shop = Shop()
-        async with asyncio.timeout(10), serve(shop) as web:
+        async with asyncio.timeout(60), serve(shop) as web:
             reader, writer = await asyncio.open_connection("127.0.0.1", web.port)
             writer.write(b"GET /seeds.txt HTTP/1.0\r\n\r\n")
             seeds = (await reader.read()).partition(b"\r\n\r\n")[2].decode().split()

@@ -60,7 +60,7 @@ class Client:
 
 def with_web(scenario: Callable[[Web, Client], Awaitable[T]], *, log: Path | None = None) -> T:
     async def run() -> T:
-        async with asyncio.timeout(10), Web(log=log) as web, Client.to(web.port) as client:
+        async with asyncio.timeout(60), Web(log=log) as web, Client.to(web.port) as client:
             return await scenario(web, client)
 
     return asyncio.run(run())
@@ -362,11 +362,11 @@ def test_the_target_in_its_own_process_prints_its_address_serves_logs_and_leaves
             assert process.stdout is not None
             address = json.loads(process.stdout.readline())
             assert address["pid"] == process.pid
-            with urlopen(address["url"] + "/p/0", timeout=5) as answer:
+            with urlopen(address["url"] + "/p/0", timeout=60) as answer:
                 assert answer.read() == product_page(0)
-            with urlopen(address["url"] + "/urls.txt", timeout=5) as answer:
+            with urlopen(address["url"] + "/urls.txt", timeout=60) as answer:
                 assert answer.read().decode().splitlines() == [f"{address['url']}/p/{n}" for n in range(10)]
             assert [(e.path, e.status) for e in read_log(log)] == [("/p/0", 200), ("/urls.txt", 200)]
         finally:
             process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
+        assert process.wait(60) == 0
