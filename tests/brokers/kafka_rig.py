@@ -13,7 +13,7 @@ from penstock.brokers.kafka_dsn import parse
 from penstock.clock import SystemClock
 from penstock.ports import Clock, Delivery, Out, Published, Subscription
 
-OPTIONS = "partitions=2&retry_levels=5s&session=2s&grace=1s&timeout=8s"
+OPTIONS = "partitions=2&retry_levels=5s&session=6s&grace=1s&timeout=8s"
 
 
 def open_kafka(url: str, namespace: str = "", options: str = "", *, env: Mapping[str, str] | None = None, clock: Clock | None = None) -> KafkaBroker:
@@ -41,7 +41,7 @@ async def fill(broker: KafkaBroker, ids: Sequence[str], topic: str = "t", **more
     assert set(await broker.publish(outs)) <= {Published.OK}
 
 
-async def take(sub: Subscription, n: int, wait: float = 5.0) -> list[Delivery]:
+async def take(sub: Subscription, n: int, wait: float = 20.0) -> list[Delivery]:
     """`n`, or what came until nothing did for `wait` seconds."""
     got: list[Delivery] = []
     while len(got) < n and (some := await sub.receive(n - len(got), wait)):

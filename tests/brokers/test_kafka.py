@@ -19,7 +19,7 @@ class TestKafka(Served):
     lease = 1.0
     patience = 0.3
     slack = 0.6
-    limit = 120.0  # a killed server takes a while to come back
+    limit = 180.0  # a killed server takes a while to come back
 
     @pytest.fixture(autouse=True)
     def _swept(self, _its_server: None) -> Iterator[None]:

@@ -22,6 +22,7 @@ from penstock.ports import Clock, Delivery
 from penstock.rules.watermark import Window
 
 _FLOW, _GATHER = 16, 0.003  # after so many messages at once, a batch that is not full waits so many seconds for the next: each batch costs a commit
+_SKIPPED = 0.2  # seconds after which what is none of our business is committed by itself: nobody may settle anything for long
 _WATCH = 30.0  # seconds between two looks at the age of what is open
 SendOn = Callable[["Reader", Entry], Coroutine[Any, Any, None]]
 _log = logging.getLogger("penstock.brokers.kafka")
@@ -297,6 +298,9 @@ class Reader:
             part.finished += 1
             part.finished_bytes += len(e.body) + FRAMING
             self._dirty.add(part)
+            if not self._scheduled:
+                self._scheduled = True
+                self._loop.call_later(self.settings.commit_interval or _SKIPPED, self._commit)
             return
         delay = part.place.delay
         if delay is not None and e.at + delay > now:
