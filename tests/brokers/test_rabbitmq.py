@@ -41,7 +41,7 @@ class Host:
         address = f"http://127.0.0.1:{self.server.ports('management')}/api/{path}"
         headers = {"authorization": "Basic " + base64.b64encode(b"guest:guest").decode(), "content-type": "application/json"}
         request = urllib.request.Request(address, method=method, headers=headers, data=None if body is None else json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read() or b"null")
 
     def control(self, *args: str) -> None:

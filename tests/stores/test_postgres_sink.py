@@ -278,7 +278,7 @@ def test_a_server_that_cuts_the_connection_is_an_outage_and_nothing_is_half_writ
     sink = place.sink()
     mark = sink.open(0, "")
     sink.write([row(1, "a", price=1)])
-    place.sql("SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE application_name = 'penstock' AND pid <> pg_backend_pid()")
+    place.sql("SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE application_name = 'penstock' AND pid <> pg_backend_pid()")
     with pytest.raises(StoreUnavailable):
         sink.write([row(2, "b", price=2), row(3, "c", new=3)])
     with pytest.raises(Reopen):

@@ -63,7 +63,7 @@ class Fleet:
             assert p.stdin is not None
             p.stdin.write("go\n")
             p.stdin.flush()
-        answers = [json.loads(p.communicate(timeout=50)[0]) for p in started]
+        answers = [json.loads(p.communicate(timeout=120)[0]) for p in started]
         assert [p.returncode for p in started] == [0] * n
         return answers
 
@@ -165,13 +165,14 @@ asyncio.run(main(work))
 
 async def test_slots_far_away_are_told_but_not_given(fleet: Fleet) -> None:
     async with fleet:
-        c, other = fleet.worker(rate=1.0), fleet.worker(rate=1.0)
-        now = SystemClock().now()
-        (slots,) = (await c.reserve({"a.test": 5}, within=2.5)).values()
-        assert [round(s - now) for s in slots] == [0, 1, 2, 3, 4]
+        c, other = fleet.worker(rate=0.01), fleet.worker(rate=0.01)
+        before = SystemClock().now()
+        (slots,) = (await c.reserve({"a.test": 5}, within=250.0)).values()
+        assert before - 0.1 <= slots[0] <= SystemClock().now() + 0.1
+        assert [round(s - slots[0]) for s in slots] == [0, 100, 200, 300, 400]
         ((following,),) = (await other.reserve({"a.test": 1})).values()
         assert following == pytest.approx(slots[3], abs=0.1), "only those within the time were given"
-        assert c.gap("a.test") == 1.0
+        assert c.gap("a.test") == 100.0
 
 
 async def test_a_throttled_host_is_left_alone_by_every_worker_and_what_was_given_before_is_void(fleet: Fleet) -> None:
@@ -180,7 +181,7 @@ async def test_a_throttled_host_is_left_alone_by_every_worker_and_what_was_given
         await other.refresh()
         before = SystemClock().now()
         await c.report("a.test", status=429, retry_after=30.0, seconds=0.1)
-        assert c.blocked_until("a.test") == pytest.approx(before + 30, abs=2)
+        assert before + 29.9 <= c.blocked_until("a.test") <= SystemClock().now() + 30.1
         assert other.blocked_until("a.test") == 0.0
         await other.refresh()
         assert other.blocked_until("a.test") == pytest.approx(c.blocked_until("a.test"), abs=0.1)
@@ -209,11 +210,12 @@ async def test_a_crawl_delay_holds_for_all_from_the_next_reservation_on(fleet: F
     async with fleet:
         c, other = fleet.worker(), fleet.worker()
         await other.reserve({"a.test": 1})
+        before = SystemClock().now()
         await c.crawl_delay("a.test", 2.0)
         assert c.voided("a.test") > 0
         slots = (await other.reserve({"a.test": 2}))["a.test"]
         assert slots[1] - slots[0] == pytest.approx(2.0, abs=0.001)
-        assert slots[0] > SystemClock().now() + 1.0, "robots.txt itself was a request"
+        assert slots[0] > before + 1.9, "robots.txt itself was a request"
         await c.crawl_delay("a.test", None)
         assert c.hosts.state_in(NO_TX, "a.test").crawl_delay is None
 
@@ -235,6 +237,8 @@ class Wrong:
 async def test_a_worker_whose_clock_is_off_asks_no_host_too_early(fleet: Fleet, by: float) -> None:
     async with fleet:
         right, wrong = fleet.worker(rate=2.0), fleet.worker(Wrong(by), rate=2.0)
+        while abs(wrong.clock.offset + by) > 0.05:  # until a question was answered quickly: no clock is compared better than that
+            await wrong.refresh()
         moments = []
         for _ in range(4):
             moments += (await right.reserve({"a.test": 1}))["a.test"]

@@ -268,7 +268,7 @@ async def test_a_connection_that_was_cut_while_idle_is_made_again_unnoticed(plac
     store = place.open()
     await store.write(put("a"))
     await store.read(pots)
-    place.ask("SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE application_name='penstock'")
+    place.ask("SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE application_name='penstock'")
     await store.write(put("a"))
     assert await store.read(pots) == {"a": 2}
 
@@ -282,7 +282,7 @@ def test_a_killed_server_takes_its_queries_with_it_and_starts_again(server: Call
         handle.kill()
         handle.start()
         with pytest.raises(psycopg.OperationalError):
-            query.result(20)
+            query.result(60)
 
 
 async def test_a_commit_whose_answer_was_lost_is_an_outage_for_who_asked(place: Place) -> None:
