@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy
+from tests.embedded.test_domains import lateness
 
 from penstock import config
 from penstock.cli.main import main
@@ -73,7 +74,7 @@ async def test_a_chain_of_redirects_is_told_hop_by_hop_with_times_robots_and_mas
         told = await fetch(0, web.url("/start"), "-o", "page.html")
         peer = f"127.0.0.1:{web.port}"
         assert [(x["for"], x["status"], x["peer"]) for x in told["exchanges"]] == [("robots.txt", 200, peer), ("page", 302, peer), ("page", 200, peer)]
-        assert all(0 <= x["connect"] <= x["first_byte"] <= x["total"] < 5 for x in told["exchanges"])
+        assert all(0 <= x["connect"] <= x["first_byte"] <= x["total"] < 60 for x in told["exchanges"])
         assert (told["ok"], told["status"], told["final_url"], told["error"]) == (True, 200, web.url("/no/but/here"), None)
         assert (told["guard"]["verdict"], told["guard"]["addresses"]) == ("allowed", ["127.0.0.1"])
         assert [(r["verdict"], r["rule"], r["agent"]) for r in told["robots"]] == [("allowed", "", "shopbot"), ("allowed", "Allow: /no/but", "shopbot")]
@@ -153,11 +154,12 @@ async def test_it_counts_for_the_pace_of_its_host_and_a_throttle_it_met_holds_fo
         fetch = place(web.port, toml='burst = 1\n[claims]\nurl = "sqlite:.penstock/penstock.db"\n')
         fetch.make_state()
         limit = ["--set", "pace.rate=4"]
-        for _ in range(2):
-            assert len((await fetch(0, web.url("/a"), *limit))["slots"]) in (1, 2)
+        async with lateness() as worst:
+            for _ in range(2):
+                assert len((await fetch(0, web.url("/a"), *limit))["slots"]) in (1, 2)
         at = [e.at for e in web.entries]
         assert len(at) == 3, "robots.txt, then the page twice"
-        assert all(b - a > 0.2e6 for a, b in itertools.pairwise(at)), "in two processes' lives, by one pace"
+        assert all(b - a > (0.2 - worst[0]) * 1e6 for a, b in itertools.pairwise(at)), "in two processes' lives, by one pace"
         await fetch(1, web.url("/busy"), *limit)
         told = await fetch(1, web.url("/a"), *limit, "--wait", "1s")
         assert told["error"]["class"] == "throttled"

@@ -333,9 +333,10 @@ def _response(ex: Exchange, url: str) -> Response:
     except TooManyCodings as e:
         raise breach(Breach.CODINGS, str(e), status=ex.status) from None
     info = ex.curl.getinfo
+    first_byte = info(pycurl.STARTTRANSFER_TIME)  # by libcurl's clock, which begins a moment after ours
     return Response(
-        url=url, status=ex.status, headers=headers, body=body, peer=ex.peer, seconds=info(pycurl.TOTAL_TIME), first_byte=info(pycurl.STARTTRANSFER_TIME),
-        http_version=ex.version, connect=ex.ready_at - ex.started,
+        url=url, status=ex.status, headers=headers, body=body, peer=ex.peer, seconds=info(pycurl.TOTAL_TIME), first_byte=first_byte,
+        http_version=ex.version, connect=min(ex.ready_at - ex.started, first_byte),
     )  # fmt: skip
 
 
