@@ -39,7 +39,8 @@ async def test_two_tables_that_one_transaction_fills_are_two_events_for_two_sour
     rig.run("CREATE TABLE wishes(id bigserial PRIMARY KEY, url text)")
     readings = [rig.source(name=f"{rig.database}{table[0]}", table=table).read(None) for table in ("scrape_requests", "wishes")]
     for reading in readings:
-        await anext(reading)  # its slot is there
+        while (await anext(reading)).cursor is None:
+            pass  # a word while it waits; with a cursor, its slot is there
     with rig.db.transaction():
         rig.run("INSERT INTO scrape_requests(url) VALUES('https://shop.test/request')")
         rig.run("INSERT INTO wishes(url) VALUES('https://shop.test/wish')")
