@@ -47,8 +47,8 @@ shop.sink("jsonl:products.jsonl")
 """
 
 
-def wait_for(true: Callable[[], Any], what: str, seconds: float = 30.0, every: float = 0.01) -> Any:
-    """The first true answer."""
+def wait_for(true: Callable[[], Any], what: str, seconds: float = 60.0, every: float = 0.01) -> Any:
+    """The first true answer. The time is a ceiling for what hangs, on a machine that is slow, busy or stands still now and then."""
     until = time.monotonic() + seconds
     while True:
         answer = true()
@@ -59,13 +59,18 @@ def wait_for(true: Callable[[], Any], what: str, seconds: float = 30.0, every: f
         time.sleep(every)
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
     """For a server that is told its port before it listens. None of those that the kernel gives to outgoing connections, so nobody takes it meanwhile."""
     while True:
         port = random.SystemRandom().randrange(10_000, 20_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Running:
 
     @property
     def said(self) -> str:
-        return self.log.read_text("utf-8", "replace")[-6000:]
+        return self.log.read_text("utf-8", "replace")[-200_000:]  # all of it, unless it floods: who waits for a line may come late
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -109,7 +114,7 @@ class Running:
         self.process.kill()
         self.process.wait()
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 180.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -142,7 +147,7 @@ class Project:
 
     # -- commands ----------------------------------------------------------------------------------------------------------
 
-    def penstock(self, *args: str, input: str | None = None, timeout: float = 120.0) -> Done:
+    def penstock(self, *args: str, input: str | None = None, timeout: float = 300.0) -> Done:
         found = subprocess.run(
             [*PENSTOCK, *args], cwd=self.dir, env=self.env, input=input, capture_output=True, timeout=timeout, encoding="utf-8", errors="replace", check=False
         )
@@ -150,7 +155,7 @@ class Project:
         assert "Traceback (most recent call last)" not in done.err, done.said
         return done
 
-    def good(self, *args: str, input: str | None = None, timeout: float = 120.0) -> str:
+    def good(self, *args: str, input: str | None = None, timeout: float = 300.0) -> str:
         done = self.penstock(*args, input=input, timeout=timeout)
         assert done.code == 0, done.said
         return done.out
@@ -204,6 +209,11 @@ class Project:
     def rows(self, name: str = "products.jsonl") -> list[dict[str, Any]]:
         return read_rows(self.dir / name)
 
+    def written(self, name: str = "products.jsonl") -> int:
+        """Whole lines, of a file that is perhaps being written."""
+        path = self.dir / name
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
     def doctor(self) -> None:
         done = self.penstock("doctor")
         assert done.code == 0, done.said
@@ -238,7 +248,7 @@ class Project:
                         total += int(line.split()[1]) * 1024
         return total
 
-    def nothing_runs(self, seconds: float = 10.0) -> None:
+    def nothing_runs(self, seconds: float = 60.0) -> None:
         wait_for(lambda: not self.processes(), "no process left behind", seconds, 0.05)
 
     def close(self) -> None:
@@ -277,13 +287,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Site:
-    """The pretend web on a thread of the test's own process: its answers may be changed on the way."""
+    """The pretend web on a thread of the test's own process: its answers may be changed on the way.
+
+    It measures how late its own clock is looked at: what a test says of times is as exact as the machine, which may stand still for a while.
+    """
 
     def __init__(self, handler: Handler | None = None) -> None:
         self.web = Web(handler)
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
+        self.lateness: list[float] = []  # seconds, each time it was to look at the clock
         self._thread = threading.Thread(target=self._run, name="site")
         self._thread.start()
         self._ready.wait()
@@ -291,6 +305,7 @@ class Site:
     def _run(self) -> None:
         async def serve() -> None:
             async with self.web:
+                self._loop.call_soon(self._tick, self._loop.time())
                 self._ready.set()
                 await self._stop.wait()
 
@@ -301,6 +316,16 @@ class Site:
         finally:
             self._ready.set()
             self._loop.close()
+
+    def _tick(self, due: float) -> None:
+        now = self._loop.time()
+        self.lateness.append(now - due)
+        self._loop.call_at(now + 0.01, self._tick, now + 0.01)
+
+    @property
+    def late(self) -> float:
+        """Seconds: the longest that this machine kept it from looking at its clock."""
+        return max(self.lateness)
 
     @property
     def port(self) -> int:
@@ -345,6 +370,6 @@ class Target:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()

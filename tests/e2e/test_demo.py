@@ -12,10 +12,11 @@ import sqlite3
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from tests.e2e.harness import PENSTOCK, Project, wait_for
+from tests.e2e.harness import PENSTOCK, Project, Site, wait_for
 
 from penstock.testing.web import read_log
 
@@ -34,7 +35,10 @@ def said_lines(text: str, beginning: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip().startswith(beginning)]
 
 
-def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_letter(project: Project) -> None:
+def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_letter(project: Project, site: Site) -> None:
+    began = time.time()
+    project.good("version")
+    slow = 10 + 20 * max(0.0, time.time() - began - 0.5)  # seconds: what ten are on a machine that starts a program within half a second
     began = time.time()
     done = project.penstock("demo", "--seconds", "12")
     assert done.code == 0, done.said
@@ -45,8 +49,9 @@ def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_let
     assert len({row["sku"] for row in rows}) >= 45, done.said
     assert out.total()["dead"] == 1
     first = (out.dir / "shop.log").read_text().splitlines()[0]
-    assert json.loads(first)["at"] / 1e6 - began < 10
-    assert float(re.search(r"first row came after ([\d.]+) s", done.out)[1]) < 10  # type: ignore[index]
+    stood_still = sum(late for late in site.lateness if late > 0.1)
+    assert json.loads(first)["at"] / 1e6 - began < slow + stood_still
+    assert float(re.search(r"first row came after ([\d.]+) s", done.out)[1]) < slow + stood_still  # type: ignore[index]
     db = sqlite3.connect(out.dir / "products.db")
     assert db.execute("SELECT count(*) FROM products").fetchone()[0] == len({row["sku"] for row in rows})
     db.close()
@@ -65,7 +70,8 @@ def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_let
     moved = [row for n, row in enumerate(rows) if any(row["sku"] == before["sku"] for before in rows[:n])]
     told = (out.dir / "changes.txt").read_text("utf-8").splitlines()
     assert moved, "no price moved in twelve seconds"
-    assert [line.rpartition("€")[2] for line in told] == [row["price"] for row in moved]
+    waiting = out.status()["hooks_waiting"]  # of what came in its last moments; the next run would tell them
+    assert [line.rpartition("€")[2] for line in told] == [row["price"] for row in moved][: len(moved) - waiting]
     out.doctor()
 
 
@@ -74,11 +80,11 @@ def test_output_without_a_terminal_is_short_lines_that_name_everything_once(proj
     assert done.code == 0, done.said
     assert "\x1b" not in done.out
     lines = done.out.splitlines()
-    assert len(lines) < 45
+    assert len(lines) < 45, "one every two seconds, and the summary"
     assert lines[0].startswith("penstock demo: the shop is at http://127.0.0.1:")
     assert len(said_lines(done.out, "dead     http")) == 1
     assert len(said_lines(done.out, "delayed ")) >= 1
-    assert "the shop was redesigned after 4 s" in done.out
+    assert re.search(r"the shop was redesigned after \d+ s", done.out)
     empty = int(re.search(r"since then (\d+) pages? gave no row", done.out)[1])  # type: ignore[index]
     out = demo_of(project)
     assert empty == out.status()["counters"]["empty"] >= 1
@@ -87,12 +93,26 @@ def test_output_without_a_terminal_is_short_lines_that_name_everything_once(proj
         assert subprocess.run(line.strip().split("  ")[0], shell=True, cwd=out.dir, env=out.env, capture_output=True).returncode == 0
 
 
+def test_a_machine_that_stands_still_while_the_demo_starts_takes_nothing_of_its_time(project: Project) -> None:
+    running = project.start("demo", "--seconds", "2", "--break")
+    wait_for(lambda: running.ended or (project.dir / "penstock-demo" / "penstock.toml").exists(), f"its shop is there: {running.said}", every=0.001)
+    standing = list(project.processes())
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in standing:
+            os.kill(pid, number)
+        time.sleep(5.5 if number == signal.SIGSTOP else 0)  # longer than the two seconds, and those that open events get after them
+    assert running.wait() == 0, running.said
+    assert re.search(r"since then \d+ pages? gave no row", running.said), "rows, then a redesign, and pages after it"
+
+
 def test_a_second_run_starts_anew_and_a_directory_of_others_is_left_alone(project: Project) -> None:
+    began = ""
     for _ in range(2):
+        began = datetime.now(UTC).isoformat()
         done = project.penstock("demo", "--seconds", "2")
         assert done.code == 0, done.said
     out = demo_of(project)
-    assert out.total()["accepted"] < 49 + 8, "the first run's events are still there"
+    assert min(datetime.fromisoformat(e["accepted_at"]) for e in out.events()) >= datetime.fromisoformat(began), "the first run's events are still there"
     assert len(out.rows("records.jsonl")) == out.status()["counters"]["records"]
     own = project.dir / "mine"
     own.mkdir()
@@ -121,9 +141,9 @@ def test_ctrl_c_on_a_terminal_ends_it_with_the_summary_and_leaves_no_process(pro
         return screen
 
     try:
-        wait_for(lambda: b"links followed" in read() and _has_rows(project.dir / "penstock-demo" / "records.jsonl"), "a picture and a row", 60)
+        wait_for(lambda: b"links followed" in read() and _has_rows(project.dir / "penstock-demo" / "records.jsonl"), "a picture and a row", 120)
         process.send_signal(signal.SIGINT)
-        wait_for(lambda: (read() or True) and process.poll() is not None, "the end", 30)
+        wait_for(lambda: (read() or True) and process.poll() is not None, "the end", 120)
         assert process.returncode == 0
         shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", read().decode())
         assert "Done after" in shown

@@ -31,6 +31,7 @@ from penstock.opening import open_stores
 
 FRAME, LINE = 0.25, 2.0  # seconds between two pictures, between two lines
 FINISH = 3.0  # seconds that open events get after the end of the run
+PATIENCE = 60.0  # seconds until a demo counts as begun though nothing was accepted
 REDESIGN = 15.0  # when `--break` breaks a run without an end, and at the latest after 0.6 of one that has
 PRICES = ("0.5", "2.0")  # seconds between two price changes, from and to
 PLACES = tuple(f"PENSTOCK_{name}" for name in ("BROKER_URL", "TOPICS_", "LEDGER_URL", "CLAIMS_URL", "PAGES_URL", "NAMESPACE"))
@@ -231,25 +232,32 @@ async def _either(work: asyncio.Task[int], event: asyncio.Event, seconds: float 
 async def _watch(
     watch: Watch, running: Running, screen: _Screen, work: asyncio.Task[int], shop: _Shop, asked_to_end: asyncio.Event, seconds: float | None, break_: bool
 ) -> float | None:
-    """Look and show until the end. Returns when the shop was redesigned, if it was."""
+    """Look and show until the end. Returns when the shop was redesigned, if it was.
+
+    The time it is given begins with the first event: a slow machine, or a server that lets us wait, takes nothing of it.
+    """
     redesigned: float | None = None
+    begun = float("inf")
     break_at = (REDESIGN if seconds is None else min(REDESIGN, seconds * 0.6)) if break_ else float("inf")
     finishing = float("inf")
     while True:
         snapshot = await watch.look()
         elapsed = snapshot.elapsed
-        if redesigned is None and elapsed >= break_at:
+        if begun == float("inf") and (snapshot.counts.accepted > 0 or elapsed >= PATIENCE):
+            begun = elapsed
+            watch.total = None if seconds is None else begun + seconds
+        lasted = max(0.0, elapsed - begun)
+        if redesigned is None and lasted >= break_at and snapshot.records:  # a break shows only where something worked
             shop.redesign()
             redesigned, watch.notice = elapsed, f"the shop was redesigned after {elapsed:.0f} s"
-        begun = snapshot.counts.accepted > 0 or (seconds is not None and elapsed >= seconds + FINISH)  # on a slow machine the time may be over before
-        if seconds is not None and elapsed >= seconds and begun and finishing == float("inf"):
+        if seconds is not None and lasted >= seconds and finishing == float("inf"):
             await _stop_reading(running)
             finishing, watch.notice = elapsed + FINISH, "finishing what is open"
         over = asked_to_end.is_set() or elapsed >= finishing or (finishing < float("inf") and watch.idle)
         screen.show(snapshot, last=over)
         if over:
             return redesigned
-        nap = min(FRAME, max(0.01, seconds - elapsed)) if seconds is not None and elapsed < seconds else FRAME
+        nap = min(FRAME, max(0.01, seconds - lasted)) if seconds is not None and lasted < seconds else FRAME
         await _either(work, asked_to_end, nap)
 
 

@@ -44,7 +44,8 @@ class Watch:
 
     def __init__(self, running: Running, *, shop: str, limited: str, changes: Path, started: float, total: float | None) -> None:
         self._running, self._clock = running, running.clock
-        self._shop, self._changes, self._started, self._total = shop, changes, started, total
+        self._shop, self._changes, self._started = shop, changes, started
+        self.total = total  # seconds after which it ends by itself
         by = running.stores.books.settings.host_by
         self._hosts = [host_key(url + "/", by=by) for url in (shop, limited)]
         self._read = self._lines = 0
@@ -66,7 +67,7 @@ class Watch:
         self._tail()
         latencies = sorted(list(self._running.signals.latencies)[-RECENT:])
         return Snapshot(
-            elapsed=elapsed, total=self._total, address=self._shop, counts=look.counts,
+            elapsed=elapsed, total=self.total, address=self._shop, counts=look.counts,
             sources=self._sources(look, now), hosts=self._rates(now),
             waiting=tuple(Waiting(e.url, e.reason or "", max(0.0, (e.not_before or now) - now)) for e in look.delayed),
             records=c.get("records", 0), changes=c.get("changes", 0), unchanged=c.get("unchanged", 0) + c.get("records_unchanged", 0),
