@@ -21,14 +21,16 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-QUICK = "?session=2s&grace=1s"  # as short as the lease of these tests: a killed member's partitions go to others that soon
+QUICK = "?session=2s&grace=1s"  # as short as the lease of tests that kill: a killed member's partitions go to others that soon
 
 
 def layouts(*names: str) -> list[object]:
     return [pytest.param(name, marks=pytest.mark.server(*NEEDS[name]) if NEEDS[name] else ()) for name in names]
 
 
-def lay_out(project: Project, layout: str, server: Server) -> None:
+def lay_out(project: Project, layout: str, server: Server, *, quick: bool = False) -> None:
+    """`quick`: for tests that kill. Others must not lose their place in a group because the machine stood still for a moment."""
+    kafka_options = QUICK if quick else ""
     state = project.dir / ".penstock"
     files = {"ledger_url": f"sqlite:{state}/ledger.db", "claims_url": f"sqlite:{state}/ledger.db", "pages_url": f"file:{state}/pages"}
     if layout != "embedded":
@@ -41,11 +43,11 @@ def lay_out(project: Project, layout: str, server: Server) -> None:
         case "rabbitmq" | "sqs":
             project.set(broker_url=server(layout).url, **files)
         case "kafka":
-            project.set(broker_url=server("kafka").url + QUICK, **files)
+            project.set(broker_url=server("kafka").url + kafka_options, **files)
         case "postgres":
             project.set(broker_url=server("postgres").url)
         case "redis+postgres":
             project.set(broker_url=server("redis").url, ledger_url=server("postgres").url)
         case "rabbitmq+kafka":
-            kafka = server("kafka").url + QUICK
+            kafka = server("kafka").url + kafka_options
             project.set(broker_url=server("rabbitmq").url, topics_pages=kafka, topics_records=kafka, **files)

@@ -27,8 +27,8 @@ def test_a_pipeline_on_sqs_and_s3_loses_nothing_when_a_worker_is_killed(project:
     wait_for(lambda: site.asked("/p/5"), "the first requests")
     fetch.kill()
     fetch = project.start("run", "shop.py", "--role", "fetch")
-    wait_for(lambda: fetch.ended or rest.ended or project.total()["success"] == PAGES, "every event's end", 90, 0.3)
-    wait_for(lambda: len(project.rows()) >= PAGES, "every row")
+    wait_for(lambda: fetch.ended or rest.ended or project.total()["success"] == PAGES, "every event's end", 240, 0.3)
+    wait_for(lambda: project.written() >= PAGES, "every row")
     for each in (fetch, rest):
         each.signal(15)
     for each in (fetch, rest):

@@ -54,11 +54,11 @@ def feed(ground: Ground, topic: str, changes: list[dict[str, Any]]) -> None:
 
 def messages(ground: Ground, topic: str) -> list[Any]:
     consumer = Consumer({"bootstrap.servers": ground.servers, "group.id": "look", "enable.partition.eof": True, "log_level": 0})
-    partitions = sorted(consumer.list_topics(topic, timeout=20).topics[topic].partitions)
+    partitions = sorted(consumer.list_topics(topic, timeout=60).topics[topic].partitions)
     consumer.assign([TopicPartition(topic, p, 0) for p in partitions])
     found, ended = [], set()
     while len(ended) < len(partitions):
-        m: Any = consumer.poll(10)
+        m: Any = consumer.poll(60)
         assert m is not None
         ended.add(m.partition()) if m.error() else found.append(m)
     consumer.close()
@@ -83,7 +83,7 @@ def test_a_run_that_is_killed_makes_one_event_of_each_change_and_one_row_of_each
         begun, share = web.lines(), rng.randrange(5, CHANGES // KILLS)
         running = project.start("run", "shop.py", "--log-level", "warning")
         # The last of them may find nothing left to ask for: then it is killed while it writes.
-        wait_for(lambda begun=begun, share=share: web.lines() - begun >= share or len(web.asked()) >= CHANGES, f"{share} requests: {running.said}", every=0.002)
+        wait_for(lambda begun=begun, share=share: web.lines() - begun >= share or len(web.asked()) >= CHANGES, f"{share} requests: {running.said}", 180, 0.002)
         time.sleep(rng.uniform(0.0, 0.1))
         running.kill()
         project.nothing_runs()

@@ -60,7 +60,7 @@ def run_and_kill(project: Project, target: Target, rng: random.Random, args: tup
         until = time.monotonic() + rng.uniform(0.0, 0.8)
         wait_for(lambda: time.monotonic() >= until or target.lines() > begun, "a moment of its start", every=0.002)
     else:
-        share = rng.randrange(1, max(2, 3 * left // (2 * later + 5)))
+        share = rng.randrange(1, max(2, left // (later + 2)))  # at most half of what is left, so that one who looks late still finds it at work
         wait_for(lambda: running.ended or target.lines() - begun >= share, f"{share} requests: {running.said}", every=0.002)
         time.sleep(rng.uniform(0.0, 0.02))
     strike(running)
@@ -108,13 +108,16 @@ def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(project: Pr
     project.push(*web.urls)
     running = project.start("run", "shop.py", "--until-idle", "--workers", "2")
     crashes = 0
-    for kind in ("worker", "zygote", "worker", "zygote", "zygote", "worker"):
-        begun, some = web.lines(), rng.randrange(100, 200)
+    kinds = ("worker", "zygote", "worker", "zygote", "zygote", "worker")
+    for n, kind in enumerate(kinds):
+        begun = web.lines()
+        most = max(4, (3000 - begun) // (len(kinds) - n + 2))  # something is left for the last kill, however late each of them comes
+        some = rng.randrange(most // 4, most // 2)
 
-        def victims(kind: str = kind, begun: int = begun) -> list[int]:
+        def victims(kind: str = kind, begun: int = begun, most: int = most) -> list[int]:
             """Of two workers with their zygotes; of one, where a new one takes so long that nothing would be left for the last kill."""
             workers, zygotes = project.tree()
-            return (workers if kind == "worker" else zygotes) if len(zygotes) == 2 or web.lines() - begun >= 400 else []
+            return (workers if kind == "worker" else zygotes) if len(zygotes) == 2 or web.lines() - begun >= most else []
 
         wait_for(lambda begun=begun, some=some: web.lines() - begun >= some or running.ended, f"some requests: {running.said}")
         found = wait_for(lambda: running.ended or victims(), "workers with their zygotes", every=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -92,8 +93,8 @@ def test_the_roles_in_processes_of_their_own_hand_over_by_any_broker(project: Pr
     project.push(*web.urls)
     running = [project.start("run", "shop.py", "--role", role) for role in ("fetch", "extract", "sink")]
     alive = {f"T-{n}" for n in range(100) if not ends_dead(n, DEAD_SHARE)}
-    wait_for(lambda: any(r.ended for r in running) or len(project.rows()) == len(alive), f"all rows: {[r.said for r in running]}", 60, 0.2)
-    wait_for(lambda: project.total()["dead"] == 100 - len(alive), "all ends", 30, 0.2)
+    wait_for(lambda: any(r.ended for r in running) or project.written() == len(alive), f"all rows: {[r.said for r in running]}", 180, 0.2)
+    wait_for(lambda: project.total()["dead"] == 100 - len(alive), "all ends", 120, 0.2)
     for each in running:
         each.signal(15)
     for each in running:
@@ -107,12 +108,12 @@ def test_the_roles_in_processes_of_their_own_hand_over_by_any_broker(project: Pr
 def test_one_message_that_kills_every_worker_is_one_dead_letter_and_its_neighbours_succeed(
     project: Project, target: Callable[..., Target], server: Server, layout: str
 ) -> None:
-    lay_out(project, layout, server)
+    lay_out(project, layout, server, quick=True)
     project.write("shop.py", POISON)
     project.set(extract_isolation="none", fetch_prefetch="50", fetch_concurrency="50", lease="2s", pace_rate="unlimited")
     web = target(pages=50)
     project.push(*web.urls)
-    done = project.penstock("run", "shop.py", "--until-idle", "--workers", "4", timeout=180)
+    done = project.penstock("run", "shop.py", "--until-idle", "--workers", "4", timeout=480)
     assert done.code == 1, done.said
     assert project.total()["success"] == 49, done.said
     letters = project.letters()
@@ -146,11 +147,11 @@ asyncio.run(main())
 def test_bytes_that_are_no_event_end_as_a_dead_letter_on_any_broker(project: Project, target: Callable[..., Target], server: Server, layout: str) -> None:
     lay_out(project, layout, server)
     web = target(pages=5)
-    subprocess.run([sys.executable, "-c", GARBAGE], cwd=project.dir, env=project.env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", GARBAGE], cwd=project.dir, env=project.env, check=True, timeout=240)
     project.push(*web.urls)
     running = project.start("run", "shop.py")
-    letters = wait_for(lambda: json.loads(project.good("dlq", "ls", "--all", "--json"))["letters"], f"a letter: {running.said}", 30, 0.2)
-    wait_for(lambda: project.total()["success"] == 5, f"the others: {running.said}", 30, 0.2)
+    letters = wait_for(lambda: json.loads(project.good("dlq", "ls", "--all", "--json"))["letters"], f"a letter: {running.said}", 120, 0.2)
+    wait_for(lambda: project.total()["success"] == 5, f"the others: {running.said}", 120, 0.2)
     running.signal(15)
     assert running.wait() == 0, running.said
     assert [(letter["stage"], letter["class"]) for letter in letters] == [("intake", "permanent")]
@@ -160,9 +161,16 @@ def test_bytes_that_are_no_event_end_as_a_dead_letter_on_any_broker(project: Pro
 @pytest.mark.parametrize("layout", layouts(*ALL))
 def test_the_demo_runs_on_any_broker_by_environment_variables_alone(project: Project, server: Server, layout: str) -> None:
     lay_out(project, layout, server)
-    done = project.penstock("demo", "--seconds", "8")
-    assert done.code == 0, done.said
-    total = project_of_demo(project).total()
+    running, there = project.start("demo"), project_of_demo(project)
+
+    def dead() -> bool:
+        status = there.penstock("status", "--json") if there.dir.exists() else None
+        return status is not None and status.code == 0 and json.loads(status.out)["total"]["dead"] == 1
+
+    wait_for(lambda: running.ended or dead(), f"the page that is broken on purpose: {running.said}", 180, 0.3)
+    running.signal(signal.SIGINT)
+    assert running.wait() == 0, running.said  # 0: there are records
+    total = there.total()
     assert total["success"] > 0
     assert total["dead"] == 1, "the page that is broken on purpose"
 

@@ -58,7 +58,7 @@ def test_eight_kinds_of_poison_among_five_hundred_pages_end_dead_and_all_others_
     web = target(pages=PAGES)
     project.push(*web.urls)
     running = project.start("run", "shop.py")
-    wait_for(lambda: running.ended or sum(project.total()[k] for k in ("success", "dead")) == PAGES, f"all ends: {running.said}", 90, 0.25)
+    wait_for(lambda: running.ended or sum(project.total()[k] for k in ("success", "dead")) == PAGES, f"all ends: {running.said}", 240, 0.25)
     assert not running.ended, running.said
     workers = project.status()["workers"]
     assert [w["alive"] for w in workers] == [True], workers

@@ -30,8 +30,6 @@ class Hosts:
         self.robots: dict[int, str] = {}
         self.answers: dict[int, Handler] = {}
         self.project = project
-        self.late = 0.0  # seconds: the longest that this machine kept these hosts from looking at their clock
-        self.site._loop.call_soon_threadsafe(self._tick, self.site._loop.time())
         project.allow(*self.ports)
         project.set(pace_rate=f"{RATES[0]:g}")
         for port, rate in zip(self.ports, RATES, strict=True):
@@ -41,10 +39,15 @@ class Hosts:
     def _listen(self) -> int:
         return asyncio.run_coroutine_threadsafe(self.site.web.listen(), self.site._loop).result()
 
-    def _tick(self, due: float) -> None:
-        now = self.site._loop.time()
-        self.late = max(self.late, now - due)
-        self.site._loop.call_at(now + 0.01, self._tick, now + 0.01)
+    @property
+    def late(self) -> float:
+        """Seconds: the longest that this machine kept these hosts from looking at their clock."""
+        return self.site.late
+
+    @property
+    def often_late(self) -> float:
+        """Seconds: what a step of this machine takes at times without anything being wrong."""
+        return sorted(self.site.lateness)[-len(self.site.lateness) // 10]
 
     def _answer(self, request: Request) -> Reply:
         if request.path == "/robots.txt":
@@ -57,6 +60,18 @@ class Hosts:
     def push(self, seconds: float = SECONDS, more: tuple[int, ...] = ()) -> None:
         counts = {port: int(rate * seconds) for port, rate in zip(self.ports, RATES, strict=True)} | dict.fromkeys(more, 4)
         self.project.push(*(f"http://127.0.0.1:{port}/p/{n}" for n in range(max(counts.values())) for port, count in counts.items() if n < count))
+
+    def run(self, workers: int) -> None:
+        """All that can be asked for, by so many workers, which are there before there is anything to do: a machine that is busy
+        with their start has no time for anybody's turn."""
+        running = self.project.start("run", "shop.py", "--workers", str(workers))
+        wait_for(lambda: running.ended or len(self.project.tree()[1]) == workers, f"{workers} workers: {running.said}", every=0.1)
+        self.push()
+        pages = sum(int(rate * SECONDS) for rate in RATES)
+        wait_for(lambda: running.ended or len({(e.port, e.path) for e in self.site.web.entries if e.status == 200}) == pages, running.said, every=0.05)
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0, running.said
+        assert self.project.total()["success"] == pages
 
     def times(self, port: int) -> list[float]:
         """When it was asked, robots.txt included; seconds."""
@@ -72,7 +87,7 @@ class Hosts:
             for width in (1.0, 2.0, 3.0, 5.0):
                 most = max(count(times, start, width) for start in times)
                 assert most <= 1 + 1.05 * rate * (width + self.late), f"{most} requests to the host with {rate:g} a second within {width:g} s\n{gaps(times)}"
-            assert statistics.median(gaps(times)) <= 1 / (least * rate), f"slower than need be: {gaps(times)}"
+            assert statistics.median(gaps(times)) <= 1 / (least * rate) + self.often_late, f"slower than need be: {gaps(times)}"
 
 
 def count(times: list[float], start: float, width: float) -> int:
@@ -92,14 +107,12 @@ def hosts(project: Project) -> Iterator[Hosts]:
 
 @pytest.mark.parametrize("workers", [1, 4, 8])
 def test_every_host_is_asked_as_often_as_its_limit_allows_and_never_more(project: Project, hosts: Hosts, workers: int) -> None:
-    hosts.push()
-    project.run("--workers", str(workers))
-    assert project.total()["success"] == sum(int(rate * SECONDS) for rate in RATES)
+    hosts.run(workers)
     hosts.kept()
     for port, rate in zip(hosts.ports, RATES, strict=True):
         found = sorted(gaps(hosts.times(port)))
-        # The way from the slot to the wire takes a few ms, not always the same, and longer while eight processes begin or others are at work.
-        assert found[len(found) // 4] >= 0.85 / rate, found
+        # The way from the slot to the wire takes a few ms, not always the same, and longer while others are at work.
+        assert found[len(found) // 4] >= 0.85 / rate - hosts.often_late, found
         assert len({round(gap * rate, 2) for gap in found}) > 5, "jittered"
 
 
@@ -124,11 +137,11 @@ def test_a_worker_that_stood_still_does_not_make_up_for_it(project: Project, hos
     run = project.start("run", "shop.py", "--until-idle", "--workers", "2")
     wait_for(lambda: hosts.asked() > 30, "thirty requests")
     standing = list(project.processes())
-    for pid in standing:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(2.0)
-    for pid in standing:
-        os.kill(pid, signal.SIGCONT)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in standing:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(2.0 if number == signal.SIGSTOP else 0.0)
     assert run.wait() == 0, run.said
     hosts.kept(least=0.5)
 
@@ -151,8 +164,8 @@ def test_a_page_whose_slot_went_to_robots_waits_for_the_next_without_a_permit(pr
     project.push(f"http://127.0.0.1:{slow}/p/0", *(f"http://127.0.0.1:{other}/p/{n}" for n in range(25)))
     project.run()
     robots, page = hosts.times(slow)
-    assert page - robots >= 0.95 * 4.0
-    assert len([at for at in hosts.times(other) if robots < at < page]) >= 5, "the only permit there is was free meanwhile"
+    assert page - robots >= 0.95 * 4.0 - hosts.late
+    assert len([at for at in hosts.times(other) if robots < at < page]) >= 2, "the only permit there is was free meanwhile"
 
 
 def test_those_who_waited_on_their_way_are_no_more_in_flight_than_there_are_permits(project: Project, hosts: Hosts) -> None:
@@ -179,19 +192,17 @@ def test_after_one_429_nobody_asks_that_host_until_its_time_is_over_and_the_othe
         return reply("not so fast", TEXT, 429, **{"retry-after": "5"})
 
     hosts.answers[first] = answer  # type: ignore[assignment]
-    hosts.push()
-    project.run("--workers", "8")
-    assert project.total()["success"] == sum(int(rate * SECONDS) for rate in RATES)
+    hosts.run(8)
     at = told[0]
     told_late = [t - at for t in hosts.times(first) if at < t < at + 5.0]  # on their way when the answer was
     assert len(told_late) <= 3, told_late
     assert max(told_late, default=0.0) < 0.25 + hosts.late, told_late
     after = [t - at for t in hosts.times(first) if t >= at + 5.0]
     print(f"asked again {after[0] - 5.0:.3f} s after its time was over")
-    assert after[0] < 10.0, "and then it goes on"
+    assert after[0] < 10.0 + hosts.late, "and then it goes on"
     assert count(after, after[0], 1.0) <= 1 + 1.05 * RATES[0] * (1.0 + hosts.late), "as before, not with all that waited"
     for port, rate in zip(others, RATES[1:], strict=True):
-        assert count(hosts.times(port), at + 0.5, 3.0) >= 0.5 * rate * 3, "only that host is silent"
+        assert count(hosts.times(port), at + 0.5, 4.5) >= 0.5 * rate * (3.0 - hosts.late), "only that host is silent"
     for port in hosts.ports:
         times = hosts.times(port)
         assert max(count(times, start, 1.0) for start in times) <= 1 + 1.05 * RATES[0] * (1.0 + hosts.late)

@@ -32,8 +32,8 @@ def test_three_processes_with_one_role_each_write_every_row_once(project: Projec
     web = target(pages=300, dead_share=0.02)
     project.push(*web.urls)
     running = [project.start("run", "shop.py", "--role", role) for role in ROLES]
-    wait_for(lambda: any(r.ended for r in running) or ends(project) == 300, "all ends", 60, 0.2)
-    wait_for(lambda: len(project.rows()) == 294, "all rows")
+    wait_for(lambda: any(r.ended for r in running) or ends(project) == 300, "all ends", 180, 0.2)
+    wait_for(lambda: project.written() == 294, "all rows")
     stop(*running)
     total = project.total()
     assert (total["success"], total["dead"]) == (294, 6)
@@ -53,12 +53,12 @@ def test_each_role_may_be_killed_on_the_way_and_started_again(project: Project, 
     for role in (*ROLES, *rng.sample(ROLES, 3)):
         begun = ends(project)
         share = rng.randrange(20, 150)
-        wait_for(lambda begun=begun, share=share: ends(project) >= min(PAGES, begun + share), f"progress: {[r.said for r in running.values()]}", 60, 0.05)
+        wait_for(lambda begun=begun, share=share: ends(project) >= min(PAGES, begun + share), f"progress: {[r.said for r in running.values()]}", 180, 0.05)
         running[role].kill()
         kills += 1
         running[role] = project.start("run", "shop.py", "--role", role)
-    wait_for(lambda: ends(project) == PAGES, f"all ends: {[r.said for r in running.values()]}", 90, 0.2)
-    wait_for(lambda: len(project.rows()) == PAGES, "all rows")
+    wait_for(lambda: ends(project) == PAGES, f"all ends: {[r.said for r in running.values()]}", 240, 0.2)
+    wait_for(lambda: project.written() == PAGES, "all rows")
     stop(*running.values())
     assert project.total()["success"] == PAGES
     assert sorted(row["sku"] for row in project.rows()) == sorted(f"T-{n}" for n in range(PAGES))
@@ -84,7 +84,7 @@ def test_what_dies_in_the_extract_role_can_be_seen_and_put_back_to_work(project:
     project.good("dlq", "retry", "--all")
     running = [project.start("run", "shop.py", "--role", "fetch"), project.start("run", "shop.py", "--role", "extract,sink")]
     wait_for(lambda: project.total()["success"] == 3, f"all succeed: {[r.said for r in running]}", every=0.1)
-    wait_for(lambda: len(project.rows()) == 3, "all rows")
+    wait_for(lambda: project.written() == 3, "all rows")
     stop(*running)
     project.doctor()
 
@@ -135,7 +135,7 @@ def test_small_pages_travel_in_the_message_and_need_no_page_store(project: Proje
     assert list(pages.glob("*.seg")), "what travels is stored as well"
     pages.rename(away)
     rest = project.start("run", "shop.py", "--role", "extract,sink")
-    wait_for(lambda: len(project.rows()) == 5, f"rows of the small ones: {rest.said}", every=0.1)
+    wait_for(lambda: project.written() == 5, f"rows of the small ones: {rest.said}", every=0.1)
     wait_for(lambda: project.event(large)["status"] == "delayed", f"the large one missed its page: {rest.said}", every=0.2)
     stop(rest)
     assert {row["sku"] for row in project.rows()} == {f"S-{n}" for n in range(5)}

@@ -68,7 +68,7 @@ class Estate:
     def close(self) -> None:
         self.project.penstock("connect", "delete", "--all", "--yes", "--pipeline", self.id)
         slots = f"FROM pg_replication_slots WHERE slot_name LIKE '%{self.id}%'"
-        wait_for(lambda: not self.sql(f"SELECT 1 {slots} AND active"), "the slot is free", 60, 0.2)
+        wait_for(lambda: not self.sql(f"SELECT 1 {slots} AND active"), "the slot is free", 180, 0.2)
         self.sql(f"SELECT pg_drop_replication_slot(slot_name) {slots}")
         self.sql(f"DROP TABLE IF EXISTS {self.requests}, {self.products}")
 
@@ -87,7 +87,7 @@ def test_a_thousand_inserted_rows_are_a_thousand_result_rows_while_connect_and_t
     project: Project, estate: Estate, target: Callable[..., Target], server: Callable[[str], Handle], seed: int, layout: str
 ) -> None:
     rng = random.Random(seed)
-    lay_out(project, layout, server)
+    lay_out(project, layout, server, quick=True)
     project.set(lease="3s", fetch_concurrency="16", fetch_prefetch="32")
     web = target(pages=ROWS, delay=0.02)
     project.good("connect", "apply", "shop.py")
@@ -106,13 +106,13 @@ def test_a_thousand_inserted_rows_are_a_thousand_result_rows_while_connect_and_t
                 server("connect").start()
             else:
                 done = web.lines()
-                wait_for(lambda done=done, all_=n + BATCH: web.lines() > done or done >= all_, f"something is under way: {running.said}", 60, 0.005)
+                wait_for(lambda done=done, all_=n + BATCH: web.lines() > done or done >= all_, f"something is under way: {running.said}", 240, 0.005)
                 running.kill()
                 running = project.start(*run)
         time.sleep(rng.uniform(0, 0.05))  # rows come as they come
     assert not kills
-    wait_for(lambda: estate.rows() >= ROWS, f"{ROWS} result rows: {running.said}", 120, 0.25)
-    wait_for(lambda: project.total()["success"] == ROWS, f"all ended: {running.said}", 60, 0.5)
+    wait_for(lambda: estate.rows() >= ROWS, f"{ROWS} result rows: {running.said}", 400, 0.25)
+    wait_for(lambda: project.total()["success"] == ROWS, f"all ended: {running.said}", 240, 0.5)
     assert estate.rows() == ROWS
     found = estate.sql(f"SELECT p.sku, p.priority, p.asked, r.url FROM {estate.products} p JOIN {estate.requests} r ON r.id = p.asked")
     assert len(found) == ROWS

@@ -42,18 +42,21 @@ def accepted(project: Project) -> int:
 def read_and_kill(project: Project, rng: random.Random) -> int:
     """Readers that die while they start or after a part of the work, and one that may finish. Returns how many died in the middle of the list."""
     middle = 0
-    for _ in range(KILLS):
+    for round_ in range(1, KILLS + 1):
         before = accepted(project)
+        room = round_ * LINES // (KILLS + 1)
+        project.set(intake_max_pending=str(room))  # however late the kill comes, something is left for the next
         running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
         if rng.random() < 0.2:
             until = time.monotonic() + rng.uniform(0.0, 1.0)
             wait_for(lambda: time.monotonic() >= until or accepted(project) > before, "a moment of its start", every=0.001)  # noqa: B023 (called here)
         else:
-            part = min(LINES, before + rng.randrange(1, LINES // (2 * KILLS)))  # so that something is left for the last one
+            part = min(room, before + rng.randrange(1, LINES // (2 * KILLS)))
             wait_for(lambda: accepted(project) >= part or running.ended, f"{part} events: {running.said}", every=0.001)  # noqa: B023 (called here)
         assert not running.ended, running.said
         running.kill()
         middle += 0 < accepted(project) < LINES
+    del project.env["PENSTOCK_INTAKE_MAX_PENDING"]
     last = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
     wait_for(lambda: accepted(project) >= LINES or last.ended, f"all of them: {last.said}")
     wait_for(lambda: source(project)["settled"], f"the end of the list: {last.said}", every=0.2)

@@ -82,12 +82,13 @@ def test_a_second_signal_leaves_at_once_and_the_next_run_takes_the_work_back(pro
     project.push(*(site.url(f"/p/{n}") for n in range(30)))
     running = project.start("run", "shop.py", "--workers", workers)
     wait_for(lambda: len([e for e in site.web.entries if e.path.startswith("/p/")]) == 30, f"all are being fetched: {running.said}")
+    wait_for(lambda: len(project.tree()[1]) == int(workers), f"all of them are there to be told: {running.said}", every=0.05)
     running.signal(signal.SIGTERM)
     wait_for(lambda: running.ended or running.said.count("draining") == int(workers), f"it was told: {running.said}")
     time.sleep(0.5)  # it waits for its pages: their grace is 25 s
     assert not running.ended
     running.signal(signal.SIGTERM)
-    running.wait(15)  # less than the grace
+    running.wait(20)  # less than the grace
     project.nothing_runs()
     stuck = False
     project.run()

@@ -93,7 +93,7 @@ def test_a_row_a_webhook_and_a_feed_entry_for_one_product_are_one_fetch(project:
     total = project.total()
     assert (total["success"], total["duplicate"]) == (1, 2)
     assert len(site.asked("/p/1")) == 1
-    wait_for(lambda: len(project.rows()) == 1, "its row")
+    wait_for(lambda: project.written() == 1, "its row")
     assert {e["source"] for e in project.events()} == {"rows", "hook", "feed"}
     running.signal(15)
     assert running.wait() == 0, running.said

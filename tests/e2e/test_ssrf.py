@@ -85,7 +85,7 @@ class Walled(Project):
         self.env |= {**inward, "NO_PROXY": "", "RES_OPTIONS": "attempts:2"}
         self.set(breaker_min="1000000", follow_same_domain="false", retry_max="200ms")
 
-    def penstock(self, *args: str, input: str | None = None, timeout: float = 120.0) -> Done:
+    def penstock(self, *args: str, input: str | None = None, timeout: float = 300.0) -> Done:
         found = subprocess.run(
             self.wall.command(self.dir, *PENSTOCK, *args), env=self.env, input=input, capture_output=True, timeout=timeout, encoding="utf-8",
             errors="replace", check=False,
@@ -174,9 +174,11 @@ def test_the_canaries_sing_and_the_sniffer_hears_them(wall: Wall) -> None:
         HOME6,
     ]
     places += [GOOD4, GOOD6, "::ffff:10.0.0.6", "::ffff:127.0.0.3"]
-    program = "import socket, sys\nfor a in sys.argv[1:]: socket.create_connection((a, 80), 5).close()\nsocket.getaddrinfo('mixed.evil.test', 80)"
+    # Each waits for its answer: by then whoever gave it has noted it.
+    program = "import socket, sys\nfor a in sys.argv[1:]:\n    with socket.create_connection((a, 80), 60) as s:\n"
+    program += "        s.sendall(b'GET / HTTP/1.1\\r\\n\\r\\n')\n        assert s.recv(1)\nsocket.getaddrinfo('mixed.evil.test', 80)"
     wall.noted()
-    subprocess.run(wall.command(wall.dir, sys.executable, "-c", program, *places), check=True, timeout=60)
+    subprocess.run(wall.command(wall.dir, sys.executable, "-c", program, *places), check=True, timeout=180)
     notes = wall.noted()
     expected = {place.removeprefix("::ffff:") for place in places}
     assert {address for address, _ in contacts(notes)} == expected

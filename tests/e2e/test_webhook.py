@@ -65,7 +65,7 @@ def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_
         answered = threading.Event()
         with ThreadPoolExecutor(8) as pool:
             senders = [pool.submit(send, round_, sender, answered) for sender in range(8)]
-            assert answered.wait(30)
+            assert answered.wait(60)
             if round_ % 2:
                 time.sleep(0.05 * round_)
             server.running.kill()  # in even rounds right after an answer
@@ -90,7 +90,7 @@ def test_a_hook_inside_run_has_its_pages_scraped_and_a_repeated_id_is_one_event(
     assert (first.status, first.json["accepted"], first.json["known"]) == (202, 5, 0)
     assert (again.status, again.json["accepted"], again.json["known"]) == (202, 0, 5)
     assert first.json["ids"] == again.json["ids"]
-    wait_for(lambda: len(project.rows()) == 5, f"rows: {server.running.said}")
+    wait_for(lambda: project.written() == 5, f"rows: {server.running.said}")
     sources = {source["name"]: source for source in json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))["sources"]}
     assert (sources["shop"]["events"], sources["shop"]["known"]) == (5, 5)
     server.running.signal(signal.SIGTERM)
@@ -116,7 +116,7 @@ def test_a_full_queue_is_a_503_that_accepts_nothing_and_the_senders_retry_loses_
     server.start()
     for id_, part in [("a", urls[:4]), ("b", urls[4:8]), ("c", [urls[4]]), ("e", urls[8:])]:
         wait_for(lambda id_=id_, part=part: server.tell(part, webhook_id=id_).status == 202, f"{id_} is taken: {server.running.said}", every=0.1)
-    wait_for(lambda: len(project.rows()) == 12, f"rows: {server.running.said}")
+    wait_for(lambda: project.written() == 12, f"rows: {server.running.said}")
     server.running.signal(signal.SIGTERM)
     assert server.running.wait() == 0
     assert project.total()["accepted"] == 13  # one page was named twice, under two ids
@@ -178,7 +178,7 @@ def test_of_several_workers_one_listens_and_another_takes_over(project: Project)
     first = listener()
     os.kill(first, signal.SIGKILL)
     accepted = 0
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while accepted < 5 and time.monotonic() < until:
         try:
             accepted += server.tell({"url": f"https://127.0.0.1:1/p/{accepted}"}).status == 202
@@ -187,7 +187,7 @@ def test_of_several_workers_one_listens_and_another_takes_over(project: Project)
     assert accepted == 5, server.running.said
     assert listener() != first
     server.running.signal(signal.SIGTERM)
-    assert server.running.wait(60) == 0, server.running.said
+    assert server.running.wait() == 0, server.running.said
     assert project.total()["accepted"] == 5
 
 
@@ -230,7 +230,7 @@ def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(se
     for forged in (
         {},
         sign(body, "m2", now - 301),
-        sign(body, "m2", now + 330),
+        sign(body, "m2", int(time.time()) + 330),
         sign(body + b" ", "m2", now),
         {**good, "webhook_id": "m2"},
         {**good, "webhook_signature": good["webhook_signature"] + "junk"},
@@ -261,32 +261,33 @@ def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(se
 
 
 def test_more_requests_than_the_rate_are_told_when_to_come_again(project: Project) -> None:
-    server = Server(project, pipeline=SHOP + 'shop.source("webhook:shop", rate="6/m", burst=2)\n')
+    server = Server(project, pipeline=SHOP + 'shop.source("webhook:shop", rate="1/m", burst=2)\n')
     answers = [server.tell({"url": f"https://shop.example/p/{n}"}) for n in range(4)]
     assert [answer.status for answer in answers] == [202, 202, 429, 429]
-    assert 1 <= int(answers[2].headers["retry-after"]) <= 10
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 60
     assert project.total()["accepted"] == 2
 
 
 def test_who_dawdles_is_sent_away_and_there_are_only_so_many(project: Project) -> None:
-    project.set(serve_timeout="300ms", serve_max_connections="3")
+    project.set(serve_timeout="1s", serve_max_connections="3")
     server = Server(project)
-    with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as slow:
         slow.sendall(b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\n")
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
-        assert slow.recv(4096) == b""
-    with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
+        with contextlib.suppress(ConnectionResetError):  # what we sent came after it
+            assert slow.recv(4096) == b""
+    with socket.create_connection(("127.0.0.1", server.port), 60) as slow:
         slow.sendall(b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
-    project.set(serve_timeout="10s")
+    project.set(serve_timeout="60s")
     server.running.signal(signal.SIGTERM)
     assert server.running.wait() == 0
     server.start()
-    held = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(3)]
+    held = [socket.create_connection(("127.0.0.1", server.port), 60) for _ in range(3)]
     for s in held:
         s.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
-    with socket.create_connection(("127.0.0.1", server.port), 10) as fourth:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as fourth:
         assert fourth.recv(4096).startswith(b"HTTP/1.1 503 ")
     for s in held:
         s.close()
@@ -309,7 +310,7 @@ def test_chunked_pipelined_and_expecting_requests_are_read_as_http_says(server: 
     assert server.raw(plain * 3 + last).count(b"HTTP/1.1 202 ") == 3
     endless = head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + b" " * 0x10000 + b"\r\n") * 40
     assert b"HTTP/1.1 413 " in server.raw(endless)
-    with socket.create_connection(("127.0.0.1", server.port), 10) as s:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as s:
         s.sendall(head + b"Expect: 100-continue\r\nContent-Length: 99999999\r\n\r\n")
         assert s.recv(4096).startswith(b"HTTP/1.1 413 "), "refused before it was sent"
     smuggled = head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + plain
@@ -327,7 +328,7 @@ def test_whatever_the_schema_allows_and_much_that_it_does_not_never_ends_in_a_5x
     seen: Counter[int] = Counter()
     cases = st.one_of(operation.as_strategy(generation_mode=GenerationMode.POSITIVE), operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
 
-    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=300, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(cases)
     def fuzz(case: Any) -> None:
         response = case.call(base_url=f"http://127.0.0.1:{server.port}")
@@ -357,10 +358,10 @@ def test_no_bytes_at_all_harm_the_server(server: Server) -> None:
         ]),
     )  # fmt: skip
 
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=300, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(pieces, max_size=8).map(b"".join))
     def fuzz(sent: bytes) -> None:
-        got = server.raw(sent, timeout=0.2)
+        got = server.raw(sent, end=True)
         assert b"Traceback" not in got
         assert b"HTTP/1.1 5" not in got
 
@@ -381,7 +382,7 @@ def test_health_and_schema_are_served_and_nothing_else(server: Server) -> None:
 def test_a_request_under_way_is_answered_before_the_process_ends(project: Project) -> None:
     server = Server(project)
     head = b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 35\r\nExpect: 100-continue\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), 20) as s:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as s:
         s.sendall(head)
         assert s.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
         server.running.signal(signal.SIGTERM)

@@ -83,10 +83,10 @@ class Wall:
     def noted(self) -> list[dict[str, Any]]:
         """Everything since the last look, complete."""
         probe = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'', ({DNS!r}, {MARKER}))"
-        subprocess.run(self.command(self.dir, sys.executable, "-c", probe), check=True, timeout=30)
-        until = time.monotonic() + 20
+        subprocess.run(self.command(self.dir, sys.executable, "-c", probe), check=True, timeout=120)
+        until = time.monotonic() + 60
         while time.monotonic() < until:
-            lines = (self.dir / "notes.jsonl").read_bytes().splitlines()[self._from :]
+            lines = (self.dir / "notes.jsonl").read_bytes().split(b"\n")[self._from : -1]  # the last one is empty, or not whole yet
             notes = [json.loads(line) for line in lines]
             at = next((i for i, n in enumerate(notes) if n.get("port") == MARKER), None)
             if at is not None:
@@ -97,7 +97,7 @@ class Wall:
         raise AssertionError("the sniffer is silent")
 
     def close(self) -> None:
-        self._holder.communicate(timeout=20)
+        self._holder.communicate(timeout=60)
 
 
 def install() -> None:
@@ -151,7 +151,7 @@ class _Notes:
 def _home(directory: Path) -> None:
     notes = _Notes(directory)
     _sh("ip link set lo up")
-    for name, text in (("resolv.conf", f"nameserver {DNS}\noptions timeout:2 attempts:2\n"), ("nsswitch.conf", "hosts: files dns\n")):
+    for name, text in (("resolv.conf", f"nameserver {DNS}\noptions timeout:30 attempts:2\n"), ("nsswitch.conf", "hosts: files dns\n")):
         (directory / name).write_text(text)
         _sh(f"mount --bind {directory / name} {os.path.realpath('/etc/' + name)}")
     world = subprocess.Popen(["unshare", "--net", sys.executable, __file__, "world", str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -168,7 +168,7 @@ def _home(directory: Path) -> None:
         sys.exit("the world did not begin")
     _sh(f"ip route add default via {DNS}")
     _sh(f"ip -6 route add default via {GATEWAY6}")
-    threading.Thread(target=_sniff, args=(notes,), daemon=True).start()
+    threading.Thread(target=_sniff, args=(notes, _ear()), daemon=True).start()
     asyncio.run(_until_closed(_listen(notes, directory)))
     world.stdin.close()
     world.wait()
@@ -207,13 +207,18 @@ async def _listen(notes: _Notes, directory: Path) -> None:
             await asyncio.start_server(_Site(notes, directory, port).serve, sock=s.dup())
 
 
-def _sniff(notes: _Notes) -> None:
-    """Packets as they leave home, whatever made them."""
+def _ear() -> socket.socket:
+    """From now on every packet is heard."""
     s = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0003))  # all protocols
     try:
         s.setsockopt(socket.SOL_SOCKET, 33, 32 << 20)  # SO_RCVBUFFORCE
     except PermissionError:  # only the machine's own root may; what is lost is counted
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 20)
+    return s
+
+
+def _sniff(notes: _Notes, s: socket.socket) -> None:
+    """Packets as they leave home, whatever made them."""
     while True:
         packet, (_, _, direction, *_) = s.recvfrom(65536)
         if direction != 4 or not packet:  # PACKET_OUTGOING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import http.client
@@ -39,29 +40,31 @@ class Server:
         wait_for(lambda: self.running.ended or "listening on" in self.running.said, "it listens")
         assert not self.running.ended, self.running.said
 
-    def connect(self, timeout: float = 30) -> http.client.HTTPConnection:
+    def connect(self, timeout: float = 60) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
     def tell(self, body: Any, *, hook: str = "shop", method: str = "POST", connection: http.client.HTTPConnection | None = None, **headers: str) -> Answer:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         used = connection or self.connect()
         try:
-            used.request(method, f"/hooks/{hook}", raw, {**JSON, **{name.replace("_", "-"): value for name, value in headers.items()}})
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # answered and closed before all was sent: the answer is there to be read
+                used.request(method, f"/hooks/{hook}", raw, {**JSON, **{name.replace("_", "-"): value for name, value in headers.items()}})
             return Answer(used.getresponse())
         finally:
             if connection is None:
                 used.close()
 
-    def raw(self, sent: bytes, timeout: float = 10) -> bytes:
-        """Everything that comes back until the other side closes, or has been silent for so long."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout) as s:
+    def raw(self, sent: bytes, *, end: bool = False) -> bytes:
+        """Everything that comes back until the other side closes. `end`: it is told that nothing more will come."""
+        with socket.create_connection(("127.0.0.1", self.port), 60) as s:
             got = b""
-            try:
+            with contextlib.suppress(ConnectionError):  # answered and closed before all was sent
                 s.sendall(sent)
+                if end:
+                    s.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionError):
                 while chunk := s.recv(65536):
                     got += chunk
-            except (ConnectionError, TimeoutError):
-                pass
             return got
 
 
