@@ -125,7 +125,7 @@ async def test_a_slot_that_nobody_can_empty_is_given_up_only_when_that_is_asked_
         await nobody_takes(rig, batches, lambda: rig.slot_row("slot_name") is None)
         trouble = await refused_at_last(rig, batches)
         assert "it was dropped" in trouble
-    assert 1000 <= len(rig.accepted) < 20_000
+    assert 0 < len(rig.accepted) < 20_000
     async with rig.reading(**options) as batches:  # what was read before is still handed over
         trouble = await refused_at_last(rig, batches)
     assert "is gone, and with it what changed after" in trouble
