@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,19 +60,18 @@ def run(project: Project, web: Target) -> dict[str, Any]:
     return answers(project, web)
 
 
-@pytest.fixture
-def embedded(tmp_path: Path, target: Callable[..., Target]) -> dict[str, Any]:
-    """What the default says."""
-    directory = tmp_path / "embedded"
-    directory.mkdir()
-    project = Project(directory)
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What the default says; asked once for all layouts."""
+    directory = tmp_path_factory.mktemp("embedded")
+    project, web = Project(directory), Target(directory, pages=PAGES, dead_share=DEAD_SHARE)
     project.write("shop.py", SHOP)
-    web = target(pages=PAGES, dead_share=DEAD_SHARE)
     project.allow(web.port)
     try:
-        return run(project, web)
+        yield run(project, web)
     finally:
         project.close()
+        web.close()
 
 
 @pytest.mark.slow
