@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ async def running(flusher: Flusher) -> Any:
 
 async def flush(at: Path, kind: str, *, batch: int = 3) -> None:
     outbox = TableOutbox(at / "outbox.db")
-    async with running(Flusher(SINKS[kind](at), outbox, FileLock(at / "out.lock"), Hurried(), batch=batch)) as flusher:
+    async with running(Flusher(SINKS[kind](at), outbox, FileLock(at / "out.lock"), Hurried(0.02), batch=batch)) as flusher:  # each look is a step
         assert await flusher.drain(30)
     outbox.close()
 
@@ -227,12 +228,14 @@ def at_step(step: int, act: Callable[[], None]) -> None:
 
 def in_child(work: Callable[[], Awaitable[None]]) -> int:
     """In a forked process, to its end; returns the signal that killed it, or 0."""
-    pid = spawn(work)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return os.WTERMSIG(status)
-    assert os.WEXITSTATUS(status) == 0
-    return 0
+    return in_children([work])[0]
+
+
+def in_children(works: Sequence[Callable[[], Awaitable[None]]]) -> list[int]:
+    """The same for several at once, which mostly wait for the disk."""
+    statuses = [os.waitpid(pid, 0)[1] for pid in [spawn(work) for work in works]]
+    assert all(os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0 for status in statuses)
+    return [os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0 for status in statuses]
 
 
 def spawn(work: Callable[[], Awaitable[None]]) -> int:
@@ -270,16 +273,17 @@ def test_killed_at_any_step_and_at_another_one_after_that_the_target_holds_every
 
     step, killed = 0, True
     while killed:
-        step += 1
-        at = tmp_path / str(step)
-        at.mkdir()
-        outbox = TableOutbox(at / "outbox.db")
-        outbox.add(bodies(8))
-        outbox.close()
-        killed = in_child(killed_at(step, at)) == signal.SIGKILL
-        in_child(killed_at(1 + step * 7 % 23, at))
-        assert in_child(lambda at=at: flush(at, kind)) == 0  # type: ignore[misc]
-        assert written(at, kind) == list(range(8)), f"killed at step {step}"
+        places = {step + n: tmp_path / str(step + n) for n in range(1, 7)}
+        for at in places.values():
+            at.mkdir()
+            outbox = TableOutbox(at / "outbox.db")
+            outbox.add(bodies(8))
+            outbox.close()
+        killed = all(how == signal.SIGKILL for how in in_children([killed_at(step, at) for step, at in places.items()]))
+        in_children([killed_at(1 + step * 7 % 23, at) for step, at in places.items()])
+        assert set(in_children([partial(flush, at, kind) for at in places.values()])) == {0}
+        for step, at in places.items():
+            assert written(at, kind) == list(range(8)), f"killed at step {step}"
     assert step > 25
 
 
