@@ -29,7 +29,7 @@ class Services:
 
     def run(self, *arguments: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tools.services", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=self.environment | environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=ROOT, env=self.environment | environment, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == status, done.stderr
         return done
 
@@ -144,7 +144,7 @@ def _suite(services: Services, tmp_path: Path, *options: str, **environment: str
     command = [sys.executable, "-m", "pytest", "-p", "tests.servers", "-c", str(ROOT / "pyproject.toml"), "-v", "-rs", "-p", "no:cacheprovider", *options]
     # Without a path there is neither the server nor a package manager.
     surroundings = {name: value for name, value in services.environment.items() if name != "CI"} | {"PATH": str(tmp_path)} | environment
-    done = subprocess.run([*command, str(tmp_path / "test_suite.py")], cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*command, str(tmp_path / "test_suite.py")], cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=400, check=False)
     return done.stdout + done.stderr
 
 
