@@ -81,7 +81,10 @@ class Proxy:
         if marker != self._marker:
             self._marker = marker
             self._passed.clear()
-        if down:
+        self._cut_if_down()
+
+    def _cut_if_down(self) -> None:
+        if self._down:
             for link in list(self._links):
                 for end in link:
                     end.transport.abort()
@@ -102,6 +105,7 @@ class Proxy:
                 return  # the server is away: so are we
             link = (writer, back)
             self._links.add(link)
+            self._cut_if_down()  # which it may be since it was asked for
             try:
                 await asyncio.gather(self._pass(reader, back, asking=True), self._pass(there, writer, asking=False))
             finally:
