@@ -393,6 +393,18 @@ def test_time_in_which_everybody_stood_still_is_not_the_pages(shop: Path, tmp_pa
     assert events == []
 
 
+@pytest.mark.slow
+def test_a_page_that_hangs_ends_though_we_are_late_every_time(shop: Path) -> None:
+    async def use(sandbox: Sandbox) -> str:
+        task = asyncio.ensure_future(sandbox.extract([page("signals")]))
+        while not task.done():
+            time.sleep(0.15)  # noqa: ASYNC251 (this process has far too much to do)
+            await asyncio.sleep(0)
+        return (await task)[0].error
+
+    assert "ran longer than 0.5 s" in run(shop, use, limits=Limits(seconds=0.5))
+
+
 def test_several_poisons_in_one_group_are_all_found(shop: Path) -> None:
     bad = {3: "segfault", 4: "exit3", 17: "memory", 30: "abort"}
     results = run(shop, lambda s: s.extract([page(bad.get(n, "fine"), n) for n in range(32)]), size=2)

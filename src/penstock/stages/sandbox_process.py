@@ -75,6 +75,7 @@ class ChildProcess:
         self._fed = 0.0
         self._why = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._excused = -1.0  # the start of the page that was last given more time
         self._writing = self._reading = False
         self._fds: list[int] = []
         self._memory: mmap.mmap | None = None
@@ -238,8 +239,8 @@ class ChildProcess:
         index, since = self._progress()
         start = since if index >= 0 else max(since, self._fed)
         left = min(start, now) + self._limits.seconds - now
-        if left <= 0 and behind > _LATE:  # a machine that was suspended, say: nobody moved
-            left = min(behind, self._limits.seconds)
+        if left <= 0 and behind > _LATE and self._excused != start:  # a machine that was suspended, say: nobody moved
+            self._excused, left = start, min(behind, self._limits.seconds)  # once: a loop may be late every time, and the page still hangs
         if left > 0:
             self._timer = self._loop.call_later(left + 0.001, self._check_time)
         else:
@@ -258,12 +259,12 @@ class ChildProcess:
             self._zygote.signal(self.number, signal.SIGKILL)
         self._loop.call_later(ZYGOTE_PATIENCE, self._zygote.must_have_buried, self.number)
 
-    def _end_soon(self) -> None:
+    def _end_soon(self, *, again: bool = True) -> None:
         due = self._loop.time() + _LAST_WORDS
 
         def end() -> None:
-            if self._loop.time() > due + _LATE:
-                self._end_soon()  # we stood still, and it may not have said a word
+            if again and self._loop.time() > due + _LATE:
+                self._end_soon(again=False)  # we stood still, and it may not have said a word
             else:
                 self._zygote.signal(self.number, signal.SIGKILL)
 
