@@ -31,8 +31,15 @@ NAMES = ("sqlite", "postgres", "redis", "rabbitmq", "kafka", "sqs")
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="./dev bench brokers", description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(NAMES), help=f"which (default all: {' '.join(NAMES)}); their servers are started and stopped")
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds, the median counts (default 3)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=list(NAMES),
+        help=f"which (default all: {' '.join(NAMES)}); their servers are started and stopped",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="interleaved rounds, the median counts (default 3)"
+    )
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
     o = parser.parse_args(arguments)
     if unknown := [name for name in o.names if name not in NAMES]:
@@ -44,10 +51,27 @@ def main(arguments: Sequence[str]) -> int:
         found = measured(name, o.rounds)
         summary[name] = found
         ratios[name] = found[max(BATCHES)]["cpu_ratio"]
-        rows = [(batch, f"{f['ours_per_second']:,}", f"{f['raw_per_second']:,}", f["ours_us"], f["raw_us"], f["cpu_ratio"]) for batch, f in found.items()]
-        print(f"\n{name}\n" + table(("batch", "msg/s", "raw msg/s", "CPU µs", "raw CPU µs", "ratio"), rows), flush=True)
+        rows = [
+            (
+                batch,
+                f"{f['ours_per_second']:,}",
+                f"{f['raw_per_second']:,}",
+                f["ours_us"],
+                f["raw_us"],
+                f["cpu_ratio"],
+            )
+            for batch, f in found.items()
+        ]
+        print(
+            f"\n{name}\n"
+            + table(("batch", "msg/s", "raw msg/s", "CPU µs", "raw CPU µs", "ratio"), rows),
+            flush=True,
+        )
     # The embedded broker is its own server: what it spends is not a client's share.
-    summary |= {"cpu_ratio": ratios, "within_bar": all(ratio <= BAR for name, ratio in ratios.items() if name != "sqlite")}
+    summary |= {
+        "cpu_ratio": ratios,
+        "within_bar": all(ratio <= BAR for name, ratio in ratios.items() if name != "sqlite"),
+    }
     if o.json:
         print(json.dumps(summary))
     return 0
@@ -60,7 +84,9 @@ def measured(name: str, rounds: int) -> dict[int, dict[str, float]]:
             costs: dict[tuple[str, int], list[tuple[float, float]]] = {}
             for turn in range(rounds):
                 for batch, total in BATCHES.items():
-                    sides: list[tuple[str, Callable[[int, int], Awaitable[tuple[float, float]]]]] = [
+                    sides: list[
+                        tuple[str, Callable[[int, int], Awaitable[tuple[float, float]]]]
+                    ] = [
                         ("ours", lambda b, t: ours(url, Path(scratch), b, t)),
                         ("raw", lambda b, t: raw(name, url, Path(scratch), b, t)),
                     ]
@@ -72,7 +98,9 @@ def measured(name: str, rounds: int) -> dict[int, dict[str, float]]:
                 stop_server(name)
     found = {}
     for batch in BATCHES:
-        (mine, cpu), (theirs, their_cpu) = ([median([c[i] for c in costs[side, batch]]) for i in (0, 1)] for side in ("ours", "raw"))
+        (mine, cpu), (theirs, their_cpu) = (
+            [median([c[i] for c in costs[side, batch]]) for i in (0, 1)] for side in ("ours", "raw")
+        )
         found[batch] = {
             "ours_per_second": round(mine),
             "raw_per_second": round(theirs),
@@ -83,7 +111,9 @@ def measured(name: str, rounds: int) -> dict[int, dict[str, float]]:
     return found
 
 
-async def timed(turn: Callable[[int], Awaitable[None]], batch: int, total: int) -> tuple[float, float]:
+async def timed(
+    turn: Callable[[int], Awaitable[None]], batch: int, total: int
+) -> tuple[float, float]:
     """(messages a second, CPU µs of this process a message), after a few turns that do not count."""
     for _ in range(3):
         await turn(batch)
@@ -95,7 +125,9 @@ async def timed(turn: Callable[[int], Awaitable[None]], batch: int, total: int) 
 
 async def ours(url: str, scratch: Path, batch: int, total: int) -> tuple[float, float]:
     namespace = f"b{os.urandom(4).hex()}"
-    loaded = config.load({"state.dir": str(scratch / "state"), "namespace": namespace}, {}, scratch).config
+    loaded = config.load(
+        {"state.dir": str(scratch / "state"), "namespace": namespace}, {}, scratch
+    ).config
     context = Context(loaded, SystemClock(), random.Random(), worker="bench")
     broker = adapter("brokers", url)(url, context)
     try:
@@ -105,7 +137,12 @@ async def ours(url: str, scratch: Path, batch: int, total: int) -> tuple[float, 
 
         async def turn(n: int) -> None:
             nonlocal sent
-            answers = await broker.publish([Out(topic="t", id=f"{sent + i:032x}", key=f"h{i % KEYS}.test", body=BODY) for i in range(n)])
+            answers = await broker.publish(
+                [
+                    Out(topic="t", id=f"{sent + i:032x}", key=f"h{i % KEYS}.test", body=BODY)
+                    for i in range(n)
+                ]
+            )
             assert set(answers) == {"ok"}, set(answers)
             sent += n
             left = n

@@ -18,7 +18,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psycopg
-from common import BenchError, cache, clean_environment, machine, say, server_url, stop_server, table
+from common import (
+    BenchError,
+    cache,
+    clean_environment,
+    machine,
+    say,
+    server_url,
+    stop_server,
+    table,
+)
 from psycopg import sql
 
 BAR = 0.1  # seconds from INSERT to event, 95th percentile
@@ -34,9 +43,16 @@ bench.source({url!r}, name="asked")
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="./dev bench cdc", description=__doc__)
-    parser.add_argument("--n", type=int, default=1500, help="rows, each a transaction (default 1500)")
+    parser.add_argument(
+        "--n", type=int, default=1500, help="rows, each a transaction (default 1500)"
+    )
     parser.add_argument("--rate", type=float, default=50.0, help="rows a second (default 50)")
-    parser.add_argument("--bulk", type=int, default=20_000, help="rows of one transaction afterwards (default 20000; 0 for none)")
+    parser.add_argument(
+        "--bulk",
+        type=int,
+        default=20_000,
+        help="rows of one transaction afterwards (default 20000; 0 for none)",
+    )
     parser.add_argument("--keep", action="store_true", help="leave the server running")
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
     o = parser.parse_args(arguments)
@@ -62,22 +78,47 @@ def main(arguments: Sequence[str]) -> int:
         "commit_to_event": _percentiles([seen[i] - committed[i] for i in range(o.n)]),
     }
     head = ("milliseconds", "p50", "p95", "p99", "max")
-    print(f"\n{o.n:,} rows at {o.rate:g} a second, each a transaction; ledger in SQLite, full durability; an event counts when another process can see it.\n")
-    print(table(head, [(name.replace("_", " "), *[f"{1000 * value:.1f}" for value in found.values()]) for name, found in figures.items()]))
+    print(
+        f"\n{o.n:,} rows at {o.rate:g} a second, each a transaction; ledger in SQLite, full durability; an event counts when another process can see it.\n"
+    )
+    print(
+        table(
+            head,
+            [
+                (name.replace("_", " "), *[f"{1000 * value:.1f}" for value in found.values()])
+                for name, found in figures.items()
+            ],
+        )
+    )
     p95 = figures["insert_to_event"]["p95"]
     print(f"\np95 from INSERT to event: {1000 * p95:.1f} ms, bar {1000 * BAR:.0f} ms")
     if rows is not None:
         print(f"one transaction of {o.bulk:,} rows: {rows:,.0f} events a second")
     if o.json:
-        milliseconds = {name: {key: round(1000 * value, 2) for key, value in found.items()} for name, found in figures.items()}
-        summary = {"bench": "cdc", "n": o.n, "rate": o.rate, **milliseconds, "bulk_events_per_second": rows and round(rows)}
-        print(json.dumps({**summary, "bar_ms": 1000 * BAR, "within_bar": p95 <= BAR, "machine": machine()}))
+        milliseconds = {
+            name: {key: round(1000 * value, 2) for key, value in found.items()}
+            for name, found in figures.items()
+        }
+        summary = {
+            "bench": "cdc",
+            "n": o.n,
+            "rate": o.rate,
+            **milliseconds,
+            "bulk_events_per_second": rows and round(rows),
+        }
+        print(
+            json.dumps(
+                {**summary, "bar_ms": 1000 * BAR, "within_bar": p95 <= BAR, "machine": machine()}
+            )
+        )
     return 0
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
-    return {f"p{p}": ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in (50, 95, 99)} | {"max": ordered[-1]}
+    return {f"p{p}": ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in (50, 95, 99)} | {
+        "max": ordered[-1]
+    }
 
 
 @contextlib.contextmanager
@@ -88,26 +129,40 @@ def _database(server: str) -> Iterator[str]:
         admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         try:
             with psycopg.connect(url, autocommit=True) as db:
-                db.execute("CREATE TABLE scrape_requests(id bigserial PRIMARY KEY, url text NOT NULL)")
+                db.execute(
+                    "CREATE TABLE scrape_requests(id bigserial PRIMARY KEY, url text NOT NULL)"
+                )
             yield url
         finally:
-            admin.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s AND NOT active", (name,))
+            admin.execute(
+                "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s AND NOT active",
+                (name,),
+            )
             admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 @contextlib.contextmanager
 def _reader(directory: Path, url: str) -> Iterator[None]:
     """`penstock run --role source`, reading when this begins."""
-    (directory / "bench.py").write_text(PIPELINE.format(url=url.replace("postgres:", "postgres+cdc:")))
+    (directory / "bench.py").write_text(
+        PIPELINE.format(url=url.replace("postgres:", "postgres+cdc:"))
+    )
     said = directory / "stderr.txt"
     with said.open("wb") as err:
         process = subprocess.Popen(
-            [*CLI, "run", "bench.py", "--role", "source"], cwd=directory, env=clean_environment(), stdout=err, stderr=err, start_new_session=True
+            [*CLI, "run", "bench.py", "--role", "source"],
+            cwd=directory,
+            env=clean_environment(),
+            stdout=err,
+            stderr=err,
+            start_new_session=True,
         )
     try:
         until = time.monotonic() + 30
         with psycopg.connect(url, autocommit=True) as db:
-            while not db.execute("SELECT 1 FROM pg_replication_slots WHERE database=current_database() AND active").fetchone():
+            while not db.execute(
+                "SELECT 1 FROM pg_replication_slots WHERE database=current_database() AND active"
+            ).fetchone():
                 if process.poll() is not None or time.monotonic() > until:
                     raise BenchError(f"the reader does not read: {said.read_text()[-600:]}")
                 time.sleep(0.05)
@@ -130,7 +185,9 @@ class _Ledger:
         self._thread.start()
 
     def _look(self) -> None:
-        with contextlib.closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, isolation_level=None)) as books:
+        with contextlib.closing(
+            sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, isolation_level=None)
+        ) as books:
             while not self._ended.wait(STEP):
                 last = books.execute("SELECT max(n) FROM event").fetchone()[0] or 0
                 if last > len(self.seen):
@@ -163,6 +220,9 @@ def _insert(url: str, n: int, rate: float) -> tuple[list[float], list[float]]:
 
 def _bulk(url: str, ledger: _Ledger, before: int, rows: int) -> float:
     with psycopg.connect(url, autocommit=True) as db:
-        db.execute("INSERT INTO scrape_requests(url) SELECT 'https://shop.test/b/' || n FROM generate_series(1, %s) n", (rows,))
+        db.execute(
+            "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/b/' || n FROM generate_series(1, %s) n",
+            (rows,),
+        )
     begun = time.time()
     return rows / (ledger.wait(before + rows)[before + rows - 1] - begun)

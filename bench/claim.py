@@ -17,7 +17,21 @@ from pathlib import Path
 from typing import IO
 
 from claiming import STEPS, Costs, compare
-from common import BENCH, BenchError, Watched, cache, clean_environment, last_json, machine, median, pin, refuse_taken, say, table, watch
+from common import (
+    BENCH,
+    BenchError,
+    Watched,
+    cache,
+    clean_environment,
+    last_json,
+    machine,
+    median,
+    pin,
+    refuse_taken,
+    say,
+    table,
+    watch,
+)
 from looking import steps_of_status
 
 HOST_COUNTS = "20,1,5000"
@@ -30,21 +44,46 @@ CLI = [sys.executable, "-m", "penstock.cli.main"]
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="./dev bench claim", description=__doc__)
-    parser.add_argument("--pending", type=int, default=1_000_000, help="events that wait (default 1000000)")
-    parser.add_argument("--few", type=int, default=1000, help="the backlog to compare with (default 1000)")
-    parser.add_argument("--hosts", default=HOST_COUNTS, help=f"numbers of hosts they belong to (default {HOST_COUNTS}); memory is taken with the first")
-    parser.add_argument("--slices", type=int, default=12, help="interleaved slices of 512 events on each backlog (default 12)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long the worker works while its memory is watched (default 60)")
+    parser.add_argument(
+        "--pending", type=int, default=1_000_000, help="events that wait (default 1000000)"
+    )
+    parser.add_argument(
+        "--few", type=int, default=1000, help="the backlog to compare with (default 1000)"
+    )
+    parser.add_argument(
+        "--hosts",
+        default=HOST_COUNTS,
+        help=f"numbers of hosts they belong to (default {HOST_COUNTS}); memory is taken with the first",
+    )
+    parser.add_argument(
+        "--slices",
+        type=int,
+        default=12,
+        help="interleaved slices of 512 events on each backlog (default 12)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="how long the worker works while its memory is watched (default 60)",
+    )
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
     o = parser.parse_args(arguments)
     try:
         counts = [int(x) for x in o.hosts.split(",")]
     except ValueError:
-        raise BenchError(f"--hosts {o.hosts!r} is no list of numbers", f"--hosts {HOST_COUNTS}") from None
+        raise BenchError(
+            f"--hosts {o.hosts!r} is no list of numbers", f"--hosts {HOST_COUNTS}"
+        ) from None
     if o.pending < 1 or o.few < 512 or min(counts) < 1:
         raise BenchError("--pending and --hosts must be positive, --few at least 512 (one slice)")
     say(machine())
-    summary: dict[str, object] = {"bench": "claim", "pending": o.pending, "few": o.few, "machine": machine()}
+    summary: dict[str, object] = {
+        "bench": "claim",
+        "pending": o.pending,
+        "few": o.few,
+        "machine": machine(),
+    }
     costs: dict[int, Costs] = {}
     for i, hosts in enumerate(counts):
         few, many = (_fresh(f"claim-{hosts}-{name}") for name in ("few", "many"))
@@ -60,14 +99,20 @@ def main(arguments: Sequence[str]) -> int:
             say(f"{hosts} hosts: the claim costs {costs[hosts].ratio('claim'):.2f} times as much")
             if i == 0:
                 worked, done, seconds = work(many, min(hosts, 200), o.seconds)
-                summary["worker"] = {"events": done, "events_per_second": round(done / seconds), **memory(worked)}
+                summary["worker"] = {
+                    "events": done,
+                    "events_per_second": round(done / seconds),
+                    **memory(worked),
+                }
                 print(tell_worker(worked, done, seconds))
         finally:
             shutil.rmtree(few, ignore_errors=True)
             shutil.rmtree(many, ignore_errors=True)
     print(tell_costs(costs, o))
     summary["cpu_us"] = {str(hosts): c.medians() for hosts, c in costs.items()}
-    summary["ratio"] = {str(hosts): {step: round(c.ratio(step), 3) for step in STEPS} for hosts, c in costs.items()}
+    summary["ratio"] = {
+        str(hosts): {step: round(c.ratio(step), 3) for step in STEPS} for hosts, c in costs.items()
+    }
     summary["claim_ratio"] = worst = round(max(c.ratio("claim") for c in costs.values()), 3)
     summary |= {"bar": BAR, "within_bar": worst <= BAR}
     if o.json:
@@ -105,7 +150,14 @@ def push(directory: Path, n: int, hosts: int) -> tuple[Watched, float]:
     writer.start()
     started = time.time()
     try:
-        w = watch([*CLI, "push", "-f", "-", "--json"], cores=_core(), cwd=directory, env=clean_environment(), stdin=reading, timeout=3600)
+        w = watch(
+            [*CLI, "push", "-f", "-", "--json"],
+            cores=_core(),
+            cwd=directory,
+            env=clean_environment(),
+            stdin=reading,
+            timeout=3600,
+        )
     finally:
         os.close(reading)  # ends the writer too, should push have ended early
     if w.code != 0 or last_json_document(w.out)["accepted"] != n:
@@ -125,14 +177,18 @@ def _feed(pipe: IO[bytes], n: int, hosts: int) -> None:
     try:
         with pipe:
             for start in range(0, n, 1000):
-                pipe.write("".join(f"{url}\n" for url in urls(start, min(n, start + 1000), hosts)).encode())
+                pipe.write(
+                    "".join(f"{url}\n" for url in urls(start, min(n, start + 1000), hosts)).encode()
+                )
     except BrokenPipeError:
         pass  # the reader is gone, and its exit code says why
 
 
 def memory(w: Watched) -> dict[str, float | bool | None]:
     """RSS of the tree in MB: when it was warm (after 30 % of the run), at the end, and at its peak. A short run has no verdict."""
-    rss = [r for _, _, r in w.memory[:-1]] or [r for _, _, r in w.memory] or [0.0]  # the last may have caught it while it ended
+    rss = (
+        [r for _, _, r in w.memory[:-1]] or [r for _, _, r in w.memory] or [0.0]
+    )  # the last may have caught it while it ended
     rest = rss[len(rss) * 3 // 10 :]
     part = max(1, len(rest) // 5)
     warm, end = median(rest[:part]), median(rest[-part:])
@@ -143,7 +199,11 @@ def memory(w: Watched) -> dict[str, float | bool | None]:
         "pss_peak_mb": round(w.pss, 1),
     }
     long = bool(w.memory) and w.memory[-1][0] - w.memory[0][0] >= LONG
-    return {**figures, "growth_mb": round(end - warm, 1), "flat": end - warm <= FLAT_MB if long else None}
+    return {
+        **figures,
+        "growth_mb": round(end - warm, 1),
+        "flat": end - warm <= FLAT_MB if long else None,
+    }
 
 
 def _memory_line(w: Watched) -> str:
@@ -165,10 +225,19 @@ def status(few: Path, many: Path) -> dict[str, object]:
     for _ in range(5):
         for name, directory in (("few", few), ("many", many)):
             started = time.perf_counter()
-            done = subprocess.run([*CLI, "status", "--json"], cwd=directory, env=clean_environment(), capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*CLI, "status", "--json"],
+                cwd=directory,
+                env=clean_environment(),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             times[name].append(time.perf_counter() - started)
             if done.returncode != 0:
-                raise BenchError(f"penstock status ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+                raise BenchError(
+                    f"penstock status ended with {done.returncode}: {done.stderr.strip()[-400:]}"
+                )
     few_steps, many_steps = steps_of_status(few), steps_of_status(many)
     return {
         "seconds_few": round(median(times["few"]), 3),
@@ -196,7 +265,9 @@ def work(directory: Path, hosts: int, seconds: float) -> tuple[Watched, int, flo
     """`penstock run` on what waits, against a small site; (its tree's memory over time, events that ended, seconds it ran)."""
     names = [address(i) for i in range(hosts)]
     refuse_taken(names[0], PORT)
-    env = clean_environment(PENSTOCK_NET_ALLOW=",".join(f"{name}:{PORT}" for name in names), PENSTOCK_PACE_RATE="100000")
+    env = clean_environment(
+        PENSTOCK_NET_ALLOW=",".join(f"{name}:{PORT}" for name in names), PENSTOCK_PACE_RATE="100000"
+    )
     before = _successes(directory)
     site_core = {min(os.sched_getaffinity(0))}
     command = [sys.executable, str(BENCH / "responder.py"), str(PORT), *names]
@@ -219,10 +290,20 @@ def work(directory: Path, hosts: int, seconds: float) -> tuple[Watched, int, flo
 
 
 def _successes(directory: Path) -> int:
-    done = subprocess.run([*CLI, "status", "--json"], cwd=directory, env=clean_environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*CLI, "status", "--json"],
+        cwd=directory,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     total = json.loads(done.stdout)["total"]
     if total["dead"]:
-        raise BenchError(f"{total['dead']} events ended dead", "this is a bug of the bench's site or of Penstock, not a slow run")
+        raise BenchError(
+            f"{total['dead']} events ended dead",
+            "this is a bug of the bench's site or of Penstock, not a slow run",
+        )
     return int(total["success"])
 
 
@@ -238,7 +319,14 @@ def tell_costs(costs: dict[int, Costs], o: argparse.Namespace) -> str:
     for hosts, c in costs.items():
         for step in STEPS:
             m = c.medians()[step]
-            rows.append((f"{hosts:,} hosts: {step}", f"{m['few']:.1f}", f"{m['many']:.1f}", f"{c.ratio(step):.2f}"))
+            rows.append(
+                (
+                    f"{hosts:,} hosts: {step}",
+                    f"{m['few']:.1f}",
+                    f"{m['many']:.1f}",
+                    f"{c.ratio(step):.2f}",
+                )
+            )
     head = ("CPU µs an event", f"{o.few:,} pending", f"{o.pending:,} pending", "ratio")
     return (
         f"\nMedians of {o.slices} interleaved slices of 512 events; ratios within a pair of slices. claim = receive + admit + begin; bar {BAR}.\n\n"

@@ -36,36 +36,57 @@ class Costs:
     many: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def ratio(self, step: str) -> float:
-        return statistics.median(many / few for few, many in zip(self.few[step], self.many[step], strict=True))
+        return statistics.median(
+            many / few for few, many in zip(self.few[step], self.many[step], strict=True)
+        )
 
     def medians(self) -> dict[str, dict[str, float]]:
-        return {step: {"few": round(statistics.median(self.few[step]), 2), "many": round(statistics.median(self.many[step]), 2)} for step in STEPS}
+        return {
+            step: {
+                "few": round(statistics.median(self.few[step]), 2),
+                "many": round(statistics.median(self.many[step]), 2),
+            }
+            for step in STEPS
+        }
 
 
 def opened(directory: Path) -> Stores:
     """As a worker opens them in that directory: full durability, a pace that is kept and does not bind, one file sink's outbox."""
     stores = open_stores(config.load({"pace.rate": "100000"}, {}, directory).config, worker="bench")
-    stores.with_settings(msgspec.structs.replace(stores.books.settings, sinks=(SinkBinding("jsonl:bench"),)))
+    stores.with_settings(
+        msgspec.structs.replace(stores.books.settings, sinks=(SinkBinding("jsonl:bench"),))
+    )
     return stores
 
 
-def compare(few: Path, many: Path, *, slices: int, fresh: Callable[[int, int], Sequence[str]]) -> Costs:
+def compare(
+    few: Path, many: Path, *, slices: int, fresh: Callable[[int, int], Sequence[str]]
+) -> Costs:
     """`fresh(start, end)`: URLs by number, for what is accepted in the place of what was taken."""
     return asyncio.run(_compare(few, many, slices, fresh))
 
 
-async def _compare(few: Path, many: Path, slices: int, fresh: Callable[[int, int], Sequence[str]]) -> Costs:
+async def _compare(
+    few: Path, many: Path, slices: int, fresh: Callable[[int, int], Sequence[str]]
+) -> Costs:
     costs = Costs()
-    sides = [(opened(directory), into) for directory, into in ((few, costs.few), (many, costs.many))]
+    sides = [
+        (opened(directory), into) for directory, into in ((few, costs.few), (many, costs.many))
+    ]
     try:
-        subscriptions = [stores.broker.subscribe("requests", "main", owner="bench", lease=600.0) for stores, _ in sides]
+        subscriptions = [
+            stores.broker.subscribe("requests", "main", owner="bench", lease=600.0)
+            for stores, _ in sides
+        ]
         for i in range(slices + 1):
             for (stores, into), subscription in zip(sides, subscriptions, strict=True):
                 measured = await _slice(stores, subscription)
                 if i:  # the first one warms
                     for step, us in measured.items():
                         into[step].append(us)
-                more = [event_of(url) for url in fresh(FRESH + i * SLICE, FRESH + (i + 1) * SLICE)]  # so that as many wait as before
+                more = [
+                    event_of(url) for url in fresh(FRESH + i * SLICE, FRESH + (i + 1) * SLICE)
+                ]  # so that as many wait as before
                 assert await stores.books.accept(more) == [Accepted.NEW] * SLICE
     finally:
         for stores, _ in sides:
@@ -90,15 +111,26 @@ async def _slice(stores: Stores, subscription: Subscription) -> dict[str, float]
         t4 = time.process_time()
         for i in range(0, len(work), BEGIN):
             group = work[i : i + BEGIN]
-            fences += await stores.books.begin([(d, e, a.row) for d, e, a in group], asks=[True] * len(group))
+            fences += await stores.books.begin(
+                [(d, e, a.row) for d, e, a in group], asks=[True] * len(group)
+            )
         t5 = time.process_time()
         ends = [_end(d, e, a, fence) for (d, e, a), fence in zip(work, fences, strict=True)]
         t6 = time.process_time()
         for i in range(0, len(ends), CONCLUDE):
             group_of_ends = ends[i : i + CONCLUDE]
-            assert all(await stores.books.conclude([end for end, _ in group_of_ends], [body for _, body in group_of_ends]))
+            assert all(
+                await stores.books.conclude(
+                    [end for end, _ in group_of_ends], [body for _, body in group_of_ends]
+                )
+            )
         t7 = time.process_time()
-        for step, seconds in (("receive", t1 - t0), ("admit", t3 - t2), ("begin", t5 - t4), ("conclude", t7 - t6)):
+        for step, seconds in (
+            ("receive", t1 - t0),
+            ("admit", t3 - t2),
+            ("begin", t5 - t4),
+            ("conclude", t7 - t6),
+        ):
             spent[step] += seconds
         done += len(got)
     spent["claim"] = spent["receive"] + spent["admit"] + spent["begin"]
@@ -110,8 +142,22 @@ def _end(d: Delivery, e: Event, a: Admitted, fence: int | None) -> tuple[End, tu
     assert fence is not None, "nobody else holds it"
     body = BODY + e.url.encode()
     page = page_id(body)
-    meta = PageMeta(page=page, url=e.url, status=200, headers={"content-type": "text/html"}, fetched_at=time.time(), size=len(body))
-    record = Record(extractor="product", version=1, key=e.url, index=0, fields=FIELDS, hash=bytes.fromhex(page[:32]))
+    meta = PageMeta(
+        page=page,
+        url=e.url,
+        status=200,
+        headers={"content-type": "text/html"},
+        fetched_at=time.time(),
+        size=len(body),
+    )
+    record = Record(
+        extractor="product",
+        version=1,
+        key=e.url,
+        index=0,
+        fields=FIELDS,
+        hash=bytes.fromhex(page[:32]),
+    )
     return (
         End(
             event=e, row=a.row, delivery=d, fence=fence, outcome="success", meta=meta, records=[record], extractors="product@1",

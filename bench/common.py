@@ -36,7 +36,9 @@ def say(text: str) -> None:
 
 def cache() -> Path:
     """Environments of the peers, the site and scratch: outside the clone, on a real disk (a file system in memory would make every sync free)."""
-    base = os.environ.get("BENCH_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "penstock-bench")
+    base = os.environ.get("BENCH_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "penstock-bench"
+    )
     directory = Path(base).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     return directory
@@ -44,7 +46,11 @@ def cache() -> Path:
 
 def clean_environment(**more: str) -> dict[str, str]:
     """A developer's own settings must not decide a figure."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PENSTOCK_", "SCRAPY_", "CRAWLEE_"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("PENSTOCK_", "SCRAPY_", "CRAWLEE_"))
+    }
     return kept | {"PYTHONHASHSEED": "0", "NO_COLOR": "1"} | more
 
 
@@ -72,7 +78,10 @@ def refuse_taken(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as e:
-            raise BenchError(f"{host}:{port} is taken ({e.strerror})", "is another benchmark running? Wait for it, then run this again") from e
+            raise BenchError(
+                f"{host}:{port} is taken ({e.strerror})",
+                "is another benchmark running? Wait for it, then run this again",
+            ) from e
 
 
 # -- watching a process tree ---------------------------------------------------------------------------------------------
@@ -165,7 +174,15 @@ def watch(
     """Run it pinned, sampling its tree from the bench's own core. It gets a SIGTERM after so many seconds, or when it has got so far."""
     w = Watched()
     with open(cwd / "stdout.txt", "w+") as out, open(cwd / "stderr.txt", "w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, stdin=stdin, cwd=cwd, env=dict(env), preexec_fn=pin(cores, nice))
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=err,
+            stdin=stdin,
+            cwd=cwd,
+            env=dict(env),
+            preexec_fn=pin(cores, nice),
+        )
         ended = threading.Event()
         sampler = threading.Thread(target=_sample, args=(w, process.pid, ended, every), daemon=True)
         sampler.start()
@@ -183,7 +200,10 @@ def watch(
                     break
             process.wait(max(1.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise BenchError(f"{' '.join(command[:3])} … was not done after {timeout:.0f} s", "give it fewer pages (--n)") from None
+            raise BenchError(
+                f"{' '.join(command[:3])} … was not done after {timeout:.0f} s",
+                "give it fewer pages (--n)",
+            ) from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -202,7 +222,9 @@ def _sample(w: Watched, root: int, ended: threading.Event, every: float) -> None
     while not ended.is_set():
         pids = _tree(root)
         total = sum(map(cpu, pids))
-        if not w.cpu or total >= w.cpu[-1][1]:  # a child between its end and its parent's wait is missing for a moment
+        if (
+            not w.cpu or total >= w.cpu[-1][1]
+        ):  # a child between its end and its parent's wait is missing for a moment
             w.cpu.append((time.time(), total))
         if beats % 4 == 0:  # dearer to read than the clock
             each = [_memory(pid) for pid in pids]
@@ -214,13 +236,22 @@ def _sample(w: Watched, root: int, ended: threading.Event, every: float) -> None
 def server_url(name: str) -> str:
     """Of a server that is running when this returns."""
     dev = BENCH.parent / "dev"
-    if subprocess.run([dev, "services", "up", name], check=False, stdout=subprocess.DEVNULL).returncode:
+    if subprocess.run(
+        [dev, "services", "up", name], check=False, stdout=subprocess.DEVNULL
+    ).returncode:
         raise BenchError(f"{name} did not start", f"./dev services up {name} says why")
-    return subprocess.run([dev, "services", "url", name], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [dev, "services", "url", name], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def stop_server(name: str) -> None:
-    subprocess.run([BENCH.parent / "dev", "services", "down", name], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [BENCH.parent / "dev", "services", "down", name],
+        check=False,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 # -- telling -------------------------------------------------------------------------------------------------------------
@@ -230,7 +261,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Plain columns: the first to the left, the others to the right."""
     cells = [[str(c) for c in row] for row in [head, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in cells]
+    lines = [
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
@@ -242,7 +279,9 @@ def machine() -> str:
     model = ""
     try:
         with open("/proc/cpuinfo") as f:
-            model = next((line.partition(":")[2].strip() for line in f if line.startswith("model name")), "")
+            model = next(
+                (line.partition(":")[2].strip() for line in f if line.startswith("model name")), ""
+            )
     except OSError:
         pass
     return f"{os.cpu_count()} x {model or 'unknown CPU'}, Python {sys.version.split()[0]}, load {os.getloadavg()[0]:.1f}"

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import apsw
-from common import BENCH, BenchError, Watched, cache, clean_environment, last_json, server_url, watch
+from common import (
+    BENCH,
+    BenchError,
+    Watched,
+    cache,
+    clean_environment,
+    last_json,
+    server_url,
+    watch,
+)
 from environments import python_of
 from redis_server import redis_serving
 from target import HOSTS, PORT, TLS_PORT, sku, url
@@ -30,7 +39,9 @@ class Job:
     tls: bool = False
     workers: int = 1
     every: float = 0.05  # seconds between looks at its tree
-    late: bool = False  # Penstock also looks for what comes last in a page, and so has to parse all of it
+    late: bool = (
+        False  # Penstock also looks for what comes last in a page, and so has to parse all of it
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,8 @@ def check_rows(file: Path, n: int, who: str) -> None:
             seen.add(row["sku"])
     if rows != n or seen != {sku(i) for i in range(n)}:
         raise BenchError(
-            f"{who}: {rows} rows and {len(seen)} different products for {n} pages", "this is a bug of the contender or of the bench, not a slow run"
+            f"{who}: {rows} rows and {len(seen)} different products for {n} pages",
+            "this is a bug of the contender or of the bench, not a slow run",
         )
 
 
@@ -119,10 +131,19 @@ def penstock_commands(job: Job) -> tuple[list[str], list[str]]:
     """(push, run)"""
     cli = [sys.executable, "-m", "penstock.cli.main"]
     pipeline = BENCH / ("pipeline_late.py" if job.late else "pipeline.py")
-    return [*cli, "push", "-f", "urls.txt"], [*cli, "run", str(pipeline), "--until-idle", "--workers", str(job.workers)]
+    return [*cli, "push", "-f", "urls.txt"], [
+        *cli,
+        "run",
+        str(pipeline),
+        "--until-idle",
+        "--workers",
+        str(job.workers),
+    ]
 
 
-def penstock_prepared(job: Job, name: str, isolation: str, broker: str = "") -> tuple[Path, dict[str, str], list[str]]:
+def penstock_prepared(
+    job: Job, name: str, isolation: str, broker: str = ""
+) -> tuple[Path, dict[str, str], list[str]]:
     """A fresh directory whose books hold the whole job; (directory, environment, command that works it off)."""
     directory = fresh(name)
     write_urls(directory / "urls.txt", job)
@@ -130,8 +151,15 @@ def penstock_prepared(job: Job, name: str, isolation: str, broker: str = "") -> 
     if broker:
         state = directory / ".penstock"
         books = f"sqlite:{state}/penstock.db"
-        env |= {"PENSTOCK_BROKER_URL": server_url(broker), "PENSTOCK_NAMESPACE": f"bench{os.urandom(4).hex()}"}
-        env |= {"PENSTOCK_LEDGER_URL": books, "PENSTOCK_CLAIMS_URL": books, "PENSTOCK_PAGES_URL": f"file:{state}/pages"}
+        env |= {
+            "PENSTOCK_BROKER_URL": server_url(broker),
+            "PENSTOCK_NAMESPACE": f"bench{os.urandom(4).hex()}",
+        }
+        env |= {
+            "PENSTOCK_LEDGER_URL": books,
+            "PENSTOCK_CLAIMS_URL": books,
+            "PENSTOCK_PAGES_URL": f"file:{state}/pages",
+        }
     push, run = penstock_commands(job)
     pushed = watch(push, cores=set(job.cores), nice=job.nice, cwd=directory, env=env)
     check_ended(pushed, "penstock push")
@@ -143,8 +171,12 @@ def penstock(isolation: str, broker: str = "") -> Callable[[Job], Result]:
 
     def run(job: Job) -> Result:
         who = f"penstock ({broker or isolation})"
-        directory, env, command = penstock_prepared(job, f"penstock-{broker or isolation}", isolation, broker)
-        w = watch(command, cores=set(job.cores), nice=job.nice, cwd=directory, env=env, every=job.every)
+        directory, env, command = penstock_prepared(
+            job, f"penstock-{broker or isolation}", isolation, broker
+        )
+        w = watch(
+            command, cores=set(job.cores), nice=job.nice, cwd=directory, env=env, every=job.every
+        )
         check_ended(w, who)
         start, end = penstock_span(directory, job.n, who)
         check_rows(directory / OUT, job.n, who)
@@ -158,7 +190,9 @@ def penstock_span(directory: Path, n: int, who: str) -> tuple[float, float]:
 
     Also proves that every event is a success of one start, and that every page is in the page store.
     """
-    db = apsw.Connection(str(directory / ".penstock" / "penstock.db"), flags=apsw.SQLITE_OPEN_READONLY)
+    db = apsw.Connection(
+        str(directory / ".penstock" / "penstock.db"), flags=apsw.SQLITE_OPEN_READONLY
+    )
     try:
         total, good, starts, first, last = db.execute(
             "SELECT count(*), sum(status='success'), sum(starts), min(dispatched_at), max(finished_at) FROM event"
@@ -167,20 +201,35 @@ def penstock_span(directory: Path, n: int, who: str) -> tuple[float, float]:
     finally:
         db.close()
     if (total, good, starts, pages) != (n, n, n, n):
-        raise BenchError(f"{who}: {n} pages were asked for; the books hold {total} events, {good} successes, {starts} starts and {pages} stored pages")
+        raise BenchError(
+            f"{who}: {n} pages were asked for; the books hold {total} events, {good} successes, {starts} starts and {pages} stored pages"
+        )
     return first, max(last, (directory / OUT).stat().st_mtime)
 
 
 # -- the others ----------------------------------------------------------------------------------------------------------
 
 
-def peer(name: str, environment: str, script: str, arguments: Sequence[str] = ()) -> Callable[[Job], Result]:
+def peer(
+    name: str, environment: str, script: str, arguments: Sequence[str] = ()
+) -> Callable[[Job], Result]:
     def run(job: Job) -> Result:
         directory = fresh(name)
         write_urls(directory / "urls.txt", job)
-        command = [str(python_of(environment)), str(BENCH / "peers" / script), "urls.txt", *arguments]
+        command = [
+            str(python_of(environment)),
+            str(BENCH / "peers" / script),
+            "urls.txt",
+            *arguments,
+        ]
         more = {"SSL_CERT_FILE": str(cache() / "cert.pem")} if job.tls else {}
-        w = watch(command, cores=set(job.cores), nice=job.nice, cwd=directory, env=clean_environment(**more))
+        w = watch(
+            command,
+            cores=set(job.cores),
+            nice=job.nice,
+            cwd=directory,
+            env=clean_environment(**more),
+        )
         check_ended(w, name)
         times = last_json(w.out)
         start, end = float(str(times["start"])), float(str(times["end"]))
@@ -195,7 +244,12 @@ def scrapy_redis(job: Job) -> Result:
         return peer("scrapy-redis", "scrapy", "scrapy_with_redis.py", [str(port)])(job)
 
 
-ISOLATED, IN_PROCESS, SCRAPY, ALONE = "penstock", "penstock in process", "scrapy", "1 worker, site on its core"
+ISOLATED, IN_PROCESS, SCRAPY, ALONE = (
+    "penstock",
+    "penstock in process",
+    "scrapy",
+    "1 worker, site on its core",
+)
 ON = "penstock on "
 STANDARD = (
     Contender(ISOLATED, penstock("process"), slow=False),
@@ -210,7 +264,9 @@ OTHERS = (
 
 
 def on_brokers(names: Sequence[str]) -> tuple[Contender, ...]:
-    return tuple(Contender(f"{ON}{name}", penstock("process", name), slow=False, tls=False) for name in names)
+    return tuple(
+        Contender(f"{ON}{name}", penstock("process", name), slow=False, tls=False) for name in names
+    )
 
 
 def scaling(workers: int) -> tuple[Contender, Contender]:

@@ -19,8 +19,21 @@ def python_of(name: str) -> Path:
         return python
     say(f"making the environment of {name} in {directory}")
     venv.create(directory, clear=True, with_pip=True)
-    command = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check", "-r", str(BENCH / "requirements" / (name + ".txt"))]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-input",
+        "--disable-pip-version-check",
+        "-r",
+        str(BENCH / "requirements" / (name + ".txt")),
+    ]
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
-        raise BenchError(f"installing the packages of {name} failed", "check the network or pip's configuration (pip config list), then run this again")
+        raise BenchError(
+            f"installing the packages of {name} failed",
+            "check the network or pip's configuration (pip config list), then run this again",
+        )
     stamp.write_text(wanted)
     return python

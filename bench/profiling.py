@@ -35,12 +35,26 @@ THREAD = re.compile(r"^thread \([^)]*\)(?:: (?P<name>.*))?$|^process (?P<process
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="./dev bench profile", description=__doc__)
     parser.add_argument("--n", type=int, default=10000, help="pages (default 10000)")
-    parser.add_argument("--isolated", action="store_true", help="extraction in a child, as by default; else in process")
-    parser.add_argument("--native", action="store_true", help="name C functions too (slower, finer)")
-    parser.add_argument("--perf", action="store_true", help="sample with perf instead: libraries, C functions and the kernel, no Python frames")
+    parser.add_argument(
+        "--isolated",
+        action="store_true",
+        help="extraction in a child, as by default; else in process",
+    )
+    parser.add_argument(
+        "--native", action="store_true", help="name C functions too (slower, finer)"
+    )
+    parser.add_argument(
+        "--perf",
+        action="store_true",
+        help="sample with perf instead: libraries, C functions and the kernel, no Python frames",
+    )
     parser.add_argument("--rate", type=int, default=250, help="samples a second (default 250)")
-    parser.add_argument("--top", type=int, default=30, help="rows of the function tables (default 30)")
-    parser.add_argument("--keep", metavar="FILE", help="keep the raw stacks (flame graph tools read them)")
+    parser.add_argument(
+        "--top", type=int, default=30, help="rows of the function tables (default 30)"
+    )
+    parser.add_argument(
+        "--keep", metavar="FILE", help="keep the raw stacks (flame graph tools read them)"
+    )
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
     o = parser.parse_args(arguments)
     site = cache() / "site"
@@ -52,15 +66,25 @@ def main(arguments: Sequence[str]) -> int:
             return with_perf(o)
         stacks, cpu_us, rate = record(spy, o)
     if o.keep:
-        Path(o.keep).write_text("".join(f"{';'.join(frames)} {count}\n" for frames, count in stacks))
+        Path(o.keep).write_text(
+            "".join(f"{';'.join(frames)} {count}\n" for frames, count in stacks)
+        )
     by = shares(stacks)
     print(heading(o, cpu_us, rate))
-    print("µs: a table's share of that. A library's time counts for the Penstock function that called it, except in the last table.\n")
+    print(
+        "µs: a table's share of that. A library's time counts for the Penstock function that called it, except in the last table.\n"
+    )
     tables = [("thread", "thread", 20), ("module of Penstock", "module", 40)]
-    tables += [("function of Penstock, libraries below it included", "function", o.top), ("innermost frame", "leaf", o.top)]
+    tables += [
+        ("function of Penstock, libraries below it included", "function", o.top),
+        ("innermost frame", "leaf", o.top),
+    ]
     for title, key, top in tables:
         total = sum(by[key].values())
-        rows = [(name, f"{count / total:.1%}", f"{count / total * cpu_us:.0f}") for name, count in by[key].most_common(top)]
+        rows = [
+            (name, f"{count / total:.1%}", f"{count / total * cpu_us:.0f}")
+            for name, count in by[key].most_common(top)
+        ]
         print(table((title, "share", "µs/page"), rows) + "\n")
     if o.json:
         total = sum(by["module"].values()) or 1
@@ -83,19 +107,25 @@ def heading(o: argparse.Namespace, cpu_us: float, rate: float) -> str:
     return f"\n{machine()}\n{o.n} pages, extraction {where}, while being sampled: {rate:,.0f} pages/s, {cpu_us:,.0f} µs of CPU a page"
 
 
-def sampled(o: argparse.Namespace, sampler: Callable[[int, Path], list[str]]) -> tuple[Path, float, float, str]:
+def sampled(
+    o: argparse.Namespace, sampler: Callable[[int, Path], list[str]]
+) -> tuple[Path, float, float, str]:
     """One run with a sampler attached as soon as the worker has opened its store; (directory, µs of CPU a page, pages/s, what the sampler said).
 
     The sampler stays on the site's core: as the worker's parent it would share the worker's.
     """
-    directory, env, command = penstock_prepared(Job(n=o.n, cores=frozenset({CLIENT_CORE})), "profile", "process" if o.isolated else "none")
+    directory, env, command = penstock_prepared(
+        Job(n=o.n, cores=frozenset({CLIENT_CORE})), "profile", "process" if o.isolated else "none"
+    )
     attached: list[subprocess.Popen[bytes]] = []
 
     def attach() -> None:
         for _ in range(500):
             if pid := _started(directory):
                 with open(directory / "sampler.txt", "wb") as out:
-                    attached.append(subprocess.Popen(sampler(pid, directory), stdout=out, stderr=out))
+                    attached.append(
+                        subprocess.Popen(sampler(pid, directory), stdout=out, stderr=out)
+                    )
                 return
             time.sleep(0.01)
 
@@ -109,20 +139,36 @@ def sampled(o: argparse.Namespace, sampler: Callable[[int, Path], list[str]]) ->
     check_ended(w, "penstock")
     check_rows(directory / OUT, o.n, "penstock")
     start, end = penstock_span(directory, o.n, "penstock")
-    said = (directory / "sampler.txt").read_text().strip()[-400:] if attached else "it never attached"
+    said = (
+        (directory / "sampler.txt").read_text().strip()[-400:] if attached else "it never attached"
+    )
     return directory, w.cpu_between(start, end) / o.n * 1e6, o.n / (end - start), said
 
 
 def record(spy: Path, o: argparse.Namespace) -> tuple[list[tuple[list[str], int]], float, float]:
     def command(pid: int, directory: Path) -> list[str]:
-        options = ["--format", "raw", "--function", "--threads", "--rate", str(o.rate), "--output", str(directory / "stacks.txt")]
-        options += ["--native"] if o.native else ["--nonblocking"]  # without pausing it: what waits is then told from what works
+        options = [
+            "--format",
+            "raw",
+            "--function",
+            "--threads",
+            "--rate",
+            str(o.rate),
+            "--output",
+            str(directory / "stacks.txt"),
+        ]
+        options += (
+            ["--native"] if o.native else ["--nonblocking"]
+        )  # without pausing it: what waits is then told from what works
         return [str(spy), "record", "--pid", str(pid), *options, *["--subprocesses"] * o.isolated]
 
     directory, cpu_us, rate, said = sampled(o, command)
     raw = directory / "stacks.txt"
     if not raw.exists():
-        raise BenchError(f"py-spy left no samples: {said}", "it needs the right to trace: run as root, or set kernel.yama.ptrace_scope to 0")
+        raise BenchError(
+            f"py-spy left no samples: {said}",
+            "it needs the right to trace: run as root, or set kernel.yama.ptrace_scope to 0",
+        )
     stacks = []
     for line in raw.read_text().splitlines():
         frames, _, count = line.rpartition(" ")
@@ -133,25 +179,62 @@ def record(spy: Path, o: argparse.Namespace) -> tuple[list[tuple[list[str], int]
 
 def with_perf(o: argparse.Namespace) -> int:
     if not shutil.which("perf"):
-        raise BenchError("perf was not found", "install it (Debian: apt install linux-perf), or leave --perf away")
+        raise BenchError(
+            "perf was not found",
+            "install it (Debian: apt install linux-perf), or leave --perf away",
+        )
     directory, cpu_us, rate, said = sampled(
-        o, lambda pid, d: ["perf", "record", "--freq", "999", "--inherit", "--pid", str(pid), "--output", str(d / "perf.data")]
+        o,
+        lambda pid, d: [
+            "perf",
+            "record",
+            "--freq",
+            "999",
+            "--inherit",
+            "--pid",
+            str(pid),
+            "--output",
+            str(d / "perf.data"),
+        ],
     )
     if not (directory / "perf.data").exists():
-        raise BenchError(f"perf left no samples: {said}", "it needs the right to: run as root, or set kernel.perf_event_paranoid to 1")
+        raise BenchError(
+            f"perf left no samples: {said}",
+            "it needs the right to: run as root, or set kernel.perf_event_paranoid to 1",
+        )
     print(heading(o, cpu_us, rate) + "\n")
     for title, sort in (("library", "dso"), ("function", "symbol,dso")):
         report = subprocess.run(
-            ["perf", "report", "--input", str(directory / "perf.data"), "--stdio", "--quiet", "--sort", sort, "--field-separator", "\t"],
+            [
+                "perf",
+                "report",
+                "--input",
+                str(directory / "perf.data"),
+                "--stdio",
+                "--quiet",
+                "--sort",
+                sort,
+                "--field-separator",
+                "\t",
+            ],
             capture_output=True,
             text=True,
             check=False,
         )
         rows = []
         for line in report.stdout.splitlines()[: o.top * 2]:
-            share, *names = [LIBRARIES.get(name := part.strip().partition(".cpython-")[0], name) for part in line.split("\t")]
+            share, *names = [
+                LIBRARIES.get(name := part.strip().partition(".cpython-")[0], name)
+                for part in line.split("\t")
+            ]
             if share.rstrip("%").replace(".", "").isdigit() and len(rows) < o.top:
-                rows.append((" ".join(name for name in names if name.strip("- "))[:90], share, f"{float(share.rstrip('%')) / 100 * cpu_us:.0f}"))
+                rows.append(
+                    (
+                        " ".join(name for name in names if name.strip("- "))[:90],
+                        share,
+                        f"{float(share.rstrip('%')) / 100 * cpu_us:.0f}",
+                    )
+                )
         print(table((title, "share", "µs/page"), rows) + "\n")
     return 0
 
@@ -167,9 +250,13 @@ def _started(directory: Path) -> int:
 
 
 def shares(stacks: Sequence[tuple[Sequence[str], int]]) -> dict[str, Counter[str]]:
-    by: dict[str, Counter[str]] = {key: Counter() for key in ("thread", "module", "function", "leaf")}
+    by: dict[str, Counter[str]] = {
+        key: Counter() for key in ("thread", "module", "function", "leaf")
+    }
     for frames, count in stacks:
-        threads = [m["name"] or "main" for f in frames if (m := THREAD.match(f)) and m["process"] is None]
+        threads = [
+            m["name"] or "main" for f in frames if (m := THREAD.match(f)) and m["process"] is None
+        ]
         inner = [f for f in frames if not THREAD.match(f)]
         if not inner:
             continue

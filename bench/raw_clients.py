@@ -23,13 +23,20 @@ async def sqlite(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
 
     db = apsw.Connection(str(scratch / f"{_name()}.db"))
     db.execute("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL")
-    db.execute("CREATE TABLE q(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT, key TEXT, body BLOB, lease REAL NOT NULL DEFAULT 0)")
+    db.execute(
+        "CREATE TABLE q(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT, key TEXT, body BLOB, lease REAL NOT NULL DEFAULT 0)"
+    )
 
     async def turn(n: int) -> None:
         with db:
-            db.executemany("INSERT INTO q(id, key, body) VALUES(?,?,?)", [(f"{i:032x}", f"h{i % 50}.test", body) for i in range(n)])
+            db.executemany(
+                "INSERT INTO q(id, key, body) VALUES(?,?,?)",
+                [(f"{i:032x}", f"h{i % 50}.test", body) for i in range(n)],
+            )
         with db:
-            got = db.execute("SELECT n, id, key, body FROM q WHERE lease=0 ORDER BY n LIMIT ?", (n,)).fetchall()
+            got = db.execute(
+                "SELECT n, id, key, body FROM q WHERE lease=0 ORDER BY n LIMIT ?", (n,)
+            ).fetchall()
             db.executemany("UPDATE q SET lease=1 WHERE n=?", [(row[0],) for row in got])
         with db:
             db.executemany("DELETE FROM q WHERE n=? AND lease=1", [(row[0],) for row in got])
@@ -46,12 +53,17 @@ async def postgres(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
 
     table = _name()
     db = psycopg.connect(url, autocommit=True)
-    db.execute(f"CREATE TABLE {table}(n BIGSERIAL PRIMARY KEY, id TEXT, key TEXT, body BYTEA, lease DOUBLE PRECISION NOT NULL DEFAULT 0)")
+    db.execute(
+        f"CREATE TABLE {table}(n BIGSERIAL PRIMARY KEY, id TEXT, key TEXT, body BYTEA, lease DOUBLE PRECISION NOT NULL DEFAULT 0)"
+    )
     lease = f"UPDATE {table} SET lease=1 WHERE n IN (SELECT n FROM {table} WHERE lease=0 ORDER BY n LIMIT %s FOR UPDATE SKIP LOCKED) RETURNING n, id, key, body"
 
     async def turn(n: int) -> None:
         rows = ([f"{i:032x}" for i in range(n)], [f"h{i % 50}.test" for i in range(n)], [body] * n)
-        db.execute(f"INSERT INTO {table}(id, key, body) SELECT * FROM unnest(%s::text[], %s::text[], %s::bytea[])", rows)
+        db.execute(
+            f"INSERT INTO {table}(id, key, body) SELECT * FROM unnest(%s::text[], %s::text[], %s::bytea[])",
+            rows,
+        )
         got = db.execute(lease, (n,)).fetchall()
         db.execute(f"DELETE FROM {table} WHERE n=ANY(%s) AND lease=1", ([row[0] for row in got],))
         assert len(got) == n
@@ -96,10 +108,17 @@ async def rabbitmq(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
     await taking.basic_consume(queue, arrived.put)
 
     def properties(i: int) -> aiormq.spec.Basic.Properties:
-        return aiormq.spec.Basic.Properties(message_id=f"{i:032x}", headers={"key": f"h{i % 50}.test"}, delivery_mode=2)
+        return aiormq.spec.Basic.Properties(
+            message_id=f"{i:032x}", headers={"key": f"h{i % 50}.test"}, delivery_mode=2
+        )
 
     async def turn(n: int) -> None:
-        await asyncio.gather(*[channel.basic_publish(body, routing_key=queue, properties=properties(i)) for i in range(n)])
+        await asyncio.gather(
+            *[
+                channel.basic_publish(body, routing_key=queue, properties=properties(i))
+                for i in range(n)
+            ]
+        )
         for _ in range(n):
             message = await arrived.get()
             assert message.delivery_tag is not None
@@ -120,9 +139,17 @@ async def kafka(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
     admin = AdminClient({"bootstrap.servers": servers})
     for future in admin.create_topics([NewTopic(topic, 12, 1)]).values():
         future.result()
-    producer = confluent_kafka.Producer({"bootstrap.servers": servers, "enable.idempotence": True, "acks": "all", "linger.ms": 1})
+    producer = confluent_kafka.Producer(
+        {"bootstrap.servers": servers, "enable.idempotence": True, "acks": "all", "linger.ms": 1}
+    )
     consumer = confluent_kafka.Consumer(
-        {"bootstrap.servers": servers, "group.id": topic, "enable.auto.commit": False, "auto.offset.reset": "earliest", "fetch.wait.max.ms": 100}
+        {
+            "bootstrap.servers": servers,
+            "group.id": topic,
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            "fetch.wait.max.ms": 100,
+        }
     )
     consumer.subscribe([topic])
 
@@ -137,16 +164,25 @@ async def kafka(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
         nonlocal confirmed
         confirmed = 0
         for i in range(n):
-            producer.produce(topic, body, f"h{i % 50}.test", headers={"id": f"{i:032x}"}, on_delivery=report)
+            producer.produce(
+                topic, body, f"h{i % 50}.test", headers={"id": f"{i:032x}"}, on_delivery=report
+            )
         producer.flush()
         assert confirmed == n
         left = n
         while left:
-            got = [(m.partition(), m.offset(), m.key(), m.value(), m.headers()) for m in consumer.consume(left, 5.0) if m.error() is None]
+            got = [
+                (m.partition(), m.offset(), m.key(), m.value(), m.headers())
+                for m in consumer.consume(left, 5.0)
+                if m.error() is None
+            ]
             left -= len(got)
             if got:
                 ends = {partition: offset + 1 for partition, offset, *_ in got}
-                consumer.commit(offsets=[confluent_kafka.TopicPartition(topic, p, o) for p, o in ends.items()], asynchronous=False)
+                consumer.commit(
+                    offsets=[confluent_kafka.TopicPartition(topic, p, o) for p, o in ends.items()],
+                    asynchronous=False,
+                )
 
     yield turn
     consumer.close()
@@ -160,23 +196,44 @@ async def sqs(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
 
     parts, options = urlsplit(url), dict(parse_qsl(urlsplit(url).query))
     scheme = "http" if options.get("tls") == "false" else "https"
-    settings = {"region_name": options.get("region", "elasticmq"), "endpoint_url": f"{scheme}://{parts.hostname}:{parts.port}"}
-    keys = {"aws_access_key_id": parts.username or "x", "aws_secret_access_key": parts.password or "x"}
-    async with get_session().create_client("sqs", **settings, **keys, config=AioConfig(max_pool_connections=60)) as client:
+    settings = {
+        "region_name": options.get("region", "elasticmq"),
+        "endpoint_url": f"{scheme}://{parts.hostname}:{parts.port}",
+    }
+    keys = {
+        "aws_access_key_id": parts.username or "x",
+        "aws_secret_access_key": parts.password or "x",
+    }
+    async with get_session().create_client(
+        "sqs", **settings, **keys, config=AioConfig(max_pool_connections=60)
+    ) as client:
         queue, text = (await client.create_queue(QueueName=_name()))["QueueUrl"], body.decode()
 
         def attributes(i: int) -> dict[str, dict[str, str]]:
-            return {"id": {"DataType": "String", "StringValue": f"{i:032x}"}, "key": {"DataType": "String", "StringValue": f"h{i % 50}.test"}}
+            return {
+                "id": {"DataType": "String", "StringValue": f"{i:032x}"},
+                "key": {"DataType": "String", "StringValue": f"h{i % 50}.test"},
+            }
 
         async def send(first: int, n: int) -> None:
-            entries = [{"Id": str(i), "MessageBody": text, "MessageAttributes": attributes(first + i)} for i in range(n)]
+            entries = [
+                {"Id": str(i), "MessageBody": text, "MessageAttributes": attributes(first + i)}
+                for i in range(n)
+            ]
             await client.send_message_batch(QueueUrl=queue, Entries=entries)
 
         async def take(n: int) -> int:
-            answer = await client.receive_message(QueueUrl=queue, MaxNumberOfMessages=n, VisibilityTimeout=60, MessageAttributeNames=["All"])
+            answer = await client.receive_message(
+                QueueUrl=queue,
+                MaxNumberOfMessages=n,
+                VisibilityTimeout=60,
+                MessageAttributeNames=["All"],
+            )
             got = answer.get("Messages", [])
             if got:
-                done = [{"Id": str(i), "ReceiptHandle": m["ReceiptHandle"]} for i, m in enumerate(got)]
+                done = [
+                    {"Id": str(i), "ReceiptHandle": m["ReceiptHandle"]} for i, m in enumerate(got)
+                ]
                 await client.delete_message_batch(QueueUrl=queue, Entries=done)
             return len(got)
 
@@ -184,7 +241,11 @@ async def sqs(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
             await asyncio.gather(*[send(first, min(10, n - first)) for first in range(0, n, 10)])
             left = n
             while left:
-                left -= sum(await asyncio.gather(*[take(min(10, left - first)) for first in range(0, left, 10)]))
+                left -= sum(
+                    await asyncio.gather(
+                        *[take(min(10, left - first)) for first in range(0, left, 10)]
+                    )
+                )
 
         yield turn
         await client.delete_queue(QueueUrl=queue)

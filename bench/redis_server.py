@@ -23,8 +23,15 @@ def redis_server() -> str | None:
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
         say("installing redis-server with apt: scrapy-redis keeps its queue there")
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "update", "-qq"], env=environment, stdout=sys.stderr, check=False)
-        subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "redis-server"], env=environment, stdout=sys.stderr, check=False)
+        subprocess.run(
+            ["apt-get", "update", "-qq"], env=environment, stdout=sys.stderr, check=False
+        )
+        subprocess.run(
+            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "redis-server"],
+            env=environment,
+            stdout=sys.stderr,
+            check=False,
+        )
         found = shutil.which("redis-server")
     return found
 
@@ -34,13 +41,33 @@ def redis_serving(directory: Path, *, core: int) -> Iterator[int]:
     """Empty, until the block ends; its port."""
     server = redis_server()
     if server is None:
-        raise BenchError("redis-server was not found; scrapy-redis needs it", "install it (Debian/Ubuntu: sudo apt install redis-server), then run this again")
-    command = [server, "--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory), "--logfile", str(directory / "redis.log")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=pin({core}))
+        raise BenchError(
+            "redis-server was not found; scrapy-redis needs it",
+            "install it (Debian/Ubuntu: sudo apt install redis-server), then run this again",
+        )
+    command = [
+        server,
+        "--port",
+        str(REDIS_PORT),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--dir",
+        str(directory),
+        "--logfile",
+        str(directory / "redis.log"),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=pin({core})
+    )
     try:
         for _ in range(200):
             if process.poll() is not None:
-                raise BenchError(f"redis-server ended with {process.returncode}", f"see {directory}/redis.log; is another benchmark running?")
+                raise BenchError(
+                    f"redis-server ended with {process.returncode}",
+                    f"see {directory}/redis.log; is another benchmark running?",
+                )
             try:
                 socket.create_connection(("127.0.0.1", REDIS_PORT), 0.2).close()
                 break

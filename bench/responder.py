@@ -7,7 +7,9 @@ import sys
 
 _PAGE = (
     '<!doctype html><title>{0}</title><h1 class="name">Lamp {0}</h1><span class="brand">Copper</span><p class="sku" data-sku="{0}">{0}</p>'
-    '<span class="price" content="12.50">12.50</span><div class="rating" data-value="4.5"></div>' + "<p>a quiet kettle for a little kitchen</p>" * 40
+    '<span class="price" content="12.50">12.50</span><div class="rating" data-value="4.5"></div>'
+    + "<p>a quiet kettle for a little kitchen</p>"
+    * 40
 )
 
 
@@ -20,8 +22,15 @@ class Answering(asyncio.Protocol):
         *asked, self.rest = (self.rest + data).split(b"\r\n\r\n")
         for head in asked:
             path = head.split(b" ", 2)[1].decode("ascii", "replace")
-            kind, body = ("text/plain", b"User-agent: *\nAllow: /\n") if path == "/robots.txt" else ("text/html", _PAGE.format(path).encode())
-            self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n%s" % (kind.encode(), len(body), body))
+            kind, body = (
+                ("text/plain", b"User-agent: *\nAllow: /\n")
+                if path == "/robots.txt"
+                else ("text/html", _PAGE.format(path).encode())
+            )
+            self.transport.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n%s"
+                % (kind.encode(), len(body), body)
+            )
 
 
 async def main(port: int, hosts: list[str]) -> None:

@@ -11,13 +11,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import BenchError
 
 BENCHES = {
-    "pages": ("pages", "pages a second on one core, against Scrapy and other peers (--all), with full durability"),
-    "claim": ("claim", "what taking an event costs with a thousand and with a million waiting; `status` and memory then"),
-    "slow-host": ("slow_host", "what a host that is asked once in ten seconds, with ten thousand events waiting, costs fifty others"),
+    "pages": (
+        "pages",
+        "pages a second on one core, against Scrapy and other peers (--all), with full durability",
+    ),
+    "claim": (
+        "claim",
+        "what taking an event costs with a thousand and with a million waiting; `status` and memory then",
+    ),
+    "slow-host": (
+        "slow_host",
+        "what a host that is asked once in ten seconds, with ten thousand events waiting, costs fifty others",
+    ),
     "brokers": ("brokers", "publish, lease and ack on each broker, against its raw client library"),
-    "cdc": ("cdc", "how long a row in PostgreSQL takes until its event is durable, read from the server's log"),
-    "webhook": ("webhook", "how long a signed webhook takes until its event is durable, at 200 requests a second"),
-    "seed": ("seed_architecture", "INSERT to fetch and INSERT to result row through Debezium, Kafka, Penstock, Kafka and the JDBC sink connector"),
+    "cdc": (
+        "cdc",
+        "how long a row in PostgreSQL takes until its event is durable, read from the server's log",
+    ),
+    "webhook": (
+        "webhook",
+        "how long a signed webhook takes until its event is durable, at 200 requests a second",
+    ),
+    "seed": (
+        "seed_architecture",
+        "INSERT to fetch and INSERT to result row through Debezium, Kafka, Penstock, Kafka and the JDBC sink connector",
+    ),
     "profile": ("profiling", "where the time of one Penstock run goes, by module and function"),
 }
 
@@ -34,7 +52,10 @@ def main() -> int:
         if name not in BENCHES:
             raise BenchError(f"there is no bench {name!r}", f"one of: {', '.join(BENCHES)}")
         if sys.platform != "linux":
-            raise BenchError("the benches pin processes and read /proc: they need Linux", "run them on a Linux machine with two cores")
+            raise BenchError(
+                "the benches pin processes and read /proc: they need Linux",
+                "run them on a Linux machine with two cores",
+            )
         code: int = importlib.import_module(BENCHES[name][0]).main(arguments)
         return code
     except BenchError as e:

@@ -51,7 +51,10 @@ def main(arguments: Sequence[str]) -> int:
         if not o.keep:
             for name in reversed(SERVERS):
                 stop_server(name)
-    rows = [(what, *(f"{1000 * found[what][p]:.0f} ms" for p in ("p50", "p95", "max")), f"{bar:g} s") for what, bar in (("fetch", FETCH_BAR), ("row", ROW_BAR))]
+    rows = [
+        (what, *(f"{1000 * found[what][p]:.0f} ms" for p in ("p50", "p95", "max")), f"{bar:g} s")
+        for what, bar in (("fetch", FETCH_BAR), ("row", ROW_BAR))
+    ]
     print("\n" + table(("INSERT to", "p50", "p95", "max", "bar (p95)"), rows), flush=True)
     within = found["fetch"]["p95"] < FETCH_BAR and found["row"]["p95"] < ROW_BAR
     summary = {"bench": "seed", "machine": machine(), "rows": o.n, "rate": o.rate, "insert_to_fetch": found["fetch"], "insert_to_row": found["row"],
@@ -65,23 +68,52 @@ class Measured:
     """One estate of two tables and two topics, with names of its own; all of it is gone at the end."""
 
     def __init__(self, scratch: Path, urls: dict[str, str], n: int) -> None:
-        self.n, self.scratch, self.database, self.connect = n, scratch, urls["postgres"], urls["connect"]
+        self.n, self.scratch, self.database, self.connect = (
+            n,
+            scratch,
+            urls["postgres"],
+            urls["connect"],
+        )
         self.id = "b" + uuid.uuid4().hex[:8]
         self.requests, self.products = f"{self.id}_requests", f"{self.id}_products"
-        source = {"kind": "debezium-postgres", "database": self.database, "table": f"public.{self.requests}"}
+        source = {
+            "kind": "debezium-postgres",
+            "database": self.database,
+            "table": f"public.{self.requests}",
+        }
         sink = {"kind": "jdbc-postgres", "database": self.database, "table": self.products}
         broker = urls["kafka"].removeprefix("kafka://")
-        text = PIPELINE.format(name=self.id, broker=broker, topic=f"{self.id}.public.{self.requests}", products=self.products, source=source, sink=sink)
+        text = PIPELINE.format(
+            name=self.id,
+            broker=broker,
+            topic=f"{self.id}.public.{self.requests}",
+            products=self.products,
+            source=source,
+            sink=sink,
+        )
         (scratch / "shop.py").write_text(text)
         self.seen: dict[str, float] = {}
 
     def run(self, rate: float) -> dict[str, dict[str, float]]:
         log = self.scratch / "target.jsonl"
-        web = [sys.executable, "-m", "penstock.testing.web", "--pages", str(self.n + 1), "--log", str(log), "--with-parent"]
+        web = [
+            sys.executable,
+            "-m",
+            "penstock.testing.web",
+            "--pages",
+            str(self.n + 1),
+            "--log",
+            str(log),
+            "--with-parent",
+        ]
         target = subprocess.Popen(web, stdout=subprocess.PIPE, text=True)
         assert target.stdout is not None
         said = json.loads(target.stdout.readline())
-        env = clean_environment(PENSTOCK_CONNECT_URL=self.connect, PENSTOCK_NET_ALLOW=f"127.0.0.1:{said['port']}", PENSTOCK_PACE_RATE="unlimited")
+        env = clean_environment(
+            PENSTOCK_CONNECT_URL=self.connect,
+            PENSTOCK_NET_ALLOW=f"127.0.0.1:{said['port']}",
+            PENSTOCK_PACE_RATE="unlimited",
+        )
         penstock = [sys.executable, "-m", "penstock.cli.main"]
         sql = psycopg.connect(self.database, autocommit=True)
         sql.execute(f"CREATE TABLE {self.requests} (id bigserial PRIMARY KEY, url text NOT NULL)")
@@ -89,9 +121,13 @@ class Measured:
         try:
             self._do([*penstock, "connect", "apply", "shop.py"], env)
             with open(self.scratch / "run.log", "wb") as out:
-                worker = subprocess.Popen([*penstock, "run", "shop.py"], cwd=self.scratch, env=env, stdout=out, stderr=out)
+                worker = subprocess.Popen(
+                    [*penstock, "run", "shop.py"], cwd=self.scratch, env=env, stdout=out, stderr=out
+                )
             say("the whole chain once, so that everything is open")
-            sql.execute(f"INSERT INTO {self.requests} (url) VALUES (%s)", (f"{said['url']}/p/{self.n}",))
+            sql.execute(
+                f"INSERT INTO {self.requests} (url) VALUES (%s)", (f"{said['url']}/p/{self.n}",)
+            )
             watcher = threading.Thread(target=self._watch, daemon=True)
             watcher.start()
             self._until(1, 60.0)
@@ -101,7 +137,9 @@ class Measured:
             for i in range(self.n):
                 time.sleep(max(0.0, began + i / rate - time.monotonic()))
                 inserted[f"/p/{i}"] = time.time()
-                sql.execute(f"INSERT INTO {self.requests} (url) VALUES (%s)", (f"{said['url']}/p/{i}",))
+                sql.execute(
+                    f"INSERT INTO {self.requests} (url) VALUES (%s)", (f"{said['url']}/p/{i}",)
+                )
             self._until(self.n + 1, 60.0)
             fetched: dict[str, float] = {}
             for line in log.read_text().splitlines():
@@ -109,7 +147,12 @@ class Measured:
                 fetched.setdefault(entry["path"], entry["at"] / 1e6)
             return {
                 "fetch": figures([fetched[path] - at for path, at in inserted.items()]),
-                "row": figures([self.seen[f"T-{path.rpartition('/')[2]}"] - at for path, at in inserted.items()]),
+                "row": figures(
+                    [
+                        self.seen[f"T-{path.rpartition('/')[2]}"] - at
+                        for path, at in inserted.items()
+                    ]
+                ),
             }
         finally:
             if worker is not None:
@@ -124,7 +167,10 @@ class Measured:
         with psycopg.connect(self.database, autocommit=True) as sql:
             while len(self.seen) <= self.n:
                 try:
-                    found = sql.execute(f"SELECT sku FROM {self.products} WHERE NOT sku = ANY(%s)", (list(self.seen),)).fetchall()
+                    found = sql.execute(
+                        f"SELECT sku FROM {self.products} WHERE NOT sku = ANY(%s)",
+                        (list(self.seen),),
+                    ).fetchall()
                 except psycopg.errors.UndefinedTable:
                     found = []
                 except psycopg.Error:
@@ -138,16 +184,32 @@ class Measured:
         while len(self.seen) < rows:
             if time.monotonic() > until:
                 log = (self.scratch / "run.log").read_text("utf-8", "replace")[-1500:]
-                raise BenchError(f"{len(self.seen)} of {rows} rows after {seconds:.0f} s", f"what the worker said last: {log}")
+                raise BenchError(
+                    f"{len(self.seen)} of {rows} rows after {seconds:.0f} s",
+                    f"what the worker said last: {log}",
+                )
             time.sleep(0.02)
 
     def _do(self, command: list[str], env: dict[str, str]) -> None:
-        done = subprocess.run(command, cwd=self.scratch, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=self.scratch, env=env, capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            raise BenchError(f"{' '.join(command[3:])} ended with {done.returncode}", (done.stdout + done.stderr)[-1500:])
+            raise BenchError(
+                f"{' '.join(command[3:])} ended with {done.returncode}",
+                (done.stdout + done.stderr)[-1500:],
+            )
 
-    def _clear(self, sql: psycopg.Connection[Any], penstock: list[str], env: dict[str, str]) -> None:
-        subprocess.run([*penstock, "connect", "delete", "--all", "--yes", "--pipeline", self.id], cwd=self.scratch, env=env, capture_output=True, check=False)
+    def _clear(
+        self, sql: psycopg.Connection[Any], penstock: list[str], env: dict[str, str]
+    ) -> None:
+        subprocess.run(
+            [*penstock, "connect", "delete", "--all", "--yes", "--pipeline", self.id],
+            cwd=self.scratch,
+            env=env,
+            capture_output=True,
+            check=False,
+        )
         slots = f"FROM pg_replication_slots WHERE slot_name LIKE '%{self.id}%'"
         for _ in range(100):
             if not sql.execute(f"SELECT 1 {slots} AND active").fetchone():
@@ -160,4 +222,8 @@ class Measured:
 
 def figures(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
-    return {"p50": round(ordered[len(ordered) // 2], 4), "p95": round(ordered[int(len(ordered) * 0.95)], 4), "max": round(ordered[-1], 4)}
+    return {
+        "p50": round(ordered[len(ordered) // 2], 4),
+        "p95": round(ordered[int(len(ordered) * 0.95)], 4),
+        "max": round(ordered[-1], 4),
+    }

@@ -61,14 +61,21 @@ def _template(t: int) -> str:
         f'<li><a class="related" href="/product/{rng.randrange(TEMPLATES)}.html?from=%SKU%&amp;at={k}" title="{_text(rng, 2)}"><b>{_text(rng, 3)}</b></a></li>'
         for k in range(49)
     )
-    facts = "".join(f"<tr><th>{_text(rng, 2)}</th><td>{_text(rng, 4)}</td></tr>" for _ in range(66 if long else 24))
+    facts = "".join(
+        f"<tr><th>{_text(rng, 2)}</th><td>{_text(rng, 4)}</td></tr>"
+        for _ in range(66 if long else 24)
+    )
     opinions = "".join(
         f'<article class="opinion" id="o{k}"><h3>{_text(rng, 4)}</h3><p class="stars" data-stars="{rng.randrange(1, 6)}">{rng.randrange(1, 6)}/5</p>'
         f"<p>{_text(rng, 20)}</p><p>{_text(rng, 22)}</p></article>"
         for k in range(114 if long else 3)
     )
     state = ",".join(f'"{w}":{rng.randrange(10**6)}' for w in _WORDS[:24])
-    rating, count, brand = rng.randrange(10, 50) / 10, rng.randrange(900), rng.choice(_THINGS).title()
+    rating, count, brand = (
+        rng.randrange(10, 50) / 10,
+        rng.randrange(900),
+        rng.choice(_THINGS).title(),
+    )
     head = (
         f'<meta charset="utf-8"><title>{name} %SKU%</title><meta name="description" content="{_text(rng, 18)}">'
         f'<link rel="canonical" href="%HERE%"><link rel="stylesheet" href="/shop.css"><script>var state={{{state}}};</script>'
@@ -99,7 +106,9 @@ def make_site(directory: Path, n: int) -> None:
     say(f"making {n - made} pages in {directory}")
     for host in HOSTS:
         (directory / host / "product").mkdir(parents=True, exist_ok=True)
-        (directory / host / "robots.txt").write_text("User-agent: *\nDisallow: /basket/\nDisallow: /*?session=\nAllow: /\n")
+        (directory / host / "robots.txt").write_text(
+            "User-agent: *\nDisallow: /basket/\nDisallow: /*?session=\nAllow: /\n"
+        )
     templates: dict[int, str] = {}
     for i in range(made, n):
         t = i // len(HOSTS) % TEMPLATES
@@ -113,7 +122,9 @@ def make_site(directory: Path, n: int) -> None:
 
 
 def mean_size(directory: Path, n: int) -> int:
-    return sum((directory / HOSTS[i % len(HOSTS)] / path(i)[1:]).stat().st_size for i in range(n)) // n
+    return (
+        sum((directory / HOSTS[i % len(HOSTS)] / path(i)[1:]).stat().st_size for i in range(n)) // n
+    )
 
 
 # -- nginx ---------------------------------------------------------------------------------------------------------------
@@ -127,12 +138,17 @@ def nginx() -> str:
         say("installing nginx with apt: it is the site that all contenders fetch from")
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "nginx"]
-        subprocess.run(["apt-get", "update", "-qq"], env=environment, stdout=sys.stderr, check=False)
-        if subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode == 0 and (
-            found := shutil.which("nginx", path="/usr/sbin:/usr/bin")
-        ):
+        subprocess.run(
+            ["apt-get", "update", "-qq"], env=environment, stdout=sys.stderr, check=False
+        )
+        if subprocess.run(
+            command, env=environment, stdout=sys.stderr, check=False
+        ).returncode == 0 and (found := shutil.which("nginx", path="/usr/sbin:/usr/bin")):
             return found
-    raise BenchError("nginx was not found; the benchmark fetches from it", "install it (Debian/Ubuntu: sudo apt install nginx), then run this again")
+    raise BenchError(
+        "nginx was not found; the benchmark fetches from it",
+        "install it (Debian/Ubuntu: sudo apt install nginx), then run this again",
+    )
 
 
 def certificate(directory: Path) -> tuple[Path, Path]:
@@ -140,7 +156,10 @@ def certificate(directory: Path) -> tuple[Path, Path]:
     cert, key = directory / "cert.pem", directory / "key.pem"
     if not cert.exists():
         if not shutil.which("openssl"):
-            raise BenchError("openssl was not found; --tls needs a certificate", "install it (Debian/Ubuntu: sudo apt install openssl), then run this again")
+            raise BenchError(
+                "openssl was not found; --tls needs a certificate",
+                "install it (Debian/Ubuntu: sudo apt install openssl), then run this again",
+            )
         names = ",".join(f"IP:{host}" for host in HOSTS)
         command = [
             "openssl",
@@ -156,16 +175,38 @@ def certificate(directory: Path) -> tuple[Path, Path]:
             "-subj",
             "/CN=penstock bench",
         ]
-        subprocess.run([*command, "-addext", f"subjectAltName={names}", "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+        subprocess.run(
+            [
+                *command,
+                "-addext",
+                f"subjectAltName={names}",
+                "-keyout",
+                str(key),
+                "-out",
+                str(cert),
+            ],
+            check=True,
+            capture_output=True,
+        )
     return cert, key
 
 
 def _configuration(directory: Path, site: Path, *, tls: bool, compressed: bool) -> str:
     port = f"{TLS_PORT} ssl" if tls else str(PORT)
     listens = " ".join(f"listen {host}:{port};" for host in HOSTS)
-    lines = [f"ssl_certificate {c}; ssl_certificate_key {k}; ssl_session_cache shared:bench:4m;" for c, k in [certificate(directory.parent)]] if tls else []
+    lines = (
+        [
+            f"ssl_certificate {c}; ssl_certificate_key {k}; ssl_session_cache shared:bench:4m;"
+            for c, k in [certificate(directory.parent)]
+        ]
+        if tls
+        else []
+    )
     lines += ["gzip_static on;"] if compressed else []
-    temporary = " ".join(f"{what}_temp_path {directory}/{what};" for what in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    temporary = " ".join(
+        f"{what}_temp_path {directory}/{what};"
+        for what in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
     user = "user root;\n" if os.geteuid() == 0 else ""
     return (
         f"{user}daemon off; master_process off; pid {directory}/nginx.pid; error_log {directory}/error.log warn; worker_rlimit_nofile 16384;\n"
@@ -177,7 +218,15 @@ def _configuration(directory: Path, site: Path, *, tls: bool, compressed: bool) 
 
 
 @contextmanager
-def serving(directory: Path, site: Path, *, core: int, tls: bool = False, compressed: bool = False, nice: int = 0) -> Iterator[int]:
+def serving(
+    directory: Path,
+    site: Path,
+    *,
+    core: int,
+    tls: bool = False,
+    compressed: bool = False,
+    nice: int = 0,
+) -> Iterator[int]:
     """nginx, one process, on one core, until the block ends; its pid."""
     directory.mkdir(parents=True, exist_ok=True)
     port = TLS_PORT if tls else PORT
@@ -185,11 +234,19 @@ def serving(directory: Path, site: Path, *, core: int, tls: bool = False, compre
     conf = directory / "nginx.conf"
     conf.write_text(_configuration(directory, site, tls=tls, compressed=compressed))
     with open(directory / "nginx.out", "wb") as out:
-        server = subprocess.Popen([nginx(), "-p", str(directory), "-c", str(conf)], stdout=out, stderr=out, preexec_fn=pin({core}, nice))
+        server = subprocess.Popen(
+            [nginx(), "-p", str(directory), "-c", str(conf)],
+            stdout=out,
+            stderr=out,
+            preexec_fn=pin({core}, nice),
+        )
     try:
         for _ in range(100):
             if server.poll() is not None:
-                raise BenchError(f"nginx did not start: {(directory / 'nginx.out').read_text().strip()[-300:]}", f"see {directory}/error.log")
+                raise BenchError(
+                    f"nginx did not start: {(directory / 'nginx.out').read_text().strip()[-300:]}",
+                    f"see {directory}/error.log",
+                )
             try:
                 socket.create_connection((HOSTS[-1], port), 0.2).close()
                 break

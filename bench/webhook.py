@@ -36,7 +36,9 @@ shop.source("webhook:shop", secret="whsec_{base64.b64encode(KEY).decode()}", rat
 
 @dataclass
 class Seen:
-    latencies: list[float] = field(default_factory=list)  # from the moment a request was due, so that a stall counts for all it held up
+    latencies: list[float] = field(
+        default_factory=list
+    )  # from the moment a request was due, so that a stall counts for all it held up
     statuses: Counter[int] = field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -50,8 +52,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="./dev bench webhook", description=__doc__)
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second (default 200)")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long (default 10)")
-    parser.add_argument("--connections", type=int, default=32, help="connections of the senders (default 32)")
-    parser.add_argument("--nice", type=int, default=0, help="priority of server and senders, e.g. -15 as root on a busy machine")
+    parser.add_argument(
+        "--connections", type=int, default=32, help="connections of the senders (default 32)"
+    )
+    parser.add_argument(
+        "--nice",
+        type=int,
+        default=0,
+        help="priority of server and senders, e.g. -15 as root on a busy machine",
+    )
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
     o = parser.parse_args(arguments)
     if o.rate <= 0 or o.seconds <= 0 or not 1 <= o.connections <= 200:
@@ -69,26 +78,56 @@ def main(arguments: Sequence[str]) -> int:
         before = cpu(pid)
         steady = asyncio.run(send(o.rate, o.seconds, o.connections))
         cpu_us = (cpu(pid) - before) / max(1, len(steady.latencies)) * 1e6
-        say(f"{o.rate:g} requests/s: p50 {steady.share(0.5):.1f} ms, p95 {steady.share(0.95):.1f} ms, p99 {steady.share(0.99):.1f} ms")
+        say(
+            f"{o.rate:g} requests/s: p50 {steady.share(0.5):.1f} ms, p95 {steady.share(0.95):.1f} ms, p99 {steady.share(0.99):.1f} ms"
+        )
         flat_out = asyncio.run(send(0.0, min(o.seconds, 5.0), o.connections))
     accepted = count(directory)
     answered = steady.statuses[202] + flat_out.statuses[202] + 50
     if set(steady.statuses) != {202} or accepted != answered:
-        raise BenchError(f"{accepted} events for {answered} answers of 202; statuses {dict(steady.statuses)}", f"the log is {directory / 'serve.log'}")
+        raise BenchError(
+            f"{accepted} events for {answered} answers of 202; statuses {dict(steady.statuses)}",
+            f"the log is {directory / 'serve.log'}",
+        )
     most = flat_out.statuses[202] / flat_out.seconds
     rows = [
-        (f"{o.rate:g}/s", len(steady.latencies), *(f"{steady.share(part):.1f}" for part in (0.5, 0.95, 0.99, 1.0))),
-        (f"flat out: {most:,.0f}/s", len(flat_out.latencies), *(f"{flat_out.share(part):.1f}" for part in (0.5, 0.95, 0.99, 1.0))),
+        (
+            f"{o.rate:g}/s",
+            len(steady.latencies),
+            *(f"{steady.share(part):.1f}" for part in (0.5, 0.95, 0.99, 1.0)),
+        ),
+        (
+            f"flat out: {most:,.0f}/s",
+            len(flat_out.latencies),
+            *(f"{flat_out.share(part):.1f}" for part in (0.5, 0.95, 0.99, 1.0)),
+        ),
     ]
-    print(f"\nSigned POST to 202, {o.connections} connections, every event durable (synchronous=FULL). Milliseconds.\n")
+    print(
+        f"\nSigned POST to 202, {o.connections} connections, every event durable (synchronous=FULL). Milliseconds.\n"
+    )
     print(table(("", "requests", "p50", "p95", "p99", "max"), rows))
     within = steady.share(0.95) < BAR_MS
-    print(f"\np95 at {o.rate:g} requests/s: {steady.share(0.95):.1f} ms (bar: {BAR_MS:g} ms); {cpu_us:,.0f} µs of the server's CPU for each\n")
+    print(
+        f"\np95 at {o.rate:g} requests/s: {steady.share(0.95):.1f} ms (bar: {BAR_MS:g} ms); {cpu_us:,.0f} µs of the server's CPU for each\n"
+    )
     if o.json:
-        found = {"bench": "webhook", "rate": o.rate, "seconds": o.seconds, "connections": o.connections, "requests": len(steady.latencies)}
-        found |= {f"p{int(part * 100)}_ms": round(steady.share(part), 2) for part in (0.5, 0.95, 0.99)} | {"max_ms": round(steady.share(1.0), 2)}
+        found = {
+            "bench": "webhook",
+            "rate": o.rate,
+            "seconds": o.seconds,
+            "connections": o.connections,
+            "requests": len(steady.latencies),
+        }
+        found |= {
+            f"p{int(part * 100)}_ms": round(steady.share(part), 2) for part in (0.5, 0.95, 0.99)
+        } | {"max_ms": round(steady.share(1.0), 2)}
         found |= {"cpu_us_per_request": round(cpu_us)}
-        found |= {"requests_per_second_flat_out": round(most, 1), "bar_ms": BAR_MS, "within_bar": within, "machine": machine()}
+        found |= {
+            "requests_per_second_flat_out": round(most, 1),
+            "bar_ms": BAR_MS,
+            "within_bar": within,
+            "machine": machine(),
+        }
         print(json.dumps(found))
     return 0
 
@@ -99,12 +138,21 @@ def serving(directory: Path, nice: int) -> Iterator[int]:
     core = {SERVER_CORE} if (os.cpu_count() or 1) > 1 else {0}
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "shop.py", "--port", str(PORT)]
     with (directory / "serve.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=directory, env=clean_environment(), stdout=log, stderr=log, preexec_fn=pin(core, nice))
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=clean_environment(),
+            stdout=log,
+            stderr=log,
+            preexec_fn=pin(core, nice),
+        )
         try:
             until = time.monotonic() + 30
             while b"listening on" not in (directory / "serve.log").read_bytes():
                 if process.poll() is not None or time.monotonic() > until:
-                    raise BenchError("penstock serve did not start", f"its log is {directory / 'serve.log'}")
+                    raise BenchError(
+                        "penstock serve did not start", f"its log is {directory / 'serve.log'}"
+                    )
                 time.sleep(0.05)
             yield process.pid
         finally:
@@ -114,16 +162,27 @@ def serving(directory: Path, nice: int) -> Iterator[int]:
 
 def count(directory: Path) -> int:
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", "status", "--json"], cwd=directory, env=clean_environment(), capture_output=True, text=True, check=True
+        [sys.executable, "-m", "penstock.cli.main", "status", "--json"],
+        cwd=directory,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     accepted: int = json.loads(done.stdout)["total"]["accepted"]
     return accepted
 
 
 def request(n: int) -> bytes:
-    body = b'{"url": "https://shop.example/p/%d", "sku": "S-%d", "price": 10.5, "note": "%s"}' % (n, n, b"x" * 200)
+    body = b'{"url": "https://shop.example/p/%d", "sku": "S-%d", "price": 10.5, "note": "%s"}' % (
+        n,
+        n,
+        b"x" * 200,
+    )
     id_, at = f"msg_{time.time_ns()}_{n}", str(int(time.time()))
-    digest = base64.b64encode(hmac.new(KEY, f"{id_}.{at}.".encode() + body, hashlib.sha256).digest()).decode()
+    digest = base64.b64encode(
+        hmac.new(KEY, f"{id_}.{at}.".encode() + body, hashlib.sha256).digest()
+    ).decode()
     head = (
         f"POST /hooks/shop HTTP/1.1\r\nhost: 127.0.0.1:{PORT}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         f"webhook-id: {id_}\r\nwebhook-timestamp: {at}\r\nwebhook-signature: v1,{digest}\r\n\r\n"
@@ -149,7 +208,9 @@ async def send(rate: float, seconds: float, connections: int) -> Seen:
                     await asyncio.sleep(wait)
                 writer.write(request(n))
                 head = await reader.readuntil(b"\r\n\r\n")
-                await reader.readexactly(int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]))
+                await reader.readexactly(
+                    int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+                )
                 seen.latencies.append(loop.time() - due)
                 seen.statuses[int(head[9:12])] += 1
         finally:

@@ -80,10 +80,23 @@ def configuration() -> str:
         of = option.path.rpartition(".")[0]
         if of != section:
             section = of
-            lines += ["", f"## [{of}]" if of else "## At the top level", "", *_table("option", "variable", "kind", "default", "what it is")]
+            lines += [
+                "",
+                f"## [{of}]" if of else "## At the top level",
+                "",
+                *_table("option", "variable", "kind", "default", "what it is"),
+            ]
         variables = " or ".join(_code(v) for v in option.variables)
         what = option.help + (" (*secret*)" if option.secret else "")
-        lines.append(_row(_code(option.path), variables, option.kind.name, _code(option.default_text) or "not set", what))
+        lines.append(
+            _row(
+                _code(option.path),
+                variables,
+                option.kind.name,
+                _code(option.default_text) or "not set",
+                what,
+            )
+        )
     return "\n".join(lines)
 
 
@@ -114,7 +127,9 @@ def _arguments(app: App) -> tuple[list[Any], list[Any], bool]:
     own, common = [], []
     for argument in app.assemble_argument_collection():
         if argument.show:
-            (common if argument.parameter.group[0]._name == "Common options" else own).append(argument)
+            (common if argument.parameter.group[0]._name == "Common options" else own).append(
+                argument
+            )
     return own, common, bool(common)
 
 
@@ -156,7 +171,9 @@ def cli() -> str:
     for _, _, of, _ in COMMANDS:
         if of != group:
             group = of
-            lines.append(f"- **{of}**: " + ", ".join(_code(n) for n, _, o, _ in COMMANDS if o == of))
+            lines.append(
+                f"- **{of}**: " + ", ".join(_code(n) for n, _, o, _ in COMMANDS if o == of)
+            )
     lines.append("")
     last: list[Any] = []
     for name, *_ in COMMANDS:
@@ -166,7 +183,10 @@ def cli() -> str:
             last = last if " " in path else _arguments(leaf)[1] or last
     lines += ["## Common options", "", *_table("option", "what it is")]
     lines += [_row(_names(a), " ".join((a.parameter.help or "").split())) for a in last]
-    lines += ["", "Where a command has `-o` for an output file (`pages show`, `dlq export`), only the long form `--set` sets an option."]
+    lines += [
+        "",
+        "Where a command has `-o` for an output file (`pages show`, `dlq export`), only the long form `--set` sets an option.",
+    ]
     return "\n".join(lines)
 
 
@@ -185,7 +205,15 @@ def outcomes() -> str:
     from penstock.model import ErrorClass
     from penstock.options import RetryConfig
     from penstock.rules.retry import table
-    from penstock.rules.verdict import CHALLENGES, CURL, SMALL, SMALL_MARKS, SOFT_404, STATUS, Breach
+    from penstock.rules.verdict import (
+        CHALLENGES,
+        CURL,
+        SMALL,
+        SMALL_MARKS,
+        SOFT_404,
+        STATUS,
+        Breach,
+    )
 
     usual = RetryConfig()
     soft = ", ".join(f"“{mark.decode()}”" for mark in SOFT_404)
@@ -202,7 +230,9 @@ def outcomes() -> str:
     for kind in ErrorClass:
         p = policies["*", kind]
         retries = "without end" if p.free else str(p.budget) if p.budget else "none"
-        lines.append(_row(kind.value, meaning[kind], retries, f"{p.base:g} s" if p.budget or p.free else ""))
+        lines.append(
+            _row(kind.value, meaning[kind], retries, f"{p.base:g} s" if p.budget or p.free else "")
+        )
     lines += [
         "",
         "Retries are with the default `retry.budget` (3), `retry.base` (10s) and `retry.max` (15m).",
@@ -221,7 +251,9 @@ def outcomes() -> str:
     by_class: dict[ErrorClass, list[int]] = {}
     for status, kind in STATUS.items():
         by_class.setdefault(kind, []).append(status)
-    lines += [_row(", ".join(map(str, sorted(found))), kind.value) for kind, found in by_class.items()]
+    lines += [
+        _row(", ".join(map(str, sorted(found))), kind.value) for kind, found in by_class.items()
+    ]
     lines += [
         _row("429 or 503 with a challenge page and no `Retry-After`", ErrorClass.BLOCKED.value),
         _row("other 4xx", ErrorClass.PERMANENT.value),
@@ -244,7 +276,10 @@ def outcomes() -> str:
     lines += ["", "## What libcurl says", "", *_table("CURLcode", "reason", "class")]
     lines += [_row(str(code), reason, kind.value) for code, (kind, reason) in CURL.items()]
     lines += [_row("any other", "libcurl error N", ErrorClass.TRANSIENT.value)]
-    lines += ["", "A failed TLS handshake (35) in which both sides disagree on version, cipher or name is permanent."]
+    lines += [
+        "",
+        "A failed TLS handshake (35) in which both sides disagree on version, cipher or name is permanent.",
+    ]
     return "\n".join(lines)
 
 
@@ -260,7 +295,14 @@ This page is made from that data and from the suite. How to choose and how to co
 ## Capabilities
 
 """
-ADAPTERS = {"sqlite": "SQLite", "postgres": "PostgreSQL", "redis": "Redis Streams", "amqp": "RabbitMQ", "kafka": "Kafka", "sqs": "SQS"}  # by scheme
+ADAPTERS = {
+    "sqlite": "SQLite",
+    "postgres": "PostgreSQL",
+    "redis": "Redis Streams",
+    "amqp": "RabbitMQ",
+    "kafka": "Kafka",
+    "sqs": "SQS",
+}  # by scheme
 CAPABILITIES = {
     "order_per_key": "a topic can be ordered: one message of a key at a time, in the order of publication",
     "strict_priority": "a higher class always goes first (the classes high, normal and low are weighted on every broker)",
@@ -278,7 +320,11 @@ CAPABILITIES = {
 
 
 def _cell(value: object) -> str:
-    return {True: "yes", False: "–", "none": "–", None: "no limit"}.get(value, str(value)) if isinstance(value, bool | str | None) else f"{value:,}"
+    return (
+        {True: "yes", False: "–", "none": "–", None: "no limit"}.get(value, str(value))
+        if isinstance(value, bool | str | None)
+        else f"{value:,}"
+    )
 
 
 def asked_for(needs: Callable[[Any], bool]) -> list[str]:
@@ -300,9 +346,18 @@ def adapters() -> dict[str, Any]:
     """Title → capabilities, of the adapters of this project."""
     from importlib.metadata import entry_points
 
-    modules = {e.name: e.module for e in entry_points(group="penstock.brokers") if e.module.startswith("penstock.")}
-    shared = import_module("penstock.brokers.sql_queue").CAPS  # of the brokers that lie in an SQL store
-    return {title: getattr(import_module(modules[scheme]), "CAPS", shared) for scheme, title in ADAPTERS.items()}
+    modules = {
+        e.name: e.module
+        for e in entry_points(group="penstock.brokers")
+        if e.module.startswith("penstock.")
+    }
+    shared = import_module(
+        "penstock.brokers.sql_queue"
+    ).CAPS  # of the brokers that lie in an SQL store
+    return {
+        title: getattr(import_module(modules[scheme]), "CAPS", shared)
+        for scheme, title in ADAPTERS.items()
+    }
 
 
 def broker_guarantees() -> str:
@@ -312,7 +367,10 @@ def broker_guarantees() -> str:
     assert penstock.testing.conformance.BrokerConformance
     brokers = adapters()
     lines = [BROKERS + "\n".join(_table("capability", "meaning", *brokers))]
-    lines += [_row(_code(name), meaning, *[_cell(getattr(caps, name)) for caps in brokers.values()]) for name, meaning in CAPABILITIES.items()]
+    lines += [
+        _row(_code(name), meaning, *[_cell(getattr(caps, name)) for caps in brokers.values()])
+        for name, meaning in CAPABILITIES.items()
+    ]
     lines += [
         "",
         "“native” is the server's own; “emulated” is made by the adapter from what the server has.",
@@ -325,8 +383,19 @@ def broker_guarantees() -> str:
     gated = {name: asked_for(needs) for name, needs in SENTENCES.items()}
     for name, needed in gated.items():
         if needed:
-            lines.append(_row(words[name], ", ".join(map(_code, needed)), *[_cell(SENTENCES[name](caps)) for caps in brokers.values()]))
-    lines += ["", "## Sentences that hold on every broker", "", *[f"- {words[name]}" for name, needed in gated.items() if not needed]]
+            lines.append(
+                _row(
+                    words[name],
+                    ", ".join(map(_code, needed)),
+                    *[_cell(SENTENCES[name](caps)) for caps in brokers.values()],
+                )
+            )
+    lines += [
+        "",
+        "## Sentences that hold on every broker",
+        "",
+        *[f"- {words[name]}" for name, needed in gated.items() if not needed],
+    ]
     lines += [
         "",
         "The sentences about servers that die and connections that are cut are for brokers with a server of their own. SQLite has none; its tests kill",
@@ -335,7 +404,12 @@ def broker_guarantees() -> str:
     return "\n".join(lines)
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": cli, "outcomes.md": outcomes, "broker-guarantees.md": broker_guarantees}
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "cli.md": cli,
+    "outcomes.md": outcomes,
+    "broker-guarantees.md": broker_guarantees,
+}
 
 
 def stale() -> list[str]:
@@ -356,7 +430,10 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         found = stale()
         for name in found:
-            print(f"docs/{name} is not up to date: ./dev exec python docs/generate.py", file=sys.stderr)
+            print(
+                f"docs/{name} is not up to date: ./dev exec python docs/generate.py",
+                file=sys.stderr,
+            )
         return 5 if found else 0
     for name, make in PAGES.items():
         (HERE / name).write_text(render(make), "utf-8")

@@ -19,10 +19,21 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.servers"]
 
-LIMIT, SLOW_LIMIT = 180.0, 900.0  # seconds; the second for tests marked slow. Far more than any needs: a machine that is busy with others is no hang
+LIMIT, SLOW_LIMIT = (
+    180.0,
+    900.0,
+)  # seconds; the second for tests marked slow. Far more than any needs: a machine that is busy with others is no hang
 
-settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, max_examples=20_000)
-settings.register_profile("same", settings.get_profile("search"), derandomize=True, database=None, max_examples=100)
+settings.register_profile(
+    "search",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+    max_examples=20_000,
+)
+settings.register_profile(
+    "same", settings.get_profile("search"), derandomize=True, database=None, max_examples=100
+)
 settings.load_profile("same")
 
 
@@ -36,7 +47,9 @@ def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    arguments = {
+        name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters
+    }
     limit = SLOW_LIMIT if pyfuncitem.get_closest_marker("slow") else LIMIT
 
     async def limited() -> None:

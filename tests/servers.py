@@ -101,7 +101,9 @@ def _needs(item: pytest.Item | None) -> list[str]:
     names = {name for mark in item.iter_markers("server") for name in mark.args} if item else set()
     unknown = names - set(SERVERS)
     if unknown:
-        raise pytest.UsageError(f"{item.nodeid if item else ''}: no server is called {sorted(unknown)}; there are {', '.join(SERVERS)}")
+        raise pytest.UsageError(
+            f"{item.nodeid if item else ''}: no server is called {sorted(unknown)}; there are {', '.join(SERVERS)}"
+        )
     return sorted(names, key=lambda name: ORDER[name])
 
 
@@ -113,7 +115,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: [ORDER[name] for name in _needs(item)])  # stable: those without a server stay in front, in their order
+    items.sort(
+        key=lambda item: [ORDER[name] for name in _needs(item)]
+    )  # stable: those without a server stay in front, in their order
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,10 @@ from selectolax.lexbor import LexborHTMLParser
 def row(body: bytes) -> dict[str, str | None]:
     page = LexborHTMLParser(body)
     found = {name: page.css_first(css) for name, (css, _) in FIELDS.items()}
-    return {name: node and (node.attributes[FIELDS[name][1]] if FIELDS[name][1] else node.text()) for name, node in found.items()}
+    return {
+        name: node and (node.attributes[FIELDS[name][1]] if FIELDS[name][1] else node.text())
+        for name, node in found.items()
+    }
 
 
 async def take(session: aiohttp.ClientSession, todo: Iterator[str], out) -> None:
@@ -26,7 +29,9 @@ async def take(session: aiohttp.ClientSession, todo: Iterator[str], out) -> None
 async def main() -> None:
     todo = iter(urls())
     with open(OUT, "w", encoding="utf-8") as out:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONCURRENCY)) as session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=CONCURRENCY)
+        ) as session:
             started()
             await asyncio.gather(*(take(session, todo, out) for _ in range(CONCURRENCY)))
     ended()

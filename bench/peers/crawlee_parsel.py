@@ -10,8 +10,12 @@ from job import CONCURRENCY, CSS, OUT, ended, report, started, urls
 
 
 async def main() -> None:
-    at_once = ConcurrencySettings(min_concurrency=CONCURRENCY, desired_concurrency=CONCURRENCY, max_concurrency=CONCURRENCY)
-    crawler = ParselCrawler(storage_client=MemoryStorageClient(), concurrency_settings=at_once, configure_logging=False)
+    at_once = ConcurrencySettings(
+        min_concurrency=CONCURRENCY, desired_concurrency=CONCURRENCY, max_concurrency=CONCURRENCY
+    )
+    crawler = ParselCrawler(
+        storage_client=MemoryStorageClient(), concurrency_settings=at_once, configure_logging=False
+    )
     with open(OUT, "w", encoding="utf-8") as out:
 
         @crawler.router.default_handler

@@ -11,7 +11,10 @@ FIELDS = {
     "price": ("span.price", "content"),
     "rating": ("div.rating", "data-value"),
 }
-CSS = {name: f"{css}::attr({attribute})" if attribute else f"{css}::text" for name, (css, attribute) in FIELDS.items()}
+CSS = {
+    name: f"{css}::attr({attribute})" if attribute else f"{css}::text"
+    for name, (css, attribute) in FIELDS.items()
+}
 OUT = "products.jsonl"
 CONCURRENCY = 64
 times: dict[str, float] = {}

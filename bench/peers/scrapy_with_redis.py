@@ -32,7 +32,9 @@ class Products(RedisSpider):
         yield {"url": response.url, **{name: response.css(css).get() for name, css in CSS.items()}}
         self.rows += 1
         if self.rows == len(wanted):  # a spider of its kind waits for more, for ever
-            self.closing = asyncio.ensure_future(self.crawler.engine.close_spider_async(reason="done"))
+            self.closing = asyncio.ensure_future(
+                self.crawler.engine.close_spider_async(reason="done")
+            )
 
 
 process = CrawlerProcess(

@@ -3,5 +3,15 @@
 from penstock.model import ErrorClass, Event, Failure, Follow, Page, Removed, Route
 from penstock.pipeline import Change, Pipeline
 
-__all__ = ["Change", "ErrorClass", "Event", "Failure", "Follow", "Page", "Pipeline", "Removed", "Route"]
+__all__ = [
+    "Change",
+    "ErrorClass",
+    "Event",
+    "Failure",
+    "Follow",
+    "Page",
+    "Pipeline",
+    "Removed",
+    "Route",
+]
 __version__ = "0.1.0"

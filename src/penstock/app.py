@@ -59,7 +59,9 @@ STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
 SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
 UPKEEP = 60.0
 END_SPARE = 10.0  # seconds beyond twice the grace, after which a worker that does not end is left behind, and a chore is cancelled again
-SOURCE_BODY = 50 * 2**20  # bytes of one answer to a source, decoded: what the sitemap protocol allows
+SOURCE_BODY = (
+    50 * 2**20
+)  # bytes of one answer to a source, decoded: what the sitemap protocol allows
 FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
 
 
@@ -69,7 +71,14 @@ FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
 class Running:
     """One worker process: what is open, what runs, and how it ends."""
 
-    def __init__(self, config: Config, pipeline_file: Path, *, roles: frozenset[str], clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pipeline_file: Path,
+        *,
+        roles: frozenset[str],
+        clock: Clock | None = None,
+    ) -> None:
         """Checks everything that can be checked before anything is opened."""
         self.config, self.file, self.roles = config, pipeline_file, roles
         self.pipeline = load(pipeline_file)
@@ -80,8 +89,12 @@ class Running:
         self.clock: Clock = clock or SystemClock()
         self.rng = random.Random()
         context = SourceContext(config, self.clock, self.rng, self.web, Path.cwd())
-        self.sources = open_sources(self.pipeline, context) if "source" in roles or "serve" in roles else []
-        self.served: list[tuple[Any, SourceSpec]] = [(source, spec) for source, spec in self.sources if source.served and "serve" in roles]
+        self.sources = (
+            open_sources(self.pipeline, context) if "source" in roles or "serve" in roles else []
+        )
+        self.served: list[tuple[Any, SourceSpec]] = [
+            (source, spec) for source, spec in self.sources if source.served and "serve" in roles
+        ]
         check_served([source for source, _ in self.served], config.serve.host)
         _check_sources(self.sources, roles)
         self.readers: list[Reader] = []
@@ -96,7 +109,13 @@ class Running:
 
     # -- life ------------------------------------------------------------------------------------------------------------
 
-    async def run(self, stop: asyncio.Event, *, until_idle: bool = False, opened: Callable[[Running], None] | None = None) -> int:
+    async def run(
+        self,
+        stop: asyncio.Event,
+        *,
+        until_idle: bool = False,
+        opened: Callable[[Running], None] | None = None,
+    ) -> int:
         self.stores = open_stores(self.config, worker=self.id, clock=self.clock)
         lock = WorkerLock(self.stores.workers_directory, self.id)
         lock.acquire()
@@ -108,7 +127,9 @@ class Running:
         try:
             await self._check_after_unclean_stop()
             await self.stores.start()
-            if self.stores.pages.remote and ("fetch" in self.roles or not self.config.pages.inline_max):  # else the messages may bring all there is to read
+            if self.stores.pages.remote and (
+                "fetch" in self.roles or not self.config.pages.inline_max
+            ):  # else the messages may bring all there is to read
                 await self.stores.pages.start()
             await self.stores.books.reclaim(self.stores.workers_directory)
             if "extract" in self.roles:
@@ -116,11 +137,24 @@ class Running:
             if "fetch" in self.roles:
                 fetcher = open_fetcher(self.config)
                 await self.stores.claims.refresh()
-                await self.stores.db.write(lambda tx: self.stores.hosts.configured_in(tx, exceptions(self.config), operator()), durable=False)
-                self.proxies = Proxies(self.config.proxies, self.stores.proxies, fetcher, self.clock, self.stores.context.rng)
+                await self.stores.db.write(
+                    lambda tx: self.stores.hosts.configured_in(
+                        tx, exceptions(self.config), operator()
+                    ),
+                    durable=False,
+                )
+                self.proxies = Proxies(
+                    self.config.proxies,
+                    self.stores.proxies,
+                    fetcher,
+                    self.clock,
+                    self.stores.context.rng,
+                )
                 await self.stores.proxies.refresh()
             bindings = self._bind_sinks()
-            books = self.stores.with_settings(settings(self.config, sinks=bindings, hooks=bool(self.pipeline.hooks)))
+            books = self.stores.with_settings(
+                settings(self.config, sinks=bindings, hooks=bool(self.pipeline.hooks))
+            )
             dead_before = await self._dead()
             if "source" in self.roles and not all(source.served for source, _ in self.sources):
                 for_sources = open_fetcher(self.config, max_body=SOURCE_BODY)
@@ -128,10 +162,17 @@ class Running:
                 await self.stores.claims.refresh()
             if self.served:
                 self.listener = self._open_listener(books)
-            background += [asyncio.create_task(f.run(), name=f"flush {f.sink.name}") for f in self.flushers]
+            background += [
+                asyncio.create_task(f.run(), name=f"flush {f.sink.name}") for f in self.flushers
+            ]
             hooks = None
             if self.pipeline.hooks and extraction is not None and "sink" in self.roles:
-                hooks = HookRunner(self.stores.outbox, extraction, self.stores.db.lock(self.config.state.dir / "hooks.lock"), self.clock)
+                hooks = HookRunner(
+                    self.stores.outbox,
+                    extraction,
+                    self.stores.db.lock(self.config.state.dir / "hooks.lock"),
+                    self.clock,
+                )
                 background.append(asyncio.create_task(hooks.run(), name="hooks"))
             background.append(asyncio.create_task(self._upkeep(), name="upkeep"))
             if self.stores.broker.apart:
@@ -142,8 +183,14 @@ class Running:
             await self._work(stop, until_idle, background)
             for f in self.flushers:
                 if not await f.drain(self.config.grace):
-                    self._notice(f"sink {f.sink.name}: {f.down or 'rows are still waiting'}; they stay in the outbox for the next run")
-            failed = await self._dead() > dead_before or await self._breaker() or any(r.error for r in self.readers)
+                    self._notice(
+                        f"sink {f.sink.name}: {f.down or 'rows are still waiting'}; they stay in the outbox for the next run"
+                    )
+            failed = (
+                await self._dead() > dead_before
+                or await self._breaker()
+                or any(r.error for r in self.readers)
+            )
             return RAN_WITH_FAILURES if until_idle and failed else OK
         finally:
             await self._cancelled(background)
@@ -159,24 +206,37 @@ class Running:
             lock.release()
             self.stores.close()
 
-    async def _work(self, stop: asyncio.Event, until_idle: bool, background: Sequence[asyncio.Task[None]]) -> None:
+    async def _work(
+        self, stop: asyncio.Event, until_idle: bool, background: Sequence[asyncio.Task[None]]
+    ) -> None:
         ended = asyncio.Event()
-        tasks = [asyncio.create_task(w.run(ended), name=f"{w.first}..{w.last}") for w in self.workers]
-        readers = [asyncio.create_task(r.run(), name=f"source {r.source.name}") for r in self.readers]
+        tasks = [
+            asyncio.create_task(w.run(ended), name=f"{w.first}..{w.last}") for w in self.workers
+        ]
+        readers = [
+            asyncio.create_task(r.run(), name=f"source {r.source.name}") for r in self.readers
+        ]
         if self.listener is not None:
             readers.append(asyncio.create_task(self.listener.run(), name="serve"))
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
         if until_idle:
             waits.append(asyncio.create_task(self._until_idle()))
         try:
-            await asyncio.wait([*tasks, *waits, *readers, *background], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [*tasks, *waits, *readers, *background], return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             ended.set()
             for wait in waits:
                 wait.cancel()
-            results = await self._cancelled(readers)  # nothing new is taken on while what is in flight is finished
+            results = await self._cancelled(
+                readers
+            )  # nothing new is taken on while what is in flight is finished
             results += await self._end_of(tasks) if tasks else []
-        for result in [*results, *(t.exception() for t in background if t.done() and not t.cancelled())]:
+        for result in [
+            *results,
+            *(t.exception() for t in background if t.done() and not t.cancelled()),
+        ]:
             if isinstance(result, BaseException):
                 raise result
 
@@ -186,7 +246,11 @@ class Running:
         for task in late:
             where = io.StringIO()
             task.print_stack(file=where)
-            log.error("%s does not end; leaving it where it stands:\n%s", task.get_name(), where.getvalue())
+            log.error(
+                "%s does not end; leaving it where it stands:\n%s",
+                task.get_name(),
+                where.getvalue(),
+            )
             task.cancel()
         return [task.exception() for task in tasks if task.done() and not task.cancelled()]
 
@@ -208,15 +272,23 @@ class Running:
         """Every accepted event has ended, every row is in its sink, every hook was told; or a breaker keeps us from going on."""
         while True:
             with contextlib.suppress(StoreUnavailable):
-                read = all([await r.settled() for r in self.readers])  # first: what they read then is in the books by the time these are asked
-                if read and await self.stores.db.read(self._is_idle) and all([await f.outbox.backlog(f.sink.name) == 0 for f in self.flushers]):
+                read = all(
+                    [await r.settled() for r in self.readers]
+                )  # first: what they read then is in the books by the time these are asked
+                if (
+                    read
+                    and await self.stores.db.read(self._is_idle)
+                    and all([await f.outbox.backlog(f.sink.name) == 0 for f in self.flushers])
+                ):
                     return
                 if await self._breaker() and not any(w.held for w in self.workers):
                     return
             await self.clock.sleep(0.1)
 
     def _is_idle(self, tx: Any) -> bool:
-        return self.stores.ledger.total_in(tx, *OPEN) == 0 and not (self.pipeline.hooks and self.stores.outbox.has_changes_in(tx))
+        return self.stores.ledger.total_in(tx, *OPEN) == 0 and not (
+            self.pipeline.hooks and self.stores.outbox.has_changes_in(tx)
+        )
 
     async def _dead(self) -> int:
         return int(await self.stores.db.read(lambda tx: self.stores.ledger.total_in(tx, "dead")))
@@ -253,7 +325,11 @@ class Running:
     async def _open_extraction(self) -> tuple[Extraction, Extraction | None]:
         """Where the user's code runs, and where pages run that may have killed a worker whose own process it was."""
         c = self.config.extract
-        sandbox = Sandbox(self.file, size=c.processes, limits=Limits(seconds=c.seconds, memory=c.memory, output=c.output))
+        sandbox = Sandbox(
+            self.file,
+            size=c.processes,
+            limits=Limits(seconds=c.seconds, memory=c.memory, output=c.output),
+        )
         await sandbox.start()
         return (sandbox, None) if c.isolation == "process" else (InProcess(self.pipeline), sandbox)
 
@@ -264,7 +340,9 @@ class Running:
             only = tuple(options.get("only", ()))
             if isinstance(sink, SqliteSink) and sink.path == self.stores.db.file:
                 self.stores.db.write_now(lambda tx, sink=sink: sink.prepare_in(tx.cursor()))
-                bindings.append(SinkBinding(sink.name, only, _table_writer(sink.write_in, cursor=True)))
+                bindings.append(
+                    SinkBinding(sink.name, only, _table_writer(sink.write_in, cursor=True))
+                )
                 continue
             if isinstance(sink, TableSink) and sink.shares(self.config.ledger.url):
                 self.stores.db.write_now(sink.prepare_in)
@@ -273,36 +351,85 @@ class Running:
             bindings.append(SinkBinding(sink.name, only))
             if "sink" in self.roles:
                 lock = self.stores.db.lock(sink_lock(self.config, sink.name))
-                self.flushers.append(Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice))
+                self.flushers.append(
+                    Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice)
+                )
         return bindings
 
     def _open_readers(self, books: Books, fetcher: CurlFetcher) -> None:
         claims = self.stores.claims
-        self.web.bind(FetchStage(fetcher, claims, claims, self.clock, fetch_options(self.config)), claims, self.clock)
+        self.web.bind(
+            FetchStage(fetcher, claims, claims, self.clock, fetch_options(self.config)),
+            claims,
+            self.clock,
+        )
         for source, spec in self.sources:
             if source.served:
                 continue
-            intake = Intake(books, SourceMapping(spec, host_by=books.settings.host_by), self.clock, source=spec.name)
-            lock = self.stores.db.lock(self.config.state.dir / "sources" / f"{mint('source', spec.name)[:16]}.lock")
-            self.readers.append(Reader(source, units.mask(spec.url), intake, self.stores.sources, lock, self.clock, self.rng, worker=self.id))
+            intake = Intake(
+                books,
+                SourceMapping(spec, host_by=books.settings.host_by),
+                self.clock,
+                source=spec.name,
+            )
+            lock = self.stores.db.lock(
+                self.config.state.dir / "sources" / f"{mint('source', spec.name)[:16]}.lock"
+            )
+            self.readers.append(
+                Reader(
+                    source,
+                    units.mask(spec.url),
+                    intake,
+                    self.stores.sources,
+                    lock,
+                    self.clock,
+                    self.rng,
+                    worker=self.id,
+                )
+            )
 
     def _open_listener(self, books: Books) -> Listener:
-        from penstock.listening import Listener  # here: most pipelines have no webhook, and need no HTTP server
+        from penstock.listening import (
+            Listener,
+        )  # here: most pipelines have no webhook, and need no HTTP server
         from penstock.serving import Endpoint, Hook
 
         c = self.config.serve
         hooks = [
-            Hook(source, spec.url, Intake(books, SourceMapping(spec, host_by=books.settings.host_by), self.clock, source=spec.name))
+            Hook(
+                source,
+                spec.url,
+                Intake(
+                    books,
+                    SourceMapping(spec, host_by=books.settings.host_by),
+                    self.clock,
+                    source=spec.name,
+                ),
+            )
             for source, spec in self.served
         ]
-        endpoint = Endpoint(hooks, self.stores.sources, self.clock, worker=self.id, timeout=c.timeout)
+        endpoint = Endpoint(
+            hooks, self.stores.sources, self.clock, worker=self.id, timeout=c.timeout
+        )
         lock = self.config.state.dir / f"serve-{c.host}-{c.port or self.id}.lock"
         return Listener(
-            endpoint, host=c.host, port=c.port, connections=c.max_connections, timeout=c.timeout, grace=self.config.grace, lock=lock, clock=self.clock
+            endpoint,
+            host=c.host,
+            port=c.port,
+            connections=c.max_connections,
+            timeout=c.timeout,
+            grace=self.config.grace,
+            lock=lock,
+            clock=self.clock,
         )
 
     def _open_workers(
-        self, books: Books, fetcher: CurlFetcher | None, extraction: Extraction | None, suspects: Extraction | None, hooks: HookRunner | None
+        self,
+        books: Books,
+        fetcher: CurlFetcher | None,
+        extraction: Extraction | None,
+        suspects: Extraction | None,
+        hooks: HookRunner | None,
     ) -> None:
         c = self.config
         limited = c.pace.rate != float("inf")
@@ -320,8 +447,12 @@ class Running:
             message_max=self.stores.broker.caps_of("pages").max_body,
         )
         # Messages with bodies are as heavy as pages, and are held from the moment they are received.
-        narrow = msgspec.structs.replace(options, window=min(options.window, c.fetch.bytes // max(1, c.pages.inline_max)))
-        policies = retry.table(base=c.retry.base, cap=c.retry.max, budget=c.retry.budget, next_pool=c.retry.next_pool)
+        narrow = msgspec.structs.replace(
+            options, window=min(options.window, c.fetch.bytes // max(1, c.pages.inline_max))
+        )
+        policies = retry.table(
+            base=c.retry.base, cap=c.retry.max, budget=c.retry.budget, next_pool=c.retry.next_pool
+        )
 
         def on_records() -> None:
             if not any(w.held for w in self.workers):  # no more rows are about to come
@@ -339,7 +470,14 @@ class Running:
 
         for first, last in chains(self.roles):
             fetch = (
-                FetchStage(fetcher, self.stores.claims, self.stores.claims, self.clock, fetch_options(c, slot_wait=PARK_BEYOND), self.proxies)
+                FetchStage(
+                    fetcher,
+                    self.stores.claims,
+                    self.stores.claims,
+                    self.clock,
+                    fetch_options(c, slot_wait=PARK_BEYOND),
+                    self.proxies,
+                )
                 if first == "fetch" and fetcher is not None
                 else None
             )
@@ -348,7 +486,9 @@ class Running:
                     first=first,
                     last=last,
                     books=books,
-                    subscription=self.stores.broker.subscribe(ENTRY[first], "main", owner=self.id, lease=c.lease),
+                    subscription=self.stores.broker.subscribe(
+                        ENTRY[first], "main", owner=self.id, lease=c.lease
+                    ),
                     fetch=fetch,
                     extraction=extraction,
                     suspects=suspects,
@@ -384,7 +524,9 @@ class Running:
                     for worker in await self.stores.books.reclaim(self.stores.workers_directory):
                         log.warning("worker %s is gone; its work was taken back", worker)
                     await self.stores.books.tick()
-                    self._backlog = max([await f.outbox.backlog(f.sink.name) for f in self.flushers], default=0)
+                    self._backlog = max(
+                        [await f.outbox.backlog(f.sink.name) for f in self.flushers], default=0
+                    )
                 if beats % int(UPKEEP * 10) == 0:
                     await self._retention()
             except StoreUnavailable as e:
@@ -399,15 +541,25 @@ class Running:
             beats += 1
             try:
                 await self.stores.books.relay()
-                if beats % max(10, int(self.config.lease * 10)) == 0 and (again := await self.stores.books.recover()):
-                    log.warning("the broker had lost %d messages of open events; they were published again", again)
+                if beats % max(10, int(self.config.lease * 10)) == 0 and (
+                    again := await self.stores.books.recover()
+                ):
+                    log.warning(
+                        "the broker had lost %d messages of open events; they were published again",
+                        again,
+                    )
             except StoreUnavailable as e:
                 log.warning("%s", e.message)
                 await self.clock.sleep(1.0)
 
     async def _retention(self) -> None:
         await self.stores.proxies.prune()
-        await retain(self.stores, pages_keep=self.config.pages.keep, pages_bytes=self.config.pages.max_bytes, history_keep=self.config.history.keep)
+        await retain(
+            self.stores,
+            pages_keep=self.config.pages.keep,
+            pages_bytes=self.config.pages.max_bytes,
+            history_keep=self.config.history.keep,
+        )
 
     def _notice(self, text: str) -> None:
         log.warning("%s", text)
@@ -436,7 +588,9 @@ def exceptions(config: Config) -> dict[str, str]:
     """Rules of ours that the configuration turns off everywhere, and how; "" where it does not. They are recorded when a worker starts."""
     return {
         "robots": 'robots = "ignore" in the configuration' if config.robots == "ignore" else "",
-        "remote_dns": "net.remote_dns = true in the configuration: proxies resolve names, unchecked" if config.net.remote_dns else "",
+        "remote_dns": "net.remote_dns = true in the configuration: proxies resolve names, unchecked"
+        if config.net.remote_dns
+        else "",
     }
 
 
@@ -449,7 +603,9 @@ def operator() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def fetch_options(config: Config, *, ignore_robots: bool = False, slot_wait: float = FetchOptions().slot_wait) -> FetchOptions:
+def fetch_options(
+    config: Config, *, ignore_robots: bool = False, slot_wait: float = FetchOptions().slot_wait
+) -> FetchOptions:
     return FetchOptions(
         slot_wait=slot_wait,
         agent=product_token(config.net.user_agent),
@@ -499,16 +655,23 @@ def check_served(sources: Sequence[ServedSource], host: str) -> None:
             )
     paths = [source.path for source in sources]
     if twice := [path for path in paths if paths.count(path) > 1]:
-        raise ConfigError(f"two sources are served at {twice[0]}", hint="webhook:NAME, each with a name of its own")
+        raise ConfigError(
+            f"two sources are served at {twice[0]}",
+            hint="webhook:NAME, each with a name of its own",
+        )
 
 
 def _check_sources(sources: Sequence[tuple[Source, SourceSpec]], roles: frozenset[str]) -> None:
-    if roles.intersection(STAGES) or any(("serve" if source.served else "source") in roles for source, _ in sources):
+    if roles.intersection(STAGES) or any(
+        ("serve" if source.served else "source") in roles for source, _ in sources
+    ):
         return
     served, role = "serve" in roles, ", ".join(sorted(roles))
     raise ConfigError(
         f"nothing to do for the role {role}: the pipeline has no source that is {'served' if served else 'read'}",
-        hint='declare one: shop.source("webhook:shop")' if served else "the role serve is for webhooks",
+        hint='declare one: shop.source("webhook:shop")'
+        if served
+        else "the role serve is for webhooks",
     )
 
 
@@ -534,16 +697,22 @@ def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, 
 
 def check_sources(pipeline: Pipeline, config: Config) -> None:
     """As `run` would find them. Raises ConfigError."""
-    open_sources(pipeline, SourceContext(config, SystemClock(), random.Random(), SourceWeb(), Path.cwd()))
+    open_sources(
+        pipeline, SourceContext(config, SystemClock(), random.Random(), SourceWeb(), Path.cwd())
+    )
 
 
 @contextlib.asynccontextmanager
-async def source_to_look_at(config: Config, spec: SourceSpec) -> AsyncIterator[tuple[Source, SourceMapping]]:
+async def source_to_look_at(
+    config: Config, spec: SourceSpec
+) -> AsyncIterator[tuple[Source, SourceMapping]]:
     """One source with a way out of its own, for a command."""
     politeness = Politeness(config)
     web, claims = SourceWeb(), politeness.claims
     mapping = SourceMapping(spec, host_by=config.pace.by)
-    source: Source = adapter("sources", spec.url)(spec, SourceContext(config, politeness.clock, random.Random(), web, Path.cwd()))
+    source: Source = adapter("sources", spec.url)(
+        spec, SourceContext(config, politeness.clock, random.Random(), web, Path.cwd())
+    )
     fetcher = open_fetcher(config, max_body=SOURCE_BODY)
     stage = FetchStage(fetcher, claims, claims, politeness.clock, fetch_options(config))
     web.bind(stage, claims, politeness.clock)
@@ -559,14 +728,25 @@ async def source_to_look_at(config: Config, spec: SourceSpec) -> AsyncIterator[t
         politeness.close()
 
 
-def _table_writer(write_in: Callable[[Any, Sequence[Row]], None], *, cursor: bool = False) -> Callable[[Any, Sequence[tuple[str, bytes, int]]], None]:
+def _table_writer(
+    write_in: Callable[[Any, Sequence[Row]], None], *, cursor: bool = False
+) -> Callable[[Any, Sequence[tuple[str, bytes, int]]], None]:
     def write(tx: Any, rows: Sequence[tuple[str, bytes, int]]) -> None:
-        write_in(tx.cursor() if cursor else tx, [Row(0, key, body, order) for key, body, order in rows])
+        write_in(
+            tx.cursor() if cursor else tx, [Row(0, key, body, order) for key, body, order in rows]
+        )
 
     return write
 
 
-async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int | None, history_keep: float | None, seconds: float = 5.0) -> tuple[int, int]:
+async def retain(
+    stores: Stores,
+    *,
+    pages_keep: float | None,
+    pages_bytes: int | None,
+    history_keep: float | None,
+    seconds: float = 5.0,
+) -> tuple[int, int]:
     """Retention of pages, history and ended events: small transactions, until nothing is left to do or the time is up. (pages removed, bytes freed)."""
     until = stores.clock.now() + seconds
     removed = freed = 0
@@ -583,10 +763,15 @@ async def retain(stores: Stores, *, pages_keep: float | None, pages_bytes: int |
         await stores.clock.sleep(0.01)  # others write too
 
 
-def _retain_pages(stores: Stores, keep: float | None, max_bytes: int | None, tx: Any) -> tuple[int, int]:
+def _retain_pages(
+    stores: Stores, keep: float | None, max_bytes: int | None, tx: Any
+) -> tuple[int, int]:
     stores.pages.sweep_in(tx)
     removed: tuple[int, int] = stores.pages.prune_in(
-        tx, older_than=None if keep is None else stores.clock.now() - keep, max_bytes=max_bytes, keep=partial(stores.ledger.needed_in, tx)
+        tx,
+        older_than=None if keep is None else stores.clock.now() - keep,
+        max_bytes=max_bytes,
+        keep=partial(stores.ledger.needed_in, tx),
     )
     return removed
 
@@ -596,4 +781,6 @@ def _retain_events(stores: Stores, keep: float, tx: Any) -> int:
     if stores.claims.apart:  # what a claim elsewhere still names may go all the same: its URL is then fetched without a baseline
         return int(stores.ledger.prune_in(tx, before, lambda key, id_: False))
     stores.claims.prune_in(tx, before)
-    return int(stores.ledger.prune_in(tx, before, lambda key, id_: stores.claims.names_in(tx, key, id_)))
+    return int(
+        stores.ledger.prune_in(tx, before, lambda key, id_: stores.claims.names_in(tx, key, id_))
+    )

@@ -20,7 +20,10 @@ class SystemClock:
 
 async def nap(clock: Clock, seconds: float, woken: asyncio.Event) -> None:
     """For as long as that, or until somebody wakes us."""
-    asleep, waking = asyncio.ensure_future(clock.sleep(seconds)), asyncio.ensure_future(woken.wait())
+    asleep, waking = (
+        asyncio.ensure_future(clock.sleep(seconds)),
+        asyncio.ensure_future(woken.wait()),
+    )
     try:
         await asyncio.wait((asleep, waking), return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -13,16 +13,36 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.options import BY_PATH, OPTIONS, POOL, PREFIX, SECTIONS, Config, Option, ProxyPoolConfig, pool_options
+from penstock.options import (
+    BY_PATH,
+    OPTIONS,
+    POOL,
+    PREFIX,
+    SECTIONS,
+    Config,
+    Option,
+    ProxyPoolConfig,
+    pool_options,
+)
 
 __all__ = ["OPTIONS", "Config", "Loaded", "Option", "Shown", "load", "options", "show"]
 
 FILE_NAME = "penstock.toml"
 # Variables with our prefix that are no options: where the file is, and where ./dev keeps its environment.
 OTHER_VARIABLES = frozenset({"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_KAFKA_OPTIONS"})
-STORES = ("broker.url", "topics.requests", "topics.pages", "topics.records", "ledger.url", "claims.url", "pages.url")
+STORES = (
+    "broker.url",
+    "topics.requests",
+    "topics.pages",
+    "topics.records",
+    "ledger.url",
+    "claims.url",
+    "pages.url",
+)
 # Kubernetes puts these into every pod beside a Service whose name begins with "penstock".
-_INJECTED = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?$")
+_INJECTED = re.compile(
+    r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?$"
+)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -54,15 +74,26 @@ def load(cli: Mapping[str, str], env: Mapping[str, str], cwd: Path) -> Loaded:
     document, shown = _document(file, cwd)
     pools = _pools(document, env, cli, shown)
     table = _Table([*OPTIONS, *(option for name in pools for option in pool_options(name))], pools)
-    for option, origin, value in (*_from_file(document, shown, table), *_from_env(env, cwd, table), *_from_cli(cli, table)):
+    for option, origin, value in (
+        *_from_file(document, shown, table),
+        *_from_env(env, cwd, table),
+        *_from_cli(cli, table),
+    ):
         values[option.path], origins[option.path] = value, origin
     _derive(values, cwd)
     _agree(values, origins)
     config = _build(Config, values)
     if pools:
-        config = msgspec.structs.replace(config, proxies={name: _build(ProxyPoolConfig, values, f"{POOL}.{name}.") for name in pools})
+        config = msgspec.structs.replace(
+            config,
+            proxies={name: _build(ProxyPoolConfig, values, f"{POOL}.{name}.") for name in pools},
+        )
         _check_pools(config.proxies)
-    return Loaded(config=config, origins={path: origins.get(path, "default") for path in table.by_path}, file=file)
+    return Loaded(
+        config=config,
+        origins={path: origins.get(path, "default") for path in table.by_path},
+        file=file,
+    )
 
 
 def options(config: Config) -> tuple[Option, ...]:
@@ -72,7 +103,14 @@ def options(config: Config) -> tuple[Option, ...]:
 
 def show(loaded: Loaded) -> list[Shown]:
     """Every option with its value and origin, in the order of the table; passwords masked."""
-    return [Shown(option.path, _written(option, _at(loaded.config, option.path)), loaded.origins[option.path]) for option in options(loaded.config)]
+    return [
+        Shown(
+            option.path,
+            _written(option, _at(loaded.config, option.path)),
+            loaded.origins[option.path],
+        )
+        for option in options(loaded.config)
+    ]
 
 
 class _Table:
@@ -84,41 +122,73 @@ class _Table:
         self.sections = SECTIONS | {POOL} | {f"{POOL}.{name}" for name in pools}
 
 
-def _pools(document: Mapping[str, Any], env: Mapping[str, str], cli: Mapping[str, str], shown: str) -> list[str]:
+def _pools(
+    document: Mapping[str, Any], env: Mapping[str, str], cli: Mapping[str, str], shown: str
+) -> list[str]:
     """Names of pools, wherever they are first mentioned. A variable cannot say `-`, so it may mean a name with one."""
     tables = document.get(POOL, {})
     if not isinstance(tables, dict):
-        raise ConfigError(f"{POOL}: is a section of {shown}, not a value", hint=f'[{POOL}.main] urls = ["http://user:password@proxy.example:8080"]')
+        raise ConfigError(
+            f"{POOL}: is a section of {shown}, not a value",
+            hint=f'[{POOL}.main] urls = ["http://user:password@proxy.example:8080"]',
+        )
     names = list(tables)
-    names += [path.split(".")[1] for path in cli if path.startswith(POOL + ".") and path.count(".") == 2]
+    names += [
+        path.split(".")[1] for path in cli if path.startswith(POOL + ".") and path.count(".") == 2
+    ]
     start = PREFIX + POOL.upper() + "_"
-    ends = tuple(sorted({"_" + option.path.rpartition(".")[2].upper() for option in pool_options("x")}, key=len, reverse=True))
+    ends = tuple(
+        sorted(
+            {"_" + option.path.rpartition(".")[2].upper() for option in pool_options("x")},
+            key=len,
+            reverse=True,
+        )
+    )
     known = {name.upper().replace("-", "_") for name in names}
     for variable in sorted(env):
         text = variable.removesuffix("_FILE")
-        end = next((end for end in ends if variable.startswith(start) and text.endswith(end) and env[variable]), None)
+        end = next(
+            (
+                end
+                for end in ends
+                if variable.startswith(start) and text.endswith(end) and env[variable]
+            ),
+            None,
+        )
         if end is not None and (name := text[len(start) : -len(end)]) and name not in known:
             known.add(name)
             names.append(name.lower())
     names = list(dict.fromkeys(names))
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", name):
-            raise ConfigError(f"{POOL}.{name}: is no name for a pool", hint="letters, digits, _ and -")
+            raise ConfigError(
+                f"{POOL}.{name}: is no name for a pool", hint="letters, digits, _ and -"
+            )
         if not isinstance(tables.get(name, {}), dict):
-            raise ConfigError(f"{POOL}.{name}: is a section of {shown}, not a value", hint=f"[{POOL}.{name}] urls = …")
+            raise ConfigError(
+                f"{POOL}.{name}: is a section of {shown}, not a value",
+                hint=f"[{POOL}.{name}] urls = …",
+            )
     for variable in {name.upper().replace("-", "_") for name in names}:
         if len(same := [name for name in names if name.upper().replace("-", "_") == variable]) > 1:
-            raise ConfigError(f"{POOL}: {' and '.join(same)} would share their variables", hint="rename one of them")
+            raise ConfigError(
+                f"{POOL}: {' and '.join(same)} would share their variables",
+                hint="rename one of them",
+            )
     return names
 
 
 def _check_pools(pools: Mapping[str, ProxyPoolConfig]) -> None:
     for name, pool in pools.items():
         if not pool.urls and not pool.list_url:
-            raise ConfigError(f"{POOL}.{name}: has neither urls nor list_url", hint='urls = ["http://user:password@proxy.example:8080"]')
+            raise ConfigError(
+                f"{POOL}.{name}: has neither urls nor list_url",
+                hint='urls = ["http://user:password@proxy.example:8080"]',
+            )
         if pool.next and pool.next not in pools:
             raise ConfigError(
-                f"{POOL}.{name}.next: there is no pool {pool.next!r}", hint=_suggest(pool.next, list(pools), "the pools are: " + ", ".join(pools))
+                f"{POOL}.{name}.next: there is no pool {pool.next!r}",
+                hint=_suggest(pool.next, list(pools), "the pools are: " + ", ".join(pools)),
             )
 
 
@@ -138,13 +208,23 @@ def _document(file: Path | None, cwd: Path) -> tuple[dict[str, Any], str]:
     try:
         return tomllib.loads(file.read_bytes().decode("utf-8-sig")), shown
     except FileNotFoundError:
-        raise ConfigError(f"{shown}: there is no such file", hint="penstock init, or give another --config") from None
+        raise ConfigError(
+            f"{shown}: there is no such file", hint="penstock init, or give another --config"
+        ) from None
     except OSError as e:
-        raise ConfigError(f"{shown}: cannot be read ({e.strerror})", hint="check its permissions, or give another --config") from e
+        raise ConfigError(
+            f"{shown}: cannot be read ({e.strerror})",
+            hint="check its permissions, or give another --config",
+        ) from e
     except UnicodeDecodeError as e:
-        raise ConfigError(f"{shown}: is not UTF-8 text (byte {e.start})", hint="save it as UTF-8") from e
+        raise ConfigError(
+            f"{shown}: is not UTF-8 text (byte {e.start})", hint="save it as UTF-8"
+        ) from e
     except (tomllib.TOMLDecodeError, RecursionError) as e:
-        raise ConfigError(f"{shown}: is not valid TOML: {e}", hint='a line reads key = value; texts and durations are in quotes: lease = "30s"') from e
+        raise ConfigError(
+            f"{shown}: is not valid TOML: {e}",
+            hint='a line reads key = value; texts and durations are in quotes: lease = "30s"',
+        ) from e
 
 
 def _from_file(document: Mapping[str, Any], shown: str, known: _Table) -> Iterator[_Found]:
@@ -152,18 +232,29 @@ def _from_file(document: Mapping[str, Any], shown: str, known: _Table) -> Iterat
         yield known.by_path[path], shown, _read(known.by_path[path], value, shown, is_file=True)
 
 
-def _leaves(table: Mapping[str, Any], prefix: str, shown: str, known: _Table) -> Iterator[tuple[str, Any]]:
+def _leaves(
+    table: Mapping[str, Any], prefix: str, shown: str, known: _Table
+) -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         path = prefix + key
         if path in known.by_path:
             yield path, value
         elif path in known.sections:
             if not isinstance(value, dict):
-                inside = next(option for option in known.by_path.values() if option.path.startswith(path + "."))
-                raise ConfigError(f"{path}: is a section of {shown}, not a value", hint=_toml(inside, whole=True))
+                inside = next(
+                    option
+                    for option in known.by_path.values()
+                    if option.path.startswith(path + ".")
+                )
+                raise ConfigError(
+                    f"{path}: is a section of {shown}, not a value", hint=_toml(inside, whole=True)
+                )
             yield from _leaves(value, path + ".", shown, known)
         else:
-            raise ConfigError(f"{path}: there is no such option (in {shown})", hint=_suggest(path, [*known.by_path, *sorted(known.sections)]))
+            raise ConfigError(
+                f"{path}: there is no such option (in {shown})",
+                hint=_suggest(path, [*known.by_path, *sorted(known.sections)]),
+            )
 
 
 def _from_env(env: Mapping[str, str], cwd: Path, table: _Table) -> Iterator[_Found]:
@@ -177,11 +268,19 @@ def _from_env(env: Mapping[str, str], cwd: Path, table: _Table) -> Iterator[_Fou
             if option is None or not option.secret:
                 if _INJECTED.search(variable) or (variable.endswith("_PORT") and "://" in text):
                     continue
-                known = [*table.by_variable, *(f"{v}_FILE" for v, o in table.by_variable.items() if o.secret)]
-                raise ConfigError(f"{variable}: there is no such variable", hint=_suggest(variable, known))
+                known = [
+                    *table.by_variable,
+                    *(f"{v}_FILE" for v, o in table.by_variable.items() if o.secret),
+                ]
+                raise ConfigError(
+                    f"{variable}: there is no such variable", hint=_suggest(variable, known)
+                )
             text = _content(variable, cwd / text)
         if option.path in seen:
-            raise ConfigError(f"{option.path}: both {seen[option.path]} and {variable} are set", hint=f"unset {variable}")
+            raise ConfigError(
+                f"{option.path}: both {seen[option.path]} and {variable} are set",
+                hint=f"unset {variable}",
+            )
         seen[option.path] = variable
         yield option, variable, _read(option, text, variable)
 
@@ -191,7 +290,10 @@ def _content(variable: str, file: Path) -> str:
         return file.read_text("utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{variable}: {file} cannot be read ({reason})", hint=f"put the value into that file, or set {variable.removesuffix('_FILE')}") from e
+        raise ConfigError(
+            f"{variable}: {file} cannot be read ({reason})",
+            hint=f"put the value into that file, or set {variable.removesuffix('_FILE')}",
+        ) from e
 
 
 def _from_cli(cli: Mapping[str, str], known: _Table) -> Iterator[_Found]:
@@ -199,7 +301,9 @@ def _from_cli(cli: Mapping[str, str], known: _Table) -> Iterator[_Found]:
         if path == "config":
             continue
         if path not in known.by_path:
-            raise ConfigError(f"{path}: there is no such option", hint=_suggest(path, list(known.by_path)))
+            raise ConfigError(
+                f"{path}: there is no such option", hint=_suggest(path, list(known.by_path))
+            )
         yield known.by_path[path], "command line", _read(known.by_path[path], text, "command line")
 
 
@@ -215,20 +319,36 @@ def _read(option: Option, value: object, origin: str, *, is_file: bool = False) 
         where, hint = option.path, _toml(option)
     else:
         where = f"{option.path} ({origin})"
-        hint = f"{origin}={option.example}" if origin.startswith(PREFIX) else f"{option.path}={option.example}"
+        hint = (
+            f"{origin}={option.example}"
+            if origin.startswith(PREFIX)
+            else f"{option.path}={option.example}"
+        )
     if origin.endswith("_FILE"):
         hint = f"a file that holds {option.example}"
-    raise ConfigError(f"{where}: expected {option.kind.expected}, got {_told(option, value)}", hint=hint)
+    raise ConfigError(
+        f"{where}: expected {option.kind.expected}, got {_told(option, value)}", hint=hint
+    )
 
 
 def _told(option: Option, value: object) -> str:
     if option.secret:
         return "something else (not shown: it may hold a password)"
     if isinstance(value, str):
-        return '"' + value[:80].encode("unicode_escape").decode().replace('"', '\\"') + ('…"' if len(value) > 80 else '"')
+        return (
+            '"'
+            + value[:80].encode("unicode_escape").decode().replace('"', '\\"')
+            + ('…"' if len(value) > 80 else '"')
+        )
     if isinstance(value, bool):
         return str(value).lower()
-    return "a table" if isinstance(value, dict) else "a list" if isinstance(value, list) else str(value)[:80]
+    return (
+        "a table"
+        if isinstance(value, dict)
+        else "a list"
+        if isinstance(value, list)
+        else str(value)[:80]
+    )
 
 
 def _toml(option: Option, *, whole: bool = False) -> str:
@@ -237,7 +357,9 @@ def _toml(option: Option, *, whole: bool = False) -> str:
     return f"[{section}] {key} = {value}" if whole else f"{key} = {value}"
 
 
-def _suggest(name: str, known: list[str], otherwise: str = "penstock config show lists every option") -> str:
+def _suggest(
+    name: str, known: list[str], otherwise: str = "penstock config show lists every option"
+) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if not close:  # the right key in the wrong section
         last = re.split(r"[._]", name)[-1]
@@ -266,7 +388,9 @@ def _derive(values: dict[str, Any], cwd: Path) -> None:
         if scheme in ("sqlite", "file") and rest and not rest.startswith(("/", ":")):
             values[path] = f"{scheme}:{cwd.absolute() / rest}"
     in_flight = values.get("fetch.concurrency", BY_PATH["fetch.concurrency"].default)
-    values.setdefault("pace.concurrency", in_flight if values.get("pace.rate") == math.inf else 8)  # who lifts the limit means it
+    values.setdefault(
+        "pace.concurrency", in_flight if values.get("pace.rate") == math.inf else 8
+    )  # who lifts the limit means it
     values.setdefault("fetch.prefetch", min(4 * in_flight, 100_000))
 
 
@@ -276,19 +400,39 @@ def _derive_stores(values: dict[str, Any], state: Path) -> None:
     broker = values.setdefault("broker.url", f"sqlite:{state / 'penstock.db'}")
     for topic in ("topics.requests", "topics.pages", "topics.records"):
         values.setdefault(topic, broker)
-    local = embedded and all(values[topic] == broker for topic in ("topics.requests", "topics.pages", "topics.records"))
+    local = embedded and all(
+        values[topic] == broker for topic in ("topics.requests", "topics.pages", "topics.records")
+    )
     if local or _kind(broker) == "sqlite":
-        values.setdefault("ledger.url", broker if _kind(broker) == "sqlite" else f"sqlite:{state / 'penstock.db'}")
-        values.setdefault("claims.url", values["ledger.url"] if _kind(values["ledger.url"]) in ("sqlite", "postgres") else broker)
-        values.setdefault("pages.url", values["ledger.url"] if _kind(values["ledger.url"]) == "postgres" else f"file:{state / 'pages'}")
+        values.setdefault(
+            "ledger.url", broker if _kind(broker) == "sqlite" else f"sqlite:{state / 'penstock.db'}"
+        )
+        values.setdefault(
+            "claims.url",
+            values["ledger.url"]
+            if _kind(values["ledger.url"]) in ("sqlite", "postgres")
+            else broker,
+        )
+        values.setdefault(
+            "pages.url",
+            values["ledger.url"]
+            if _kind(values["ledger.url"]) == "postgres"
+            else f"file:{state / 'pages'}",
+        )
         return
     servers = [url for url in (values.get("ledger.url"), broker) if url]
-    for path, kinds in (("ledger.url", ("postgres",)), ("claims.url", ("redis", "postgres")), ("pages.url", ("postgres",))):
+    for path, kinds in (
+        ("ledger.url", ("postgres",)),
+        ("claims.url", ("redis", "postgres")),
+        ("pages.url", ("postgres",)),
+    ):
         found = next((url for kind in kinds for url in servers if _kind(url) == kind), None)
         if found is not None:
             values.setdefault(path, found)
     for path in ("ledger.url", "claims.url", "pages.url"):
-        values.setdefault(path, "")  # said when stores are opened: looking at the configuration needs none
+        values.setdefault(
+            path, ""
+        )  # said when stores are opened: looking at the configuration needs none
 
 
 def _kind(url: str) -> str:
@@ -300,9 +444,21 @@ def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:
     """Values that are each fine and together are not. A default gives way to a smaller limit that was set."""
     rules = (
         ("retry.base", "retry.max", "the first back-off is longer than the longest"),
-        ("net.timeout.connect", "net.timeout.total", "connecting may take longer than the whole exchange"),
-        ("net.timeout.first_byte", "net.timeout.total", "the first byte may take longer than the whole exchange"),
-        ("fetch.concurrency", "fetch.prefetch", "a worker cannot have more in flight than it holds"),
+        (
+            "net.timeout.connect",
+            "net.timeout.total",
+            "connecting may take longer than the whole exchange",
+        ),
+        (
+            "net.timeout.first_byte",
+            "net.timeout.total",
+            "the first byte may take longer than the whole exchange",
+        ),
+        (
+            "fetch.concurrency",
+            "fetch.prefetch",
+            "a worker cannot have more in flight than it holds",
+        ),
         ("breaker.alert", "breaker.dead_share", "the alert comes after the stop"),
         ("net.max_body", "fetch.bytes", "one body is larger than all that a worker may hold"),
     )
@@ -313,7 +469,10 @@ def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:
         if small not in origins:
             values[small] = high
             continue
-        shown = ", ".join(f"{path} = {BY_PATH[path].kind.write(value)}" for path, value in ((small, low), (large, high)))
+        shown = ", ".join(
+            f"{path} = {BY_PATH[path].kind.write(value)}"
+            for path, value in ((small, low), (large, high))
+        )
         hint = f"raise {large} or lower {small}" if large in origins else f"set {large} as well"
         raise ConfigError(f"{small}: {why} ({shown})", hint=hint)
 

@@ -58,7 +58,10 @@ class _Field:
         if trouble is not None:
             raise Failure(ErrorClass.PERMANENT, f"field {self.name!r}: {trouble}")
         if self.required:
-            raise Failure(ErrorClass.PERMANENT, f"field {self.name!r} is required, and {' and '.join(q for _, q in self.sources)} found nothing")
+            raise Failure(
+                ErrorClass.PERMANENT,
+                f"field {self.name!r} is required, and {' and '.join(q for _, q in self.sources)} found nothing",
+            )
         return [] if self.many and self.join is None else None
 
     def _values(self, page: _Reading, kind: str, query: str) -> list[Any]:
@@ -106,7 +109,11 @@ class _Reading:
         if self._jsonld is None:
             self._jsonld = list(self.page.jsonld())
         typed = [item for item in self._jsonld if steps[0] in _types(item)]
-        return (v for item in typed for v in _walk(item, steps[1:])) if typed else (v for item in self._jsonld for v in _walk(item, steps))
+        return (
+            (v for item in typed for v in _walk(item, steps[1:]))
+            if typed
+            else (v for item in self._jsonld for v in _walk(item, steps))
+        )
 
 
 def _types(item: dict[str, Any]) -> Sequence[Any]:
@@ -144,7 +151,10 @@ def compile_toml(source: bytes, where: str) -> Pipeline:
     try:
         data = tomllib.loads(source.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise ConfigError(f"{where}: not valid TOML: {e}", hint="fix that place; strings are quoted, tables are [name] or [[name]]") from None
+        raise ConfigError(
+            f"{where}: not valid TOML: {e}",
+            hint="fix that place; strings are quoted, tables are [name] or [[name]]",
+        ) from None
     try:
         return _pipeline(data)
     except ConfigError as e:
@@ -164,7 +174,8 @@ def _pipeline(data: dict[str, Any]) -> Pipeline:
         _known(table, _EXTRACT, path)
         if "name" not in table and len(extracts) > 1:
             raise ConfigError(
-                f"{path}: each of several [[extract]] needs a name", hint='name = "product": records carry it, so it must not depend on the order'
+                f"{path}: each of several [[extract]] needs a name",
+                hint='name = "product": records carry it, so it must not depend on the order',
             )
         fields = table.get("fields", {})
         if not isinstance(fields, dict):
@@ -173,13 +184,19 @@ def _pipeline(data: dict[str, Any]) -> Pipeline:
         for j, css in enumerate(follow):
             _compiles("css", css, f"{path}.follow[{j}]")
         if not fields and not follow:
-            raise ConfigError(f"{path}: neither fields nor follow: it would do nothing", hint='[extract.fields]\ntitle = "h1::text"')
-        compiled = tuple(_field(name, spec, f"{path}.fields.{name}") for name, spec in fields.items())
+            raise ConfigError(
+                f"{path}: neither fields nor follow: it would do nothing",
+                hint='[extract.fields]\ntitle = "h1::text"',
+            )
+        compiled = tuple(
+            _field(name, spec, f"{path}.fields.{name}") for name, spec in fields.items()
+        )
         key = table.get("key")
         for name in () if key is None else _strings(key, f"{path}.key"):
             if name not in fields:
                 raise ConfigError(
-                    f"{path}.key: there is no field {name}{_suggest(name, fields)}", hint="key is the name of one of the fields, or a list of them"
+                    f"{path}.key: there is no field {name}{_suggest(name, fields)}",
+                    hint="key is the name of one of the fields, or a list of them",
                 )
         _declare(pipeline, path, table, compiled, tuple(follow))
     for i, table in enumerate(_tables(data, "sink")):
@@ -189,7 +206,13 @@ def _pipeline(data: dict[str, Any]) -> Pipeline:
     return pipeline
 
 
-def _declare(pipeline: Pipeline, path: str, table: dict[str, Any], fields: tuple[_Field, ...], follow: tuple[str, ...]) -> None:
+def _declare(
+    pipeline: Pipeline,
+    path: str,
+    table: dict[str, Any],
+    fields: tuple[_Field, ...],
+    follow: tuple[str, ...],
+) -> None:
     def extract(page: Page) -> Iterator[dict[str, Any] | Follow]:
         if fields:
             reading = _Reading(page)
@@ -198,14 +221,21 @@ def _declare(pipeline: Pipeline, path: str, table: dict[str, Any], fields: tuple
             yield from page.follow(css)
 
     try:
-        pipeline.extract(match=table.get("match"), version=table.get("version", 1), key=table.get("key"), name=table.get("name", pipeline.name))(extract)
+        pipeline.extract(
+            match=table.get("match"),
+            version=table.get("version", 1),
+            key=table.get("key"),
+            name=table.get("name", pipeline.name),
+        )(extract)
     except ConfigError as e:
         raise ConfigError(f"{path}: {e.message}", hint=e.hint) from None
 
 
 def _field(name: str, spec: Any, path: str) -> _Field:
     if name == "_penstock" or not name:
-        raise ConfigError(f"{path}: the name {name!r} is reserved", hint="call the field something else")
+        raise ConfigError(
+            f"{path}: the name {name!r} is reserved", hint="call the field something else"
+        )
     table: dict[str, Any] = {"css": spec} if isinstance(spec, str) else spec
     if not isinstance(table, dict):
         _wrong(path, "a CSS selector or a table", spec)
@@ -217,17 +247,26 @@ def _field(name: str, spec: Any, path: str) -> _Field:
                 _compiles(kind, query, f"{path}.{kind}")
                 sources.append((kind, query))
     if ("const" in table) == bool(sources):
-        raise ConfigError(f"{path}: needs {'either a selector or const, not both' if sources else 'a selector or const'}", hint=f'{name} = "h1::text"')
+        raise ConfigError(
+            f"{path}: needs {'either a selector or const, not both' if sources else 'a selector or const'}",
+            hint=f'{name} = "h1::text"',
+        )
     how = table.get("as", "strip")
     if not isinstance(how, str) or (how not in TRANSFORMS and how != "list"):
-        raise ConfigError(f"{path}.as: {how!r} is no transform{_suggest(how, (*TRANSFORMS, 'list'))}", hint="one of " + ", ".join((*TRANSFORMS, "list")))
+        raise ConfigError(
+            f"{path}.as: {how!r} is no transform{_suggest(how, (*TRANSFORMS, 'list'))}",
+            hint="one of " + ", ".join((*TRANSFORMS, "list")),
+        )
     for flag in ("required", "many"):
         if not isinstance(table.get(flag, False), bool):
             _wrong(f"{path}.{flag}", "true or false", table[flag])
     if not isinstance(table.get("join", ""), str):
         _wrong(f"{path}.join", "a string", table["join"])
     if table.get("required") and ("default" in table or "const" in table):
-        raise ConfigError(f"{path}: required and {'default' if 'default' in table else 'const'} exclude each other", hint="keep one of them")
+        raise ConfigError(
+            f"{path}: required and {'default' if 'default' in table else 'const'} exclude each other",
+            hint="keep one of them",
+        )
     return _Field(
         name=name, sources=tuple(sources), transform=TRANSFORMS["strip" if how == "list" else how], html=how == "html", regex=_regex(table.get("regex"), path),
         many=how == "list" or "join" in table or table.get("many", False), join=table.get("join"), required=table.get("required", False),
@@ -244,7 +283,11 @@ def _compiles(kind: str, query: str, path: str) -> None:
         elif not query or "" in query.split("."):
             raise ValueError(f"{query!r} is no dotted path")
     except ValueError as e:
-        hint = 'for example "offers.price"' if kind.startswith("json") else "try it: `penstock fetch URL`, then Page.from_file(…).css(…) in Python"
+        hint = (
+            'for example "offers.price"'
+            if kind.startswith("json")
+            else "try it: `penstock fetch URL`, then Page.from_file(…).css(…) in Python"
+        )
         raise ConfigError(f"{path}: {e}", hint=hint) from None
 
 
@@ -252,17 +295,29 @@ def _regex(pattern: Any, path: str) -> re.Pattern[str] | None:
     if pattern is None:
         return None
     if not isinstance(pattern, str) or not pattern or len(pattern) > MAX_PATTERN:
-        _wrong(f"{path}.regex", f"a pattern of at most {MAX_PATTERN} characters", pattern if not isinstance(pattern, str) else f"{len(pattern)} characters")
+        _wrong(
+            f"{path}.regex",
+            f"a pattern of at most {MAX_PATTERN} characters",
+            pattern if not isinstance(pattern, str) else f"{len(pattern)} characters",
+        )
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as e:
-        raise ConfigError(f"{path}.regex: {e}", hint="Python's re syntax, in single quotes so that TOML leaves backslashes alone") from None
+        raise ConfigError(
+            f"{path}.regex: {e}",
+            hint="Python's re syntax, in single quotes so that TOML leaves backslashes alone",
+        ) from None
 
 
 def _called(declare: Callable[..., None], table: dict[str, Any], path: str) -> None:
     if "url" not in table:
         near = _suggest("url", table)
-        raise ConfigError(f"{path}: url is missing{near}", hint='url = "jsonl:products.jsonl"' if path.startswith("sink") else "url = where it looks")
+        raise ConfigError(
+            f"{path}: url is missing{near}",
+            hint='url = "jsonl:products.jsonl"'
+            if path.startswith("sink")
+            else "url = where it looks",
+        )
     try:
         declare(**table)
     except ConfigError as e:
@@ -272,13 +327,19 @@ def _called(declare: Callable[..., None], table: dict[str, Any], path: str) -> N
 def _tables(data: dict[str, Any], name: str) -> list[dict[str, Any]]:
     tables = data.get(name, [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise ConfigError(f"{name}: is a list of tables", hint=f"write [[{name}]], with two brackets")
+        raise ConfigError(
+            f"{name}: is a list of tables", hint=f"write [[{name}]], with two brackets"
+        )
     return tables
 
 
 def _strings(value: Any, path: str) -> list[str]:
     values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(v, str) for v in values) or (not values and not path.endswith(".follow")):
+    if (
+        not isinstance(values, list)
+        or not all(isinstance(v, str) for v in values)
+        or (not values and not path.endswith(".follow"))
+    ):
         _wrong(path, "a string or a list of strings", value)
     return values
 
@@ -286,7 +347,10 @@ def _strings(value: Any, path: str) -> list[str]:
 def _known(table: dict[str, Any], keys: Sequence[str], path: str) -> None:
     for key in table:
         if key not in keys:
-            raise ConfigError(f"{path}{'.' if path else ''}{key}: unknown key{_suggest(key, keys)}", hint="known here: " + ", ".join(keys))
+            raise ConfigError(
+                f"{path}{'.' if path else ''}{key}: unknown key{_suggest(key, keys)}",
+                hint="known here: " + ", ".join(keys),
+            )
 
 
 def _suggest(name: Any, known: Any) -> str:
@@ -295,4 +359,7 @@ def _suggest(name: Any, known: Any) -> str:
 
 
 def _wrong(path: str, expected: str, value: Any) -> NoReturn:
-    raise ConfigError(f"{path}: expected {expected}, found {value!r}", hint="see the chapter on TOML pipelines in the documentation")
+    raise ConfigError(
+        f"{path}: expected {expected}, found {value!r}",
+        hint="see the chapter on TOML pipelines in the documentation",
+    )

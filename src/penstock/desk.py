@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 
 def out_of(e: Event, body: bytes) -> Out:
-    return Out(topic=e.topic, id=e.id, key=e.key, body=body, priority=int(e.priority))  # a name for a number is not a number on every wire
+    return Out(
+        topic=e.topic, id=e.id, key=e.key, body=body, priority=int(e.priority)
+    )  # a name for a number is not a number on every wire
 
 
 class SinkBinding(msgspec.Struct, frozen=True):
@@ -46,8 +48,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class Desk:
     """Needs a broker, ledger, outbox, claims and pages whose `_in` methods take the store's transaction."""
 
-    def __init__(self, store: Store, *, broker: Any, ledger: Any, outbox: Any, claims: Any, pages: Any, settings: Settings, worker: str, clock: Any) -> None:
-        self.store, self.broker, self.ledger, self.outbox, self.claims, self.pages = store, broker, ledger, outbox, claims, pages
+    def __init__(
+        self,
+        store: Store,
+        *,
+        broker: Any,
+        ledger: Any,
+        outbox: Any,
+        claims: Any,
+        pages: Any,
+        settings: Settings,
+        worker: str,
+        clock: Any,
+    ) -> None:
+        self.store, self.broker, self.ledger, self.outbox, self.claims, self.pages = (
+            store,
+            broker,
+            ledger,
+            outbox,
+            claims,
+            pages,
+        )
         self.settings, self.worker, self.clock = settings, worker, clock
 
     async def write(self, work: Callable[[Any], T], *, durable: bool = True) -> T:
@@ -68,10 +89,35 @@ class Desk:
         placed = self.broker.place_in(tx, batch)
         for out, (answer, _) in zip(batch, placed, strict=True):
             if answer is not Published.OK:
-                raise StoreUnavailable(f"topic {out.topic} is full", hint="start more workers that read it, or raise its max_depth")
+                raise StoreUnavailable(
+                    f"topic {out.topic} is full",
+                    hint="start more workers that read it, or raise its max_depth",
+                )
         return [position for _, position in placed]
 
-    def republish_in(self, tx: Any, n: int, event: Event, was: str, reason: str, now: float, *, promoted: bool = False) -> None:
-        body = encode_event(msgspec.structs.replace(event, accepted_at=round(now, 3)))  # a new chance has its whole life before it
+    def republish_in(
+        self,
+        tx: Any,
+        n: int,
+        event: Event,
+        was: str,
+        reason: str,
+        now: float,
+        *,
+        promoted: bool = False,
+    ) -> None:
+        body = encode_event(
+            msgspec.structs.replace(event, accepted_at=round(now, 3))
+        )  # a new chance has its whole life before it
         (position,) = self.publish_in(tx, [out_of(event, body)])
-        self.ledger.reopen_in(tx, n, event.topic, was, reason, now, promoted=promoted, envelope=body, position=position)
+        self.ledger.reopen_in(
+            tx,
+            n,
+            event.topic,
+            was,
+            reason,
+            now,
+            promoted=promoted,
+            envelope=body,
+            position=position,
+        )

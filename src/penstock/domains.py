@@ -66,7 +66,12 @@ def host_of(text: str, by: Literal["host", "domain"] = "host") -> str:
 
 class Domains:
     def __init__(self, stores: Stores, agent: str) -> None:
-        self._stores, self._hosts, self._clock, self._agent = stores, stores.hosts, stores.clock, agent
+        self._stores, self._hosts, self._clock, self._agent = (
+            stores,
+            stores.hosts,
+            stores.clock,
+            agent,
+        )
 
     # -- looking -----------------------------------------------------------------------------------------------------------
 
@@ -77,8 +82,13 @@ class Domains:
             noted.setdefault(e.host, []).append(e)
         states = self._hosts.listed_in(tx, limit)
         depths = self._stores.broker.depths_in(tx, TOPIC, GROUP, limit=limit)
-        chosen = sorted({*noted, *states, *depths} - {"*"}, key=lambda h: (not self._special(states.get(h), h in noted), -depths.get(h, 0), h))[:limit]
-        depths |= self._stores.broker.depths_in(tx, TOPIC, GROUP, [h for h in chosen if h not in depths])
+        chosen = sorted(
+            {*noted, *states, *depths} - {"*"},
+            key=lambda h: (not self._special(states.get(h), h in noted), -depths.get(h, 0), h),
+        )[:limit]
+        depths |= self._stores.broker.depths_in(
+            tx, TOPIC, GROUP, [h for h in chosen if h not in depths]
+        )
         usual = self._stores.claims.limits
         return [
             Domain(
@@ -132,7 +142,9 @@ class Domains:
 
     # -- deciding ----------------------------------------------------------------------------------------------------------
 
-    def limit(self, host: str, *, rate: float | None, burst: int | None, concurrency: int | None) -> None:
+    def limit(
+        self, host: str, *, rate: float | None, burst: int | None, concurrency: int | None
+    ) -> None:
         """Limits of its own from now on; None is the usual one, a rate of inf is none at all."""
         usual = self._stores.claims.limits
         self._change(host, lambda state: pace.limited(state, usual, rate, burst, concurrency))
@@ -164,10 +176,18 @@ class Domains:
 
     def _set_free(self, host: str) -> int:
         """Events that were put off until a slot of the old kind come at once, and get one of the new kind."""
-        reasons = (f"waiting for a slot of {host}", f"{Breach.HELD.sentence}: {host}", f"the next slot of {host} is too far away to wait for")
-        parked = self._stores.db.read_now(lambda tx: self._stores.ledger.parked_in(tx, host, reasons))
+        reasons = (
+            f"waiting for a slot of {host}",
+            f"{Breach.HELD.sentence}: {host}",
+            f"the next slot of {host} is too far away to wait for",
+        )
+        parked = self._stores.db.read_now(
+            lambda tx: self._stores.ledger.parked_in(tx, host, reasons)
+        )
         for i in range(0, max(1, len(parked)), BATCH):
-            self._stores.db.write_now(lambda tx, rows=parked[i : i + BATCH]: self._hasten(tx, host, rows))
+            self._stores.db.write_now(
+                lambda tx, rows=parked[i : i + BATCH]: self._hasten(tx, host, rows)
+            )
         return len(parked)
 
     def _hasten(self, tx: Any, host: str, rows: list[tuple[int, int]]) -> None:

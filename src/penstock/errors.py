@@ -56,7 +56,15 @@ class SourceDown(PenstockError):
 class RequestRefused(PenstockError):
     """A request to one of our own endpoints that is answered with this status. The message goes to whoever sent it, so it holds no secret."""
 
-    def __init__(self, status: int, message: str, *, hint: str = "", after: float | None = None, why: str = "") -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        hint: str = "",
+        after: float | None = None,
+        why: str = "",
+    ) -> None:
         super().__init__(message, hint=hint)
         self.status, self.after = status, after
         self.why = why  # for our own log, where the sender is told less

@@ -30,7 +30,15 @@ _encode = msgspec.json.Encoder().encode
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 _PLAIN = frozenset({str, int, bool, type(None)})
 _OURS = frozenset(
-    str(Path(__file__).with_name(name)) for name in ("extracting.py", "selecting.py", "beginnings.py", "queries.py", "declarative.py", "model.py")
+    str(Path(__file__).with_name(name))
+    for name in (
+        "extracting.py",
+        "selecting.py",
+        "beginnings.py",
+        "queries.py",
+        "declarative.py",
+        "model.py",
+    )
 )
 
 
@@ -59,11 +67,19 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
                 if room < 0 or len(out.records) > MAX_RECORDS or len(out.links) > MAX_LINKS:
                     raise _Refused(_too_much(out, max_output))
     except _Refused as e:
-        return Extracted(error=_line(f"{extractor.name if extractor else ''}: {e}"), kind=ErrorClass.PERMANENT.value)
+        return Extracted(
+            error=_line(f"{extractor.name if extractor else ''}: {e}"),
+            kind=ErrorClass.PERMANENT.value,
+        )
     except _EmptyKey as e:
         return Extracted(error=_line(str(e)), kind=ErrorClass.PERMANENT.value)
     except Failure as e:
-        return Extracted(error=_line(e.reason), kind=ErrorClass(e.kind).value, detail=(e.detail or _trace(e))[-MAX_DETAIL:], after=e.after)
+        return Extracted(
+            error=_line(e.reason),
+            kind=ErrorClass(e.kind).value,
+            detail=(e.detail or _trace(e))[-MAX_DETAIL:],
+            after=e.after,
+        )
     except MemoryError as e:  # the limit of this process was reached; perhaps by another page's garbage, so it is tried alone like a death
         return Extracted(error=_line(_brief(e)), kind=ErrorClass.POISON.value, detail=_trace(e))
     except (Exception, SystemExit, GeneratorExit) as e:
@@ -84,7 +100,9 @@ def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
         if result is None:
             return
         if isinstance(result, (list, tuple, set, str, bytes)):
-            raise _Refused(f"returned a {type(result).__name__}; yield its records one by one (`yield from …`)")
+            raise _Refused(
+                f"returned a {type(result).__name__}; yield its records one by one (`yield from …`)"
+            )
         yield result
         return
     while True:
@@ -92,7 +110,9 @@ def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
             value = next(result)
         except StopIteration as stop:
             if stop.value is not None:
-                raise _Refused(f"returned a {type(stop.value).__name__} after yielding, which would be lost; yield it") from None
+                raise _Refused(
+                    f"returned a {type(stop.value).__name__} after yielding, which would be lost; yield it"
+                ) from None
             return
         yield value
 
@@ -103,14 +123,24 @@ def _link(follow: Follow, extractor: Extractor, page: Page) -> Link:
         try:
             url = page.urljoin(url)
         except BadUrl as e:
-            raise _Refused(f"yielded Follow({follow.url[:200]!r}), which cannot be fetched: {e}") from None
-    return Link(url=url, extractor=extractor.name, priority=follow.priority, route=follow.route, window=follow.window)
+            raise _Refused(
+                f"yielded Follow({follow.url[:200]!r}), which cannot be fetched: {e}"
+            ) from None
+    return Link(
+        url=url,
+        extractor=extractor.name,
+        priority=follow.priority,
+        route=follow.route,
+        window=follow.window,
+    )
 
 
 def _record(value: Any, extractor: Extractor, page: Page, index: int) -> Record:
     fields = value if type(value) is dict else _as_dict(value)
     if fields is None:
-        raise _Refused(f"yielded {_article(value)}; yield a dict, a dataclass or a model, and links by `yield from page.follow(…)`")
+        raise _Refused(
+            f"yielded {_article(value)}; yield a dict, a dataclass or a model, and links by `yield from page.follow(…)`"
+        )
     clean: dict[str, Any] = fields
     for name, field in fields.items():
         if type(name) is not str:
@@ -128,11 +158,20 @@ def _record(value: Any, extractor: Extractor, page: Page, index: int) -> Record:
         body, digest = _encode(clean), hashlib.blake2b(_canonical(clean), digest_size=16).digest()
     except UnicodeEncodeError:
         name = next(n for n, v in clean.items() if _broken(n) or _broken(v))
-        raise _Refused(f"field {name!r} holds half a surrogate pair, which is no text; .encode('utf-8', 'replace') gets rid of it") from None
+        raise _Refused(
+            f"field {name!r} holds half a surrogate pair, which is no text; .encode('utf-8', 'replace') gets rid of it"
+        ) from None
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise _Refused(f"field {_culprit(clean)!r} cannot be written as JSON: {e}") from None
     key = page.url if extractor.key is None else _key(extractor, fields)
-    return Record(extractor=extractor.name, version=extractor.version, key=key, index=index, fields=body, hash=digest)
+    return Record(
+        extractor=extractor.name,
+        version=extractor.version,
+        key=key,
+        index=index,
+        fields=body,
+        hash=digest,
+    )
 
 
 def _removal(value: Removed, extractor: Extractor, page: Page, index: int) -> Record:
@@ -146,7 +185,9 @@ def _removal(value: Removed, extractor: Extractor, page: Page, index: int) -> Re
         plain = Extractor(extractor.name, extractor.version, extractor.match, "key", extractor.fn)
         record = msgspec.structs.replace(_record({"key": given}, plain, page, index), fields=b"{}")
     else:
-        raise _Refused(f"yielded Removed({given!r}), and its key is {', '.join(names)}; yield Removed({{{', '.join(f'{n!r}: …' for n in names)}}})")
+        raise _Refused(
+            f"yielded Removed({given!r}), and its key is {', '.join(names)}; yield Removed({{{', '.join(f'{n!r}: …' for n in names)}}})"
+        )
     return msgspec.structs.replace(record, hash=REMOVED, deleted=True)
 
 
@@ -156,8 +197,12 @@ def _as_dict(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, msgspec.Struct):
         return msgspec.structs.asdict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}  # not asdict: it copies deeply, and we look inside anyway
-    if not isinstance(value, type) and callable(dump := getattr(value, "model_dump", None)):  # pydantic, without importing it
+        return {
+            f.name: getattr(value, f.name) for f in dataclasses.fields(value)
+        }  # not asdict: it copies deeply, and we look inside anyway
+    if not isinstance(value, type) and callable(
+        dump := getattr(value, "model_dump", None)
+    ):  # pydantic, without importing it
         return dict(dump())
     return None
 
@@ -196,7 +241,10 @@ def _key(extractor: Extractor, fields: dict[Any, Any]) -> str:
         return _part(key(dict(fields)), f"the key function of {extractor.name} gave", extractor)
     if isinstance(key, str):
         return _part(fields.get(key), f"field {key!r} is", extractor, missing=key not in fields)
-    parts = [_part(fields.get(name), f"field {name!r} is", extractor, missing=name not in fields) for name in key or ()]
+    parts = [
+        _part(fields.get(name), f"field {name!r} is", extractor, missing=name not in fields)
+        for name in key or ()
+    ]
     return "|".join(part.replace("\\", "\\\\").replace("|", "\\|") for part in parts)
 
 
@@ -205,9 +253,13 @@ def _part(value: Any, what: str, extractor: Extractor, *, missing: bool = False)
         raise _Refused(f"{what} a {type(value).__name__}, which cannot be a key")
     text = "" if value is None else str(value)
     if not text.strip():
-        raise _EmptyKey(f"empty key: {what} {'missing' if missing else 'None' if value is None else 'empty'} in a record of {extractor.name}")
+        raise _EmptyKey(
+            f"empty key: {what} {'missing' if missing else 'None' if value is None else 'empty'} in a record of {extractor.name}"
+        )
     if len(text) > MAX_KEY or (not text.isascii() and _broken(text)):
-        raise _Refused(f"{what} no usable key: {'longer than ' + str(MAX_KEY) if len(text) > MAX_KEY else 'not text'}")
+        raise _Refused(
+            f"{what} no usable key: {'longer than ' + str(MAX_KEY) if len(text) > MAX_KEY else 'not text'}"
+        )
     return text
 
 
@@ -269,7 +321,9 @@ def _trace(error: BaseException) -> str:
         shown = traceback.TracebackException(type(error), error, error.__traceback__, limit=-40)
         link: traceback.TracebackException | None = shown
         while link is not None:
-            link.stack = traceback.StackSummary.from_list([f for f in link.stack if f.filename not in _OURS] or link.stack)
+            link.stack = traceback.StackSummary.from_list(
+                [f for f in link.stack if f.filename not in _OURS] or link.stack
+            )
             link = link.__cause__ or link.__context__
         text = "".join(shown.format())
     except Exception:  # the same: an exception that cannot even be shown

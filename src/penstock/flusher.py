@@ -36,7 +36,9 @@ class Outbox(Protocol):
     async def settled(self, sink: str) -> tuple[int, str]:
         """As `position`, behind every note that was begun before: none of them can still come."""
 
-    async def flushed(self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]) -> None:
+    async def flushed(
+        self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]
+    ) -> None:
         """First `guard(tx)`, which raises where another holds the lock by now; then nothing is noted.
         Note both, in one transaction, durable against a power cut when it returns (whatever the pipeline's durability): the file is cut to this mark.
         Rows up to `upto` may go. Also called with an unchanged position, when only the mark is another one."""
@@ -61,7 +63,9 @@ class Flusher:
         self._woken = asyncio.Event()
         self._idle = False
         self._opened = False
-        self._loose = lock.shared  # the target may hold rows that are noted nowhere, and that another machine writes too
+        self._loose = (
+            lock.shared
+        )  # the target may hold rows that are noted nowhere, and that another machine writes too
         self._position, self._mark = 0, ""
         self._thread: ThreadPoolExecutor | None = None
 
@@ -109,7 +113,9 @@ class Flusher:
             try:
                 await self._in_thread(self.sink.close)
                 if self._loose and self._lock.here:
-                    with contextlib.suppress(OSError, PenstockError):  # then whoever opens it next cuts it
+                    with contextlib.suppress(
+                        OSError, PenstockError
+                    ):  # then whoever opens it next cuts it
                         await self._tidy()
             finally:
                 self._thread.shutdown(wait=False)
@@ -121,7 +127,9 @@ class Flusher:
         until = self.clock.now() + timeout
         while True:
             self.wake()
-            with contextlib.suppress(PenstockError):  # the store is away for a moment: not empty, as far as we know
+            with contextlib.suppress(
+                PenstockError
+            ):  # the store is away for a moment: not empty, as far as we know
                 if await self.outbox.backlog(self.sink.name) == 0:
                     return True
             left = until - self.clock.now()
@@ -148,10 +156,14 @@ class Flusher:
         if not self._opened:
             self._loose = self._lock.shared
             self._position, self._mark = await self.outbox.position(self.sink.name)
-            await self._note(self._position, await self._in_thread(self.sink.open, self._position, self._mark))
+            await self._note(
+                self._position, await self._in_thread(self.sink.open, self._position, self._mark)
+            )
             self._opened = True
             self._tell()
-        rows = await self.outbox.rows(self.sink.name, after=self._position, limit=self.batch, max_bytes=MAX_BYTES)
+        rows = await self.outbox.rows(
+            self.sink.name, after=self._position, limit=self.batch, max_bytes=MAX_BYTES
+        )
         if not rows:
             self._up_or(None)
             self._idle = True
@@ -171,7 +183,9 @@ class Flusher:
 
     async def _note(self, position: int, mark: str) -> None:
         if (position, mark) != (self._position, self._mark):
-            await self.outbox.flushed(self.sink.name, upto=position, mark=mark, guard=self._lock.check_in)
+            await self.outbox.flushed(
+                self.sink.name, upto=position, mark=mark, guard=self._lock.check_in
+            )
             self._position, self._mark = position, mark
 
     async def _tidy(self) -> None:
@@ -207,7 +221,9 @@ class Flusher:
         if reason is None:
             self._on_notice(f"sink {self.sink.name} takes rows again")
         elif self.down is None:
-            self._on_notice(f"sink {self.sink.name} is down: {reason}; its rows wait in the outbox and nothing new is fetched until it is back")
+            self._on_notice(
+                f"sink {self.sink.name} is down: {reason}; its rows wait in the outbox and nothing new is fetched until it is back"
+            )
         if reason is None or self.down is None:
             self.since = self.clock.now() if reason else None
         self.down = reason

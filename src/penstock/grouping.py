@@ -14,7 +14,12 @@ class Group(Generic[T]):
 
     __slots__ = ("_enough", "_linger", "_timer", "_work", "under_way", "waiting")
 
-    def __init__(self, enough: int, linger: Callable[[], float], work: Callable[[list[T]], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self,
+        enough: int,
+        linger: Callable[[], float],
+        work: Callable[[list[T]], Coroutine[Any, Any, None]],
+    ) -> None:
         self._enough, self._linger, self._work = enough, linger, work
         self._timer: asyncio.TimerHandle | None = None
         self.waiting: list[T] = []

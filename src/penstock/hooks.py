@@ -17,8 +17,16 @@ log = logging.getLogger("penstock.hooks")
 class HookRunner:
     """One per fleet at a time (held by a lock), so a change is not told twice in normal running."""
 
-    def __init__(self, outbox: Any, extraction: Extraction, lock: Lock, clock: Clock, *, batch: int = 32) -> None:
-        self.outbox, self.extraction, self.lock, self.clock, self.batch = outbox, extraction, lock, clock, batch
+    def __init__(
+        self, outbox: Any, extraction: Extraction, lock: Lock, clock: Clock, *, batch: int = 32
+    ) -> None:
+        self.outbox, self.extraction, self.lock, self.clock, self.batch = (
+            outbox,
+            extraction,
+            lock,
+            clock,
+            batch,
+        )
         self._woken = asyncio.Event()
 
     def wake(self) -> None:

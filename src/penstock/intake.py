@@ -102,7 +102,14 @@ async def push(
         try:
             waiting.append(
                 event_of(
-                    url, source=source, route=route, priority=Priority.named(priority), force=force, window=window, trace=trace, host_by=books.settings.host_by
+                    url,
+                    source=source,
+                    route=route,
+                    priority=Priority.named(priority),
+                    force=force,
+                    window=window,
+                    trace=trace,
+                    host_by=books.settings.host_by,
                 )
             )
         except BadUrl as e:
@@ -121,7 +128,9 @@ class Refused(Exception):
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
-        self.reason = " ".join(reason.encode("utf-8", "replace").decode().split())  # parts of it may come from anywhere
+        self.reason = " ".join(
+            reason.encode("utf-8", "replace").decode().split()
+        )  # parts of it may come from anywhere
 
 
 class Taken(msgspec.Struct, kw_only=True):
@@ -156,7 +165,9 @@ class Intake:
         self.books, self.source = books, source
         self.mapping, self._clock = mapping, clock
 
-    async def take(self, batch: Batch, *, beside: Callable[[Any, Taken], None] | None = None) -> Taken:
+    async def take(
+        self, batch: Batch, *, beside: Callable[[Any, Taken], None] | None = None
+    ) -> Taken:
         """Durable when it returns, with the source's cursor. A full queue is waited for.
 
         What makes no event is a dead letter. `beside` belongs to the transaction; what it raises undoes it.
@@ -179,5 +190,7 @@ class Intake:
             answers.update({e.id: a for e, a in zip(waiting, given, strict=True)})
             waiting = [e for e, a in zip(waiting, given, strict=True) if a is Accepted.FULL]
             if not waiting:
-                return msgspec.structs.replace(judged, answers=[answers[e.id] for e in judged.events])
+                return msgspec.structs.replace(
+                    judged, answers=[answers[e.id] for e in judged.events]
+                )
             await self._clock.sleep(FULL_WAIT)

@@ -31,15 +31,34 @@ PATIENCE = 3.0  # seconds in which a port that its holder just left may still be
 class Listener:
     """`run()` is a task for as long as the process works. Of several processes with one address the first serves; the others take over when it ends."""
 
-    def __init__(self, endpoint: Endpoint, *, host: str, port: int, connections: int, timeout: float, grace: float, lock: Path, clock: Clock) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        host: str,
+        port: int,
+        connections: int,
+        timeout: float,
+        grace: float,
+        lock: Path,
+        clock: Clock,
+    ) -> None:
         self.endpoint, self.host, self.port = endpoint, host, port
-        self._connections, self._timeout, self._grace, self._clock = connections, timeout, grace, clock
+        self._connections, self._timeout, self._grace, self._clock = (
+            connections,
+            timeout,
+            grace,
+            clock,
+        )
         self._lock = FileLock(lock)
 
     async def run(self) -> None:
         try:
             if not self._lock.try_acquire():
-                log.info("another process listens on %s already; this one takes over when it ends", where(self.host, self.port))
+                log.info(
+                    "another process listens on %s already; this one takes over when it ends",
+                    where(self.host, self.port),
+                )
                 while not self._lock.try_acquire():
                     await self._clock.sleep(TAKE_OVER)
             await self.endpoint.declare()
@@ -77,7 +96,11 @@ class Listener:
         server = _Server(config)
         self.port = bound.getsockname()[1]
         serving = asyncio.create_task(server.serve(sockets=[bound]), name="http")
-        log.info("listening on %s: %s", where(self.host, self.port), ", ".join(_said(hook.source) for hook in self.endpoint.hooks.values()))
+        log.info(
+            "listening on %s: %s",
+            where(self.host, self.port),
+            ", ".join(_said(hook.source) for hook in self.endpoint.hooks.values()),
+        )
         try:
             await asyncio.shield(serving)
             raise RuntimeError("the HTTP server ended by itself")
@@ -107,9 +130,15 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as e:
         bound.close()
         if e.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(f"serve.host {host} is no address of this machine", hint="127.0.0.1, or 0.0.0.0 for all of them") from None
+            raise ConfigError(
+                f"serve.host {host} is no address of this machine",
+                hint="127.0.0.1, or 0.0.0.0 for all of them",
+            ) from None
         reason = "another program listens there" if e.errno == errno.EADDRINUSE else e.strerror
-        raise Unreachable(f"cannot listen on {where(host, port)}: {reason}", hint="another port: -o serve.port=8788, or --port 8788") from None
+        raise Unreachable(
+            f"cannot listen on {where(host, port)}: {reason}",
+            hint="another port: -o serve.port=8788, or --port 8788",
+        ) from None
     bound.setblocking(False)
     return bound
 
@@ -130,7 +159,13 @@ def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > connections:
-                self._end(503, "Service Unavailable", "there are too many connections", "try again later", "retry-after: 1\r\n")
+                self._end(
+                    503,
+                    "Service Unavailable",
+                    "there are too many connections",
+                    "try again later",
+                    "retry-after: 1\r\n",
+                )
                 return
             self._watch()
 
@@ -149,7 +184,12 @@ def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                self._end(400, "Bad Request", "this is no HTTP request that can be read", f"HTTP/1.1, with headers of at most {MAX_HEAD} bytes")
+                self._end(
+                    400,
+                    "Bad Request",
+                    "this is no HTTP request that can be read",
+                    f"HTTP/1.1, with headers of at most {MAX_HEAD} bytes",
+                )
             else:
                 self.transport.close()
 
@@ -162,7 +202,12 @@ def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
                 self._deadline = None
 
         def _too_slow(self) -> None:
-            self._end(408, "Request Timeout", f"no request came within {timeout:g} s", "send it all at once")
+            self._end(
+                408,
+                "Request Timeout",
+                f"no request came within {timeout:g} s",
+                "send it all at once",
+            )
 
         def _end(self, status: int, phrase: str, message: str, hint: str, more: str = "") -> None:
             """Past the state machine of the protocol, which a request that is none has broken."""

@@ -44,7 +44,9 @@ def unlock_descriptor(fd: int) -> None:
     if fd in _private:
         _private.discard(fd)
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked this instant has a copy, and closing ours would leave the lock with it
+            fcntl.flock(
+                fd, fcntl.LOCK_UN
+            )  # a child forked this instant has a copy, and closing ours would leave the lock with it
         os.close(fd)
 
 
@@ -118,7 +120,9 @@ class FileLock:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not _is_at(fd, self.path):  # removed between open and lock: whoever comes next would lock another file
+                if not _is_at(
+                    fd, self.path
+                ):  # removed between open and lock: whoever comes next would lock another file
                     os.close(fd)
                     continue
                 _private.add(fd)

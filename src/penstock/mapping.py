@@ -31,9 +31,18 @@ class Mapping:
     def __init__(self, spec: SourceSpec, *, host_by: Literal["host", "domain"] = "host") -> None:
         self._spec, self._host_by = spec, host_by
         if unknown := sorted(set(spec.map) - set(KEYS)):
-            raise ConfigError(f"source {spec.name}: map has no {unknown[0]!r}", hint=f"it has {', '.join(KEYS)}")
-        self._map = {key: Expression(text, f"source {spec.name}: map.{key}", "after.url") for key, text in spec.map.items()}
-        self._where = None if spec.where is None else Expression(spec.where, f"source {spec.name}: where", "after.active")
+            raise ConfigError(
+                f"source {spec.name}: map has no {unknown[0]!r}", hint=f"it has {', '.join(KEYS)}"
+            )
+        self._map = {
+            key: Expression(text, f"source {spec.name}: map.{key}", "after.url")
+            for key, text in spec.map.items()
+        }
+        self._where = (
+            None
+            if spec.where is None
+            else Expression(spec.where, f"source {spec.name}: where", "after.active")
+        )
 
     def event(self, finding: Finding) -> Event | None:
         """None: passed over, because `where` or the hook says so. Raises Refused."""
@@ -60,20 +69,37 @@ class Mapping:
         assert self._spec.hook is not None
         try:
             said = self._spec.hook(payload)
-        except Exception as e:  # the user's code: what it raises is this finding's trouble, not the source's
-            raise Refused(f"the hook raised {type(e).__name__}: {' '.join(str(e).split())[:200]}") from None
+        except (
+            Exception
+        ) as e:  # the user's code: what it raises is this finding's trouble, not the source's
+            raise Refused(
+                f"the hook raised {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            ) from None
         if said is None:
             return None
-        if not isinstance(said, Pairs) or (unknown := sorted(str(k) for k in said if k not in KEYS)):
-            wrong = f"has no {unknown[0]!r}" if isinstance(said, Pairs) else f"is no {type(said).__name__}"
-            raise Refused(f"the hook's answer {wrong}; it is a dict with {', '.join(KEYS)}, or None")
+        if not isinstance(said, Pairs) or (
+            unknown := sorted(str(k) for k in said if k not in KEYS)
+        ):
+            wrong = (
+                f"has no {unknown[0]!r}"
+                if isinstance(said, Pairs)
+                else f"is no {type(said).__name__}"
+            )
+            raise Refused(
+                f"the hook's answer {wrong}; it is a dict with {', '.join(KEYS)}, or None"
+            )
         return {key: value for key, value in said.items() if value is not None}
 
     def _made(self, finding: Finding, given: Pairs[str, Any]) -> Event:
         spec = self._spec
-        url = given.get("url", finding.url if finding.url is not None else finding.payload.get("url"))
+        url = given.get(
+            "url", finding.url if finding.url is not None else finding.payload.get("url")
+        )
         if not isinstance(url, str) or not url:
-            raise Refused("there is no URL in it" + ("" if "url" in spec.map or spec.hook else '; map = {url = "…"} says where it is'))
+            raise Refused(
+                "there is no URL in it"
+                + ("" if "url" in spec.map or spec.hook else '; map = {url = "…"} says where it is')
+            )
         trace = given.get("trace")
         if isinstance(trace, int) and abs(trace) < 1 << 64:
             trace = str(trace)
@@ -84,7 +110,10 @@ class Mapping:
                 url if finding.base is None else canonical_url(url, finding.base),
                 id_=finding.id,
                 source=spec.name,
-                cause=finding.cause[:LONGEST].replace("\0", "�").encode("utf-8", "replace").decode(),
+                cause=finding.cause[:LONGEST]
+                .replace("\0", "�")
+                .encode("utf-8", "replace")
+                .decode(),
                 route=_route(spec.route, given),
                 priority=_priority(given.get("priority", spec.priority)),
                 force=_flag(given, "force"),
@@ -108,7 +137,9 @@ class Mapping:
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as e:
             raise Refused(f"its data cannot be written as JSON: {e}") from None
         if len(raw) > MAX_DATA:
-            raise Refused(f'its data has {len(raw)} bytes, of at most {MAX_DATA}; map = {{data = "{{sku: sku}}"}} chooses less')
+            raise Refused(
+                f'its data has {len(raw)} bytes, of at most {MAX_DATA}; map = {{data = "{{sku: sku}}"}} chooses less'
+            )
         if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deeper_than(data, MAX_DEPTH):
             raise Refused(f"its data is nested deeper than {MAX_DEPTH} levels")
         return data
@@ -137,13 +168,24 @@ def _deeper_than(value: Any, levels: int) -> bool:
 
 
 def _inside(value: Any) -> list[Any]:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return [each for each in inner if isinstance(each, dict | list | tuple)]
 
 
 def _is_text(value: Any) -> bool:
     """That fits an index and any store: not too long, no NUL, no half of a surrogate pair."""
-    return isinstance(value, str) and 0 < len(value) <= LONGEST and "\0" not in value and value.encode("utf-8", "replace").decode() == value
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= LONGEST
+        and "\0" not in value
+        and value.encode("utf-8", "replace").decode() == value
+    )
 
 
 def _flag(given: Pairs[str, Any], key: str) -> bool:

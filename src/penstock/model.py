@@ -147,10 +147,15 @@ def decode_event(raw: bytes) -> Event:
     if c.specversion != "1.0":
         raise BadEnvelope(f"CloudEvents specversion {c.specversion!r} is not 1.0")
     if c.type != EVENT_TYPE:
-        raise BadEnvelope(f"event type {c.type!r} is not {EVENT_TYPE!r}", hint="run the version of Penstock that wrote it, or upgrade this one")
+        raise BadEnvelope(
+            f"event type {c.type!r} is not {EVENT_TYPE!r}",
+            hint="run the version of Penstock that wrote it, or upgrade this one",
+        )
     d = c.data
     if not c.id or not d.url:
-        raise BadEnvelope(f"an event needs an id and a url; this one has no {'url' if c.id else 'id'}")
+        raise BadEnvelope(
+            f"an event needs an id and a url; this one has no {'url' if c.id else 'id'}"
+        )
     return Event(
         id=c.id, url=d.url, key=d.key, topic=d.topic, source=c.source.removeprefix(_SOURCE_PREFIX), trace=c.traceid, cause=d.cause, route=d.route,
         priority=c.priority, depth=d.depth, parent=d.parent, force=d.force, window=d.window, window_mode=d.window_mode, accepted_at=d.accepted_at,
@@ -199,13 +204,24 @@ class Page:
         self._event: Event | bytes | None = event
         self._parsed: Selector | None = None
         self.requested_url = requested_url or url
-        self.followed: set[str] = set()  # what follow() gave: canonical already, so nobody works that out twice
+        self.followed: set[str] = (
+            set()
+        )  # what follow() gave: canonical already, so nobody works that out twice
 
     def __repr__(self) -> str:
         return f"<Page {self.status} {self.url} {len(self.body)} bytes>"
 
     @classmethod
-    def received(cls, url: str, body: bytes, status: int, headers: dict[str, str], fetched_at: float, event: Event | bytes | None, requested_url: str) -> Page:
+    def received(
+        cls,
+        url: str,
+        body: bytes,
+        status: int,
+        headers: dict[str, str],
+        fetched_at: float,
+        event: Event | bytes | None,
+        requested_url: str,
+    ) -> Page:
         """As it came off the wire: header names are lower case already, and an event that travelled as JSON is read when somebody asks for it."""
         page = cls(url, body, status=status, fetched_at=fetched_at, requested_url=requested_url)
         page.headers, page._event = dict(headers), event
@@ -218,14 +234,23 @@ class Page:
         return self._event  # type: ignore[return-value]  # bytes are gone by now
 
     @classmethod
-    def from_file(cls, path: str | PathLike[str], *, url: str, status: int = 200, headers: Mapping[str, str] | None = None) -> Page:
+    def from_file(
+        cls,
+        path: str | PathLike[str],
+        *,
+        url: str,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> Page:
         with open(path, "rb") as f:
             return cls(url, f.read(), status=status, headers=headers or {})
 
     @property
     def _document(self) -> Selector:
         if self._parsed is None:
-            from penstock.selecting import parse  # here: the parser is heavy, and most processes never parse
+            from penstock.selecting import (
+                parse,
+            )  # here: the parser is heavy, and most processes never parse
 
             self._parsed = parse(self.body, self.headers.get("content-type"))
         return self._parsed
@@ -266,7 +291,14 @@ class Page:
 
         return base_url(self._document, self.url)
 
-    def follow(self, links: str | Iterable[str], *, priority: str = "normal", route: Route | None = None, window: float | None = None) -> Iterator[Follow]:
+    def follow(
+        self,
+        links: str | Iterable[str],
+        *,
+        priority: str = "normal",
+        route: Route | None = None,
+        window: float | None = None,
+    ) -> Iterator[Follow]:
         """A CSS selector (elements with href, or `::attr(...)`), or URLs. What is no http(s) URL is left out."""
         from penstock.selecting import links_of
 
@@ -315,9 +347,23 @@ class ErrorClass(enum.StrEnum):
 class Failure(Exception):
     """Raised on purpose by a stage. Any other exception is a bug: retried as transient, its traceback kept."""
 
-    def __init__(self, kind: ErrorClass, reason: str, *, after: float | None = None, status: int | None = None, detail: str = "") -> None:
+    def __init__(
+        self,
+        kind: ErrorClass,
+        reason: str,
+        *,
+        after: float | None = None,
+        status: int | None = None,
+        detail: str = "",
+    ) -> None:
         super().__init__(reason)
-        self.kind, self.reason, self.after, self.status, self.detail = kind, reason, after, status, detail
+        self.kind, self.reason, self.after, self.status, self.detail = (
+            kind,
+            reason,
+            after,
+            status,
+            detail,
+        )
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

@@ -31,16 +31,32 @@ from penstock.stores.context import Context
 
 T = TypeVar("T")
 TOPICS = ("requests", "pages", "records")
-TOPOLOGY = tuple(TopicSpec(name=name) for name in TOPICS) + tuple(TopicSpec(name=name + ".dead", groups=()) for name in TOPICS)
-NOUNS = {"brokers": "broker", "ledgers": "ledger", "claims": "claims", "pages": "page store", "sinks": "sink", "sources": "source"}
-EXTRAS = {"amqp": "rabbitmq", "amqps": "rabbitmq", "postgresql": "postgres", "rediss": "redis"}  # where an extra is not called like its scheme
+TOPOLOGY = tuple(TopicSpec(name=name) for name in TOPICS) + tuple(
+    TopicSpec(name=name + ".dead", groups=()) for name in TOPICS
+)
+NOUNS = {
+    "brokers": "broker",
+    "ledgers": "ledger",
+    "claims": "claims",
+    "pages": "page store",
+    "sinks": "sink",
+    "sources": "source",
+}
+EXTRAS = {
+    "amqp": "rabbitmq",
+    "amqps": "rabbitmq",
+    "postgresql": "postgres",
+    "rediss": "redis",
+}  # where an extra is not called like its scheme
 log = logging.getLogger("penstock")
 
 
 class Stores:
     """Everything that is open on one store. Close it once."""
 
-    def __init__(self, config: Config, context: Context, *, broker: Any, ledger: Any, claims: Any, pages: Any) -> None:
+    def __init__(
+        self, config: Config, context: Context, *, broker: Any, ledger: Any, claims: Any, pages: Any
+    ) -> None:
         self.config, self.context, self.clock = config, context, context.clock
         self.broker, self.ledger, self.claims, self.pages = broker, ledger, claims, pages
         self.db = ledger.db
@@ -108,34 +124,56 @@ def adapter(kind: str, url: str) -> Callable[..., Any]:
         close = difflib.get_close_matches(scheme, known, n=1)
         raise ConfigError(
             f"no {NOUNS[kind]} adapter for {scheme!r}",
-            hint=f"did you mean {close[0]}:…?" if close else f"there are: {', '.join(sorted(known)) or 'none'}",
+            hint=f"did you mean {close[0]}:…?"
+            if close
+            else f"there are: {', '.join(sorted(known)) or 'none'}",
         )
     try:
         opener: Callable[..., Any] = known[scheme].load()
     except ImportError as e:
         raise ConfigError(
-            f"the {scheme!r} {NOUNS[kind]} adapter needs a package that is missing: {e.name or e}", hint=f"pip install 'penstock[{EXTRAS.get(scheme, scheme)}]'"
+            f"the {scheme!r} {NOUNS[kind]} adapter needs a package that is missing: {e.name or e}",
+            hint=f"pip install 'penstock[{EXTRAS.get(scheme, scheme)}]'",
         ) from e
     return opener
 
 
 def open_stores(
-    config: Config, *, worker: str | None = None, create: bool = True, inline: bool = False, clock: Clock | None = None, rng: random.Random | None = None
+    config: Config,
+    *,
+    worker: str | None = None,
+    create: bool = True,
+    inline: bool = False,
+    clock: Clock | None = None,
+    rng: random.Random | None = None,
 ) -> Stores:
     """Raises ConfigError or Unreachable, and then nothing is left open."""
-    if not create and config.ledger.url.startswith("sqlite:") and not Path(config.ledger.url.removeprefix("sqlite:")).exists():
+    if (
+        not create
+        and config.ledger.url.startswith("sqlite:")
+        and not Path(config.ledger.url.removeprefix("sqlite:")).exists()
+    ):
         raise Unreachable(
             f"there is no Penstock state in {config.state.dir}",
             hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state",
         )
     adapter("brokers", config.broker.url)
     _refuse_missing(config)
-    context = Context(config, clock or SystemClock(), rng or random.Random(), worker=worker or worker_id(), inline=inline)
+    context = Context(
+        config,
+        clock or SystemClock(),
+        rng or random.Random(),
+        worker=worker or worker_id(),
+        inline=inline,
+    )
     try:
         ledger = adapter("ledgers", config.ledger.url)(config.ledger.url, context)
         claims = adapter("claims", config.claims.url)(config.claims.url, context)
         if not claims.apart and claims.db is not ledger.db:
-            raise ConfigError("the claims lie in another store than the ledger", hint="give PENSTOCK_CLAIMS_URL the URL of the ledger")
+            raise ConfigError(
+                "the claims lie in another store than the ledger",
+                hint="give PENSTOCK_CLAIMS_URL the URL of the ledger",
+            )
         broker = _open_broker(config, context, ledger)
         pages = adapter("pages", config.pages.url)(config.pages.url, context)
         stores = Stores(config, context, broker=broker, ledger=ledger, claims=claims, pages=pages)
@@ -156,8 +194,12 @@ def _refuse_missing(config: Config) -> None:
     }
     missing = {name: advice for name, (url, *advice) in kinds.items() if not url}
     if missing:
-        variables = " ".join(f"PENSTOCK_{name.upper()}_URL={fleet}" for name, (fleet, _) in missing.items())
-        alone = " ".join(f"PENSTOCK_{name.upper()}_URL={file}" for name, (_, file) in missing.items())
+        variables = " ".join(
+            f"PENSTOCK_{name.upper()}_URL={fleet}" for name, (fleet, _) in missing.items()
+        )
+        alone = " ".join(
+            f"PENSTOCK_{name.upper()}_URL={file}" for name, (_, file) in missing.items()
+        )
         scheme = config.broker.url.partition(":")[0]
         raise ConfigError(
             f"the {', the '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and a {scheme} broker cannot keep what the fleet must share",
@@ -171,22 +213,34 @@ def _open_broker(config: Config, context: Context, ledger: Any) -> Any:
     opened = {url: adapter("brokers", url)(url, context) for url in dict.fromkeys(urls.values())}
     if len(opened) == 1 and getattr(opened[config.topics.requests], "db", None) is ledger.db:
         return opened[config.topics.requests]
-    return Relay(ledger.db, {name: opened[url] for name, url in urls.items()}, context.clock, worker=context.worker, lease=config.lease)
+    return Relay(
+        ledger.db,
+        {name: opened[url] for name, url in urls.items()},
+        context.clock,
+        worker=context.worker,
+        lease=config.lease,
+    )
 
 
 class Politeness:
     """What one request needs of the store, without queue, books and pages. In memory where there is no state yet."""
 
-    def __init__(self, config: Config, *, clock: Clock | None = None, rng: random.Random | None = None) -> None:
+    def __init__(
+        self, config: Config, *, clock: Clock | None = None, rng: random.Random | None = None
+    ) -> None:
         url = config.claims.url
         self.shared = not url.startswith("sqlite:") or Path(url.removeprefix("sqlite:")).exists()
         url = url if self.shared else "sqlite::memory:"
         self.clock: Clock = clock or SystemClock()
-        self.context = Context(config, self.clock, rng or random.Random(), worker=worker_id(), inline=True)
+        self.context = Context(
+            config, self.clock, rng or random.Random(), worker=worker_id(), inline=True
+        )
         try:
             self.claims = adapter("claims", url)(url, self.context)
             self.hosts = self.claims.hosts if self.claims.apart else SqlHosts(self.claims)
-            self.proxies = self.claims.proxies if self.claims.apart else SqlProxies(self.claims.db, self.clock)
+            self.proxies = (
+                self.claims.proxies if self.claims.apart else SqlProxies(self.claims.db, self.clock)
+            )
         except BaseException:
             self.context.close()
             raise
@@ -200,7 +254,9 @@ class Politeness:
 
 
 def _ensure(stores: Stores) -> None:
-    if not stores.db.read_now(lambda tx: stores.broker.has_in(tx, [t.name for t in TOPOLOGY])):  # most who open only want to look
+    if not stores.db.read_now(
+        lambda tx: stores.broker.has_in(tx, [t.name for t in TOPOLOGY])
+    ):  # most who open only want to look
         stores.db.write_now(lambda tx: stores.broker.ensure_in(tx, TOPOLOGY))
 
 
@@ -222,5 +278,7 @@ def settings(config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool =
         hooks=hooks,
         sinks=tuple(sinks),
         host_by=config.pace.by,
-        breaker=breaker.Limits(dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert),
+        breaker=breaker.Limits(
+            dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert
+        ),
     )

@@ -53,7 +53,9 @@ class Extractor:
 class SinkSpec:
     url: str  # as written; a relative path in it is relative to where the pipeline runs
     options: dict[str, Any]
-    connect: dict[str, Any] | None = None  # the Kafka Connect connector that takes it from there: for `penstock connect`, never for the adapter
+    connect: dict[str, Any] | None = (
+        None  # the Kafka Connect connector that takes it from there: for `penstock connect`, never for the adapter
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,9 @@ class SourceSpec:
     where: str | None  # JMESPath: findings for which it is false are passed over
     hook: Callable[[dict[str, Any]], Any] | None
     options: dict[str, Any]  # the adapter's own
-    connect: dict[str, Any] | None = None  # the Kafka Connect connector that feeds it: for `penstock connect`, never for the adapter
+    connect: dict[str, Any] | None = (
+        None  # the Kafka Connect connector that feeds it: for `penstock connect`, never for the adapter
+    )
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +96,9 @@ class Hook:
     extractor: str | None  # None: every extractor
 
     def wants(self, change: Change) -> bool:
-        return (self.extractor is None or self.extractor == change.extractor) and (self.fields is None or not self.fields.isdisjoint(change.fields))
+        return (self.extractor is None or self.extractor == change.extractor) and (
+            self.fields is None or not self.fields.isdisjoint(change.fields)
+        )
 
 
 # -- the pipeline ------------------------------------------------------------------------------------------------------
@@ -132,24 +138,47 @@ class Pipeline:
     def extract(self, fn: F, /) -> F: ...
     @overload
     def extract(
-        self, fn: None = None, /, *, match: str | Sequence[str] | None = None, version: int = 1, key: Key = None, name: str | None = None
+        self,
+        fn: None = None,
+        /,
+        *,
+        match: str | Sequence[str] | None = None,
+        version: int = 1,
+        key: Key = None,
+        name: str | None = None,
     ) -> Callable[[F], F]: ...
-    def extract(self, fn: Any = None, /, *, match: str | Sequence[str] | None = None, version: Any = 1, key: Key = None, name: str | None = None) -> Any:
+    def extract(
+        self,
+        fn: Any = None,
+        /,
+        *,
+        match: str | Sequence[str] | None = None,
+        version: Any = 1,
+        key: Key = None,
+        name: str | None = None,
+    ) -> Any:
         """Declare an extractor; the function stays what it was, so a test calls it: `list(product(page))`.
 
         `match`: glob on the URL (or several); none: every page. `version`: raise it to extract known pages again.
         `key`: the field that names a record, several of them, or a function of the record; none: the page's URL.
         """
         if fn is not None and not callable(fn):
-            raise ConfigError(f"@extract was given {fn!r}", hint='name its arguments: @pipeline.extract(match="*/product/*", key="sku")')
+            raise ConfigError(
+                f"@extract was given {fn!r}",
+                hint='name its arguments: @pipeline.extract(match="*/product/*", key="sku")',
+            )
 
         def declare(fn: F) -> F:
             label = _function(fn, "@extract", name)
             if any(e.name == label for e in self._extractors):
-                raise ConfigError(f"two extractors are called {label!r}", hint='rename one function, or give it a name: @pipeline.extract(name="…")')
+                raise ConfigError(
+                    f"two extractors are called {label!r}",
+                    hint='rename one function, or give it a name: @pipeline.extract(name="…")',
+                )
             if isinstance(version, bool) or not isinstance(version, int) or version < 1:
                 raise ConfigError(
-                    f"extractor {label}: version {version!r} is no whole number from 1 up", hint="version=1, then more whenever its records change"
+                    f"extractor {label}: version {version!r} is no whole number from 1 up",
+                    hint="version=1, then more whenever its records change",
                 )
             globs = _globs(match, label)
             pattern = re.compile("|".join(fnmatch.translate(g) for g in globs)) if globs else None
@@ -160,7 +189,11 @@ class Pipeline:
 
     def sink(self, url: str, *, connect: dict[str, Any] | None = None, **options: Any) -> None:
         """Where records go: `jsonl:products.jsonl`, `csv:…`, `sqlite:…`. `connect`: the connector that carries them on from a Kafka topic."""
-        self._sinks.append(SinkSpec(_url(url, "sink"), options, _connect(connect, url, f"sink {units.mask(url)!r}")))
+        self._sinks.append(
+            SinkSpec(
+                _url(url, "sink"), options, _connect(connect, url, f"sink {units.mask(url)!r}")
+            )
+        )
 
     def source(
         self, url: str, *, name: str | None = None, every: str | float | None = None, route: Route | dict[str, Any] | None = None,
@@ -179,35 +212,92 @@ class Pipeline:
         try:
             hints = route if isinstance(route, Route) else msgspec.convert(route or {}, Route)
         except msgspec.ValidationError as e:
-            raise ConfigError(f"{where_}: route: {e}", hint="a route has geo, pool, account and render") from None
+            raise ConfigError(
+                f"{where_}: route: {e}", hint="a route has geo, pool, account and render"
+            ) from None
         try:
             rank = Priority.named(priority)
         except (KeyError, AttributeError):
-            raise ConfigError(f"{where_}: priority {priority!r} is not known", hint="high, normal or low") from None
+            raise ConfigError(
+                f"{where_}: priority {priority!r} is not known", hint="high, normal or low"
+            ) from None
         if window_mode not in (None, "delay", "drop"):
-            raise ConfigError(f"{where_}: window_mode {window_mode!r} is not known", hint="delay or drop")
+            raise ConfigError(
+                f"{where_}: window_mode {window_mode!r} is not known", hint="delay or drop"
+            )
         if (hook is not None and not inspect.isroutine(hook)) or inspect.iscoroutinefunction(hook):
-            raise ConfigError(f"{where_}: hook is no plain function", hint="def hook(payload): return {'priority': 'high'}")
-        if map is not None and not (isinstance(map, dict) and all(isinstance(key, str) for key in map)):
-            raise ConfigError(f"{where_}: map is no table", hint='map={"url": "after.link", "priority": "after.rank"}')
+            raise ConfigError(
+                f"{where_}: hook is no plain function",
+                hint="def hook(payload): return {'priority': 'high'}",
+            )
+        if map is not None and not (
+            isinstance(map, dict) and all(isinstance(key, str) for key in map)
+        ):
+            raise ConfigError(
+                f"{where_}: map is no table",
+                hint='map={"url": "after.link", "priority": "after.rank"}',
+            )
         called = _named(name, "a source") if name is not None else _source_name(url)
         if any(s.name == called for s in self._sources):
-            raise ConfigError(f"two sources are called {called!r}", hint='give one a name of its own: name="…"')
+            raise ConfigError(
+                f"two sources are called {called!r}", hint='give one a name of its own: name="…"'
+            )
         every_, window_ = _seconds(every, f"{where_}: every"), _seconds(window, f"{where_}: window")
         fed = _connect(connect, url, where_)
         hinted = fed.get("route") if fed else None
         # What its connector puts on each record is what an event gets, unless the pipeline says otherwise.
-        map = {**({hint: f'_kafka.headers."penstock-{hint}"' for hint in hinted} if isinstance(hinted, dict) else {}), **(map or {})}
-        self._sources.append(SourceSpec(url, called, every_, hints, rank, window_, window_mode, map, where, hook, options, fed))
+        map = {
+            **(
+                {hint: f'_kafka.headers."penstock-{hint}"' for hint in hinted}
+                if isinstance(hinted, dict)
+                else {}
+            ),
+            **(map or {}),
+        }
+        self._sources.append(
+            SourceSpec(
+                url,
+                called,
+                every_,
+                hints,
+                rank,
+                window_,
+                window_mode,
+                map,
+                where,
+                hook,
+                options,
+                fed,
+            )
+        )
 
     @overload
     def on_change(self, fn: F, /) -> F: ...
     @overload
-    def on_change(self, fn: None = None, /, *, fields: Sequence[str] | None = None, extractor: str | None = None) -> Callable[[F], F]: ...
-    def on_change(self, fn: Any = None, /, *, fields: Sequence[str] | None = None, extractor: str | None = None) -> Any:
+    def on_change(
+        self,
+        fn: None = None,
+        /,
+        *,
+        fields: Sequence[str] | None = None,
+        extractor: str | None = None,
+    ) -> Callable[[F], F]: ...
+    def on_change(
+        self,
+        fn: Any = None,
+        /,
+        *,
+        fields: Sequence[str] | None = None,
+        extractor: str | None = None,
+    ) -> Any:
         """Called (awaited, if async) with a Change after the record was written; at least once, so use `change.event_id` where twice would hurt."""
-        if fields is not None and (isinstance(fields, str) or not fields or not all(isinstance(f, str) for f in fields)):
-            raise ConfigError(f"@on_change: fields={fields!r} is no list of field names", hint='fields=["price"]; leave it out for every field')
+        if fields is not None and (
+            isinstance(fields, str) or not fields or not all(isinstance(f, str) for f in fields)
+        ):
+            raise ConfigError(
+                f"@on_change: fields={fields!r} is no list of field names",
+                hint='fields=["price"]; leave it out for every field',
+            )
 
         def declare(fn: F) -> F:
             _function(fn, "@on_change", "hook")
@@ -218,7 +308,11 @@ class Pipeline:
 
     def matching(self, url: str, requested: str | None = None) -> list[Extractor]:
         """The extractors for a page: its own URL counts, and the one that was asked for."""
-        return [e for e in self._extractors if e.fits(url) or (requested is not None and requested != url and e.fits(requested))]
+        return [
+            e
+            for e in self._extractors
+            if e.fits(url) or (requested is not None and requested != url and e.fits(requested))
+        ]
 
     def signature(self, url: str) -> str:
         """`name@version,…` of the extractors for this URL: another signature, and an unchanged page is extracted again."""
@@ -229,30 +323,54 @@ class Pipeline:
         names = [e.name for e in self._extractors]
         for hook in self._hooks:
             if hook.extractor is not None and hook.extractor not in names:
-                raise ConfigError(f"@on_change: there is no extractor {hook.extractor!r}", hint=f"known: {', '.join(names) or 'none'}")
+                raise ConfigError(
+                    f"@on_change: there is no extractor {hook.extractor!r}",
+                    hint=f"known: {', '.join(names) or 'none'}",
+                )
 
 
 def _named(name: object, what: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{what} cannot be called {name!r}", hint="1 to 64 letters, digits, '_', '-' or '.', a letter or digit first")
+        raise ConfigError(
+            f"{what} cannot be called {name!r}",
+            hint="1 to 64 letters, digits, '_', '-' or '.', a letter or digit first",
+        )
     return name
 
 
 def _function(fn: Any, decorator: str, name: str | None) -> str:
     if not callable(fn) or isinstance(fn, type):
-        raise ConfigError(f"{decorator} needs a function, not {fn!r}", hint="put it above a `def name(page): …`")
+        raise ConfigError(
+            f"{decorator} needs a function, not {fn!r}", hint="put it above a `def name(page): …`"
+        )
     label = name if name is not None else getattr(fn, "__name__", None)
-    if inspect.isasyncgenfunction(fn) or (inspect.iscoroutinefunction(fn) and decorator == "@extract"):  # a hook may be async: it is awaited
-        raise ConfigError(f"{decorator}: {label} is async", hint="write it as a plain `def`: the page is already there, and it runs in a process of its own")
+    if inspect.isasyncgenfunction(fn) or (
+        inspect.iscoroutinefunction(fn) and decorator == "@extract"
+    ):  # a hook may be async: it is awaited
+        raise ConfigError(
+            f"{decorator}: {label} is async",
+            hint="write it as a plain `def`: the page is already there, and it runs in a process of its own",
+        )
     if label == "<lambda>":
         raise ConfigError(f"{decorator}: a lambda has no name", hint='use `def`, or give name="…"')
     return _named(label, "an extractor")
 
 
 def _globs(match: Any, label: str) -> tuple[str, ...]:
-    globs = () if match is None else (match,) if isinstance(match, str) else tuple(match) if isinstance(match, (list, tuple)) else (match,)
+    globs = (
+        ()
+        if match is None
+        else (match,)
+        if isinstance(match, str)
+        else tuple(match)
+        if isinstance(match, (list, tuple))
+        else (match,)
+    )
     if any(not isinstance(g, str) or not g for g in globs):
-        raise ConfigError(f"extractor {label}: match {match!r} is no glob", hint='match="*/product/*"; leave it out for every page')
+        raise ConfigError(
+            f"extractor {label}: match {match!r} is no glob",
+            hint='match="*/product/*"; leave it out for every page',
+        )
     return globs
 
 
@@ -261,14 +379,19 @@ def _key(key: Any, label: str) -> Key:
         return key  # type: ignore[no-any-return]
     names = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, (list, tuple)) else ()
     if not names or any(not isinstance(n, str) or not n for n in names):
-        raise ConfigError(f"extractor {label}: key {key!r} names no field", hint='key="sku", key=("shop", "sku"), or a function of the record')
+        raise ConfigError(
+            f"extractor {label}: key {key!r} names no field",
+            hint='key="sku", key=("shop", "sku"), or a function of the record',
+        )
     return names[0] if len(names) == 1 else names
 
 
 def _url(url: Any, what: str) -> str:
     if not isinstance(url, str) or not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url):
         example = "jsonl:products.jsonl" if what == "sink" else "feed+https://example.com/feed.xml"
-        raise ConfigError(f"{what} {url!r} does not begin with a kind", hint=f"for example {example}")
+        raise ConfigError(
+            f"{what} {url!r} does not begin with a kind", hint=f"for example {example}"
+        )
     return url
 
 
@@ -277,9 +400,15 @@ def _connect(given: Any, url: str, where: str) -> dict[str, Any] | None:
     if given is None:
         return None
     if not isinstance(given, dict) or not isinstance(given.get("kind"), str):
-        raise ConfigError(f"{where}: connect is no table with a kind", hint='connect={"kind": "debezium-postgres", …}; see penstock connect init --help')
+        raise ConfigError(
+            f"{where}: connect is no table with a kind",
+            hint='connect={"kind": "debezium-postgres", …}; see penstock connect init --help',
+        )
     if url.partition(":")[0].partition("+")[0] != "kafka":
-        raise ConfigError(f"{where}: connect is for kafka:// URLs", hint="a connector reads or fills a Kafka topic: kafka://127.0.0.1:9092/products")
+        raise ConfigError(
+            f"{where}: connect is for kafka:// URLs",
+            hint="a connector reads or fills a Kafka topic: kafka://127.0.0.1:9092/products",
+        )
     return dict(given)
 
 
@@ -290,14 +419,20 @@ def _source_name(url: str) -> str:
     if scheme == "webhook":
         return _named(place, "a webhook")
     words = "-".join(re.findall(r"[A-Za-z0-9_.]+", f"{scheme} {place}"))
-    return words if len(words) <= 64 else f"{words[:55]}-{hashlib.blake2b(words.encode(), digest_size=4).hexdigest()}"
+    return (
+        words
+        if len(words) <= 64
+        else f"{words[:55]}-{hashlib.blake2b(words.encode(), digest_size=4).hexdigest()}"
+    )
 
 
 def _seconds(value: str | float | None, where: str) -> float | None:
     try:
         return None if value is None else units.duration(value)
     except ValueError:
-        raise ConfigError(f"{where}: {value!r} is no length of time", hint='seconds, or "30s", "5m", "1h", "1d"') from None
+        raise ConfigError(
+            f"{where}: {value!r} is no length of time", hint='seconds, or "30s", "5m", "1h", "1d"'
+        ) from None
 
 
 # -- pipeline files ----------------------------------------------------------------------------------------------------
@@ -309,17 +444,26 @@ def load(path: str | Path) -> Pipeline:
     try:
         source = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"there is no pipeline file {path}", hint="`penstock init` writes one to start from") from None
+        raise ConfigError(
+            f"there is no pipeline file {path}", hint="`penstock init` writes one to start from"
+        ) from None
     except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror or e}", hint="name a .py or .toml file that you may read") from None
+        raise ConfigError(
+            f"cannot read {path}: {e.strerror or e}",
+            hint="name a .py or .toml file that you may read",
+        ) from None
     if path.suffix == ".toml":
-        from penstock.declarative import compile_toml  # here: it needs the parser, and a Python pipeline's parent never does
+        from penstock.declarative import (
+            compile_toml,
+        )  # here: it needs the parser, and a Python pipeline's parent never does
 
         pipeline = compile_toml(source, str(path))
     elif path.suffix == ".py":
         pipeline = _import(path, source)
     else:
-        raise ConfigError(f"{path} is neither .py nor .toml", hint="a pipeline is a Python file or a TOML file")
+        raise ConfigError(
+            f"{path} is neither .py nor .toml", hint="a pipeline is a Python file or a TOML file"
+        )
     pipeline.check()
     pipeline.path = str(path.resolve())
     return pipeline
@@ -328,7 +472,10 @@ def load(path: str | Path) -> Pipeline:
 def _import(path: Path, source: bytes) -> Pipeline:
     full = str(path.resolve())
     # A name of its own: a user's `json.py` must not become everyone's json, and __name__ == "__main__" must not hold.
-    module = types.ModuleType("_penstock_pipeline_" + hashlib.blake2b(full.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest())
+    module = types.ModuleType(
+        "_penstock_pipeline_"
+        + hashlib.blake2b(full.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+    )
     module.__file__ = full
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.insert(0, folder)  # as `python FILE` does; stays, for imports inside extractors
@@ -344,12 +491,21 @@ def _import(path: Path, source: bytes) -> Pipeline:
         del sys.modules[module.__name__]
         listed = ", ".join(f"{name} = Pipeline({p.name!r})" for name, p in found.items()) or "none"
         hint = 'shop = Pipeline("shop"), and one file for each pipeline'
-        raise ConfigError(f"{path}: a pipeline file has one Pipeline at its top level; found: {listed}", hint=hint)
+        raise ConfigError(
+            f"{path}: a pipeline file has one Pipeline at its top level; found: {listed}", hint=hint
+        )
     return distinct[0]
 
 
 def _explained(error: BaseException, path: Path, full: str) -> ConfigError:
-    line = next((frame.lineno for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.filename == full), None)
+    line = next(
+        (
+            frame.lineno
+            for frame in reversed(traceback.extract_tb(error.__traceback__))
+            if frame.filename == full
+        ),
+        None,
+    )
     hint = "fix that line; `penstock config check` looks again"
     if isinstance(error, SyntaxError):
         if error.filename == full:

@@ -36,12 +36,18 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     replay: bool
     bounded: bool  # can answer `full` itself
     counts_deliveries: bool
-    hold_keys: bool  # can keep a host's work back until its slot, so it takes no place in the window
+    hold_keys: (
+        bool  # can keep a host's work back until its slot, so it takes no place in the window
+    )
     exact_stats: bool
     transactional: bool  # settle, publish and the ledger may share one transaction
-    lease: Literal["time", "connection"] = "time"  # what ends it: the clock, or the death of the connection or membership that holds it
+    lease: Literal["time", "connection"] = (
+        "time"  # what ends it: the clock, or the death of the connection or membership that holds it
+    )
     fair_keys: bool = True  # a key with much work does not keep others waiting even where nobody sets per_key; else the order of publication decides
-    max_body: int | None = None  # bytes that it always takes, whatever they are; None: more than we ever send
+    max_body: int | None = (
+        None  # bytes that it always takes, whatever they are; None: more than we ever send
+    )
 
 
 class TopicSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +102,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Subscription(Protocol):
-    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+    async def receive(
+        self, limit: int, wait: float, *, per_key: int | None = None
+    ) -> Sequence[Delivery]:
         """At most `limit`, possibly none after `wait` seconds; at most `per_key` of one key. Never raises for "nothing there"."""
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
@@ -143,7 +151,9 @@ class QueueAudit(msgspec.Struct, frozen=True, kw_only=True):
     unqueued: list[str]  # the first few open events that no default group holds
     unqueued_count: int
     lingering_count: int  # queued events that have ended; acked when they are handed out
-    groups: list[tuple[str, str, tuple[int, int, int], tuple[int, int, int]]]  # topic, group, noted and counted (ready, leased, delayed)
+    groups: list[
+        tuple[str, str, tuple[int, int, int], tuple[int, int, int]]
+    ]  # topic, group, noted and counted (ready, leased, delayed)
     expired: int  # leases that ran out and were not taken back
 
 
@@ -187,14 +197,20 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 class Admitted(msgspec.Struct, kw_only=True):
     """Answer of the books to a delivery that just arrived."""
 
-    verdict: Literal["go", "settled"]  # settled: duplicate, delayed, already ended; nothing more to do
+    verdict: Literal[
+        "go", "settled"
+    ]  # settled: duplicate, delayed, already ended; nothing more to do
     row: int = 0  # the ledger's own number of the event: End gives it back
-    fence: int | None = None  # where it was pending: then begin need not look again before it counts the start
+    fence: int | None = (
+        None  # where it was pending: then begin need not look again before it counts the start
+    )
     free: bool = False  # nobody had claimed its URL: begin tries to take the claim before it looks whose it is
     slot: float = 0.0  # when its host may be asked
     starts: int = 0
     attempts: int = 0  # recorded failures
-    failures: Mapping[str, int] = {}  # the same by error class; only for events with a route, since only a route can change
+    failures: Mapping[
+        str, int
+    ] = {}  # the same by error class; only for events with a route, since only a route can change
     crashes: int = 0  # starts that never ended: makes a suspect, not a culprit
     baseline: Baseline | None = None
     page: str | None = None  # the ledger knows the page already: do not fetch again
@@ -369,7 +385,13 @@ class Fetcher(Protocol):
     """One exchange through the one egress object. Raises model.Failure, classified, and nothing else."""
 
     async def fetch(
-        self, url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None, body: bytes | None = None, proxy: str | None = None
+        self,
+        url: str,
+        *,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        proxy: str | None = None,
     ) -> Response: ...
 
     async def close(self) -> None: ...
@@ -397,7 +419,9 @@ class RobotsCache(Protocol):
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
         """(body, HTTP status or 0 for unreachable, good until); None: not known."""
 
-    async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None: ...
+    async def keep_robots(
+        self, origin: str, body: bytes | None, status: int, until: float
+    ) -> None: ...
 
     def exempt(self, host: str) -> bool:
         """Is there a recorded exception, so that this host's robots.txt is not obeyed? A local view at most 100 ms old."""
@@ -406,10 +430,14 @@ class RobotsCache(Protocol):
 class Pace(Protocol):
     """Slots: WHEN a host may be asked, fleet-wide. Each slot is given once."""
 
-    async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
+    async def reserve(
+        self, wants: Mapping[str, int], *, within: float | None = None
+    ) -> Mapping[str, Sequence[float]]:
         """For each host, that many moments (epoch seconds), in order; those more than `within` seconds away are told, but not given."""
 
-    async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
+    async def report(
+        self, host: str, *, status: int, retry_after: float | None, seconds: float
+    ) -> None:
         """What the host answered: throttling blocks the host for every worker. Of a host that nobody holds back (`blocked_until` is 0) only
         a 429 or 503 is news."""
 
@@ -447,7 +475,17 @@ class ProxyHealth(Protocol):
     def view(self) -> Mapping[tuple[str, str], Any]:
         """(proxy, host) → rules.proxies.Health of all that had trouble; a local view at most seconds old."""
 
-    async def failed(self, proxy: str, host: str, label: str, *, cooldown: float, longest: float, reason: str, least: float = 0.0) -> None: ...
+    async def failed(
+        self,
+        proxy: str,
+        host: str,
+        label: str,
+        *,
+        cooldown: float,
+        longest: float,
+        reason: str,
+        least: float = 0.0,
+    ) -> None: ...
 
     async def worked(self, proxy: str, host: str, label: str) -> None: ...
 
@@ -474,7 +512,9 @@ class Extracted(msgspec.Struct, kw_only=True):
 class Extraction(Protocol):
     """Runs the user's code on pages. Never raises for what that code does; a death is a result of the page that died alone."""
 
-    async def extract(self, pages: Sequence[Page], *, alone: bool = False) -> Sequence[Extracted]: ...
+    async def extract(
+        self, pages: Sequence[Page], *, alone: bool = False
+    ) -> Sequence[Extracted]: ...
 
     async def hooks(self, changes: Sequence[bytes]) -> Sequence[str]:
         """Run on_change hooks on msgpack-encoded Changes; one error line (or "") for each."""
@@ -489,10 +529,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One change outside, as its source tells it; the source's mapping makes the event of it. Same cause, same id."""
 
     id: str  # minted from the cause: a restart or a replay repeats it
-    url: str | None = None  # where the source itself knows it; else the mapping's, else payload["url"]
+    url: str | None = (
+        None  # where the source itself knows it; else the mapping's, else payload["url"]
+    )
     base: str | None = None  # what a relative URL is relative to, whoever gave it
     cause: str = ""  # for people: an LSN, an entry's id
-    payload: dict[str, Any] = {}  # what mappings and hooks are given, and what extractors find in `event.data`
+    payload: dict[
+        str, Any
+    ] = {}  # what mappings and hooks are given, and what extractors find in `event.data`
     at: float | None = None  # when it happened outside
     refused: str = ""  # what came was no change that can be read, and why: a dead letter with the payload, whatever the mapping says
 
@@ -503,8 +547,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     findings: Sequence[Finding] = ()
     cursor: bytes | None = None  # None: the position stays
     idle: bool = False  # there is nothing more to read now
-    lag: float | None = None  # seconds between what is read and what is there, where the source knows
-    backlog: int | None = None  # what is there and not read (bytes, messages, rows), where the source knows
+    lag: float | None = (
+        None  # seconds between what is read and what is there, where the source knows
+    )
+    backlog: int | None = (
+        None  # what is there and not read (bytes, messages, rows), where the source knows
+    )
 
 
 class Source(Protocol):
@@ -514,8 +562,12 @@ class Source(Protocol):
     """
 
     name: str
-    every: float | None  # seconds between two rounds of `read`; None: `read` goes on for ever, or there is only one round
-    served: bool  # it is told by requests (role `serve`) instead of looking, and `read` is never called
+    every: (
+        float | None
+    )  # seconds between two rounds of `read`; None: `read` goes on for ever, or there is only one round
+    served: (
+        bool  # it is told by requests (role `serve`) instead of looking, and `read` is never called
+    )
 
     def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         """From the cursor on (None: from the beginning). A repeated finding carries the same id.
@@ -578,7 +630,9 @@ class ServedSource(Protocol):
     def screen(self, method: str, headers: Mapping[str, Sequence[str]]) -> None:
         """All that can be said before the body is read. Raises errors.RequestRefused."""
 
-    def findings(self, method: str, headers: Mapping[str, Sequence[str]], body: bytes, now: float) -> Sequence[Finding]:
+    def findings(
+        self, method: str, headers: Mapping[str, Sequence[str]], body: bytes, now: float
+    ) -> Sequence[Finding]:
         """What the request tells, all of it or errors.RequestRefused; never anything else, whatever the bytes."""
 
 
@@ -614,6 +668,8 @@ class SourceBooks(Protocol):
 
     def state_in(self, tx: Any, name: str) -> SourceState | None: ...
 
-    def count_in(self, tx: Any, name: str, *, new: int, known: int, skipped: int, refused: int, now: float) -> None: ...
+    def count_in(
+        self, tx: Any, name: str, *, new: int, known: int, skipped: int, refused: int, now: float
+    ) -> None: ...
 
     def note_in(self, tx: Any, name: str, **values: Any) -> None: ...

@@ -11,7 +11,9 @@ from turbohtml import Document, Element, Node, Text, XPath
 from turbohtml.convert import ExpressionError, css_to_xpath
 
 Found: TypeAlias = Node | str | float | bool
-_PROBE = Element("p")  # something to try a selector on: turbohtml says what is wrong with one only when it is used
+_PROBE = Element(
+    "p"
+)  # something to try a selector on: turbohtml says what is wrong with one only when it is used
 _KEPT = 4096  # compiled selectors; a pipeline has dozens, and code that formats them by page must not grow us
 
 
@@ -23,9 +25,13 @@ class Query:
 
     def __init__(self, source: str, css: str) -> None:
         self.source, self.css = source, css
-        self.reach = 0  # bytes of a page that were enough of late, for it and for what was asked after it
+        self.reach = (
+            0  # bytes of a page that were enough of late, for it and for what was asked after it
+        )
         # Inside an element parsel looks at the element too and sees nothing above it; without a combinator that is `matches` and `select`.
-        self.compound = not re.search(r"[\s>+~]", re.sub(r"\[[^\]]*\]|\([^()]*\)|\s*,\s*", "", css.strip()))
+        self.compound = not re.search(
+            r"[\s>+~]", re.sub(r"\[[^\]]*\]|\([^()]*\)|\s*,\s*", "", css.strip())
+        )
         self.steady = ":" not in css  # pseudo-classes look at what comes after an element too
 
     def select(self, node: Node) -> list[Element]:
@@ -157,8 +163,14 @@ def _scoped(css: str, tail: str) -> XPath:
 
 
 # In turbohtml's CSS there is no `:contains("…")`, which cssselect has: it travels as an attribute test, and becomes a text test in XPath.
-_CONTAINS, _STAND_IN = re.compile(r":contains\(\s*(\"[^\"]*\"|'[^']*'|[\w-]+)\s*\)"), "penstock-contains"
-_PSEUDO = re.compile(r"""::(?: (?P<text>text) | attr\( \s* (?: "(?P<q>[^"\\]+)" | '(?P<a>[^'\\]+)' | (?P<name>[^\s"'()\\,]+) ) \s* \) )$""", re.VERBOSE)
+_CONTAINS, _STAND_IN = (
+    re.compile(r":contains\(\s*(\"[^\"]*\"|'[^']*'|[\w-]+)\s*\)"),
+    "penstock-contains",
+)
+_PSEUDO = re.compile(
+    r"""::(?: (?P<text>text) | attr\( \s* (?: "(?P<q>[^"\\]+)" | '(?P<a>[^'\\]+)' | (?P<name>[^\s"'()\\,]+) ) \s* \) )$""",
+    re.VERBOSE,
+)
 
 
 @lru_cache(_KEPT)
@@ -176,8 +188,16 @@ def css(source: str) -> Query:
         if ":contains(" not in source and len(tails) == 1:
             _PROBE.matches(plain)
             tail = tails.pop()
-            return _Texts(source, plain) if tail == "/text()" else _Attr(source, plain, tail[2:]) if tail else Query(source, plain)
-        paths = [css_to_xpath(_CONTAINS.sub(rf"[{_STAND_IN}*=\1]", part)) + tail for part, tail in parts]
+            return (
+                _Texts(source, plain)
+                if tail == "/text()"
+                else _Attr(source, plain, tail[2:])
+                if tail
+                else Query(source, plain)
+            )
+        paths = [
+            css_to_xpath(_CONTAINS.sub(rf"[{_STAND_IN}*=\1]", part)) + tail for part, tail in parts
+        ]
         return Path(source, XPath(" | ".join(paths).replace("@" + _STAND_IN, ".")))
     except (ValueError, ExpressionError) as e:
         reason = str(e).rpartition('": ')[2]

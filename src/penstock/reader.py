@@ -28,9 +28,26 @@ class Moved(Exception):
 class Reader:
     """`run()` is a task for as long as the process works."""
 
-    def __init__(self, source: Source, url: str, intake: Intake, books: SourceBooks, lock: Lock, clock: Clock, rng: random.Random, *, worker: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        url: str,
+        intake: Intake,
+        books: SourceBooks,
+        lock: Lock,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        worker: str,
+    ) -> None:
         self.source, self.url, self.intake, self.error = source, url, intake, ""
-        self._books, self._lock, self._clock, self._rng, self._worker = books, lock, clock, rng, worker
+        self._books, self._lock, self._clock, self._rng, self._worker = (
+            books,
+            lock,
+            clock,
+            rng,
+            worker,
+        )
         self._started = clock.now()
         self._settled = False
         self._looked = self._beaten = 0.0
@@ -50,7 +67,9 @@ class Reader:
                 except Lost:
                     self._lock.lose()
                     wait = LOOK
-                except Exception as e:  # whatever it is, the source goes on from where it durably is
+                except (
+                    Exception
+                ) as e:  # whatever it is, the source goes on from where it durably is
                     failures += 1
                     wait = await self._failed(e, failures)
                 if wait > 0:
@@ -66,7 +85,9 @@ class Reader:
         if self._lock.held:
             return self._settled
         state = await self._state()
-        return state is not None and state.settled_at is not None and state.settled_at >= self._started
+        return (
+            state is not None and state.settled_at is not None and state.settled_at >= self._started
+        )
 
     # -- one round -----------------------------------------------------------------------------------------------------------
 
@@ -78,7 +99,9 @@ class Reader:
                 return LOOK
             await self._books.db.write(self._declare, durable=False)
         state, cursor = await self._books.db.read(self._standing)
-        if state is None:  # the row is gone, though the lock is ours: books that were put back from a copy
+        if (
+            state is None
+        ):  # the row is gone, though the lock is ours: books that were put back from a copy
             await self._books.db.write(self._declare, durable=False)
             return 0.0
         self._generation, now = state.generation, self._clock.now()
@@ -96,7 +119,14 @@ class Reader:
         if next_at is None:
             self._done = state.generation
         self._recovered()
-        await self._note(looked_at=now, next_at=next_at, settled_at=now, error=None, lag=self._backlog[0], backlog=self._backlog[1])
+        await self._note(
+            looked_at=now,
+            next_at=next_at,
+            settled_at=now,
+            error=None,
+            lag=self._backlog[0],
+            backlog=self._backlog[1],
+        )
         self._settled = True
         return 0.0
 
@@ -104,11 +134,19 @@ class Reader:
         self._lock.check_in(tx)
         self._books.declare_in(tx, self.source.name, self.url)
         state, every = self._books.state_in(tx, self.source.name), self.source.every
-        if every is not None and state is not None and (state.next_at or 0.0) > (latest := self._clock.now() + every * (1 + JITTER)):
-            self._books.note_in(tx, self.source.name, next_at=latest)  # it was planned with a longer `every`, or by a clock that went wrong
+        if (
+            every is not None
+            and state is not None
+            and (state.next_at or 0.0) > (latest := self._clock.now() + every * (1 + JITTER))
+        ):
+            self._books.note_in(
+                tx, self.source.name, next_at=latest
+            )  # it was planned with a longer `every`, or by a clock that went wrong
 
     def _standing(self, tx: Any) -> tuple[SourceState | None, bytes | None]:
-        return self._books.state_in(tx, self.source.name), self.intake.books.ledger.cursor_in(tx, self.source.name)
+        return self._books.state_in(tx, self.source.name), self.intake.books.ledger.cursor_in(
+            tx, self.source.name
+        )
 
     async def _round(self, cursor: bytes | None) -> None:
         batches = self.source.read(cursor)
@@ -133,7 +171,9 @@ class Reader:
             state = await self._state()
             if state is None or state.generation != self._generation or state.paused:
                 raise Moved
-            if self._looked - self._beaten >= WORD:  # a long round that finds nothing is reading too
+            if (
+                self._looked - self._beaten >= WORD
+            ):  # a long round that finds nothing is reading too
                 self._beaten = self._looked
                 await self._note(looked_at=self._looked, worker=self._worker)
 
@@ -145,7 +185,15 @@ class Reader:
             raise Moved
         answers, now = taken.answers, self._clock.now()
         if Accepted.FULL in answers:
-            self._books.count_in(tx, self.source.name, new=answers.count(Accepted.NEW), known=0, skipped=0, refused=0, now=now)
+            self._books.count_in(
+                tx,
+                self.source.name,
+                new=answers.count(Accepted.NEW),
+                known=0,
+                skipped=0,
+                refused=0,
+                now=now,
+            )
             return
         self._books.count_in(
             tx,
@@ -156,7 +204,11 @@ class Reader:
             refused=len(taken.refused),
             now=now,
         )
-        values: dict[str, Any] = {"lag": batch.lag, "backlog": batch.backlog, "worker": self._worker}
+        values: dict[str, Any] = {
+            "lag": batch.lag,
+            "backlog": batch.backlog,
+            "worker": self._worker,
+        }
         if batch.cursor is not None:
             values["position"] = self.source.describe(batch.cursor)
         self._books.note_in(tx, self.source.name, **values)
@@ -168,7 +220,9 @@ class Reader:
         now = self._clock.now()
         if not self._settled or now - self._beaten >= BEAT:
             self._settled, self._beaten = True, now
-            await self._note(settled_at=now, worker=self._worker, lag=self._backlog[0], backlog=self._backlog[1])
+            await self._note(
+                settled_at=now, worker=self._worker, lag=self._backlog[0], backlog=self._backlog[1]
+            )
 
     async def _failed(self, error: Exception, failures: int) -> float:
         expected = isinstance(error, PenstockError | Failure)
@@ -179,12 +233,18 @@ class Reader:
         elif reason != self.error:
             log.warning("source %s: %s%s; it is tried again", self.source.name, reason, hint)
         self.error, self._settled = reason, True  # before others can read of it
-        wait: float = min(FIRST_BACK_OFF * 2.0 ** min(failures - 1, 10), LAST_BACK_OFF, self.source.every or LAST_BACK_OFF)
+        wait: float = min(
+            FIRST_BACK_OFF * 2.0 ** min(failures - 1, 10),
+            LAST_BACK_OFF,
+            self.source.every or LAST_BACK_OFF,
+        )
         asked: float = getattr(error, "after", None) or 0.0
         wait = max(wait, min(asked, LONGEST_WAIT)) * self._rng.uniform(1, 1 + JITTER)
         now = self._clock.now()
         try:
-            await self._note(error=(reason + hint)[:1000], error_at=now, settled_at=now, next_at=now + wait)
+            await self._note(
+                error=(reason + hint)[:1000], error_at=now, settled_at=now, next_at=now + wait
+            )
         except (StoreUnavailable, Lost, Moved):
             pass  # the next step says it
         return min(wait, LOOK)  # a reset or a pause is not kept waiting
@@ -198,12 +258,16 @@ class Reader:
         def work(tx: Any) -> None:
             self._lock.check_in(tx)
             state = self._books.state_in(tx, self.source.name)
-            if state is not None and state.generation != self._generation >= 0:  # what was seen is of a position that is not wanted any more
+            if (
+                state is not None and state.generation != self._generation >= 0
+            ):  # what was seen is of a position that is not wanted any more
                 raise Moved
             self._books.note_in(tx, self.source.name, **values)
 
         await self._books.db.write(work, durable=False)
 
     async def _state(self) -> SourceState | None:
-        state: SourceState | None = await self._books.db.read(lambda tx: self._books.state_in(tx, self.source.name))
+        state: SourceState | None = await self._books.db.read(
+            lambda tx: self._books.state_in(tx, self.source.name)
+        )
         return state

@@ -15,8 +15,12 @@ class Seen:
 
     def __init__(self, holders: dict[bytes, Holder]) -> None:
         self.holders = holders
-        self.taken: dict[bytes, tuple[str, str | None]] = {}  # by us, a moment ago: owner and last success
-        self.nexts: list[tuple[bytes, str, str]] = []  # (URL, event to wait for the window's end, owner of the claim)
+        self.taken: dict[
+            bytes, tuple[str, str | None]
+        ] = {}  # by us, a moment ago: owner and last success
+        self.nexts: list[
+            tuple[bytes, str, str]
+        ] = []  # (URL, event to wait for the window's end, owner of the claim)
 
     def won(self, key: bytes, owner: str, good: str | None) -> None:
         self.holders[key] = Holder(owner, good, None)

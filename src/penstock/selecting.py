@@ -61,17 +61,25 @@ class Selector:
     @property
     def attrib(self) -> dict[str, str]:
         root = self.root
-        return {name: root.attr(name) or "" for name in root.attrs} if isinstance(root, Element) else {}
+        return (
+            {name: root.attr(name) or "" for name in root.attrs}
+            if isinstance(root, Element)
+            else {}
+        )
 
     def re(self, regex: str | Pattern[str]) -> list[str]:
         """Groups if it has some (a group named `extract` alone), else whole matches; on what `get()` gives."""
         pattern = re.compile(regex)
         text = self.get()
         if isinstance(self.root, Node):
-            text = text.replace("&nbsp;", "\xa0").replace("&gt;", ">").replace("&quot;", '"')  # entities, as parsel: all but &lt; and &amp;
+            text = (
+                text.replace("&nbsp;", "\xa0").replace("&gt;", ">").replace("&quot;", '"')
+            )  # entities, as parsel: all but &lt; and &amp;
         if "extract" in pattern.groupindex:
             return [m["extract"] for m in pattern.finditer(text) if m["extract"] is not None]
-        return [g for m in pattern.finditer(text) for g in (m.groups("") if pattern.groups else (m[0],))]
+        return [
+            g for m in pattern.finditer(text) for g in (m.groups("") if pattern.groups else (m[0],))
+        ]
 
     @overload
     def re_first(self, regex: str | Pattern[str], default: str) -> str: ...
@@ -94,13 +102,16 @@ class SelectorList:
 
     __slots__ = ("_items", "_of", "_query")
 
-    def __init__(self, of: Selector | None, query: Query | None, items: list[Selector] | None = None) -> None:
+    def __init__(
+        self, of: Selector | None, query: Query | None, items: list[Selector] | None = None
+    ) -> None:
         self._of, self._query, self._items = of, query, items
 
     def _all(self) -> list[Selector]:
         if self._items is None:
             root = self._of.root  # type: ignore[union-attr]
-            self._items = [Selector(n) for n in self._query.found(root)] if isinstance(root, Node) else []  # type: ignore[union-attr]
+            found = self._query.found(root) if isinstance(root, Node) else []  # type: ignore[union-attr]
+            self._items = [Selector(n) for n in found]
         return self._items
 
     @overload
@@ -128,7 +139,9 @@ class SelectorList:
         return SelectorList(None, None, [found for s in self._all() for found in s.css(query)])
 
     def xpath(self, query: str, **variables: Any) -> SelectorList:
-        return SelectorList(None, None, [found for s in self._all() for found in s.xpath(query, **variables)])
+        return SelectorList(
+            None, None, [found for s in self._all() for found in s.xpath(query, **variables)]
+        )
 
     def re(self, regex: str | Pattern[str]) -> list[str]:
         return [found for s in self._all() for found in s.re(regex)]
@@ -156,7 +169,11 @@ class SelectorList:
     @overload
     def __getitem__(self, index: slice) -> SelectorList: ...
     def __getitem__(self, index: int | slice) -> Selector | SelectorList:
-        return SelectorList(None, None, self._all()[index]) if isinstance(index, slice) else self._all()[index]
+        return (
+            SelectorList(None, None, self._all()[index])
+            if isinstance(index, slice)
+            else self._all()[index]
+        )
 
     def __bool__(self) -> bool:
         return bool(self._all())
@@ -202,7 +219,12 @@ class Whole(Selector):
         if self._parsed is None:
             if self._opener is not None and self._tried:  # in vain
                 self._opener.reach = len(self._body)
-            self._parsed = parse_html(self._body, encoding=self._encoding, detect_encoding=self._encoding is None, positions=False)
+            self._parsed = parse_html(
+                self._body,
+                encoding=self._encoding,
+                detect_encoding=self._encoding is None,
+                positions=False,
+            )
             self._beginning = None
         return self._parsed
 
@@ -255,7 +277,12 @@ def jsonld(document: Selector) -> list[dict[str, Any]]:
             pending = [msgspec.json.decode(text)]
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             try:  # what shops really write: raw line breaks in strings, comment or CDATA wrappers
-                text = text.removeprefix("<!--").removeprefix("//<![CDATA[").removesuffix("-->").removesuffix("//]]>")
+                text = (
+                    text.removeprefix("<!--")
+                    .removeprefix("//<![CDATA[")
+                    .removesuffix("-->")
+                    .removesuffix("//]]>")
+                )
                 pending = [json.loads(text, strict=False, parse_constant=_no_constant)]
             except (ValueError, RecursionError):
                 continue
@@ -298,7 +325,9 @@ def links_of(page: Page, links: str | Iterable[Any]) -> Iterator[str]:
     References into the page itself (`#top`, an empty href) are no links; what is no http(s) URL is left out.
     """
     if isinstance(links, str):
-        links = (links,) if _URL.match(links) else _targets(page.css(links))  # no CSS selector begins like a URL
+        links = (
+            (links,) if _URL.match(links) else _targets(page.css(links))
+        )  # no CSS selector begins like a URL
     base, seen, followed = page.base_url, set(), page.followed
     for link in links:
         if isinstance(link, Selector):
@@ -320,4 +349,8 @@ def _targets(found: SelectorList) -> Iterable[Any]:
     query, root = found._query, found._of.root if found._of is not None else None
     if query is None or not isinstance(root, Node):
         return found
-    return query.all(root) if query.strings else [n.attr("href") if isinstance(n, Element) else n for n in query.found(root)]
+    return (
+        query.all(root)
+        if query.strings
+        else [n.attr("href") if isinstance(n, Element) else n for n in query.found(root)]
+    )

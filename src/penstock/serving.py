@@ -26,12 +26,21 @@ log = logging.getLogger("penstock.serving")
 MAX_HEAD = 16 << 10  # bytes of a request's line and headers
 RETRY_AFTER = 5.0  # seconds until a full queue or a store that is away is worth another try
 HELD = 64 << 20  # bytes of bodies that are being read, of all requests together
-DISCARDED = 8 << 20  # of a body that is refused: read and thrown away, since who is still writing does not see the answer
+DISCARDED = (
+    8 << 20
+)  # of a body that is refused: read and thrown away, since who is still writing does not see the answer
 TOLD = 20  # reasons in one answer
 WHOLE = "penstock.whole"  # in a request's scope: its body was read to the end
 QUIET = 10.0  # seconds between two lines about refused requests
-HEADERS = {"content-type": "application/json", "cache-control": "no-store", "x-content-type-options": "nosniff"}
-TRY = {404: "POST /hooks/NAME, with the name of a hook of this pipeline", 405: "POST /hooks/NAME, GET /healthz, GET /openapi.json"}
+HEADERS = {
+    "content-type": "application/json",
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+}
+TRY = {
+    404: "POST /hooks/NAME, with the name of a hook of this pipeline",
+    405: "POST /hooks/NAME, GET /healthz, GET /openapi.json",
+}
 
 
 class Bucket:
@@ -60,7 +69,15 @@ class Hook:
 
 
 class Endpoint:
-    def __init__(self, hooks: Sequence[Hook], books: SourceBooks, clock: Clock, *, worker: str, timeout: float) -> None:
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        books: SourceBooks,
+        clock: Clock,
+        *,
+        worker: str,
+        timeout: float,
+    ) -> None:
         self.hooks = {hook.source.path: hook for hook in hooks}
         self._books, self._clock, self._worker, self._timeout = books, clock, worker, timeout
         self._held = 0
@@ -72,7 +89,13 @@ class Endpoint:
             for hook in self.hooks.values():
                 self._books.declare_in(tx, hook.source.name, hook.url)
                 by = f"signed ({hook.source.signed})" if hook.source.signed else "unsigned"
-                self._books.note_in(tx, hook.source.name, worker=self._worker, position=f"{hook.source.path}, {by}", error=None)
+                self._books.note_in(
+                    tx,
+                    hook.source.name,
+                    worker=self._worker,
+                    position=f"{hook.source.path}, {by}",
+                    error=None,
+                )
 
         while True:
             try:
@@ -95,7 +118,9 @@ class Endpoint:
     # -- one request ---------------------------------------------------------------------------------------------------------
 
     async def _told(self, request: Request) -> Response:
-        hook = self.hooks.get(request.scope["path"])  # not of `request.url`, which a Host that is none cannot be put into
+        hook = self.hooks.get(
+            request.scope["path"]
+        )  # not of `request.url`, which a Host that is none cannot be put into
         if hook is None:
             await self._discard(request, 0)
             raise HTTPException(404)
@@ -105,23 +130,48 @@ class Endpoint:
             return Response(status_code=400)  # nobody reads it
         except RequestRefused as e:
             self._count(hook, e)
-            headers = {"www-authenticate": "Bearer" if hook.source.signed == "bearer" else "Webhook-Signature"} if e.status == 401 else {}
+            headers = (
+                {
+                    "www-authenticate": "Bearer"
+                    if hook.source.signed == "bearer"
+                    else "Webhook-Signature"
+                }
+                if e.status == 401
+                else {}
+            )
             if not request.scope.get(WHOLE):
-                headers["connection"] = "close"  # the rest of it must not be taken for the next request
+                headers["connection"] = (
+                    "close"  # the rest of it must not be taken for the next request
+                )
             return _answer(e, headers)
 
     async def _take(self, hook: Hook, request: Request) -> Response:
         source = hook.source
         if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEAD:
-            raise RequestRefused(431, f"its headers have more than {MAX_HEAD} bytes", hint="leave out cookies and the like")
+            raise RequestRefused(
+                431,
+                f"its headers have more than {MAX_HEAD} bytes",
+                hint="leave out cookies and the like",
+            )
         headers: dict[str, list[str]] = {}
         for name, value in request.headers.raw:
             headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy before us may have read the other one's end
-            raise RequestRefused(400, "it has both a content-length and a transfer-encoding", hint="leave both to your client")
+        if (
+            "content-length" in headers and "transfer-encoding" in headers
+        ):  # a proxy before us may have read the other one's end
+            raise RequestRefused(
+                400,
+                "it has both a content-length and a transfer-encoding",
+                hint="leave both to your client",
+            )
         try:
             if wait := hook.bucket.wait(asyncio.get_running_loop().time()):
-                raise RequestRefused(429, "this hook is told more often than it allows", hint="wait, and send it again with the same id", after=wait)
+                raise RequestRefused(
+                    429,
+                    "this hook is told more often than it allows",
+                    hint="wait, and send it again with the same id",
+                    after=wait,
+                )
             source.screen(request.method, headers)
         except RequestRefused:
             if "expect" not in headers:  # who asked first has not begun to send
@@ -134,7 +184,15 @@ class Endpoint:
             raise _makes_none(findings, taken)
         answers = await self._accept(hook, taken)
         new, known = answers.count(Accepted.NEW), answers.count(Accepted.KNOWN)
-        return _json(202, {"accepted": new, "known": known, "passed": taken.skipped, "ids": [event.id for event in taken.events]})
+        return _json(
+            202,
+            {
+                "accepted": new,
+                "known": known,
+                "passed": taken.skipped,
+                "ids": [event.id for event in taken.events],
+            },
+        )
 
     async def _body(self, request: Request, most: int) -> bytes:
         """Never more than `most` of it in memory, nor longer than the time it is given."""
@@ -143,15 +201,25 @@ class Endpoint:
             async with asyncio.timeout(self._timeout):
                 async for chunk in request.stream():
                     if len(body) + len(chunk) > most:
-                        raise RequestRefused(413, f"the body is larger than {most} bytes", hint="send several requests")
+                        raise RequestRefused(
+                            413,
+                            f"the body is larger than {most} bytes",
+                            hint="send several requests",
+                        )
                     if self._held + len(chunk) > HELD:
-                        raise RequestRefused(503, "too much is being sent at once", hint="send it again", after=1.0)
+                        raise RequestRefused(
+                            503, "too much is being sent at once", hint="send it again", after=1.0
+                        )
                     self._held += len(chunk)
                     body += chunk
             request.scope[WHOLE] = True
             return bytes(body)
         except TimeoutError:
-            raise RequestRefused(408, f"the body did not come within {self._timeout:g} s", hint="send it again, all at once") from None
+            raise RequestRefused(
+                408,
+                f"the body did not come within {self._timeout:g} s",
+                hint="send it again, all at once",
+            ) from None
         except RequestRefused:
             await self._discard(request, len(body))
             raise
@@ -183,11 +251,26 @@ class Endpoint:
         """In the transaction that accepts; what is raised here undoes it."""
         state = self._books.state_in(tx, hook.source.name)
         if state is not None and state.paused:
-            raise RequestRefused(503, "this hook is paused", hint="send it again later, with the same id", after=60.0)
+            raise RequestRefused(
+                503, "this hook is paused", hint="send it again later, with the same id", after=60.0
+            )
         if Accepted.FULL in answers:
-            raise RequestRefused(503, "the queue is full", hint="send it again later, with the same id", after=RETRY_AFTER)
+            raise RequestRefused(
+                503,
+                "the queue is full",
+                hint="send it again later, with the same id",
+                after=RETRY_AFTER,
+            )
         new, known = answers.count(Accepted.NEW), answers.count(Accepted.KNOWN)
-        self._books.count_in(tx, hook.source.name, new=new, known=known, skipped=taken.skipped, refused=0, now=self._clock.now())
+        self._books.count_in(
+            tx,
+            hook.source.name,
+            new=new,
+            known=known,
+            skipped=taken.skipped,
+            refused=0,
+            now=self._clock.now(),
+        )
 
     def _count(self, hook: Hook, e: RequestRefused) -> None:
         """A flood of bad requests must not become a flood of lines."""
@@ -195,7 +278,12 @@ class Endpoint:
         now = asyncio.get_running_loop().time()
         if now - hook.said >= QUIET:
             counts = ", ".join(f"{status} × {n}" for status, n in sorted(hook.refused.items()))
-            log.warning("hook %s refused requests (%s); the last one: %s", hook.source.name, counts, e.why or e.message)
+            log.warning(
+                "hook %s refused requests (%s); the last one: %s",
+                hook.source.name,
+                counts,
+                e.why or e.message,
+            )
             hook.refused.clear()
             hook.said = now
 
@@ -207,7 +295,12 @@ def _makes_none(findings: Sequence[Any], taken: Taken) -> RequestRefused:
     places = {id(finding): i for i, finding in enumerate(findings)}
     # What the pipeline's own code raises may hold anything, and is nothing to the sender.
     reasons = [
-        {"item": places[id(finding)], "reason": "the pipeline's hook failed on it" if reason.startswith("the hook raised") else reason}
+        {
+            "item": places[id(finding)],
+            "reason": "the pipeline's hook failed on it"
+            if reason.startswith("the hook raised")
+            else reason,
+        }
         for finding, reason in taken.refused[:TOLD]
     ]
     refused = RequestRefused(
@@ -232,20 +325,38 @@ def error(message: str, hint: str) -> bytes:
 def _answer(e: RequestRefused, headers: dict[str, str]) -> Response:
     if e.after is not None:
         headers["retry-after"] = str(max(1, math.ceil(e.after)))
-    return _json(e.status, {"error": e.message, "try": e.hint} | ({"reasons": e.reasons} if e.reasons else {}), headers)
+    return _json(
+        e.status,
+        {"error": e.message, "try": e.hint} | ({"reasons": e.reasons} if e.reasons else {}),
+        headers,
+    )
 
 
 async def _other(request: Request, e: HTTPException) -> Response:
-    return _json(e.status_code, {"error": e.detail, "try": TRY.get(e.status_code, "")}, {**(e.headers or {}), "connection": "close"})
+    return _json(
+        e.status_code,
+        {"error": e.detail, "try": TRY.get(e.status_code, "")},
+        {**(e.headers or {}), "connection": "close"},
+    )
 
 
 async def _away(request: Request, e: StoreUnavailable) -> Response:
     log.error("%s", e.message)
-    return _answer(RequestRefused(503, "the store is not available", hint="send it again later, with the same id", after=RETRY_AFTER), {})
+    return _answer(
+        RequestRefused(
+            503,
+            "the store is not available",
+            hint="send it again later, with the same id",
+            after=RETRY_AFTER,
+        ),
+        {},
+    )
 
 
 async def _bug(request: Request, e: Exception) -> Response:
-    return _json(500, {"error": "this should not happen", "try": "our log says more"})  # it does: the server logs what was raised
+    return _json(
+        500, {"error": "this should not happen", "try": "our log says more"}
+    )  # it does: the server logs what was raised
 
 
 async def _health(request: Request) -> Response:

@@ -14,7 +14,11 @@ _ERROR = {
         "try": {"type": "string", "description": "what to do next"},
         "reasons": {
             "type": "array",
-            "items": {"type": "object", "required": ["item", "reason"], "properties": {"item": {"type": "integer"}, "reason": {"type": "string"}}},
+            "items": {
+                "type": "object",
+                "required": ["item", "reason"],
+                "properties": {"item": {"type": "integer"}, "reason": {"type": "string"}},
+            },
         },
     },
 }
@@ -25,7 +29,11 @@ _TOLD = {
         "accepted": {"type": "integer", "description": "events that are new, and durable now"},
         "known": {"type": "integer", "description": "events whose id was accepted before"},
         "passed": {"type": "integer", "description": "items that the hook's `where` passes over"},
-        "ids": {"type": "array", "items": {"type": "string"}, "description": "of the events, new and known, in the order of the items"},
+        "ids": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "of the events, new and known, in the order of the items",
+        },
     },
 }
 _ITEM = {
@@ -81,20 +89,42 @@ def document() -> dict[str, Any]:
                     "operationId": "tell",
                     "summary": "Something changed: have it scraped",
                     "parameters": [
-                        {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"}},
-                        {"name": "Webhook-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"}},
-                        {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"}},
+                        {
+                            "name": "name",
+                            "in": "path",
+                            "required": True,
+                            "schema": {
+                                "type": "string",
+                                "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$",
+                            },
+                        },
+                        {
+                            "name": "Webhook-Id",
+                            "in": "header",
+                            "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"},
+                        },
+                        {
+                            "name": "Idempotency-Key",
+                            "in": "header",
+                            "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"},
+                        },
                     ],
                     "requestBody": {
                         "required": True,
                         "content": {
-                            "application/json": {"schema": {"anyOf": [item, {"type": "array", "items": item}]}},
+                            "application/json": {
+                                "schema": {"anyOf": [item, {"type": "array", "items": item}]}
+                            },
                             "application/x-ndjson": {"schema": {"type": "string"}},
                             "application/cloudevents+json": {"schema": event},
-                            "application/cloudevents-batch+json": {"schema": {"type": "array", "items": event}},
+                            "application/cloudevents-batch+json": {
+                                "schema": {"type": "array", "items": event}
+                            },
                         },
                     },
-                    "responses": {"202": _answer("durable; a repeated id is known and changes nothing", told)}
+                    "responses": {
+                        "202": _answer("durable; a repeated id is known and changes nothing", told)
+                    }
                     | {status: _answer(text, error) for status, text in _REFUSALS.items()},
                 }
             },
@@ -102,9 +132,20 @@ def document() -> dict[str, Any]:
                 "get": {
                     "operationId": "health",
                     "summary": "It listens",
-                    "responses": {"200": _answer("ok", {"type": "object", "required": ["status"], "properties": {"status": {"const": "ok"}}})},
+                    "responses": {
+                        "200": _answer(
+                            "ok",
+                            {
+                                "type": "object",
+                                "required": ["status"],
+                                "properties": {"status": {"const": "ok"}},
+                            },
+                        )
+                    },
                 }
             },
         },
-        "components": {"schemas": {"Item": _ITEM, "CloudEvent": _CLOUD_EVENT, "Told": _TOLD, "Error": _ERROR}},
+        "components": {
+            "schemas": {"Item": _ITEM, "CloudEvent": _CLOUD_EVENT, "Told": _TOLD, "Error": _ERROR}
+        },
     }

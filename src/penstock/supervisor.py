@@ -24,21 +24,43 @@ RESTART_DELAY = 1.0
 PR_SET_PDEATHSIG = 1
 
 
-def run_command(config: Config, pipeline_file: Path, *, roles: frozenset[str], workers: int = 1, until_idle: bool = False) -> int:
+def run_command(
+    config: Config,
+    pipeline_file: Path,
+    *,
+    roles: frozenset[str],
+    workers: int = 1,
+    until_idle: bool = False,
+) -> int:
     """Until a signal, or until idle. Returns the exit code."""
-    running = Running(config, pipeline_file, roles=roles)  # checks first: a bad pipeline must not fail once per worker
+    running = Running(
+        config, pipeline_file, roles=roles
+    )  # checks first: a bad pipeline must not fail once per worker
     if workers == 1:
         return run_worker(running, until_idle=until_idle)
-    return _supervise(lambda: run_worker(Running(config, pipeline_file, roles=roles), until_idle=until_idle, supervised=True), workers)
+    return _supervise(
+        lambda: run_worker(
+            Running(config, pipeline_file, roles=roles), until_idle=until_idle, supervised=True
+        ),
+        workers,
+    )
 
 
-def run_worker(running: Running, *, until_idle: bool, opened: Callable[[Running], None] | None = None, supervised: bool = False) -> int:
+def run_worker(
+    running: Running,
+    *,
+    until_idle: bool,
+    opened: Callable[[Running], None] | None = None,
+    supervised: bool = False,
+) -> int:
     _keep_freed_memory()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_with_signals(running, until_idle, opened, supervised))
 
 
-async def _with_signals(running: Running, until_idle: bool, opened: Callable[[Running], None] | None, supervised: bool) -> int:
+async def _with_signals(
+    running: Running, until_idle: bool, opened: Callable[[Running], None] | None, supervised: bool
+) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -55,7 +77,9 @@ async def _with_signals(running: Running, until_idle: bool, opened: Callable[[Ru
         loop.add_signal_handler(number, on_signal, number)
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not walk it again for every page
-    gc.set_threshold(100_000, 50, 50)  # thousands of events are held at once, and none of them is garbage
+    gc.set_threshold(
+        100_000, 50, 50
+    )  # thousands of events are held at once, and none of them is garbage
     return await running.run(stop, until_idle=until_idle, opened=opened)
 
 
@@ -74,7 +98,11 @@ def _keep_freed_memory() -> None:
             mallopt = ctypes.CDLL(None).mallopt
         except (OSError, AttributeError):
             return
-        for option, value in ((-3, 1 << 30), (-1, 256 << 20), (-2, 16 << 20)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+        for option, value in (
+            (-3, 1 << 30),
+            (-1, 256 << 20),
+            (-2, 16 << 20),
+        ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
             mallopt(option, value)
 
 
@@ -100,7 +128,9 @@ def _supervise(work: Callable[[], int], n: int) -> int:
                 os.kill(pid, signal.SIGTERM if stopping == 1 else signal.SIGKILL)
 
     def start(*, replaces: bool) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal waits until the child is noted here, and has shed our handlers there
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, SIGNALS
+        )  # a signal waits until the child is noted here, and has shed our handlers there
         if not stopping:
             pid = os.fork()
             if pid == 0:
@@ -121,12 +151,18 @@ def _supervise(work: Callable[[], int], n: int) -> int:
             started = children.pop(pid, 0.0)
             code = os.waitstatus_to_exitcode(status)
             if not stopping and (code < 0 or (code == UNREACHABLE and pid in replacements)):
-                log.warning("worker %d %s; starting another", pid, f"was killed by signal {-code}" if code < 0 else "could not reach a server")
+                log.warning(
+                    "worker %d %s; starting another",
+                    pid,
+                    f"was killed by signal {-code}" if code < 0 else "could not reach a server",
+                )
                 time.sleep(max(0.0, RESTART_DELAY - (time.monotonic() - started)))
                 start(replaces=True)
             elif code > 0 and not stopping:
                 codes.append(code)
-                if code != RAN_WITH_FAILURES:  # configuration, unreachable: the others would say the same
+                if (
+                    code != RAN_WITH_FAILURES
+                ):  # configuration, unreachable: the others would say the same
                     on_signal(signal.SIGTERM, None)
             elif code > 0:
                 codes.append(code)
@@ -148,7 +184,11 @@ def _child(work: Callable[[], int], parent: int) -> int:
     try:
         return work()
     except PenstockError as e:
-        print(f"Error: {e.message}" + (f"\nTry:   {e.hint}" if e.hint else ""), file=sys.stderr, flush=True)
+        print(
+            f"Error: {e.message}" + (f"\nTry:   {e.hint}" if e.hint else ""),
+            file=sys.stderr,
+            flush=True,
+        )
         return e.exit_code
     except KeyboardInterrupt:
         return 130

@@ -21,17 +21,34 @@ class Signals:
         self.failures: deque[tuple[str, str, str]] = deque(maxlen=50)  # (url, reason, kind)
         self.stale = 0
 
-    def failed(self, event: Event, stage: str, kind: str, reason: str, *, dead: bool, delay: float) -> None:
+    def failed(
+        self, event: Event, stage: str, kind: str, reason: str, *, dead: bool, delay: float
+    ) -> None:
         self.failures.append((event.url, reason, kind))
         if dead:
-            log.warning("dead: %s %s: %s", event.url, stage, reason, extra={"event_id": event.id, "trace_id": event.trace})
+            log.warning(
+                "dead: %s %s: %s",
+                event.url,
+                stage,
+                reason,
+                extra={"event_id": event.id, "trace_id": event.trace},
+            )
         else:
-            log.info("retry in %.1f s: %s %s: %s", delay, event.url, stage, reason, extra={"event_id": event.id, "trace_id": event.trace})
+            log.info(
+                "retry in %.1f s: %s %s: %s",
+                delay,
+                event.url,
+                stage,
+                reason,
+                extra={"event_id": event.id, "trace_id": event.trace},
+            )
 
     def ended(self, end: End, now: float, *, applied: bool) -> None:
         if not applied:
             self.stale += 1
-            log.warning("stale: %s was taken over by another worker; this end changed nothing", end.event.id)
+            log.warning(
+                "stale: %s was taken over by another worker; this end changed nothing", end.event.id
+            )
             return
         self.ends[end.outcome] += 1
         if end.outcome == "success":

@@ -17,7 +17,10 @@ Transform: TypeAlias = Callable[[Any, Page], Any]
 _NUMBER = re.compile(r"[-+\u2212]?\s?(?:\d[\d.,'\u2019\u00a0\u202f\u2009 ]*\d|\d|[.,]\d+)")
 _SPACES = re.compile(r"['\u2019\u00a0\u202f\u2009\s]")
 _GROUPS = re.compile(r"\d{1,3}(?: \d{3})+(?![\d])")
-_TRUE, _FALSE = frozenset({"true", "yes", "y", "on", "1"}), frozenset({"false", "no", "n", "off", "0"})
+_TRUE, _FALSE = (
+    frozenset({"true", "yes", "y", "on", "1"}),
+    frozenset({"false", "no", "n", "off", "0"}),
+)
 
 
 class Unreadable(ValueError):
@@ -33,7 +36,9 @@ def _text(value: Any, page: Page) -> Any:
 
 
 def _strip(value: Any, page: Page) -> Any:
-    return value.strip() if isinstance(value, str) else value  # what JSON gave as a number stays one
+    return (
+        value.strip() if isinstance(value, str) else value
+    )  # what JSON gave as a number stays one
 
 
 def _decimal(value: Any, page: Page) -> Decimal | None:
@@ -45,7 +50,9 @@ def _decimal(value: Any, page: Page) -> Decimal | None:
         return None
     numbers: list[str] = _NUMBER.findall(value[:1000])
     if len(numbers) != 1:  # "2 for 10.00": which one is for a regex to say
-        raise _unreadable(value, "decimal (`regex` picks one of several numbers)" if numbers else "decimal")
+        raise _unreadable(
+            value, "decimal (`regex` picks one of several numbers)" if numbers else "decimal"
+        )
     number = numbers[0].replace("\u2212", "-")
     sign, digits = ("-" if number.startswith("-") else ""), number.lstrip("+-").strip()
     if " " in digits and not _GROUPS.match(digits):
@@ -53,7 +60,9 @@ def _decimal(value: Any, page: Page) -> Decimal | None:
     digits = _SPACES.sub("", digits)
     dot, comma = digits.rfind("."), digits.rfind(",")
     if dot >= 0 and comma >= 0:  # the last one is the decimal point
-        digits = digits.replace(",", "") if dot > comma else digits.replace(".", "").replace(",", ".")
+        digits = (
+            digits.replace(",", "") if dot > comma else digits.replace(".", "").replace(",", ".")
+        )
     elif comma >= 0:  # alone, before exactly three digits, it groups: 1,299
         grouped = digits.count(",") > 1 or (len(digits) - comma == 4 and comma > 0)
         digits = digits.replace(",", "" if grouped else ".")

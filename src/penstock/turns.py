@@ -21,7 +21,22 @@ REMEMBERED = 8192  # hosts
 class Item:
     """One held delivery, from receive until the books have its end."""
 
-    __slots__ = ("admitted", "asks", "begun", "body", "delivery", "event", "extracted", "fence", "given", "meta", "response", "slot", "task", "timer")
+    __slots__ = (
+        "admitted",
+        "asks",
+        "begun",
+        "body",
+        "delivery",
+        "event",
+        "extracted",
+        "fence",
+        "given",
+        "meta",
+        "response",
+        "slot",
+        "task",
+        "timer",
+    )
 
     def __init__(self, delivery: Delivery, event: Event) -> None:
         self.delivery, self.event = delivery, event
@@ -32,7 +47,9 @@ class Item:
         self.slot = math.inf  # where it had to wait for one
         self.given = math.inf  # when it got it
         self.timer: asyncio.TimerHandle | None = None
-        self.task: Cancellable | None = None  # what is under way for it; a request without a task too
+        self.task: Cancellable | None = (
+            None  # what is under way for it; a request without a task too
+        )
         self.meta: PageMeta | None = None
         self.body: bytes = b""
         self.response: Response | None = None
@@ -51,15 +68,28 @@ class Turns:
     """What waits here holds no permit. `claims` knows each host's limits (ports.Pace)."""
 
     def __init__(self, claims: Any, *, paced: bool, window: int, concurrency: int) -> None:
-        self._claims, self._paced, self._window, self._concurrency = claims, paced, window, concurrency
+        self._claims, self._paced, self._window, self._concurrency = (
+            claims,
+            paced,
+            window,
+            concurrency,
+        )
         self.ready: deque[Item] = deque()
         self._asking: dict[str, int] = {}  # hosts with requests in flight, and how many
         self._crowd: dict[str, deque[Item]] = {}  # ready, but their host has as many as it may have
-        self._sent: dict[str, tuple[float, float]] = {}  # by host, where it has a limit: the slot used last, and when
+        self._sent: dict[
+            str, tuple[float, float]
+        ] = {}  # by host, where it has a limit: the slot used last, and when
 
     def choose(self, permits: int, now: float) -> Chosen:
         chosen = Chosen([], [], [])
-        start, ready, asking, limit, voided = chosen.start, self.ready, self._asking, self._claims.concurrency, self._claims.voided
+        start, ready, asking, limit, voided = (
+            chosen.start,
+            self.ready,
+            self._asking,
+            self._claims.concurrency,
+            self._claims.voided,
+        )
         stale = now - LATE
         while ready and len(start) < permits:
             item = ready.popleft()
@@ -73,7 +103,9 @@ class Turns:
                     chosen.late.append(item)
                     self._call_up(key)
                     continue
-                if (self._paced or item.slot < math.inf or key in self._sent) and (wait := self._too_soon(key, item.admitted.slot, now)):
+                if (self._paced or item.slot < math.inf or key in self._sent) and (
+                    wait := self._too_soon(key, item.admitted.slot, now)
+                ):
                     chosen.early.append((item, wait))
                     self._call_up(key)
                     continue
@@ -114,7 +146,11 @@ class Turns:
 
     def excess(self) -> list[Item]:
         """Taken out: what waits beyond its host's share."""
-        return [crowd.pop() for key, crowd in self._crowd.items() for _ in range(len(crowd) - self._share(key))]
+        return [
+            crowd.pop()
+            for key, crowd in self._crowd.items()
+            for _ in range(len(crowd) - self._share(key))
+        ]
 
     def _share(self, key: str) -> int:
         """As many places for each request that the host may have in flight as there are for any."""

@@ -23,12 +23,17 @@ class Upkeep(Desk):
     def alerts_in(self, tx: Any) -> dict[str, tuple[int, int]]:
         """Topics with more dead ends of late than is usual, (ended, dead) each: worth a look, not a stop."""
         now, limits = self.clock.now(), self.settings.breaker
-        recent = {topic: self.ledger.recent_in(tx, topic, limits.window, now) for topic in self.ledger.topics_in(tx)}
+        recent = {
+            topic: self.ledger.recent_in(tx, topic, limits.window, now)
+            for topic in self.ledger.topics_in(tx)
+        }
         return {topic: seen for topic, seen in recent.items() if breaker.judge(limits, *seen)}
 
     # -- dead letters ----------------------------------------------------------------------------------------------------------
 
-    async def redrive(self, ids: Sequence[str], change: Callable[[Event], Event] = lambda e: e) -> int:
+    async def redrive(
+        self, ids: Sequence[str], change: Callable[[Event], Event] = lambda e: e
+    ) -> int:
         """Dead letters go back to work with a new budget: published and removed in one transaction. Returns how many."""
         n = await self.write(lambda tx: self._redrive(tx, ids, change))
         self.broker.wake(["requests"])
@@ -45,7 +50,9 @@ class Upkeep(Desk):
             before = decode_event(envelope)
             event = change(before)
             if (event.id, event.topic, event.url) != (before.id, before.topic, before.url):
-                raise ValueError("a redriven event keeps its id, topic and URL: the ledger's row does")
+                raise ValueError(
+                    "a redriven event keeps its id, topic and URL: the ledger's row does"
+                )
             self.ledger.drop_letter_in(tx, id_)
             self.republish_in(tx, row, event, "dead", "redriven", now)
             n += 1
@@ -54,12 +61,16 @@ class Upkeep(Desk):
     async def drop(self, ids: Sequence[str]) -> int:
         """Forget letters; their events stay dead in the books."""
 
-        return await self.write(lambda tx: sum(self.ledger.drop_letter_in(tx, id_, page=True) for id_ in ids))
+        return await self.write(
+            lambda tx: sum(self.ledger.drop_letter_in(tx, id_, page=True) for id_ in ids)
+        )
 
     async def purge(self, topic: str, reason: str) -> int:
         """What waits on a topic is given up: its events end dead and can be redriven, then the broker's messages go. What is in flight is finished."""
         given_up = 0
-        while topic in WAITS and (n := await self.write(lambda tx: self._give_up(tx, topic, reason))):
+        while topic in WAITS and (
+            n := await self.write(lambda tx: self._give_up(tx, topic, reason))
+        ):
             given_up += n
         removed = await self.broker.purge(topic)
         return given_up if topic in WAITS else int(removed)
@@ -67,7 +78,9 @@ class Upkeep(Desk):
     def _give_up(self, tx: Any, topic: str, reason: str) -> int:
         rows = self.ledger.waiting_in(tx, topic, 500)
         for row in rows:
-            self.ledger.give_up_in(tx, row, reason, fingerprint("intake", "permanent", reason), self.clock.now())
+            self.ledger.give_up_in(
+                tx, row, reason, fingerprint("intake", "permanent", reason), self.clock.now()
+            )
         return len(rows)
 
     # -- upkeep ------------------------------------------------------------------------------------------------------------------
@@ -100,7 +113,9 @@ class Upkeep(Desk):
             row = self.ledger.waiting_one_in(tx, out.id)
             if row is not None:
                 reason = f"its message for `{out.topic}` has {len(out.body)} bytes, more than the broker takes"
-                self.ledger.give_up_in(tx, row, reason, fingerprint("intake", "permanent", reason), self.clock.now())
+                self.ledger.give_up_in(
+                    tx, row, reason, fingerprint("intake", "permanent", reason), self.clock.now()
+                )
 
     async def recover(self) -> int:
         """Every lease: a broker apart that has nothing left, while the books have open events, has lost messages; they are published again.
@@ -117,11 +132,21 @@ class Upkeep(Desk):
         return await self.write(self._recover)
 
     def _recover(self, tx: Any) -> int:
-        lost = [row for row in self.ledger.open_in(tx, self.clock.now() - 2 * self.broker.lease, limit=500) if not self.broker.at_hand_in(tx, *row[:2])]
+        lost = [
+            row
+            for row in self.ledger.open_in(tx, self.clock.now() - 2 * self.broker.lease, limit=500)
+            if not self.broker.at_hand_in(tx, *row[:2])
+        ]
         for n, _, envelope in lost:
             e = decode_event(envelope)
             self.publish_in(tx, [out_of(e, envelope)])
-            self.ledger.note_in(tx, n, "pending", "published again: the broker had lost its message", self.clock.now())
+            self.ledger.note_in(
+                tx,
+                n,
+                "pending",
+                "published again: the broker had lost its message",
+                self.clock.now(),
+            )
         return len(lost)
 
     async def tick(self) -> None:

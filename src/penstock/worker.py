@@ -17,7 +17,18 @@ from penstock.books import Books
 from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.grouping import Group
 from penstock.model import ErrorClass, Event, Failure, Page, Release, decode_event, page_id
-from penstock.ports import Baseline, Clock, Delivery, End, Extracted, Extraction, Out, PageMeta, Response, Subscription
+from penstock.ports import (
+    Baseline,
+    Clock,
+    Delivery,
+    End,
+    Extracted,
+    Extraction,
+    Out,
+    PageMeta,
+    Response,
+    Subscription,
+)
 from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
@@ -78,19 +89,46 @@ class Worker:
         paused: Callable[[], str | None],
         on_records: Callable[[], None],
     ) -> None:
-        self.first, self.last, self.books, self.sub, self.fetch, self.extraction = first, last, books, subscription, fetch, extraction
-        self.signature, self.policies, self.o, self.clock, self.rng, self.signals = signature, policies, options, clock, rng, signals
-        self._suspects = suspects  # where extraction shares our process: what may have killed it runs elsewhere
+        self.first, self.last, self.books, self.sub, self.fetch, self.extraction = (
+            first,
+            last,
+            books,
+            subscription,
+            fetch,
+            extraction,
+        )
+        self.signature, self.policies, self.o, self.clock, self.rng, self.signals = (
+            signature,
+            policies,
+            options,
+            clock,
+            rng,
+            signals,
+        )
+        self._suspects = (
+            suspects  # where extraction shares our process: what may have killed it runs elsewhere
+        )
         self._paused, self._on_records = paused, on_records
         self.held: dict[int, Item] = {}
         self.outage: str | None = None
-        self._turns = Turns(books.claims, paced=options.per_key is not None, window=options.window, concurrency=options.concurrency)
+        self._turns = Turns(
+            books.claims,
+            paced=options.per_key is not None,
+            window=options.window,
+            concurrency=options.concurrency,
+        )
         self._active = 0
         self._reslotting: set[asyncio.Task[None]] = set()
         self._received = 0.0  # when there was last room to ask for more
         self._bytes = 0
-        self._extracts: Group[Item] = Group(options.extract_group, partial(self._linger, options.extract_linger), self._extract_group)
-        self._ends: Group[tuple[Item, End]] = Group(options.conclude_group, partial(self._linger, options.conclude_linger), self._conclude)
+        self._extracts: Group[Item] = Group(
+            options.extract_group,
+            partial(self._linger, options.extract_linger),
+            self._extract_group,
+        )
+        self._ends: Group[tuple[Item, End]] = Group(
+            options.conclude_group, partial(self._linger, options.conclude_linger), self._conclude
+        )
         self._returning = 0  # have waited for a slot on their way, and want a permit again
         self._room, self._startable, self._freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._stopping = False
@@ -99,8 +137,14 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop`; then drains: finish or release within grace. Every delivery taken has an outcome when this returns."""
-        taking = [asyncio.create_task(self._receive(), name="receive"), asyncio.create_task(self._start(), name="start")]
-        keeping = [asyncio.create_task(self._heartbeat(), name="heartbeat"), asyncio.create_task(self._watchdog(), name="watchdog")]
+        taking = [
+            asyncio.create_task(self._receive(), name="receive"),
+            asyncio.create_task(self._start(), name="start"),
+        ]
+        keeping = [
+            asyncio.create_task(self._heartbeat(), name="heartbeat"),
+            asyncio.create_task(self._watchdog(), name="watchdog"),
+        ]
         stopped = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([*taking, *keeping, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -123,7 +167,9 @@ class Worker:
         self._stopping = True
         self._room.set()
         self._startable.set()
-        await asyncio.wait(taking, timeout=self.o.grace)  # a begin under way makes its items begun: not to be given back
+        await asyncio.wait(
+            taking, timeout=self.o.grace
+        )  # a begin under way makes its items begun: not to be given back
         waiting = [item for item in self.held.values() if not item.begun]
         for item in waiting:
             if item.timer is not None:
@@ -133,7 +179,9 @@ class Worker:
         for reslotting in list(self._reslotting):
             reslotting.cancel()
         if waiting:  # the books know of no start, so there is nothing but the lease to give back
-            await self._insist(lambda: self.sub.settle([(item.delivery, Release()) for item in waiting]))
+            await self._insist(
+                lambda: self.sub.settle([(item.delivery, Release()) for item in waiting])
+            )
         while self.held and self.clock.now() < until:
             self._extracts.flush()
             self._ends.flush()
@@ -144,13 +192,18 @@ class Worker:
         await asyncio.sleep(0)
         ending = {id(item) for item, _ in self._ends.waiting}
         for item in self.held.values():
-            if id(item) not in ending:  # where an end is being written already, this one finds its fence used up
+            if (
+                id(item) not in ending
+            ):  # where an end is being written already, this one finds its fence used up
                 self._end(item, "release", reason="shutdown")
         while self._ends.waiting or self._ends.under_way:
             self._ends.flush()
             await asyncio.wait(self._ends.under_way, timeout=0.1)
             if self.outage and self.clock.now() > until + self.o.grace:
-                log.error("the store takes no writes; leaving %d deliveries to come back when their lease ends", len(self.held))
+                log.error(
+                    "the store takes no writes; leaving %d deliveries to come back when their lease ends",
+                    len(self.held),
+                )
                 return
 
     # -- receiving -----------------------------------------------------------------------------------------------------------
@@ -161,7 +214,11 @@ class Worker:
             room = self.o.window - len(self.held)
             full = room < max(1, self.o.window // 2)
             if self._paused() or full or self._bytes > self.o.byte_budget:
-                if full and self._turns.crowded and self.clock.now() > self._received + CROWD_PATIENCE:
+                if (
+                    full
+                    and self._turns.crowded
+                    and self.clock.now() > self._received + CROWD_PATIENCE
+                ):
                     await self._disperse()
                 else:
                     await self._nap(self._room, 0.1)
@@ -185,7 +242,9 @@ class Worker:
             await self._rest_crowds()
             for item in back:
                 self.held.pop(item.delivery.position, None)
-            await self._insist(lambda: self.sub.settle([(item.delivery, Release()) for item in back]))
+            await self._insist(
+                lambda: self.sub.settle([(item.delivery, Release()) for item in back])
+            )
 
     async def _admit(self, got: Sequence[Delivery]) -> None:
         pairs: list[tuple[Delivery, Event | BadEnvelope]] = []
@@ -202,7 +261,9 @@ class Worker:
                 items.append(item)
         await self._place(pairs, items)
 
-    async def _place(self, pairs: Sequence[tuple[Delivery, Event | BadEnvelope]], items: Sequence[Item | None]) -> None:
+    async def _place(
+        self, pairs: Sequence[tuple[Delivery, Event | BadEnvelope]], items: Sequence[Item | None]
+    ) -> None:
         """Have them admitted, and wait for their slots."""
         fetches, asked = self.first == "fetch", self.clock.now()
         answers = await self._insist(lambda: self.books.admit(pairs, fetches=fetches))
@@ -233,21 +294,30 @@ class Worker:
             return item
         letter = RecordsMessage.read(d.body)
         item = Item(d, decode_event(letter.event))
-        item.meta, item.extracted = letter.page, Extracted(records=letter.records, links=letter.links, matched=letter.matched)
+        item.meta, item.extracted = (
+            letter.page,
+            Extracted(records=letter.records, links=letter.links, matched=letter.matched),
+        )
         return item
 
     def _known_form(self, event: Event) -> Event:
         """What was published past intake may be written otherwise: dedup and pace go by the canonical form, and no store keeps every text."""
         names = event.id, event.trace, event.key, event.source, event.cause, event.parent or ""
         together = "".join(names)
-        if (len(together) > LONGEST_NAME and max(map(len, names)) > LONGEST_NAME) or "\0" in together:
-            raise BadEnvelope(f"an id, trace, key, source or cause of more than {LONGEST_NAME} characters, or with a NUL")
+        if (
+            len(together) > LONGEST_NAME and max(map(len, names)) > LONGEST_NAME
+        ) or "\0" in together:
+            raise BadEnvelope(
+                f"an id, trace, key, source or cause of more than {LONGEST_NAME} characters, or with a NUL"
+            )
         try:
             url = canonical_url(event.url)
         except BadUrl as e:
             raise BadEnvelope(f"its URL cannot be fetched: {e.reason}") from e
         if url != event.url or not event.key:
-            return msgspec.structs.replace(event, url=url, key=host_key(url, self.books.settings.host_by))
+            return msgspec.structs.replace(
+                event, url=url, key=host_key(url, self.books.settings.host_by)
+            )
         return event
 
     def _make_ready(self, item: Item) -> None:
@@ -265,21 +335,34 @@ class Worker:
                 await self._startable.wait()
                 continue
             if permits < self.o.start_group and permits < len(self._turns.ready) and self._active:
-                await self.clock.sleep(self.o.start_linger)  # a transaction for one start costs as much as one for many
+                await self.clock.sleep(
+                    self.o.start_linger
+                )  # a transaction for one start costs as much as one for many
                 permits = self._permits()
             items = self._choose(permits)
             if not items:
                 continue
-            self._active += len(items)  # taken before the await, or a second look would hand the same permits out again
+            self._active += len(
+                items
+            )  # taken before the await, or a second look would hand the same permits out again
             starts = [(i.delivery, i.event, i.admitted) for i in items]
             try:
-                fences = await self._insist(partial(self.books.begin, starts, asks=[i.asks for i in items], writing=self.first == "sink"))
+                fences = await self._insist(
+                    partial(
+                        self.books.begin,
+                        starts,
+                        asks=[i.asks for i in items],
+                        writing=self.first == "sink",
+                    )
+                )
             except BaseException:
                 self._active -= len(items)
                 raise
             now = self.clock.now()
             for item, fence in zip(items, fences, strict=True):
-                if fence is None:  # a duplicate, delayed or ended after all; the books have settled it
+                if (
+                    fence is None
+                ):  # a duplicate, delayed or ended after all; the books have settled it
                     self._active -= 1
                     self._freed.set()
                     self._turns.leave(item)
@@ -307,7 +390,9 @@ class Worker:
         """Most requests need no task of their own; what else there is to do for an item has one."""
         if item.asks and self.fetch is not None:
             try:
-                item.task = self.fetch.begin(item.event, self._usable(item), partial(self._answered, item))
+                item.task = self.fetch.begin(
+                    item.event, self._usable(item), partial(self._answered, item)
+                )
             except Exception as e:
                 self._missed(item, "fetch", e)
                 self._leave(item)
@@ -336,7 +421,13 @@ class Worker:
                 self._extracted(item, item.extracted or Extracted())
             elif item.asks:
                 assert self.fetch is not None
-                response = await self.fetch.fetch(item.event, self._usable(item), turn=self._turn(item), answer=answer, sleep=self._stand_aside)
+                response = await self.fetch.fetch(
+                    item.event,
+                    self._usable(item),
+                    turn=self._turn(item),
+                    answer=answer,
+                    sleep=self._stand_aside,
+                )
                 await self._fetched(item, response)
             else:
                 stage = "extract"
@@ -353,11 +444,25 @@ class Worker:
             if self._stopping:
                 self._end(item, "release", reason="shutdown")
             else:
-                self._fail(item, stage, Failure(ErrorClass.TRANSIENT, f"watchdog: not done after {self.o.deadline:g} s"))
+                self._fail(
+                    item,
+                    stage,
+                    Failure(
+                        ErrorClass.TRANSIENT, f"watchdog: not done after {self.o.deadline:g} s"
+                    ),
+                )
         elif isinstance(e, StoreUnavailable):
             self._fail(item, stage, Failure(ErrorClass.OURS, e.message))
         else:
-            self._fail(item, stage, Failure(ErrorClass.TRANSIENT, f"{type(e).__name__}: {e}", detail="".join(traceback.format_exception(e))))
+            self._fail(
+                item,
+                stage,
+                Failure(
+                    ErrorClass.TRANSIENT,
+                    f"{type(e).__name__}: {e}",
+                    detail="".join(traceback.format_exception(e)),
+                ),
+            )
 
     async def _stand_aside(self, seconds: float) -> None:
         """A wait for a slot in the middle of a request: for redirects, and for the page whose slot went to robots.txt. It holds no permit,
@@ -392,12 +497,20 @@ class Worker:
 
     def _turn(self, item: Item) -> int:
         """How many pools its route has moved on by."""
-        return retry.turns(self.policies, "fetch", item.admitted.failures) if item.admitted.failures else 0
+        return (
+            retry.turns(self.policies, "fetch", item.admitted.failures)
+            if item.admitted.failures
+            else 0
+        )
 
     def _usable(self, item: Item) -> Baseline | None:
         """A 304 helps only if what it stands for is still there to be extracted again, or need not be."""
         b = item.admitted.baseline
-        return b if b is not None and (b.page or b.extractors == self.signature(item.event.url)) else None
+        return (
+            b
+            if b is not None and (b.page or b.extractors == self.signature(item.event.url))
+            else None
+        )
 
     # -- fetched ---------------------------------------------------------------------------------------------------------------
 
@@ -405,12 +518,21 @@ class Worker:
         b = item.admitted.baseline
         if r.status == 304 and b is not None:
             if b.extractors == self.signature(item.event.url):
-                self._end(item, "success", reason="unchanged", response_status=304, response_hash=b.response_hash, extractors=b.extractors)
+                self._end(
+                    item,
+                    "success",
+                    reason="unchanged",
+                    response_status=304,
+                    response_hash=b.response_hash,
+                    extractors=b.extractors,
+                )
                 return
             body = await self.books.pages.get(b.page) if b.page else None
             if body is None:
                 assert self.fetch is not None
-                r = await self.fetch.fetch(item.event, None, turn=self._turn(item), sleep=self._stand_aside, again=True)
+                r = await self.fetch.fetch(
+                    item.event, None, turn=self._turn(item), sleep=self._stand_aside, again=True
+                )
             else:  # a newer extractor: read the page we have again
                 r = msgspec.structs.replace(r, status=200, body=body)
         self._received_page(item, r)
@@ -419,8 +541,20 @@ class Worker:
         b, hash_ = item.admitted.baseline, page_id(r.body)
         item.response, item.body = r, r.body
         self._bytes += len(r.body)
-        item.meta = PageMeta(page=hash_, url=r.url, status=r.status, headers=r.headers, fetched_at=self.clock.now(), size=len(r.body))
-        if b is not None and b.response_hash == hash_ and b.extractors == self.signature(item.event.url) and not self.books.settings.emit_unchanged:
+        item.meta = PageMeta(
+            page=hash_,
+            url=r.url,
+            status=r.status,
+            headers=r.headers,
+            fetched_at=self.clock.now(),
+            size=len(r.body),
+        )
+        if (
+            b is not None
+            and b.response_hash == hash_
+            and b.extractors == self.signature(item.event.url)
+            and not self.books.settings.emit_unchanged
+        ):
             self._end(item, "success", reason="unchanged", extractors=b.extractors)
         elif self.last == "fetch":
             self._hand_over(item, item.meta)
@@ -428,8 +562,26 @@ class Worker:
             self._extracts.add(item)
 
     def _hand_over(self, item: Item, meta: PageMeta) -> None:
-        message = page_message(item.delivery.body, meta, item.body, inline_max=self.o.inline_max, largest=self.o.message_max)
-        self._end(item, "handover", publish=(Out(topic="pages", id=item.event.id, key=item.event.key, body=message, priority=int(item.event.priority)),))
+        message = page_message(
+            item.delivery.body,
+            meta,
+            item.body,
+            inline_max=self.o.inline_max,
+            largest=self.o.message_max,
+        )
+        self._end(
+            item,
+            "handover",
+            publish=(
+                Out(
+                    topic="pages",
+                    id=item.event.id,
+                    key=item.event.key,
+                    body=message,
+                    priority=int(item.event.priority),
+                ),
+            ),
+        )
 
     async def _load(self, item: Item) -> None:
         """The books know the page: never fetch it again."""
@@ -441,7 +593,9 @@ class Worker:
             raise Failure(ErrorClass.PERMANENT, "its stored page is gone", detail=meta.page)
         item.meta, item.body = meta, body
         self._bytes += len(body)
-        if self.last == "fetch":  # its request came again, and the message that it had become may be lost
+        if (
+            self.last == "fetch"
+        ):  # its request came again, and the message that it had become may be lost
             self._hand_over(item, meta)
         else:
             self._extracts.add(item)
@@ -450,20 +604,34 @@ class Worker:
 
     async def _extract_group(self, items: Sequence[Item]) -> None:
         assert self.extraction is not None
-        if self._suspects is not None and (suspects := [i for i in items if i.admitted.crashes >= SUSPECT]):
+        if self._suspects is not None and (
+            suspects := [i for i in items if i.admitted.crashes >= SUSPECT]
+        ):
             others = [i for i in items if i.admitted.crashes < SUSPECT]
-            await asyncio.gather(self._extract(suspects, self._suspects), self._extract(others, self.extraction))
+            await asyncio.gather(
+                self._extract(suspects, self._suspects), self._extract(others, self.extraction)
+            )
         else:
             await self._extract(items, self.extraction)
 
     async def _extract(self, items: Sequence[Item], by: Extraction) -> None:
         try:
-            pages = [Page.received(m.url, i.body, m.status, m.headers, m.fetched_at, i.event, i.event.url) for i in items if (m := i.meta) is not None]
+            pages = [
+                Page.received(
+                    m.url, i.body, m.status, m.headers, m.fetched_at, i.event, i.event.url
+                )
+                for i in items
+                if (m := i.meta) is not None
+            ]
             results = await by.extract(pages, alone=by is self._suspects)
         except asyncio.CancelledError:
             raise  # shutdown: the drain releases them
         except Exception as e:
-            f = Failure(ErrorClass.OURS, f"extraction is not available: {type(e).__name__}: {e}", detail=traceback.format_exc())
+            f = Failure(
+                ErrorClass.OURS,
+                f"extraction is not available: {type(e).__name__}: {e}",
+                detail=traceback.format_exc(),
+            )
             for item in items:
                 self._fail(item, "extract", f)
             return
@@ -473,12 +641,32 @@ class Worker:
 
     def _extracted(self, item: Item, x: Extracted) -> None:
         if x.error:
-            self._fail(item, "extract", Failure(ErrorClass(x.kind or "permanent"), x.error, detail=x.detail, after=x.after))
+            self._fail(
+                item,
+                "extract",
+                Failure(ErrorClass(x.kind or "permanent"), x.error, detail=x.detail, after=x.after),
+            )
             return
         if self.last == "extract":
-            message = RecordsMessage(event=_envelope(item, self.first), page=item.meta, records=x.records, links=x.links, matched=x.matched)
+            message = RecordsMessage(
+                event=_envelope(item, self.first),
+                page=item.meta,
+                records=x.records,
+                links=x.links,
+                matched=x.matched,
+            )
             self._end(
-                item, "writing", publish=(Out(topic="records", id=item.event.id, key=item.event.key, body=message.write(), priority=int(item.event.priority)),)
+                item,
+                "writing",
+                publish=(
+                    Out(
+                        topic="records",
+                        id=item.event.id,
+                        key=item.event.key,
+                        body=message.write(),
+                        priority=int(item.event.priority),
+                    ),
+                ),
             )
             return
         made = self.signature(item.event.url)
@@ -489,11 +677,22 @@ class Worker:
 
     def _fail(self, item: Item, stage: str, f: Failure) -> None:
         now = self.clock.now()
-        if f.kind is ErrorClass.THROTTLED and f.status is None:  # its host is blocked, or its proxies are: nobody asked, so nobody pays
+        if (
+            f.kind is ErrorClass.THROTTLED and f.status is None
+        ):  # its host is blocked, or its proxies are: nobody asked, so nobody pays
             if not isinstance(f, PoolExhausted) or now - item.event.accepted_at <= self.o.max_age:
-                self._end(item, "park", reason=_clean(f.reason), until=now + (f.after or 1.0), stage=stage, error_class=f.kind)
+                self._end(
+                    item,
+                    "park",
+                    reason=_clean(f.reason),
+                    until=now + (f.after or 1.0),
+                    stage=stage,
+                    error_class=f.kind,
+                )
                 return
-            f = Failure(ErrorClass.PERMANENT, f"too old to wait any longer: {f.reason}", detail=f.detail)
+            f = Failure(
+                ErrorClass.PERMANENT, f"too old to wait any longer: {f.reason}", detail=f.detail
+            )
         d = retry.decide(
             self.policies,
             stage,
@@ -519,7 +718,12 @@ class Worker:
         )
         self.signals.failed(item.event, stage, f.kind, reason, dead=d.dead, delay=d.delay)
 
-    def _end(self, item: Item, outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"], **more: Any) -> None:
+    def _end(
+        self,
+        item: Item,
+        outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"],
+        **more: Any,
+    ) -> None:
         meta, admitted = item.meta, item.admitted
         end = End(
             event=item.event,
@@ -540,7 +744,11 @@ class Worker:
 
     async def _conclude(self, batch: Sequence[tuple[Item, End]]) -> None:
         ends = [end for _, end in batch]
-        bodies = [(item.meta.page, item.body) for item, _ in batch if item.response is not None and item.meta is not None]
+        bodies = [
+            (item.meta.page, item.body)
+            for item, _ in batch
+            if item.response is not None and item.meta is not None
+        ]
         try:
             applied = await self._insist(lambda: self.books.conclude(ends, bodies))
         except Exception as e:  # the books refused one of them (a bug, or bytes no column takes): the others must not suffer
@@ -612,7 +820,9 @@ class Worker:
 
     async def _nap(self, event: asyncio.Event, seconds: float) -> None:
         try:
-            async with asyncio.timeout(seconds):  # not wait_for, which in Python 3.11 loses a cancellation that comes together with the event
+            async with asyncio.timeout(
+                seconds
+            ):  # not wait_for, which in Python 3.11 loses a cancellation that comes together with the event
                 await event.wait()
         except TimeoutError:
             pass

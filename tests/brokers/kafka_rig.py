@@ -16,14 +16,29 @@ from penstock.ports import Clock, Delivery, Out, Published, Subscription
 OPTIONS = "partitions=2&retry_levels=5s&session=6s&grace=1s&timeout=8s"
 
 
-def open_kafka(url: str, namespace: str = "", options: str = "", *, env: Mapping[str, str] | None = None, clock: Clock | None = None) -> KafkaBroker:
-    return KafkaBroker(parse(f"{url}?{OPTIONS}&{options}", env or {}), namespace or f"t{uuid.uuid4().hex[:12]}", clock or SystemClock())
+def open_kafka(
+    url: str,
+    namespace: str = "",
+    options: str = "",
+    *,
+    env: Mapping[str, str] | None = None,
+    clock: Clock | None = None,
+) -> KafkaBroker:
+    return KafkaBroker(
+        parse(f"{url}?{OPTIONS}&{options}", env or {}),
+        namespace or f"t{uuid.uuid4().hex[:12]}",
+        clock or SystemClock(),
+    )
 
 
 def sweep(url: str) -> None:
     """The topics of these tests are deleted: a server that is killed looks through all that it has before it comes back."""
     client = AdminClient({"bootstrap.servers": url.removeprefix("kafka://"), "log_level": 0})
-    ours = [topic for topic in client.list_topics(timeout=20).topics if re.match(r"t[0-9a-f]{12}\.", topic)]
+    ours = [
+        topic
+        for topic in client.list_topics(timeout=20).topics
+        if re.match(r"t[0-9a-f]{12}\.", topic)
+    ]
     for future in (client.delete_topics(ours, operation_timeout=20) if ours else {}).values():
         future.result(30)
 
@@ -37,7 +52,10 @@ async def die(broker: KafkaBroker) -> None:
 
 async def fill(broker: KafkaBroker, ids: Sequence[str], topic: str = "t", **more: object) -> None:
     """Ids like `a1` belong to key `a`."""
-    outs = [Out(**{"topic": topic, "id": i, "key": i.rstrip("0123456789"), "body": i.encode(), **more}) for i in ids]  # type: ignore[arg-type]
+    outs = [
+        Out(**{"topic": topic, "id": i, "key": i.rstrip("0123456789"), "body": i.encode(), **more})
+        for i in ids
+    ]  # type: ignore[arg-type]
     assert set(await broker.publish(outs)) <= {Published.OK}
 
 

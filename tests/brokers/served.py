@@ -19,7 +19,9 @@ class Served(BrokerConformance):
     """`open` uses `self.url`, whatever it is at that moment."""
 
     name: ClassVar[str]  # of the server
-    volatile: ClassVar[bool] = False  # it forgets everything when it dies, so its death proves nothing about the broker
+    volatile: ClassVar[bool] = (
+        False  # it forgets everything when it dies, so its death proves nothing about the broker
+    )
 
     @pytest.fixture(autouse=True)
     def _its_server(self, server: Callable[[str], Handle]) -> None:
@@ -36,7 +38,9 @@ class Served(BrokerConformance):
 
     def in_front(self) -> Proxy:
         if self.name == "kafka":
-            return Proxy("127.0.0.1", self.served.ports("behind"), listen=self.served.ports("proxied"))
+            return Proxy(
+                "127.0.0.1", self.served.ports("behind"), listen=self.served.ports("proxied")
+            )
         return Proxy("127.0.0.1", self.served.port)
 
     async def open_through(self, proxy: Proxy) -> Broker:

@@ -30,7 +30,9 @@ def url(server: Callable[[str], Handle]) -> Iterator[str]:
 
 
 @protocols
-async def test_members_join_and_leave_under_load_and_each_event_is_settled_once(url: str, protocol: str) -> None:
+async def test_members_join_and_leave_under_load_and_each_event_is_settled_once(
+    url: str, protocol: str
+) -> None:
     options = f"partitions=6&protocol={protocol}"
     first = open_kafka(url, options=options)
     name = first.topics.namespace
@@ -72,14 +74,21 @@ async def test_members_join_and_leave_under_load_and_each_event_is_settled_once(
     await first_publisher.close()
 
 
-@pytest.mark.parametrize("protocol", ["classic"])  # with the servers' own protocol it can take them longer than anybody wants to wait
-async def test_work_in_flight_may_finish_when_its_partition_goes_to_another_and_the_rest_goes_with_it(url: str, protocol: str) -> None:
+@pytest.mark.parametrize(
+    "protocol", ["classic"]
+)  # with the servers' own protocol it can take them longer than anybody wants to wait
+async def test_work_in_flight_may_finish_when_its_partition_goes_to_another_and_the_rest_goes_with_it(
+    url: str, protocol: str
+) -> None:
     options = f"protocol={protocol}&grace=5s"
     one = open_kafka(url, options=options)
     two = open_kafka(url, one.topics.namespace, options)
     await one.ensure([TopicSpec(name="t")])
     await fill(one, [f"{key}1" for key in "abcdefghijkl"])
-    sub, other = one.subscribe("t", "main", owner="w1", lease=5.0), two.subscribe("t", "main", owner="w2", lease=5.0)
+    sub, other = (
+        one.subscribe("t", "main", owner="w1", lease=5.0),
+        two.subscribe("t", "main", owner="w2", lease=5.0),
+    )
     held = await take(sub, 12)
     joining = asyncio.ensure_future(other.receive(20, 0.1))
     reader = one._readers["t", "main"]
@@ -88,14 +97,20 @@ async def test_work_in_flight_may_finish_when_its_partition_goes_to_another_and_
             await asyncio.sleep(0.01)
     leaving = [d for d in held if reader.out[d.position].part.leaving]
     done, late = leaving[:1], leaving[1:]
-    assert list(await sub.settle([(d, Ack()) for d in done])) == [True], "a request that was sent may finish"
+    assert list(await sub.settle([(d, Ack()) for d in done])) == [True], (
+        "a request that was sent may finish"
+    )
     got = list(await joining)
     async with asyncio.timeout(60):
         while len(got) < len(late):
             got += await other.receive(20, 0.2)
-    assert sorted(d.id for d in got) == sorted(d.id for d in late), "only what was not settled goes on"
+    assert sorted(d.id for d in got) == sorted(d.id for d in late), (
+        "only what was not settled goes on"
+    )
     assert not any(sub.holds(d) for d in late)  # type: ignore[attr-defined]
-    assert list(await sub.settle([(d, Ack()) for d in late])) == [False] * len(late), "it is another's now"
+    assert list(await sub.settle([(d, Ack()) for d in late])) == [False] * len(late), (
+        "it is another's now"
+    )
     kept = [d for d in held if d not in leaving]
     assert all(await sub.settle([(d, Ack()) for d in kept]))
     assert all(await other.settle([(d, Ack()) for d in got]))
@@ -120,12 +135,18 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_process_gives_back_only_what_it_had_not_settled_as_soon_as_its_session_ends(url: str) -> None:
+async def test_a_killed_process_gives_back_only_what_it_had_not_settled_as_soon_as_its_session_ends(
+    url: str,
+) -> None:
     broker = open_kafka(url)
     await broker.ensure([TopicSpec(name="t")])
     ids = [f"{'abcd'[i % 4]}{i}" for i in range(12)]
     await fill(broker, ids)
-    worker = subprocess.Popen([sys.executable, "-c", _WORKER, url, broker.topics.namespace], stdout=subprocess.PIPE, text=True)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", _WORKER, url, broker.topics.namespace],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert worker.stdout is not None
     settled = (await asyncio.to_thread(worker.stdout.readline)).split()
     assert len(settled) == 4

@@ -42,38 +42,66 @@ def sub_of(broker: KafkaBroker, topic: str = "t", group: str = "main") -> Subscr
 # -- topics --------------------------------------------------------------------------------------------------------------------
 
 
-async def test_topics_are_made_as_configured_and_what_differs_is_told_and_left_alone(url: str) -> None:
+async def test_topics_are_made_as_configured_and_what_differs_is_told_and_left_alone(
+    url: str,
+) -> None:
     broker = open_kafka(url, options="partitions=4&retention=2d&replication=3")
     name = broker.topics.namespace
     assert list(await broker.ensure([TopicSpec(name="t")])) == []
     found = broker.topics.metadata("looking").topics
-    mine = {topic.removeprefix(f"{name}."): len(found[topic].partitions) for topic in found if topic.startswith(f"{name}.")}
+    mine = {
+        topic.removeprefix(f"{name}."): len(found[topic].partitions)
+        for topic in found
+        if topic.startswith(f"{name}.")
+    }
     assert mine == {"t": 4, "t.high": 4, "t.low": 4, "t.retry.0s": 1, "t.retry.5s": 1, "t.dead": 1}
     config = broker.topics.configs([f"{name}.t", f"{name}.t.dead"])
-    assert (config[f"{name}.t"]["retention.ms"], config[f"{name}.t"]["min.insync.replicas"]) == ("172800000", "1"), "one server: one copy"
+    assert (config[f"{name}.t"]["retention.ms"], config[f"{name}.t"]["min.insync.replicas"]) == (
+        "172800000",
+        "1",
+    ), "one server: one copy"
     assert config[f"{name}.t.dead"]["retention.ms"] == str(30 * 86400 * 1000)
     await broker.close()
     other = open_kafka(url, name, "partitions=8&retention=3d")
     drift = list(await other.ensure([TopicSpec(name="t")]))
-    assert f"topic {name}.t: 4 partitions on the server and 8 in the configuration; nothing was changed" in drift
-    assert f"topic {name}.t: retention.ms is 172800000 on the server and 259200000 in the configuration; nothing was changed" in drift
+    assert (
+        f"topic {name}.t: 4 partitions on the server and 8 in the configuration; nothing was changed"
+        in drift
+    )
+    assert (
+        f"topic {name}.t: retention.ms is 172800000 on the server and 259200000 in the configuration; nothing was changed"
+        in drift
+    )
     assert len(other.topics.metadata("looking").topics[f"{name}.t"].partitions) == 4
     await other.close()
 
 
-async def test_a_topic_of_another_program_is_read_as_it_is_and_its_messages_have_the_same_id_every_time(url: str) -> None:
+async def test_a_topic_of_another_program_is_read_as_it_is_and_its_messages_have_the_same_id_every_time(
+    url: str,
+) -> None:
     broker = open_kafka(url)
     name = broker.topics.namespace
-    broker.topics.admin.create_topics([cast(Any, admin).NewTopic(f"{name}.t", num_partitions=1, replication_factor=1)])[f"{name}.t"].result(30)
+    broker.topics.admin.create_topics(
+        [cast(Any, admin).NewTopic(f"{name}.t", num_partitions=1, replication_factor=1)]
+    )[f"{name}.t"].result(30)
     producer = Producer({"bootstrap.servers": url.removeprefix("kafka://")})
-    producer.produce(f"{name}.t", b"not ours", key=b"\xff\x00", headers=[("bin", b"\xfe"), ("none", None), ("penstock-not-before", b"inf")])
+    producer.produce(
+        f"{name}.t",
+        b"not ours",
+        key=b"\xff\x00",
+        headers=[("bin", b"\xfe"), ("none", None), ("penstock-not-before", b"inf")],
+    )
     producer.produce(f"{name}.t", None)
     producer.flush(30)
     (drift, *_) = await broker.ensure([TopicSpec(name="t")])
     assert "made by another program" in drift
     sub = sub_of(broker)
     first, tombstone = await take(sub, 2)
-    assert (first.body, first.key, first.headers) == (b"not ours", "\ufffd\x00", {"bin": "\ufffd", "none": ""})
+    assert (first.body, first.key, first.headers) == (
+        b"not ours",
+        "\ufffd\x00",
+        {"bin": "\ufffd", "none": ""},
+    )
     assert (tombstone.body, tombstone.key, tombstone.headers) == (b"", "", {})
     assert first.id != tombstone.id
     assert all(await sub.settle([(first, Dead("unreadable")), (tombstone, Retry(5.5, "later"))]))
@@ -87,7 +115,9 @@ async def test_a_topic_of_another_program_is_read_as_it_is_and_its_messages_have
 # -- time ----------------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_retry_goes_down_the_ladder_and_comes_when_it_is_due_to_its_own_group_only(url: str) -> None:
+async def test_a_retry_goes_down_the_ladder_and_comes_when_it_is_due_to_its_own_group_only(
+    url: str,
+) -> None:
     broker, clock = open_kafka(url, options="retry_levels=1s,3s"), SystemClock()
     await broker.ensure([TopicSpec(name="t", groups=("main", "archive"))])
     await fill(broker, ["a1"], priority=0)
@@ -97,10 +127,18 @@ async def test_a_retry_goes_down_the_ladder_and_comes_when_it_is_due_to_its_own_
     (d,) = await take(sub, 1)
     asked = clock.now()
     assert all(await sub.settle([(d, Retry(4.4, "3s, then 1s, then a little"))]))
-    assert (await broker.stats("t", "main")).delayed == 1 or clock.now() > asked + 2.9  # on its way from one topic to the next it may count twice
+    assert (
+        (await broker.stats("t", "main")).delayed == 1 or clock.now() > asked + 2.9
+    )  # on its way from one topic to the next it may count twice
     (again,) = await take(sub, 1, wait=30.0)
     assert clock.now() >= asked + 4.4
-    assert (again.id, again.body, again.key, again.priority, again.headers) == ("a1", b"a1", "a", 0, {})
+    assert (again.id, again.body, again.key, again.priority, again.headers) == (
+        "a1",
+        b"a1",
+        "a",
+        0,
+        {},
+    )
     assert all(await sub.settle([(again, Ack())]))
     assert await take(archive, 1, wait=1.0) == [], "the retry of another group is not its business"
     for group in ("main", "archive"):
@@ -120,7 +158,9 @@ async def test_what_is_held_in_memory_is_bounded_and_everything_still_comes(url:
     sub, seen, most = sub_of(broker), [], 0
     while len(seen) < len(ids):
         some = await sub.receive(50, 1.0)
-        most = max([most, *(len(part.window) for part in broker._readers["t", "main"].partitions.values())])
+        most = max(
+            [most, *(len(part.window) for part in broker._readers["t", "main"].partitions.values())]
+        )
         seen += [d.id for d in some]
         assert all(await sub.settle([(d, Ack()) for d in some]))
     assert sorted(seen) == sorted(ids)
@@ -128,7 +168,9 @@ async def test_what_is_held_in_memory_is_bounded_and_everything_still_comes(url:
     await broker.close()
 
 
-async def test_one_event_that_takes_long_holds_nothing_up_and_after_a_crash_comes_back_alone(url: str) -> None:
+async def test_one_event_that_takes_long_holds_nothing_up_and_after_a_crash_comes_back_alone(
+    url: str,
+) -> None:
     broker = open_kafka(url, options="partitions=1")
     await broker.ensure([TopicSpec(name="t")])
     await fill(broker, ["slow1"])
@@ -147,9 +189,13 @@ async def test_one_event_that_takes_long_holds_nothing_up_and_after_a_crash_come
 
 
 async def test_a_local_queue_that_is_full_says_so_for_each_message(url: str) -> None:
-    broker = open_kafka(url, options="rdkafka.queue.buffering.max.messages=10&rdkafka.linger.ms=200")
+    broker = open_kafka(
+        url, options="rdkafka.queue.buffering.max.messages=10&rdkafka.linger.ms=200"
+    )
     await broker.ensure([TopicSpec(name="t")])
-    answers = await broker.publish([Out(topic="t", id=f"e{i}", key="k", body=b"") for i in range(30)])
+    answers = await broker.publish(
+        [Out(topic="t", id=f"e{i}", key="k", body=b"") for i in range(30)]
+    )
     assert (answers.count(Published.OK), answers.count(Published.FULL)) == (10, 20)
     await broker.close()
 
@@ -157,24 +203,41 @@ async def test_a_local_queue_that_is_full_says_so_for_each_message(url: str) -> 
 async def test_a_message_too_large_fails_alone(url: str) -> None:
     broker = open_kafka(url, options="max_message=100KiB")
     await broker.ensure([TopicSpec(name="t")])
-    answers = await broker.publish([Out(topic="t", id=f"e{n}", key="k", body=bytes(n)) for n in (10, 200_000, 20)])
+    answers = await broker.publish(
+        [Out(topic="t", id=f"e{n}", key="k", body=bytes(n)) for n in (10, 200_000, 20)]
+    )
     assert list(answers) == ["ok", "failed", "ok"]
     await broker.close()
 
 
-async def test_what_the_server_refuses_fails_and_what_went_to_other_partitions_is_there(url: str) -> None:
+async def test_what_the_server_refuses_fails_and_what_went_to_other_partitions_is_there(
+    url: str,
+) -> None:
     broker = open_kafka(url, options="partitions=1")
     await broker.ensure([TopicSpec(name="t"), TopicSpec(name="u")])
     api = cast(Any, admin)
-    less = [api.ConfigEntry("max.message.bytes", "2000", incremental_operation=api.AlterConfigOpType.SET)]
+    less = [
+        api.ConfigEntry(
+            "max.message.bytes", "2000", incremental_operation=api.AlterConfigOpType.SET
+        )
+    ]
     resource = api.ConfigResource("topic", f"{broker.topics.namespace}.u", incremental_configs=less)
     for future in broker.topics.admin.incremental_alter_configs([resource]).values():
         future.result(30)
-    while list(await broker.publish([Out(topic="u", id="probe", key="k", body=bytes(3000))])) == [Published.OK]:  # noqa: ASYNC110 (a server hears of it in its own time)
+    while list(await broker.publish([Out(topic="u", id="probe", key="k", body=bytes(3000))])) == [  # noqa: ASYNC110
+        Published.OK
+    ]:
         await asyncio.sleep(0.05)
     sizes = [("t", 10), ("u", 3000), ("t", 3000), ("u", 3000), ("t", 20)]
-    answers = await broker.publish([Out(topic=topic, id=f"e{i}", key="k", body=bytes(size)) for i, (topic, size) in enumerate(sizes)])
-    assert list(answers) == ["ok", "failed", "ok", "failed", "ok"], "two that are alike have both failed"
+    answers = await broker.publish(
+        [
+            Out(topic=topic, id=f"e{i}", key="k", body=bytes(size))
+            for i, (topic, size) in enumerate(sizes)
+        ]
+    )
+    assert list(answers) == ["ok", "failed", "ok", "failed", "ok"], (
+        "two that are alike have both failed"
+    )
     assert sorted(d.id for d in await take(sub_of(broker), 3)) == ["e0", "e2", "e4"]
     await broker.close()
 
@@ -182,8 +245,19 @@ async def test_what_the_server_refuses_fails_and_what_went_to_other_partitions_i
 def test_of_several_messages_alike_of_which_one_failed_none_is_certain() -> None:
     loop = asyncio.new_event_loop()
     batch, answers = _Batch(loop), [Published.OK] * 4
-    batch.wrong = [(("t", b"same", b"k"), Published.FAILED), (("t", b"other", b""), Published.FAILED)]
-    batch.blame([("t", b"same", "k", {}), ("t", b"same", b"k", {}), ("t", b"other", "", {}), ("u", b"same", "k", {})], answers)
+    batch.wrong = [
+        (("t", b"same", b"k"), Published.FAILED),
+        (("t", b"other", b""), Published.FAILED),
+    ]
+    batch.blame(
+        [
+            ("t", b"same", "k", {}),
+            ("t", b"same", b"k", {}),
+            ("t", b"other", "", {}),
+            ("u", b"same", "k", {}),
+        ],
+        answers,
+    )
     assert answers == ["unknown", "unknown", "failed", "ok"]
     loop.close()
 
@@ -200,14 +274,26 @@ async def test_history_goes_to_another_group_whole_by_time_and_by_offset(url: st
     await fill(broker, ["a3", "a4"])
     sub = sub_of(broker)
     assert all(await sub.settle([(d, Ack()) for d in await take(sub, 4)]))
-    for group, more, expected in (("whole", {}, "a1 a2 a3 a4"), ("time", {"since": since}, "a3 a4"), ("offset", {"offsets": {0: 1}}, "a2 a3 a4")):
+    for group, more, expected in (
+        ("whole", {}, "a1 a2 a3 a4"),
+        ("time", {"since": since}, "a3 a4"),
+        ("offset", {"offsets": {0: 1}}, "a2 a3 a4"),
+    ):
         await broker.replay("t", group, **more)  # type: ignore[arg-type]
         again = sub_of(broker, group=group)
-        assert " ".join(d.id for d in await take(again, len(expected.split())) + await take(again, 1, wait=0.5)) == expected
+        assert (
+            " ".join(
+                d.id
+                for d in await take(again, len(expected.split())) + await take(again, 1, wait=0.5)
+            )
+            == expected
+        )
     assert await take(sub, 1, wait=0.3) == [], "the group that read it all is left alone"
     await broker.close()
     later = open_kafka(url, broker.topics.namespace, "partitions=1")
-    assert await later.replay("t", "main", since=since) == 2, "nobody reads it now: it is moved back"
+    assert await later.replay("t", "main", since=since) == 2, (
+        "nobody reads it now: it is moved back"
+    )
     sub = sub_of(later)
     assert [d.id for d in await take(sub, 2) + await take(sub, 1, wait=0.5)] == ["a3", "a4"]
     await later.close()
@@ -247,7 +333,9 @@ class _Later(SystemClock):
         return super().now() + self.ahead
 
 
-async def test_work_that_retention_is_about_to_delete_unread_raises_an_alarm(url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_work_that_retention_is_about_to_delete_unread_raises_an_alarm(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = _Later()
     broker = open_kafka(url, options="retention=2d", clock=clock)
     await broker.ensure([TopicSpec(name="t")])
@@ -298,7 +386,8 @@ async def refusal(broker: KafkaBroker) -> PenstockError:
 
 async def test_a_server_that_is_not_there_and_one_that_is_not_known(url: str) -> None:
     away, unknown = await asyncio.gather(
-        refusal(open_kafka("kafka://127.0.0.1:9", options="timeout=1s")), refusal(open_kafka("kafka://kafka.invalid:9092", options="timeout=6s"))
+        refusal(open_kafka("kafka://127.0.0.1:9", options="timeout=1s")),
+        refusal(open_kafka("kafka://kafka.invalid:9092", options="timeout=6s")),
     )
     assert isinstance(away, Unreachable)
     assert "127.0.0.1:9 cannot be reached" in away.message
@@ -306,12 +395,17 @@ async def test_a_server_that_is_not_there_and_one_that_is_not_known(url: str) ->
     assert "is not known" in unknown.message
 
 
-async def test_tls_and_a_login_from_the_url_or_the_environment_carry_messages(kafka: Handle) -> None:
+async def test_tls_and_a_login_from_the_url_or_the_environment_carry_messages(
+    kafka: Handle,
+) -> None:
     ca = f"ca={kafka.file('kafka.pem')}"
     secure = f"127.0.0.1:{kafka.ports('secure')}"
     for broker in (
         open_kafka(f"kafka+ssl://penstock:secret@{secure}", options=ca),
-        open_kafka(f"kafka+ssl://{secure}", env={"PENSTOCK_KAFKA_OPTIONS": f"{ca}&username=penstock&password=secret"}),
+        open_kafka(
+            f"kafka+ssl://{secure}",
+            env={"PENSTOCK_KAFKA_OPTIONS": f"{ca}&username=penstock&password=secret"},
+        ),
     ):
         await broker.ensure([TopicSpec(name="t")])
         await fill(broker, ["a1"])
@@ -319,7 +413,9 @@ async def test_tls_and_a_login_from_the_url_or_the_environment_carry_messages(ka
         await broker.close()
 
 
-async def test_a_wrong_password_a_certificate_of_nobody_and_a_port_of_the_other_kind_have_their_own_sentences(kafka: Handle) -> None:
+async def test_a_wrong_password_a_certificate_of_nobody_and_a_port_of_the_other_kind_have_their_own_sentences(
+    kafka: Handle,
+) -> None:
     ca, secure = f"ca={kafka.file('kafka.pem')}", f"127.0.0.1:{kafka.ports('secure')}"
     wrong, untrusted, plain = await asyncio.gather(
         refusal(open_kafka(f"kafka+ssl://penstock:hunter2@{secure}", options=ca + "&timeout=6s")),
@@ -331,7 +427,9 @@ async def test_a_wrong_password_a_certificate_of_nobody_and_a_port_of_the_other_
     assert "ca=FILE" in untrusted.hint
     assert "kafka+ssl://" in plain.hint
     assert {type(e) for e in (wrong, untrusted, plain)} == {Unreachable}
-    missing = await refusal(open_kafka(f"kafka+ssl://penstock:secret@{secure}", options="ca=/no/such/file"))
+    missing = await refusal(
+        open_kafka(f"kafka+ssl://penstock:secret@{secure}", options="ca=/no/such/file")
+    )
     assert isinstance(missing, ConfigError)
 
 
@@ -341,7 +439,9 @@ async def test_a_missing_right_is_told_with_the_rights_that_are_needed(kafka: Ha
     who = ("User:nobody", "*", api.AclOperation.CREATE, api.AclPermissionType.DENY)
     rules = [
         api.AclBinding(api.ResourceType.TOPIC, f"{name}.", api.ResourcePatternType.PREFIXED, *who),
-        api.AclBinding(api.ResourceType.BROKER, "kafka-cluster", api.ResourcePatternType.LITERAL, *who),
+        api.AclBinding(
+            api.ResourceType.BROKER, "kafka-cluster", api.ResourcePatternType.LITERAL, *who
+        ),
     ]
     for future in owner.topics.admin.create_acls(rules).values():
         future.result(30)
@@ -357,7 +457,9 @@ async def test_a_missing_right_is_told_with_the_rights_that_are_needed(kafka: Ha
                 await broker.close()
         denied = await refusal(open_kafka(login, name, f"ca={kafka.file('kafka.pem')}"))
     finally:
-        mine = [api.AclBindingFilter(r.restype, r.name, r.resource_pattern_type, *who) for r in rules]
+        mine = [
+            api.AclBindingFilter(r.restype, r.name, r.resource_pattern_type, *who) for r in rules
+        ]
         for future in owner.topics.admin.delete_acls(mine).values():
             future.result(30)
         await owner.close()

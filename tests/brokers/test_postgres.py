@@ -58,7 +58,9 @@ class TestPostgres(Served):
             store.close_now()
 
     def last_word(self, broker: Broker, message: bytes) -> bytes:
-        return b"\0" + self.stores[-1]._books._wire._names["COMMIT"] + b"\0"  # binds the prepared statement
+        return (
+            b"\0" + self.stores[-1]._books._wire._names["COMMIT"] + b"\0"
+        )  # binds the prepared statement
 
     async def sleep(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -78,7 +80,12 @@ class Fleet:
         self.brokers: list[PostgresBroker] = []
 
     def join(self, clock: Clock | None = None) -> PostgresBroker:
-        self.brokers.append(PostgresBroker(PostgresStore(self.url, namespace=self.namespace, durability="process"), clock or SystemClock()))
+        self.brokers.append(
+            PostgresBroker(
+                PostgresStore(self.url, namespace=self.namespace, durability="process"),
+                clock or SystemClock(),
+            )
+        )
         return self.brokers[-1]
 
     def sql(self, text: str) -> list[tuple[Any, ...]]:
@@ -110,25 +117,44 @@ def _out(i: int, *, key: str | None = None, topic: str = "t", **more: Any) -> Ou
     return Out(topic=topic, id=f"e{i}", key=key or f"k{i % 50}", body=b"x" * 200, **more)
 
 
-async def test_many_processes_that_take_and_settle_at_once_lose_nothing_and_get_nothing_twice(fleet: Fleet) -> None:
+async def test_many_processes_that_take_and_settle_at_once_lose_nothing_and_get_nothing_twice(
+    fleet: Fleet,
+) -> None:
     brokers = [fleet.join() for _ in range(4)]
-    await brokers[0].ensure([TopicSpec(name="t"), TopicSpec(name="o", ordered=True), TopicSpec(name="t.dead", groups=())])
+    await brokers[0].ensure(
+        [
+            TopicSpec(name="t"),
+            TopicSpec(name="o", ordered=True),
+            TopicSpec(name="t.dead", groups=()),
+        ]
+    )
     total, acked = 400, Counter[str]()
 
     async def work(n: int, topic: str) -> None:
         sub = brokers[n % 4].subscribe(topic, "main", owner=f"w{n}", lease=30.0)
         dice = random.Random(n)
         while sum(id_[0] == topic for id_ in acked) < total:
-            outcomes = [(d, dice.choice((Ack(), Ack(), Retry(0.0, "x"), Release()))) for d in await sub.receive(20, 0.05)]
+            outcomes = [
+                (d, dice.choice((Ack(), Ack(), Retry(0.0, "x"), Release())))
+                for d in await sub.receive(20, 0.05)
+            ]
             assert all(await sub.settle(outcomes)), "what is handed out is ours alone"
             acked.update(d.id for d, outcome in outcomes if isinstance(outcome, Ack))
         await sub.close()
 
     async def fill(n: int, topic: str) -> None:
         for i in range(0, total // 2, 20):
-            await brokers[n].publish([Out(topic=topic, id=f"{topic}{n}-{i + j}", key=f"k{(i + j) % 7}", body=b"") for j in range(20)])
+            await brokers[n].publish(
+                [
+                    Out(topic=topic, id=f"{topic}{n}-{i + j}", key=f"k{(i + j) % 7}", body=b"")
+                    for j in range(20)
+                ]
+            )
 
-    await asyncio.gather(*[fill(n, topic) for n in range(2) for topic in "to"], *[work(n, topic) for n in range(6) for topic in "to"])
+    await asyncio.gather(
+        *[fill(n, topic) for n in range(2) for topic in "to"],
+        *[work(n, topic) for n in range(6) for topic in "to"],
+    )
     assert set(acked.values()) == {1}
     assert len(acked) == 2 * total
     for topic in "to":
@@ -144,7 +170,10 @@ async def test_what_is_published_in_one_process_wakes_a_receiver_of_another(flee
     await one.ensure([TopicSpec(name="t")])
     sub = other.subscribe("t", "main", owner="w", lease=30.0)
     waiting = asyncio.create_task(sub.receive(5, 50.0))
-    while fleet.sql(f"SELECT 1 FROM pg_stat_activity WHERE query='LISTEN {other.listener.channel}'") == []:  # noqa: ASYNC110 (only the server knows)
+    while (  # noqa: ASYNC110
+        fleet.sql(f"SELECT 1 FROM pg_stat_activity WHERE query='LISTEN {other.listener.channel}'")
+        == []
+    ):
         await asyncio.sleep(0.01)
     woken = 0
     asked = other.listener._set
@@ -156,7 +185,9 @@ async def test_what_is_published_in_one_process_wakes_a_receiver_of_another(flee
 
     other.listener._set = counting  # type: ignore[method-assign]
     began = time.monotonic()
-    for i in range(20):  # those of one moment: the first is told with its commit, the others with one more word
+    for i in range(
+        20
+    ):  # those of one moment: the first is told with its commit, the others with one more word
         await one.publish([_out(i)])
     got = [d.id for d in await waiting]
     while len(got) < 20:
@@ -184,7 +215,9 @@ async def test_a_topic_made_in_a_transaction_that_failed_is_not_remembered(fleet
     assert (await broker.stats("taken", "main")).ready == 0
 
 
-async def test_more_delays_than_one_look_brings_back_never_let_a_key_overtake_itself(fleet: Fleet) -> None:
+async def test_more_delays_than_one_look_brings_back_never_let_a_key_overtake_itself(
+    fleet: Fleet,
+) -> None:
     clock = ManualClock()
     broker = fleet.join(clock)
     await broker.ensure([TopicSpec(name="t", ordered=True)])
@@ -201,7 +234,9 @@ async def test_more_delays_than_one_look_brings_back_never_let_a_key_overtake_it
     assert fleet.agrees()
 
 
-async def test_a_key_that_somebody_publishes_to_is_passed_over_and_nobody_waits(fleet: Fleet) -> None:
+async def test_a_key_that_somebody_publishes_to_is_passed_over_and_nobody_waits(
+    fleet: Fleet,
+) -> None:
     broker = fleet.join()
     await broker.ensure([TopicSpec(name="t")])
     await broker.publish([_out(1, key="busy"), _out(2, key="free")])
@@ -215,27 +250,47 @@ async def test_a_key_that_somebody_publishes_to_is_passed_over_and_nobody_waits(
 async def test_a_worker_that_is_known_to_be_gone_gives_back_what_it_held(fleet: Fleet) -> None:
     broker = fleet.join(ManualClock())
     await broker.ensure([TopicSpec(name="t"), TopicSpec(name="o", ordered=True)])
-    await broker.publish([_out(1), _out(2), _out(3, topic="o", key="k"), _out(4, topic="o", key="k")])
-    held = [d for topic in "to" for d in await broker.subscribe(topic, "main", owner="gone", lease=600.0).receive(1, 0.0)]
+    await broker.publish(
+        [_out(1), _out(2), _out(3, topic="o", key="k"), _out(4, topic="o", key="k")]
+    )
+    held = [
+        d
+        for topic in "to"
+        for d in await broker.subscribe(topic, "main", owner="gone", lease=600.0).receive(1, 0.0)
+    ]
     kept = await broker.subscribe("t", "main", owner="alive", lease=600.0).receive(5, 0.0)
-    assert sorted(await broker.db.write(lambda tx: broker.reclaim_in(tx, "gone"))) == sorted(d.id for d in held)
-    assert await broker.db.read(lambda tx: broker.holds_in(tx, [*held, *kept])) == [False, False, True]
-    assert [d.id for d in await broker.subscribe("o", "main", owner="w", lease=600.0).receive(5, 0.0)] == ["e3"]
+    assert sorted(await broker.db.write(lambda tx: broker.reclaim_in(tx, "gone"))) == sorted(
+        d.id for d in held
+    )
+    assert await broker.db.read(lambda tx: broker.holds_in(tx, [*held, *kept])) == [
+        False,
+        False,
+        True,
+    ]
+    assert [
+        d.id for d in await broker.subscribe("o", "main", owner="w", lease=600.0).receive(5, 0.0)
+    ] == ["e3"]
     assert await broker.db.read(lambda tx: broker.running_in(tx, 100)) == {"alive": 1, "w": 1}
     assert fleet.agrees()
 
 
-async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_past_what_must_stay(fleet: Fleet) -> None:
+async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_past_what_must_stay(
+    fleet: Fleet,
+) -> None:
     clock = ManualClock()
     broker = fleet.join(clock)
-    await broker.ensure([TopicSpec(name="t", retention=100.0), TopicSpec(name="u", retention=10_000.0)])
+    await broker.ensure(
+        [TopicSpec(name="t", retention=100.0), TopicSpec(name="u", retention=10_000.0)]
+    )
     await broker.publish([_out(i) for i in range(30)])  # stays queued
     await broker.publish([_out(i, topic="u") for i in range(30, 60)])
     sub = broker.subscribe("u", "main", owner="w", lease=30.0)
     await sub.settle([(d, Ack()) for d in await sub.receive(30, 0.0)])
     await broker.publish([_out(i, key="done") for i in range(70, 90)])
     sub = broker.subscribe("t", "main", owner="w", lease=30.0)
-    await sub.settle([(d, Ack() if d.key == "done" else Release()) for d in await sub.receive(100, 0.0)])
+    await sub.settle(
+        [(d, Ack() if d.key == "done" else Release()) for d in await sub.receive(100, 0.0)]
+    )
     clock.advance(200.0)
     await broker.publish([_out(100, key="young")])
     gone = 0
@@ -261,7 +316,9 @@ async def test_a_purge_keeps_what_is_in_flight_and_its_key_goes_on(fleet: Fleet)
     assert fleet.agrees()
 
 
-async def test_what_postgres_text_cannot_hold_is_refused_alone_and_hostile_text_is_kept(fleet: Fleet) -> None:
+async def test_what_postgres_text_cannot_hold_is_refused_alone_and_hostile_text_is_kept(
+    fleet: Fleet,
+) -> None:
     broker = fleet.join(ManualClock())
     await broker.ensure([TopicSpec(name="t")])
     hostile = "'; DROP TABLE queue; -- ? $1 {\"} \\ ☃"
@@ -279,7 +336,9 @@ async def test_what_postgres_text_cannot_hold_is_refused_alone_and_hostile_text_
     assert list(await sub.settle([(d, Dead(hostile))])) == [True]
 
 
-async def test_what_is_asked_all_the_time_touches_few_rows_though_the_server_still_takes_the_queue_for_empty(fleet: Fleet) -> None:
+async def test_what_is_asked_all_the_time_touches_few_rows_though_the_server_still_takes_the_queue_for_empty(
+    fleet: Fleet,
+) -> None:
     broker = fleet.join(ManualClock())
     await broker.ensure([TopicSpec(name="t")])
     sub = broker.subscribe("t", "main", owner="w", lease=30.0)
@@ -292,9 +351,15 @@ async def test_what_is_asked_all_the_time_touches_few_rows_though_the_server_sti
 
     async def touched() -> int:
         for alone in (True, False):
-            await broker.db.write(lambda tx: tx.execute("SELECT pg_stat_force_next_flush()").get, alone=alone)
+            await broker.db.write(
+                lambda tx: tx.execute("SELECT pg_stat_force_next_flush()").get, alone=alone
+            )
             await broker.db.write(lambda tx: None, alone=alone)
-        return int(fleet.sql("SELECT sum(seq_tup_read+coalesce(idx_tup_fetch, 0)) FROM pg_stat_user_tables WHERE schemaname=current_schema()")[0][0])
+        return int(
+            fleet.sql(
+                "SELECT sum(seq_tup_read+coalesce(idx_tup_fetch, 0)) FROM pg_stat_user_tables WHERE schemaname=current_schema()"
+            )[0][0]
+        )
 
     before = await touched()
     for _ in range(10):
@@ -302,12 +367,16 @@ async def test_what_is_asked_all_the_time_touches_few_rows_though_the_server_sti
         assert len(got) == 20
         await sub.extend(got, 30.0)
         await broker.db.write(lambda tx, got=got: broker.holds_in(tx, got))  # type: ignore[misc]
-        await sub.settle([(got[0], Retry(1.0, "x")), (got[1], Release()), *[(d, Ack()) for d in got[2:]]])
+        await sub.settle(
+            [(got[0], Retry(1.0, "x")), (got[1], Release()), *[(d, Ack()) for d in got[2:]]]
+        )
         await sub.hold({"k1": 1e9})
     assert await touched() - before < 10 * 20 * 30
 
 
-async def test_a_connection_that_the_server_cut_is_an_outage_at_most_once_and_nothing_is_lost(fleet: Fleet) -> None:
+async def test_a_connection_that_the_server_cut_is_an_outage_at_most_once_and_nothing_is_lost(
+    fleet: Fleet,
+) -> None:
     broker = fleet.join()
     await broker.ensure([TopicSpec(name="t")])
     sub = broker.subscribe("t", "main", owner="w", lease=30.0)
@@ -315,7 +384,9 @@ async def test_a_connection_that_the_server_cut_is_an_outage_at_most_once_and_no
     got: list[Delivery] = []
     for i in range(6):
         if i % 2:
-            fleet.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name='penstock'")
+            fleet.sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name='penstock'"
+            )
         while f"e{i}" not in sent:
             try:
                 assert list(await broker.publish([_out(i)])) == [Published.OK]

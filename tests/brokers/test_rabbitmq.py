@@ -35,12 +35,24 @@ class Host:
         self.server, self.vhost = server, "t" + secrets.token_hex(4)
         self.url = server.url + self.vhost
         self.ask("PUT", f"vhosts/{self.vhost}")
-        self.ask("PUT", f"permissions/{self.vhost}/guest", {"configure": ".*", "write": ".*", "read": ".*"})
+        self.ask(
+            "PUT",
+            f"permissions/{self.vhost}/guest",
+            {"configure": ".*", "write": ".*", "read": ".*"},
+        )
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         address = f"http://127.0.0.1:{self.server.ports('management')}/api/{path}"
-        headers = {"authorization": "Basic " + base64.b64encode(b"guest:guest").decode(), "content-type": "application/json"}
-        request = urllib.request.Request(address, method=method, headers=headers, data=None if body is None else json.dumps(body).encode())
+        headers = {
+            "authorization": "Basic " + base64.b64encode(b"guest:guest").decode(),
+            "content-type": "application/json",
+        }
+        request = urllib.request.Request(
+            address,
+            method=method,
+            headers=headers,
+            data=None if body is None else json.dumps(body).encode(),
+        )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read() or b"null")
 
@@ -48,10 +60,18 @@ class Host:
         """`rabbitmqctl`, without the wrapper that insists on the machine's own server."""
         server = self.server._server
         program = next(Path("/usr/lib/rabbitmq/bin").glob("rabbitmqctl"))
-        subprocess.run([program, *args], env={**os.environ, **server.environment()}, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            [program, *args],
+            env={**os.environ, **server.environment()},
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
 
     def broker(self, url: str = "", **more: Any) -> RabbitBroker:
-        return RabbitBroker(read_address(url or self.url), "shop", SystemClock(), worker="tests", **more)
+        return RabbitBroker(
+            read_address(url or self.url), "shop", SystemClock(), worker="tests", **more
+        )
 
     def remove(self) -> None:
         self.ask("DELETE", f"vhosts/{self.vhost}")
@@ -115,10 +135,20 @@ async def take(sub: Subscription, n: int, wait: float = 25.0) -> list[Delivery]:
 # -- routing -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_message_that_reaches_no_queue_is_reported_as_failed_and_the_others_are_not(host: Host) -> None:
+def test_a_message_that_reaches_no_queue_is_reported_as_failed_and_the_others_are_not(
+    host: Host,
+) -> None:
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t")])
-        answers = await broker.publish([out("a"), out("b", topic="nobody-listens"), out("c"), out("b", topic="nobody-listens"), out("b")])
+        answers = await broker.publish(
+            [
+                out("a"),
+                out("b", topic="nobody-listens"),
+                out("c"),
+                out("b", topic="nobody-listens"),
+                out("b"),
+            ]
+        )
         assert list(answers) == ["ok", "failed", "ok", "failed", "ok"]
 
     run(host, test)
@@ -130,8 +160,18 @@ def test_another_program_binds_its_own_queue_by_stage_class_and_target(host: Hos
         channel = await broker.consuming.channel()
         await channel.queue_declare("theirs", exclusive=True)
         await channel.queue_bind("theirs", "shop", "t.high.#.test")
-        await broker.publish([out("a"), out("b", priority=0), out("c", priority=0, key="other.example"), out("d", topic="t.dead", priority=0)])
-        assert [(await channel.basic_get("theirs", no_ack=True)).header.properties.message_id for _ in range(2)] == ["b", None]
+        await broker.publish(
+            [
+                out("a"),
+                out("b", priority=0),
+                out("c", priority=0, key="other.example"),
+                out("d", topic="t.dead", priority=0),
+            ]
+        )
+        assert [
+            (await channel.basic_get("theirs", no_ack=True)).header.properties.message_id
+            for _ in range(2)
+        ] == ["b", None]
 
     run(host, test)
 
@@ -156,7 +196,11 @@ def test_a_message_of_another_program_gets_an_id_once_and_keeps_it(host: Host) -
         assert second.id
         assert first.id != second.id
         assert {first.body, second.body} == {b"body 0", b"body 1"}
-        assert (first.key, first.headers, first.deliveries) == ("their.shop", {"count": "3", "flag": "True"}, 1)
+        assert (first.key, first.headers, first.deliveries) == (
+            "their.shop",
+            {"count": "3", "flag": "True"},
+            1,
+        )
         await sub.settle([(first, Retry(0.0, "x")), (second, Ack())])
         (again,) = await take(sub, 1)
         assert (again.id, again.deliveries) == (first.id, 2)
@@ -169,7 +213,9 @@ def test_a_key_that_is_long_or_odd_is_delivered_unchanged(host: Host) -> None:
 
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t")])
-        assert set(await broker.publish([out(f"m{i}", key=key) for i, key in enumerate(keys)])) == {"ok"}
+        assert set(await broker.publish([out(f"m{i}", key=key) for i, key in enumerate(keys)])) == {
+            "ok"
+        }
         got = await take(broker.subscribe("t", "main", owner="w", lease=30), len(keys))
         assert {d.id: d.key for d in got} == {f"m{i}": key for i, key in enumerate(keys)}
 
@@ -179,7 +225,11 @@ def test_a_key_that_is_long_or_odd_is_delivered_unchanged(host: Host) -> None:
 def test_what_cannot_be_put_into_a_message_fails_alone(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t")])
-        assert list(await broker.publish([out("a"), out("b", headers={"h": "\ud800"}), out("i" * 300), out("c")])) == ["ok", "failed", "failed", "ok"]
+        assert list(
+            await broker.publish(
+                [out("a"), out("b", headers={"h": "\ud800"}), out("i" * 300), out("c")]
+            )
+        ) == ["ok", "failed", "failed", "ok"]
 
     run(host, test)
 
@@ -187,8 +237,19 @@ def test_what_cannot_be_put_into_a_message_fails_alone(host: Host) -> None:
 # -- waiting -------------------------------------------------------------------------------------------------------------
 
 
-def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_first(host: Host) -> None:
-    delays = [4.0, 1.0, 2.5, 0.0, 1.8, 1.4, 3.2, 0.6]  # the shortest is longer than it takes to publish them all
+def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_first(
+    host: Host,
+) -> None:
+    delays = [
+        4.0,
+        1.0,
+        2.5,
+        0.0,
+        1.8,
+        1.4,
+        3.2,
+        0.6,
+    ]  # the shortest is longer than it takes to publish them all
 
     async def watch(worst: list[float]) -> None:
         """How long this machine stood still at most: what ends within that time may end in any order."""
@@ -202,7 +263,9 @@ def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_firs
         stood = [0.0]
         watching = asyncio.create_task(watch(stood))
         began = time.time()
-        assert set(await broker.publish([out(f"{delay:g}", not_before=began + delay) for delay in delays])) == {"ok"}
+        assert set(
+            await broker.publish([out(f"{delay:g}", not_before=began + delay) for delay in delays])
+        ) == {"ok"}
         sub = broker.subscribe("t", "main", owner="w", lease=30)
         seen: list[tuple[str, float]] = []
         while len(seen) < len(delays):
@@ -212,7 +275,9 @@ def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_firs
         watching.cancel()
         order = [float(id) for id, _ in seen]
         assert sorted(order) == sorted(delays)
-        assert all(a < b + stood[0] + 0.2 for i, a in enumerate(order) for b in order[i + 1 :]), f"{order}, and the machine stood still for {stood[0]:.1f} s"
+        assert all(a < b + stood[0] + 0.2 for i, a in enumerate(order) for b in order[i + 1 :]), (
+            f"{order}, and the machine stood still for {stood[0]:.1f} s"
+        )
         assert all(at >= float(id) - 0.01 for id, at in seen), "none came before its time"
 
     run(host, test)
@@ -222,7 +287,9 @@ def test_a_retry_waits_for_its_own_group_only(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t", groups=("main", "archive"))])
         await broker.publish([out("a")])
-        main, archive = (broker.subscribe("t", group, owner=group, lease=30) for group in ("main", "archive"))
+        main, archive = (
+            broker.subscribe("t", group, owner=group, lease=30) for group in ("main", "archive")
+        )
         (theirs,) = await take(archive, 1)
         await archive.settle([(theirs, Ack())])
         (ours,) = await take(main, 1)
@@ -245,7 +312,12 @@ def test_what_the_server_gives_up_is_a_dead_letter_that_says_so(host: Host) -> N
             assert d.deliveries == n
             drop(victim)
         (letter,) = await take(broker.subscribe("t.dead", "main", owner="w", lease=30), 1)
-        assert (letter.id, letter.key, letter.body, letter.headers["h"]) == ("poison", "shop.test", b"poison", "v")
+        assert (letter.id, letter.key, letter.body, letter.headers["h"]) == (
+            "poison",
+            "shop.test",
+            b"poison",
+            "v",
+        )
         assert "gave it up" in letter.headers["penstock-reason"]
 
     run(host, test)
@@ -254,7 +326,9 @@ def test_what_the_server_gives_up_is_a_dead_letter_that_says_so(host: Host) -> N
 # -- trouble -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_short_of_memory_is_full_acks_get_through_and_it_goes_on_afterwards(host: Host) -> None:
+def test_a_server_short_of_memory_is_full_acks_get_through_and_it_goes_on_afterwards(
+    host: Host,
+) -> None:
     async def watermark(*level: str) -> None:
         await asyncio.to_thread(host.control, "set_vm_memory_high_watermark", *level)
 
@@ -267,7 +341,9 @@ def test_a_server_short_of_memory_is_full_acks_get_through_and_it_goes_on_afterw
         try:
             while (answers := list(await broker.publish([out("b")]))) == ["ok"]:
                 pass  # the alarm goes round in its own time
-            assert answers == ["unknown"], "it was sent before the server said that it takes nothing"
+            assert answers == ["unknown"], (
+                "it was sent before the server said that it takes nothing"
+            )
             assert list(await broker.publish([out("c"), out("d")])) == ["full", "full"]
             with pytest.raises(StoreUnavailable):
                 await sub.settle([(a, Retry(0.0, "x"))])
@@ -355,8 +431,14 @@ def test_with_the_management_api_figures_know_what_others_have_in_flight(host: H
         await other.close()
 
     run(host, test, url=api)
-    assert "refuses the user 'nobody'" in refused(host.broker(api.replace("http://", "http://nobody:x@"))).message
-    assert "cannot be reached" in refused(host.broker(f"{host.url}?management=http://127.0.0.1:1")).message
+    assert (
+        "refuses the user 'nobody'"
+        in refused(host.broker(api.replace("http://", "http://nobody:x@"))).message
+    )
+    assert (
+        "cannot be reached"
+        in refused(host.broker(f"{host.url}?management=http://127.0.0.1:1")).message
+    )
 
 
 # -- how it says no ------------------------------------------------------------------------------------------------------
@@ -399,12 +481,21 @@ def refused(broker: RabbitBroker) -> Unreachable:
 
 def test_each_way_of_not_getting_in_has_its_own_sentence(host: Host) -> None:
     place = f"127.0.0.1:{host.server.port}"
-    assert refused(host.broker(f"amqp://guest:hunter2@{place}/")).message == f"RabbitMQ at {place} refuses the user 'guest' or its password"
+    assert (
+        refused(host.broker(f"amqp://guest:hunter2@{place}/")).message
+        == f"RabbitMQ at {place} refuses the user 'guest' or its password"
+    )
     nowhere = refused(host.broker(f"amqp://guest:guest@{place}/nowhere"))
-    assert nowhere.message == f"RabbitMQ at {place} has no virtual host 'nowhere', or does not let the user 'guest' in"
+    assert (
+        nowhere.message
+        == f"RabbitMQ at {place} has no virtual host 'nowhere', or does not let the user 'guest' in"
+    )
     assert "add_vhost nowhere" in nowhere.hint
     assert "cannot be reached: " in refused(host.broker("amqp://guest:guest@127.0.0.1:1/")).message
-    assert "cannot be reached: " in refused(host.broker("amqp://guest:guest@no.such.host.invalid/")).message
+    assert (
+        "cannot be reached: "
+        in refused(host.broker("amqp://guest:guest@no.such.host.invalid/")).message
+    )
     assert "do not agree on TLS" in refused(host.broker(f"amqps://guest:guest@{place}/")).message
 
 
@@ -427,7 +518,9 @@ def test_a_server_that_speaks_another_protocol_is_told_apart(host: Host) -> None
 
 def test_a_user_who_may_not_declare_is_told_what_is_missing(host: Host) -> None:
     host.ask("PUT", "users/reader", {"password": "reader", "tags": ""})
-    host.ask("PUT", f"permissions/{host.vhost}/reader", {"configure": "", "write": "", "read": ".*"})
+    host.ask(
+        "PUT", f"permissions/{host.vhost}/reader", {"configure": "", "write": "", "read": ".*"}
+    )
     told = refused(host.broker(host.url.replace("guest:guest", "reader:reader")))
     assert "may not declare" in told.message
     assert "set_permissions" in told.hint

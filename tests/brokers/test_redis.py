@@ -30,7 +30,9 @@ Servers = Callable[[str], Handle]
 
 
 def fresh(url: str, prefix: str = "") -> RedisBroker:
-    return RedisBroker(Server(url, evictable=False), prefix or f"t{uuid.uuid4().hex[:8]}", SystemClock())
+    return RedisBroker(
+        Server(url, evictable=False), prefix or f"t{uuid.uuid4().hex[:8]}", SystemClock()
+    )
 
 
 class TestRedis(Served):
@@ -56,7 +58,9 @@ def by_hand(server: Servers) -> Iterator[Redis]:
         yield client
         for name, value in before.items():
             client.config_set(name, value)
-        while (said := client.info("persistence"))["aof_rewrite_in_progress"] or said["aof_rewrite_scheduled"]:
+        while (said := client.info("persistence"))["aof_rewrite_in_progress"] or said[
+            "aof_rewrite_scheduled"
+        ]:
             time.sleep(0.05)  # an append-only file that is only being made does not outlive a kill
 
 
@@ -84,7 +88,9 @@ async def drained(sub: Subscription) -> list[Delivery]:
 # -- outages -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_killed_server_that_comes_back_has_lost_nothing_and_forgotten_no_settle(server: Servers) -> None:
+async def test_a_killed_server_that_comes_back_has_lost_nothing_and_forgotten_no_settle(
+    server: Servers,
+) -> None:
     redis = server("redis")
     async with opened(redis.url) as broker:
         await broker.publish(messages(*[f"a{i}" for i in range(50)]))
@@ -92,11 +98,18 @@ async def test_a_killed_server_that_comes_back_has_lost_nothing_and_forgotten_no
         got = await sub.receive(20, 0)
         await sub.settle([(d, Ack()) for d in got[:5]] + [(got[5], Retry(0.0, "x"))])
         redis.kill()
-        for call in (sub.receive(5, 0), sub.settle([(got[6], Ack())]), sub.extend(got, 1.0), broker.stats("t", "main")):
+        for call in (
+            sub.receive(5, 0),
+            sub.settle([(got[6], Ack())]),
+            sub.extend(got, 1.0),
+            broker.stats("t", "main"),
+        ):
             with pytest.raises(StoreUnavailable, match="Redis at 127"):
                 await call
         redis.start()
-        assert list(await sub.settle([(got[6], Ack()), (got[0], Ack())])) == [True, False], "its lease outlives the server"
+        assert list(await sub.settle([(got[6], Ack()), (got[0], Ack())])) == [True, False], (
+            "its lease outlives the server"
+        )
         done = {d.id for d in [*got[:5], got[6]]}
         seen: set[str] = set()
         while len(seen) < 44:
@@ -112,21 +125,29 @@ async def test_publishing_to_a_server_that_is_away_says_so(server: Servers) -> N
     redis = server("redis")
     async with opened(redis.url) as broker:
         redis.kill()
-        with contextlib.suppress(StoreUnavailable):  # or unknown, on a connection that nobody has seen die yet
+        with contextlib.suppress(
+            StoreUnavailable
+        ):  # or unknown, on a connection that nobody has seen die yet
             assert list(await broker.publish(messages("a1"))) == [Published.UNKNOWN]
         with pytest.raises(StoreUnavailable):
             await broker.publish(messages("a1"))
 
 
-async def test_a_server_that_forgot_the_scripts_is_sent_them_again(server: Servers, by_hand: Redis) -> None:
+async def test_a_server_that_forgot_the_scripts_is_sent_them_again(
+    server: Servers, by_hand: Redis
+) -> None:
     async with opened(server("redis").url) as broker:
         by_hand.script_flush()
         assert list(await broker.publish(messages("a1"))) == [Published.OK]
         by_hand.script_flush()
-        assert [d.id for d in await drained(broker.subscribe("t", "main", owner="w", lease=5))] == ["a1"]
+        assert [d.id for d in await drained(broker.subscribe("t", "main", owner="w", lease=5))] == [
+            "a1"
+        ]
 
 
-async def test_a_full_server_takes_nothing_more_and_can_be_drained(server: Servers, by_hand: Redis) -> None:
+async def test_a_full_server_takes_nothing_more_and_can_be_drained(
+    server: Servers, by_hand: Redis
+) -> None:
     async with opened(server("redis").url) as broker:
         await broker.publish(messages("a1", "a2", "b1"))
         by_hand.config_set("maxmemory", "1mb")  # less than an empty server has
@@ -134,7 +155,9 @@ async def test_a_full_server_takes_nothing_more_and_can_be_drained(server: Serve
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         got = await drained(sub)
         assert {d.id for d in got} == {"a1", "a2", "b1"}
-        assert all(await sub.settle([(got[0], Ack()), (got[1], Retry(0.0, "x")), (got[2], Dead("no"))]))
+        assert all(
+            await sub.settle([(got[0], Ack()), (got[1], Retry(0.0, "x")), (got[2], Dead("no"))])
+        )
         assert len(await drained(sub)) == 1
         by_hand.config_set("maxmemory", "0")
         assert list(await broker.publish(messages("c1"))) == [Published.OK]
@@ -165,12 +188,27 @@ def test_a_mistyped_address_is_one_sentence_and_shows_no_password(url: str, says
 
 
 def test_an_address_with_everything_is_understood() -> None:
-    options, volatile = parse(f"rediss://us%40er:p%2Fw@h.test:1234/5?volatile=allow&ssl_ca_certs={__file__}")
-    assert options == {"host": "h.test", "port": 1234, "db": 5, "username": "us@er", "password": "p/w", "ssl_ca_certs": __file__}
+    options, volatile = parse(
+        f"rediss://us%40er:p%2Fw@h.test:1234/5?volatile=allow&ssl_ca_certs={__file__}"
+    )
+    assert options == {
+        "host": "h.test",
+        "port": 1234,
+        "db": 5,
+        "username": "us@er",
+        "password": "p/w",
+        "ssl_ca_certs": __file__,
+    }
     assert volatile
 
 
-FINE = {"redis_version": "7.0.15", "role": "master", "maxmemory_policy": "noeviction", "aof_enabled": "1", "cluster_enabled": "0"}
+FINE = {
+    "redis_version": "7.0.15",
+    "role": "master",
+    "maxmemory_policy": "noeviction",
+    "aof_enabled": "1",
+    "cluster_enabled": "0",
+}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +221,9 @@ FINE = {"redis_version": "7.0.15", "role": "master", "maxmemory_policy": "noevic
         ({"aof_enabled": "0"}, "forgets on a restart"),
     ],
 )
-def test_a_server_that_cannot_be_trusted_is_refused_in_one_sentence(fact: dict[str, str], says: str) -> None:
+def test_a_server_that_cannot_be_trusted_is_refused_in_one_sentence(
+    fact: dict[str, str], says: str
+) -> None:
     judge(FINE, "h:1", evictable=True, volatile=False)
     with pytest.raises(Unreachable, match=says) as e:
         judge({**FINE, **fact}, "h:1", evictable=False, volatile=False)
@@ -197,20 +237,30 @@ def test_keys_that_expire_are_not_trusted_to_a_server_that_evicts_such_keys() ->
         judge(facts, "h:1", evictable=True, volatile=False)
 
 
-@pytest.mark.parametrize(("name", "value"), [("maxmemory-policy", "allkeys-lfu"), ("appendonly", "no")])
-async def test_an_evicting_or_forgetful_server_is_refused_unless_told(server: Servers, by_hand: Redis, name: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("maxmemory-policy", "allkeys-lfu"), ("appendonly", "no")]
+)
+async def test_an_evicting_or_forgetful_server_is_refused_unless_told(
+    server: Servers, by_hand: Redis, name: str, value: str
+) -> None:
     by_hand.config_set(name, value)
     broker = fresh(server("redis").url)
-    with pytest.raises(Unreachable, match="evict our keys" if name.startswith("max") else "forgets"):
+    with pytest.raises(
+        Unreachable, match="evict our keys" if name.startswith("max") else "forgets"
+    ):
         await broker.ensure([TopicSpec(name="t")])
     await broker.close()
     async with opened(server("redis").url + "?volatile=allow") as told:
         assert list(await told.publish(messages("a1"))) == [Published.OK]
 
 
-async def test_a_wrong_password_a_missing_permission_and_nobody_there_are_one_sentence_each(server: Servers, by_hand: Redis) -> None:
+async def test_a_wrong_password_a_missing_permission_and_nobody_there_are_one_sentence_each(
+    server: Servers, by_hand: Redis
+) -> None:
     place = f"127.0.0.1:{server('redis').port}"
-    by_hand.execute_command("ACL", "SETUSER", "reader", "on", ">right", "~*", "+@read", "+info", "+@connection")
+    by_hand.execute_command(
+        "ACL", "SETUSER", "reader", "on", ">right", "~*", "+@read", "+info", "+@connection"
+    )
     try:
         for url, says in [
             (f"redis://reader:wrong@{place}", "refuses the user or password"),
@@ -231,14 +281,44 @@ async def test_a_wrong_password_a_missing_permission_and_nobody_there_are_one_se
 def tls(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     """(port, certificate) of a server that speaks TLS only."""
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-subj", "/CN=localhost")
-    subprocess.run([*made, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
-    said = ("--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate, "--tls-auth-clients", "no", "--appendonly", "yes")
+    made = (
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+        "-subj",
+        "/CN=localhost",
+    )
+    subprocess.run(
+        [*made, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True
+    )
+    said = (
+        "--tls-cert-file",
+        certificate,
+        "--tls-key-file",
+        key,
+        "--tls-ca-cert-file",
+        certificate,
+        "--tls-auth-clients",
+        "no",
+        "--appendonly",
+        "yes",
+    )
     while True:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        process = subprocess.Popen(["redis-server", "--port", "0", "--tls-port", str(port), "--dir", tmp_path, *said], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            ["redis-server", "--port", "0", "--tls-port", str(port), "--dir", tmp_path, *said],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert process.stdout is not None
         told = []
         for line in process.stdout:
@@ -247,7 +327,9 @@ def tls(tmp_path: Path) -> Iterator[tuple[int, Path]]:
                 break
         else:
             process.wait()
-            assert "Address already in use" in "".join(told)  # somebody else was quicker, perhaps with a connection to elsewhere
+            assert "Address already in use" in "".join(
+                told
+            )  # somebody else was quicker, perhaps with a connection to elsewhere
             continue
         break
     yield port, certificate
@@ -259,7 +341,10 @@ async def test_over_tls_the_certificate_must_be_trusted(tls: tuple[int, Path]) -
     port, certificate = tls
     async with opened(f"rediss://localhost:{port}?ssl_ca_certs={certificate}") as broker:
         assert list(await broker.publish(messages("a1"))) == [Published.OK]
-    for url, says in [(f"rediss://localhost:{port}", "certificate of Redis at localhost"), (f"redis://localhost:{port}", "no Redis server answers")]:
+    for url, says in [
+        (f"rediss://localhost:{port}", "certificate of Redis at localhost"),
+        (f"redis://localhost:{port}", "no Redis server answers"),
+    ]:
         broker = fresh(url)
         with pytest.raises(Unreachable, match=says):
             await broker.ensure([TopicSpec(name="t")])
@@ -273,7 +358,11 @@ def test_a_position_leads_back_to_the_entry_and_no_two_are_the_same() -> None:
     dice = random.Random(5)
     seen = set()
     for _ in range(2000):
-        rank, ms, seq = dice.randrange(3), dice.randrange(1_600_000_000_000, 2_600_000_000_000), dice.choice([0, 1, 7, 999_999, 2_000_000])
+        rank, ms, seq = (
+            dice.randrange(3),
+            dice.randrange(1_600_000_000_000, 2_600_000_000_000),
+            dice.choice([0, 1, 7, 999_999, 2_000_000]),
+        )
         p = position(rank, f"{ms}-{seq}".encode())
         assert 0 < p < 1 << 63
         assert entry_of(p) == (adapter.CLASSES[rank], f"{ms}-{seq}")
@@ -287,7 +376,9 @@ def test_a_topic_and_its_dead_letters_share_a_hash_tag() -> None:
     assert base_of("a{b}", "c") == "{a_b_.c}"
 
 
-async def test_what_is_in_flight_is_in_the_groups_pending_list_under_its_owner(server: Servers, by_hand: Redis) -> None:
+async def test_what_is_in_flight_is_in_the_groups_pending_list_under_its_owner(
+    server: Servers, by_hand: Redis
+) -> None:
     async with opened(server("redis").url) as broker:
         await broker.publish(messages("a1", "a2", "b1"))
         sub = broker.subscribe("t", "main", owner="w1", lease=30)
@@ -299,10 +390,14 @@ async def test_what_is_in_flight_is_in_the_groups_pending_list_under_its_owner(s
         assert by_hand.xinfo_consumers(broker.base("t") + ":normal", "main") == []
 
 
-async def test_what_another_tool_added_is_handed_out_and_can_be_condemned(server: Servers, by_hand: Redis) -> None:
+async def test_what_another_tool_added_is_handed_out_and_can_be_condemned(
+    server: Servers, by_hand: Redis
+) -> None:
     async with opened(server("redis").url) as broker:
         by_hand.xadd(broker.base("t") + ":normal", {"payload": b"\xff{"})
-        by_hand.xadd(broker.base("t") + ":normal", {"body": b"{}", "key": b"\xff", "headers": "no json"})
+        by_hand.xadd(
+            broker.base("t") + ":normal", {"body": b"{}", "key": b"\xff", "headers": "no json"}
+        )
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         got = await drained(sub)
         assert sorted((d.body, d.headers) for d in got) == [(b"{}", {}), (b"\xff{", {})]
@@ -310,7 +405,9 @@ async def test_what_another_tool_added_is_handed_out_and_can_be_condemned(server
         assert {m.body for m in await broker.peek("t.dead", 5)} == {b"{}", b"\xff{"}
 
 
-async def test_a_consumer_removed_by_hand_takes_no_work_with_it(server: Servers, by_hand: Redis) -> None:
+async def test_a_consumer_removed_by_hand_takes_no_work_with_it(
+    server: Servers, by_hand: Redis
+) -> None:
     async with opened(server("redis").url) as broker:
         await broker.publish(messages("a1", "b1"))
         await broker.subscribe("t", "main", owner="gone", lease=0.2).receive(5, 0)
@@ -321,7 +418,9 @@ async def test_a_consumer_removed_by_hand_takes_no_work_with_it(server: Servers,
         assert ids == {"a1", "b1"}
 
 
-async def test_trimming_leaves_what_any_group_has_still_to_read_or_to_finish(server: Servers, by_hand: Redis) -> None:
+async def test_trimming_leaves_what_any_group_has_still_to_read_or_to_finish(
+    server: Servers, by_hand: Redis
+) -> None:
     spec = TopicSpec(name="t", groups=("main", "slow"), retention=0.0)
     async with opened(server("redis").url, spec) as broker:
         stream = broker.base("t") + ":normal"
@@ -345,20 +444,28 @@ async def test_trimming_leaves_what_any_group_has_still_to_read_or_to_finish(ser
         assert [d.id for d in await drained(main)] == ["b1"]
 
 
-async def test_history_within_its_retention_stays_and_can_be_replayed_into_a_new_group(server: Servers) -> None:
+async def test_history_within_its_retention_stays_and_can_be_replayed_into_a_new_group(
+    server: Servers,
+) -> None:
     async with opened(server("redis").url) as broker:
         await broker.publish(messages("a1", "b1"))
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         await sub.settle([(d, Ack()) for d in await drained(sub)])
         assert await broker.replay("t", "audit", since=0) == 2
-        assert {d.id for d in await drained(broker.subscribe("t", "audit", owner="w", lease=5))} == {"a1", "b1"}
+        assert {
+            d.id for d in await drained(broker.subscribe("t", "audit", owner="w", lease=5))
+        } == {"a1", "b1"}
         assert await drained(sub) == []
 
 
-async def test_a_group_that_comes_before_any_other_sees_all_and_a_later_one_what_comes_then(server: Servers) -> None:
+async def test_a_group_that_comes_before_any_other_sees_all_and_a_later_one_what_comes_then(
+    server: Servers,
+) -> None:
     broker = fresh(server("redis").url)
     await broker.publish(messages("a1"))
-    assert [d.id for d in await drained(broker.subscribe("t", "main", owner="w", lease=5))] == ["a1"]
+    assert [d.id for d in await drained(broker.subscribe("t", "main", owner="w", lease=5))] == [
+        "a1"
+    ]
     late = broker.subscribe("t", "late", owner="w", lease=5)
     assert await drained(late) == []
     await broker.publish(messages("a2"))
@@ -366,7 +473,9 @@ async def test_a_group_that_comes_before_any_other_sees_all_and_a_later_one_what
     await broker.close()
 
 
-async def test_a_receiver_that_waits_is_woken_by_a_publish_and_by_the_end_of_a_delay(server: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_receiver_that_waits_is_woken_by_a_publish_and_by_the_end_of_a_delay(
+    server: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(adapter, "LOOK", 3600.0)  # asking again would be too late
     async with opened(server("redis").url) as broker:
         sub = broker.subscribe("t", "main", owner="w", lease=5)

@@ -33,7 +33,9 @@ def opened(url: str, namespace: str) -> SqsBroker:
 
 async def removed(broker: SqsBroker) -> None:
     """The queues of a namespace, whose names begin alike."""
-    for url in (await broker.call("list_queues", QueueNamePrefix=broker.place.prefix + "-")).get("QueueUrls", []):
+    for url in (await broker.call("list_queues", QueueNamePrefix=broker.place.prefix + "-")).get(
+        "QueueUrls", []
+    ):
         await broker.call("delete_queue", QueueUrl=url)
 
 
@@ -92,7 +94,14 @@ async def test_a_message_of_another_tool_is_handed_out_as_it_is(server: Place) -
 async def test_a_body_that_sqs_cannot_hold_is_failed_and_the_others_are_sent(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         noise = b"".join(uuid.uuid4().bytes for _ in range(40_000))
-        answers = await broker.publish([out("a"), out("large", body=noise), out("fits", body=noise[: broker.caps.max_body]), out("b")])
+        answers = await broker.publish(
+            [
+                out("a"),
+                out("large", body=noise),
+                out("fits", body=noise[: broker.caps.max_body]),
+                out("b"),
+            ]
+        )
         assert list(answers) == [Published.OK, Published.FAILED, Published.OK, Published.OK]
         sub = broker.subscribe("t", "main", owner="w", lease=30)
         got: dict[str, bytes] = {}
@@ -114,8 +123,13 @@ async def test_a_retry_beyond_twelve_hours_becomes_a_new_message_that_waits(serv
 async def test_a_message_that_arrives_before_its_time_is_hidden_until_then(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         due = time.time() + 3.0
-        parcel = wire.pack(out("a"), 1, due)  # as after the fifteen minutes that SQS keeps a new one back
-        fields = {"MessageBody": parcel.body, "MessageAttributes": {wire.NOTE: {"DataType": "String", "StringValue": parcel.note}}}
+        parcel = wire.pack(
+            out("a"), 1, due
+        )  # as after the fifteen minutes that SQS keeps a new one back
+        fields = {
+            "MessageBody": parcel.body,
+            "MessageAttributes": {wire.NOTE: {"DataType": "String", "StringValue": parcel.note}},
+        }
         await broker.on(NORMAL, "send_message", **fields)
         sub = broker.subscribe("t", "main", owner="w", lease=30)
         early = await sub.receive(5, 0.5)
@@ -125,7 +139,9 @@ async def test_a_message_that_arrives_before_its_time_is_hidden_until_then(serve
         assert time.time() >= due
 
 
-async def test_a_group_that_another_process_declared_gets_what_is_published_here(server: Place) -> None:
+async def test_a_group_that_another_process_declared_gets_what_is_published_here(
+    server: Place,
+) -> None:
     url = server("sqs").url
     async with at(url, "", TopicSpec(name="t", groups=("main", "archive"))) as elsewhere:
         here = opened(url, elsewhere.place.prefix)
@@ -134,23 +150,38 @@ async def test_a_group_that_another_process_declared_gets_what_is_published_here
         finally:
             await here.close()
         for group in ("main", "archive"):
-            assert [d.id for d in await elsewhere.subscribe("t", group, owner="w", lease=30).receive(5, 20.0)] == ["a"]
+            assert [
+                d.id
+                for d in await elsewhere.subscribe("t", group, owner="w", lease=30).receive(5, 20.0)
+            ] == ["a"]
 
 
-async def test_a_queue_that_is_not_as_we_would_make_it_is_told_and_left_alone(server: Place) -> None:
+async def test_a_queue_that_is_not_as_we_would_make_it_is_told_and_left_alone(
+    server: Place,
+) -> None:
     url = server("sqs").url
     async with at(url, "", TopicSpec(name="other")) as broker:
         name = wire.queue_name(broker.place.prefix, NORMAL)
         made = await broker.call("create_queue", QueueName=name, Attributes={"DelaySeconds": "5"})
-        dead = await broker.call("get_queue_attributes", QueueUrl=await broker.declare(wire.dead_queue("t")), AttributeNames=["QueueArn"])
-        policy = f'{{"deadLetterTargetArn":"{dead["Attributes"]["QueueArn"]}","maxReceiveCount":"3"}}'
-        await broker.call("set_queue_attributes", QueueUrl=made["QueueUrl"], Attributes={"RedrivePolicy": policy})
+        dead = await broker.call(
+            "get_queue_attributes",
+            QueueUrl=await broker.declare(wire.dead_queue("t")),
+            AttributeNames=["QueueArn"],
+        )
+        policy = (
+            f'{{"deadLetterTargetArn":"{dead["Attributes"]["QueueArn"]}","maxReceiveCount":"3"}}'
+        )
+        await broker.call(
+            "set_queue_attributes", QueueUrl=made["QueueUrl"], Attributes={"RedrivePolicy": policy}
+        )
         drift = await broker.ensure([TopicSpec(name="t")])
         assert len(drift) == 2
         assert name in drift[0]
         assert "delays every message by 5 s" in drift[0]
         assert "after 3 receives" in drift[1]
-        after = await broker.call("get_queue_attributes", QueueUrl=made["QueueUrl"], AttributeNames=["DelaySeconds"])
+        after = await broker.call(
+            "get_queue_attributes", QueueUrl=made["QueueUrl"], AttributeNames=["DelaySeconds"]
+        )
         assert after["Attributes"]["DelaySeconds"] == "5"
 
 
@@ -185,7 +216,9 @@ async def test_what_was_not_asked_for_is_given_back_soon(server: Place) -> None:
         assert len(set(got)) == 6
 
 
-async def test_a_subscription_that_closes_gives_back_what_its_last_poll_brought(server: Place) -> None:
+async def test_a_subscription_that_closes_gives_back_what_its_last_poll_brought(
+    server: Place,
+) -> None:
     async with at(server("sqs").url) as broker:
         one, other = (broker.subscribe("t", "main", owner=o, lease=30) for o in "wx")
         assert list(await one.receive(5, 0.1)) == []  # its long polls are still out
@@ -203,14 +236,18 @@ async def test_a_receive_that_is_cancelled_loses_nothing(server: Place) -> None:
         asking.cancel()
         await asyncio.wait([asking])
         await one.close()
-        got = [] if asking.cancelled() else [d.id for d in asking.result()]  # it may have been quicker
+        got = (
+            [] if asking.cancelled() else [d.id for d in asking.result()]
+        )  # it may have been quicker
         async with asyncio.timeout(20):  # less than the lease
             while len(got) < 5:
                 got += [d.id for d in await other.receive(5, 1.0)]
         assert sorted(got) == [f"a{i}" for i in range(5)]
 
 
-async def test_what_sqs_gives_up_by_itself_lies_with_the_dead_letters_and_says_so(server: Place) -> None:
+async def test_what_sqs_gives_up_by_itself_lies_with_the_dead_letters_and_says_so(
+    server: Place,
+) -> None:
     async with at(server("sqs").url + "&max_receives=2") as broker:
         await broker.publish([out("a", headers={"h": "1"})])
         sub = broker.subscribe("t", "main", owner="w", lease=30)
@@ -220,14 +257,19 @@ async def test_what_sqs_gives_up_by_itself_lies_with_the_dead_letters_and_says_s
         assert list(await sub.receive(1, 1.0)) == []
         (letter,) = await broker.subscribe("t.dead", "main", owner="w", lease=30).receive(5, 20.0)
         assert (letter.id, letter.body) == ("a", b"a")
-        assert letter.headers == {"h": "1", "penstock-reason": "given up by SQS: received too often without an end"}
+        assert letter.headers == {
+            "h": "1",
+            "penstock-reason": "given up by SQS: received too often without an end",
+        }
 
 
 # -- outages ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again(server: Place) -> None:
+async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again(
+    server: Place,
+) -> None:
     handle = server("sqs")
     async with at(handle.url) as broker:
         sub = broker.subscribe("t", "main", owner="w", lease=60)
@@ -238,7 +280,9 @@ async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again
             await sub.receive(1, 5.0)
         with pytest.raises(StoreUnavailable):
             await sub.settle([(d, Dead("no"))])
-        assert list(await broker.publish([out("c")])) == [Published.UNKNOWN], "an earlier try of the client's own may have arrived"
+        assert list(await broker.publish([out("c")])) == [Published.UNKNOWN], (
+            "an earlier try of the client's own may have arrived"
+        )
         with pytest.raises(StoreUnavailable):
             await broker.stats("t", "main")
         await asyncio.to_thread(handle.start)  # this one forgets everything when it ends
@@ -264,8 +308,16 @@ async def told(url: str) -> PenstockError:
     return caught.value
 
 
-async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place, monkeypatch: pytest.MonkeyPatch, unused_port: int) -> None:
-    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(
+    server: Place, monkeypatch: pytest.MonkeyPatch, unused_port: int
+) -> None:
+    for name in (
+        "AWS_PROFILE",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, "/dev/null")
@@ -273,7 +325,10 @@ async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place,
     error = await told(f"sqs://x:hunter2@127.0.0.1:{unused_port}/?tls=false")
     assert isinstance(error, Unreachable)
     assert "cannot be reached" in error.message
-    assert "does not answer with TLS" in (await told(f"sqs://x:hunter2@127.0.0.1:{server('sqs').port}/?")).message
+    assert (
+        "does not answer with TLS"
+        in (await told(f"sqs://x:hunter2@127.0.0.1:{server('sqs').port}/?")).message
+    )
     assert "needs a region" in (await told("sqs://x:hunter2@/?")).message
     assert "no AWS credentials" in (await told("sqs://?region=eu-west-1")).message
     monkeypatch.setenv("AWS_PROFILE", "nobody")
@@ -281,7 +336,12 @@ async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place,
 
 
 @pytest.mark.parametrize(
-    "answer", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", b"-ERR what?\r\n"]
+    "answer",
+    [
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi",
+        b"-ERR what?\r\n",
+    ],
 )
 async def test_a_server_that_does_not_speak_sqs_is_told(answer: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -291,7 +351,10 @@ async def test_a_server_that_does_not_speak_sqs_is_told(answer: bytes) -> None:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
-        assert "does not answer as SQS does" in (await told(f"sqs://x:hunter2@127.0.0.1:{port}/?tls=false")).message
+        assert (
+            "does not answer as SQS does"
+            in (await told(f"sqs://x:hunter2@127.0.0.1:{port}/?tls=false")).message
+        )
 
 
 @pytest.fixture
@@ -301,17 +364,27 @@ def unused_port() -> Iterator[int]:
         yield int(taken.getsockname()[1])
 
 
-@pytest.mark.server("s3")  # moto, which also plays SQS, and checks keys and permissions when asked to
+@pytest.mark.server(
+    "s3"
+)  # moto, which also plays SQS, and checks keys and permissions when asked to
 async def test_wrong_credentials_and_missing_permissions_are_told_apart(server: Place) -> None:
     address = f"127.0.0.1:{server('s3').port}"
 
     def checking(after: str) -> None:
         """Requests are checked from then on."""
-        request = urllib.request.Request(f"http://{address}/moto-api/reset-auth", data=after.encode(), headers={"Content-Type": "text/plain"})
+        request = urllib.request.Request(
+            f"http://{address}/moto-api/reset-auth",
+            data=after.encode(),
+            headers={"Content-Type": "text/plain"},
+        )
         urllib.request.urlopen(request).close()
 
     async with get_session().create_client(
-        "iam", region_name="us-east-1", endpoint_url=f"http://{address}", aws_access_key_id="x", aws_secret_access_key="x"
+        "iam",
+        region_name="us-east-1",
+        endpoint_url=f"http://{address}",
+        aws_access_key_id="x",
+        aws_secret_access_key="x",
     ) as iam:
         user = uuid.uuid4().hex
         await iam.create_user(UserName=user)
@@ -320,9 +393,21 @@ async def test_wrong_credentials_and_missing_permissions_are_told_apart(server: 
         await iam.put_user_policy(UserName=user, PolicyName="p", PolicyDocument=allowed)
     checking("0")
     try:
-        assert "does not know these credentials" in (await told(f"sqs://nobody:hunter2@{address}/?tls=false&region=eu-west-1")).message
-        assert "does not know these credentials" in (await told(f"sqs://{key['AccessKeyId']}:hunter2@{address}/?tls=false&region=eu-west-1")).message
-        error = await told(f"sqs://{key['AccessKeyId']}:{quote(key['SecretAccessKey'], safe='')}@{address}/?tls=false&region=eu-west-1")
+        assert (
+            "does not know these credentials"
+            in (await told(f"sqs://nobody:hunter2@{address}/?tls=false&region=eu-west-1")).message
+        )
+        assert (
+            "does not know these credentials"
+            in (
+                await told(
+                    f"sqs://{key['AccessKeyId']}:hunter2@{address}/?tls=false&region=eu-west-1"
+                )
+            ).message
+        )
+        error = await told(
+            f"sqs://{key['AccessKeyId']}:{quote(key['SecretAccessKey'], safe='')}@{address}/?tls=false&region=eu-west-1"
+        )
         assert "does not allow sqs:CreateQueue" in error.message
         assert "ns-*" in error.hint
     finally:

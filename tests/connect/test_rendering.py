@@ -22,7 +22,9 @@ DATABASE = "postgres://shop:hunter2@db.example:5433/shop?sslmode=require"
 TABLE = {"kind": "debezium-postgres", "database": DATABASE, "table": "public.scrape_requests"}
 
 
-def source(given: dict[str, Any], topic: str = "shop.public.scrape_requests", **environment: str) -> Connector:
+def source(
+    given: dict[str, Any], topic: str = "shop.public.scrape_requests", **environment: str
+) -> Connector:
     shop = Pipeline("shop")
     shop.source(f"kafka://127.0.0.1:9092/{topic}", connect=given)
     return render(shop, environment)[0]
@@ -41,7 +43,10 @@ def test_a_connector_is_called_after_its_pipeline_and_its_table_and_carries_our_
     made = source(TABLE)
     assert made.name == "shop-scrape-requests"
     assert (made.config["name"], made.config[MARK]) == ("shop-scrape-requests", "shop")
-    assert sink({"kind": "jdbc-postgres", "database": DATABASE, "name": "My Rows"}).name == "shop-my-rows"
+    assert (
+        sink({"kind": "jdbc-postgres", "database": DATABASE, "name": "My Rows"}).name
+        == "shop-my-rows"
+    )
 
 
 def test_two_connectors_of_one_name_are_refused() -> None:
@@ -105,12 +110,33 @@ def test_the_postgres_source_streams_new_rows_within_milliseconds() -> None:
     [
         ({"snapshot": "initial"}, {"snapshot.mode": "initial"}),
         ({"operations": ["insert", "update"]}, {"skipped.operations": "d,t"}),
-        ({"operations": ["insert", "delete"]}, {"skipped.operations": "u,t", "transforms.unwrap.delete.tombstone.handling.mode": "rewrite"}),
-        ({"poll": "100ms", "heartbeat": "1m"}, {"poll.interval.ms": "100", "heartbeat.interval.ms": "60000"}),
+        (
+            {"operations": ["insert", "delete"]},
+            {
+                "skipped.operations": "u,t",
+                "transforms.unwrap.delete.tombstone.handling.mode": "rewrite",
+            },
+        ),
+        (
+            {"poll": "100ms", "heartbeat": "1m"},
+            {"poll.interval.ms": "100", "heartbeat.interval.ms": "60000"},
+        ),
         ({"slot": "My-Slot"}, {"slot.name": "my_slot", "publication.name": "my_slot"}),
-        ({"schemas": True}, {"key.converter.schemas.enable": "true", "value.converter.schemas.enable": "true"}),
-        ({"partitions": 6, "replication": 3}, {"topic.creation.default.partitions": "6", "topic.creation.default.replication.factor": "3"}),
-        ({"config": {"max.batch.size": 4096, "poll.interval.ms": 50}}, {"max.batch.size": "4096", "poll.interval.ms": "50"}),
+        (
+            {"schemas": True},
+            {"key.converter.schemas.enable": "true", "value.converter.schemas.enable": "true"},
+        ),
+        (
+            {"partitions": 6, "replication": 3},
+            {
+                "topic.creation.default.partitions": "6",
+                "topic.creation.default.replication.factor": "3",
+            },
+        ),
+        (
+            {"config": {"max.batch.size": 4096, "poll.interval.ms": 50}},
+            {"max.batch.size": "4096", "poll.interval.ms": "50"},
+        ),
         (
             {"route": {"geo": "us", "priority": "high"}},
             {
@@ -122,7 +148,9 @@ def test_the_postgres_source_streams_new_rows_within_milliseconds() -> None:
         ),
     ],
 )
-def test_each_option_of_the_postgres_source_says_its_own(given: dict[str, Any], expected: dict[str, str]) -> None:
+def test_each_option_of_the_postgres_source_says_its_own(
+    given: dict[str, Any], expected: dict[str, str]
+) -> None:
     assert expected.items() <= source({**TABLE, **given}).config.items()
 
 
@@ -135,12 +163,19 @@ def test_a_topic_of_another_name_is_reached_by_a_transform() -> None:
     config = source(TABLE, topic="requests").config
     assert config["topic.prefix"] == "shop-scrape-requests"
     assert config["transforms"] == "unwrap,topic"
-    assert (config["transforms.topic.regex"], config["transforms.topic.replacement"]) == (r"shop\-scrape\-requests\.public\.scrape_requests", "requests")
+    assert (config["transforms.topic.regex"], config["transforms.topic.replacement"]) == (
+        r"shop\-scrape\-requests\.public\.scrape_requests",
+        "requests",
+    )
 
 
 def test_routing_hints_of_a_connector_are_what_its_events_get() -> None:
     shop = Pipeline("shop")
-    shop.source("kafka://h:1/t", connect={**TABLE, "route": {"geo": "us", "pool": "home"}}, map={"pool": "proxy"})
+    shop.source(
+        "kafka://h:1/t",
+        connect={**TABLE, "route": {"geo": "us", "pool": "home"}},
+        map={"pool": "proxy"},
+    )
     assert shop.sources[0].map == {"geo": '_kafka.headers."penstock-geo"', "pool": "proxy"}
 
 
@@ -164,15 +199,24 @@ def test_the_jdbc_sink_upserts_by_the_records_key_and_deletes() -> None:
         "value.converter.schemas.enable": "true",
         "key.converter.schemas.enable": "true",
     }.items() <= made.config.items()
-    assert "errors.tolerance" not in made.config  # a record that cannot be written stops it, visibly
+    assert (
+        "errors.tolerance" not in made.config
+    )  # a record that cannot be written stops it, visibly
 
 
 def test_records_that_a_sink_cannot_write_go_aside_where_it_is_asked_for() -> None:
-    config = sink({"kind": "jdbc-postgres", "database": DATABASE, "dead_letters": "products.bad"}).config
-    assert (config["errors.tolerance"], config["errors.deadletterqueue.topic.name"]) == ("all", "products.bad")
+    config = sink(
+        {"kind": "jdbc-postgres", "database": DATABASE, "dead_letters": "products.bad"}
+    ).config
+    assert (config["errors.tolerance"], config["errors.deadletterqueue.topic.name"]) == (
+        "all",
+        "products.bad",
+    )
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS.values() if k.side == "sink"], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "kind", [k for k in KINDS.values() if k.side == "sink"], ids=lambda k: k.name
+)
 def test_every_sink_reads_what_our_kafka_sink_writes(kind: Any) -> None:
     config = template(kind).config
     assert config["topics"] == "products"
@@ -195,7 +239,10 @@ def test_a_missing_or_mistyped_option_is_named_with_the_nearest_one() -> None:
     assert [(p.option, p.says) for p in check(catalogue.SNOWFLAKE, config)] == [
         ("snowflake.user.name", "is required"),
         ("topics", "is required"),
-        ("snowflake.shema.name", "is no option of this connector; did you mean snowflake.schema.name?"),
+        (
+            "snowflake.shema.name",
+            "is no option of this connector; did you mean snowflake.schema.name?",
+        ),
     ]
 
 
@@ -211,7 +258,9 @@ def test_the_catalogue_is_consistent() -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.name)
 def test_the_templates_in_deploy_are_what_the_code_renders(kind: Any) -> None:
     file = ROOT / "deploy" / "connect" / f"{kind.name}.json"
-    assert json.loads(file.read_text()) == document(template(kind)), f"penstock connect init {kind.name} -C deploy/connect writes it anew"
+    assert json.loads(file.read_text()) == document(template(kind)), (
+        f"penstock connect init {kind.name} -C deploy/connect writes it anew"
+    )
 
 
 def test_there_is_no_template_of_a_kind_that_is_gone() -> None:
@@ -220,7 +269,9 @@ def test_there_is_no_template_of_a_kind_that_is_gone() -> None:
 
 @pytest.mark.parametrize("toml", [False, True])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.name)
-def test_what_init_shows_for_the_pipeline_declares_the_same_connector(kind: Any, toml: bool) -> None:
+def test_what_init_shows_for_the_pipeline_declares_the_same_connector(
+    kind: Any, toml: bool
+) -> None:
     lines = "\n".join(declaration(kind, toml=toml))
     if toml:
         shop = compile_toml(f'[pipeline]\nname = "shop"\n{lines}'.encode(), "shop.toml")
@@ -252,13 +303,21 @@ def test_a_password_is_never_shown() -> None:
     ("given", "password"),
     [
         ({"database": "postgres://shop:${env:PW}@db/shop"}, "${env:PW}"),
-        ({"database": "postgres://shop@db/shop", "password": "${file:/run/secrets/db.properties:password}"}, "${file:/run/secrets/db.properties:password}"),
+        (
+            {
+                "database": "postgres://shop@db/shop",
+                "password": "${file:/run/secrets/db.properties:password}",
+            },
+            "${file:/run/secrets/db.properties:password}",
+        ),
         ({"database": "postgres://shop:p%40ss@db/shop"}, "p@ss"),
         ({"database": "env:DSN"}, "from-env"),
         ({"database": "postgres://shop@db/shop", "password": "env:PW"}, "of-ours"),
     ],
 )
-def test_a_secret_is_the_workers_the_commands_or_written_down(given: dict[str, str], password: str) -> None:
+def test_a_secret_is_the_workers_the_commands_or_written_down(
+    given: dict[str, str], password: str
+) -> None:
     made = source({**TABLE, **given}, DSN="postgres://shop:from-env@db/shop", PW="of-ours")
     assert made.config["database.password"] == password
     assert made.clear_secrets() == ([] if password.startswith("${") else ["database.password"])
@@ -291,13 +350,21 @@ def test_a_url_with_a_login_is_shown_without_it() -> None:
 @pytest.mark.parametrize(
     ("given", "says", "hint"),
     [
-        ({"kind": "debezium-postgress"}, "there is no kind of connector 'debezium-postgress'", "did you mean debezium-postgres?"),
+        (
+            {"kind": "debezium-postgress"},
+            "there is no kind of connector 'debezium-postgress'",
+            "did you mean debezium-postgres?",
+        ),
         ({"kind": "s3"}, "there is no kind of connector 's3'", "s3 is for a sink"),
         ({"table": "scrape_requests"}, "connect.table is 'scrape_requests'", "with its schema"),
         ({"table": 3}, "connect.table is no line of text", ""),
         ({"database": "mysql://u@h/d"}, "names no user, host and database", "postgres://"),
         ({"database": "postgres://h/d"}, "names no user, host and database", "postgres://"),
-        ({"database": "env:NOT_SET"}, "asks for the variable NOT_SET, which is not set", "export NOT_SET"),
+        (
+            {"database": "env:NOT_SET"},
+            "asks for the variable NOT_SET, which is not set",
+            "export NOT_SET",
+        ),
         ({"snapshot": "sometimes"}, "connect.snapshot is 'sometimes'", "no_data"),
         ({"operations": ["upsert"]}, "connect.operations has 'upsert'", "insert, update, delete"),
         ({"poll": "soon"}, "connect.poll is 'soon'", "20ms"),
@@ -305,11 +372,17 @@ def test_a_url_with_a_login_is_shown_without_it() -> None:
         ({"unwrap": "yes"}, "connect.unwrap is 'yes'", "true or false"),
         ({"route": {"planet": "mars"}}, "connect.route.planet is no routing hint", "geo"),
         ({"slots": "a"}, "connect.slots is no option of this kind", "did you mean slot?"),
-        ({"config": {"connector.class": "x"}}, "connect.config.connector.class is not yours to set", ""),
+        (
+            {"config": {"connector.class": "x"}},
+            "connect.config.connector.class is not yours to set",
+            "",
+        ),
         ({"config": {"a": ["b"]}}, "connect.config is no table of plain values", ""),
     ],
 )
-def test_a_mistake_is_a_sentence_that_names_its_place(given: dict[str, Any], says: str, hint: str) -> None:
+def test_a_mistake_is_a_sentence_that_names_its_place(
+    given: dict[str, Any], says: str, hint: str
+) -> None:
     with pytest.raises(ConfigError) as e:
         source({**TABLE, **given})
     assert says in e.value.message
@@ -328,7 +401,10 @@ def test_a_missing_option_comes_with_an_example() -> None:
 @pytest.mark.parametrize("how", ["?schemas=false", "option"])
 def test_a_sink_without_schemas_has_no_connector(how: str) -> None:
     shop = Pipeline("shop")
-    connect, more = {"kind": "jdbc-postgres", "database": DATABASE}, {"schemas": False} if how == "option" else {}
+    connect, more = (
+        {"kind": "jdbc-postgres", "database": DATABASE},
+        {"schemas": False} if how == "option" else {},
+    )
     shop.sink("kafka://h:1/products" + ("" if more else how), connect=connect, **more)
     with pytest.raises(ConfigError, match="cannot read it without schemas"):
         render(shop)

@@ -23,8 +23,22 @@ Server = Callable[[str], Handle]
 
 
 def row(n: int, key: str, /, *, deleted: bool = False, **fields: Any) -> Row:
-    origin = {"event_id": f"e{n}", "trace_id": "t", "url": "https://shop.example/" + key, "key": key, "extractor": "product", "version": 1}
-    return Row(n, key, json.dumps(fields | {"_penstock": origin | ({"deleted": True} if deleted else {})}).encode(), n)
+    origin = {
+        "event_id": f"e{n}",
+        "trace_id": "t",
+        "url": "https://shop.example/" + key,
+        "key": key,
+        "extractor": "product",
+        "version": 1,
+    }
+    return Row(
+        n,
+        key,
+        json.dumps(
+            fields | {"_penstock": origin | ({"deleted": True} if deleted else {})}
+        ).encode(),
+        n,
+    )
 
 
 class Estate:
@@ -45,7 +59,12 @@ class Estate:
         return sink
 
     def apply(self, query: str = "key=sku") -> None:
-        connect = {"kind": "jdbc-postgres", "database": self.database, "table": self.name, "name": "rows"}
+        connect = {
+            "kind": "jdbc-postgres",
+            "database": self.database,
+            "table": self.name,
+            "name": "rows",
+        }
         self._file.write_text(
             f"from penstock import Pipeline\nshop = Pipeline({self.name!r})\nshop.sink('{self.ground.url}/{self.topic}?{query}', connect={connect!r})\n"
         )
@@ -87,11 +106,20 @@ def estate(tmp_path: Path, server: Server) -> Iterator[Estate]:
     ground.sweep()
 
 
-def test_records_become_rows_whatever_their_fields_turn_into_and_removals_take_them_away(estate: Estate) -> None:
+def test_records_become_rows_whatever_their_fields_turn_into_and_removals_take_them_away(
+    estate: Estate,
+) -> None:
     sink = estate.sink("key=sku&types=stock:int64")
-    sink.write([row(1, "a", sku="a", price=10, stock=3, late=None), row(2, "b", sku="b", price=9.99, tags=["x", {"y": 1}], on=True)])
+    sink.write(
+        [
+            row(1, "a", sku="a", price=10, stock=3, late=None),
+            row(2, "b", sku="b", price=9.99, tags=["x", {"y": 1}], on=True),
+        ]
+    )
     estate.apply("key=sku&types=stock:int64")
-    estate.becomes([("a", 10.0, 3, None), ("b", 9.99, None, '["x",{"y":1}]')], "sku, price, stock, tags")
+    estate.becomes(
+        [("a", 10.0, 3, None), ("b", 9.99, None, '["x",{"y":1}]')], "sku, price, stock, tags"
+    )
     sink.write([
         row(3, "a", sku="a", price="call us", stock=2.5, late="now a text", tags="plain", on="yes"),
         row(4, "c", sku=5, price=1 << 80, title="nul \0 and ünï", order=1),
@@ -99,23 +127,56 @@ def test_records_become_rows_whatever_their_fields_turn_into_and_removals_take_t
     ])  # fmt: skip
     estate.becomes(
         [
-            ("5", None, None, None, None, "nul \ufffd and ünï", '{"price":1208925819614629174706176}'),
-            ("a", None, None, "plain", "now a text", None, '{"price":"call us","stock":2.5,"on":"yes"}'),
+            (
+                "5",
+                None,
+                None,
+                None,
+                None,
+                "nul \ufffd and ünï",
+                '{"price":1208925819614629174706176}',
+            ),
+            (
+                "a",
+                None,
+                None,
+                "plain",
+                "now a text",
+                None,
+                '{"price":"call us","stock":2.5,"on":"yes"}',
+            ),
             ("b", 9.99, None, '["x",{"y":1}]', None, None, None),
             ("d", None, None, None, None, None, None),
         ],
         "sku, price, stock, tags, late, title, _penstock_rest",
     )
-    sink.write([row(6, "a", deleted=True, sku="a"), row(7, "never there", deleted=True, sku="z"), row(8, "b", sku="b", price=1)])
+    sink.write(
+        [
+            row(6, "a", deleted=True, sku="a"),
+            row(7, "never there", deleted=True, sku="z"),
+            row(8, "b", sku="b", price=1),
+        ]
+    )
     estate.becomes([("5", None), ("b", 1.0), ("d", None)], "sku, price")
-    types = dict(estate.sql(f"SELECT column_name, data_type FROM information_schema.columns WHERE table_name = '{estate.name}'"))
+    types = dict(
+        estate.sql(
+            f"SELECT column_name, data_type FROM information_schema.columns WHERE table_name = '{estate.name}'"
+        )
+    )
     assert {types[name] for name in ("price", "order")} == {"double precision"}
     assert (types["stock"], types["on"], types["sku"]) == ("bigint", "boolean", types["title"])
 
 
-def test_records_without_a_chosen_key_go_by_their_own_and_a_batch_that_comes_again_leaves_the_same_rows(estate: Estate) -> None:
+def test_records_without_a_chosen_key_go_by_their_own_and_a_batch_that_comes_again_leaves_the_same_rows(
+    estate: Estate,
+) -> None:
     batch = [row(n, f"https://a.example/{n % 50}", n=n) for n in range(200)]
     estate.sink("provenance=true").write(batch)
-    estate.sink("provenance=true").write(batch)  # a process that was killed before it noted the position
+    estate.sink("provenance=true").write(
+        batch
+    )  # a process that was killed before it noted the position
     estate.apply("provenance=true")
-    estate.becomes(sorted((f"https://a.example/{n % 50}", float(n), f"e{n}") for n in range(150, 200)), "_penstock_key, n, _penstock_event_id")
+    estate.becomes(
+        sorted((f"https://a.example/{n % 50}", float(n), f"e{n}") for n in range(150, 200)),
+        "_penstock_key, n, _penstock_event_id",
+    )

@@ -33,7 +33,13 @@ class Estate:
         self.sql(f"CREATE TABLE {self.name} (id bigserial PRIMARY KEY, url text NOT NULL)")
 
     def apply(self, **more: Any) -> None:
-        connect = {"kind": "debezium-postgres", "database": self.database, "table": f"public.{self.name}", "name": "rows", **more}
+        connect = {
+            "kind": "debezium-postgres",
+            "database": self.database,
+            "table": f"public.{self.name}",
+            "name": "rows",
+            **more,
+        }
         self._file.write_text(
             f"from penstock import Pipeline\nshop = Pipeline({self.name!r})\nshop.source('{self.ground.url}/{self.topic}', connect={connect!r})\n"
         )
@@ -66,12 +72,28 @@ def estate(tmp_path: Path, server: Server) -> Iterator[Estate]:
     made.close()
 
 
-@pytest.mark.parametrize(("unwrap", "schemas"), [(True, False), (False, False), (False, True)], ids=["unwrapped", "envelope", "with schema"])
-async def test_every_change_of_a_table_is_found_once_as_its_row(estate: Estate, unwrap: bool, schemas: bool) -> None:
-    estate.sql(f"INSERT INTO {estate.name} (url) SELECT 'http://old.test/' || n FROM generate_series(1, 20) n")
-    estate.apply(unwrap=unwrap, schemas=schemas, operations=["insert", "update", "delete"], snapshot="initial", partitions=1)
+@pytest.mark.parametrize(
+    ("unwrap", "schemas"),
+    [(True, False), (False, False), (False, True)],
+    ids=["unwrapped", "envelope", "with schema"],
+)
+async def test_every_change_of_a_table_is_found_once_as_its_row(
+    estate: Estate, unwrap: bool, schemas: bool
+) -> None:
+    estate.sql(
+        f"INSERT INTO {estate.name} (url) SELECT 'http://old.test/' || n FROM generate_series(1, 20) n"
+    )
+    estate.apply(
+        unwrap=unwrap,
+        schemas=schemas,
+        operations=["insert", "update", "delete"],
+        snapshot="initial",
+        partitions=1,
+    )
     wait_for(lambda: estate.messages() >= 20, "the snapshot", 120, 0.1)
-    estate.sql(f"INSERT INTO {estate.name} (url) SELECT 'http://new.test/' || n FROM generate_series(1, 30) n")  # one statement: several rows
+    estate.sql(
+        f"INSERT INTO {estate.name} (url) SELECT 'http://new.test/' || n FROM generate_series(1, 30) n"
+    )  # one statement: several rows
     estate.sql(f"UPDATE {estate.name} SET url = url || '?' WHERE id <= 5")
     estate.sql(f"DELETE FROM {estate.name} WHERE id = 1")
     wait_for(lambda: estate.messages() >= 56, "the changes", 120, 0.1)

@@ -42,18 +42,35 @@ class Estate:
 
     @property
     def source(self) -> dict[str, Any]:
-        return {"kind": "debezium-postgres", "database": self.database, "table": f"public.{self.id}_requests", "route": {"geo": "us"}, "name": "requests"}
+        return {
+            "kind": "debezium-postgres",
+            "database": self.database,
+            "table": f"public.{self.id}_requests",
+            "route": {"geo": "us"},
+            "name": "requests",
+        }
 
     @property
     def sink(self) -> dict[str, Any]:
-        return {"kind": "jdbc-postgres", "database": self.database, "table": self.products, "name": "products"}
+        return {
+            "kind": "jdbc-postgres",
+            "database": self.database,
+            "table": self.products,
+            "name": "products",
+        }
 
-    def declare(self, *, source: dict[str, Any] | None = None, sink: dict[str, Any] | None = None) -> str:
+    def declare(
+        self, *, source: dict[str, Any] | None = None, sink: dict[str, Any] | None = None
+    ) -> str:
         lines = ["from penstock import Pipeline", f"shop = Pipeline({self.id!r})"]
         if source is not None:
-            lines.append(f"shop.source('kafka://{self.broker}/{self.requests}', connect={source!r})")
+            lines.append(
+                f"shop.source('kafka://{self.broker}/{self.requests}', connect={source!r})"
+            )
         if sink is not None:
-            lines.append(f"shop.sink('kafka://{self.broker}/{self.products}?key=sku', connect={sink!r})")
+            lines.append(
+                f"shop.sink('kafka://{self.broker}/{self.products}?key=sku', connect={sink!r})"
+            )
         file = self.dir / "shop.py"
         file.write_text("\n".join(lines) + "\n")
         return str(file)
@@ -78,8 +95,15 @@ class Estate:
     def publish(self, sku: str, price: float | None) -> None:
         """As our Kafka sink writes it: schemas with it, the key as a struct, a tombstone for a deletion."""
         fields = [{"field": "sku", "type": "string", "optional": False}]
-        key = {"schema": {"type": "struct", "fields": fields, "optional": False}, "payload": {"sku": sku}}
-        schema = {"type": "struct", "fields": [*fields, {"field": "price", "type": "double", "optional": True}], "optional": False}
+        key = {
+            "schema": {"type": "struct", "fields": fields, "optional": False},
+            "payload": {"sku": sku},
+        }
+        schema = {
+            "type": "struct",
+            "fields": [*fields, {"field": "price", "type": "double", "optional": True}],
+            "optional": False,
+        }
         value = {"schema": schema, "payload": {"sku": sku, "price": price}}
         self.produce(json.dumps(key), None if price is None else json.dumps(value))
 
@@ -121,9 +145,15 @@ def test_a_row_becomes_a_record_and_a_record_a_row_by_what_apply_made(estate: Es
     assert code == 0, said
     assert estate.connect("plan", file)[0] == 0
     estate.sql(f"INSERT INTO {estate.id}_requests (url) VALUES ('http://shop.test/p/1')")
-    consumer = Consumer({"bootstrap.servers": estate.broker, "group.id": estate.id, "auto.offset.reset": "earliest"})
+    consumer = Consumer(
+        {"bootstrap.servers": estate.broker, "group.id": estate.id, "auto.offset.reset": "earliest"}
+    )
     consumer.subscribe([estate.requests])
-    message = wait_for(lambda: next((m for m in consumer.consume(1, 0.2) if m.error() is None), None), "the row on its topic", 120)  # an error: no topic yet
+    message = wait_for(
+        lambda: next((m for m in consumer.consume(1, 0.2) if m.error() is None), None),
+        "the row on its topic",
+        120,
+    )  # an error: no topic yet
     value = json.loads(message.value())
     assert (value["url"], value["__op"], value["__lsn"] > 0) == ("http://shop.test/p/1", "c", True)
     assert json.loads(message.key()) == {"id": 1}
@@ -132,7 +162,11 @@ def test_a_row_becomes_a_record_and_a_record_a_row_by_what_apply_made(estate: Es
     for price in (1.5, 2.5):
         estate.publish("A", price)
     estate.publish("B", 3.0)
-    wait_for(lambda: estate.rows() == [("A", 2.5), ("B", 3.0)], "one row for each key, the later value", 120)
+    wait_for(
+        lambda: estate.rows() == [("A", 2.5), ("B", 3.0)],
+        "one row for each key, the later value",
+        120,
+    )
     estate.publish("A", None)
     wait_for(lambda: estate.rows() == [("B", 3.0)], "the tombstone took its row away", 120)
 
@@ -146,8 +180,13 @@ def test_applying_again_sends_nothing_and_a_change_only_what_changed(estate: Est
     assert "nothing differs; nothing was sent" in said
     estate.declare(source={**estate.source, "poll": "50ms"}, sink=estate.sink)
     planned = estate.json("plan", file)
-    assert {c["name"]: c["action"] for c in planned["connectors"]} == {f"{estate.id}-requests": "change", f"{estate.id}-products": "keep"}
-    assert planned["connectors"][0]["differences"] == [{"option": "poll.interval.ms", "old": "20", "new": "50"}]
+    assert {c["name"]: c["action"] for c in planned["connectors"]} == {
+        f"{estate.id}-requests": "change",
+        f"{estate.id}-products": "keep",
+    }
+    assert planned["connectors"][0]["differences"] == [
+        {"option": "poll.interval.ms", "old": "20", "new": "50"}
+    ]
     done = estate.json("apply", file)
     assert {c["name"]: (c["action"], c["ok"], c["state"]) for c in done["connectors"]} == {
         f"{estate.id}-requests": ("change", True, "RUNNING"),
@@ -159,11 +198,15 @@ def test_applying_again_sends_nothing_and_a_change_only_what_changed(estate: Est
     assert "is no more declared; --prune deletes it" in said
     assert len(estate.json("status", "--pipeline", estate.id)["connectors"]) == 2
     assert estate.connect("apply", file, "--prune")[0] == 0
-    assert [c["name"] for c in estate.json("status", "--pipeline", estate.id)["connectors"]] == [f"{estate.id}-requests"]
+    assert [c["name"] for c in estate.json("status", "--pipeline", estate.id)["connectors"]] == [
+        f"{estate.id}-requests"
+    ]
 
 
 @served
-def test_a_secret_by_reference_is_read_by_the_worker_and_seen_by_nobody_else(estate: Estate, tmp_path: Path) -> None:
+def test_a_secret_by_reference_is_read_by_the_worker_and_seen_by_nobody_else(
+    estate: Estate, tmp_path: Path
+) -> None:
     secrets = tmp_path / "db.properties"
     secrets.write_text("password=hunter2\n")
     reference = f"${{file:{secrets}:password}}"
@@ -171,7 +214,9 @@ def test_a_secret_by_reference_is_read_by_the_worker_and_seen_by_nobody_else(est
     assert estate.connect("apply", file)[0] == 0
     kept = Worker(estate.url).connectors()[f"{estate.id}-products"].info.texts()
     assert kept["connection.password"] == reference
-    estate.declare(sink={**estate.sink, "database": estate.database.replace("postgres@", "postgres:hunter2@")})
+    estate.declare(
+        sink={**estate.sink, "database": estate.database.replace("postgres@", "postgres:hunter2@")}
+    )
     code, said = estate.connect("plan", file)
     assert code == 5
     assert "hunter2" not in said
@@ -181,13 +226,21 @@ def test_a_secret_by_reference_is_read_by_the_worker_and_seen_by_nobody_else(est
 
 
 @served
-def test_what_the_worker_finds_wrong_is_told_for_each_option_and_nothing_is_sent(estate: Estate) -> None:
-    wrong = estate.database.replace(":" + estate.database.rpartition(":")[2].partition("/")[0], ":1")
-    file = estate.declare(source={**estate.source, "database": wrong, "config": {"poll.interval.msec": "5"}})
+def test_what_the_worker_finds_wrong_is_told_for_each_option_and_nothing_is_sent(
+    estate: Estate,
+) -> None:
+    wrong = estate.database.replace(
+        ":" + estate.database.rpartition(":")[2].partition("/")[0], ":1"
+    )
+    file = estate.declare(
+        source={**estate.source, "database": wrong, "config": {"poll.interval.msec": "5"}}
+    )
     code, said = estate.connect("plan", file)
     assert code == 3, said
     assert "database.hostname: Error while validating connector config" in said
-    assert "poll.interval.msec: is no option of this connector; did you mean poll.interval.ms?" in said
+    assert (
+        "poll.interval.msec: is no option of this connector; did you mean poll.interval.ms?" in said
+    )
     code, said = estate.connect("apply", file)
     assert (code, said.count("\n")) == (3, 2), said
     assert "nothing was sent" in said
@@ -195,14 +248,18 @@ def test_what_the_worker_finds_wrong_is_told_for_each_option_and_nothing_is_sent
 
 
 @served
-def test_a_connector_that_fails_shows_its_trace_and_runs_once_it_is_restarted_without_the_cause(estate: Estate) -> None:
+def test_a_connector_that_fails_shows_its_trace_and_runs_once_it_is_restarted_without_the_cause(
+    estate: Estate,
+) -> None:
     missing = f"{estate.id}_db"
     database = estate.database.rpartition("/")[0] + f"/{missing}"
     file = estate.declare(sink={**estate.sink, "database": database})
     code, said = estate.connect("apply", file)
     assert code == 1, said
     assert "task 0: " in said
-    assert "Unable to determine Dialect without JDBC metadata" in said  # its words for a database that it cannot open
+    assert (
+        "Unable to determine Dialect without JDBC metadata" in said
+    )  # its words for a database that it cannot open
     assert "\tat " not in said
     code, said = estate.connect("status", "--pipeline", estate.id)
     assert (code, "FAILED" in said) == (1, True)
@@ -211,20 +268,41 @@ def test_a_connector_that_fails_shows_its_trace_and_runs_once_it_is_restarted_wi
     assert any("Unable to determine Dialect" in line for line in failed["tasks"][0]["trace"])
     estate.sql(f"CREATE DATABASE {missing}")
     try:
-        assert estate.connect("restart", "--failed", "--pipeline", estate.id) == (0, f"{estate.id}-products: restarted, with 1 failed task\n")
-        wait_for(lambda: estate.json("status", "--pipeline", estate.id)["connectors"][0]["tasks"][0]["state"] == "RUNNING", "it runs", 120, 0.2)
-        assert estate.connect("restart", "--failed", "--pipeline", estate.id) == (0, "none has failed\n")
+        assert estate.connect("restart", "--failed", "--pipeline", estate.id) == (
+            0,
+            f"{estate.id}-products: restarted, with 1 failed task\n",
+        )
+        wait_for(
+            lambda: (
+                estate.json("status", "--pipeline", estate.id)["connectors"][0]["tasks"][0]["state"]
+                == "RUNNING"
+            ),
+            "it runs",
+            120,
+            0.2,
+        )
+        assert estate.connect("restart", "--failed", "--pipeline", estate.id) == (
+            0,
+            "none has failed\n",
+        )
         assert estate.connect("delete", f"{estate.id}-products", "--yes")[0] == 0
     finally:
         estate.sql(f"DROP DATABASE {missing} WITH (FORCE)")
 
 
 @served
-def test_a_record_that_cannot_be_written_stops_the_task_and_restart_alone_takes_it_up_again(estate: Estate) -> None:
+def test_a_record_that_cannot_be_written_stops_the_task_and_restart_alone_takes_it_up_again(
+    estate: Estate,
+) -> None:
     file = estate.declare(sink=estate.sink)
     assert estate.connect("apply", file)[0] == 0
     estate.produce("{}", '{"sku": "no schema"}')
-    wait_for(lambda: estate.connect("status", "--pipeline", estate.id)[0] == 1, "the task has failed", 120, 0.2)
+    wait_for(
+        lambda: estate.connect("status", "--pipeline", estate.id)[0] == 1,
+        "the task has failed",
+        120,
+        0.2,
+    )
     code, said = estate.connect("apply", file)  # as it was: nothing is sent, and it is no success
     assert code == 1
     assert "FAILED" in said
@@ -238,7 +316,12 @@ def test_a_record_that_cannot_be_written_stops_the_task_and_restart_alone_takes_
 @served
 def test_what_penstock_did_not_make_it_does_not_touch(estate: Estate) -> None:
     worker, name = Worker(estate.url), f"{estate.id}-products"
-    foreign = {"name": name, "connector.class": "org.apache.kafka.connect.file.FileStreamSinkConnector", "topics": estate.products, "file": "/dev/null"}
+    foreign = {
+        "name": name,
+        "connector.class": "org.apache.kafka.connect.file.FileStreamSinkConnector",
+        "topics": estate.products,
+        "file": "/dev/null",
+    }
     worker.put(name, foreign)
     try:
         file = estate.declare(sink=estate.sink)
@@ -250,7 +333,10 @@ def test_what_penstock_did_not_make_it_does_not_touch(estate: Estate) -> None:
             code, said = estate.connect(*command)
             assert code == 2
             assert f"connector {name} belongs to somebody else" in said
-        assert estate.connect("delete", "--all", "--yes", "--pipeline", estate.id) == (0, "there is none of ours\n")
+        assert estate.connect("delete", "--all", "--yes", "--pipeline", estate.id) == (
+            0,
+            "there is none of ours\n",
+        )
         assert worker.connectors()[name].info.texts() == foreign
         assert name in estate.connect("status", "--all")[1]
     finally:
@@ -258,8 +344,17 @@ def test_what_penstock_did_not_make_it_does_not_touch(estate: Estate) -> None:
 
 
 @served
-def test_a_plugin_that_the_worker_lacks_is_checked_by_its_documentation_and_not_sent(estate: Estate) -> None:
-    given = {"kind": "bigquery", "project": "p", "dataset": "d", "keyfile": "/run/key.json", "name": "big", "config": {"upsertEnable": "true"}}
+def test_a_plugin_that_the_worker_lacks_is_checked_by_its_documentation_and_not_sent(
+    estate: Estate,
+) -> None:
+    given = {
+        "kind": "bigquery",
+        "project": "p",
+        "dataset": "d",
+        "keyfile": "/run/key.json",
+        "name": "big",
+        "config": {"upsertEnable": "true"},
+    }
     file = estate.declare(sink=given)
     code, said = estate.connect("plan", file)
     assert code == 3, said
@@ -291,7 +386,10 @@ def test_deleting_names_the_slot_that_stays(estate: Estate) -> None:
 def test_the_catalogue_of_what_runs_here_is_the_plugins_own(estate: Estate) -> None:
     worker = Worker(estate.url)
     for plugin in (DEBEZIUM_POSTGRES, DEBEZIUM_JDBC):
-        said = worker.validate(plugin.cls, {"connector.class": plugin.cls, "name": "x", "topic.prefix": "x", "topics": "x"})
+        said = worker.validate(
+            plugin.cls,
+            {"connector.class": plugin.cls, "name": "x", "topic.prefix": "x", "topics": "x"},
+        )
         assert plugin.options <= said.names(), (plugin.title, plugin.options - said.names())
         assert plugin.secrets == said.secrets()
 
@@ -345,24 +443,47 @@ def test_a_rebalance_is_waited_for(pretender: Callable[..., str]) -> None:
     assert waits == [0.25, 0.5]
 
 
-def test_a_rebalance_without_end_is_said(pretender: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rebalance_without_end_is_said(
+    pretender: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = iter(range(0, 10_000, 25))
-    worker = Worker(pretender((409, b'{"message":"a rebalance is in process"}')), wait=lambda seconds: None, now=lambda: float(next(clock)))
+    worker = Worker(
+        pretender((409, b'{"message":"a rebalance is in process"}')),
+        wait=lambda seconds: None,
+        now=lambda: float(next(clock)),
+    )
     with pytest.raises(Exception, match="a rebalance is in process"):
         worker.connectors()
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_a_failure_of_the_old_configuration_is_not_taken_for_one_of_the_new(pretender: Callable[..., str], runs: bool) -> None:
+def test_a_failure_of_the_old_configuration_is_not_taken_for_one_of_the_new(
+    pretender: Callable[..., str], runs: bool
+) -> None:
     def told(state: str, trace: str = "") -> tuple[int, bytes]:
-        return 200, json.dumps({"connector": {"state": "RUNNING"}, "tasks": [{"id": 0, "state": state, "trace": trace}]}).encode()
+        return 200, json.dumps(
+            {
+                "connector": {"state": "RUNNING"},
+                "tasks": [{"id": 0, "state": state, "trace": trace}],
+            }
+        ).encode()
 
     old = told("FAILED", "no schema")
-    worker = Worker(pretender(old, *[old] * 7, told("RUNNING") if runs else told("FAILED", "no table")))  # before, and while the worker is busy
+    worker = Worker(
+        pretender(old, *[old] * 7, told("RUNNING") if runs else told("FAILED", "no table"))
+    )  # before, and while the worker is busy
     shop = Pipeline("shop")
-    shop.sink("kafka://127.0.0.1:9092/products?key=sku", connect={"kind": "jdbc-postgres", "database": "postgres://shop@db.example/shop"})
+    shop.sink(
+        "kafka://127.0.0.1:9092/products?key=sku",
+        connect={"kind": "jdbc-postgres", "database": "postgres://shop@db.example/shop"},
+    )
     (made,) = render(shop, {})
-    (done,) = apply(Plan("shop", worker.shown, (Step(made.name, "change", made),)), worker, prune=False, patience=60)
+    (done,) = apply(
+        Plan("shop", worker.shown, (Step(made.name, "change", made),)),
+        worker,
+        prune=False,
+        patience=60,
+    )
     assert (done.ok, done.status.tasks[0].trace) == ((True, "") if runs else (False, "no table"))
 
 
@@ -374,7 +495,9 @@ def test_a_failure_of_the_old_configuration_is_not_taken_for_one_of_the_new(pret
         ((401, b""), "refuses us (401)"),
     ],
 )
-def test_what_is_no_worker_is_said_in_one_sentence(pretender: Callable[..., str], capsys: pytest.CaptureFixture[str], answer: Any, says: str) -> None:
+def test_what_is_no_worker_is_said_in_one_sentence(
+    pretender: Callable[..., str], capsys: pytest.CaptureFixture[str], answer: Any, says: str
+) -> None:
     url = pretender(answer).replace("http://", "http://user:hunter2@")
     assert main(["connect", "status", "--url", url]) == 4
     said = capsys.readouterr().err
@@ -385,10 +508,15 @@ def test_what_is_no_worker_is_said_in_one_sentence(pretender: Callable[..., str]
 
 def test_a_worker_that_is_not_there_is_exit_four(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["connect", "status", "--url", "http://127.0.0.1:1"]) == 4
-    assert "the Connect worker at http://127.0.0.1:1 cannot be reached: Connection refused" in capsys.readouterr().err
+    assert (
+        "the Connect worker at http://127.0.0.1:1 cannot be reached: Connection refused"
+        in capsys.readouterr().err
+    )
 
 
-def test_an_answer_without_end_is_cut_off(pretender: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_end_is_cut_off(
+    pretender: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.connect.rest.LARGEST", 1 << 20)
     with pytest.raises(Unreachable, match="more than 1 MiB"):
         Worker(pretender((200, b"[" + b" " * (2 << 20)))).connectors()
@@ -397,20 +525,27 @@ def test_an_answer_without_end_is_cut_off(pretender: Callable[..., str], monkeyp
 # -- what needs no worker ------------------------------------------------------------------------------------------------
 
 
-def test_init_writes_a_connector_to_start_from_and_never_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_writes_a_connector_to_start_from_and_never_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = str(tmp_path / "connect")
     assert main(["connect", "init", "debezium-postgres", "-C", where]) == 0
     said = capsys.readouterr().out
     written = json.loads((tmp_path / "connect" / "debezium-postgres.json").read_text())
     assert written["name"] == "shop-scrape-requests"
     assert written["config"]["database.password"] == "${env:SHOP_DB_PASSWORD}"
-    assert 'connect={"kind":"debezium-postgres","database":"postgres://shop:${env:SHOP_DB_PASSWORD}@' in said
+    assert (
+        'connect={"kind":"debezium-postgres","database":"postgres://shop:${env:SHOP_DB_PASSWORD}@'
+        in said
+    )
     assert main(["connect", "init", "debezium-postgres", "-C", where]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main(["connect", "init", "oracle"]) == 2
 
 
-def test_the_address_is_configuration(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_address_is_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PENSTOCK_CONNECT_URL", "http://127.0.0.1:2")
     assert main(["connect", "status"]) == 4

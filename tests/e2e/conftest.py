@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for `tests.e2e.harness`, however pytest was started
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # for `tests.e2e.harness`, however pytest was started
 
 from tests.e2e.harness import SHOP, Project, Site, Target
 

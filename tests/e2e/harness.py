@@ -95,7 +95,13 @@ class Running:
         self.log = project.dir / f"run-{len(project.started)}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*PENSTOCK, *args], cwd=project.dir, env=project.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                [*PENSTOCK, *args],
+                cwd=project.dir,
+                env=project.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.pid = self.process.pid
 
@@ -105,7 +111,9 @@ class Running:
 
     @property
     def said(self) -> str:
-        return self.log.read_text("utf-8", "replace")[-200_000:]  # all of it, unless it floods: who waits for a line may come late
+        return self.log.read_text("utf-8", "replace")[
+            -200_000:
+        ]  # all of it, unless it floods: who waits for a line may come late
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -127,8 +135,15 @@ class Project:
     def __init__(self, directory: Path) -> None:
         self.dir = directory
         self.mark = uuid.uuid4().hex
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-        self.env |= {MARK: self.mark, "NO_COLOR": "1", "PENSTOCK_PACE_RATE": "unlimited", "PENSTOCK_RETRY_BASE": "100ms"}
+        self.env = {
+            name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")
+        }
+        self.env |= {
+            MARK: self.mark,
+            "NO_COLOR": "1",
+            "PENSTOCK_PACE_RATE": "unlimited",
+            "PENSTOCK_RETRY_BASE": "100ms",
+        }
         self.started: list[Running] = []
 
     def set(self, **options: str) -> None:
@@ -137,7 +152,9 @@ class Project:
 
     def allow(self, *ports: int) -> None:
         known = [t for t in self.env.get("PENSTOCK_NET_ALLOW", "").split(",") if t]
-        self.env["PENSTOCK_NET_ALLOW"] = ",".join([*known, *(f"127.0.0.1:{port}" for port in ports)])
+        self.env["PENSTOCK_NET_ALLOW"] = ",".join(
+            [*known, *(f"127.0.0.1:{port}" for port in ports)]
+        )
 
     def write(self, name: str, text: str) -> Path:
         path = self.dir / name
@@ -149,7 +166,15 @@ class Project:
 
     def penstock(self, *args: str, input: str | None = None, timeout: float = 300.0) -> Done:
         found = subprocess.run(
-            [*PENSTOCK, *args], cwd=self.dir, env=self.env, input=input, capture_output=True, timeout=timeout, encoding="utf-8", errors="replace", check=False
+            [*PENSTOCK, *args],
+            cwd=self.dir,
+            env=self.env,
+            input=input,
+            capture_output=True,
+            timeout=timeout,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
         )
         done = Done(found.returncode, found.stdout, found.stderr)
         assert "Traceback (most recent call last)" not in done.err, done.said
@@ -228,14 +253,23 @@ class Project:
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                        found[int(entry.name)] = (
+                            (entry / "cmdline")
+                            .read_bytes()
+                            .replace(b"\0", b" ")
+                            .decode("utf-8", "replace")
+                        )
         return found
 
     def tree(self) -> tuple[list[int], list[int]]:
         """(workers, zygotes): who fetches, and who has imported the pipeline and forks the processes that run it."""
         lines = self.processes()
         parents = {pid: _parent(pid) for pid in lines}
-        zygotes = [pid for pid, line in lines.items() if "sandbox" in line and "sandbox" not in lines.get(parents[pid], "")]
+        zygotes = [
+            pid
+            for pid, line in lines.items()
+            if "sandbox" in line and "sandbox" not in lines.get(parents[pid], "")
+        ]
         return sorted({parents[pid] for pid in zygotes} & set(lines)), zygotes
 
     def memory(self) -> int:
@@ -272,14 +306,18 @@ def _parent(pid: int) -> int:
 def adds_up(status: dict[str, Any]) -> None:
     """I10, at every look."""
     for name, row in [*status["topics"].items(), ("total", status["total"])]:
-        assert row["accepted"] == sum(row[k] for k in ("pending", "in_flight", "delayed", "success", "duplicate", "dead")), (name, row)
+        assert row["accepted"] == sum(
+            row[k] for k in ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
+        ), (name, row)
         assert min(row.values()) >= 0, (name, row)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Whole lines only: a torn one is an error."""
     raw = path.read_bytes() if path.exists() else b""
-    assert not raw or raw.endswith(b"\n"), f"{path.name} ends in the middle of a line: {raw[-80:]!r}"
+    assert not raw or raw.endswith(b"\n"), (
+        f"{path.name} ends in the middle of a line: {raw[-80:]!r}"
+    )
     return [json.loads(line) for line in raw.splitlines()]
 
 
@@ -352,10 +390,27 @@ class Site:
 class Target:
     """/p/0 … /p/<pages-1> from a process of its own, some of them always 404, with an access log on disk."""
 
-    def __init__(self, directory: Path, *, pages: int, dead_share: float = 0.0, delay: float = 0.0) -> None:
+    def __init__(
+        self, directory: Path, *, pages: int, dead_share: float = 0.0, delay: float = 0.0
+    ) -> None:
         self.pages, self.log = pages, directory / f"target-{uuid.uuid4().hex[:6]}.jsonl"
-        args = ["--pages", str(pages), "--dead-share", str(dead_share), "--delay", str(delay), "--log", str(self.log), "--with-parent"]
-        self.process = subprocess.Popen([sys.executable, "-m", "penstock.testing.web", *args], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        args = [
+            "--pages",
+            str(pages),
+            "--dead-share",
+            str(dead_share),
+            "--delay",
+            str(delay),
+            "--log",
+            str(self.log),
+            "--with-parent",
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.testing.web", *args],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self.process.stdout is not None
         said = json.loads(self.process.stdout.readline())
         self.port: int = said["port"]

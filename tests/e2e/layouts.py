@@ -25,21 +25,32 @@ QUICK = "?session=2s&grace=1s"  # as short as the lease of tests that kill: a ki
 
 
 def layouts(*names: str) -> list[object]:
-    return [pytest.param(name, marks=pytest.mark.server(*NEEDS[name]) if NEEDS[name] else ()) for name in names]
+    return [
+        pytest.param(name, marks=pytest.mark.server(*NEEDS[name]) if NEEDS[name] else ())
+        for name in names
+    ]
 
 
 def lay_out(project: Project, layout: str, server: Server, *, quick: bool = False) -> None:
     """`quick`: for tests that kill. Others must not lose their place in a group because the machine stood still for a moment."""
     kafka_options = QUICK if quick else ""
     state = project.dir / ".penstock"
-    files = {"ledger_url": f"sqlite:{state}/ledger.db", "claims_url": f"sqlite:{state}/ledger.db", "pages_url": f"file:{state}/pages"}
+    files = {
+        "ledger_url": f"sqlite:{state}/ledger.db",
+        "claims_url": f"sqlite:{state}/ledger.db",
+        "pages_url": f"file:{state}/pages",
+    }
     if layout != "embedded":
         project.set(namespace=f"t{project.mark[:12]}")
     match layout:
         case "apart":
             project.set(broker_url=f"sqlite:{state}/broker.db", **files)
         case "redis":
-            project.set(broker_url=server("redis").url, ledger_url=files["ledger_url"], pages_url=files["pages_url"])
+            project.set(
+                broker_url=server("redis").url,
+                ledger_url=files["ledger_url"],
+                pages_url=files["pages_url"],
+            )
         case "rabbitmq" | "sqs":
             project.set(broker_url=server(layout).url, **files)
         case "kafka":
@@ -50,4 +61,6 @@ def lay_out(project: Project, layout: str, server: Server, *, quick: bool = Fals
             project.set(broker_url=server("redis").url, ledger_url=server("postgres").url)
         case "rabbitmq+kafka":
             kafka = server("kafka").url + kafka_options
-            project.set(broker_url=server("rabbitmq").url, topics_pages=kafka, topics_records=kafka, **files)
+            project.set(
+                broker_url=server("rabbitmq").url, topics_pages=kafka, topics_records=kafka, **files
+            )

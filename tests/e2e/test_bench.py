@@ -15,9 +15,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the benches pin processes and read /proc: they need Linux"),
     pytest.mark.skipif(
-        not os.environ.get("BENCH_SMOKE"), reason="NOT TESTED: BENCH_SMOKE=1 runs the benches; what they measure depends on who else is at work"
+        sys.platform != "linux", reason="the benches pin processes and read /proc: they need Linux"
+    ),
+    pytest.mark.skipif(
+        not os.environ.get("BENCH_SMOKE"),
+        reason="NOT TESTED: BENCH_SMOKE=1 runs the benches; what they measure depends on who else is at work",
     ),
 ]
 
@@ -25,16 +28,27 @@ pytestmark = [
 def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
     """The JSON object on its last line."""
     env = os.environ | {"BENCH_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(ROOT / "bench" / "run.py"), *args, "--json"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "run.py"), *args, "--json"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     if done.returncode == 1 and " is taken (" in done.stderr:
-        pytest.skip(f"NOT TESTED: another benchmark runs on this machine ({done.stderr.strip().splitlines()[-2]})")
+        pytest.skip(
+            f"NOT TESTED: another benchmark runs on this machine ({done.stderr.strip().splitlines()[-2]})"
+        )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def test_claim_tells_costs_ratios_memory_and_that_status_reads_counters(tmp_path: Path) -> None:
-    found = bench(tmp_path, "claim", "--pending", "2000", "--hosts", "20,1", "--slices", "2", "--seconds", "4")
+    found = bench(
+        tmp_path, "claim", "--pending", "2000", "--hosts", "20,1", "--slices", "2", "--seconds", "4"
+    )
     assert set(found["cpu_us"]) == set(found["ratio"]) == {"20", "1"}
     for step in ("receive", "admit", "begin", "claim", "conclude"):
         assert found["cpu_us"]["20"][step]["few"] > 0
@@ -52,7 +66,9 @@ def test_claim_tells_costs_ratios_memory_and_that_status_reads_counters(tmp_path
 
 
 def test_slow_host_tells_what_one_costs_the_others(tmp_path: Path) -> None:
-    found = bench(tmp_path, "slow-host", "--n", "500", "--slow", "300", "--hosts", "10", "--reps", "1")
+    found = bench(
+        tmp_path, "slow-host", "--n", "500", "--slow", "300", "--hosts", "10", "--reps", "1"
+    )
     assert set(found["pages_per_second"]) == {"alone", "beside"}
     assert found["within_bar"] == (found["ratio"] >= found["bar"] == 0.95)
 
@@ -64,7 +80,9 @@ def test_cdc_tells_how_long_a_row_takes_until_its_event_is_durable(tmp_path: Pat
     assert found["bulk_events_per_second"] > 0
 
 
-def test_webhook_tells_how_long_a_signed_request_takes_until_its_event_is_durable(tmp_path: Path) -> None:
+def test_webhook_tells_how_long_a_signed_request_takes_until_its_event_is_durable(
+    tmp_path: Path,
+) -> None:
     found = bench(tmp_path, "webhook", "--rate", "50", "--seconds", "2", "--connections", "8")
     assert found["requests"] == 100
     assert 0 < found["p50_ms"] <= found["p95_ms"] <= found["p99_ms"] <= found["max_ms"]
@@ -76,21 +94,42 @@ def test_seed_tells_how_long_a_row_takes_to_become_a_fetch_and_a_row(tmp_path: P
     found = bench(tmp_path, "seed", "--n", "40", "--rate", "40")
     for step in ("insert_to_fetch", "insert_to_row"):
         assert 0 < found[step]["p50"] <= found[step]["p95"] <= found[step]["max"]
-    assert found["within_bar"] == (found["insert_to_fetch"]["p95"] < 1.0 and found["insert_to_row"]["p95"] < 3.0)
+    assert found["within_bar"] == (
+        found["insert_to_fetch"]["p95"] < 1.0 and found["insert_to_row"]["p95"] < 3.0
+    )
 
 
 def test_a_bench_that_is_not_there_is_said_so(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "bench" / "run.py"), "speed"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "run.py"), "speed"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2
     assert "one of: pages, claim, slow-host" in done.stderr
 
 
 def test_pages_tells_pages_a_second_of_every_contender_and_how_it_scales(tmp_path: Path) -> None:
     if shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin:/usr/local/sbin") is None:
-        pytest.skip("NOT TESTED: nginx is not installed, and `bench pages` fetches from it (apt install nginx)")
+        pytest.skip(
+            "NOT TESTED: nginx is not installed, and `bench pages` fetches from it (apt install nginx)"
+        )
     if (os.cpu_count() or 1) < 2:
         pytest.skip("NOT TESTED: `bench pages` needs two cores")
-    found = bench(tmp_path, "pages", "--n", "200", "--reps", "1", "--only", "penstock,worker", "--workers", "2")  # no peer: nothing to install
+    found = bench(
+        tmp_path,
+        "pages",
+        "--n",
+        "200",
+        "--reps",
+        "1",
+        "--only",
+        "penstock,worker",
+        "--workers",
+        "2",
+    )  # no peer: nothing to install
     names = {"penstock", "penstock in process", "1 worker, site on its core", "2 workers"}
     assert set(found["pages_per_second"]) == set(found["pss_mb"]) == names
     assert all(rate > 0 for rate in found["pages_per_second"].values())

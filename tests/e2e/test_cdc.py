@@ -36,22 +36,33 @@ class Database:
     def reconnect(self) -> None:
         self._admin.close()
         self.db.close()
-        self._admin, self.db = psycopg.connect(self._server, autocommit=True), psycopg.connect(self.url, autocommit=True)
+        self._admin, self.db = (
+            psycopg.connect(self._server, autocommit=True),
+            psycopg.connect(self.url, autocommit=True),
+        )
 
     def slots(self) -> list[tuple[Any, ...]]:
-        return self._admin.execute("SELECT slot_name, active FROM pg_replication_slots WHERE database=%s", (self.name,)).fetchall()
+        return self._admin.execute(
+            "SELECT slot_name, active FROM pg_replication_slots WHERE database=%s", (self.name,)
+        ).fetchall()
 
     def insert(self, start: int, rows: int) -> None:
         with self.db.transaction():
             self.db.execute(
-                "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/p/' || n FROM generate_series(%s::int, %s::int) n", (start, start + rows - 1)
+                "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/p/' || n FROM generate_series(%s::int, %s::int) n",
+                (start, start + rows - 1),
             )
 
     def close(self) -> None:
         self.db.close()
         wait_for(lambda: not any(active for _, active in self.slots()), "nobody reads the slot")
-        self._admin.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s", (self.name,))
-        self._admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(self.name)))
+        self._admin.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s",
+            (self.name,),
+        )
+        self._admin.execute(
+            sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(self.name))
+        )
         self._admin.close()
 
 
@@ -70,36 +81,64 @@ def pipeline(database: Database) -> str:
 
 def accepted(project: Project) -> int:
     """Read beside the process that writes; 0 before it has begun, and while a new one still opens what a killed one left."""
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True)) as books:
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(
+            sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True)
+        ) as books,
+    ):
         return int(books.execute("SELECT count(*) FROM event").fetchone()[0])
     return 0
 
 
-def test_a_reader_killed_ten_times_makes_ten_thousand_events_of_ten_thousand_rows(project: Project, database: Database) -> None:
+def test_a_reader_killed_ten_times_makes_ten_thousand_events_of_ten_thousand_rows(
+    project: Project, database: Database
+) -> None:
     chance = random.Random(6)
     project.write("shop.py", pipeline(database))
     project.set(namespace=database.name)
     run = ("run", "shop.py", "--role", "source")
     reader = project.start(*run)
-    wait_for(lambda: reader.ended or any(active for _, active in database.slots()), "the slot is read", 120)
+    wait_for(
+        lambda: reader.ended or any(active for _, active in database.slots()),
+        "the slot is read",
+        120,
+    )
     written = killed = 0
     for round_ in range(KILLS):
         for _ in range(TRANSACTIONS // KILLS):
             database.insert(written + 1, ROWS)
             written += ROWS
         goal = round_ * 1000 + chance.randrange(1, 1000)
-        wait_for(lambda reader=reader, goal=goal: reader.ended or accepted(project) >= goal, f"{goal} events", 120, 0.001)
+        wait_for(
+            lambda reader=reader, goal=goal: reader.ended or accepted(project) >= goal,
+            f"{goal} events",
+            120,
+            0.001,
+        )
         assert not reader.ended, reader.said
         reader.kill()
         killed += 1
         reader = project.start(*run)
     wait_for(lambda: reader.ended or accepted(project) >= written, "all of them", 180, 0.05)
-    wait_for(lambda: json.loads(project.good("sources", "ls", "--json", "-p", "shop.py"))["sources"][0]["backlog"] == 0, "nothing is left in the log", 120, 0.5)
+    wait_for(
+        lambda: (
+            json.loads(project.good("sources", "ls", "--json", "-p", "shop.py"))["sources"][0][
+                "backlog"
+            ]
+            == 0
+        ),
+        "nothing is left in the log",
+        120,
+        0.5,
+    )
     reader.signal(signal.SIGTERM)
     assert reader.wait() == 0, reader.said
     assert (killed, written) == (KILLS, TRANSACTIONS * ROWS)
     with sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True) as books:
-        assert books.execute("SELECT count(*), count(DISTINCT url), count(DISTINCT id) FROM event").fetchone() == (written, written, written)
+        assert books.execute(
+            "SELECT count(*), count(DISTINCT url), count(DISTINCT id) FROM event"
+        ).fetchone() == (written, written, written)
     books.close()
     state = json.loads(project.good("sources", "ls", "--json", "-p", "shop.py"))["sources"][0]
     assert state["events"] == written
@@ -110,7 +149,9 @@ def test_a_reader_killed_ten_times_makes_ten_thousand_events_of_ten_thousand_row
 def test_a_slot_is_made_shown_and_dropped_by_command(project: Project, database: Database) -> None:
     project.write("shop.py", pipeline(database))
     project.write("penstock.toml", f'pipeline = "shop.py"\nnamespace = "{database.name}"\n')
-    assert f"asked: slot {database.name}_asked keeps changes from" in project.good("sources", "slots", "create")
+    assert f"asked: slot {database.name}_asked keeps changes from" in project.good(
+        "sources", "slots", "create"
+    )
     database.insert(1, 3)
     (own, *_) = json.loads(project.good("sources", "slots", "ls", "--json"))["slots"]
     assert (own["name"], own["source"], own["active"]) == (f"{database.name}_asked", "asked", False)
@@ -119,8 +160,15 @@ def test_a_slot_is_made_shown_and_dropped_by_command(project: Project, database:
     shown = project.good("sources", "test", "asked")
     assert "3 events would be published; nothing was" in shown
     reader = project.start("run", "--role", "source")
-    wait_for(lambda: reader.ended or any(active for _, active in database.slots()), "the slot is read", 120)
-    wait_for(lambda: reader.ended or accepted(project) == 3, "what was kept since the slot was made, before anything ran")
+    wait_for(
+        lambda: reader.ended or any(active for _, active in database.slots()),
+        "the slot is read",
+        120,
+    )
+    wait_for(
+        lambda: reader.ended or accepted(project) == 3,
+        "what was kept since the slot was made, before anything ran",
+    )
     reader.signal(signal.SIGTERM)
     assert reader.wait() == 0, reader.said
     assert "its slot is dropped" in project.good("sources", "slots", "drop", "asked")
@@ -132,14 +180,23 @@ def test_a_slot_is_made_shown_and_dropped_by_command(project: Project, database:
     assert "there are: asked" in unknown.err
 
 
-def test_a_server_that_is_killed_and_comes_back_is_waited_for(project: Project, database: Database, server: Callable[[str], Handle]) -> None:
+def test_a_server_that_is_killed_and_comes_back_is_waited_for(
+    project: Project, database: Database, server: Callable[[str], Handle]
+) -> None:
     project.write("shop.py", pipeline(database))
     project.set(namespace=database.name)
     reader = project.start("run", "shop.py", "--role", "source")
-    wait_for(lambda: reader.ended or any(active for _, active in database.slots()), "the slot is read", 120)
+    wait_for(
+        lambda: reader.ended or any(active for _, active in database.slots()),
+        "the slot is read",
+        120,
+    )
     database.insert(1, 500)
     server("postgres").kill()
-    wait_for(lambda: reader.ended or "it is tried again" in reader.said, "the reader says that the server is gone")
+    wait_for(
+        lambda: reader.ended or "it is tried again" in reader.said,
+        "the reader says that the server is gone",
+    )
     server("postgres").start()
     database.reconnect()
     database.insert(501, 500)
@@ -150,14 +207,21 @@ def test_a_server_that_is_killed_and_comes_back_is_waited_for(project: Project, 
     assert project.total()["accepted"] == 1000
 
 
-def test_rows_taken_from_a_table_by_a_reader_that_is_killed_are_each_one_event(project: Project, database: Database) -> None:
+def test_rows_taken_from_a_table_by_a_reader_that_is_killed_are_each_one_event(
+    project: Project, database: Database
+) -> None:
     database.db.execute("ALTER TABLE scrape_requests ADD COLUMN penstock_taken_at timestamptz")
     project.write("shop.py", pipeline(database).replace("postgres+cdc:", "postgres+table:"))
     run = ("run", "shop.py", "--role", "source")
     database.insert(1, 5000)
     for goal in (1, 2500, 4001):
         reader = project.start(*run)
-        wait_for(lambda reader=reader, goal=goal: reader.ended or taken(database) >= goal, f"{goal} rows", 120, 0.001)
+        wait_for(
+            lambda reader=reader, goal=goal: reader.ended or taken(database) >= goal,
+            f"{goal} rows",
+            120,
+            0.001,
+        )
         assert not reader.ended, reader.said
         reader.kill()
     database.insert(5001, 1000)
@@ -166,11 +230,16 @@ def test_rows_taken_from_a_table_by_a_reader_that_is_killed_are_each_one_event(p
     reader.signal(signal.SIGTERM)
     assert reader.wait() == 0, reader.said
     with sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True) as books:
-        assert books.execute("SELECT count(*), count(DISTINCT url) FROM event").fetchone() == (6000, 6000)
+        assert books.execute("SELECT count(*), count(DISTINCT url) FROM event").fetchone() == (
+            6000,
+            6000,
+        )
     books.close()
 
 
 def taken(database: Database) -> int:
-    found = database.db.execute("SELECT count(*) FROM scrape_requests WHERE penstock_taken_at IS NOT NULL").fetchone()
+    found = database.db.execute(
+        "SELECT count(*) FROM scrape_requests WHERE penstock_taken_at IS NOT NULL"
+    ).fetchone()
     assert found is not None
     return int(found[0])

@@ -33,18 +33,29 @@ def again(project: Project, *urls: str) -> None:
     project.run()
 
 
-def test_unchanged_pages_end_as_success_without_a_row_and_changed_ones_tell_old_and_new(project: Project, site: Site) -> None:
+def test_unchanged_pages_end_as_success_without_a_row_and_changed_ones_tell_old_and_new(
+    project: Project, site: Site
+) -> None:
     project.set(dedup_window="0s", dedup_settle="0s")
     project.write("shop.py", HOOKED)
-    urls = [site.serve("/p/etag", with_etag(product("etag"))), site.serve("/p/same", product("same")), site.serve("/p/moves", product("moves", "10.00"))]
+    urls = [
+        site.serve("/p/etag", with_etag(product("etag"))),
+        site.serve("/p/same", product("same")),
+        site.serve("/p/moves", product("moves", "10.00")),
+    ]
     again(project, *urls)
     assert len(project.rows()) == 3
 
     site.serve("/p/moves", product("moves", "12.50"))
     again(project, *urls)
     assert [entry.status for entry in site.asked("/p/etag")] == [200, 304]
-    assert [(e["status"], e["reason"], e["response_status"]) for e in project.events("--url", urls[0])] == [("success", "unchanged", 304), ("success", "", 200)]
-    assert next((e["status"], e["reason"]) for e in project.events("--url", urls[1])) == ("success", "unchanged")
+    assert [
+        (e["status"], e["reason"], e["response_status"]) for e in project.events("--url", urls[0])
+    ] == [("success", "unchanged", 304), ("success", "", 200)]
+    assert next((e["status"], e["reason"]) for e in project.events("--url", urls[1])) == (
+        "success",
+        "unchanged",
+    )
     rows = project.rows()
     assert [(row["sku"], row["price"]) for row in rows[3:]] == [("S-moves", "12.50")]
     (change,) = read_rows(project.dir / "changes.jsonl")
@@ -62,11 +73,18 @@ def test_unchanged_pages_end_as_success_without_a_row_and_changed_ones_tell_old_
     project.doctor()
 
 
-def test_a_newer_extractor_reads_the_stored_page_again_after_a_304(project: Project, site: Site) -> None:
+def test_a_newer_extractor_reads_the_stored_page_again_after_a_304(
+    project: Project, site: Site
+) -> None:
     project.set(dedup_window="0s", dedup_settle="0s")
     url = site.serve("/p/1", with_etag(product(1)))
     again(project, url)
-    project.write("shop.py", SHOP.replace("version=1", "version=2").replace('"title":', '"shout": page.css("h1::text").get().upper(),\n        "title":'))
+    project.write(
+        "shop.py",
+        SHOP.replace("version=1", "version=2").replace(
+            '"title":', '"shout": page.css("h1::text").get().upper(),\n        "title":'
+        ),
+    )
     again(project, url)
     assert [entry.status for entry in site.asked("/p/1")] == [200, 304]
     first, second = project.rows()
@@ -77,7 +95,9 @@ def test_a_newer_extractor_reads_the_stored_page_again_after_a_304(project: Proj
     assert len(project.rows()) == 2, "with the same version a 304 is nothing new"
 
 
-def test_where_the_page_that_a_304_stands_for_is_gone_it_is_fetched_again_at_its_hosts_pace(project: Project, site: Site) -> None:
+def test_where_the_page_that_a_304_stands_for_is_gone_it_is_fetched_again_at_its_hosts_pace(
+    project: Project, site: Site
+) -> None:
     project.set(dedup_window="0s", dedup_settle="0s", pace_rate="1")
     url = site.serve("/p/1", with_etag(product(1)))
     again(project, url)
@@ -86,12 +106,27 @@ def test_where_the_page_that_a_304_stands_for_is_gone_it_is_fetched_again_at_its
     again(project, url)
     asked = site.asked("/p/1")
     assert [entry.status for entry in asked] == [200, 304, 200]
-    assert all(b.at - a.at >= 0.95e6 - site.late * 1e6 for a, b in itertools.pairwise(asked)), "one request a second, this one too"
+    assert all(b.at - a.at >= 0.95e6 - site.late * 1e6 for a, b in itertools.pairwise(asked)), (
+        "one request a second, this one too"
+    )
 
 
-def test_pages_that_no_extractor_matches_or_that_yield_nothing_are_counted_and_shown(project: Project, site: Site) -> None:
-    project.write("shop.py", SHOP.replace("    yield {", '    if page.css("[data-sku]").get() is None:\n        return\n    yield {', 1))
-    urls = [site.serve("/about", "<p>about us</p>"), site.serve("/p/redesigned", "<p>all new</p>"), site.serve("/p/1", product(1))]
+def test_pages_that_no_extractor_matches_or_that_yield_nothing_are_counted_and_shown(
+    project: Project, site: Site
+) -> None:
+    project.write(
+        "shop.py",
+        SHOP.replace(
+            "    yield {",
+            '    if page.css("[data-sku]").get() is None:\n        return\n    yield {',
+            1,
+        ),
+    )
+    urls = [
+        site.serve("/about", "<p>about us</p>"),
+        site.serve("/p/redesigned", "<p>all new</p>"),
+        site.serve("/p/1", product(1)),
+    ]
     again(project, *urls)
     assert [project.event(url)["reason"] for url in urls] == ["unmatched", "empty", ""]
     counters = project.status()["counters"]
@@ -112,7 +147,9 @@ def test_a_record_with_an_empty_key_is_dead_with_that_reason(project: Project, s
     assert project.rows() == []
 
 
-def test_a_hook_that_fails_is_told_again_and_the_row_is_there_all_the_same(project: Project, site: Site) -> None:
+def test_a_hook_that_fails_is_told_again_and_the_row_is_there_all_the_same(
+    project: Project, site: Site
+) -> None:
     project.set(dedup_window="0s", dedup_settle="0s")
     project.write(
         "shop.py",

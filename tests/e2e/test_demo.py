@@ -35,10 +35,14 @@ def said_lines(text: str, beginning: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip().startswith(beginning)]
 
 
-def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_letter(project: Project, site: Site) -> None:
+def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_letter(
+    project: Project, site: Site
+) -> None:
     began = time.time()
     project.good("version")
-    slow = 10 + 20 * max(0.0, time.time() - began - 0.5)  # seconds: what ten are on a machine that starts a program within half a second
+    slow = 10 + 20 * max(
+        0.0, time.time() - began - 0.5
+    )  # seconds: what ten are on a machine that starts a program within half a second
     began = time.time()
     done = project.penstock("demo", "--seconds", "12")
     assert done.code == 0, done.said
@@ -53,7 +57,9 @@ def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_let
     assert json.loads(first)["at"] / 1e6 - began < slow + stood_still
     assert float(re.search(r"first row came after ([\d.]+) s", done.out)[1]) < slow + stood_still  # type: ignore[index]
     db = sqlite3.connect(out.dir / "products.db")
-    assert db.execute("SELECT count(*) FROM products").fetchone()[0] == len({row["sku"] for row in rows})
+    assert db.execute("SELECT count(*) FROM products").fetchone()[0] == len(
+        {row["sku"] for row in rows}
+    )
     db.close()
 
     asked = [e for e in read_log(out.dir / "shop.log") if e.path == LIMITED]
@@ -67,15 +73,23 @@ def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_let
     assert letter["reason"] == "empty key: field 'sku' is empty in a record of product"
     assert len([e for e in read_log(out.dir / "shop.log") if e.path == BROKEN]) == 1
 
-    moved = [row for n, row in enumerate(rows) if any(row["sku"] == before["sku"] for before in rows[:n])]
+    moved = [
+        row for n, row in enumerate(rows) if any(row["sku"] == before["sku"] for before in rows[:n])
+    ]
     told = (out.dir / "changes.txt").read_text("utf-8").splitlines()
     assert moved, "no price moved in twelve seconds"
-    waiting = out.status()["hooks_waiting"]  # of what came in its last moments; the next run would tell them
-    assert [line.rpartition("€")[2] for line in told] == [row["price"] for row in moved][: len(moved) - waiting]
+    waiting = out.status()[
+        "hooks_waiting"
+    ]  # of what came in its last moments; the next run would tell them
+    assert [line.rpartition("€")[2] for line in told] == [row["price"] for row in moved][
+        : len(moved) - waiting
+    ]
     out.doctor()
 
 
-def test_output_without_a_terminal_is_short_lines_that_name_everything_once(project: Project) -> None:
+def test_output_without_a_terminal_is_short_lines_that_name_everything_once(
+    project: Project,
+) -> None:
     done = project.penstock("demo", "--seconds", "6", "--break")
     assert done.code == 0, done.said
     assert "\x1b" not in done.out
@@ -90,19 +104,38 @@ def test_output_without_a_terminal_is_short_lines_that_name_everything_once(proj
     assert empty == out.status()["counters"]["empty"] >= 1
     for command in ("status", "trace last", "dlq ls"):
         (line,) = said_lines(done.out, f"{sys.executable} -m penstock.cli.main {command}")
-        assert subprocess.run(line.strip().split("  ")[0], shell=True, cwd=out.dir, env=out.env, capture_output=True).returncode == 0
+        assert (
+            subprocess.run(
+                line.strip().split("  ")[0],
+                shell=True,
+                cwd=out.dir,
+                env=out.env,
+                capture_output=True,
+            ).returncode
+            == 0
+        )
 
 
-def test_a_machine_that_stands_still_while_the_demo_starts_takes_nothing_of_its_time(project: Project) -> None:
+def test_a_machine_that_stands_still_while_the_demo_starts_takes_nothing_of_its_time(
+    project: Project,
+) -> None:
     running = project.start("demo", "--seconds", "2", "--break")
-    wait_for(lambda: running.ended or (project.dir / "penstock-demo" / "penstock.toml").exists(), f"its shop is there: {running.said}", every=0.001)
+    wait_for(
+        lambda: running.ended or (project.dir / "penstock-demo" / "penstock.toml").exists(),
+        f"its shop is there: {running.said}",
+        every=0.001,
+    )
     standing = list(project.processes())
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in standing:
             os.kill(pid, number)
-        time.sleep(5.5 if number == signal.SIGSTOP else 0)  # longer than the two seconds, and those that open events get after them
+        time.sleep(
+            5.5 if number == signal.SIGSTOP else 0
+        )  # longer than the two seconds, and those that open events get after them
     assert running.wait() == 0, running.said
-    assert re.search(r"since then \d+ pages? gave no row", running.said), "rows, then a redesign, and pages after it"
+    assert re.search(r"since then \d+ pages? gave no row", running.said), (
+        "rows, then a redesign, and pages after it"
+    )
 
 
 def test_a_second_run_starts_anew_and_a_directory_of_others_is_left_alone(project: Project) -> None:
@@ -112,7 +145,9 @@ def test_a_second_run_starts_anew_and_a_directory_of_others_is_left_alone(projec
         done = project.penstock("demo", "--seconds", "2")
         assert done.code == 0, done.said
     out = demo_of(project)
-    assert min(datetime.fromisoformat(e["accepted_at"]) for e in out.events()) >= datetime.fromisoformat(began), "the first run's events are still there"
+    assert min(
+        datetime.fromisoformat(e["accepted_at"]) for e in out.events()
+    ) >= datetime.fromisoformat(began), "the first run's events are still there"
     assert len(out.rows("records.jsonl")) == out.status()["counters"]["records"]
     own = project.dir / "mine"
     own.mkdir()
@@ -124,10 +159,24 @@ def test_a_second_run_starts_anew_and_a_directory_of_others_is_left_alone(projec
     assert sorted(p.name for p in own.iterdir()) == ["records.jsonl"]
 
 
-def test_ctrl_c_on_a_terminal_ends_it_with_the_summary_and_leaves_no_process(project: Project) -> None:
+def test_ctrl_c_on_a_terminal_ends_it_with_the_summary_and_leaves_no_process(
+    project: Project,
+) -> None:
     us, theirs = pty.openpty()
-    env = {name: value for name, value in project.env.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-    process = subprocess.Popen([*PENSTOCK, "demo"], cwd=project.dir, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    env = {name: value for name, value in project.env.items() if name != "NO_COLOR"} | {
+        "TERM": "xterm-256color",
+        "COLUMNS": "80",
+        "LINES": "24",
+    }
+    process = subprocess.Popen(
+        [*PENSTOCK, "demo"],
+        cwd=project.dir,
+        env=env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
     os.close(theirs)
     screen = b""
 
@@ -141,7 +190,14 @@ def test_ctrl_c_on_a_terminal_ends_it_with_the_summary_and_leaves_no_process(pro
         return screen
 
     try:
-        wait_for(lambda: b"links followed" in read() and _has_rows(project.dir / "penstock-demo" / "records.jsonl"), "a picture and a row", 120)
+        wait_for(
+            lambda: (
+                b"links followed" in read()
+                and _has_rows(project.dir / "penstock-demo" / "records.jsonl")
+            ),
+            "a picture and a row",
+            120,
+        )
         process.send_signal(signal.SIGINT)
         wait_for(lambda: (read() or True) and process.poll() is not None, "the end", 120)
         assert process.returncode == 0

@@ -35,7 +35,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S
+)
 
 
 @dataclass
@@ -50,7 +52,12 @@ def blocks(page: Path) -> list[Block]:
     found: list[Block] = []
     for m in FENCE.finditer(page.read_text("utf-8")):
         info = m["info"].strip()
-        if info == "text" and found and found[-1].info == "sh run" and m.start() == found[-1].end + 1:
+        if (
+            info == "text"
+            and found
+            and found[-1].info == "sh run"
+            and m.start() == found[-1].end + 1
+        ):
             found[-1].expected = m["body"]
         else:
             found.append(Block(info, m["body"], end=m.end()))
@@ -80,9 +87,23 @@ def missing(expected: str, output: str) -> str | None:
 @contextlib.contextmanager
 def session(directory: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
     """One bash for all the blocks of a page; whatever it leaves behind ends with it."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_") or name == "PENSTOCK_VENV"}
-    env |= {"NO_COLOR": "1", "COLUMNS": "200", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
-    process = subprocess.Popen(["bash", "-c", script], cwd=directory, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PENSTOCK_") or name == "PENSTOCK_VENV"
+    }
+    env |= {
+        "NO_COLOR": "1",
+        "COLUMNS": "200",
+        "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+    }
+    process = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=directory,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         yield process
     finally:
@@ -92,8 +113,19 @@ def session(directory: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md", "docs/sources/webhook.md", "docs/sources/seeds.md", "docs/from-cron-to-events.md"])
-def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "docs/tutorial.md",
+        "docs/sources/webhook.md",
+        "docs/sources/seeds.md",
+        "docs/from-cron-to-events.md",
+    ],
+)
+def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(
+    page: str, tmp_path: Path
+) -> None:
     work, results = tmp_path / "work", tmp_path / "results"
     work.mkdir()
     results.mkdir()
@@ -102,9 +134,15 @@ def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(
     def moved(text: str) -> str:
         text = re.sub(r"\b8000\b", str(first), re.sub(r"\b8001\b", str(second), text))
         # A person sees when the shop is there, and asks again where no price has moved yet; a few seconds are not always enough.
-        text = text.replace("> shop.json &\nsleep 2\n", "> shop.json &\nuntil [ -s shop.json ]; do sleep 0.1; done\n")
+        text = text.replace(
+            "> shop.json &\nsleep 2\n",
+            "> shop.json &\nuntil [ -s shop.json ]; do sleep 0.1; done\n",
+        )
         again = "penstock push --window 1s -f seeds.txt\npenstock run --until-idle || true\n"
-        return text.replace(f"sleep 10\n{again}cat moved.txt\n", f"until [ -s moved.txt ]; do\nsleep 2\n{again}done\ncat moved.txt\n")
+        return text.replace(
+            f"sleep 10\n{again}cat moved.txt\n",
+            f"until [ -s moved.txt ]; do\nsleep 2\n{again}done\ncat moved.txt\n",
+        )
 
     (work / "dev").write_text(f'#!/bin/sh\nexec {ROOT}/dev "$@"\n')
     (work / "dev").chmod(0o755)
@@ -122,7 +160,9 @@ def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(
     with session(work, script) as process:
         process.wait(600)
     for n, step in enumerate(steps):
-        out, err = ((results / f"{n}.{kind}").read_text("utf-8", "replace") for kind in ("out", "err"))
+        out, err = (
+            (results / f"{n}.{kind}").read_text("utf-8", "replace") for kind in ("out", "err")
+        )
         said = f"$ {moved(step.body)}\n{out}\n{err}"
         assert (results / f"{n}.code").read_text().strip() == "0", said
         absent = missing(moved(step.expected), out)
@@ -147,7 +187,9 @@ def pipelines() -> list[tuple[str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("page", "kind", "text"), pipelines(), ids=lambda value: value if len(value) < 40 else "")
+@pytest.mark.parametrize(
+    ("page", "kind", "text"), pipelines(), ids=lambda value: value if len(value) < 40 else ""
+)
 def test_every_pipeline_in_the_text_loads(page: str, kind: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / ("shop.py" if kind == "python" else "shop.toml")
     file.write_text(text, "utf-8")
@@ -171,7 +213,10 @@ def test_every_piece_of_configuration_in_the_text_is_good(page: Path, tmp_path: 
 def headings(page: Path) -> set[str]:
     """Anchors as GitHub makes them."""
     text = FENCE.sub("", page.read_text("utf-8"))
-    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
+    return {
+        re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", text, re.M)
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -183,7 +228,9 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), f"{page.name} links to {target}"
         if anchor:
-            assert anchor in headings(there), f"{page.name} links to {target}, which has no such heading"
+            assert anchor in headings(there), (
+                f"{page.name} links to {target}, which has no such heading"
+            )
 
 
 def test_every_page_is_in_the_index_and_every_decision_in_its_list() -> None:
@@ -198,9 +245,13 @@ def test_every_command_in_the_text_exists(page: Path) -> None:
     app = build()
     names = {name for name, *_ in COMMANDS}
     text = page.read_text("utf-8")
-    code = [b.body for b in blocks(page) if b.info.startswith("sh")] + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    code = [b.body for b in blocks(page) if b.info.startswith("sh")] + re.findall(
+        r"`([^`\n]+)`", FENCE.sub("", text)
+    )
     for line in code:
-        for m in re.finditer(r"(?<!from )(?:^|(?<=[\s;|&(]))penstock ([a-z]+)(?: ([a-z]+)\b)?", line):
+        for m in re.finditer(
+            r"(?<!from )(?:^|(?<=[\s;|&(]))penstock ([a-z]+)(?: ([a-z]+)\b)?", line
+        ):
             name, inner = m[1], m[2]
             assert name in names, f"{page.name}: penstock {name}"
             subcommands = [n for n in app[name] if not n.startswith("-")]
@@ -209,31 +260,55 @@ def test_every_command_in_the_text_exists(page: Path) -> None:
 
 
 def test_every_test_and_source_file_in_the_text_exists() -> None:
-    defined = {name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text("utf-8"))}
+    defined = {
+        name
+        for file in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text("utf-8"))
+    }
     defined |= set(SENTENCES)
     for page in PAGES:
         text = page.read_text("utf-8")
         for name in re.findall(r"`(test_\w+)`", text):
-            assert name in defined or list((ROOT / "tests").rglob(f"{name}.py")), f"{page.name}: {name}"
+            assert name in defined or list((ROOT / "tests").rglob(f"{name}.py")), (
+                f"{page.name}: {name}"
+            )
         for path in re.findall(r"`((?:src|tests|bench|docs|deploy)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
-        for module in re.findall(r"`((?:rules|stages|net|brokers|ledgers|claims|pages|sinks|stores|cli|demo|testing)/\w+\.py|\w+\.py)`", text):
-            known = (ROOT / "src/penstock" / module).exists() or list(DOCS.glob(module)) or module in ("shop.py",)
+        for module in re.findall(
+            r"`((?:rules|stages|net|brokers|ledgers|claims|pages|sinks|stores|cli|demo|testing)/\w+\.py|\w+\.py)`",
+            text,
+        ):
+            known = (
+                (ROOT / "src/penstock" / module).exists()
+                or list(DOCS.glob(module))
+                or module in ("shop.py",)
+            )
             assert known or "/" not in module, f"{page.name}: {module}"
 
 
 def test_options_named_in_the_text_exist() -> None:
     variables = {v for option in (*OPTIONS, *pool_options("NAME")) for v in option.variables}
-    ours = {"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL", "PENSTOCK_SERVICES_DIR", "PENSTOCK_KAFKA_OPTIONS"}
+    ours = {
+        "PENSTOCK_CONFIG",
+        "PENSTOCK_VENV",
+        "PENSTOCK_DEBUG",
+        "PENSTOCK_LOG_LEVEL",
+        "PENSTOCK_SERVICES_DIR",
+        "PENSTOCK_KAFKA_OPTIONS",
+    }
     paths = {option.path for option in OPTIONS}
     sections = {path.partition(".")[0] for path in paths if "." in path}
     for page in PAGES:
         text = page.read_text("utf-8")
         for name in re.findall(r"\bPENSTOCK_[A-Z_]+\b", text):
-            assert name in variables | ours or name.removesuffix("_FILE") in variables, f"{page.name}: {name}"
+            assert name in variables | ours or name.removesuffix("_FILE") in variables, (
+                f"{page.name}: {name}"
+            )
         for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", text):
             if name.partition(".")[0] in sections and not name.endswith((".py", ".db", ".md")):
-                assert name in paths or any(p.startswith(name + ".") for p in paths), f"{page.name}: {name}"
+                assert name in paths or any(p.startswith(name + ".") for p in paths), (
+                    f"{page.name}: {name}"
+                )
 
 
 # -- generated pages ---------------------------------------------------------------------------------------------------
@@ -253,7 +328,9 @@ def test_generated_pages_are_those_of_the_code() -> None:
 
 
 def test_every_option_and_command_is_in_the_reference() -> None:
-    configuration, cli = ((DOCS / name).read_text("utf-8") for name in ("configuration.md", "cli.md"))
+    configuration, cli = (
+        (DOCS / name).read_text("utf-8") for name in ("configuration.md", "cli.md")
+    )
     for option in OPTIONS:
         assert f"| `{option.path}` |" in configuration
         assert all(f"`{variable}`" in configuration for variable in option.variables)
@@ -263,8 +340,16 @@ def test_every_option_and_command_is_in_the_reference() -> None:
 
 def test_the_table_of_brokers_has_every_adapter_every_capability_and_every_sentence() -> None:
     made = generator()
-    modules = {entry.module for entry in entry_points(group="penstock.brokers") if entry.module.startswith("penstock.")}
-    assert {entry.module for entry in entry_points(group="penstock.brokers") if entry.name in made.ADAPTERS} == modules
+    modules = {
+        entry.module
+        for entry in entry_points(group="penstock.brokers")
+        if entry.module.startswith("penstock.")
+    }
+    assert {
+        entry.module
+        for entry in entry_points(group="penstock.brokers")
+        if entry.name in made.ADAPTERS
+    } == modules
     assert set(made.CAPABILITIES) == set(Capabilities.__struct_fields__)
     page = (DOCS / "broker-guarantees.md").read_text("utf-8")
     assert set(SENTENCES) == {name for name in dir(BrokerConformance) if name.startswith("test_")}
@@ -272,13 +357,20 @@ def test_the_table_of_brokers_has_every_adapter_every_capability_and_every_sente
         words, gates = name.removeprefix("test_").replace("_", " "), made.asked_for(needs)
         assert set(gates) <= set(made.CAPABILITIES)
         row = next(line for line in page.splitlines() if words in line)
-        assert row.startswith(f"| {words} | {', '.join(f'`{gate}`' for gate in gates)} |" if gates else f"- {words}")
+        assert row.startswith(
+            f"| {words} | {', '.join(f'`{gate}`' for gate in gates)} |" if gates else f"- {words}"
+        )
 
 
 def test_no_adapter_leaves_out_a_sentence_of_the_suite() -> None:
     """A sentence that does not hold is gated by a capability, which is in the table."""
-    for file in [*(ROOT / "tests/brokers").glob("test_*.py"), ROOT / "tests/embedded/test_broker_sqlite.py"]:
-        found = set(re.findall(r"^    (?:async def |def )?(test_\w+)", file.read_text("utf-8"), re.M)) & set(SENTENCES)
+    for file in [
+        *(ROOT / "tests/brokers").glob("test_*.py"),
+        ROOT / "tests/embedded/test_broker_sqlite.py",
+    ]:
+        found = set(
+            re.findall(r"^    (?:async def |def )?(test_\w+)", file.read_text("utf-8"), re.M)
+        ) & set(SENTENCES)
         assert not found, f"{file.name} has a version of its own of {found}"
 
 
@@ -291,30 +383,58 @@ def test_no_adapter_leaves_out_a_sentence_of_the_suite() -> None:
         ("sqs", set(sqs_wire._OPTIONS)),
     ],
 )
-def test_every_option_of_a_brokers_url_is_documented_and_there(scheme: str, options: set[str]) -> None:
-    section = (DOCS / "brokers.md").read_text("utf-8").partition(f"\n### {scheme}://")[2].partition("\n### ")[0].partition("\n## ")[0]
-    documented = {name for line in section.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w.]+)`", line.split(" | ")[0])}
+def test_every_option_of_a_brokers_url_is_documented_and_there(
+    scheme: str, options: set[str]
+) -> None:
+    section = (
+        (DOCS / "brokers.md")
+        .read_text("utf-8")
+        .partition(f"\n### {scheme}://")[2]
+        .partition("\n### ")[0]
+        .partition("\n## ")[0]
+    )
+    documented = {
+        name
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([\w.]+)`", line.split(" | ")[0])
+    }
     assert documented - {"rdkafka.NAME"} == options
 
 
 # -- the examples for contributors -------------------------------------------------------------------------------------
 
 
-def test_the_sink_of_the_contributors_guide_is_found_by_its_scheme_and_holds_every_row_once(tmp_path: Path) -> None:
-    example = next(b.body for b in blocks(ROOT / "CONTRIBUTING.md") if b.info == "python file=tab_sink.py")
-    entry_point = next(b.body for b in blocks(ROOT / "CONTRIBUTING.md") if b.info == "toml" and "entry-points" in b.body)
+def test_the_sink_of_the_contributors_guide_is_found_by_its_scheme_and_holds_every_row_once(
+    tmp_path: Path,
+) -> None:
+    example = next(
+        b.body for b in blocks(ROOT / "CONTRIBUTING.md") if b.info == "python file=tab_sink.py"
+    )
+    entry_point = next(
+        b.body
+        for b in blocks(ROOT / "CONTRIBUTING.md")
+        if b.info == "toml" and "entry-points" in b.body
+    )
     found = tomllib.loads(entry_point)["project"]["entry-points"]["penstock.sinks"]
     (tmp_path / "tab_sink.py").write_text(example, "utf-8")
     about = tmp_path / "tab_sink-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tab-sink\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[penstock.sinks]\n" + "".join(f"{k} = {v}\n" for k, v in found.items()))
+    (about / "entry_points.txt").write_text(
+        "[penstock.sinks]\n" + "".join(f"{k} = {v}\n" for k, v in found.items())
+    )
     (tmp_path / "shop.py").write_text(
         'from penstock import Pipeline\nshop = Pipeline("shop")\n@shop.extract\ndef all(page):\n    yield {"t": page.text}\nshop.sink("tab:out.tsv")\n'
     )
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     checked = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", "config", "check", "shop.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "penstock.cli.main", "config", "check", "shop.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert checked.returncode == 0, checked.stderr
 
@@ -330,4 +450,6 @@ def test_the_sink_of_the_contributors_guide_is_found_by_its_scheme_and_holds_eve
     again.write(rows[2:])
     again.close()
     sink.close()
-    assert (tmp_path / "out.tsv").read_text() == "there before\n" + "".join(f"k{n}\t{{}}\n" for n in range(1, 5))
+    assert (tmp_path / "out.tsv").read_text() == "there before\n" + "".join(
+        f"k{n}\t{{}}\n" for n in range(1, 5)
+    )

@@ -10,8 +10,12 @@ from tests.e2e.harness import PENSTOCK, Project, Site, product, wait_for
 URLS = 10
 
 
-@pytest.mark.parametrize("already_running", [False, True], ids=["pushed before the run", "pushed while it runs"])
-def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(project: Project, site: Site, already_running: bool) -> None:
+@pytest.mark.parametrize(
+    "already_running", [False, True], ids=["pushed before the run", "pushed while it runs"]
+)
+def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(
+    project: Project, site: Site, already_running: bool
+) -> None:
     project.set(dedup_settle="30s")  # "the same instant", on however slow a machine
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(URLS)]
     running = project.start("run", "shop.py") if already_running else None
@@ -19,7 +23,11 @@ def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(project: Pro
         wait_for(lambda: project.tree()[1] or running.ended, "a worker")
     sources = [
         subprocess.Popen(
-            [*PENSTOCK, "push", "--trace", f"source-{name}", *urls], cwd=project.dir, env=project.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [*PENSTOCK, "push", "--trace", f"source-{name}", *urls],
+            cwd=project.dir,
+            env=project.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for name in ("a", "b")
     ]
@@ -27,7 +35,11 @@ def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(project: Pro
         said, _ = source.communicate(timeout=60)
         assert source.returncode == 0, said
     if running:
-        wait_for(lambda: project.total()["success"] == URLS and project.total()["duplicate"] == URLS, "ten ends and ten duplicates", every=0.1)
+        wait_for(
+            lambda: project.total()["success"] == URLS and project.total()["duplicate"] == URLS,
+            "ten ends and ten duplicates",
+            every=0.1,
+        )
         wait_for(lambda: project.written() == URLS, "all rows")
         running.signal(15)
         assert running.wait() == 0, running.said
@@ -36,7 +48,9 @@ def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(project: Pro
 
     total = project.total()
     assert (total["accepted"], total["success"], total["duplicate"]) == (2 * URLS, URLS, URLS)
-    assert {path: len(site.asked(path)) for path in (f"/p/{n}" for n in range(URLS))} == {f"/p/{n}": 1 for n in range(URLS)}
+    assert {path: len(site.asked(path)) for path in (f"/p/{n}" for n in range(URLS))} == {
+        f"/p/{n}": 1 for n in range(URLS)
+    }
     rows = project.rows()
     assert sorted(row["sku"] for row in rows) == sorted(f"S-{n}" for n in range(URLS))
     written = {row["_penstock"]["url"]: row["_penstock"]["event_id"] for row in rows}
@@ -44,18 +58,31 @@ def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(project: Pro
     for e in events.values():
         if e["status"] == "duplicate":
             assert e["duplicate_of"] == written[e["url"]]
-            assert {e["trace_id"], events[e["duplicate_of"]]["trace_id"]} == {"source-a", "source-b"}
+            assert {e["trace_id"], events[e["duplicate_of"]]["trace_id"]} == {
+                "source-a",
+                "source-b",
+            }
 
     loser = next(e for e in events.values() if e["status"] == "duplicate")
     winner = events[loser["duplicate_of"]]
-    seen_from_loser, seen_from_winner = project.event(loser["event_id"]), project.event(winner["event_id"])
-    assert (seen_from_loser["duplicate_of"], seen_from_loser["duplicate_of_trace"]) == (winner["event_id"], winner["trace_id"])
-    assert {"event_id": loser["event_id"], "trace_id": loser["trace_id"]} in seen_from_winner["duplicates"]
+    seen_from_loser, seen_from_winner = (
+        project.event(loser["event_id"]),
+        project.event(winner["event_id"]),
+    )
+    assert (seen_from_loser["duplicate_of"], seen_from_loser["duplicate_of_trace"]) == (
+        winner["event_id"],
+        winner["trace_id"],
+    )
+    assert {"event_id": loser["event_id"], "trace_id": loser["trace_id"]} in seen_from_winner[
+        "duplicates"
+    ]
     assert winner["event_id"][:8] in project.good("trace", loser["event_id"])
     project.doctor()
 
 
-def test_a_later_event_inside_the_window_is_delayed_to_its_end_and_force_goes_at_once(project: Project, site: Site) -> None:
+def test_a_later_event_inside_the_window_is_delayed_to_its_end_and_force_goes_at_once(
+    project: Project, site: Site
+) -> None:
     project.set(dedup_settle="0s", dedup_window="3s")
     url = site.serve("/p/1", product(1))
     project.push(url)
@@ -64,16 +91,30 @@ def test_a_later_event_inside_the_window_is_delayed_to_its_end_and_force_goes_at
     project.push(url, url)
     project.run()
     first, second = site.asked("/p/1")
-    assert second.at - first.at >= 3_000_000 - 50_000 - site.late * 1e6, "asked again inside the window"
+    assert second.at - first.at >= 3_000_000 - 50_000 - site.late * 1e6, (
+        "asked again inside the window"
+    )
     assert [row["price"] for row in project.rows()] == ["10.00", "11.00"]
-    assert project.total() == {"accepted": 3, "pending": 0, "in_flight": 0, "delayed": 0, "success": 2, "duplicate": 1, "dead": 0}
+    assert project.total() == {
+        "accepted": 3,
+        "pending": 0,
+        "in_flight": 0,
+        "delayed": 0,
+        "success": 2,
+        "duplicate": 1,
+        "dead": 0,
+    }
     project.push(url, options=("--force",))
     project.run()
     assert len(site.asked("/p/1")) == 3
-    assert [row["price"] for row in project.rows()] == ["10.00", "11.00", "11.00"], "--force writes what has not changed"
+    assert [row["price"] for row in project.rows()] == ["10.00", "11.00", "11.00"], (
+        "--force writes what has not changed"
+    )
 
 
-def test_in_drop_mode_a_later_event_inside_the_window_is_a_duplicate(project: Project, site: Site) -> None:
+def test_in_drop_mode_a_later_event_inside_the_window_is_a_duplicate(
+    project: Project, site: Site
+) -> None:
     project.set(dedup_settle="0s", dedup_window="1h", dedup_mode="drop")
     url = site.serve("/p/1", product(1))
     project.push(url)
@@ -86,10 +127,19 @@ def test_in_drop_mode_a_later_event_inside_the_window_is_a_duplicate(project: Pr
     assert len(project.rows()) == 1
 
 
-def test_a_parameter_on_the_list_does_not_make_another_url_and_one_taken_off_it_does(project: Project, site: Site) -> None:
+def test_a_parameter_on_the_list_does_not_make_another_url_and_one_taken_off_it_does(
+    project: Project, site: Site
+) -> None:
     site.serve("/p/1", product(1))
     project.set(dedup_tracking="ref,-gclid", dedup_window="1h", dedup_mode="drop")
-    project.push(*(site.url(f"/p/1?{query}") for query in ("ref=a", "ref=b", "gclid=1", "gclid=2", "utm_source=x")))
+    project.push(
+        *(
+            site.url(f"/p/1?{query}")
+            for query in ("ref=a", "ref=b", "gclid=1", "gclid=2", "utm_source=x")
+        )
+    )
     project.run()
     assert (project.total()["success"], project.total()["duplicate"]) == (3, 2)
-    assert len(project.events("--url", site.url("/p/1?ref=anything"))) == 3, "and whoever asks by URL finds them"
+    assert len(project.events("--url", site.url("/p/1?ref=anything"))) == 3, (
+        "and whoever asks by URL finds them"
+    )

@@ -25,32 +25,51 @@ def test_fifty_killed_workers_and_five_killed_brokers_lose_nothing(
 ) -> None:
     rng = random.Random(seed)
     lay_out(project, layout, server, quick=True)
-    share = WORKERS if layout == "kafka" else 1  # one host is one partition there, and one worker has it
+    share = (
+        WORKERS if layout == "kafka" else 1
+    )  # one host is one partition there, and one worker has it
     held = HELD * share
     project.set(fetch_concurrency=str(CONCURRENCY * share), fetch_prefetch=str(held), lease="2s")
     web = target(pages=PAGES, dead_share=DEAD_SHARE, delay=DELAY)
     project.push(*web.urls)
     broker = server(layout) if layout in KILLED else None
-    running = project.start("run", "shop.py", "--until-idle", "--workers", str(WORKERS), "--log-level", "error")
+    running = project.start(
+        "run", "shop.py", "--until-idle", "--workers", str(WORKERS), "--log-level", "error"
+    )
     for kill in range(KILLS):
         begun = web.lines()
-        most = max(2, (PAGES - begun) // (KILLS - kill + 10))  # something is left for the last kill, however late each of them comes
+        most = max(
+            2, (PAGES - begun) // (KILLS - kill + 10)
+        )  # something is left for the last kill, however late each of them comes
         some = rng.randrange(1, most)
-        wait_for(lambda begun=begun, some=some: running.ended or web.lines() - begun >= some, f"{some} requests: {running.said}", 300)
+        wait_for(
+            lambda begun=begun, some=some: running.ended or web.lines() - begun >= some,
+            f"{some} requests: {running.said}",
+            300,
+        )
 
         def workers(begun: int = begun, most: int = most) -> list[int]:
             """All of them; those there are, where a new one takes so long that nothing would be left for the last kill."""
             found = project.tree()[0]
             return found if len(found) == WORKERS or web.lines() - begun >= most else []
 
-        found = wait_for(lambda: running.ended or workers(), "as many workers as asked for", 180, every=0.02)
+        found = wait_for(
+            lambda: running.ended or workers(), "as many workers as asked for", 180, every=0.02
+        )
         assert not running.ended, f"all was done after {kill} kills: {running.said}"
         os.kill(rng.choice(found), signal.SIGKILL)
         if broker is not None and kill % (KILLS // BROKER_KILLS) == 5:
             broker.kill()
             broker.start()
     assert running.wait(400) in (0, 1), running.said
-    check(project.status(), web.log, project.dir / "products.jsonl", pages=PAGES, crashes=KILLS, at_once=held)
+    check(
+        project.status(),
+        web.log,
+        project.dir / "products.jsonl",
+        pages=PAGES,
+        crashes=KILLS,
+        at_once=held,
+    )
     if layout != "postgres":  # a server that dies may forget a start, never an end
         check_starts(project, web)
     project.nothing_runs()

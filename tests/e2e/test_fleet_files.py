@@ -29,12 +29,21 @@ class Machines:
         self.all = [first, Project(other)]
         self.all[1].write("shop.py", (first.dir / "shop.py").read_text())
         for project in self.all:
-            project.set(broker_url=url, namespace=self.namespace, lease="2s", fetch_concurrency="8", fetch_prefetch="16")
+            project.set(
+                broker_url=url,
+                namespace=self.namespace,
+                lease="2s",
+                fetch_concurrency="8",
+                fetch_prefetch="16",
+            )
 
     def start(self, web: Target) -> list[Running]:
         for machine in self.all:
             machine.allow(web.port)
-        return [machine.start("run", "shop.py", "--until-idle", "--log-level", "warning") for machine in self.all]
+        return [
+            machine.start("run", "shop.py", "--until-idle", "--log-level", "warning")
+            for machine in self.all
+        ]
 
     def sql(self, text: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(self.url) as db:
@@ -47,7 +56,9 @@ class Machines:
 
 
 @pytest.fixture
-def machines(project: Project, tmp_path: Path, server: Callable[[str], Handle]) -> Iterator[Machines]:
+def machines(
+    project: Project, tmp_path: Path, server: Callable[[str], Handle]
+) -> Iterator[Machines]:
     made = Machines(project, tmp_path, server("postgres").url)
     yield made
     made.all[1].close()
@@ -65,7 +76,9 @@ def check(machines: Machines, web: Target) -> None:
         machine.doctor()
 
 
-def test_of_two_machines_one_writes_and_no_row_is_in_both_files(machines: Machines, target: Callable[..., Target], project: Project) -> None:
+def test_of_two_machines_one_writes_and_no_row_is_in_both_files(
+    machines: Machines, target: Callable[..., Target], project: Project
+) -> None:
     web = target(pages=400, delay=0.05)
     project.push(*web.urls)
     for each in machines.start(web):
@@ -83,13 +96,24 @@ def test_a_killed_holder_is_followed_by_the_other_machine_and_no_row_is_lost_or_
     running = machines.start(web)
     for _ in range(4):
         before = machines.lines()
-        wait_for(lambda: machines.lines() != before or all(r.ended for r in running), running[0].said, every=0.002)  # noqa: B023
-        writing = next((i for i, (a, b) in enumerate(zip(before, machines.lines(), strict=True)) if a != b), 0)
+        wait_for(
+            lambda: machines.lines() != before or all(r.ended for r in running),  # noqa: B023
+            running[0].said,
+            every=0.002,
+        )
+        writing = next(
+            (i for i, (a, b) in enumerate(zip(before, machines.lines(), strict=True)) if a != b), 0
+        )
         time.sleep(rng.uniform(0.0, 0.05))  # anywhere between two notes
         running[writing].kill()
         other = machines.lines()[1 - writing]
-        wait_for(lambda: machines.lines()[1 - writing] > other or running[1 - writing].ended, running[1 - writing].said)  # noqa: B023
-        running[writing] = machines.all[writing].start("run", "shop.py", "--until-idle", "--log-level", "warning")
+        wait_for(
+            lambda: machines.lines()[1 - writing] > other or running[1 - writing].ended,  # noqa: B023
+            running[1 - writing].said,
+        )
+        running[writing] = machines.all[writing].start(
+            "run", "shop.py", "--until-idle", "--log-level", "warning"
+        )
     for each in running:
         assert each.wait() == 0, each.said
     assert min(machines.lines()) > 0, "each of them had its turn"
@@ -105,7 +129,11 @@ def test_a_holder_whose_lock_is_cut_off_stops_before_it_notes_and_leaves_nothing
     cuts = 0
     while cuts < 12 and not all(r.ended for r in running):
         before = machines.lines()
-        wait_for(lambda: machines.lines() != before or all(r.ended for r in running), running[0].said, every=0.002)  # noqa: B023
+        wait_for(
+            lambda: machines.lines() != before or all(r.ended for r in running),  # noqa: B023
+            running[0].said,
+            every=0.002,
+        )
         cuts += len(machines.sql(f"SELECT pg_terminate_backend(pid) FROM ({HOLDERS}) AS holder"))
     assert cuts > 2
     for each in running:

@@ -13,24 +13,36 @@ def links(*urls: str) -> str:
     return "".join(f'<a class="related" href="{url}">more</a>' for url in urls)
 
 
-def test_a_web_of_links_is_walked_once_with_every_link_accounted_for(project: Project, site: Site) -> None:
+def test_a_web_of_links_is_walked_once_with_every_link_accounted_for(
+    project: Project, site: Site
+) -> None:
     made = 0
-    for n in range(PAGES):  # forward, to itself with a fragment, and back to the start: circles everywhere
-        out = [f"/p/{(n + step) % PAGES}" for step in (1, 2, 7)] + [f"#{n}", "/p/0", "https://elsewhere.example/p/1"]
+    for n in range(
+        PAGES
+    ):  # forward, to itself with a fragment, and back to the start: circles everywhere
+        out = [f"/p/{(n + step) % PAGES}" for step in (1, 2, 7)] + [
+            f"#{n}",
+            "/p/0",
+            "https://elsewhere.example/p/1",
+        ]
         made += len(out)
         site.serve(f"/p/{n}", product(n, more=links(*out)))
     site.serve("/p/0", product(0, more=links("/p/1", "/p/2", "/p/7", "mailto:us@shop.example")))
     project.set(follow_depth="100")
     project.push(site.url("/p/0"))
     project.run("--workers", "2")
-    assert Counter(e.path for e in site.web.entries if e.path.startswith("/p/")) == {f"/p/{n}": 1 for n in range(PAGES)}
+    assert Counter(e.path for e in site.web.entries if e.path.startswith("/p/")) == {
+        f"/p/{n}": 1 for n in range(PAGES)
+    }
     assert sorted(row["sku"] for row in project.rows()) == sorted(f"S-{n}" for n in range(PAGES))
     status = project.status()
     assert status["total"]["accepted"] == status["total"]["success"] == PAGES
     counters = status["counters"]
     assert counters["followed"] == PAGES - 1
     assert counters["followed_offsite"] > 0
-    assert {row["_penstock"]["trace_id"] for row in project.rows()} == {project.event(site.url("/p/0"))["trace_id"]}
+    assert {row["_penstock"]["trace_id"] for row in project.rows()} == {
+        project.event(site.url("/p/0"))["trace_id"]
+    }
     tree = project.trace(site.url("/p/0"))
     assert tree["total"] == PAGES
     assert all(e["parent"] for e in tree["events"] if e["event_id"] != tree["asked"])

@@ -41,8 +41,26 @@ def ground(server: Callable[[str], Handle]) -> Iterator[Ground]:
 
 
 def change(n: int, url: str, lsn: int, **row: Any) -> dict[str, Any]:
-    source = {"connector": "postgresql", "name": "shop", "db": "shop", "schema": "public", "table": "scrape_requests", "txId": 7, "lsn": lsn, "ts_ms": 1}
-    return {"schema": {}, "payload": {"before": None, "after": {"id": n, "url": url, **row}, "source": source, "op": "c", "ts_ms": 2}}
+    source = {
+        "connector": "postgresql",
+        "name": "shop",
+        "db": "shop",
+        "schema": "public",
+        "table": "scrape_requests",
+        "txId": 7,
+        "lsn": lsn,
+        "ts_ms": 1,
+    }
+    return {
+        "schema": {},
+        "payload": {
+            "before": None,
+            "after": {"id": n, "url": url, **row},
+            "source": source,
+            "op": "c",
+            "ts_ms": 2,
+        },
+    }
 
 
 def feed(ground: Ground, topic: str, changes: list[dict[str, Any]]) -> None:
@@ -53,7 +71,14 @@ def feed(ground: Ground, topic: str, changes: list[dict[str, Any]]) -> None:
 
 
 def messages(ground: Ground, topic: str) -> list[Any]:
-    consumer = Consumer({"bootstrap.servers": ground.servers, "group.id": "look", "enable.partition.eof": True, "log_level": 0})
+    consumer = Consumer(
+        {
+            "bootstrap.servers": ground.servers,
+            "group.id": "look",
+            "enable.partition.eof": True,
+            "log_level": 0,
+        }
+    )
     partitions = sorted(consumer.list_topics(topic, timeout=60).topics[topic].partitions)
     consumer.assign([TopicPartition(topic, p, 0) for p in partitions])
     found, ended = [], set()
@@ -75,22 +100,39 @@ def test_a_run_that_is_killed_makes_one_event_of_each_change_and_one_row_of_each
     topic = ground.topic(3)
     records = f"{topic}.records"
     ground.mine(records)
-    project.write("shop.py", SHOP.format(url=ground.url, changes=topic, records=records, transactions=transactions))
+    project.write(
+        "shop.py",
+        SHOP.format(url=ground.url, changes=topic, records=records, transactions=transactions),
+    )
     changes = [change(n, url, 1000 + n) for n, url in enumerate(web.urls)]
-    repeated = changes + rng.sample(changes, AGAIN)  # as Debezium sends again after a crash of its own
+    repeated = changes + rng.sample(
+        changes, AGAIN
+    )  # as Debezium sends again after a crash of its own
     feed(ground, topic, repeated)
     for _ in range(KILLS):
         begun, share = web.lines(), rng.randrange(5, CHANGES // KILLS)
         running = project.start("run", "shop.py", "--log-level", "warning")
         # The last of them may find nothing left to ask for: then it is killed while it writes.
-        wait_for(lambda begun=begun, share=share: web.lines() - begun >= share or len(web.asked()) >= CHANGES, f"{share} requests: {running.said}", 180, 0.002)
+        wait_for(
+            lambda begun=begun, share=share: (
+                web.lines() - begun >= share or len(web.asked()) >= CHANGES
+            ),
+            f"{share} requests: {running.said}",
+            180,
+            0.002,
+        )
         time.sleep(rng.uniform(0.0, 0.1))
         running.kill()
         project.nothing_runs()
     ground.write(topic, [b"{broken"])
     project.run(expect=0)
     total = project.total()
-    assert (total["accepted"], total["success"], total["dead"], total["duplicate"]) == (CHANGES, CHANGES, 0, 0), total
+    assert (total["accepted"], total["success"], total["dead"], total["duplicate"]) == (
+        CHANGES,
+        CHANGES,
+        0,
+        0,
+    ), total
     (letter,) = project.letters().values()
     assert "no JSON" in letter["reason"]
     found = messages(ground, records)
@@ -101,28 +143,43 @@ def test_a_run_that_is_killed_makes_one_event_of_each_change_and_one_row_of_each
     for m in found:
         by_id.setdefault(dict(m.headers())["penstock-id"], set()).add(m.value())
     assert len(by_id) == CHANGES
-    assert all(len(values) == 1 for values in by_id.values()), "what was written again is the same, byte for byte"
+    assert all(len(values) == 1 for values in by_id.values()), (
+        "what was written again is the same, byte for byte"
+    )
     assert len(found) == CHANGES or not transactions
     print(f"{len(found)} messages for {CHANGES} records; {sum(web.asked().values())} requests")
 
 
-def test_a_change_becomes_a_record_and_its_end_a_tombstone(project: Project, site: Site, ground: Ground) -> None:
+def test_a_change_becomes_a_record_and_its_end_a_tombstone(
+    project: Project, site: Site, ground: Ground
+) -> None:
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(2)]
     topic = ground.topic()
     records = f"{topic}.records"
     ground.mine(records)
-    project.set(dedup_window="0s", dedup_settle="0s")  # the second change comes at once, and is no duplicate of the first
-    project.write("shop.py", SHOP.format(url=ground.url, changes=topic, records=records, transactions=False))
+    project.set(
+        dedup_window="0s", dedup_settle="0s"
+    )  # the second change comes at once, and is no duplicate of the first
+    project.write(
+        "shop.py", SHOP.format(url=ground.url, changes=topic, records=records, transactions=False)
+    )
     feed(ground, topic, [change(n, url, n) for n, url in enumerate(urls)])
-    shown = json.loads(project.good("sources", "test", "changes", "--pipeline", "shop.py", "--json"))
+    shown = json.loads(
+        project.good("sources", "test", "changes", "--pipeline", "shop.py", "--json")
+    )
     assert len(shown["events"]) == 2, shown
     project.run()
     site.serve("/p/0", product(0, "sold out"))
     feed(ground, topic, [change(0, urls[0], 10, gone=True)])
     project.run()
-    found = [(json.loads(m.key())["payload"]["sku"], m.value() is None) for m in messages(ground, records)]
+    found = [
+        (json.loads(m.key())["payload"]["sku"], m.value() is None)
+        for m in messages(ground, records)
+    ]
     assert sorted(found) == [("S-0", False), ("S-0", True), ("S-1", False)]
-    (source,) = json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))["sources"]
+    (source,) = json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))[
+        "sources"
+    ]
     assert (source["position"], source["backlog"]) == ("at 0:3", 0)
     project.good("sources", "reset", "changes", "--to", "start", "--pipeline", "shop.py")
     project.run()

@@ -21,16 +21,23 @@ PAGES, KILLS, DEAD_SHARE = 5000, 20, 0.02
 CONCURRENCY, HELD = 32, 64  # of one worker; fetched and not yet written counts as held
 
 
-def check(status: dict[str, Any], log: Path, sink: Path, *, pages: int, crashes: int, at_once: int) -> None:
+def check(
+    status: dict[str, Any], log: Path, sink: Path, *, pages: int, crashes: int, at_once: int
+) -> None:
     """Independent of the code under test: reads what `status --json` said, the target's own log and the sink's file, and knows the plan."""
     dead = {f"/p/{n}" for n in range(pages) if ends_dead(n, DEAD_SHARE)}
     alive = {f"/p/{n}" for n in range(pages)} - dead
     total = status["total"]
-    assert (total["accepted"], total["success"], total["dead"]) == (pages, len(alive), len(dead)), total
+    assert (total["accepted"], total["success"], total["dead"]) == (pages, len(alive), len(dead)), (
+        total
+    )
     assert all(total[name] == 0 for name in ("pending", "in_flight", "delayed", "duplicate")), total
     rows = read_rows(sink)
     written = Counter("/p/" + row["_penstock"]["url"].rpartition("/p/")[2] for row in rows)
-    assert set(written) == alive, (sorted(alive - set(written))[:5], sorted(set(written) - alive)[:5])
+    assert set(written) == alive, (
+        sorted(alive - set(written))[:5],
+        sorted(set(written) - alive)[:5],
+    )
     assert max(written.values()) == 1, written.most_common(3)
     assert len({row["_penstock"]["event_id"] for row in rows}) == len(rows)
     for row in rows:
@@ -52,26 +59,57 @@ def check_starts(project: Project, target: Target) -> None:
         assert event["retry_count"] == (event["status"] == "dead"), event
 
 
-def run_and_kill(project: Project, target: Target, rng: random.Random, args: tuple[str, ...], later: int, strike: Callable[[Any], None]) -> None:
+def run_and_kill(
+    project: Project,
+    target: Target,
+    rng: random.Random,
+    args: tuple[str, ...],
+    later: int,
+    strike: Callable[[Any], None],
+) -> None:
     """One run, ended by `strike` after a random part of the work, or a random moment of its start. Something is left for those that come `later`."""
     left = target.pages - len(target.asked())
-    begun, running = target.lines(), project.start("run", "shop.py", "--until-idle", "--log-level", "warning", *args)
+    begun, running = (
+        target.lines(),
+        project.start("run", "shop.py", "--until-idle", "--log-level", "warning", *args),
+    )
     if rng.random() < 0.25:
         until = time.monotonic() + rng.uniform(0.0, 0.8)
-        wait_for(lambda: time.monotonic() >= until or target.lines() > begun, "a moment of its start", every=0.002)
+        wait_for(
+            lambda: time.monotonic() >= until or target.lines() > begun,
+            "a moment of its start",
+            every=0.002,
+        )
     else:
-        share = rng.randrange(1, max(2, left // (later + 2)))  # at most half of what is left, so that one who looks late still finds it at work
-        wait_for(lambda: running.ended or target.lines() - begun >= share, f"{share} requests: {running.said}", every=0.002)
+        share = rng.randrange(
+            1, max(2, left // (later + 2))
+        )  # at most half of what is left, so that one who looks late still finds it at work
+        wait_for(
+            lambda: running.ended or target.lines() - begun >= share,
+            f"{share} requests: {running.said}",
+            every=0.002,
+        )
         time.sleep(rng.uniform(0.0, 0.02))
     strike(running)
 
 
-def finish(project: Project, target: Target, args: tuple[str, ...], *, crashes: int, at_once: int) -> None:
+def finish(
+    project: Project, target: Target, args: tuple[str, ...], *, crashes: int, at_once: int
+) -> None:
     started = time.monotonic()
     done = project.penstock("run", "shop.py", "--until-idle", *args)
-    print(f"the last run took {time.monotonic() - started:.1f} s; {sum(target.asked().values())} requests for {target.pages} pages")
+    print(
+        f"the last run took {time.monotonic() - started:.1f} s; {sum(target.asked().values())} requests for {target.pages} pages"
+    )
     assert done.code in (0, 1), done.said  # 1: events ended dead in this run
-    check(project.status(), target.log, project.dir / "products.jsonl", pages=target.pages, crashes=crashes, at_once=at_once)
+    check(
+        project.status(),
+        target.log,
+        project.dir / "products.jsonl",
+        pages=target.pages,
+        crashes=crashes,
+        at_once=at_once,
+    )
     check_starts(project, target)
     project.doctor()
     project.nothing_runs()
@@ -96,12 +134,16 @@ def test_a_run_killed_twenty_times_at_random_loses_nothing_and_writes_nothing_tw
 
     for later in reversed(range(KILLS)):
         run_and_kill(project, web, rng, args, later, strike)
-    assert project.total()["success"] < PAGES * (1 - DEAD_SHARE), "all was done before the last kill"
+    assert project.total()["success"] < PAGES * (1 - DEAD_SHARE), (
+        "all was done before the last kill"
+    )
     finish(project, web, args, crashes=KILLS, at_once=HELD * workers)
 
 
 @pytest.mark.slow
-def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(project: Project, target: Callable[..., Target], seed: int) -> None:
+def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(
+    project: Project, target: Callable[..., Target], seed: int
+) -> None:
     rng = random.Random(seed)
     project.set(fetch_concurrency=str(CONCURRENCY), fetch_prefetch=str(HELD))
     web = target(pages=3000, dead_share=DEAD_SHARE, delay=0.2)
@@ -111,21 +153,39 @@ def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(project: Pr
     kinds = ("worker", "zygote", "worker", "zygote", "zygote", "worker")
     for n, kind in enumerate(kinds):
         begun = web.lines()
-        most = max(4, (3000 - begun) // (len(kinds) - n + 2))  # something is left for the last kill, however late each of them comes
+        most = max(
+            4, (3000 - begun) // (len(kinds) - n + 2)
+        )  # something is left for the last kill, however late each of them comes
         some = rng.randrange(most // 4, most // 2)
 
         def victims(kind: str = kind, begun: int = begun, most: int = most) -> list[int]:
             """Of two workers with their zygotes; of one, where a new one takes so long that nothing would be left for the last kill."""
             workers, zygotes = project.tree()
-            return (workers if kind == "worker" else zygotes) if len(zygotes) == 2 or web.lines() - begun >= most else []
+            return (
+                (workers if kind == "worker" else zygotes)
+                if len(zygotes) == 2 or web.lines() - begun >= most
+                else []
+            )
 
-        wait_for(lambda begun=begun, some=some: web.lines() - begun >= some or running.ended, f"some requests: {running.said}")
-        found = wait_for(lambda: running.ended or victims(), "workers with their zygotes", every=0.05)
+        wait_for(
+            lambda begun=begun, some=some: web.lines() - begun >= some or running.ended,
+            f"some requests: {running.said}",
+        )
+        found = wait_for(
+            lambda: running.ended or victims(), "workers with their zygotes", every=0.05
+        )
         assert not running.ended, running.said
         os.kill(rng.choice(found), signal.SIGKILL)
         crashes += kind == "worker"
     assert running.wait() in (0, 1), running.said
-    check(project.status(), web.log, project.dir / "products.jsonl", pages=3000, crashes=crashes, at_once=HELD)
+    check(
+        project.status(),
+        web.log,
+        project.dir / "products.jsonl",
+        pages=3000,
+        crashes=crashes,
+        at_once=HELD,
+    )
     check_starts(project, web)
     project.doctor()
     project.nothing_runs()
@@ -136,11 +196,32 @@ def test_the_checker_itself_finds_what_is_wrong(tmp_path: Path) -> None:
     """A check that cannot fail proves nothing."""
     pages = 100
     log, sink = tmp_path / "log", tmp_path / "sink"
-    entry = {"at": 0, "port": 1, "method": "GET", "query": "", "host": "", "agent": "", "status": 200, "answered": 0}
+    entry = {
+        "at": 0,
+        "port": 1,
+        "method": "GET",
+        "query": "",
+        "host": "",
+        "agent": "",
+        "status": 200,
+        "answered": 0,
+    }
     paths = [f"/p/{n}" for n in range(pages)]
     good = [n for n in range(pages) if not ends_dead(n, DEAD_SHARE)]
-    lines = [json.dumps({"sku": f"T-{n}", "_penstock": {"url": f"http://t/p/{n}", "event_id": str(n)}}) + "\n" for n in good]
-    total = {"accepted": pages, "success": len(good), "dead": pages - len(good), "pending": 0, "in_flight": 0, "delayed": 0, "duplicate": 0}
+    lines = [
+        json.dumps({"sku": f"T-{n}", "_penstock": {"url": f"http://t/p/{n}", "event_id": str(n)}})
+        + "\n"
+        for n in good
+    ]
+    total = {
+        "accepted": pages,
+        "success": len(good),
+        "dead": pages - len(good),
+        "pending": 0,
+        "in_flight": 0,
+        "delayed": 0,
+        "duplicate": 0,
+    }
 
     def judged(rows: list[str], asked: list[str], **wrong: int) -> bool:
         sink.write_text("".join(rows))

@@ -40,12 +40,19 @@ def answers(project: Project, web: Target) -> dict[str, Any]:
 
     def history(n: int) -> list[tuple[str, str | None]]:
         steps = project.trace(web.urls[n])["events"][0]["history"]
-        return [(step["status"], step["reason"]) for step in steps if step["reason"] != "its time has come"]
+        return [
+            (step["status"], step["reason"])
+            for step in steps
+            if step["reason"] != "its time has come"
+        ]
 
     return {
         "total": status["total"],
         "rows": Counter(row["sku"] for row in project.rows()),
-        "dlq": sorted((page, letter["stage"], letter["class"], letter["reason"]) for page, letter in project.letters().items()),
+        "dlq": sorted(
+            (page, letter["stage"], letter["class"], letter["reason"])
+            for page, letter in project.letters().items()
+        ),
         "success": history(next(n for n in range(1, PAGES) if not ends_dead(n, DEAD_SHARE))),
         "dead": history(next(n for n in range(PAGES) if ends_dead(n, DEAD_SHARE))),
         "asked": web.asked(),
@@ -77,21 +84,36 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts(*ALL))
 def test_every_layout_gives_the_same_answers_as_the_embedded_default(
-    project: Project, target: Callable[..., Target], server: Server, embedded: dict[str, Any], layout: str
+    project: Project,
+    target: Callable[..., Target],
+    server: Server,
+    embedded: dict[str, Any],
+    layout: str,
 ) -> None:
     lay_out(project, layout, server)
     assert run(project, target(pages=PAGES, dead_share=DEAD_SHARE)) == embedded
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", layouts("apart", "sqs", "postgres", "redis+postgres", "rabbitmq+kafka"))
-def test_the_roles_in_processes_of_their_own_hand_over_by_any_broker(project: Project, target: Callable[..., Target], server: Server, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", layouts("apart", "sqs", "postgres", "redis+postgres", "rabbitmq+kafka")
+)
+def test_the_roles_in_processes_of_their_own_hand_over_by_any_broker(
+    project: Project, target: Callable[..., Target], server: Server, layout: str
+) -> None:
     lay_out(project, layout, server)
     web = target(pages=100, dead_share=DEAD_SHARE)
     project.push(*web.urls)
-    running = [project.start("run", "shop.py", "--role", role) for role in ("fetch", "extract", "sink")]
+    running = [
+        project.start("run", "shop.py", "--role", role) for role in ("fetch", "extract", "sink")
+    ]
     alive = {f"T-{n}" for n in range(100) if not ends_dead(n, DEAD_SHARE)}
-    wait_for(lambda: any(r.ended for r in running) or project.written() == len(alive), f"all rows: {[r.said for r in running]}", 180, 0.2)
+    wait_for(
+        lambda: any(r.ended for r in running) or project.written() == len(alive),
+        f"all rows: {[r.said for r in running]}",
+        180,
+        0.2,
+    )
     wait_for(lambda: project.total()["dead"] == 100 - len(alive), "all ends", 120, 0.2)
     for each in running:
         each.signal(15)
@@ -108,7 +130,13 @@ def test_one_message_that_kills_every_worker_is_one_dead_letter_and_its_neighbou
 ) -> None:
     lay_out(project, layout, server, quick=True)
     project.write("shop.py", POISON)
-    project.set(extract_isolation="none", fetch_prefetch="50", fetch_concurrency="50", lease="2s", pace_rate="unlimited")
+    project.set(
+        extract_isolation="none",
+        fetch_prefetch="50",
+        fetch_concurrency="50",
+        lease="2s",
+        pace_rate="unlimited",
+    )
     web = target(pages=50)
     project.push(*web.urls)
     done = project.penstock("run", "shop.py", "--until-idle", "--workers", "4", timeout=480)
@@ -117,7 +145,9 @@ def test_one_message_that_kills_every_worker_is_one_dead_letter_and_its_neighbou
     letters = project.letters()
     assert set(letters) == {"7"}
     assert "SIGKILL" in letters["7"]["reason"]
-    assert Counter(row["sku"] for row in project.rows()) == {f"T-{n}": 1 for n in range(50) if n != 7}
+    assert Counter(row["sku"] for row in project.rows()) == {
+        f"T-{n}": 1 for n in range(50) if n != 7
+    }
 
 
 GARBAGE = """
@@ -142,13 +172,22 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts(*ALL))
-def test_bytes_that_are_no_event_end_as_a_dead_letter_on_any_broker(project: Project, target: Callable[..., Target], server: Server, layout: str) -> None:
+def test_bytes_that_are_no_event_end_as_a_dead_letter_on_any_broker(
+    project: Project, target: Callable[..., Target], server: Server, layout: str
+) -> None:
     lay_out(project, layout, server)
     web = target(pages=5)
-    subprocess.run([sys.executable, "-c", GARBAGE], cwd=project.dir, env=project.env, check=True, timeout=240)
+    subprocess.run(
+        [sys.executable, "-c", GARBAGE], cwd=project.dir, env=project.env, check=True, timeout=240
+    )
     project.push(*web.urls)
     running = project.start("run", "shop.py")
-    letters = wait_for(lambda: json.loads(project.good("dlq", "ls", "--all", "--json"))["letters"], f"a letter: {running.said}", 120, 0.2)
+    letters = wait_for(
+        lambda: json.loads(project.good("dlq", "ls", "--all", "--json"))["letters"],
+        f"a letter: {running.said}",
+        120,
+        0.2,
+    )
     wait_for(lambda: project.total()["success"] == 5, f"the others: {running.said}", 120, 0.2)
     running.signal(15)
     assert running.wait() == 0, running.said
@@ -157,15 +196,24 @@ def test_bytes_that_are_no_event_end_as_a_dead_letter_on_any_broker(project: Pro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts(*ALL))
-def test_the_demo_runs_on_any_broker_by_environment_variables_alone(project: Project, server: Server, layout: str) -> None:
+def test_the_demo_runs_on_any_broker_by_environment_variables_alone(
+    project: Project, server: Server, layout: str
+) -> None:
     lay_out(project, layout, server)
     running, there = project.start("demo"), project_of_demo(project)
 
     def dead() -> bool:
         status = there.penstock("status", "--json") if there.dir.exists() else None
-        return status is not None and status.code == 0 and json.loads(status.out)["total"]["dead"] == 1
+        return (
+            status is not None and status.code == 0 and json.loads(status.out)["total"]["dead"] == 1
+        )
 
-    wait_for(lambda: running.ended or dead(), f"the page that is broken on purpose: {running.said}", 180, 0.3)
+    wait_for(
+        lambda: running.ended or dead(),
+        f"the page that is broken on purpose: {running.said}",
+        180,
+        0.3,
+    )
     running.signal(signal.SIGINT)
     assert running.wait() == 0, running.said  # 0: there are records
     total = there.total()
@@ -175,5 +223,9 @@ def test_the_demo_runs_on_any_broker_by_environment_variables_alone(project: Pro
 
 def project_of_demo(project: Project) -> Project:
     there = Project(project.dir / "penstock-demo")
-    there.env = {name: value for name, value in project.env.items() if name not in ("PENSTOCK_PACE_RATE", "PENSTOCK_RETRY_BASE")}
+    there.env = {
+        name: value
+        for name, value in project.env.items()
+        if name not in ("PENSTOCK_PACE_RATE", "PENSTOCK_RETRY_BASE")
+    }
     return there

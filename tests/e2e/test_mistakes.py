@@ -31,17 +31,25 @@ CONFIGURATIONS = {
     "a list for a text": ("pipeline = [1]\n", ("pipeline",)),
     "beyond its bounds": ("[extract]\nprocesses = 0\n", ("extract.processes",)),
     "values that do not agree": ("[breaker]\nalert = 0.5\ndead_share = 0.1\n", ("breaker.alert",)),
-    "an adapter that is not installed": ('[broker]\nurl = "carrier-pigeon://home"\n', ("carrier-pigeon",)),
+    "an adapter that is not installed": (
+        '[broker]\nurl = "carrier-pigeon://home"\n',
+        ("carrier-pigeon",),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", CONFIGURATIONS)
-def test_a_bad_configuration_names_the_option_and_what_to_write(project: Project, what: str) -> None:
+def test_a_bad_configuration_names_the_option_and_what_to_write(
+    project: Project, what: str
+) -> None:
     text, words = CONFIGURATIONS[what]
     project.write("penstock.toml", text)
     refused(project.penstock("run", "shop.py", "--until-idle"), CONFIGURATION, *words)
     refused(project.penstock("push", "https://example.com/"), CONFIGURATION, *words)
-    assert not (project.dir / ".penstock" / "penstock.db").exists() or what == "an adapter that is not installed"
+    assert (
+        not (project.dir / ".penstock" / "penstock.db").exists()
+        or what == "an adapter that is not installed"
+    )
 
 
 def test_a_bad_variable_is_named_and_a_password_is_not_shown(project: Project) -> None:
@@ -63,31 +71,58 @@ PIPELINES = {
     "a missing module": ("import nowhere_to_be_found\n", ("shop.py:1", "nowhere_to_be_found")),
     "it leaves": ("import sys\nsys.exit(0)\n", ("shop.py:2",)),
     "no Pipeline": ("x = 1\n", ("one Pipeline", "none")),
-    "two Pipelines": ('from penstock import Pipeline\na = Pipeline("a")\nb = Pipeline("b")\n', ("one Pipeline", "a = ", "b = ")),
-    "a bad name": ('from penstock import Pipeline\na = Pipeline("no spaces please")\n', ("shop.py:2", "no spaces please")),
+    "two Pipelines": (
+        'from penstock import Pipeline\na = Pipeline("a")\nb = Pipeline("b")\n',
+        ("one Pipeline", "a = ", "b = "),
+    ),
+    "a bad name": (
+        'from penstock import Pipeline\na = Pipeline("no spaces please")\n',
+        ("shop.py:2", "no spaces please"),
+    ),
     "a wrong type": (SHOP.replace("version=1", 'version="one"'), ("shop.py", "version")),
-    "a sink without a kind": (SHOP.replace("jsonl:products.jsonl", "products.jsonl"), ("sink", "products.jsonl")),
+    "a sink without a kind": (
+        SHOP.replace("jsonl:products.jsonl", "products.jsonl"),
+        ("sink", "products.jsonl"),
+    ),
     "a sink nobody knows": (SHOP.replace("jsonl:products.jsonl", "parquet:products"), ("parquet",)),
     "two sinks on one file": (SHOP + 'shop.sink("jsonl:products.jsonl")\n', ("two sinks",)),
-    "an async extractor": (SHOP.replace("def product", "async def product").replace("yield from page", "return; page"), ("shop.py", "async")),
-    "a hook for nothing": (SHOP + '@shop.on_change(extractor="produkt")\ndef tell(change): ...\n', ("produkt", "product")),
+    "an async extractor": (
+        SHOP.replace("def product", "async def product").replace("yield from page", "return; page"),
+        ("shop.py", "async"),
+    ),
+    "a hook for nothing": (
+        SHOP + '@shop.on_change(extractor="produkt")\ndef tell(change): ...\n',
+        ("produkt", "product"),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", PIPELINES)
-def test_a_bad_pipeline_file_is_refused_with_its_line_before_anything_is_touched(project: Project, what: str) -> None:
+def test_a_bad_pipeline_file_is_refused_with_its_line_before_anything_is_touched(
+    project: Project, what: str
+) -> None:
     text, words = PIPELINES[what]
     project.write("shop.py", text)
     refused(project.penstock("run", "shop.py", "--until-idle"), CONFIGURATION, *words)
-    refused(project.penstock("run", "shop.py", "--until-idle", "--workers", "2"), CONFIGURATION, *words)
+    refused(
+        project.penstock("run", "shop.py", "--until-idle", "--workers", "2"), CONFIGURATION, *words
+    )
     assert not (project.dir / "products.jsonl").exists()
 
 
 def test_a_bad_declarative_pipeline_is_refused_too(project: Project) -> None:
-    project.write("shop.toml", '[pipeline]\nname = "shop"\n[[extract]]\nmatch = "*"\n[extract.fields]\nprice = "p["\n[[sink]]\nurl = "jsonl:x.jsonl"\n')
+    project.write(
+        "shop.toml",
+        '[pipeline]\nname = "shop"\n[[extract]]\nmatch = "*"\n[extract.fields]\nprice = "p["\n[[sink]]\nurl = "jsonl:x.jsonl"\n',
+    )
     refused(project.penstock("run", "shop.toml", "--until-idle"), CONFIGURATION, "shop.toml", "p[")
-    project.write("shop.toml", '[pipeline]\nname = "shop"\n[[extract]]\nversion = "one"\n[extract.fields]\ntitle = "h1::text"\n')
-    refused(project.penstock("run", "shop.toml", "--until-idle"), CONFIGURATION, "shop.toml", "version")
+    project.write(
+        "shop.toml",
+        '[pipeline]\nname = "shop"\n[[extract]]\nversion = "one"\n[extract.fields]\ntitle = "h1::text"\n',
+    )
+    refused(
+        project.penstock("run", "shop.toml", "--until-idle"), CONFIGURATION, "shop.toml", "version"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,14 +142,22 @@ def test_a_bad_declarative_pipeline_is_refused_too(project: Project) -> None:
         (("dlq", "retry"), USAGE, ("--all",)),
     ],
 )
-def test_a_wrong_command_line_says_what_to_type_instead(project: Project, args: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
+def test_a_wrong_command_line_says_what_to_type_instead(
+    project: Project, args: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
     refused(project.penstock(*args), code, *words)
     assert not (project.dir / ".penstock" / "penstock.db").exists()
 
 
-def test_what_is_no_url_is_refused_by_name_and_the_rest_is_accepted(project: Project, site: Site) -> None:
+def test_what_is_no_url_is_refused_by_name_and_the_rest_is_accepted(
+    project: Project, site: Site
+) -> None:
     url = site.serve("/p/1", product(1))
-    done = project.penstock("push", "-", input=f"{url}\n# a comment\n\nnot a url\nftp://example.com/x\njavascript:alert(1)\n")
+    done = project.penstock(
+        "push",
+        "-",
+        input=f"{url}\n# a comment\n\nnot a url\nftp://example.com/x\njavascript:alert(1)\n",
+    )
     assert done.code == 1, done.said
     for line in ("stdin:4", "stdin:5", "stdin:6"):
         assert line in done.err, done.said
@@ -143,7 +186,10 @@ def test_a_store_of_a_newer_release_is_left_alone(project: Project, site: Site) 
     c.close()
     before = sorted((p.name, p.read_bytes()) for p in database(project).parent.glob("penstock.db"))
     all_refuse(project, "newer")
-    assert sorted((p.name, p.read_bytes()) for p in database(project).parent.glob("penstock.db")) == before
+    assert (
+        sorted((p.name, p.read_bytes()) for p in database(project).parent.glob("penstock.db"))
+        == before
+    )
     with sqlite3.connect(database(project)) as c:
         c.execute("UPDATE part SET version=version-1 WHERE name=?", (part,))
     c.close()
@@ -152,7 +198,9 @@ def test_a_store_of_a_newer_release_is_left_alone(project: Project, site: Site) 
 
 
 @pytest.mark.parametrize("what", ["no database", "another's database", "a directory", "damaged"])
-def test_a_store_that_cannot_be_read_is_an_error_with_a_next_step(project: Project, target: Callable[..., Target], what: str) -> None:
+def test_a_store_that_cannot_be_read_is_an_error_with_a_next_step(
+    project: Project, target: Callable[..., Target], what: str
+) -> None:
     path = database(project)
     path.parent.mkdir()
     if what == "no database":
@@ -173,10 +221,14 @@ def test_a_store_that_cannot_be_read_is_an_error_with_a_next_step(project: Proje
         path.write_bytes(whole)
     kept = path.read_bytes() if path.is_file() else b""
     all_refuse(project, str(path) if what != "damaged" else "")
-    assert (path.read_bytes() if path.is_file() else b"") == kept, "a file we cannot read was changed"
+    assert (path.read_bytes() if path.is_file() else b"") == kept, (
+        "a file we cannot read was changed"
+    )
 
 
-def test_damage_behind_the_first_page_is_found_at_the_start_after_a_kill_and_by_doctor(project: Project, target: Callable[..., Target]) -> None:
+def test_damage_behind_the_first_page_is_found_at_the_start_after_a_kill_and_by_doctor(
+    project: Project, target: Callable[..., Target]
+) -> None:
     web = target(pages=2000, delay=0.05)
     project.push(*web.urls)
     running = project.start("run", "shop.py")

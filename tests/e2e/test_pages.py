@@ -26,11 +26,19 @@ shop.sink("jsonl:products.jsonl")
 
 
 def shown(project: Project, what: str) -> bytes:
-    return subprocess.run([*PENSTOCK, "pages", "show", what], cwd=project.dir, env=project.env, capture_output=True, check=True).stdout
+    return subprocess.run(
+        [*PENSTOCK, "pages", "show", what],
+        cwd=project.dir,
+        env=project.env,
+        capture_output=True,
+        check=True,
+    ).stdout
 
 
 @pytest.mark.slow
-def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(project: Project, site: Site) -> None:
+def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(
+    project: Project, site: Site
+) -> None:
     noise = random.Random(7).randbytes(200_000)
     bodies = {
         "/p/noise": noise,
@@ -41,7 +49,14 @@ def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(proj
     }
     for path, body in bodies.items():
         site.serve(path, Reply(200, {"content-type": "application/octet-stream"}, body))
-    site.serve("/p/gzip", Reply(200, {"content-type": "application/octet-stream", "content-encoding": "gzip"}, gzip.compress(noise[:50_000])))
+    site.serve(
+        "/p/gzip",
+        Reply(
+            200,
+            {"content-type": "application/octet-stream", "content-encoding": "gzip"},
+            gzip.compress(noise[:50_000]),
+        ),
+    )
     bodies["/p/gzip"] = noise[:50_000]
     project.write("shop.py", SIZES)
     project.push(*(site.url(path) for path in bodies))
@@ -53,11 +68,15 @@ def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(proj
             event = project.event(url)
             assert shown(project, event["event_id"]) == body
             assert shown(project, event["page"]) == body
-    assert sorted(row["n"] for row in project.rows()) == sorted(len(body) for body in bodies.values())
+    assert sorted(row["n"] for row in project.rows()) == sorted(
+        len(body) for body in bodies.values()
+    )
 
 
 @pytest.mark.slow
-def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(project: Project, site: Site) -> None:
+def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(
+    project: Project, site: Site
+) -> None:
     done = [site.serve(f"/p/done{n}", product(f"done{n}")) for n in range(5)]
     project.push(*done)
     project.run()
@@ -65,7 +84,11 @@ def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(proje
     dead = site.serve("/p/dead", "<h1>no sku</h1>")
     project.push(*waiting, dead)
     fetch = project.start("run", "shop.py", "--role", "fetch")
-    wait_for(lambda: all(e["page"] for e in project.events() if e["url"] in (*waiting, dead)), f"fetched, not extracted: {fetch.said}", every=0.1)
+    wait_for(
+        lambda: all(e["page"] for e in project.events() if e["url"] in (*waiting, dead)),
+        f"fetched, not extracted: {fetch.said}",
+        every=0.1,
+    )
     fetch.signal(15)
     assert fetch.wait() == 0
 
@@ -79,8 +102,12 @@ def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(proje
         assert shown(project, url) == product(url.rpartition("/")[2]).encode()
 
     project.run(expect=1)
-    assert sorted(row["sku"] for row in project.rows()) == sorted([f"S-done{n}" for n in range(5)] + [f"S-open{n}" for n in range(5)])
-    assert all(len(site.asked(f"/p/open{n}")) == 1 for n in range(5)), "its page was taken, so it was fetched again"
+    assert sorted(row["sku"] for row in project.rows()) == sorted(
+        [f"S-done{n}" for n in range(5)] + [f"S-open{n}" for n in range(5)]
+    )
+    assert all(len(site.asked(f"/p/open{n}")) == 1 for n in range(5)), (
+        "its page was taken, so it was fetched again"
+    )
     assert set(project.letters()) == {"dead"}
     project.good("pages", "prune", "--max-bytes", "0")
     assert shown(project, dead) == b"<h1>no sku</h1>", "a dead letter's page is evidence"
@@ -89,7 +116,9 @@ def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(proje
     project.doctor()
 
 
-def test_after_its_page_was_pruned_an_unchanged_url_is_still_only_asked_conditionally_or_read_anew(project: Project, site: Site) -> None:
+def test_after_its_page_was_pruned_an_unchanged_url_is_still_only_asked_conditionally_or_read_anew(
+    project: Project, site: Site
+) -> None:
     project.set(dedup_window="0s", dedup_settle="0s")
     url = site.serve("/p/1", product(1))
     project.push(url)

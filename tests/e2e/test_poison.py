@@ -54,11 +54,21 @@ def test_eight_kinds_of_poison_among_five_hundred_pages_end_dead_and_all_others_
     project: Project, target: Callable[..., Target], processes: int
 ) -> None:
     project.write("shop.py", PIPELINE)
-    project.set(extract_seconds="2s", extract_memory="256MiB", extract_output="1MiB", extract_processes=str(processes))
+    project.set(
+        extract_seconds="2s",
+        extract_memory="256MiB",
+        extract_output="1MiB",
+        extract_processes=str(processes),
+    )
     web = target(pages=PAGES)
     project.push(*web.urls)
     running = project.start("run", "shop.py")
-    wait_for(lambda: running.ended or sum(project.total()[k] for k in ("success", "dead")) == PAGES, f"all ends: {running.said}", 240, 0.25)
+    wait_for(
+        lambda: running.ended or sum(project.total()[k] for k in ("success", "dead")) == PAGES,
+        f"all ends: {running.said}",
+        240,
+        0.25,
+    )
     assert not running.ended, running.said
     workers = project.status()["workers"]
     assert [w["alive"] for w in workers] == [True], workers
@@ -72,16 +82,24 @@ def test_eight_kinds_of_poison_among_five_hundred_pages_end_dead_and_all_others_
         assert letters[page]["stage"] == "extract"
         assert "\n" not in letters[page]["reason"]
     rows = project.rows()
-    assert sorted(row["sku"] for row in rows) == sorted(f"T-{n}" for n in range(PAGES) if str(n) not in REASONS)
-    assert all(count == 1 for count in web.asked().values()), "a page was fetched again because of its neighbour"
+    assert sorted(row["sku"] for row in rows) == sorted(
+        f"T-{n}" for n in range(PAGES) if str(n) not in REASONS
+    )
+    assert all(count == 1 for count in web.asked().values()), (
+        "a page was fetched again because of its neighbour"
+    )
     for event in project.events():
         assert event["starts"] == 1, event
         assert event["retry_count"] == (event["status"] == "dead"), "a bystander was charged"
-    assert "in product" in project.good("dlq", "show", letters["404"]["event_id"]) or "recurse" in project.good("dlq", "show", letters["404"]["event_id"])
+    assert "in product" in project.good(
+        "dlq", "show", letters["404"]["event_id"]
+    ) or "recurse" in project.good("dlq", "show", letters["404"]["event_id"])
     project.doctor()
 
 
-def test_poison_that_was_mended_is_extracted_from_a_new_fetch_after_dlq_retry(project: Project, target: Callable[..., Target]) -> None:
+def test_poison_that_was_mended_is_extracted_from_a_new_fetch_after_dlq_retry(
+    project: Project, target: Callable[..., Target]
+) -> None:
     project.write("shop.py", PIPELINE.replace("31: segfault", "1: leave_with_3"))
     web = target(pages=3)
     project.push(*web.urls)

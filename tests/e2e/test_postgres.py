@@ -30,8 +30,16 @@ class Machines:
         other.mkdir()
         self.all = [first, Project(other)]
         for project in self.all:
-            project.write("shop.py", SHOP.replace("jsonl:products.jsonl", f"{url}?table={self.namespace}"))
-            project.set(broker_url=url, namespace=self.namespace, lease="2s", fetch_concurrency="16", fetch_prefetch="32")
+            project.write(
+                "shop.py", SHOP.replace("jsonl:products.jsonl", f"{url}?table={self.namespace}")
+            )
+            project.set(
+                broker_url=url,
+                namespace=self.namespace,
+                lease="2s",
+                fetch_concurrency="16",
+                fetch_prefetch="32",
+            )
 
     def allow(self, port: int) -> None:
         for project in self.all:
@@ -44,7 +52,9 @@ class Machines:
 
 
 @pytest.fixture
-def machines(project: Project, tmp_path: Path, server: Callable[[str], Handle]) -> Iterator[Machines]:
+def machines(
+    project: Project, tmp_path: Path, server: Callable[[str], Handle]
+) -> Iterator[Machines]:
     made = Machines(project, tmp_path, server("postgres").url)
     yield made
     made.all[1].close()
@@ -58,7 +68,11 @@ def check(machines: Machines, target: Target, *, crashes: int) -> None:
     dead = {n for n in range(pages) if ends_dead(n, DEAD_SHARE)}
     total = first.total()
     assert total == second.total(), "both machines see the same books"
-    assert (total["accepted"], total["success"], total["dead"]) == (pages, pages - len(dead), len(dead)), total
+    assert (total["accepted"], total["success"], total["dead"]) == (
+        pages,
+        pages - len(dead),
+        len(dead),
+    ), total
     rows = machines.sql(f"SELECT sku, title, _penstock_url FROM public.{machines.namespace}")
     written = Counter(sku for sku, _, _ in rows)
     assert set(written) == {f"T-{n}" for n in range(pages) if n not in dead}
@@ -67,7 +81,9 @@ def check(machines: Machines, target: Target, *, crashes: int) -> None:
     asked = target.asked()
     assert max(asked.values()) <= 1 + crashes
     held = "SELECT coalesce(sum(ready+leased+delayed), 0) FROM"
-    assert machines.sql(f"{held} {machines.namespace}.keyq k JOIN {machines.namespace}.grp g ON g.id=k.grp") == [(0,)]
+    assert machines.sql(
+        f"{held} {machines.namespace}.keyq k JOIN {machines.namespace}.grp g ON g.id=k.grp"
+    ) == [(0,)]
     first.doctor()
 
 
@@ -82,9 +98,16 @@ def test_two_machines_are_killed_again_and_again_and_every_product_is_one_row(
     kills = 6
     for _ in range(kills):
         begun = web.lines()
-        running = [machine.start("run", "shop.py", "--until-idle", "--log-level", "warning") for machine in machines.all]
+        running = [
+            machine.start("run", "shop.py", "--until-idle", "--log-level", "warning")
+            for machine in machines.all
+        ]
         share = rng.randrange(20, 200)
-        wait_for(lambda: all(r.ended for r in running) or web.lines() - begun >= share, running[0].said, every=0.002)  # noqa: B023
+        wait_for(
+            lambda: all(r.ended for r in running) or web.lines() - begun >= share,  # noqa: B023
+            running[0].said,
+            every=0.002,
+        )
         time.sleep(rng.uniform(0.0, 0.02))
         for each in running:
             each.kill()
@@ -94,7 +117,9 @@ def test_two_machines_are_killed_again_and_again_and_every_product_is_one_row(
     check(machines, web, crashes=kills)
 
 
-def test_one_variable_is_enough_and_what_one_machine_stored_the_other_shows(machines: Machines, target: Callable[..., Target], project: Project) -> None:
+def test_one_variable_is_enough_and_what_one_machine_stored_the_other_shows(
+    machines: Machines, target: Callable[..., Target], project: Project
+) -> None:
     web = target(pages=40, dead_share=0.0)
     machines.allow(web.port)
     first, second = machines.all

@@ -20,18 +20,24 @@ def answering(*answers: Reply) -> Callable[[Request], Reply]:
 DOWN, GONE = reply("oops", status=500), reply("no such page", status=404)
 
 
-def test_a_page_that_fails_twice_succeeds_at_the_third_attempt_and_its_failures_are_counted(project: Project, site: Site) -> None:
+def test_a_page_that_fails_twice_succeeds_at_the_third_attempt_and_its_failures_are_counted(
+    project: Project, site: Site
+) -> None:
     url = site.serve("/p/1", answering(DOWN, DOWN, reply(product(1))))
     project.push(url)
     project.run()
     event = project.event(url)
     assert (event["status"], event["retry_count"], event["starts"]) == ("success", 2, 3)
-    assert [(s["class"], s["reason"]) for s in event["history"] if s["class"]] == [("transient", "HTTP 500")] * 2
+    assert [(s["class"], s["reason"]) for s in event["history"] if s["class"]] == [
+        ("transient", "HTTP 500")
+    ] * 2
     assert len(site.asked("/p/1")) == 3
     assert len(project.rows()) == 1
 
 
-def test_after_three_retries_it_is_dead_with_its_whole_history_and_the_run_says_so(project: Project, site: Site) -> None:
+def test_after_three_retries_it_is_dead_with_its_whole_history_and_the_run_says_so(
+    project: Project, site: Site
+) -> None:
     url = site.serve("/p/1", DOWN)
     other = site.serve("/p/2", product(2))
     project.push(url, other)
@@ -44,14 +50,21 @@ def test_after_three_retries_it_is_dead_with_its_whole_history_and_the_run_says_
     assert gaps[2] >= 0.2
     assert project.total()["dead"] == 1
     letter = json.loads(project.good("dlq", "show", url, "--json"))
-    assert (letter["reason"], letter["stage"], letter["class"], letter["response_status"]) == ("HTTP 500", "fetch", "transient", 500)
+    assert (letter["reason"], letter["stage"], letter["class"], letter["response_status"]) == (
+        "HTTP 500",
+        "fetch",
+        "transient",
+        500,
+    )
     assert len([a for a in letter["attempts"] if a["class"] == "transient"]) == 4
     assert letter["event"]["url"] == url
     assert [row["sku"] for row in project.rows()] == ["S-2"]
     project.doctor()
 
 
-def test_a_404_is_dead_at_once_and_dlq_retry_brings_it_back_when_the_page_is_mended(project: Project, site: Site) -> None:
+def test_a_404_is_dead_at_once_and_dlq_retry_brings_it_back_when_the_page_is_mended(
+    project: Project, site: Site
+) -> None:
     url = site.serve("/p/1", GONE)
     project.push(url)
     project.run(expect=1)
@@ -68,7 +81,15 @@ def test_a_404_is_dead_at_once_and_dlq_retry_brings_it_back_when_the_page_is_men
     site.serve("/p/1", product(1))
     project.good("dlq", "retry", "--all")
     project.run()
-    assert project.total() == {"accepted": 1, "pending": 0, "in_flight": 0, "delayed": 0, "success": 1, "duplicate": 0, "dead": 0}
+    assert project.total() == {
+        "accepted": 1,
+        "pending": 0,
+        "in_flight": 0,
+        "delayed": 0,
+        "success": 1,
+        "duplicate": 0,
+        "dead": 0,
+    }
     assert [row["sku"] for row in project.rows()] == ["S-1"]
     assert project.letters() == {}
     project.doctor()
@@ -77,22 +98,36 @@ def test_a_404_is_dead_at_once_and_dlq_retry_brings_it_back_when_the_page_is_men
 def test_retry_after_binds_the_whole_host_until_it_is_over(project: Project, site: Site) -> None:
     seconds = 3
     site.serve("/p/*", lambda request: reply(product(request.path[3:])))
-    site.serve("/p/0", answering(reply("slow down", status=429, retry_after=str(seconds)), reply(product(0))))
+    site.serve(
+        "/p/0",
+        answering(reply("slow down", status=429, retry_after=str(seconds)), reply(product(0))),
+    )
     project.push(site.url("/p/0"))
     running = project.start("run", "shop.py", "--workers", "2")
     throttled = wait_for(lambda: site.asked("/p/0"), f"the first request: {running.said}")[0]
     project.push(*(site.url(f"/p/{n}") for n in range(1, 40)))
-    wait_for(lambda: running.ended or project.total()["success"] == 40, f"all done: {running.said}", every=0.2)
+    wait_for(
+        lambda: running.ended or project.total()["success"] == 40,
+        f"all done: {running.said}",
+        every=0.2,
+    )
     running.signal(15)
     assert running.wait() == 0, running.said
-    early = [e.path for e in site.web.entries if e.path.startswith("/p/") and throttled.answered + 250_000 < e.at < throttled.answered + seconds * 1_000_000]
+    early = [
+        e.path
+        for e in site.web.entries
+        if e.path.startswith("/p/")
+        and throttled.answered + 250_000 < e.at < throttled.answered + seconds * 1_000_000
+    ]
     assert early == [], f"asked {len(early)} times while the host wanted to be left alone"
     assert {e["status"] for e in project.events()} == {"success"}
     assert len(site.asked("/p/0")) == 2
     assert len(project.rows()) == 40
 
 
-def test_an_owner_that_dies_passes_on_to_its_oldest_duplicate_once(project: Project, site: Site) -> None:
+def test_an_owner_that_dies_passes_on_to_its_oldest_duplicate_once(
+    project: Project, site: Site
+) -> None:
     mended = site.serve("/p/1", answering(GONE, reply(product(1))))
     broken = site.serve("/p/2", GONE)
     project.push(mended, mended, broken, broken, broken)
@@ -102,14 +137,22 @@ def test_an_owner_that_dies_passes_on_to_its_oldest_duplicate_once(project: Proj
     assert project.trace(events[1]["event_id"])["events"][0]["promoted"] is True
     (row,) = project.rows()
     assert row["_penstock"]["event_id"] == events[1]["event_id"]
-    assert [e["status"] for e in project.events("--url", broken)[::-1]] == ["dead", "dead", "duplicate"], "promoted once, not for ever"
+    assert [e["status"] for e in project.events("--url", broken)[::-1]] == [
+        "dead",
+        "dead",
+        "duplicate",
+    ], "promoted once, not for ever"
     assert len(site.asked("/p/2")) == 2
     project.doctor()
 
 
-def test_a_topic_that_dead_letters_everything_is_paused_and_says_so_and_can_be_resumed(project: Project, site: Site) -> None:
+def test_a_topic_that_dead_letters_everything_is_paused_and_says_so_and_can_be_resumed(
+    project: Project, site: Site
+) -> None:
     site.serve("/p/*", GONE)
-    project.set(fetch_concurrency="8", fetch_prefetch="16")  # what is in hand already goes on to its end
+    project.set(
+        fetch_concurrency="8", fetch_prefetch="16"
+    )  # what is in hand already goes on to its end
     project.push(*(site.url(f"/p/{n}") for n in range(400)))
     done = project.run(expect=1)
     status = project.status()
@@ -127,17 +170,23 @@ def test_a_topic_that_dead_letters_everything_is_paused_and_says_so_and_can_be_r
     project.doctor()
 
 
-def test_a_watchdog_ends_what_exceeds_its_deadline_and_it_is_tried_again(project: Project, site: Site) -> None:
+def test_a_watchdog_ends_what_exceeds_its_deadline_and_it_is_tried_again(
+    project: Project, site: Site
+) -> None:
     url = site.serve("/p/1", answering(Reply(body=b"never", delay=30.0), reply(product(1))))
     project.push(url)
-    project.run("-o", "fetch.deadline=6s")  # the second attempt has time enough, even if the machine stands still for a while
+    project.run(
+        "-o", "fetch.deadline=6s"
+    )  # the second attempt has time enough, even if the machine stands still for a while
     event = project.event(url)
     assert (event["status"], event["retry_count"], event["starts"]) == ("success", 1, 2)
     assert [s["reason"] for s in event["history"] if s["class"]] == ["watchdog: not done after 6 s"]
     assert len(project.rows()) == 1
 
 
-def test_work_that_takes_longer_than_its_lease_is_not_given_to_another(project: Project, site: Site) -> None:
+def test_work_that_takes_longer_than_its_lease_is_not_given_to_another(
+    project: Project, site: Site
+) -> None:
     slow = reply(product(1))
     url = site.serve("/p/1", Reply(slow.status, slow.headers, slow.body, delay=11.0))
     project.push(url)

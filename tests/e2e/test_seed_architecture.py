@@ -44,11 +44,29 @@ class Estate:
         self.project, self.database = project, server("postgres").url
         self.requests, self.products = f"{self.id}_requests", f"{self.id}_products"
         project.set(connect_url=server("connect").url)
-        self.sql(f"CREATE TABLE {self.requests} (id bigserial PRIMARY KEY, url text NOT NULL, asked timestamptz NOT NULL DEFAULT clock_timestamp())")
-        source = {"kind": "debezium-postgres", "database": self.database, "table": f"public.{self.requests}", "route": {"priority": "high"}, "partitions": 4}
+        self.sql(
+            f"CREATE TABLE {self.requests} (id bigserial PRIMARY KEY, url text NOT NULL, asked timestamptz NOT NULL DEFAULT clock_timestamp())"
+        )
+        source = {
+            "kind": "debezium-postgres",
+            "database": self.database,
+            "table": f"public.{self.requests}",
+            "route": {"priority": "high"},
+            "partitions": 4,
+        }
         sink = {"kind": "jdbc-postgres", "database": self.database, "table": self.products}
-        broker, topic = server("kafka").url.removeprefix("kafka://"), f"{self.id}.public.{self.requests}"
-        text = PIPELINE.format(name=self.id, broker=broker, requests=topic, products=self.products, source=source, sink=sink)
+        broker, topic = (
+            server("kafka").url.removeprefix("kafka://"),
+            f"{self.id}.public.{self.requests}",
+        )
+        text = PIPELINE.format(
+            name=self.id,
+            broker=broker,
+            requests=topic,
+            products=self.products,
+            source=source,
+            sink=sink,
+        )
         project.write("shop.py", text)
 
     def sql(self, statement: str, *args: Any) -> list[tuple[Any, ...]]:
@@ -84,7 +102,12 @@ def estate(project: Project, server: Callable[[str], Handle]) -> Iterator[Estate
 @pytest.mark.server("postgres", "kafka", "connect")
 @pytest.mark.parametrize("layout", ["embedded", "kafka"])
 def test_a_thousand_inserted_rows_are_a_thousand_result_rows_while_connect_and_the_workers_are_killed(
-    project: Project, estate: Estate, target: Callable[..., Target], server: Callable[[str], Handle], seed: int, layout: str
+    project: Project,
+    estate: Estate,
+    target: Callable[..., Target],
+    server: Callable[[str], Handle],
+    seed: int,
+    layout: str,
 ) -> None:
     rng = random.Random(seed)
     lay_out(project, layout, server, quick=True)
@@ -106,7 +129,12 @@ def test_a_thousand_inserted_rows_are_a_thousand_result_rows_while_connect_and_t
                 server("connect").start()
             else:
                 done = web.lines()
-                wait_for(lambda done=done, all_=n + BATCH: web.lines() > done or done >= all_, f"something is under way: {running.said}", 240, 0.005)
+                wait_for(
+                    lambda done=done, all_=n + BATCH: web.lines() > done or done >= all_,
+                    f"something is under way: {running.said}",
+                    240,
+                    0.005,
+                )
                 running.kill()
                 running = project.start(*run)
         time.sleep(rng.uniform(0, 0.05))  # rows come as they come
@@ -114,14 +142,29 @@ def test_a_thousand_inserted_rows_are_a_thousand_result_rows_while_connect_and_t
     wait_for(lambda: estate.rows() >= ROWS, f"{ROWS} result rows: {running.said}", 400, 0.25)
     wait_for(lambda: project.total()["success"] == ROWS, f"all ended: {running.said}", 240, 0.5)
     assert estate.rows() == ROWS
-    found = estate.sql(f"SELECT p.sku, p.priority, p.asked, r.url FROM {estate.products} p JOIN {estate.requests} r ON r.id = p.asked")
+    found = estate.sql(
+        f"SELECT p.sku, p.priority, p.asked, r.url FROM {estate.products} p JOIN {estate.requests} r ON r.id = p.asked"
+    )
     assert len(found) == ROWS
-    assert all(sku == "T-" + url.rpartition("/p/")[2] and priority == 0 for sku, priority, _, url in found)
+    assert all(
+        sku == "T-" + url.rpartition("/p/")[2] and priority == 0 for sku, priority, _, url in found
+    )
     total = project.total()
-    assert (total["accepted"], total["success"], total["dead"], total["duplicate"]) == (ROWS, ROWS, 0, 0), total
+    assert (total["accepted"], total["success"], total["dead"], total["duplicate"]) == (
+        ROWS,
+        ROWS,
+        0,
+        0,
+    ), total
     asked = web.asked()
     assert set(asked) == {f"/p/{n}" for n in range(ROWS)}
     assert max(asked.values()) <= 1 + KILLS.count("workers"), asked.most_common(3)
-    states = json.loads(project.good("connect", "status", "--pipeline", estate.id, "--json"))["connectors"]
-    assert [(c["state"], [t["state"] for t in c["tasks"]]) for c in states] == [("RUNNING", ["RUNNING"])] * 2
-    assert project.good("connect", "apply", "shop.py").endswith("nothing differs; nothing was sent\n")
+    states = json.loads(project.good("connect", "status", "--pipeline", estate.id, "--json"))[
+        "connectors"
+    ]
+    assert [(c["state"], [t["state"] for t in c["tasks"]]) for c in states] == [
+        ("RUNNING", ["RUNNING"])
+    ] * 2
+    assert project.good("connect", "apply", "shop.py").endswith(
+        "nothing differs; nothing was sent\n"
+    )

@@ -34,7 +34,12 @@ shop.sink("jsonl:products.jsonl")
 
 def accepted(project: Project) -> int:
     """Read beside the process that writes; 0 before it has begun."""
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True)) as db:
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(
+            sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True)
+        ) as db,
+    ):
         return int(db.execute("SELECT count(*) FROM event").fetchone()[0])
     return 0
 
@@ -45,14 +50,24 @@ def read_and_kill(project: Project, rng: random.Random) -> int:
     for round_ in range(1, KILLS + 1):
         before = accepted(project)
         room = round_ * LINES // (KILLS + 1)
-        project.set(intake_max_pending=str(room))  # however late the kill comes, something is left for the next
+        project.set(
+            intake_max_pending=str(room)
+        )  # however late the kill comes, something is left for the next
         running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
         if rng.random() < 0.2:
             until = time.monotonic() + rng.uniform(0.0, 1.0)
-            wait_for(lambda: time.monotonic() >= until or accepted(project) > before, "a moment of its start", every=0.001)  # noqa: B023 (called here)
+            wait_for(
+                lambda: time.monotonic() >= until or accepted(project) > before,  # noqa: B023
+                "a moment of its start",
+                every=0.001,
+            )
         else:
             part = min(room, before + rng.randrange(1, LINES // (2 * KILLS)))
-            wait_for(lambda: accepted(project) >= part or running.ended, f"{part} events: {running.said}", every=0.001)  # noqa: B023 (called here)
+            wait_for(
+                lambda: accepted(project) >= part or running.ended,  # noqa: B023
+                f"{part} events: {running.said}",
+                every=0.001,
+            )
         assert not running.ended, running.said
         running.kill()
         middle += 0 < accepted(project) < LINES
@@ -71,7 +86,9 @@ def told(project: Project, *args: str) -> Any:
 
 def source(project: Project) -> dict[str, object]:
     found: dict[str, object] = told(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]
-    return found | {"settled": found["events"] == LINES and not found["error"] and not found["backlog"]}
+    return found | {
+        "settled": found["events"] == LINES and not found["error"] and not found["backlog"]
+    }
 
 
 def check(project: Project) -> None:
@@ -85,7 +102,9 @@ def check(project: Project) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("url", ["seeds:urls.txt", "seeds:inbox/"])
-def test_a_reader_of_a_list_killed_again_and_again_makes_one_event_of_each_line(project: Project, seed: int, url: str) -> None:
+def test_a_reader_of_a_list_killed_again_and_again_makes_one_event_of_each_line(
+    project: Project, seed: int, url: str
+) -> None:
     project.write("shop.py", PIPELINE.replace("SOURCE", url))
     lines = [f"https://shop.test/p/{n}\n" for n in range(LINES)]
     if url.endswith("/"):
@@ -95,16 +114,23 @@ def test_a_reader_of_a_list_killed_again_and_again_makes_one_event_of_each_line(
         project.write("urls.txt", "".join(lines))
     assert read_and_kill(project, random.Random(seed)) > 0
     check(project)
-    with next(iter(sorted((project.dir / "inbox").glob("*")) or [project.dir / "urls.txt"])).open("a") as file:
+    with next(iter(sorted((project.dir / "inbox").glob("*")) or [project.dir / "urls.txt"])).open(
+        "a"
+    ) as file:
         file.write("https://shop.test/late\n")
     running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
-    wait_for(lambda: accepted(project) == LINES + 1 or running.ended, f"what was appended: {running.said}")
+    wait_for(
+        lambda: accepted(project) == LINES + 1 or running.ended,
+        f"what was appended: {running.said}",
+    )
     running.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.server("redis")
-def test_a_reader_of_a_redis_list_killed_again_and_again_loses_and_repeats_nothing(project: Project, seed: int, server: Callable[[str], Handle]) -> None:
+def test_a_reader_of_a_redis_list_killed_again_and_again_loses_and_repeats_nothing(
+    project: Project, seed: int, server: Callable[[str], Handle]
+) -> None:
     key = f"t{uuid.uuid4().hex[:8]}:start_urls"
     project.write("shop.py", PIPELINE.replace("SOURCE", f"{server('redis').url}?list={key}"))
     with Redis.from_url(server("redis").url) as client:
@@ -120,12 +146,21 @@ def test_a_reader_of_a_redis_list_killed_again_and_again_loses_and_repeats_nothi
 
 def test_what_a_list_says_wrongly_is_a_dead_letter_with_its_reason(project: Project) -> None:
     project.write("shop.py", PIPELINE.replace("SOURCE", "seeds:list.jsonl"))
-    project.write("list.jsonl", '{"url": "https://shop.test/p/1"}\nrubbish\n{"url": "ftp://shop.test/"}\n')
+    project.write(
+        "list.jsonl", '{"url": "https://shop.test/p/1"}\nrubbish\n{"url": "ftp://shop.test/"}\n'
+    )
     shown = project.good("sources", "test", "list", "--pipeline", "shop.py")
     assert "list.jsonl:2" in shown
     assert "no JSON" in shown
     running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
-    wait_for(lambda: running.ended or told(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]["refused"] == 2, "all of the list", every=0.1)
+    wait_for(
+        lambda: (
+            running.ended
+            or told(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]["refused"] == 2
+        ),
+        "all of the list",
+        every=0.1,
+    )
     running.signal(15)
     running.wait()
     letters = told(project, "dlq", "ls", "--all")["letters"]

@@ -31,7 +31,9 @@ FILES, LINES = 3, 500
 
 
 @pytest.fixture
-def machines(project: Project, tmp_path: Path, server: Callable[[str], Handle]) -> Iterator[list[Project]]:
+def machines(
+    project: Project, tmp_path: Path, server: Callable[[str], Handle]
+) -> Iterator[list[Project]]:
     url, namespace = server("postgres").url, f"t{project.mark[:12]}"
     (tmp_path / "other").mkdir()
     (project.dir / "inbox").mkdir()
@@ -46,7 +48,9 @@ def machines(project: Project, tmp_path: Path, server: Callable[[str], Handle]) 
 
 
 def state(project: Project) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))["sources"][0]
+    found: dict[str, Any] = json.loads(
+        project.good("sources", "ls", "--pipeline", "shop.py", "--json")
+    )["sources"][0]
     return found
 
 
@@ -56,12 +60,24 @@ def reading(project: Project, running: list[Running]) -> int:
     return next((n for n, r in enumerate(running, 1) if str(r.pid) in parts), 0)
 
 
-def test_one_of_two_machines_reads_and_when_it_is_killed_the_other_reads_on(machines: list[Project]) -> None:
+def test_one_of_two_machines_reads_and_when_it_is_killed_the_other_reads_on(
+    machines: list[Project],
+) -> None:
     first = machines[0]
     running = [each.start("run", "shop.py", "--role", "source") for each in machines]
     for number in range(FILES):
-        first.write(f"inbox/{number}.txt", "".join(f"https://shop.test/p/{number}/{n}\n" for n in range(LINES)))
-        wait_for(lambda goal=number * LINES + 1: any(r.ended for r in running) or state(first)["events"] >= goal, "the list is begun", 120, 0.2)  # type: ignore[misc]
+        first.write(
+            f"inbox/{number}.txt",
+            "".join(f"https://shop.test/p/{number}/{n}\n" for n in range(LINES)),
+        )
+        wait_for(
+            lambda goal=number * LINES + 1: (
+                any(r.ended for r in running) or state(first)["events"] >= goal
+            ),
+            "the list is begun",
+            120,
+            0.2,
+        )  # type: ignore[misc]
         assert not any(r.ended for r in running), [r.said for r in running]
         # Looked at once: who stood still for longer than its lease is not the reader any more at the next look.
         reader = wait_for(lambda: reading(first, running), "one of them reads", every=0.2) - 1
@@ -76,7 +92,9 @@ def test_one_of_two_machines_reads_and_when_it_is_killed_the_other_reads_on(mach
     assert state(machines[1])["events"] == FILES * LINES
     machines[1].good("sources", "resume", "list", "--pipeline", "shop.py")
     wait_for(lambda: state(first)["events"] == FILES * LINES + 1, "what came meanwhile", 120, 0.2)
-    wait_for(lambda: state(first)["known"] >= FILES * LINES, "and what was read before, known", 120, 0.2)
+    wait_for(
+        lambda: state(first)["known"] >= FILES * LINES, "and what was read before, known", 120, 0.2
+    )
     assert set(Counter(event["url"] for event in first.events()).values()) == {1}
     assert first.total()["accepted"] == FILES * LINES + 1
     for each in running:

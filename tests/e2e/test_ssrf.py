@@ -12,7 +12,21 @@ from typing import Any
 
 import pytest
 from tests.e2e.harness import PENSTOCK, SHOP, Done, Project
-from tests.e2e.wall import DNS, GOOD4, GOOD6, HOME4, HOME6, HTTP_PROXY, PROXY, SOCKS_PROXY, Sent, Unavailable, Wall, contacts, sent
+from tests.e2e.wall import (
+    DNS,
+    GOOD4,
+    GOOD6,
+    HOME4,
+    HOME6,
+    HTTP_PROXY,
+    PROXY,
+    SOCKS_PROXY,
+    Sent,
+    Unavailable,
+    Wall,
+    contacts,
+    sent,
+)
 
 # In every spelling that some parser takes for one of them. Each names a canary, or a place where none can listen.
 LOOPBACK = (
@@ -81,7 +95,10 @@ class Walled(Project):
         super().__init__(directory)
         self.wall = wall
         self.write("shop.py", SHOP)
-        inward = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTPS_PROXY", "ALL_PROXY"), "http://10.0.0.5:3128")
+        inward = dict.fromkeys(
+            ("http_proxy", "https_proxy", "all_proxy", "HTTPS_PROXY", "ALL_PROXY"),
+            "http://10.0.0.5:3128",
+        )
         self.env |= {**inward, "NO_PROXY": "", "RES_OPTIONS": "attempts:2"}
         self.set(breaker_min="1000000", follow_same_domain="false", retry_max="200ms")
 
@@ -96,7 +113,9 @@ class Walled(Project):
 
     def offer(self, urls: list[str], *options: str) -> dict[str, str]:
         """Push them all; those that were refused at once, with the reason."""
-        done = self.penstock("push", "--json", *options, "-", input="".join(url + "\n" for url in urls))
+        done = self.penstock(
+            "push", "--json", *options, "-", input="".join(url + "\n" for url in urls)
+        )
         said = json.loads(done.out)
         assert said["accepted"] + said["refused"] == len(urls), done.said
         return {refusal["input"]: refusal["reason"] for refusal in said["refusals"]}
@@ -178,7 +197,9 @@ def test_the_canaries_sing_and_the_sniffer_hears_them(wall: Wall) -> None:
     program = "import socket, sys\nfor a in sys.argv[1:]:\n    with socket.create_connection((a, 80), 60) as s:\n"
     program += "        s.sendall(b'GET / HTTP/1.1\\r\\n\\r\\n')\n        assert s.recv(1)\nsocket.getaddrinfo('mixed.evil.test', 80)"
     wall.noted()
-    subprocess.run(wall.command(wall.dir, sys.executable, "-c", program, *places), check=True, timeout=180)
+    subprocess.run(
+        wall.command(wall.dir, sys.executable, "-c", program, *places), check=True, timeout=180
+    )
     notes = wall.noted()
     expected = {place.removeprefix("::ffff:") for place in places}
     assert {address for address, _ in contacts(notes)} == expected
@@ -196,7 +217,9 @@ def test_a_run_that_may_go_inward_is_seen_to_go_there(walled: Walled) -> None:
 
 
 @pytest.mark.slow
-def test_no_spelling_of_an_inward_address_is_dialled_and_each_event_says_why(walled: Walled) -> None:
+def test_no_spelling_of_an_inward_address_is_dialled_and_each_event_says_why(
+    walled: Walled,
+) -> None:
     walled.set(net_allow="127.0.0.1:8000")
     bad = [f"http://{place}/p/{n}" for n, place in enumerate([*PLACES, *AUTHORITIES, *EVIL])]
     bad += [f"https://{place}/p/s{n}" for n, place in enumerate([*PLACES, *EVIL])]
@@ -208,7 +231,10 @@ def test_no_spelling_of_an_inward_address_is_dialled_and_each_event_says_why(wal
         "http://both.test/p/5",
         "http://robots.test/p/6",
     ]
-    good += ["http://127.0.0.1:8000/p/allowed", "http://good.test/#@127.0.0.1/"]  # the host ends where the fragment begins
+    good += [
+        "http://127.0.0.1:8000/p/allowed",
+        "http://good.test/#@127.0.0.1/",
+    ]  # the host ends where the fragment begins
     refused = walled.offer([*bad, *good, *SCHEMES])
     walled.run(expect=1)
     notes = walled.wall.noted()
@@ -218,13 +244,29 @@ def test_no_spelling_of_an_inward_address_is_dialled_and_each_event_says_why(wal
     dead = {url: reason for url, (status, reason) in found.items() if status == "dead"}
     alive = {url for url, (status, _) in found.items() if status == "success"}
     assert alive == {*good[:-1], "http://good.test/"}
-    followed = {"http://169.254.169.254/latest/meta-data/p/followed", "http://127.0.0.1/p/followed", "http://inward.evil.test/p/followed"}
+    followed = {
+        "http://169.254.169.254/latest/meta-data/p/followed",
+        "http://127.0.0.1/p/followed",
+        "http://inward.evil.test/p/followed",
+    }
     assert followed <= set(dead), "links of a good page"
     assert len(dead) + len(refused) == len(bad) + len(SCHEMES) + len(followed)
     readable(dead, "forbidden address: ", "bad URL: ")
     assert all(len(reason) > 5 for reason in refused.values()), refused
-    assert skus(walled) == {"GOOD /p/links", "GOOD /p/2", "GOOD /p/3", "GOOD /p/4", "GOOD /p/5", "GOOD /p/6", "GOOD /p/allowed"}
-    letter = json.loads(walled.good("dlq", "show", f"http://169.254.169.254/p/{PLACES.index('169.254.169.254')}", "--json"))
+    assert skus(walled) == {
+        "GOOD /p/links",
+        "GOOD /p/2",
+        "GOOD /p/3",
+        "GOOD /p/4",
+        "GOOD /p/5",
+        "GOOD /p/6",
+        "GOOD /p/allowed",
+    }
+    letter = json.loads(
+        walled.good(
+            "dlq", "show", f"http://169.254.169.254/p/{PLACES.index('169.254.169.254')}", "--json"
+        )
+    )
     assert letter["reason"] == "forbidden address: not a public address"
     assert "PENSTOCK_NET_ALLOW" in json.dumps(letter), "and what to do if it was meant"
 
@@ -232,7 +274,10 @@ def test_no_spelling_of_an_inward_address_is_dialled_and_each_event_says_why(wal
 @pytest.mark.slow
 def test_no_redirect_leads_inward(walled: Walled) -> None:
     targets = [f"http://{place}/p/r" for place in [*PLACES, *AUTHORITIES, *EVIL]]
-    targets += [f"//{place}/p/r" for place in ("127.0.0.1", "169.254.169.254", "[::1]", "inward.evil.test", "①②⑦.⓪.⓪.①")]
+    targets += [
+        f"//{place}/p/r"
+        for place in ("127.0.0.1", "169.254.169.254", "[::1]", "inward.evil.test", "①②⑦.⓪.⓪.①")
+    ]
     targets += [
         "/\\169.254.169.254/p/r",
         "\\\\10.0.0.5/p/r",
@@ -247,7 +292,10 @@ def test_no_redirect_leads_inward(walled: Walled) -> None:
     chain = len(targets)
     targets += [f"http://both.test/to/{chain + 1}", "http://10.0.0.5/p/r", "http://good.test/p/end"]
     walled.wall.redirects(targets)
-    assert walled.offer([f"http://good.test/to/{n}" for n in range(len(targets)) if n != chain + 1]) == {}
+    assert (
+        walled.offer([f"http://good.test/to/{n}" for n in range(len(targets)) if n != chain + 1])
+        == {}
+    )
     walled.run("--workers", "2", expect=1)
     notes = walled.wall.noted()
     no_inward(notes)
@@ -255,28 +303,49 @@ def test_no_redirect_leads_inward(walled: Walled) -> None:
     good = f"http://good.test/to/{len(targets) - 1}"
     assert found.pop(good)[0] == "success"
     assert {status for url, (status, _) in found.items()} == {"dead"}
-    readable({url: reason for url, (_, reason) in found.items()}, "forbidden address: ", "bad URL: ", "a redirect leads to nothing we fetch: ")
+    readable(
+        {url: reason for url, (_, reason) in found.items()},
+        "forbidden address: ",
+        "bad URL: ",
+        "a redirect leads to nothing we fetch: ",
+    )
     assert skus(walled) == {"GOOD /p/end"}
 
 
 @pytest.mark.slow
-def test_a_name_that_turns_inward_after_its_first_answer_is_dialled_where_it_was_checked_or_not_at_all(walled: Walled) -> None:
+def test_a_name_that_turns_inward_after_its_first_answer_is_dialled_where_it_was_checked_or_not_at_all(
+    walled: Walled,
+) -> None:
     names = {"rebind.test": "A", "rebind6.test": "AAAA", "rebind-local.test": "A"}
     walled.wall.redirects([f"http://{name}/p/{name}-3" for name in names])
-    walled.offer([url for n, name in enumerate(names) for url in (f"http://{name}/p/{name}-1", f"http://{name}/p/{name}-2", f"http://{name}/to/{n}")])
+    walled.offer(
+        [
+            url
+            for n, name in enumerate(names)
+            for url in (
+                f"http://{name}/p/{name}-1",
+                f"http://{name}/p/{name}-2",
+                f"http://{name}/to/{n}",
+            )
+        ]
+    )
     walled.run()
     notes = walled.wall.noted()
     no_inward(notes)
     assert skus(walled) == {f"GOOD /p/{name}-{n}" for name in names for n in (1, 2, 3)}
     for name, kind in names.items():
-        assert [n["type"] for n in notes if n.get("asked") == name].count(kind) == 1, "one lookup, and what it said was checked and dialled"
+        assert [n["type"] for n in notes if n.get("asked") == name].count(kind) == 1, (
+            "one lookup, and what it said was checked and dialled"
+        )
     walled.offer([f"http://{name}/p/{name}-4" for name in names])
     walled.run(expect=1)  # another process asks again
     notes = walled.wall.noted()
     assert sent(notes) == {ASKING}
     assert contacts(notes) == set()
     found = ends(walled)
-    assert {found[f"http://{name}/p/{name}-4"] for name in names} == {("dead", "forbidden address: not a public address")}
+    assert {found[f"http://{name}/p/{name}-4"] for name in names} == {
+        ("dead", "forbidden address: not a public address")
+    }
 
 
 @pytest.mark.slow
@@ -286,7 +355,10 @@ def test_no_proxy_is_dialled_inward_and_none_is_asked_for_inward_targets(walled:
         "mapped": "socks5://[::ffff:10.0.0.5]:1080", "number": "http://2130706433:3128", "name": "http://inward.evil.test:3128", "own": f"http://{HOME4}:3128",
         "mixed": "http://mixed6.evil.test:3128", "http": f"http://{PROXY}:{HTTP_PROXY}", "named": f"http://proxy.test:{HTTP_PROXY}", "good-socks": f"socks5://{PROXY}:{SOCKS_PROXY}",
     }  # fmt: skip
-    text = "".join(f'[proxies.{name}]\nurls = "{url}"\ncooldown = "100ms"\ncooldown_max = "100ms"\n' for name, url in pools.items())
+    text = "".join(
+        f'[proxies.{name}]\nurls = "{url}"\ncooldown = "100ms"\ncooldown_max = "100ms"\n'
+        for name, url in pools.items()
+    )
     text += '[proxies.listed]\nlist_url = "http://good.test/proxies.txt"\ncooldown = "100ms"\ncooldown_max = "100ms"\n'
     text += '[proxies.list-inward]\nlist_url = "http://169.254.169.254/list"\nlist_every = "1s"\ncooldown = "100ms"\n'
     walled.write("penstock.toml", text)
@@ -295,24 +367,56 @@ def test_no_proxy_is_dialled_inward_and_none_is_asked_for_inward_targets(walled:
     inward = [*(name for name in pools if name not in good), "listed", "list-inward"]
     for name in inward:
         walled.offer([f"http://good.test/p/{name}"], "--pool", name)
-    places = ["127.0.0.1", "10.0.0.5", "169.254.169.254", "[::1]", "[fd00::1]", "[::ffff:10.0.0.5]", "2852039166", *EVIL[:-1]]
+    places = [
+        "127.0.0.1",
+        "10.0.0.5",
+        "169.254.169.254",
+        "[::1]",
+        "[fd00::1]",
+        "[::ffff:10.0.0.5]",
+        "2852039166",
+        *EVIL[:-1],
+    ]
     for name in good:
-        walled.offer([f"http://good.test/p/{name}", *(f"http://{place}/p/{name}-{n}" for n, place in enumerate(places))], "--pool", name)
+        walled.offer(
+            [
+                f"http://good.test/p/{name}",
+                *(f"http://{place}/p/{name}-{n}" for n, place in enumerate(places)),
+            ],
+            "--pool",
+            name,
+        )
     walled.run(expect=1)
     notes = walled.wall.noted()
     proxies = {Sent(6, PROXY, HTTP_PROXY), Sent(6, PROXY, SOCKS_PROXY)}
-    assert sent(notes) == {ASKING, Sent(6, GOOD4, 80), *proxies}, "the list was fetched, and the good proxies dialled"
-    assert contacts(notes) == {(GOOD4, 80), (PROXY, HTTP_PROXY), (PROXY, SOCKS_PROXY)}, "from the proxies' side too"
-    assert {n["proxied"].split()[1] for n in notes if "proxied" in n} == {f"{GOOD4}:80"}, "a proxy is told the checked address"
+    assert sent(notes) == {ASKING, Sent(6, GOOD4, 80), *proxies}, (
+        "the list was fetched, and the good proxies dialled"
+    )
+    assert contacts(notes) == {(GOOD4, 80), (PROXY, HTTP_PROXY), (PROXY, SOCKS_PROXY)}, (
+        "from the proxies' side too"
+    )
+    assert {n["proxied"].split()[1] for n in notes if "proxied" in n} == {f"{GOOD4}:80"}, (
+        "a proxy is told the checked address"
+    )
     found = ends(walled)
-    assert {url for url, (status, _) in found.items() if status == "success"} == {f"http://good.test/p/{name}" for name in good}
+    assert {url for url, (status, _) in found.items() if status == "success"} == {
+        f"http://good.test/p/{name}" for name in good
+    }
     assert {row["sku"] for row in walled.rows()} == {f"GOOD /p/{name}" for name in good}
     for name in inward:
         status, reason = found[f"http://good.test/p/{name}"]
         assert status == "dead"
         assert "forbidden address" in reason, (name, reason)
         assert name in reason, "the pool is named"
-    readable({url: reason for url, (status, reason) in found.items() if status == "dead" and "//good.test" not in url}, "forbidden address: ", "bad URL: ")
+    readable(
+        {
+            url: reason
+            for url, (status, reason) in found.items()
+            if status == "dead" and "//good.test" not in url
+        },
+        "forbidden address: ",
+        "bad URL: ",
+    )
 
 
 @pytest.mark.slow

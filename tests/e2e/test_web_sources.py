@@ -21,7 +21,9 @@ from penstock.testing.web import Reply, Request, reply
 
 pytestmark = pytest.mark.slow
 CHANGES = 60
-BOMB = '<?xml version="1.0" encoding="UTF-16"?><!DOCTYPE rss [<!ENTITY a "boom">]><rss><channel><item><guid>&a;</guid></item></channel></rss>'.encode("utf-16")
+BOMB = '<?xml version="1.0" encoding="UTF-16"?><!DOCTYPE rss [<!ENTITY a "boom">]><rss><channel><item><guid>&a;</guid></item></channel></rss>'.encode(
+    "utf-16"
+)
 PIPELINE = """
 from penstock import Page, Pipeline
 
@@ -46,7 +48,9 @@ class Moving:
         self.shop = self._made()
         plan = self._made()
         start, self.now = self.now, self.now + CHANGES
-        self.plan: tuple[Change, ...] = plan.changes  # what will happen: everything follows from seed and clock
+        self.plan: tuple[Change, ...] = (
+            plan.changes
+        )  # what will happen: everything follows from seed and clock
         self.now = start
         self.answers: dict[str, Reply] = {}  # instead of the shop's
 
@@ -78,7 +82,9 @@ def sources(project: Project) -> dict[str, dict[str, Any]]:
     return {s["name"]: s for s in json.loads(done.out)["sources"]} if done.code == 0 else {}
 
 
-def test_every_change_of_the_shop_is_one_event_of_each_source_however_often_the_reader_is_killed(project: Project) -> None:
+def test_every_change_of_the_shop_is_one_event_of_each_source_however_often_the_reader_is_killed(
+    project: Project,
+) -> None:
     moving, chance = Moving(), random.Random(5)
     site = Site(moving)
     running: Running | None = None
@@ -87,11 +93,17 @@ def test_every_change_of_the_shop_is_one_event_of_each_source_however_often_the_
         project.allow(site.port)
         project.write("shop.py", PIPELINE.format(base=site.url("")))
         running = project.start("run", "shop.py")
-        first = {"feed": 0, "sitemap": len(PRODUCTS), "api": len(PRODUCTS) - 1}  # the one without a number is in no list of goods
+        first = {
+            "feed": 0,
+            "sitemap": len(PRODUCTS),
+            "api": len(PRODUCTS) - 1,
+        }  # the one without a number is in no list of goods
 
         def told(changes: int) -> bool:
             found = sources(project)
-            return bool(found) and all(found[name]["events"] == count + changes for name, count in first.items())
+            return bool(found) and all(
+                found[name]["events"] == count + changes for name, count in first.items()
+            )
 
         wait_for(lambda: told(0), "the first look", 60, 0.2)
         happened = kills = 0
@@ -101,13 +113,20 @@ def test_every_change_of_the_shop_is_one_event_of_each_source_however_often_the_
                 moving.move()
                 happened += 1
                 if n == fatal:
-                    time.sleep(chance.uniform(0.0, 0.4))  # somewhere between the change and its event, or after it
+                    time.sleep(
+                        chance.uniform(0.0, 0.4)
+                    )  # somewhere between the change and its event, or after it
                     running.kill()
                     kills += 1
                     running = project.start("run", "shop.py")
             if kills == 3:  # meanwhile, one of them serves what nobody should read
                 moving.answers["/feed.xml"] = reply(BOMB, "application/rss+xml")
-                wait_for(lambda: "DTD" in (sources(project).get("feed", {}).get("error") or ""), "the feed's trouble", 60, 0.2)
+                wait_for(
+                    lambda: "DTD" in (sources(project).get("feed", {}).get("error") or ""),
+                    "the feed's trouble",
+                    60,
+                    0.2,
+                )
                 moving.answers.clear()
             wait_for(lambda n=happened: told(n), f"{happened} changes told by each source", 60, 0.2)
         assert happened == CHANGES
@@ -120,13 +139,26 @@ def test_every_change_of_the_shop_is_one_event_of_each_source_however_often_the_
         log = moving.shop.changes
         of = {name: [e for e in events if e["source"] == name] for name in first}
         url, opened = moving.shop.url, moving.now - CHANGES
-        entries = feed.parse(moving.shop.answer(Request("GET", "/feed.xml", "", {}, b"", site.port)).body, None)
+        entries = feed.parse(
+            moving.shop.answer(Request("GET", "/feed.xml", "", {}, b"", site.port)).body, None
+        )
         assert [e.id for e in entries] == [f"weir-daughters-change-{c.id}" for c in reversed(log)]
-        assert {e["event_id"] for e in of["feed"]} == {mint("feed", site.url("/feed.xml"), e.id, e.hash) for e in entries}
-        states = [*((url(c.product.slug), c.at) for c in log), *((url(p.slug), opened) for p in PRODUCTS)]
-        assert {e["event_id"] for e in of["sitemap"]} == {mint("sitemap", loc, f"{at:.3f}") for loc, at in states}
-        assert Counter(e["url"] for e in of["api"]) == Counter([*(url(c.product.slug) for c in log), *(url(p.slug) for p in PRODUCTS if p.sku)])
-        assert len({e["event_id"] for e in events}) == len(events) == sum(first.values()) + 3 * CHANGES
+        assert {e["event_id"] for e in of["feed"]} == {
+            mint("feed", site.url("/feed.xml"), e.id, e.hash) for e in entries
+        }
+        states = [
+            *((url(c.product.slug), c.at) for c in log),
+            *((url(p.slug), opened) for p in PRODUCTS),
+        ]
+        assert {e["event_id"] for e in of["sitemap"]} == {
+            mint("sitemap", loc, f"{at:.3f}") for loc, at in states
+        }
+        assert Counter(e["url"] for e in of["api"]) == Counter(
+            [*(url(c.product.slug) for c in log), *(url(p.slug) for p in PRODUCTS if p.sku)]
+        )
+        assert (
+            len({e["event_id"] for e in events}) == len(events) == sum(first.values()) + 3 * CHANGES
+        )
         project.doctor()
     finally:
         if running is not None and not running.ended:

@@ -41,7 +41,9 @@ def server(project: Project) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_killed(project: Project) -> None:
+def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_killed(
+    project: Project,
+) -> None:
     server = Server(project, pipeline=SHOP + 'shop.source("webhook:shop", rate="unlimited")\n')
     promised: set[str] = set()
     unknown = 0
@@ -51,7 +53,9 @@ def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_
         connection = server.connect()
         try:
             for n in range(10_000):
-                answer = server.tell({"url": f"https://shop.example/p/{round_}-{sender}-{n}"}, connection=connection)
+                answer = server.tell(
+                    {"url": f"https://shop.example/p/{round_}-{sender}-{n}"}, connection=connection
+                )
                 assert answer.status == 202
                 ids += answer.json["ids"]
                 first.set()
@@ -78,11 +82,15 @@ def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_
     assert len(promised) >= 10
     found = {event["event_id"] for event in project.events()}
     assert promised <= found
-    assert len(found) <= len(promised) + unknown, "each killed sender had at most one request without an answer"
+    assert len(found) <= len(promised) + unknown, (
+        "each killed sender had at most one request without an answer"
+    )
     project.doctor()
 
 
-def test_a_hook_inside_run_has_its_pages_scraped_and_a_repeated_id_is_one_event(project: Project, site: Site) -> None:
+def test_a_hook_inside_run_has_its_pages_scraped_and_a_repeated_id_is_one_event(
+    project: Project, site: Site
+) -> None:
     server = Server(project, "run", "shop.py")
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(5)]
     first = server.tell([{"url": url, "n": i} for i, url in enumerate(urls)], webhook_id="batch-1")
@@ -91,14 +99,21 @@ def test_a_hook_inside_run_has_its_pages_scraped_and_a_repeated_id_is_one_event(
     assert (again.status, again.json["accepted"], again.json["known"]) == (202, 0, 5)
     assert first.json["ids"] == again.json["ids"]
     wait_for(lambda: project.written() == 5, f"rows: {server.running.said}")
-    sources = {source["name"]: source for source in json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))["sources"]}
+    sources = {
+        source["name"]: source
+        for source in json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))[
+            "sources"
+        ]
+    }
     assert (sources["shop"]["events"], sources["shop"]["known"]) == (5, 5)
     server.running.signal(signal.SIGTERM)
     assert server.running.wait() == 0, server.running.said
     assert {event["source"] for event in project.events()} == {"shop"}
 
 
-def test_a_full_queue_is_a_503_that_accepts_nothing_and_the_senders_retry_loses_nothing(project: Project, site: Site) -> None:
+def test_a_full_queue_is_a_503_that_accepts_nothing_and_the_senders_retry_loses_nothing(
+    project: Project, site: Site
+) -> None:
     project.set(intake_max_pending="5")
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(12)]
     server = Server(project)
@@ -115,7 +130,11 @@ def test_a_full_queue_is_a_503_that_accepts_nothing_and_the_senders_retry_loses_
     server.command = ("run", "shop.py")
     server.start()
     for id_, part in [("a", urls[:4]), ("b", urls[4:8]), ("c", [urls[4]]), ("e", urls[8:])]:
-        wait_for(lambda id_=id_, part=part: server.tell(part, webhook_id=id_).status == 202, f"{id_} is taken: {server.running.said}", every=0.1)
+        wait_for(
+            lambda id_=id_, part=part: server.tell(part, webhook_id=id_).status == 202,
+            f"{id_} is taken: {server.running.said}",
+            every=0.1,
+        )
     wait_for(lambda: project.written() == 12, f"rows: {server.running.said}")
     server.running.signal(signal.SIGTERM)
     assert server.running.wait() == 0
@@ -133,15 +152,22 @@ def test_a_paused_hook_asks_its_senders_to_come_again(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_while_the_disk_takes_nothing_the_answer_is_a_503_and_afterwards_all_is_as_promised(server: Server) -> None:
+def test_while_the_disk_takes_nothing_the_answer_is_a_503_and_afterwards_all_is_as_promised(
+    server: Server,
+) -> None:
     assert server.tell({"url": "https://shop.example/p/0"}, webhook_id="0").status == 202
     _, hard = resource.prlimit(server.running.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(server.running.pid, resource.RLIMIT_FSIZE, (4096, hard))
-    answers = [server.tell({"url": f"https://shop.example/p/{n}"}, webhook_id=str(n)) for n in range(1, 4)]
+    answers = [
+        server.tell({"url": f"https://shop.example/p/{n}"}, webhook_id=str(n)) for n in range(1, 4)
+    ]
     resource.prlimit(server.running.pid, resource.RLIMIT_FSIZE, (hard, hard))
     assert {answer.status for answer in answers} == {503}
     assert int(answers[0].headers["retry-after"]) >= 1
-    again = [wait_for(lambda n=n: _taken(server, n), f"{n} is taken: {server.running.said}", every=0.2) for n in range(4)]
+    again = [
+        wait_for(lambda n=n: _taken(server, n), f"{n} is taken: {server.running.said}", every=0.2)
+        for n in range(4)
+    ]
     assert [answer.json["known"] for answer in again] == [1, 0, 0, 0]
     assert server.project.total()["accepted"] == 4
 
@@ -154,7 +180,9 @@ def _taken(server: Server, n: int) -> Answer | None:
 # -- who listens -----------------------------------------------------------------------------------------------------------
 
 
-def test_of_two_processes_with_one_port_the_second_takes_over_when_the_first_is_killed(project: Project) -> None:
+def test_of_two_processes_with_one_port_the_second_takes_over_when_the_first_is_killed(
+    project: Project,
+) -> None:
     server = Server(project)
     second = project.start("serve", "shop.py")
     wait_for(lambda: "takes over when it ends" in second.said, f"it waits: {second.said}")
@@ -172,7 +200,9 @@ def test_of_several_workers_one_listens_and_another_takes_over(project: Project)
     server = Server(project, "run", "shop.py", "--workers", "3")
 
     def listener() -> int:
-        sources = json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))["sources"]
+        sources = json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))[
+            "sources"
+        ]
         return int(sources[0]["worker"].split("-")[-2])
 
     first = listener()
@@ -203,7 +233,9 @@ def test_of_several_workers_one_listens_and_another_takes_over(project: Project)
         (("-o", "pipeline=twice.py"), 3, "two sources are served at /hooks/shop"),
     ],
 )
-def test_where_it_cannot_or_must_not_listen_is_said_before_it_does(project: Project, args: tuple[str, ...], code: int, said: str) -> None:
+def test_where_it_cannot_or_must_not_listen_is_said_before_it_does(
+    project: Project, args: tuple[str, ...], code: int, said: str
+) -> None:
     project.write("shop.py", HOOKS)
     project.write("none.py", SHOP)
     project.write("twice.py", HOOKS + 'shop.source("webhook:shop", name="other")\n')
@@ -222,11 +254,15 @@ def test_where_it_cannot_or_must_not_listen_is_said_before_it_does(project: Proj
 # -- bad requests ------------------------------------------------------------------------------------------------------------
 
 
-def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(server: Server) -> None:
+def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(
+    server: Server,
+) -> None:
     body, now = b'{"url": "https://shop.example/p/1"}', int(time.time())
     good = sign(body, "m1", now)
     assert server.tell(body, hook="signed", **good).json["accepted"] == 1
-    assert server.tell(body, hook="signed", **good).json == server.tell(body, hook="signed", **good).json | {"known": 1, "accepted": 0}
+    assert server.tell(body, hook="signed", **good).json == server.tell(
+        body, hook="signed", **good
+    ).json | {"known": 1, "accepted": 0}
     for forged in (
         {},
         sign(body, "m2", now - 301),
@@ -236,7 +272,10 @@ def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(se
         {**good, "webhook_signature": good["webhook_signature"] + "junk"},
     ):
         answer = server.tell(body, hook="signed", **forged)
-        assert (answer.status, answer.json["error"]) == (401, "this request is not from a sender that is known here")
+        assert (answer.status, answer.json["error"]) == (
+            401,
+            "this request is not from a sender that is known here",
+        )
     for sent, status in [
         (b" " * (1 << 20) + b"{}", 413),
         (b"x" * (6 << 20), 413),
@@ -256,7 +295,10 @@ def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(se
     assert server.tell(b"{}", content_type="text/plain").status == 415
     for host in ("evil.example", "[", "127.0.0.1:x", "\xff", "a b"):
         assert server.tell(b'{"url": "https://shop.example/p/3"}', host=host).status == 403, host
-    assert server.tell(b'{"url": "https://shop.example/p/3"}', origin="https://evil.example").status == 403
+    assert (
+        server.tell(b'{"url": "https://shop.example/p/3"}', origin="https://evil.example").status
+        == 403
+    )
     assert server.project.total()["accepted"] == 1
 
 
@@ -277,7 +319,9 @@ def test_who_dawdles_is_sent_away_and_there_are_only_so_many(project: Project) -
         with contextlib.suppress(ConnectionResetError):  # what we sent came after it
             assert slow.recv(4096) == b""
     with socket.create_connection(("127.0.0.1", server.port), 60) as slow:
-        slow.sendall(b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        slow.sendall(
+            b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
     project.set(serve_timeout="60s")
     server.running.signal(signal.SIGTERM)
@@ -303,12 +347,21 @@ def test_who_dawdles_is_sent_away_and_there_are_only_so_many(project: Project) -
 def test_chunked_pipelined_and_expecting_requests_are_read_as_http_says(server: Server) -> None:
     head = b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     body = b'{"url": "https://shop.example/p/1"}'
-    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    chunked = (
+        head
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+        + b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        + b"0\r\n\r\n"
+    )
     last = head + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"  # makes no event
     assert server.raw(chunked + last).count(b"HTTP/1.1 202 ") == 1
     plain = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     assert server.raw(plain * 3 + last).count(b"HTTP/1.1 202 ") == 3
-    endless = head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + b" " * 0x10000 + b"\r\n") * 40
+    endless = (
+        head
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+        + (b"10000\r\n" + b" " * 0x10000 + b"\r\n") * 40
+    )
     assert b"HTTP/1.1 413 " in server.raw(endless)
     with socket.create_connection(("127.0.0.1", server.port), 60) as s:
         s.sendall(head + b"Expect: 100-continue\r\nContent-Length: 99999999\r\n\r\n")
@@ -321,14 +374,27 @@ def test_chunked_pipelined_and_expecting_requests_are_read_as_http_says(server: 
 
 
 @pytest.mark.slow
-def test_whatever_the_schema_allows_and_much_that_it_does_not_never_ends_in_a_5xx(server: Server) -> None:
+def test_whatever_the_schema_allows_and_much_that_it_does_not_never_ends_in_a_5xx(
+    server: Server,
+) -> None:
     described = document()
-    described["paths"]["/hooks/{name}"]["post"]["parameters"][0]["schema"] = {"enum": ["shop", "signed"]}
+    described["paths"]["/hooks/{name}"]["post"]["parameters"][0]["schema"] = {
+        "enum": ["shop", "signed"]
+    }
     operation = schemathesis.openapi.from_dict(described)["/hooks/{name}"]["POST"]
     seen: Counter[int] = Counter()
-    cases = st.one_of(operation.as_strategy(generation_mode=GenerationMode.POSITIVE), operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    cases = st.one_of(
+        operation.as_strategy(generation_mode=GenerationMode.POSITIVE),
+        operation.as_strategy(generation_mode=GenerationMode.NEGATIVE),
+    )
 
-    @settings(max_examples=300, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=300,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(cases)
     def fuzz(case: Any) -> None:
         response = case.call(base_url=f"http://127.0.0.1:{server.port}")
@@ -358,7 +424,13 @@ def test_no_bytes_at_all_harm_the_server(server: Server) -> None:
         ]),
     )  # fmt: skip
 
-    @settings(max_examples=300, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=300,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.lists(pieces, max_size=8).map(b"".join))
     def fuzz(sent: bytes) -> None:
         got = server.raw(sent, end=True)
@@ -370,7 +442,15 @@ def test_no_bytes_at_all_harm_the_server(server: Server) -> None:
 
 
 def test_health_and_schema_are_served_and_nothing_else(server: Server) -> None:
-    for path, status in [("/healthz", 200), ("/openapi.json", 200), ("/", 404), ("/hooks", 404), ("/hooks/", 404), ("/hooks/shop/", 404), ("/docs", 404)]:
+    for path, status in [
+        ("/healthz", 200),
+        ("/openapi.json", 200),
+        ("/", 404),
+        ("/hooks", 404),
+        ("/hooks/", 404),
+        ("/hooks/shop/", 404),
+        ("/docs", 404),
+    ]:
         connection = server.connect()
         connection.request("GET", path)
         answer = Answer(connection.getresponse())

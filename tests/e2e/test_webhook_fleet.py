@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.server("postgres"), pytest.mark.slow]
 
 
 @pytest.fixture
-def machines(project: Project, tmp_path: Path, server: Callable[[str], Handle]) -> Iterator[list[Server]]:
+def machines(
+    project: Project, tmp_path: Path, server: Callable[[str], Handle]
+) -> Iterator[list[Server]]:
     url, namespace = server("postgres").url, f"t{project.mark[:12]}"
     other = tmp_path / "other"
     other.mkdir()
@@ -34,7 +36,9 @@ def machines(project: Project, tmp_path: Path, server: Callable[[str], Handle]) 
 
 def test_an_id_told_to_both_machines_at_once_is_one_event(machines: list[Server]) -> None:
     def tell(n: int) -> tuple[int, int]:
-        answer = machines[n % 2].tell({"url": f"https://shop.example/p/{n // 2}"}, webhook_id=str(n // 2))
+        answer = machines[n % 2].tell(
+            {"url": f"https://shop.example/p/{n // 2}"}, webhook_id=str(n // 2)
+        )
         assert answer.status == 202, answer.json
         return answer.json["accepted"], answer.json["known"]
 
@@ -44,7 +48,9 @@ def test_an_id_told_to_both_machines_at_once_is_one_event(machines: list[Server]
     assert machines[0].project.total()["accepted"] == 200
 
 
-def test_while_the_server_is_away_nothing_is_promised_and_what_was_promised_is_there(machines: list[Server], server: Callable[[str], Handle]) -> None:
+def test_while_the_server_is_away_nothing_is_promised_and_what_was_promised_is_there(
+    machines: list[Server], server: Callable[[str], Handle]
+) -> None:
     handle = server("postgres")
     promised: set[str] = set()
 

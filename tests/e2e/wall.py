@@ -86,7 +86,9 @@ class Wall:
         subprocess.run(self.command(self.dir, sys.executable, "-c", probe), check=True, timeout=120)
         until = time.monotonic() + 60
         while time.monotonic() < until:
-            lines = (self.dir / "notes.jsonl").read_bytes().split(b"\n")[self._from : -1]  # the last one is empty, or not whole yet
+            lines = (
+                (self.dir / "notes.jsonl").read_bytes().split(b"\n")[self._from : -1]
+            )  # the last one is empty, or not whole yet
             notes = [json.loads(line) for line in lines]
             at = next((i for i, n in enumerate(notes) if n.get("port") == MARKER), None)
             if at is not None:
@@ -112,7 +114,9 @@ def install() -> None:
     print(f"installing {' '.join(missing)} with apt, for network namespaces", file=sys.stderr)
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for args in (["update", "-qq"], ["install", "-y", "-qq", *missing]):
-        done = subprocess.run(["apt-get", *args], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["apt-get", *args], env=env, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise Unavailable(f"apt-get {args[0]}: {done.stderr[-500:]}")
 
@@ -151,16 +155,28 @@ class _Notes:
 def _home(directory: Path) -> None:
     notes = _Notes(directory)
     _sh("ip link set lo up")
-    for name, text in (("resolv.conf", f"nameserver {DNS}\noptions timeout:30 attempts:2\n"), ("nsswitch.conf", "hosts: files dns\n")):
+    for name, text in (
+        ("resolv.conf", f"nameserver {DNS}\noptions timeout:30 attempts:2\n"),
+        ("nsswitch.conf", "hosts: files dns\n"),
+    ):
         (directory / name).write_text(text)
         _sh(f"mount --bind {directory / name} {os.path.realpath('/etc/' + name)}")
-    world = subprocess.Popen(["unshare", "--net", sys.executable, __file__, "world", str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    world = subprocess.Popen(
+        ["unshare", "--net", sys.executable, __file__, "world", str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert world.stdin is not None
     assert world.stdout is not None
     world.stdout.readline()  # its namespace is there
     _sh("ip link add out type veth peer name in")
     _sh(f"ip link set in netns {world.pid}")
-    for line in (f"addr add {HOME4}/24 dev out", f"addr add {HOME6}/64 dev out nodad", "link set out up"):
+    for line in (
+        f"addr add {HOME4}/24 dev out",
+        f"addr add {HOME6}/64 dev out nodad",
+        "link set out up",
+    ):
         _sh(f"ip {line}")
     world.stdin.write("go\n")
     world.stdin.flush()
@@ -236,7 +252,12 @@ def _sniff(notes: _Notes, s: socket.socket) -> None:
             continue
         port = int.from_bytes(rest[2:4], "big")
         if port == MARKER:
-            notes.add(to=str(address), protocol=protocol, port=port, lost=int.from_bytes(s.getsockopt(263, 6, 8)[4:], sys.byteorder))  # PACKET_STATISTICS
+            notes.add(
+                to=str(address),
+                protocol=protocol,
+                port=port,
+                lost=int.from_bytes(s.getsockopt(263, 6, 8)[4:], sys.byteorder),
+            )  # PACKET_STATISTICS
         else:
             notes.add(to=str(address), protocol=protocol, port=port)
 
@@ -268,9 +289,21 @@ class _NameServer(asyncio.DatagramProtocol):
                 answers.append(_record(owner, 5, target := _name(alias)))
                 owner, step = target, zone[alias][0]
             if kind in (1, 28):
-                answers += [_record(owner, kind, ipaddress.ip_address(a).packed) for a in step.get("A" if kind == 1 else "AAAA", [])]
+                answers += [
+                    _record(owner, kind, ipaddress.ip_address(a).packed)
+                    for a in step.get("A" if kind == 1 else "AAAA", [])
+                ]
         flags = b"\x81\x80" if steps else b"\x81\x83"  # else: no such name
-        self.transport.sendto(data[:2] + flags + b"\0\1" + len(answers).to_bytes(2, "big") + b"\0\0\0\0" + question + b"".join(answers), addr)
+        self.transport.sendto(
+            data[:2]
+            + flags
+            + b"\0\1"
+            + len(answers).to_bytes(2, "big")
+            + b"\0\0\0\0"
+            + question
+            + b"".join(answers),
+            addr,
+        )
 
 
 def _name(text: str) -> bytes:
@@ -279,7 +312,14 @@ def _name(text: str) -> bytes:
 
 def _record(owner: bytes, kind: int, value: bytes) -> bytes:
     """It is good for no time at all, as an attacker's would be."""
-    return owner + kind.to_bytes(2, "big") + b"\0\1" + b"\0\0\0\0" + len(value).to_bytes(2, "big") + value
+    return (
+        owner
+        + kind.to_bytes(2, "big")
+        + b"\0\1"
+        + b"\0\0\0\0"
+        + len(value).to_bytes(2, "big")
+        + value
+    )
 
 
 INWARD = "http://169.254.169.254/latest/meta-data/"
@@ -289,7 +329,12 @@ GOOD_PAGE = f"""<!doctype html><html><head><title>good</title><base href="/p/"><
 <body><main data-sku="GOOD"><h1>good</h1><p class="price">1</p><img src="{INWARD}i.png"><iframe src="{INWARD}"></iframe>
 </main></body></html>"""
 LINKS = "".join(
-    f'<a class="related" href="{url}">x</a>' for url in (f"{INWARD}p/followed", "http://127.0.0.1/p/followed", "http://inward.evil.test/p/followed")
+    f'<a class="related" href="{url}">x</a>'
+    for url in (
+        f"{INWARD}p/followed",
+        "http://127.0.0.1/p/followed",
+        "http://inward.evil.test/p/followed",
+    )
 )
 GOOD_HEADERS = (
     f'Alt-Svc: h2="10.0.0.5:80", h3="169.254.169.254:443"; ma=3600\r\nLink: <{INWARD}>; rel=preload\r\nRefresh: 0; url={INWARD}\r\n'
@@ -305,7 +350,9 @@ class _Site:
         self.notes, self.dir, self.port = notes, directory, port
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        here = str(ipaddress.ip_address(writer.get_extra_info("sockname")[0].removeprefix("::ffff:")))  # one spelling
+        here = str(
+            ipaddress.ip_address(writer.get_extra_info("sockname")[0].removeprefix("::ffff:"))
+        )  # one spelling
         self.notes.add(at=here, port=self.port)
         try:
             if here == PROXY and self.port == SOCKS_PROXY:
@@ -326,7 +373,9 @@ class _Site:
         path = head.split(" ")[1]
         status, headers, body = "200 OK", "", CANARY_PAGE
         if here in (GOOD4, GOOD6) or (here, self.port) == ("127.0.0.1", 8000):
-            body = GOOD_PAGE.replace('"GOOD"', f'"GOOD {path}"').replace("</main>", f"{LINKS if path == '/p/links' else ''}</main>")
+            body = GOOD_PAGE.replace('"GOOD"', f'"GOOD {path}"').replace(
+                "</main>", f"{LINKS if path == '/p/links' else ''}</main>"
+            )
             if path == "/robots.txt":
                 status, body = "404 Not Found", ""
                 if "host: robots.test" in head.lower():
@@ -339,19 +388,30 @@ class _Site:
             else:
                 headers = GOOD_HEADERS
         raw = body.encode()
-        return f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\n{headers}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
+        return (
+            f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\n{headers}Content-Length: {len(raw)}\r\n\r\n".encode()
+            + raw
+        )
 
     async def _http_proxy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
         self.notes.add(proxied=f"{method} {target}")
         place = target if method == "CONNECT" else target.removeprefix("http://").partition("/")[0]
-        host, _, port = place.rpartition(":") if place.rpartition(":")[2].isdigit() else (place, "", "80")
+        host, _, port = (
+            place.rpartition(":") if place.rpartition(":")[2].isdigit() else (place, "", "80")
+        )
         there = await asyncio.open_connection(host.strip("[]"), int(port))
         if method == "CONNECT":
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         else:
-            there[1].write(head.replace(target.encode(), b"/" + target.removeprefix("http://").partition("/")[2].encode(), 1))
+            there[1].write(
+                head.replace(
+                    target.encode(),
+                    b"/" + target.removeprefix("http://").partition("/")[2].encode(),
+                    1,
+                )
+            )
         await _join(reader, writer, *there)
 
     async def _socks(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -368,7 +428,12 @@ class _Site:
         await _join(reader, writer, *there)
 
 
-async def _join(a: asyncio.StreamReader, aw: asyncio.StreamWriter, b: asyncio.StreamReader, bw: asyncio.StreamWriter) -> None:
+async def _join(
+    a: asyncio.StreamReader,
+    aw: asyncio.StreamWriter,
+    b: asyncio.StreamReader,
+    bw: asyncio.StreamWriter,
+) -> None:
     async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         try:
             while chunk := await source.read(65536):

@@ -14,7 +14,12 @@ from typing import Any
 from tests.e2e.harness import SHOP, Project, Running, free_port, wait_for
 
 SECRET = base64.b64encode(bytes(range(32))).decode()
-HOOKS = SHOP + '\nshop.source("webhook:shop")\nshop.source("webhook:signed", secret="whsec_' + SECRET + '")\n'
+HOOKS = (
+    SHOP
+    + '\nshop.source("webhook:shop")\nshop.source("webhook:signed", secret="whsec_'
+    + SECRET
+    + '")\n'
+)
 JSON = {"content-type": "application/json"}
 
 
@@ -43,12 +48,27 @@ class Server:
     def connect(self, timeout: float = 60) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
-    def tell(self, body: Any, *, hook: str = "shop", method: str = "POST", connection: http.client.HTTPConnection | None = None, **headers: str) -> Answer:
+    def tell(
+        self,
+        body: Any,
+        *,
+        hook: str = "shop",
+        method: str = "POST",
+        connection: http.client.HTTPConnection | None = None,
+        **headers: str,
+    ) -> Answer:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         used = connection or self.connect()
         try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # answered and closed before all was sent: the answer is there to be read
-                used.request(method, f"/hooks/{hook}", raw, {**JSON, **{name.replace("_", "-"): value for name, value in headers.items()}})
+            with contextlib.suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # answered and closed before all was sent: the answer is there to be read
+                used.request(
+                    method,
+                    f"/hooks/{hook}",
+                    raw,
+                    {**JSON, **{name.replace("_", "-"): value for name, value in headers.items()}},
+                )
             return Answer(used.getresponse())
         finally:
             if connection is None:
@@ -69,5 +89,11 @@ class Server:
 
 
 def sign(body: bytes, id_: str, at: int) -> dict[str, str]:
-    digest = hmac.new(base64.b64decode(SECRET), f"{id_}.{at}.".encode() + body, hashlib.sha256).digest()
-    return {"webhook_id": id_, "webhook_timestamp": str(at), "webhook_signature": "v1," + base64.b64encode(digest).decode()}
+    digest = hmac.new(
+        base64.b64decode(SECRET), f"{id_}.{at}.".encode() + body, hashlib.sha256
+    ).digest()
+    return {
+        "webhook_id": id_,
+        "webhook_timestamp": str(at),
+        "webhook_signature": "v1," + base64.b64encode(digest).decode(),
+    }

@@ -14,7 +14,14 @@ USER, PASSWORD = "customer-77", "hunter2-PLANTED"
 class Proxy:
     """Listens on a free port of 127.0.0.1. `mood`: "" works, "refuse" reaches no target, "mute" closes without a word."""
 
-    def __init__(self, kind: str = "http", *, user: str = USER, password: str = PASSWORD, exit_: str = "127.0.0.10") -> None:
+    def __init__(
+        self,
+        kind: str = "http",
+        *,
+        user: str = USER,
+        password: str = PASSWORD,
+        exit_: str = "127.0.0.10",
+    ) -> None:
         self.kind, self.user, self.password, self.exit = kind, user, password, exit_
         self.mood = ""
         self.connects: list[str] = []  # what it was asked to connect to, as it was written
@@ -27,7 +34,12 @@ class Proxy:
         await self.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.stop()
 
     async def start(self) -> None:
@@ -66,11 +78,16 @@ class Proxy:
             head = await reader.readuntil(b"\r\n\r\n")
             first, *lines = head.decode("latin-1").split("\r\n")
             method, target, _ = first.split(" ")
-            headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines if line)}
+            headers = {
+                k.strip().lower(): v.strip()
+                for k, _, v in (line.partition(":") for line in lines if line)
+            }
             wanted = "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
             if self.user and headers.get("proxy-authorization") != wanted:
                 self.rejected += 1
-                writer.write(b"HTTP/1.1 407 Proxy Authentication Required\r\nproxy-authenticate: Basic\r\ncontent-length: 0\r\n\r\n")
+                writer.write(
+                    b"HTTP/1.1 407 Proxy Authentication Required\r\nproxy-authenticate: Basic\r\ncontent-length: 0\r\n\r\n"
+                )
                 await writer.drain()
                 continue
             self.connects.append(target)
@@ -87,9 +104,17 @@ class Proxy:
             place, _, path = target.removeprefix("http://").partition("/")
             host, _, port = place.rpartition(":")
             back, out = await self._dial(host, int(port))
-            passed = "".join(f"{k}: {v}\r\n" for k, v in headers.items() if not k.startswith("proxy-") and k != "connection")
+            passed = "".join(
+                f"{k}: {v}\r\n"
+                for k, v in headers.items()
+                if not k.startswith("proxy-") and k != "connection"
+            )
             try:
-                out.write(f"{method} /{path} HTTP/1.1\r\n{passed}connection: close\r\n\r\n".encode("latin-1"))
+                out.write(
+                    f"{method} /{path} HTTP/1.1\r\n{passed}connection: close\r\n\r\n".encode(
+                        "latin-1"
+                    )
+                )
                 while chunk := await back.read(65536):
                     writer.write(chunk)
                 await writer.drain()
@@ -130,11 +155,19 @@ class Proxy:
         writer.write(b"\x05\x00\x00\x01\x00\x00\x00\x00\x00\x00")
         await self._join(reader, writer, *there)
 
-    async def _dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _dial(
+        self, host: str, port: int
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """From an address of its own, so that the target can tell who asks."""
         return await asyncio.open_connection(host, port, local_addr=(self.exit, 0))
 
-    async def _join(self, a: asyncio.StreamReader, aw: asyncio.StreamWriter, b: asyncio.StreamReader, bw: asyncio.StreamWriter) -> None:
+    async def _join(
+        self,
+        a: asyncio.StreamReader,
+        aw: asyncio.StreamWriter,
+        b: asyncio.StreamReader,
+        bw: asyncio.StreamWriter,
+    ) -> None:
         async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
             try:
                 while chunk := await source.read(65536):
@@ -164,7 +197,9 @@ class Target:
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
-        self.answers: dict[str, tuple[int, list[str], str]] = {}  # by path; a peer in front makes it that peer's: "127.0.0.11/x"
+        self.answers: dict[
+            str, tuple[int, list[str], str]
+        ] = {}  # by path; a peer in front makes it that peer's: "127.0.0.11/x"
         self.port = 0
 
     async def __aenter__(self) -> Self:
@@ -172,7 +207,12 @@ class Target:
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._server.close()
 
     def url(self, path: str) -> str:
@@ -190,14 +230,29 @@ class Target:
         peer = writer.get_extra_info("peername")[0]
         try:
             while True:
-                first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                first, *lines = (
+                    (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                )
                 path = first.split(" ")[1]
-                asked = Asked(peer, path, {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines if line)})
+                asked = Asked(
+                    peer,
+                    path,
+                    {
+                        k.strip().lower(): v.strip()
+                        for k, _, v in (line.partition(":") for line in lines if line)
+                    },
+                )
                 self.asked.append(asked)
-                missing: tuple[int, list[str], str] = (404, [], "") if path == "/robots.txt" else (200, [], self.PAGE)
-                status, more, body = self.answers.get(peer + path) or self.answers.get(path, missing)
+                missing: tuple[int, list[str], str] = (
+                    (404, [], "") if path == "/robots.txt" else (200, [], self.PAGE)
+                )
+                status, more, body = self.answers.get(peer + path) or self.answers.get(
+                    path, missing
+                )
                 extra = "".join(f"{line}\r\n" for line in more)
-                writer.write(f"HTTP/1.1 {status} X\r\ncontent-type: text/html\r\ncontent-length: {len(body)}\r\n{extra}\r\n{body}".encode())
+                writer.write(
+                    f"HTTP/1.1 {status} X\r\ncontent-type: text/html\r\ncontent-length: {len(body)}\r\n{extra}\r\n{body}".encode()
+                )
                 await writer.drain()
                 if asked.headers.get("connection") == "close":
                     return

@@ -57,7 +57,12 @@ class Ground:
         return SqliteLedger(db, clock)
 
     def tables(self, r: Rig) -> list[str]:
-        return [name for (name,) in r.sql("SELECT name FROM sqlite_master WHERE type='table' AND name NOT LIKE 'sqlite_%'")]
+        return [
+            name
+            for (name,) in r.sql(
+                "SELECT name FROM sqlite_master WHERE type='table' AND name NOT LIKE 'sqlite_%'"
+            )
+        ]
 
     def columns(self, r: Rig, table: str) -> list[str]:
         return [row[1] for row in r.sql(f"PRAGMA table_info({table})")]
@@ -67,8 +72,15 @@ class Ground:
         for gid, *noted in r.sql("SELECT id, ready, leased, delayed FROM grp"):
             found = dict(r.sql("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", gid))
             assert noted == [found.get(state, 0) for state in range(3)]
-        ready = {tuple(k): n for *k, n in r.sql("SELECT grp, prio, key, ready FROM keyq WHERE ready<>0")}
-        assert ready == {tuple(k): n for *k, n in r.sql("SELECT grp, prio, key, count(*) FROM queue WHERE state=0 GROUP BY grp, prio, key")}
+        ready = {
+            tuple(k): n for *k, n in r.sql("SELECT grp, prio, key, ready FROM keyq WHERE ready<>0")
+        }
+        assert ready == {
+            tuple(k): n
+            for *k, n in r.sql(
+                "SELECT grp, prio, key, count(*) FROM queue WHERE state=0 GROUP BY grp, prio, key"
+            )
+        }
 
 
 class Rig:
@@ -77,7 +89,14 @@ class Rig:
     ground: ClassVar[Ground] = Ground()
 
     def __init__(
-        self, directory: Path, *, limits: pace.Limits = UNLIMITED, worker: str = "w1", lease: float = 30.0, base: Rig | None = None, **more: Any
+        self,
+        directory: Path,
+        *,
+        limits: pace.Limits = UNLIMITED,
+        worker: str = "w1",
+        lease: float = 30.0,
+        base: Rig | None = None,
+        **more: Any,
     ) -> None:
         self.directory, self.limits, self.lease = directory, limits, lease
         self.clock = base.clock if base else ManualClock()
@@ -86,10 +105,24 @@ class Rig:
         self.ledger, self.outbox = self.ground.ledger(self.db, self.clock), SqlOutbox(self.db)
         self.claims = SqlClaims(self.db, self.clock, limits, random.Random(1))
         self.pages = SegmentStore(self.db, directory / "pages", self.clock, writer=worker)
-        self.settings = base.settings if base and not more else Settings(sinks=(SinkBinding("out"),), **more)
-        parts = {"broker": self.broker, "ledger": self.ledger, "outbox": self.outbox, "claims": self.claims, "pages": self.pages}
-        self.books = Books(self.db, **parts, settings=self.settings, worker=worker, clock=self.clock)
-        self.db.write_now(lambda tx: self.broker.ensure_in(tx, [TopicSpec(name=name) for name in ("requests", "pages", "records")]))
+        self.settings = (
+            base.settings if base and not more else Settings(sinks=(SinkBinding("out"),), **more)
+        )
+        parts = {
+            "broker": self.broker,
+            "ledger": self.ledger,
+            "outbox": self.outbox,
+            "claims": self.claims,
+            "pages": self.pages,
+        }
+        self.books = Books(
+            self.db, **parts, settings=self.settings, worker=worker, clock=self.clock
+        )
+        self.db.write_now(
+            lambda tx: self.broker.ensure_in(
+                tx, [TopicSpec(name=name) for name in ("requests", "pages", "records")]
+            )
+        )
         self.sub = self.broker.subscribe("requests", "main", owner=worker, lease=lease)
         self.worker = worker
 
@@ -100,7 +133,13 @@ class Rig:
         return self.db.read_now(lambda tx: tx.execute(query, bindings).fetchall())
 
     def row(self, event_id: str) -> dict[str, Any]:
-        return dict(zip(self.ground.columns(self, "event"), self.sql("SELECT * FROM event WHERE id=?", event_id)[0], strict=True))
+        return dict(
+            zip(
+                self.ground.columns(self, "event"),
+                self.sql("SELECT * FROM event WHERE id=?", event_id)[0],
+                strict=True,
+            )
+        )
 
     def status(self, *ids: str) -> str:
         return " ".join(self.row(i)["status"] for i in ids)
@@ -109,14 +148,22 @@ class Rig:
         return int(sum(n for (n,) in self.sql("SELECT n FROM counter WHERE name=?", name)))
 
     async def accept(self, *ids: str, url: str = URL, **more: Any) -> list[Accepted]:
-        answers = await self.books.accept([msgspec.structs.replace(event_of(url, id_=i), **more) for i in ids])
+        answers = await self.books.accept(
+            [msgspec.structs.replace(event_of(url, id_=i), **more) for i in ids]
+        )
         assert_books_balance(self)
         return answers
 
     async def receive(self, limit: int = 100) -> list[Delivery]:
         return list(await self.sub.receive(limit, 0.0))
 
-    async def admit(self, deliveries: Sequence[Delivery] | None = None, *, fetches: bool = True, event: Event | None = None) -> list[Held]:
+    async def admit(
+        self,
+        deliveries: Sequence[Delivery] | None = None,
+        *,
+        fetches: bool = True,
+        event: Event | None = None,
+    ) -> list[Held]:
         """Those that may go on."""
         got = await self.receive() if deliveries is None else deliveries
         pairs: list[tuple[Delivery, Event | BadEnvelope]] = []
@@ -127,11 +174,17 @@ class Rig:
                 pairs.append((d, e))
         answers = await self.books.admit(pairs, fetches=fetches)
         assert_books_balance(self)
-        return [(d, e, a) for (d, e), a in zip(pairs, answers, strict=True) if a.verdict == "go" and isinstance(e, Event)]
+        return [
+            (d, e, a)
+            for (d, e), a in zip(pairs, answers, strict=True)
+            if a.verdict == "go" and isinstance(e, Event)
+        ]
 
     async def begin(self, held: Sequence[Held], *, writing: bool = False) -> list[Begun]:
         """Those that were begun."""
-        fences = await self.books.begin(held, asks=[a.slot > 0 and not a.page for _, _, a in held], writing=writing)
+        fences = await self.books.begin(
+            held, asks=[a.slot > 0 and not a.page for _, _, a in held], writing=writing
+        )
         assert_books_balance(self)
         return [(*h, fence) for h, fence in zip(held, fences, strict=True) if fence is not None]
 
@@ -142,51 +195,107 @@ class Rig:
             assert [e.id for _, e, _, _ in begun] == list(ids)
         return begun
 
-    async def conclude(self, begun: Begun, outcome: Outcome, *, body: bytes | None = None, **more: Any) -> bool:
+    async def conclude(
+        self, begun: Begun, outcome: Outcome, *, body: bytes | None = None, **more: Any
+    ) -> bool:
         d, e, a, fence = begun
         bodies = []
         if body is not None:
-            more["meta"] = PageMeta(page=page_id(body), url=e.url, status=200, headers={"etag": "x"}, fetched_at=self.clock.now(), size=len(body))
+            more["meta"] = PageMeta(
+                page=page_id(body),
+                url=e.url,
+                status=200,
+                headers={"etag": "x"},
+                fetched_at=self.clock.now(),
+                size=len(body),
+            )
             bodies.append((page_id(body), body))
         more.setdefault("extractors", "product@1")
-        end = End(event=e, delivery=d, fence=fence, row=a.row, outcome=outcome, restarted=a.starts > 0, **more)
+        end = End(
+            event=e,
+            delivery=d,
+            fence=fence,
+            row=a.row,
+            outcome=outcome,
+            restarted=a.starts > 0,
+            **more,
+        )
         (answer,) = await self.books.conclude([end], bodies)
         assert_books_balance(self)
         return answer
 
-    async def succeed(self, begun: Begun, *records: Record, body: bytes = b"page", links: Iterable[str] = (), **more: Any) -> bool:
+    async def succeed(
+        self,
+        begun: Begun,
+        *records: Record,
+        body: bytes = b"page",
+        links: Iterable[str] = (),
+        **more: Any,
+    ) -> bool:
         found = [Link(url=url, extractor="product") for url in links]
-        return await self.conclude(begun, "success", body=body, records=records, links=found, **more)
+        return await self.conclude(
+            begun, "success", body=body, records=records, links=found, **more
+        )
 
     async def die(self, begun: Begun, reason: str = "HTTP 404") -> bool:
-        return await self.conclude(begun, "dead", reason=reason, error_class="permanent", stage="fetch", fingerprint="f", response_status=404)
+        return await self.conclude(
+            begun,
+            "dead",
+            reason=reason,
+            error_class="permanent",
+            stage="fetch",
+            fingerprint="f",
+            response_status=404,
+        )
 
     def assert_queued(self) -> None:
         self.ground.assert_queued(self)
         queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
-        assert self.sql(f"SELECT id FROM event WHERE status IN {OPEN} AND id NOT IN ({queued})") == [], "an open event that nothing will bring back is lost"
+        assert (
+            self.sql(f"SELECT id FROM event WHERE status IN {OPEN} AND id NOT IN ({queued})") == []
+        ), "an open event that nothing will bring back is lost"
 
     def lines(self) -> list[dict[str, Any]]:
-        return [msgspec.json.decode(body) for (body,) in self.sql("SELECT body FROM outbox ORDER BY n")]
+        return [
+            msgspec.json.decode(body) for (body,) in self.sql("SELECT body FROM outbox ORDER BY n")
+        ]
 
 
 def record(key: str = "a", price: int = 1, index: int = 0) -> Record:
     fields = msgspec.json.encode({"sku": key, "price": price})
-    return Record(extractor="product", version=1, key=key, index=index, fields=fields, hash=page_id(fields).encode())
+    return Record(
+        extractor="product",
+        version=1,
+        key=key,
+        index=index,
+        fields=fields,
+        hash=page_id(fields).encode(),
+    )
 
 
 def assert_books_balance(r: Rig) -> None:
     """I10 and what it rests on: every counter is the number of rows it stands for, and no open event is without a message that will bring it back."""
-    counters = {(t, s): n for t, s, n in r.sql("SELECT topic, name, n FROM counter") if s in STATES and n}
-    assert counters == {(t, s): n for t, s, n in r.sql("SELECT topic, status, count(*) FROM event GROUP BY topic, status")}
+    counters = {
+        (t, s): n for t, s, n in r.sql("SELECT topic, name, n FROM counter") if s in STATES and n
+    }
+    assert counters == {
+        (t, s): n
+        for t, s, n in r.sql("SELECT topic, status, count(*) FROM event GROUP BY topic, status")
+    }
     r.assert_queued()
     assert r.sql("SELECT id FROM event WHERE status='duplicate' AND duplicate_of IS NULL") == []
-    assert r.sql("SELECT id FROM event WHERE status NOT IN ('duplicate') AND duplicate_of IS NOT NULL") == []
-    assert r.sql("SELECT d.event FROM dead d JOIN event e ON e.id=d.event WHERE e.status<>'dead'") == [], "a letter of an event that is not dead"
+    assert (
+        r.sql("SELECT id FROM event WHERE status NOT IN ('duplicate') AND duplicate_of IS NOT NULL")
+        == []
+    )
+    assert (
+        r.sql("SELECT d.event FROM dead d JOIN event e ON e.id=d.event WHERE e.status<>'dead'")
+        == []
+    ), "a letter of an event that is not dead"
     for sink, next_, flushed in r.sql("SELECT id, next, flushed FROM sink"):
-        assert [n for (n,) in r.sql("SELECT n FROM outbox WHERE sink=? ORDER BY n", sink)] == list(range(flushed + 1, next_)), (
-            "dense, from where the flusher is"
-        )
+        assert [n for (n,) in r.sql("SELECT n FROM outbox WHERE sink=? ORDER BY n", sink)] == list(
+            range(flushed + 1, next_)
+        ), "dense, from where the flusher is"
 
 
 @pytest.fixture
@@ -201,8 +310,16 @@ async def test_an_end_whose_start_was_forgotten_gives_its_message_back(rig: Rig)
     """A database server that dies may forget a commit that was not synced, while the worker lives on with what it began."""
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
-    rig.db.write_now(lambda tx: tx.execute("UPDATE event SET status='pending', starts=0, crashes=0, fence=0, worker=NULL WHERE id='e1'"))
-    rig.db.write_now(lambda tx: tx.execute("UPDATE counter SET n=CASE name WHEN 'pending' THEN 1 ELSE 0 END WHERE topic='requests'"))
+    rig.db.write_now(
+        lambda tx: tx.execute(
+            "UPDATE event SET status='pending', starts=0, crashes=0, fence=0, worker=NULL WHERE id='e1'"
+        )
+    )
+    rig.db.write_now(
+        lambda tx: tx.execute(
+            "UPDATE counter SET n=CASE name WHEN 'pending' THEN 1 ELSE 0 END WHERE topic='requests'"
+        )
+    )
     assert not await rig.conclude(begun, "success", body=b"x")
     assert rig.status("e1") == "pending"
     (again,) = await rig.start("e1")
@@ -236,7 +353,9 @@ async def test_a_full_pipeline_says_so_and_takes_more_when_something_ends(tmp_pa
     assert second[1].id == "e2"
 
 
-async def test_the_cursor_moves_with_the_events_and_only_when_none_was_refused(tmp_path: Path) -> None:
+async def test_the_cursor_moves_with_the_events_and_only_when_none_was_refused(
+    tmp_path: Path,
+) -> None:
     rig = Rig(tmp_path, max_pending=1)
 
     async def moved(*ids: str, to: bytes) -> bytes | None:
@@ -251,7 +370,9 @@ async def test_the_cursor_moves_with_the_events_and_only_when_none_was_refused(t
 
 async def test_push_waits_for_room_and_refuses_what_is_no_url(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_pending=2)
-    pushing = asyncio.ensure_future(push(rig.books, [URL + str(i) for i in range(3)] + ["mailto:x"], clock=rig.clock))
+    pushing = asyncio.ensure_future(
+        push(rig.books, [URL + str(i) for i in range(3)] + ["mailto:x"], clock=rig.clock)
+    )
     await rig.clock.elapse(1.0)
     assert not pushing.done()
     for begun in await rig.start():
@@ -263,20 +384,45 @@ async def test_push_waits_for_room_and_refuses_what_is_no_url(tmp_path: Path) ->
     assert (short.new, short.refused[0][1]) == (1, "the queue is full")
 
 
-async def test_an_event_published_past_intake_is_taken_into_the_books_when_it_arrives(rig: Rig) -> None:
+async def test_an_event_published_past_intake_is_taken_into_the_books_when_it_arrives(
+    rig: Rig,
+) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.succeed(begun)
     rig.clock.advance(5.0)
-    await rig.broker.publish([Out(topic="requests", id="x1", key="shop.test", body=encode_event(event_of(URL, id_="x1")))])
+    await rig.broker.publish(
+        [
+            Out(
+                topic="requests",
+                id="x1",
+                key="shop.test",
+                body=encode_event(event_of(URL, id_="x1")),
+            )
+        ]
+    )
     assert await rig.admit() == []
     assert rig.status("x1") == "delayed", "it arrived later than the GET: it may tell of a change"
     assert rig.row("x1")["accepted_at"] == rig.clock.now()
 
 
-@pytest.mark.parametrize("body", [b"", b"not json", b"{}", b'{"specversion":"1.0"}', b"\xff\xfe", encode_event(event_of(URL, id_="e"))[:-1]])
-async def test_an_unreadable_envelope_is_a_dead_letter_never_acked_away_and_never_stuck(rig: Rig, body: bytes) -> None:
-    await rig.broker.publish([Out(topic="requests", id="x", key="k", body=body, headers={"a": "b"})])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not json",
+        b"{}",
+        b'{"specversion":"1.0"}',
+        b"\xff\xfe",
+        encode_event(event_of(URL, id_="e"))[:-1],
+    ],
+)
+async def test_an_unreadable_envelope_is_a_dead_letter_never_acked_away_and_never_stuck(
+    rig: Rig, body: bytes
+) -> None:
+    await rig.broker.publish(
+        [Out(topic="requests", id="x", key="k", body=body, headers={"a": "b"})]
+    )
     assert await rig.admit() == []
     ((kept, headers, stage, reason),) = rig.sql("SELECT envelope, headers, stage, reason FROM dead")
     assert (kept, headers, stage) == (body, '{"a":"b"}', "intake")
@@ -297,22 +443,57 @@ async def test_the_usual_way_of_an_event_is_told_row_by_row(rig: Rig) -> None:
     accepted = rig.clock.now()
     rig.clock.advance(1.0)
     (held,) = await rig.admit()
-    assert (held[2].starts, held[2].attempts, held[2].crashes, held[2].baseline, held[2].page) == (0, 0, 0, None, None)
+    assert (held[2].starts, held[2].attempts, held[2].crashes, held[2].baseline, held[2].page) == (
+        0,
+        0,
+        0,
+        None,
+        None,
+    )
     rig.clock.advance(1.0)
     (begun,) = await rig.begin([held])
-    assert rig.row("e1") | {"status": "in_flight", "starts": 1, "crashes": 1, "worker": "w1", "dispatched_at": accepted + 2} == rig.row("e1")
+    assert rig.row("e1") | {
+        "status": "in_flight",
+        "starts": 1,
+        "crashes": 1,
+        "worker": "w1",
+        "dispatched_at": accepted + 2,
+    } == rig.row("e1")
     rig.clock.advance(1.0)
-    assert await rig.succeed(begun, record("a"), record("b", index=1), body=b"<html>", response_status=200, response_hash="h")
-    wanted = {"status": "success", "finished_at": accepted + 3, "crashes": 0, "attempts": 0, "response_status": 200, "extractors": "product@1"}
+    assert await rig.succeed(
+        begun,
+        record("a"),
+        record("b", index=1),
+        body=b"<html>",
+        response_status=200,
+        response_hash="h",
+    )
+    wanted = {
+        "status": "success",
+        "finished_at": accepted + 3,
+        "crashes": 0,
+        "attempts": 0,
+        "response_status": 200,
+        "extractors": "product@1",
+    }
     assert rig.row("e1") | wanted == rig.row("e1")
-    assert [s for (s,) in rig.sql("SELECT status FROM history ORDER BY at")] == ["pending", "in_flight", "success"]
-    assert [(line["sku"], line["_penstock"]["event_id"], line["_penstock"]["key"]) for line in rig.lines()] == [("a", "e1", "a"), ("b", "e1", "b")]
+    assert [s for (s,) in rig.sql("SELECT status FROM history ORDER BY at")] == [
+        "pending",
+        "in_flight",
+        "success",
+    ]
+    assert [
+        (line["sku"], line["_penstock"]["event_id"], line["_penstock"]["key"])
+        for line in rig.lines()
+    ] == [("a", "e1", "a"), ("b", "e1", "b")]
     assert await rig.pages.get(page_id(b"<html>")) == b"<html>"
     rig.clock.advance(1000.0)
     assert await rig.receive() == []
 
 
-async def test_a_failure_that_is_retried_costs_an_attempt_and_a_release_or_a_park_none(rig: Rig) -> None:
+async def test_a_failure_that_is_retried_costs_an_attempt_and_a_release_or_a_park_none(
+    rig: Rig,
+) -> None:
     await rig.accept("e1")
     for outcome, more, attempts in (
         ("retry", {"until": rig.clock.now() + 5, "reason": "HTTP 502"}, 1),
@@ -348,13 +529,17 @@ async def test_once_the_ledger_knows_the_page_nobody_fetches_it_again(rig: Rig) 
 async def test_a_handover_goes_on_in_the_next_topic_with_the_event_still_open(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start()
-    await rig.conclude(begun, "handover", body=b"x", publish=[Out(topic="pages", id="e1", key="k", body=b"page")])
+    await rig.conclude(
+        begun, "handover", body=b"x", publish=[Out(topic="pages", id="e1", key="k", body=b"page")]
+    )
     assert rig.status("e1") == "pending"
     assert await rig.receive() == []
     (d,) = await rig.broker.subscribe("pages", "main", owner="w1", lease=30.0).receive(5, 0.0)
     (held,) = await rig.admit([d], fetches=False, event=begun[1])
     (again,) = await rig.begin([held])
-    await rig.conclude(again, "writing", publish=[Out(topic="records", id="e1", key="k", body=b"rows")])
+    await rig.conclude(
+        again, "writing", publish=[Out(topic="records", id="e1", key="k", body=b"rows")]
+    )
     assert rig.status("e1") == "writing"
     (d,) = await rig.broker.subscribe("records", "main", owner="w1", lease=30.0).receive(5, 0.0)
     (held,) = await rig.admit([d], fetches=False, event=begun[1])
@@ -369,9 +554,13 @@ async def test_a_hand_over_to_a_full_topic_is_an_outage_and_not_a_loss(rig: Rig)
     await rig.accept("e1")
     await rig.accept("e2", url=URL + "2")
     first, second = await rig.start()
-    await rig.conclude(first, "handover", publish=[Out(topic="pages", id=first[1].id, key="k", body=b"")])
+    await rig.conclude(
+        first, "handover", publish=[Out(topic="pages", id=first[1].id, key="k", body=b"")]
+    )
     with pytest.raises(StoreUnavailable):
-        await rig.conclude(second, "handover", publish=[Out(topic="pages", id=second[1].id, key="k", body=b"")])
+        await rig.conclude(
+            second, "handover", publish=[Out(topic="pages", id=second[1].id, key="k", body=b"")]
+        )
     assert_books_balance(rig)
     assert rig.status(second[1].id) == "in_flight"
 
@@ -379,7 +568,9 @@ async def test_a_hand_over_to_a_full_topic_is_an_outage_and_not_a_loss(rig: Rig)
 # -- fencing and crashes -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_dead_workers_work_comes_back_at_once_and_counts_as_a_start(rig: Rig, tmp_path: Path) -> None:
+async def test_a_dead_workers_work_comes_back_at_once_and_counts_as_a_start(
+    rig: Rig, tmp_path: Path
+) -> None:
     await rig.accept("e1")
     await rig.accept("e2", url=URL + "2")
     first, _ = await rig.admit()
@@ -392,7 +583,12 @@ async def test_a_dead_workers_work_comes_back_at_once_and_counts_as_a_start(rig:
     assert_books_balance(rig)
     assert await survivor.books.reclaim(tmp_path) == []
     held = {e.id: a for _, e, a in await survivor.admit()}
-    assert (held["e1"].starts, held["e1"].crashes, held["e2"].starts, held["e2"].crashes) == (1, 1, 0, 0), "the bystander is not charged"
+    assert (held["e1"].starts, held["e1"].crashes, held["e2"].starts, held["e2"].crashes) == (
+        1,
+        1,
+        0,
+        0,
+    ), "the bystander is not charged"
 
 
 class WorkerSign(WorkerLock):
@@ -403,21 +599,34 @@ class WorkerSign(WorkerLock):
         self.release()
 
 
-@pytest.mark.parametrize("outcome", ["success", "retry", "park", "release", "dead", "handover", "writing"])
-async def test_a_worker_whose_lease_ran_out_changes_nothing_afterwards(rig: Rig, outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    "outcome", ["success", "retry", "park", "release", "dead", "handover", "writing"]
+)
+async def test_a_worker_whose_lease_ran_out_changes_nothing_afterwards(
+    rig: Rig, outcome: Outcome
+) -> None:
     await rig.accept("e1")
     (old,) = await rig.start()
     rig.clock.advance(31.0)
     (new,) = await rig.other().start()
     before = _everything(rig)
-    assert not await rig.conclude(old, outcome, reason="late", until=rig.clock.now() + 5, records=[record()], links=[Link(url=URL + "9", extractor="x")])
+    assert not await rig.conclude(
+        old,
+        outcome,
+        reason="late",
+        until=rig.clock.now() + 5,
+        records=[record()],
+        links=[Link(url=URL + "9", extractor="x")],
+    )
     assert _everything(rig) == before
     assert await rig.succeed(new, record())
     assert len(rig.lines()) == 1
 
 
 @pytest.mark.parametrize("outcome", ["success", "retry", "dead", "release"])
-async def test_a_worker_that_lost_its_lease_before_it_began_cannot_begin(rig: Rig, outcome: Outcome) -> None:
+async def test_a_worker_that_lost_its_lease_before_it_began_cannot_begin(
+    rig: Rig, outcome: Outcome
+) -> None:
     await rig.accept("e1")
     held = await rig.admit()
     rig.clock.advance(31.0)
@@ -429,7 +638,9 @@ async def test_a_worker_that_lost_its_lease_before_it_began_cannot_begin(rig: Ri
     assert await other.conclude(new, outcome, until=rig.clock.now() + 5)
 
 
-async def test_a_worker_that_lost_its_lease_before_it_was_admitted_does_not_park_what_another_runs(tmp_path: Path) -> None:
+async def test_a_worker_that_lost_its_lease_before_it_was_admitted_does_not_park_what_another_runs(
+    tmp_path: Path,
+) -> None:
     rig = Rig(tmp_path, limits=pace.Limits(rate=0.01, jitter=0.0))
     await rig.accept("e1")
     late = await rig.receive()
@@ -442,13 +653,19 @@ async def test_a_worker_that_lost_its_lease_before_it_was_admitted_does_not_park
 
 
 @pytest.mark.parametrize("outcome", ["success", "retry", "dead", "park"])
-async def test_every_step_may_be_told_again_when_its_answer_was_lost(rig: Rig, outcome: Outcome) -> None:
+async def test_every_step_may_be_told_again_when_its_answer_was_lost(
+    rig: Rig, outcome: Outcome
+) -> None:
     assert [await rig.accept("e1"), await rig.accept("e1")] == [["new"], ["known"]]
     got = await rig.receive()
     first, (held,) = await rig.admit(got), await rig.admit(got)
     assert [(e.id, a.row) for _, e, a in first] == [(held[1].id, held[2].row)]
     _, (begun,) = await rig.begin([held]), await rig.begin([held])
-    more: dict[str, Any] = {"records": [record()], "body": b"page"} if outcome == "success" else {"reason": "no", "until": rig.clock.now() + 5.0}
+    more: dict[str, Any] = (
+        {"records": [record()], "body": b"page"}
+        if outcome == "success"
+        else {"reason": "no", "until": rig.clock.now() + 5.0}
+    )
     assert await rig.conclude(begun, outcome, **more)
     before = _everything(rig)
     assert not await rig.conclude(begun, outcome, **more), "it has ended already"
@@ -460,19 +677,41 @@ async def test_every_step_may_be_told_again_when_its_answer_was_lost(rig: Rig, o
 
 async def test_two_messages_of_one_event_end_it_once(rig: Rig) -> None:
     await rig.accept("e1")
-    await rig.broker.publish([Out(topic="requests", id="e1", key="shop.test", body=encode_event(event_of(URL, id_="e1")))])
+    await rig.broker.publish(
+        [
+            Out(
+                topic="requests",
+                id="e1",
+                key="shop.test",
+                body=encode_event(event_of(URL, id_="e1")),
+            )
+        ]
+    )
     first, second = await rig.start()
     assert not await rig.succeed(first, record())
     assert await rig.succeed(second, record())
     assert rig.status("e1") == "success"
     assert len(rig.lines()) == 1
-    assert await rig.start() == [], "the other message is given back, and then nothing is left to do for it"
+    assert await rig.start() == [], (
+        "the other message is given back, and then nothing is left to do for it"
+    )
     assert await rig.receive() == []
 
 
-async def test_an_event_that_ended_between_admission_and_start_is_left_as_it_ended(rig: Rig) -> None:
+async def test_an_event_that_ended_between_admission_and_start_is_left_as_it_ended(
+    rig: Rig,
+) -> None:
     await rig.accept("e1")
-    await rig.broker.publish([Out(topic="requests", id="e1", key="shop.test", body=encode_event(event_of(URL, id_="e1")))])
+    await rig.broker.publish(
+        [
+            Out(
+                topic="requests",
+                id="e1",
+                key="shop.test",
+                body=encode_event(event_of(URL, id_="e1")),
+            )
+        ]
+    )
     first, second = await rig.admit()
     (begun,) = await rig.begin([first])
     await rig.die(begun)
@@ -484,7 +723,11 @@ async def test_an_event_that_ended_between_admission_and_start_is_left_as_it_end
 
 def _everything(rig: Rig) -> dict[str, list[Any]]:
     return {
-        name: rig.sql(f"SELECT * FROM {name} ORDER BY 1, 2" if len(rig.ground.columns(rig, name)) > 1 else f"SELECT * FROM {name}")
+        name: rig.sql(
+            f"SELECT * FROM {name} ORDER BY 1, 2"
+            if len(rig.ground.columns(rig, name)) > 1
+            else f"SELECT * FROM {name}"
+        )
         for name in rig.ground.tables(rig)
     }
 
@@ -492,7 +735,9 @@ def _everything(rig: Rig) -> dict[str, list[Any]]:
 # -- duplicates and freshness ------------------------------------------------------------------------------------------------------------
 
 
-async def test_two_events_for_one_url_at_the_same_instant_are_one_fetch_and_a_duplicate_that_names_it(rig: Rig) -> None:
+async def test_two_events_for_one_url_at_the_same_instant_are_one_fetch_and_a_duplicate_that_names_it(
+    rig: Rig,
+) -> None:
     await rig.accept("e1", "e2")
     (begun,) = await rig.start()
     other = "e2" if begun[1].id == "e1" else "e1"
@@ -501,8 +746,19 @@ async def test_two_events_for_one_url_at_the_same_instant_are_one_fetch_and_a_du
     assert await rig.receive() == []
 
 
-@pytest.mark.parametrize(("after", "status"), [(0.0, "duplicate"), (2.0, "duplicate"), (2.1, "delayed"), (59.0, "delayed"), (61.0, "in_flight")])
-async def test_what_becomes_of_an_event_depends_on_how_long_after_the_get_it_came(rig: Rig, after: float, status: str) -> None:
+@pytest.mark.parametrize(
+    ("after", "status"),
+    [
+        (0.0, "duplicate"),
+        (2.0, "duplicate"),
+        (2.1, "delayed"),
+        (59.0, "delayed"),
+        (61.0, "in_flight"),
+    ],
+)
+async def test_what_becomes_of_an_event_depends_on_how_long_after_the_get_it_came(
+    rig: Rig, after: float, status: str
+) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.succeed(begun)
@@ -587,7 +843,9 @@ async def test_an_event_may_bring_its_own_window_and_force_needs_none(rig: Rig) 
     await rig.succeed(third)
 
 
-async def test_when_the_owner_dies_its_oldest_duplicate_is_promoted_once_with_a_budget_of_its_own(rig: Rig) -> None:
+async def test_when_the_owner_dies_its_oldest_duplicate_is_promoted_once_with_a_budget_of_its_own(
+    rig: Rig,
+) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.accept("e2", "e3")
@@ -598,7 +856,9 @@ async def test_when_the_owner_dies_its_oldest_duplicate_is_promoted_once_with_a_
     (second,) = await rig.start("e2")
     assert second[2].attempts == 0
     await rig.die(second)
-    assert rig.status("e1", "e2", "e3") == "dead dead duplicate", "once: a page that is gone does not eat all its duplicates"
+    assert rig.status("e1", "e2", "e3") == "dead dead duplicate", (
+        "once: a page that is gone does not eat all its duplicates"
+    )
     assert await rig.receive() == []
 
 
@@ -610,7 +870,9 @@ async def test_a_dead_owner_leaves_the_url_free(rig: Rig) -> None:
     await rig.start("e2")
 
 
-async def test_the_baseline_is_the_last_success_even_when_an_owner_died_in_between(rig: Rig) -> None:
+async def test_the_baseline_is_the_last_success_even_when_an_owner_died_in_between(
+    rig: Rig,
+) -> None:
     for i, ends in enumerate(("success", "dead", "")):
         await rig.accept(f"e{i}")
         (begun,) = await rig.start(f"e{i}")
@@ -621,7 +883,11 @@ async def test_the_baseline_is_the_last_success_even_when_an_owner_died_in_betwe
             await rig.die(begun)
         rig.clock.advance(100.0)
     assert begun[2].baseline is not None
-    assert (begun[2].baseline.page, begun[2].baseline.etag, begun[2].baseline.extractors) == (page_id(b"first"), "x", "product@1")
+    assert (begun[2].baseline.page, begun[2].baseline.etag, begun[2].baseline.extractors) == (
+        page_id(b"first"),
+        "x",
+        "product@1",
+    )
 
 
 # -- links that are followed ---------------------------------------------------------------------------------------------------------
@@ -630,7 +896,17 @@ async def test_the_baseline_is_the_last_success_even_when_an_owner_died_in_betwe
 async def test_children_are_accepted_with_their_parents_success_and_not_before(rig: Rig) -> None:
     await rig.accept("e1", trace="tr")
     (begun,) = await rig.start("e1")
-    await rig.succeed(begun, links=[URL + "2", URL + "2#top", URL, "mailto:x", "https://else.where.test/", "https://www.shop.test/p/3"])
+    await rig.succeed(
+        begun,
+        links=[
+            URL + "2",
+            URL + "2#top",
+            URL,
+            "mailto:x",
+            "https://else.where.test/",
+            "https://www.shop.test/p/3",
+        ],
+    )
     assert {name: rig.count(name) for name in ("followed", "followed_seen", "followed_fresh", "followed_bad", "followed_offsite")} == {
         "followed": 2, "followed_seen": 1, "followed_fresh": 1, "followed_bad": 1, "followed_offsite": 1,
     }  # fmt: skip
@@ -651,7 +927,9 @@ async def test_a_parent_that_is_replayed_has_the_same_children(rig: Rig) -> None
     rig.db.write_now(lambda tx: tx.execute("DELETE FROM claim"))
     await rig.accept("e9", url=URL + "9")
     ((d, e, a, fence),) = [b for b in await rig.start() if b[1].id == "e9"]
-    await rig.succeed((d, msgspec.structs.replace(e, id="e1", url=URL), a, fence), links=[URL + "2"])
+    await rig.succeed(
+        (d, msgspec.structs.replace(e, id="e1", url=URL), a, fence), links=[URL + "2"]
+    )
     assert rig.sql("SELECT id FROM event WHERE id NOT IN ('e1','e9')") == [first]
 
 
@@ -736,17 +1014,24 @@ async def test_the_same_key_from_another_url_is_news(rig: Rig) -> None:
     assert rig.count("changes") == 0
 
 
-async def test_a_removal_is_emitted_once_and_no_older_event_brings_the_record_back(rig: Rig) -> None:
+async def test_a_removal_is_emitted_once_and_no_older_event_brings_the_record_back(
+    rig: Rig,
+) -> None:
     await _scrape(rig, "e1", record("a"))
     await rig.accept("e2", url=URL + "2")
     await rig.accept("e3")
     late, newer = await rig.start("e2", "e3")
-    removed = msgspec.structs.replace(record("a"), hash=REMOVED, deleted=True, fields=b'{"sku":"a"}')
+    removed = msgspec.structs.replace(
+        record("a"), hash=REMOVED, deleted=True, fields=b'{"sku":"a"}'
+    )
     await rig.succeed(newer, removed)
     await rig.succeed(late, record("a", 7))
     rig.clock.advance(100.0)
     await _scrape(rig, "e4", removed)
-    assert [(line.get("price"), line["_penstock"].get("deleted")) for line in rig.lines()] == [(1, None), (None, True)]
+    assert [(line.get("price"), line["_penstock"].get("deleted")) for line in rig.lines()] == [
+        (1, None),
+        (None, True),
+    ]
     await _scrape(rig, "e5", record("a", 8))
     assert [line.get("price") for line in rig.lines()] == [1, None, 8]
 
@@ -762,10 +1047,16 @@ async def test_unchanged_rows_come_when_asked_for_and_when_forced(tmp_path: Path
     assert len(loud.lines()) == 2
 
 
-async def test_a_removal_is_a_change_in_which_everything_but_the_key_is_gone(tmp_path: Path) -> None:
+async def test_a_removal_is_a_change_in_which_everything_but_the_key_is_gone(
+    tmp_path: Path,
+) -> None:
     rig = Rig(tmp_path, hooks=True)
     await _scrape(rig, "e1", record("a", 1))
-    await _scrape(rig, "e2", msgspec.structs.replace(record("a"), hash=REMOVED, deleted=True, fields=b'{"sku":"a"}'))
+    await _scrape(
+        rig,
+        "e2",
+        msgspec.structs.replace(record("a"), hash=REMOVED, deleted=True, fields=b'{"sku":"a"}'),
+    )
     ((_, body),) = await rig.outbox.changes(10)
     change = msgspec.msgpack.decode(body)
     assert (change["new"], change["fields"]) == ({"sku": "a"}, {"price": [1, None]})
@@ -800,7 +1091,9 @@ async def test_an_elder_event_that_ends_late_does_not_take_the_newer_record_back
     (newer,) = await rig.start("e2")
     await rig.succeed(newer, record("a", 2))
     await rig.succeed(elder, record("a", 1))
-    assert [n for (n,) in rig.sql("SELECT ord FROM outbox ORDER BY n")] == [2, 1], "a keyed sink goes by this order"
+    assert [n for (n,) in rig.sql("SELECT ord FROM outbox ORDER BY n")] == [2, 1], (
+        "a keyed sink goes by this order"
+    )
     assert rig.sql("SELECT n FROM record") == [(2,)]
     assert rig.count("changes") == 0
 
@@ -819,10 +1112,14 @@ async def test_an_outbox_is_numbered_densely_over_commits_and_flushes(rig: Rig) 
 
 async def test_a_sink_gets_only_the_extractors_it_asked_for(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    settings = msgspec.structs.replace(rig.settings, sinks=(SinkBinding("all"), SinkBinding("none", only=("other",))))
+    settings = msgspec.structs.replace(
+        rig.settings, sinks=(SinkBinding("all"), SinkBinding("none", only=("other",)))
+    )
     rig.books.settings = settings
     await _scrape(rig, "e1", record("a"))
-    assert rig.sql("SELECT s.name, count(o.n) FROM sink s LEFT JOIN outbox o ON o.sink=s.id GROUP BY s.id") == [("all", 1)]
+    assert rig.sql(
+        "SELECT s.name, count(o.n) FROM sink s LEFT JOIN outbox o ON o.sink=s.id GROUP BY s.id"
+    ) == [("all", 1)]
 
 
 async def test_a_failing_sink_in_the_transaction_leaves_no_trace_of_the_end(tmp_path: Path) -> None:
@@ -830,7 +1127,9 @@ async def test_a_failing_sink_in_the_transaction_leaves_no_trace_of_the_end(tmp_
         raise ZeroDivisionError
 
     rig = Rig(tmp_path)
-    rig.books.settings = msgspec.structs.replace(rig.settings, sinks=(SinkBinding("out"), SinkBinding("table", write=refuses)))
+    rig.books.settings = msgspec.structs.replace(
+        rig.settings, sinks=(SinkBinding("out"), SinkBinding("table", write=refuses))
+    )
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     before = _everything(rig)
@@ -845,16 +1144,28 @@ async def test_a_failing_sink_in_the_transaction_leaves_no_trace_of_the_end(tmp_
 # -- dead letters and the breaker -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_dead_letter_can_be_redriven_with_a_new_budget_and_the_old_history(rig: Rig) -> None:
+async def test_a_dead_letter_can_be_redriven_with_a_new_budget_and_the_old_history(
+    rig: Rig,
+) -> None:
     await rig.accept("e1", data={"a": 1})
     (begun,) = await rig.start("e1")
     await rig.conclude(begun, "retry", until=rig.clock.now())
     (begun,) = await rig.start("e1")
     await rig.die(begun)
     ((envelope, reason, stage, kind),) = rig.sql("SELECT envelope, reason, stage, class FROM dead")
-    assert (decode_event(envelope).data, reason, stage, kind) == ({"a": 1}, "HTTP 404", "fetch", "permanent")
+    assert (decode_event(envelope).data, reason, stage, kind) == (
+        {"a": 1},
+        "HTTP 404",
+        "fetch",
+        "permanent",
+    )
     assert rig.row("e1")["attempts"] == 2
-    assert await rig.books.redrive(["e1", "e1", "nobody"], lambda e: msgspec.structs.replace(e, priority=0)) == 1
+    assert (
+        await rig.books.redrive(
+            ["e1", "e1", "nobody"], lambda e: msgspec.structs.replace(e, priority=0)
+        )
+        == 1
+    )
     assert_books_balance(rig)
     assert rig.sql("SELECT count(*) FROM dead") == [(0,)]
     (again,) = await rig.start("e1")
@@ -879,7 +1190,9 @@ async def test_an_event_that_dies_in_a_later_stage_can_be_redriven_too(rig: Rig)
     (begun,) = await rig.start("e1")
     meta = PageMeta(page=page_id(b"x"), url=URL, status=200, headers={}, fetched_at=0.0, size=1)
     message = PageMessage(event=begun[0].body, page=meta).write()
-    await rig.conclude(begun, "handover", body=b"x", publish=[Out(topic="pages", id="e1", key="k", body=message)])
+    await rig.conclude(
+        begun, "handover", body=b"x", publish=[Out(topic="pages", id="e1", key="k", body=message)]
+    )
     (d,) = await rig.broker.subscribe("pages", "main", owner="w1", lease=30.0).receive(5, 0.0)
     (again,) = await rig.begin(await rig.admit([d], fetches=False, event=begun[1]))
     await rig.die(again, "no title")
@@ -900,7 +1213,9 @@ async def test_the_breaker_opens_above_a_fifth_and_not_below_fifty(tmp_path: Pat
         ends = []
         for i, (d, e, a, fence) in enumerate(begun):
             outcome, reason = ("success", "") if i < success else ("dead", "x")
-            ends.append(End(event=e, delivery=d, fence=fence, row=a.row, outcome=outcome, reason=reason))  # type: ignore[arg-type]
+            ends.append(
+                End(event=e, delivery=d, fence=fence, row=a.row, outcome=outcome, reason=reason)
+            )  # type: ignore[arg-type]
         await rig.books.conclude(ends)
         assert_books_balance(rig)
         paused = rig.db.read_now(rig.broker.paused_in).get("requests")
@@ -928,7 +1243,9 @@ async def test_the_breaker_forgets_after_its_window(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gap", [1.0, 8.0, 12.0, 60.0, 600.0])
 @pytest.mark.parametrize("batch", [2, 100])
-async def test_a_slow_host_is_asked_at_its_own_rate_and_never_forgotten(tmp_path: Path, gap: float, batch: int) -> None:
+async def test_a_slow_host_is_asked_at_its_own_rate_and_never_forgotten(
+    tmp_path: Path, gap: float, batch: int
+) -> None:
     """Ten events of a host, one request per `gap`: all are asked, no two closer than that, in little more than the time that takes."""
     rig = Rig(tmp_path, limits=pace.Limits(rate=1 / gap, jitter=0.1))
     for i in range(10):
@@ -943,7 +1260,9 @@ async def test_a_slow_host_is_asked_at_its_own_rate_and_never_forgotten(tmp_path
             asked.append(rig.clock.now())
             await rig.succeed(begun, body=held[1].id.encode())
         await rig.sub.extend([d for d, _, _ in waiting], 30.0)
-        assert all(h[2].slot <= rig.clock.now() + 10.0 for h in waiting), "a longer wait is no place in the window"
+        assert all(h[2].slot <= rig.clock.now() + 10.0 for h in waiting), (
+            "a longer wait is no place in the window"
+        )
         rig.clock.advance(min(gap / 20, 1.0))
     assert len(asked) == 10
     assert all(b - a >= gap * 0.94 for a, b in pairwise(asked))
@@ -970,7 +1289,14 @@ async def test_history_is_pruned_behind_what_must_stay_and_counters_keep_countin
     await rig.succeed(begun["e4"], body=b"4")
     await rig.succeed(begun["e5"], body=b"5")
     rig.clock.advance(1000.0)
-    gone = [await rig.db.write(lambda tx: rig.ledger.prune_in(tx, rig.clock.now() - 500, lambda key, id_: False, limit=2)) for _ in range(8)]
+    gone = [
+        await rig.db.write(
+            lambda tx: rig.ledger.prune_in(
+                tx, rig.clock.now() - 500, lambda key, id_: False, limit=2
+            )
+        )
+        for _ in range(8)
+    ]
     assert sum(gone) == 2, "three dead and one open at the head do not stop it"
     assert [i for (i,) in rig.sql("SELECT id FROM event ORDER BY n")] == ["e0", "e1", "e2", "e3"]
     assert rig.count("success") == 2
@@ -979,13 +1305,19 @@ async def test_history_is_pruned_behind_what_must_stay_and_counters_keep_countin
 async def test_a_page_that_retention_took_in_another_process_is_stored_again(rig: Rig) -> None:
     await _scrape(rig, "e1", record("a"))
     other = rig.other()
-    await rig.db.write(lambda tx: other.pages.prune_in(tx, older_than=rig.clock.now() + 1, max_bytes=None, keep=lambda pages: set()))
+    await rig.db.write(
+        lambda tx: other.pages.prune_in(
+            tx, older_than=rig.clock.now() + 1, max_bytes=None, keep=lambda pages: set()
+        )
+    )
     assert await rig.pages.get(page_id(b"page")) is None
     await _scrape(rig, "e2", record("a"))
     assert await rig.pages.get(page_id(b"page")) == b"page"
 
 
-async def test_pages_that_cannot_be_written_are_an_outage_and_the_end_can_be_told_again(rig: Rig) -> None:
+async def test_pages_that_cannot_be_written_are_an_outage_and_the_end_can_be_told_again(
+    rig: Rig,
+) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     before = _everything(rig)
@@ -1032,7 +1364,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     workers = st.integers(0, 2)
 
-    @rule(url=st.integers(0, 3), n=st.integers(1, 2), force=st.sampled_from([False, False, False, True]), priority=st.integers(0, 2))
+    @rule(
+        url=st.integers(0, 3),
+        n=st.integers(1, 2),
+        force=st.sampled_from([False, False, False, True]),
+        priority=st.integers(0, 2),
+    )
     def accept(self, url: int, n: int, force: bool, priority: int) -> None:
         ids = [f"e{self.accepted + i}" for i in range(n)]
         self.accepted += n
@@ -1068,7 +1405,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.start((w + 1) % 3, 5)
 
     @precondition(lambda self: any(self.begun))
-    @rule(which=st.integers(0, 5), outcome=st.sampled_from(["success", "success", "retry", "dead", "release", "park"]), page=st.booleans())
+    @rule(
+        which=st.integers(0, 5),
+        outcome=st.sampled_from(["success", "success", "retry", "dead", "release", "park"]),
+        page=st.booleans(),
+    )
     def conclude(self, which: int, outcome: Outcome, page: bool) -> None:
         running = [(w, begun) for w in range(3) for begun in self.begun[w]]
         w, begun = running[which % len(running)]
@@ -1076,7 +1417,17 @@ class AnyOrder(RuleBasedStateMachine):
         now = self.rig.clock.now()
         body = b"body of " + begun[1].url.encode() if page else None
         links = [Link(url=f"{URL}{int(now) % 5}", extractor="x")] if outcome == "success" else []
-        self.run(self.rigs[w].conclude(begun, outcome, body=body, until=now + 7, reason="r", links=links, records=[record(begun[1].url, int(now) % 3)]))
+        self.run(
+            self.rigs[w].conclude(
+                begun,
+                outcome,
+                body=body,
+                until=now + 7,
+                reason="r",
+                links=links,
+                records=[record(begun[1].url, int(now) % 3)],
+            )
+        )
 
     @rule(w=workers)
     def crash(self, w: int) -> None:
@@ -1110,10 +1461,16 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def publish_again(self) -> None:
         """A sender that never heard `ok` publishes the same event again."""
-        rows = self.rig.sql("SELECT v.body FROM event e JOIN envelope v ON v.event=e.n ORDER BY e.n DESC LIMIT 1")
+        rows = self.rig.sql(
+            "SELECT v.body FROM event e JOIN envelope v ON v.event=e.n ORDER BY e.n DESC LIMIT 1"
+        )
         for (body,) in rows:
             e = decode_event(body)
-            self.run(self.rig.broker.publish([Out(topic="requests", id=e.id, key=e.key, body=body, priority=e.priority)]))
+            self.run(
+                self.rig.broker.publish(
+                    [Out(topic="requests", id=e.id, key=e.key, body=body, priority=e.priority)]
+                )
+            )
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -1122,11 +1479,17 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def an_end_is_an_end(self) -> None:
         """I2: only a redrive takes a death back, and only its owner's death a duplicate."""
-        now = dict(self.rig.sql("SELECT id, status FROM event WHERE status IN ('success','dead','duplicate')"))
+        now = dict(
+            self.rig.sql(
+                "SELECT id, status FROM event WHERE status IN ('success','dead','duplicate')"
+            )
+        )
         promoted = {i for (i,) in self.rig.sql("SELECT id FROM event WHERE promoted=1")}
         for event, end in self.ended.items():
             if now.get(event) != end:
-                assert end == "duplicate" and event in promoted or end == "dead" and event in self.redriven, (event, end, now.get(event))  # noqa: RUF021
+                assert (end == "duplicate" and event in promoted) or (
+                    end == "dead" and event in self.redriven
+                ), (event, end, now.get(event))
         self.ended, self.redriven = now, set()
 
     @invariant()
@@ -1144,7 +1507,9 @@ class AnyOrder(RuleBasedStateMachine):
             self.rig.clock.advance(31.0)
             self.run(self.rig.books.tick())
             for begun in self.run(self.rig.start()):
-                self.run(self.rig.succeed(begun, record(begun[1].url, 1), body=begun[1].url.encode()))
+                self.run(
+                    self.rig.succeed(begun, record(begun[1].url, 1), body=begun[1].url.encode())
+                )
             if not self.rig.sql(f"SELECT 1 FROM event WHERE status IN {OPEN} LIMIT 1"):
                 break
         assert self.rig.sql(f"SELECT id, status FROM event WHERE status IN {OPEN}") == []
@@ -1153,7 +1518,12 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+    max_examples=50,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    database=None,
 )
 
 
@@ -1167,7 +1537,11 @@ def test_a_long_walk_at_random_keeps_the_books(seed: int) -> None:
     def move() -> tuple[str, tuple[Any, ...]]:
         w, n = dice.randrange(3), dice.randrange(1, 5)
         moves: list[tuple[int, str, tuple[Any, ...]]] = [
-            (6, "accept", (dice.randrange(4), dice.randrange(1, 3), dice.random() < 0.2, dice.randrange(3))),
+            (
+                6,
+                "accept",
+                (dice.randrange(4), dice.randrange(1, 3), dice.random() < 0.2, dice.randrange(3)),
+            ),
             (6, "start", (w, n)),
             (2, "receive", (w, n)),
             (3, "admit", (w,)),
@@ -1180,7 +1554,17 @@ def test_a_long_walk_at_random_keeps_the_books(seed: int) -> None:
             (1, "publish_again", ()),
         ]
         if any(walk.begun):
-            moves.append((12, "conclude", (dice.randrange(6), dice.choice(["success", "retry", "dead", "release", "park"]), dice.random() < 0.5)))
+            moves.append(
+                (
+                    12,
+                    "conclude",
+                    (
+                        dice.randrange(6),
+                        dice.choice(["success", "retry", "dead", "release", "park"]),
+                        dice.random() < 0.5,
+                    ),
+                )
+            )
             moves.append((3, "lose_the_lease_to_another", (w,)))
         _, name, arguments = dice.choices(moves, [weight for weight, _, _ in moves])[0]
         return name, arguments

@@ -96,7 +96,9 @@ async def test_a_topic_made_in_a_transaction_that_failed_is_not_remembered() -> 
     assert (await broker.stats("taken", "main")).ready == 0
 
 
-async def test_what_is_received_together_comes_in_the_order_of_publication_and_the_urgent_first() -> None:
+async def test_what_is_received_together_comes_in_the_order_of_publication_and_the_urgent_first() -> (
+    None
+):
     _, broker, _ = _broker()
     await broker.ensure([TopicSpec(name="t")])
     await broker.publish([_out(i, priority=i % 2) for i in range(120)])
@@ -112,8 +114,21 @@ async def test_acks_of_which_one_comes_twice_or_late_settle_the_others() -> None
     late = await sub.receive(2, 0.0)
     clock.advance(2.0)
     got = await sub.receive(6, 0.0)
-    assert await sub.settle([(d, Ack()) for d in [late[0], got[3], got[3], got[4]]]) == [False, True, False, True]
-    assert await broker.db.read(lambda tx: broker.holds_in(tx, [late[1], *got])) == [False, True, True, True, False, False, True]
+    assert await sub.settle([(d, Ack()) for d in [late[0], got[3], got[3], got[4]]]) == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert await broker.db.read(lambda tx: broker.holds_in(tx, [late[1], *got])) == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
     stats = await broker.stats("t", "main")
     assert (stats.ready, stats.in_flight) == (0, 4)
 
@@ -167,7 +182,9 @@ async def test_no_question_that_is_asked_all_the_time_walks_through_a_table() ->
     await broker.publish([_out(i) for i in range(10)])
     sub = broker.subscribe("t", "main", owner="w", lease=1.0)
     asked: set[str] = set()
-    db._writer.trace_v2(apsw.SQLITE_TRACE_STMT, lambda e: asked.add(e["sql"]) if e.get("sql") else None)
+    db._writer.trace_v2(
+        apsw.SQLITE_TRACE_STMT, lambda e: asked.add(e["sql"]) if e.get("sql") else None
+    )
     got = await sub.receive(5, 0.0)
     await sub.extend(got, 1.0)
     await sub.settle([(got[0], Ack()), (got[1], Retry(1.0, "x")), (got[2], Release())])
@@ -179,26 +196,40 @@ async def test_no_question_that_is_asked_all_the_time_walks_through_a_table() ->
     walks = {}
     for sql in asked:
         if re.match(r"\s*(SELECT|UPDATE|DELETE|INSERT)", sql):
-            numbered = len(set(re.findall(r"\?[2-9]", sql)))  # `?`, `?2` and `?3` are three, however often they stand there
+            numbered = len(
+                set(re.findall(r"\?[2-9]", sql))
+            )  # `?`, `?2` and `?3` are three, however often they stand there
             bindings = [None] * (numbered + 1 if numbered else sql.count("?"))
             plan = [row[3] for row in db._writer.execute("EXPLAIN QUERY PLAN " + sql, bindings)]
-            if bad := [step for step in plan if re.match(r"SCAN (?!token|CONSTANT|json_each)", step) or "TEMP B-TREE" in step]:
+            if bad := [
+                step
+                for step in plan
+                if re.match(r"SCAN (?!token|CONSTANT|json_each)", step) or "TEMP B-TREE" in step
+            ]:
                 walks[sql] = bad
     assert walks == {}
     assert len(asked) > 8
 
 
-async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_past_what_must_stay() -> None:
+async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_past_what_must_stay() -> (
+    None
+):
     db, broker, clock = _broker()
-    await broker.ensure([TopicSpec(name="t", retention=100.0), TopicSpec(name="u", retention=10_000.0)])
+    await broker.ensure(
+        [TopicSpec(name="t", retention=100.0), TopicSpec(name="u", retention=10_000.0)]
+    )
     await broker.publish([_out(i) for i in range(30)])  # stays queued
     await broker.publish([_out(i, topic="u") for i in range(30, 60)])
     sub = broker.subscribe("u", "main", owner="w", lease=30.0)
     await sub.settle([(d, Ack()) for d in await sub.receive(30, 0.0)])
-    await broker.publish([_out(i, topic="gone") for i in range(60, 70)])  # no group reads it; kept for a day
+    await broker.publish(
+        [_out(i, topic="gone") for i in range(60, 70)]
+    )  # no group reads it; kept for a day
     await broker.publish([_out(i, key="done") for i in range(70, 90)])
     sub = broker.subscribe("t", "main", owner="w", lease=30.0)
-    await sub.settle([(d, Ack() if d.key == "done" else Release()) for d in await sub.receive(100, 0.0)])
+    await sub.settle(
+        [(d, Ack() if d.key == "done" else Release()) for d in await sub.receive(100, 0.0)]
+    )
     clock.advance(200.0)
     await broker.publish([_out(100, key="young")])
     gone = 0
@@ -209,7 +240,9 @@ async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_
     assert await broker.replay("u", "main", since=0.0) == 30
 
 
-async def test_several_processes_share_a_file_and_a_kill_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
+async def test_several_processes_share_a_file_and_a_kill_loses_nothing_and_doubles_nothing(
+    tmp_path: Path,
+) -> None:
     path, total = str(tmp_path / "state.db"), 1500
     db = Database(path, durability="process")
     broker = SqliteBroker(db, SystemClock())
@@ -217,7 +250,18 @@ async def test_several_processes_share_a_file_and_a_kill_loses_nothing_and_doubl
     await broker.publish([_out(i) for i in range(total)])
     logs = [tmp_path / f"{name}.log" for name in ("one", "two", "victim")]
     workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, path, log.stem, str(log), "0.3" if log.stem == "victim" else "30"], stdin=subprocess.DEVNULL)
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                WORKER,
+                path,
+                log.stem,
+                str(log),
+                "0.3" if log.stem == "victim" else "30",
+            ],
+            stdin=subprocess.DEVNULL,
+        )
         for log in logs
     ]
     try:

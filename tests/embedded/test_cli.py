@@ -72,14 +72,21 @@ for line in sys.stdin:
 class Warm:
     def __init__(self, scratch: Path) -> None:
         self.files = [scratch / name for name in ("in", "out", "err")]
-        self.process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def call(self, args: list[str], cwd: Path, env: dict[str, str], stdin: bytes) -> Done:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         for file, content in zip(self.files, (stdin, b"", b""), strict=True):
             file.write_bytes(content)
-        self.process.stdin.write(json.dumps({"args": args, "cwd": str(cwd), "env": env, "files": [str(f) for f in self.files]}) + "\n")
+        self.process.stdin.write(
+            json.dumps(
+                {"args": args, "cwd": str(cwd), "env": env, "files": [str(f) for f in self.files]}
+            )
+            + "\n"
+        )
         self.process.stdin.flush()
         code = int(self.process.stdout.readline())
         _, out, err = (f.read_bytes() for f in self.files)
@@ -127,17 +134,45 @@ class Shop:
         return f"http://127.0.0.1:{self.port}/p/{n}"
 
     def environment(self, **more: str) -> dict[str, str]:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("PENSTOCK_", "NO_COLOR", "FORCE_COLOR"))}
-        ours = {"PENSTOCK_PACE_RATE": "unlimited", "PENSTOCK_RETRY_BASE": "20ms", "PENSTOCK_DURABILITY": "process"}
-        return env | ours | ({"PENSTOCK_NET_ALLOW": f"127.0.0.1:{self.port}"} if self.port else {}) | more
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("PENSTOCK_", "NO_COLOR", "FORCE_COLOR"))
+        }
+        ours = {
+            "PENSTOCK_PACE_RATE": "unlimited",
+            "PENSTOCK_RETRY_BASE": "20ms",
+            "PENSTOCK_DURABILITY": "process",
+        }
+        return (
+            env
+            | ours
+            | ({"PENSTOCK_NET_ALLOW": f"127.0.0.1:{self.port}"} if self.port else {})
+            | more
+        )
 
     def __call__(self, *args: str, stdin: str | bytes = b"", **env: str) -> Done:
-        return warm().call(list(args), self.directory, self.environment(**env), stdin.encode() if isinstance(stdin, str) else stdin)
+        return warm().call(
+            list(args),
+            self.directory,
+            self.environment(**env),
+            stdin.encode() if isinstance(stdin, str) else stdin,
+        )
 
-    def process(self, *args: str, stdout: int = subprocess.PIPE, timeout: float = 300) -> subprocess.CompletedProcess[bytes]:
+    def process(
+        self, *args: str, stdout: int = subprocess.PIPE, timeout: float = 300
+    ) -> subprocess.CompletedProcess[bytes]:
         """The same as a process of its own, from the first import on."""
         command = [sys.executable, "-m", "penstock.cli.main", *args]
-        return subprocess.run(command, cwd=self.directory, env=self.environment(), stdout=stdout, stderr=subprocess.PIPE, timeout=timeout, check=False)
+        return subprocess.run(
+            command,
+            cwd=self.directory,
+            env=self.environment(),
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            timeout=timeout,
+            check=False,
+        )
 
     def copy(self, to: Path) -> Shop:
         shutil.copytree(self.directory, to / "copy")
@@ -159,7 +194,16 @@ def empty(tmp_path: Path) -> Shop:
 @pytest.fixture(scope="module")
 def web() -> Iterator[int]:
     """40 pages on loopback; of these /p/9, /p/19, … are not there."""
-    command = [sys.executable, "-m", "penstock.testing.web", "--pages", "40", "--dead-share", "0.1", "--with-parent"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.testing.web",
+        "--pages",
+        "40",
+        "--dead-share",
+        "0.1",
+        "--with-parent",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         yield json.loads(server.stdout.readline())["port"]
@@ -183,9 +227,26 @@ def ran(web: int, tmp_path_factory: pytest.TempPathFactory) -> Shop:
 
 def test_help_lists_every_command_and_imports_no_parser(empty: Shop) -> None:
     check = "import sys; from penstock.cli.main import main; main(['--help']); assert not {'cyclopts', 'rich'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    for name in ("demo", "init", "run", "push", "status", "trace", "events", "pages", "dlq", "topics", "doctor", "config", "completion", "version"):
+    for name in (
+        "demo",
+        "init",
+        "run",
+        "push",
+        "status",
+        "trace",
+        "events",
+        "pages",
+        "dlq",
+        "topics",
+        "doctor",
+        "config",
+        "completion",
+        "version",
+    ):
         assert f"\n  {name} " in done.stdout
     assert empty("--help").out == done.stdout
 
@@ -214,7 +275,9 @@ def test_help_lists_every_command_and_imports_no_parser(empty: Shop) -> None:
         (["run"], "which pipeline?"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_exits_2_and_says_what_to_try(empty: Shop, args: list[str], said: str) -> None:
+def test_a_command_line_that_makes_no_sense_exits_2_and_says_what_to_try(
+    empty: Shop, args: list[str], said: str
+) -> None:
     done = empty(*args)
     assert done.code == 2, done.err
     assert done.err.startswith("Error: ")
@@ -224,7 +287,15 @@ def test_a_command_line_that_makes_no_sense_exits_2_and_says_what_to_try(empty: 
 
 
 def test_commands_that_read_say_so_where_there_is_no_state(empty: Shop) -> None:
-    for args in (["status"], ["trace", "last"], ["dlq", "ls"], ["events", "ls"], ["pages", "ls"], ["topics", "ls"], ["dlq", "retry", "--all", "--dry-run"]):
+    for args in (
+        ["status"],
+        ["trace", "last"],
+        ["dlq", "ls"],
+        ["events", "ls"],
+        ["pages", "ls"],
+        ["topics", "ls"],
+        ["dlq", "retry", "--all", "--dry-run"],
+    ):
         done = empty(*args)
         assert done.code == 4, args
         assert "there is no Penstock state" in done.err
@@ -234,7 +305,10 @@ def test_commands_that_read_say_so_where_there_is_no_state(empty: Shop) -> None:
 def test_an_unknown_key_is_an_error_that_names_the_likely_one(empty: Shop) -> None:
     (empty.directory / "penstock.toml").write_text("[pace]\nrat = 2\n")
     done = empty("status")
-    assert (done.code, done.err) == (3, "Error: pace.rat: there is no such option (in penstock.toml)\nTry:   did you mean pace.rate?\n")
+    assert (done.code, done.err) == (
+        3,
+        "Error: pace.rat: there is no such option (in penstock.toml)\nTry:   did you mean pace.rate?\n",
+    )
     (empty.directory / "penstock.toml").unlink()
     assert "did you mean PENSTOCK_LEASE?" in empty("status", PENSTOCK_LEESE="3s").err
     done = empty("push", "http://x.example/", "-o", "pace.rat=2")
@@ -243,7 +317,9 @@ def test_an_unknown_key_is_an_error_that_names_the_likely_one(empty: Shop) -> No
 
 
 def test_a_bad_pipeline_file_exits_3_with_its_line(empty: Shop) -> None:
-    (empty.directory / "shop.py").write_text("from penstock import Pipeline\nshop = Pipelin('shop')\n")
+    (empty.directory / "shop.py").write_text(
+        "from penstock import Pipeline\nshop = Pipelin('shop')\n"
+    )
     for args in (["run", "shop.py", "--until-idle"], ["config", "check", "shop.py"]):
         done = empty(*args)
         assert done.code == 3
@@ -252,15 +328,28 @@ def test_a_bad_pipeline_file_exits_3_with_its_line(empty: Shop) -> None:
 
 
 def test_the_command_line_goes_before_the_environment_before_the_file(empty: Shop) -> None:
-    (empty.directory / "penstock.toml").write_text('lease = "11s"\n[retry]\nbase = "1s"\nmax = "40s"\n')
-    shown = empty("config", "show", "--origin", "--json", "-o", "retry.max=77s", PENSTOCK_RETRY_BASE="2s", PENSTOCK_RETRY_MAX="50s")
+    (empty.directory / "penstock.toml").write_text(
+        'lease = "11s"\n[retry]\nbase = "1s"\nmax = "40s"\n'
+    )
+    shown = empty(
+        "config",
+        "show",
+        "--origin",
+        "--json",
+        "-o",
+        "retry.max=77s",
+        PENSTOCK_RETRY_BASE="2s",
+        PENSTOCK_RETRY_MAX="50s",
+    )
     options = {o["path"]: (o["value"], o["origin"]) for o in shown.json["options"]}
     assert options["lease"] == ("11s", "penstock.toml")
     assert options["retry.base"] == ("2s", "PENSTOCK_RETRY_BASE")
     assert options["retry.max"] == ("77s", "command line")
     assert options["retry.budget"] == ("3", "default")
     leading = empty("--set", "retry.max=77s", "--state", "elsewhere", "config", "show", "--json")
-    assert {o["path"]: o["value"] for o in leading.json["options"]}["state.dir"] == str(empty.directory / "elsewhere")
+    assert {o["path"]: o["value"] for o in leading.json["options"]}["state.dir"] == str(
+        empty.directory / "elsewhere"
+    )
     human = empty("config", "show", "retry", "--origin")
     assert "PENSTOCK_RETRY_BASE" in human.out
     assert "lease" not in human.out
@@ -268,7 +357,14 @@ def test_the_command_line_goes_before_the_environment_before_the_file(empty: Sho
 
 def test_a_password_is_never_printed(empty: Shop) -> None:
     url = "amqp://me:hunter2@broker.example/"
-    for args in (["config", "show", "--origin"], ["config", "show", "--json"], ["status"], ["doctor"], ["push", "http://x.example/"], ["config", "check"]):
+    for args in (
+        ["config", "show", "--origin"],
+        ["config", "show", "--json"],
+        ["status"],
+        ["doctor"],
+        ["push", "http://x.example/"],
+        ["config", "check"],
+    ):
         done = empty(*args, PENSTOCK_BROKER_URL=url)
         assert "hunter2" not in done.out + done.err, args
     assert "amqp://me:***@broker.example/" in empty("config", "show", PENSTOCK_BROKER_URL=url).out
@@ -278,13 +374,28 @@ def test_a_password_is_never_printed(empty: Shop) -> None:
 
 
 def test_a_broker_whose_extra_is_missing_exits_3_and_names_it(empty: Shop) -> None:
-    (empty.directory / "aiormq.py").write_text("raise ModuleNotFoundError(\"No module named 'aiormq'\", name='aiormq')\n")
-    done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL="amqp://broker.example/", PYTHONPATH=str(empty.directory))
+    (empty.directory / "aiormq.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'aiormq'\", name='aiormq')\n"
+    )
+    done = empty(
+        "push",
+        "http://x.example/",
+        PENSTOCK_BROKER_URL="amqp://broker.example/",
+        PYTHONPATH=str(empty.directory),
+    )
     assert done.code == 3
     assert "pip install 'penstock[rabbitmq]'" in done.err
 
 
-@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "kafka://127.0.0.1:1", "sqs://x:x@127.0.0.1:1/?region=x", "amqp://127.0.0.1:1/"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:1/0",
+        "kafka://127.0.0.1:1",
+        "sqs://x:x@127.0.0.1:1/?region=x",
+        "amqp://127.0.0.1:1/",
+    ],
+)
 def test_a_fleet_without_shared_stores_is_told_which_are_missing(empty: Shop, url: str) -> None:
     done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url)
     assert done.code == 3
@@ -294,7 +405,11 @@ def test_a_fleet_without_shared_stores_is_told_which_are_missing(empty: Shop, ur
     assert not (empty.directory / ".penstock").exists(), "nothing was put into a local file instead"
 
 
-ONE_MACHINE = {"PENSTOCK_LEDGER_URL": "sqlite:ledger.db", "PENSTOCK_CLAIMS_URL": "sqlite:ledger.db", "PENSTOCK_PAGES_URL": "file:pages"}
+ONE_MACHINE = {
+    "PENSTOCK_LEDGER_URL": "sqlite:ledger.db",
+    "PENSTOCK_CLAIMS_URL": "sqlite:ledger.db",
+    "PENSTOCK_PAGES_URL": "file:pages",
+}
 
 
 @pytest.mark.parametrize(
@@ -318,7 +433,15 @@ def test_a_server_that_does_not_answer_is_one_sentence_and_exit_4(empty: Shop, u
 
 
 @pytest.mark.parametrize(
-    "url", ["postgres://127.0.0.1:port/db", "redis://127.0.0.1:port", "amqp://127.0.0.1:port", "kafka://", "sqs://127.0.0.1:port", "reddis://x"]
+    "url",
+    [
+        "postgres://127.0.0.1:port/db",
+        "redis://127.0.0.1:port",
+        "amqp://127.0.0.1:port",
+        "kafka://",
+        "sqs://127.0.0.1:port",
+        "reddis://x",
+    ],
 )
 def test_a_mistyped_url_is_one_sentence_and_exit_3(empty: Shop, url: str) -> None:
     done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url, **ONE_MACHINE)
@@ -330,7 +453,9 @@ def test_a_mistyped_url_is_one_sentence_and_exit_3(empty: Shop, url: str) -> Non
 def test_a_file_that_is_no_store_exits_4_and_is_left_alone(empty: Shop) -> None:
     state = empty.directory / ".penstock"
     state.mkdir()
-    (state / "penstock.db").write_bytes(b"not a database at all, but long enough to look like one" * 50)
+    (state / "penstock.db").write_bytes(
+        b"not a database at all, but long enough to look like one" * 50
+    )
     before = (state / "penstock.db").read_bytes()
     for args in (["status"], ["push", "http://x.example/"], ["doctor"]):
         done = empty(*args)
@@ -361,7 +486,21 @@ def test_push_accepts_the_good_and_tells_the_line_of_the_bad(empty: Shop) -> Non
 
 
 def test_push_reads_stdin_and_puts_hints_on_the_event(empty: Shop) -> None:
-    hints = ["--geo", "de", "--pool", "homes", "--account", "ann", "--priority", "high", "--force", "--window", "1h", "--trace", "order-66"]
+    hints = [
+        "--geo",
+        "de",
+        "--pool",
+        "homes",
+        "--account",
+        "ann",
+        "--priority",
+        "high",
+        "--force",
+        "--window",
+        "1h",
+        "--trace",
+        "order-66",
+    ]
     assert empty("push", "-", *hints, stdin="http://a.example/1\nhttp://a.example/2\n").code == 0
     (first, second) = empty("trace", "order-66", "--json").json["events"]
     assert first["route"] == {"geo": "de", "pool": "homes", "account": "ann"}
@@ -377,33 +516,72 @@ def test_status_adds_up_per_topic_and_in_total(ran: Shop) -> None:
     for row in (*s["topics"].values(), s["total"]):
         assert row["accepted"] == sum(row[name] for name in STATES)
     # 21 and a duplicate were pushed, two links followed.
-    assert s["total"] == {"accepted": 24, "pending": 0, "in_flight": 0, "delayed": 0, "success": 20, "duplicate": 1, "dead": 3}
-    assert (s["breaker"], s["paused"], s["workers"], s["oldest_pending_age"]) == ("closed", {}, [], None)
-    assert {k: s["counters"][k] for k in ("records", "empty", "unmatched", "followed")} == {"records": 18, "empty": 1, "unmatched": 1, "followed": 2}
-    assert s["sinks"] == [{"name": "jsonl:products.jsonl", "flushed": 18, "backlog": 0, "down": None}]
-    assert {c["reason"]: c["letters"] for c in s["dead_causes"] if c["stage"] == "fetch"} == {"HTTP 404": 2}
+    assert s["total"] == {
+        "accepted": 24,
+        "pending": 0,
+        "in_flight": 0,
+        "delayed": 0,
+        "success": 20,
+        "duplicate": 1,
+        "dead": 3,
+    }
+    assert (s["breaker"], s["paused"], s["workers"], s["oldest_pending_age"]) == (
+        "closed",
+        {},
+        [],
+        None,
+    )
+    assert {k: s["counters"][k] for k in ("records", "empty", "unmatched", "followed")} == {
+        "records": 18,
+        "empty": 1,
+        "unmatched": 1,
+        "followed": 2,
+    }
+    assert s["sinks"] == [
+        {"name": "jsonl:products.jsonl", "flushed": 18, "backlog": 0, "down": None}
+    ]
+    assert {c["reason"]: c["letters"] for c in s["dead_causes"] if c["stage"] == "fetch"} == {
+        "HTTP 404": 2
+    }
 
 
-def test_status_for_people_calls_out_what_dies_silently_and_prints_no_control_codes(ran: Shop) -> None:
+def test_status_for_people_calls_out_what_dies_silently_and_prints_no_control_codes(
+    ran: Shop,
+) -> None:
     done = ran("status")
     assert done.code == 0
     assert "1 page: no extractor matched" in done.out
     assert "1 page: yielded nothing" in done.out
     assert "seven is [bold]bad[/bold] \\x1b[31m" in done.out
-    for args in (["status"], ["trace", ran.url(7)], ["dlq", "ls"], ["dlq", "show", ran.url(7)], ["events", "ls"], ["doctor"], ["push", "--help"], ["--help"]):
+    for args in (
+        ["status"],
+        ["trace", ran.url(7)],
+        ["dlq", "ls"],
+        ["dlq", "show", ran.url(7)],
+        ["events", "ls"],
+        ["doctor"],
+        ["push", "--help"],
+        ["--help"],
+    ):
         assert "\x1b" not in ran(*args).out, args
 
 
 def test_a_trace_is_found_by_url_by_last_and_by_the_beginning_of_an_id(ran: Shop) -> None:
     whole = ran("trace", ran.url(3), "--json").json
     (root,) = [e for e in whole["events"] if e["url"] == ran.url(3)]
-    assert (root["status"], root["records"], root["response_status"]) == ("success", [{"extractor": "product", "key": "T-3"}], 200)
+    assert (root["status"], root["records"], root["response_status"]) == (
+        "success",
+        [{"extractor": "product", "key": "T-3"}],
+        200,
+    )
     assert [s["status"] for s in root["history"]] == ["pending", "in_flight", "success"]
     assert {e["parent"] for e in whole["events"]} == {None, root["event_id"]}
     assert whole["total"] == len(whole["events"]) == 3
     for name in (root["event_id"], root["event_id"][:12], whole["trace_id"]):
         assert ran("trace", name, "--json").json["trace_id"] == whole["trace_id"]
-    assert ran("trace", "last", "--json").json["trace_id"] == whole["trace_id"]  # its links came last
+    assert (
+        ran("trace", "last", "--json").json["trace_id"] == whole["trace_id"]
+    )  # its links came last
     child = next(e for e in whole["events"] if e["parent"])
     assert ran("trace", child["event_id"][:12], "--json").json["asked"] == child["event_id"]
 
@@ -420,7 +598,9 @@ def test_a_duplicate_names_the_other_and_the_other_names_it(ran: Shop) -> None:
 
 def test_a_beginning_that_fits_several_ids_is_refused_with_a_list(ran: Shop) -> None:
     ids = [e["event_id"] for e in ran("events", "ls", "--json").json["events"]]
-    shared = next(c for c in "0123456789abcdef" if sum(i.startswith(c) for i in ids) > 1)  # 24 ids, 16 digits
+    shared = next(
+        c for c in "0123456789abcdef" if sum(i.startswith(c) for i in ids) > 1
+    )  # 24 ids, 16 digits
     done = ran("trace", shared)
     assert done.code == 2
     assert "more than one" in done.err
@@ -432,9 +612,14 @@ def test_events_are_listed_newest_first_and_filtered(ran: Shop) -> None:
     found = ran("events", "ls", "--status", "dead", "--json").json
     assert found["complete"] is True
     assert [e["url"] for e in found["events"]] == [ran.url(19), ran.url(9), ran.url(7)]
-    assert len(ran("events", "ls", "--source", "push", "--limit", "5", "--json").json["events"]) == 5
+    assert (
+        len(ran("events", "ls", "--source", "push", "--limit", "5", "--json").json["events"]) == 5
+    )
     assert ran("events", "ls", "--host", "nobody.example", "--json").json["events"] == []
-    assert {e["source"] for e in ran("events", "ls", "--source", "follow:product", "--json").json["events"]} == {"follow:product"}
+    assert {
+        e["source"]
+        for e in ran("events", "ls", "--source", "follow:product", "--json").json["events"]
+    } == {"follow:product"}
     assert len(ran("events", "ls", "--url", ran.url(3), "--json").json["events"]) == 2
 
 
@@ -444,7 +629,10 @@ def test_events_are_listed_newest_first_and_filtered(ran: Shop) -> None:
 def test_dead_letters_are_grouped_by_cause_and_shown_in_full(ran: Shop) -> None:
     groups = ran("dlq", "ls", "--json").json
     assert groups["total"] == 3
-    assert [(g["count"], g["stage"], g["class"]) for g in groups["groups"]] == [(2, "fetch", "permanent"), (1, "extract", "permanent")]
+    assert [(g["count"], g["stage"], g["class"]) for g in groups["groups"]] == [
+        (2, "fetch", "permanent"),
+        (1, "extract", "permanent"),
+    ]
     assert len(ran("dlq", "ls", "--all", "--reason", "http 404", "--json").json["letters"]) == 2
     assert ran("dlq", "ls", "--stage", "sink", "--json").json["total"] == 0
     letter = ran("dlq", "show", groups["groups"][1]["newest"]["event_id"][:10], "--json").json
@@ -457,17 +645,41 @@ def test_dead_letters_are_grouped_by_cause_and_shown_in_full(ran: Shop) -> None:
 
 def test_a_retried_letter_goes_back_to_work_with_its_overrides(ran: Shop, tmp_path: Path) -> None:
     shop = ran.copy(tmp_path)
-    assert shop("dlq", "retry", "--all", "--dry-run", "--json").json == {"would_retry": 3, "retried": 0, "skipped": 0}
-    done = shop("dlq", "retry", "--reason", "404", "--geo", "fr", "--priority", "low", "--force", "--rate", "50/s", "--json")
+    assert shop("dlq", "retry", "--all", "--dry-run", "--json").json == {
+        "would_retry": 3,
+        "retried": 0,
+        "skipped": 0,
+    }
+    done = shop(
+        "dlq",
+        "retry",
+        "--reason",
+        "404",
+        "--geo",
+        "fr",
+        "--priority",
+        "low",
+        "--force",
+        "--rate",
+        "50/s",
+        "--json",
+    )
     assert (done.code, done.json) == (0, {"would_retry": 2, "retried": 2, "skipped": 0})
     s = shop("status", "--json").json["total"]
     assert (s["pending"], s["dead"], s["accepted"]) == (2, 1, 24)
     event = shop("trace", shop.url(9), "--json").json["events"][0]
-    assert (event["route"], event["priority"], event["force"], event["status"]) == ({"geo": "fr"}, 2, True, "pending")
+    assert (event["route"], event["priority"], event["force"], event["status"]) == (
+        {"geo": "fr"},
+        2,
+        True,
+        "pending",
+    )
     assert shop("doctor").code == 0
     assert shop("run", "shop.py", "--until-idle").code == 1  # still not there
     assert shop("dlq", "ls", "--json").json["total"] == 3
-    one = shop("dlq", "retry", shop("dlq", "ls", "--all", "--json").json["letters"][0]["event_id"][:12])
+    one = shop(
+        "dlq", "retry", shop("dlq", "ls", "--all", "--json").json["letters"][0]["event_id"][:12]
+    )
     assert (one.code, one.out) == (0, "retried 1 dead letter\n")
     assert shop("dlq", "retry", "0" * 32).code == 1
 
@@ -485,7 +697,10 @@ def test_letters_are_dropped_only_when_meant_and_exported_whole(ran: Shop, tmp_p
     assert "--yes" in done.err
     exported = [json.loads(line) for line in shop("dlq", "export").out.splitlines()]
     assert sorted(e["url"] for e in exported) == sorted(shop.url(n) for n in (7, 9, 19))
-    assert all(json.loads(base64.b64decode(e["envelope_base64"]))["data"]["url"] == e["url"] for e in exported)
+    assert all(
+        json.loads(base64.b64decode(e["envelope_base64"]))["data"]["url"] == e["url"]
+        for e in exported
+    )
     assert shop("dlq", "export", "--stage", "extract", "-o", "letters.jsonl").out == ""
     assert len((shop.directory / "letters.jsonl").read_text().splitlines()) == 1
     assert shop("dlq", "drop", "--all", "--yes", "--json").json == {"dropped": 3}
@@ -499,7 +714,9 @@ def test_letters_are_dropped_only_when_meant_and_exported_whole(ran: Shop, tmp_p
 
 def test_a_stored_page_comes_back_unchanged_by_url_event_or_id(ran: Shop) -> None:
     expected = product_page(3)
-    (event,) = [e for e in ran("trace", ran.url(3), "--json").json["events"] if e["url"] == ran.url(3)]
+    (event,) = [
+        e for e in ran("trace", ran.url(3), "--json").json["events"] if e["url"] == ran.url(3)
+    ]
     for name in (ran.url(3), event["event_id"][:12], event["page"], event["page"][:12]):
         assert ran("pages", "show", name).raw == expected
     about = ran("pages", "show", event["page"], "--json").json
@@ -527,13 +744,19 @@ def test_a_paused_topic_is_shown_and_resuming_closes_the_breaker(ran: Shop, tmp_
     shop = ran.copy(tmp_path)
     assert shop("topics", "pause", "--reason", "a long lunch").code == 0
     assert shop("status", "--json").json["paused"] == {"requests": "a long lunch"}
-    shop.sql("UPDATE topic SET paused='breaker: 60 of 70 events ended dead within 60 s' WHERE name='requests'")
+    shop.sql(
+        "UPDATE topic SET paused='breaker: 60 of 70 events ended dead within 60 s' WHERE name='requests'"
+    )
     assert shop("status", "--json").json["breaker"] == "open"
     assert "penstock topics resume requests" in shop("status").out
     assert shop("topics", "resume", "requests").code == 0
     assert shop("status", "--json").json["breaker"] == "closed"
     assert shop.sql("SELECT count(*) FROM tally") == [(0,)]
-    assert [t["paused"] for t in shop("topics", "ls", "--json").json["topics"] if t["topic"] == "requests"] == [None]
+    assert [
+        t["paused"]
+        for t in shop("topics", "ls", "--json").json["topics"]
+        if t["topic"] == "requests"
+    ] == [None]
     assert shop("topics", "pause", "reqests").code == 1
 
 
@@ -555,7 +778,10 @@ def test_what_is_purged_ends_dead_and_can_be_brought_back(empty: Shop) -> None:
     refused = empty("topics", "purge", "requests")
     assert refused.code == 2
     assert "--yes" in refused.err
-    assert empty("topics", "purge", "requests", "--yes", "--json").json == {"topic": "requests", "purged": 2}
+    assert empty("topics", "purge", "requests", "--yes", "--json").json == {
+        "topic": "requests",
+        "purged": 2,
+    }
     total = empty("status", "--json").json["total"]
     assert (total["dead"], total["pending"]) == (2, 0)
     assert empty("topics", "peek", "--json").json["messages"] == []
@@ -566,7 +792,12 @@ def test_what_is_purged_ends_dead_and_can_be_brought_back(empty: Shop) -> None:
 
 def test_a_group_can_see_again_what_was_published(empty: Shop) -> None:
     empty("push", "http://x.example/1", "http://x.example/2")
-    assert empty("topics", "rewind", "requests", "--group", "audit", "--since", "1h", "--json").json["messages"] == 2
+    assert (
+        empty("topics", "rewind", "requests", "--group", "audit", "--since", "1h", "--json").json[
+            "messages"
+        ]
+        == 2
+    )
     wrong = empty("topics", "rewind", "requests", "--group", "audit", "--since", "soon")
     assert wrong.code == 2
     assert "is no time" in wrong.err
@@ -607,7 +838,9 @@ def test_doctor_is_content_with_a_finished_run(ran: Shop) -> None:
         ("UPDATE event SET accepted_at=accepted_at+1e6", "clock"),
     ],
 )
-def test_doctor_finds_what_does_not_agree_and_exits_5(ran: Shop, tmp_path: Path, harm: str, check: str) -> None:
+def test_doctor_finds_what_does_not_agree_and_exits_5(
+    ran: Shop, tmp_path: Path, harm: str, check: str
+) -> None:
     shop = ran.copy(tmp_path)
     shop.sql(harm)
     done = shop("doctor", "--json")
@@ -640,12 +873,18 @@ def test_doctor_finds_a_pipeline_that_does_not_load(ran: Shop, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("flags", [[], ["--toml"]], ids=["python", "toml"])
-def test_init_writes_what_check_finds_good_and_overwrites_nothing(empty: Shop, flags: list[str]) -> None:
+def test_init_writes_what_check_finds_good_and_overwrites_nothing(
+    empty: Shop, flags: list[str]
+) -> None:
     assert empty("init", "my-shop", *flags).code == 0
     file = empty.directory / ("my-shop.toml" if flags else "my-shop.py")
     checked = empty("config", "check", "--json")
     assert checked.code == 0, checked.err
-    assert checked.json["pipeline"]["extractors"] == [e for e in checked.json["pipeline"]["extractors"] if e.endswith("@1")] != []
+    assert (
+        checked.json["pipeline"]["extractors"]
+        == [e for e in checked.json["pipeline"]["extractors"] if e.endswith("@1")]
+        != []
+    )
     file.write_text("precious")
     again = empty("init", "my-shop", *flags)
     assert again.code == 2
@@ -658,7 +897,10 @@ def test_init_writes_what_check_finds_good_and_overwrites_nothing(empty: Shop, f
 def test_every_option_that_init_comments_out_is_good_as_it_stands(empty: Shop) -> None:
     assert empty("init").code == 0
     file = empty.directory / "penstock.toml"
-    lines = [line[2:] if line.startswith("# ") and " = " in line and "-o " not in line else line for line in file.read_text().splitlines()]
+    lines = [
+        line[2:] if line.startswith("# ") and " = " in line and "-o " not in line else line
+        for line in file.read_text().splitlines()
+    ]
     file.write_text("\n".join(lines))
     done = empty("config", "show", "--json", "--changed")
     assert done.code == 0, done.err
@@ -677,7 +919,10 @@ def test_version_and_completion(empty: Shop) -> None:
         script = empty("completion", "show", shell)
         assert script.code == 0, script.err
         assert "until-idle" in script.out
-    assert empty("completion", "install", "bash", "-o", str(empty.directory / "penstock.bash")).code == 0
+    assert (
+        empty("completion", "install", "bash", "-o", str(empty.directory / "penstock.bash")).code
+        == 0
+    )
     assert "penstock" in (empty.directory / "penstock.bash").read_text()
     assert empty("completion", "show", SHELL="/bin/tcsh").code == 2
 
@@ -702,7 +947,14 @@ def test_on_a_terminal_there_is_colour_unless_it_is_unwanted(ran: Shop) -> None:
     def shown(args: list[str], **env: str) -> bytes:
         ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "penstock.cli.main", *args]
-        with subprocess.Popen(command, cwd=ran.directory, env=ran.environment(TERM="xterm-256color", **env), stdin=theirs, stdout=theirs, stderr=theirs):
+        with subprocess.Popen(
+            command,
+            cwd=ran.directory,
+            env=ran.environment(TERM="xterm-256color", **env),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        ):
             os.close(theirs)
             said = b""
             try:
@@ -720,7 +972,12 @@ def test_on_a_terminal_there_is_colour_unless_it_is_unwanted(ran: Shop) -> None:
 
 def test_logs_go_to_stderr_and_the_document_alone_to_stdout(ran: Shop, tmp_path: Path) -> None:
     shop = ran.copy(tmp_path)
-    assert shop("status", "--json", "--log-level", "debug", PENSTOCK_DEBUG="1").json["total"]["accepted"] == 24
+    assert (
+        shop("status", "--json", "--log-level", "debug", PENSTOCK_DEBUG="1").json["total"][
+            "accepted"
+        ]
+        == 24
+    )
     shop("push", shop.url(7), "--force")
     run = shop("run", "shop.py", "--until-idle")
     assert run.out == ""

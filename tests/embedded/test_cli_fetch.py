@@ -27,7 +27,14 @@ ROBOTS = "User-agent: *\nDisallow: /private\nUser-agent: shopbot\nDisallow: /no\
 class Place:
     """A directory to call the command in."""
 
-    def __init__(self, tmp: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *ports: int, toml: str = "") -> None:
+    def __init__(
+        self,
+        tmp: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+        *ports: int,
+        toml: str = "",
+    ) -> None:
         self.dir, self._capfd, self.err = tmp, capfd, ""
         allow = ",".join(f"127.0.0.1:{p}" for p in ports)
         (tmp / "penstock.toml").write_text(
@@ -60,25 +67,51 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+def place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Any:
     return lambda *ports, **more: Place(tmp_path, monkeypatch, capfd, *ports, **more)
 
 
-async def test_a_chain_of_redirects_is_told_hop_by_hop_with_times_robots_and_masked_headers(place: Any) -> None:
+async def test_a_chain_of_redirects_is_told_hop_by_hop_with_times_robots_and_masked_headers(
+    place: Any,
+) -> None:
     async with Web() as web:
         web.route("/robots.txt", reply(ROBOTS, "text/plain"))
         web.route("/start", Reply(302, {"location": "/no/but/here"}))
-        headers = {"content-type": "text/html; charset=iso-8859-1", "set-cookie": "sid=PLANTED; Path=/", "x-auth-token": "PLANTED"}
+        headers = {
+            "content-type": "text/html; charset=iso-8859-1",
+            "set-cookie": "sid=PLANTED; Path=/",
+            "x-auth-token": "PLANTED",
+        }
         web.route("/no/but/here", Reply(200, headers, PAGE.encode() + b"\xf6"))
         fetch = place(web.port)
         told = await fetch(0, web.url("/start"), "-o", "page.html")
         peer = f"127.0.0.1:{web.port}"
-        assert [(x["for"], x["status"], x["peer"]) for x in told["exchanges"]] == [("robots.txt", 200, peer), ("page", 302, peer), ("page", 200, peer)]
-        assert all(0 <= x["connect"] <= x["first_byte"] <= x["total"] < 60 for x in told["exchanges"])
-        assert (told["ok"], told["status"], told["final_url"], told["error"]) == (True, 200, web.url("/no/but/here"), None)
+        assert [(x["for"], x["status"], x["peer"]) for x in told["exchanges"]] == [
+            ("robots.txt", 200, peer),
+            ("page", 302, peer),
+            ("page", 200, peer),
+        ]
+        assert all(
+            0 <= x["connect"] <= x["first_byte"] <= x["total"] < 60 for x in told["exchanges"]
+        )
+        assert (told["ok"], told["status"], told["final_url"], told["error"]) == (
+            True,
+            200,
+            web.url("/no/but/here"),
+            None,
+        )
         assert (told["guard"]["verdict"], told["guard"]["addresses"]) == ("allowed", ["127.0.0.1"])
-        assert [(r["verdict"], r["rule"], r["agent"]) for r in told["robots"]] == [("allowed", "", "shopbot"), ("allowed", "Allow: /no/but", "shopbot")]
-        assert (told["charset"], told["size"], told["headers"]["set-cookie"]) == ("iso-8859-1", len(PAGE) + 1, "sid=***; Path=/")
+        assert [(r["verdict"], r["rule"], r["agent"]) for r in told["robots"]] == [
+            ("allowed", "", "shopbot"),
+            ("allowed", "Allow: /no/but", "shopbot"),
+        ]
+        assert (told["charset"], told["size"], told["headers"]["set-cookie"]) == (
+            "iso-8859-1",
+            len(PAGE) + 1,
+            "sid=***; Path=/",
+        )
         assert told["timing"]["dns"] >= 0
         assert (fetch.dir / "page.html").read_bytes() == PAGE.encode() + b"\xf6"
         said = await fetch.text(0, web.url("/start"))
@@ -87,7 +120,9 @@ async def test_a_chain_of_redirects_is_told_hop_by_hop_with_times_robots_and_mas
         assert "PLANTED" not in said + json.dumps(told)
 
 
-async def test_robots_is_obeyed_under_our_own_name_and_an_exception_for_once_is_recorded_with_its_reason(place: Any) -> None:
+async def test_robots_is_obeyed_under_our_own_name_and_an_exception_for_once_is_recorded_with_its_reason(
+    place: Any,
+) -> None:
     async with Web() as web:
         web.route("/robots.txt", reply(ROBOTS, "text/plain"))
         web.route("/*", PAGE)
@@ -95,14 +130,20 @@ async def test_robots_is_obeyed_under_our_own_name_and_an_exception_for_once_is_
         fetch.make_state()
         told = await fetch(1, web.url("/no/x"))
         assert told["error"]["class"] == "permanent"
-        assert [(r["verdict"], r["rule"], r["from"]) for r in told["robots"]] == [("disallowed", "Disallow: /no", "site")]
+        assert [(r["verdict"], r["rule"], r["from"]) for r in told["robots"]] == [
+            ("disallowed", "Disallow: /no", "site")
+        ]
         assert web.counts["/no/x"] == 0
         told = await fetch(0, web.url("/private"))
-        assert [(r["verdict"], r["from"]) for r in told["robots"]] == [("allowed", "cache")], "that group is not ours; and the state keeps what was learned"
+        assert [(r["verdict"], r["from"]) for r in told["robots"]] == [("allowed", "cache")], (
+            "that group is not ours; and the state keeps what was learned"
+        )
         await fetch.text(2, web.url("/no/x"), "--ignore-robots", " ")
         told = await fetch(0, web.url("/no/x"), "--ignore-robots", "our own  shop")
         assert [(r["verdict"], r["rule"]) for r in told["robots"]] == [("ignored", "our own shop")]
-        ((kind, host, reason, who, once),) = fetch.rows("SELECT kind, host, reason, who, ended=at FROM exception")
+        ((kind, host, reason, who, once),) = fetch.rows(
+            "SELECT kind, host, reason, who, ended=at FROM exception"
+        )
         assert (kind, host, reason, once) == ("robots", f"127.0.0.1:{web.port}", "our own shop", 1)
         assert "@" in who
         assert (await fetch(1, web.url("/no/x")))["ok"] is False, "for once means once"
@@ -114,7 +155,10 @@ async def test_a_redirect_into_what_robots_forbids_is_told_with_the_rule(place: 
         web.route("/robots.txt", reply(ROBOTS, "text/plain"))
         web.route("/start", Reply(301, {"location": "/no/entry"}))
         told = await place(web.port)(1, web.url("/start"))
-        assert [(r["url"], r["verdict"]) for r in told["robots"]] == [(web.url("/start"), "allowed"), (web.url("/no/entry"), "disallowed")]
+        assert [(r["url"], r["verdict"]) for r in told["robots"]] == [
+            (web.url("/start"), "allowed"),
+            (web.url("/no/entry"), "disallowed"),
+        ]
         assert web.counts["/no/entry"] == 0
 
 
@@ -125,11 +169,19 @@ async def test_every_end_has_its_exit_code_and_class(place: Any) -> None:
         web.route("/denied", Reply(403, {}, b"no"))
         web.route("/cut", Reply(drop=True))
         fetch = place(web.port)
-        for path, kind, status in (("/gone", "permanent", 404), ("/denied", "blocked", 403), ("/cut", "transient", None), ("/busy", "throttled", 503)):
+        for path, kind, status in (
+            ("/gone", "permanent", 404),
+            ("/denied", "blocked", 403),
+            ("/cut", "transient", None),
+            ("/busy", "throttled", 503),
+        ):
             told = await fetch(1, web.url(path))
             assert (told["error"]["class"], told["status"]) == (kind, status)
         told = await fetch(1, "http://127.0.0.1:1/")
-        assert (told["guard"]["verdict"], told["error"]["reason"]) == ("refused", "forbidden address: not a public address")
+        assert (told["guard"]["verdict"], told["error"]["reason"]) == (
+            "refused",
+            "forbidden address: not a public address",
+        )
         assert (told["exchanges"], told["slots"]) == ([], []), "nothing was sent and no slot spent"
         for bad in ("ftp://shop.example/", "http://user:secret@shop.example/", "no url"):
             await fetch.text(2, bad)
@@ -143,11 +195,17 @@ async def test_only_the_headers_are_asked_for_with_head(place: Any) -> None:
     async with Web() as web:
         web.route("/a", PAGE)
         told = await place(web.port)(0, web.url("/a"), "--head")
-        assert (told["method"], told["size"], told["headers"]["content-length"]) == ("HEAD", 0, str(len(PAGE)))
+        assert (told["method"], told["size"], told["headers"]["content-length"]) == (
+            "HEAD",
+            0,
+            str(len(PAGE)),
+        )
         assert [e.method for e in web.entries if e.path == "/a"] == ["HEAD"]
 
 
-async def test_it_counts_for_the_pace_of_its_host_and_a_throttle_it_met_holds_for_the_next(place: Any) -> None:
+async def test_it_counts_for_the_pace_of_its_host_and_a_throttle_it_met_holds_for_the_next(
+    place: Any,
+) -> None:
     async with Web() as web:
         web.route("/a", PAGE)
         web.route("/busy", Reply(429, {"retry-after": "60"}))
@@ -159,7 +217,9 @@ async def test_it_counts_for_the_pace_of_its_host_and_a_throttle_it_met_holds_fo
                 assert len((await fetch(0, web.url("/a"), *limit))["slots"]) in (1, 2)
         at = [e.at for e in web.entries]
         assert len(at) == 3, "robots.txt, then the page twice"
-        assert all(b - a > (0.2 - worst[0]) * 1e6 for a, b in itertools.pairwise(at)), "in two processes' lives, by one pace"
+        assert all(b - a > (0.2 - worst[0]) * 1e6 for a, b in itertools.pairwise(at)), (
+            "in two processes' lives, by one pace"
+        )
         await fetch(1, web.url("/busy"), *limit)
         told = await fetch(1, web.url("/a"), *limit, "--wait", "1s")
         assert told["error"]["class"] == "throttled"
@@ -176,7 +236,11 @@ async def test_without_any_state_nothing_is_left_behind(place: Any) -> None:
 
 
 async def test_through_a_proxy_the_way_is_told_and_the_password_is_not(place: Any) -> None:
-    async with Web() as web, Proxy(user=USER, password=PASSWORD) as good, Proxy(user="other", password="other") as wrong:
+    async with (
+        Web() as web,
+        Proxy(user=USER, password=PASSWORD) as good,
+        Proxy(user="other", password="other") as wrong,
+    ):
         web.route("/a", PAGE)
         bad = f"http://{USER}:{PASSWORD}@127.0.0.1:{wrong.port}"
         toml = f'[proxies.home]\nurls = "{good.dsn}"\ngeo = "de"\n[proxies.ill]\nurls = "{bad}"\n'
@@ -194,7 +258,10 @@ async def test_through_a_proxy_the_way_is_told_and_the_password_is_not(place: An
 
 async def test_the_options_that_bend_a_rule_reach_the_request(place: Any) -> None:
     async with Web() as web:
-        web.route("/soft", "<html><title>404 Not Found</title><body>there is no such thing in this shop, sorry</body></html>")
+        web.route(
+            "/soft",
+            "<html><title>404 Not Found</title><body>there is no such thing in this shop, sorry</body></html>",
+        )
         fetch = place(web.port)
         await fetch(0, web.url("/soft"))
         told = await fetch(1, web.url("/soft"), "--set", "fetch.soft_404=true")
@@ -215,7 +282,9 @@ async def test_a_downgrade_is_followed_only_where_it_is_allowed(place: Any, tmp_
             environment.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
             told = await fetch(1, f"https://127.0.0.1:{port}/tls")
             assert told["error"]["reason"] == "a redirect leads from https to http"
-            told = await fetch(0, f"https://127.0.0.1:{port}/tls", "--set", "fetch.allow_downgrade=true")
+            told = await fetch(
+                0, f"https://127.0.0.1:{port}/tls", "--set", "fetch.allow_downgrade=true"
+            )
             assert told["final_url"] == web.url("/plain")
 
 
@@ -225,6 +294,12 @@ async def test_with_remote_dns_the_proxy_resolves_and_the_guard_says_so(place: A
         told = await fetch(1, "http://only-the-proxy-knows.invalid/", "--pool", "p")
         assert told["guard"]["verdict"] == "unresolved"
         assert proxy.connects == []
-        told = await fetch(1, "http://only-the-proxy-knows.invalid/", "--pool", "p", "--set", "net.remote_dns=true")
-        assert told["guard"] == {"verdict": "allowed", "addresses": [], "reason": "the proxy resolves the name"}
+        told = await fetch(
+            1, "http://only-the-proxy-knows.invalid/", "--pool", "p", "--set", "net.remote_dns=true"
+        )
+        assert told["guard"] == {
+            "verdict": "allowed",
+            "addresses": [],
+            "reason": "the proxy resolves the name",
+        }
         assert proxy.connects != []

@@ -37,7 +37,13 @@ class Project:
     """A directory with a pipeline; workers run in this process and commands on a thread, over one state."""
 
     def __init__(
-        self, tmp: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], toml: str = "", rate: str = "unlimited", concurrency: int = 8
+        self,
+        tmp: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+        toml: str = "",
+        rate: str = "unlimited",
+        concurrency: int = 8,
     ) -> None:
         self.dir, self._capfd = tmp, capfd
         (tmp / "shop.py").write_text(SHOP)
@@ -72,7 +78,9 @@ class Project:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Running]:
-        running = Running(self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"}))
+        running = Running(
+            self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
+        )
         stop = asyncio.Event()
         task = asyncio.create_task(running.run(stop))
         try:
@@ -82,7 +90,9 @@ class Project:
             await task
 
     async def run(self) -> None:
-        running = Running(self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"}))
+        running = Running(
+            self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
+        )
         await running.run(asyncio.Event(), until_idle=True)
 
     def rows(self, sql: str) -> list[Any]:
@@ -95,7 +105,9 @@ class Project:
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+def project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Any:
     return lambda **more: Project(tmp_path, monkeypatch, capfd, **more)
 
 
@@ -141,7 +153,9 @@ async def lateness() -> AsyncIterator[list[float]]:
 # -- orders ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_paused_host_gets_nothing_from_a_running_worker_and_resuming_sets_free_what_waited(project: Any) -> None:
+async def test_a_paused_host_gets_nothing_from_a_running_worker_and_resuming_sets_free_what_waited(
+    project: Any,
+) -> None:
     async with Web() as web:
         web.route("/*", PAGE)
         domains = project()
@@ -150,12 +164,23 @@ async def test_a_paused_host_gets_nothing_from_a_running_worker_and_resuming_set
         told = await domains("pause", key, "--for", "1h")
         assert (told["state"], told["paused"], told["queued"]) == ("paused", True, 20)
         async with domains.running():
-            await domains.push(web.url("/other", host="127.0.0.2"))  # nobody listens there, so it fails: the worker is at work
-            await until(lambda: domains.rows("SELECT 1 FROM event WHERE status='delayed' AND reason LIKE 'waiting for a slot%'") != [])
+            await domains.push(
+                web.url("/other", host="127.0.0.2")
+            )  # nobody listens there, so it fails: the worker is at work
+            await until(
+                lambda: (
+                    domains.rows(
+                        "SELECT 1 FROM event WHERE status='delayed' AND reason LIKE 'waiting for a slot%'"
+                    )
+                    != []
+                )
+            )
             await asyncio.sleep(0.5)
             assert web.entries == []
             assert "goes on" in await domains.text("resume", web.url("/any/page"))
-            await until(lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(20,)])
+            await until(
+                lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(20,)]
+            )
         assert (await domains("show", key))["paused"] is False
 
 
@@ -170,60 +195,91 @@ async def test_a_pause_stops_a_worker_in_the_middle_of_its_work(project: Any) ->
             await domains.text("pause", web.url())
             before = len(web.entries)
             await at_rest(web)
-            assert len(web.entries) - before <= 20, "a second's worth; it is noticed within a tenth of that, on a machine of one's own"
+            assert len(web.entries) - before <= 20, (
+                "a second's worth; it is noticed within a tenth of that, on a machine of one's own"
+            )
         assert (await domains("show", web.url()))["paused_until"] is None, "until it is resumed"
 
 
-async def test_hosts_of_one_registrable_domain_share_its_limit_where_the_pace_goes_by_domain(project: Any) -> None:
+async def test_hosts_of_one_registrable_domain_share_its_limit_where_the_pace_goes_by_domain(
+    project: Any,
+) -> None:
     async with Web() as web:
         other = await web.listen()  # an address is its own domain, whatever the port
         web.route("/*", PAGE)
         domains = project(rate="10")
         written = domains.dir / "penstock.toml"
         written.write_text(written.read_text().replace("[pace]", '[pace]\nby = "domain"'))
-        await domains.push(*(web.url(f"/{n}", port=port) for n in range(5) for port in (web.port, other)))
+        await domains.push(
+            *(web.url(f"/{n}", port=port) for n in range(5) for port in (web.port, other))
+        )
         async with lateness() as worst:
             await domains.run()
         at = sorted(e.at / 1e6 for e in web.entries)
-        assert (len(at), at[-1] - at[0] >= 0.95 * 1.1 - worst[0]) == (12, True), "two robots.txt and ten pages, at ten a second"
+        assert (len(at), at[-1] - at[0] >= 0.95 * 1.1 - worst[0]) == (12, True), (
+            "two robots.txt and ten pages, at ten a second"
+        )
         assert (await domains("show", web.url()))["host"] == "127.0.0.1"
         assert (await domains("limit", "https://www.shop.co.uk/p/1", "2"))["host"] == "shop.co.uk"
 
 
-async def test_a_limit_of_its_own_holds_for_one_host_and_a_new_one_sets_free_what_waited_for_the_old(project: Any) -> None:
+async def test_a_limit_of_its_own_holds_for_one_host_and_a_new_one_sets_free_what_waited_for_the_old(
+    project: Any,
+) -> None:
     async with Web() as web, Web(host="127.0.0.2") as other:
         for w in (web, other):
             w.route("/*", PAGE)
         domains = project()
         told = await domains("limit", web.url(), "10/s", "--burst", "1")
-        assert (told["rate"], told["own"]) == (10.0, {"rate": 10.0, "burst": 1, "concurrency": None})
-        await domains.push(*(web.url(f"/{n}") for n in range(8)), *(other.url(f"/{n}") for n in range(8)))
+        assert (told["rate"], told["own"]) == (
+            10.0,
+            {"rate": 10.0, "burst": 1, "concurrency": None},
+        )
+        await domains.push(
+            *(web.url(f"/{n}") for n in range(8)), *(other.url(f"/{n}") for n in range(8))
+        )
         async with lateness() as worst:
             await domains.run()
         at = sorted(e.at / 1e6 for e in web.entries)
-        assert at[-1] - at[0] >= 0.75 - worst[0], "nine requests, robots.txt included, at ten a second"
+        assert at[-1] - at[0] >= 0.75 - worst[0], (
+            "nine requests, robots.txt included, at ten a second"
+        )
         unlimited = sorted(e.at / 1e6 for e in other.entries)
-        assert statistics.median(b - a for a, b in itertools.pairwise(unlimited)) < 0.05, "the other has none"
+        assert statistics.median(b - a for a, b in itertools.pairwise(unlimited)) < 0.05, (
+            "the other has none"
+        )
         await domains("limit", web.url(), "1/h")
         await domains.push(*(web.url(f"/later/{n}") for n in range(5)))
         async with domains.running():
-            await until(lambda: domains.rows("SELECT count(*) FROM event WHERE status='delayed'")[0][0] >= 4)
+            await until(
+                lambda: domains.rows("SELECT count(*) FROM event WHERE status='delayed'")[0][0] >= 4
+            )
             told = await domains("limit", web.url(), "default")
             assert (told["rate"], told["own"]["rate"]) == (None, None)
-            await until(lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(21,)])
+            await until(
+                lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(21,)]
+            )
 
 
-async def test_robots_is_ignored_for_one_host_from_the_order_on_and_obeyed_again_after_the_next(project: Any) -> None:
+async def test_robots_is_ignored_for_one_host_from_the_order_on_and_obeyed_again_after_the_next(
+    project: Any,
+) -> None:
     async with Web() as web:
-        web.route("/robots.txt", reply("User-agent: *\nDisallow: /\nCrawl-delay: 5\n", "text/plain"))
+        web.route(
+            "/robots.txt", reply("User-agent: *\nDisallow: /\nCrawl-delay: 5\n", "text/plain")
+        )
         web.route("/*", PAGE)
         domains = project()
         assert "needs a reason" in await domains.text("robots", web.url(), "ignore", code=2)
         await domains.push(web.url("/1"))
         await domains.run()
-        assert domains.rows("SELECT status, reason FROM event") == [("dead", "robots.txt disallows it")]
+        assert domains.rows("SELECT status, reason FROM event") == [
+            ("dead", "robots.txt disallows it")
+        ]
         told = await domains("robots", web.url(), "ignore", "--reason", "our own shop")
-        assert (told["robots"], told["crawl_delay"], told["interval"]) == ("ignore", 5.0, 0.0), "nor its crawl delay"
+        assert (told["robots"], told["crawl_delay"], told["interval"]) == ("ignore", 5.0, 0.0), (
+            "nor its crawl delay"
+        )
         async with domains.running():
             await domains.push(web.url("/2"), web.url("/3"))
             await until(lambda: web.counts["/2"] + web.counts["/3"] == 2)
@@ -231,7 +287,9 @@ async def test_robots_is_ignored_for_one_host_from_the_order_on_and_obeyed_again
             assert (told["robots"], told["interval"]) == ("obey", 5.0)
             await noticed()
             await domains.push(web.url("/4"))
-            await until(lambda: domains.rows("SELECT status FROM event WHERE url LIKE '%/4'") == [("dead",)])
+            await until(
+                lambda: domains.rows("SELECT status FROM event WHERE url LIKE '%/4'") == [("dead",)]
+            )
         assert web.counts["/4"] == 0
         (noted,) = told["exceptions"]
         assert (noted["kind"], noted["reason"]) == ("robots", "our own shop")
@@ -239,41 +297,70 @@ async def test_robots_is_ignored_for_one_host_from_the_order_on_and_obeyed_again
         assert "@" in noted["who"]
 
 
-async def test_exceptions_of_the_configuration_are_recorded_when_a_worker_starts_and_ended_when_they_are_gone(project: Any) -> None:
+async def test_exceptions_of_the_configuration_are_recorded_when_a_worker_starts_and_ended_when_they_are_gone(
+    project: Any,
+) -> None:
     async with Web() as web:
         web.route("/*", PAGE)
         domains = project(toml="[proxies.p]\nurls = 'http://127.0.0.1:9'\n")
-        domains.dir.joinpath("penstock.toml").write_text(domains.dir.joinpath("penstock.toml").read_text().replace("[net]\n", "[net]\nremote_dns = true\n"))
+        domains.dir.joinpath("penstock.toml").write_text(
+            domains.dir.joinpath("penstock.toml")
+            .read_text()
+            .replace("[net]\n", "[net]\nremote_dns = true\n")
+        )
         await domains.push(web.url("/1"))
         await domains.run()
         listed = await domains("ls")
         assert [(e["kind"], e["host"]) for e in listed["exceptions"]] == [("remote_dns", "*")]
         assert "everywhere: net.remote_dns = true" in await domains.text("ls")
-        domains.dir.joinpath("penstock.toml").write_text(domains.dir.joinpath("penstock.toml").read_text().replace("remote_dns = true\n", ""))
+        domains.dir.joinpath("penstock.toml").write_text(
+            domains.dir.joinpath("penstock.toml").read_text().replace("remote_dns = true\n", "")
+        )
         await domains.push(web.url("/2"))
         await domains.run()
         assert (await domains("ls"))["exceptions"] == []
 
 
-async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resumed_away(project: Any) -> None:
+async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resumed_away(
+    project: Any,
+) -> None:
     async with Web() as web:
         web.route("/busy", Reply(429, {"retry-after": "300"}))
         domains = project()
-        await domains.push(web.url("/busy"), "http://many.example/1", "http://many.example/2", "http://aaa.example/1")
+        await domains.push(
+            web.url("/busy"),
+            "http://many.example/1",
+            "http://many.example/2",
+            "http://aaa.example/1",
+        )
         await domains.text("pause", "many.example")
         await domains.text("pause", "aaa.example")
         async with domains.running():
-            await until(lambda: domains.rows("SELECT 1 FROM event WHERE status='delayed' AND url LIKE '%/busy'") != [])
+            await until(
+                lambda: (
+                    domains.rows("SELECT 1 FROM event WHERE status='delayed' AND url LIKE '%/busy'")
+                    != []
+                )
+            )
         (first,) = (await domains("ls", "--limit", "1"))["domains"]
         assert first["state"] != "ok"
         by_host = {d["host"]: d for d in (await domains("ls"))["domains"]}
         blocked = by_host[f"127.0.0.1:{web.port}"]
-        assert (blocked["state"], blocked["last_status"], blocked["throttles"]) == ("blocked", 429, 1)
+        assert (blocked["state"], blocked["last_status"], blocked["throttles"]) == (
+            "blocked",
+            429,
+            1,
+        )
         assert by_host["many.example"]["state"] == "paused"
         assert [r["status"] for r in blocked["robots_txt"]] == [404]
         assert "it asked to be left alone itself" in await domains.text("resume", web.url())
         assert (await domains("show", web.url()))["state"] == "blocked"
-        for bad in (["limit", "x.example"], ["limit", "x.example", "9x"], ["pause", "x.example", "--for", "long"], ["show", "bad host"]):
+        for bad in (
+            ["limit", "x.example"],
+            ["limit", "x.example", "9x"],
+            ["pause", "x.example", "--for", "long"],
+            ["show", "bad host"],
+        ):
             assert "Error:" in await domains.text(*bad, code=2)
 
 
@@ -298,16 +385,22 @@ def gauge(limit: int) -> tuple[Callable[[Request], Awaitable[Reply]], list[int]]
     return slow, seen
 
 
-async def test_no_host_gets_more_at_once_than_its_limit_and_others_do_not_wait_for_it(project: Any) -> None:
+async def test_no_host_gets_more_at_once_than_its_limit_and_others_do_not_wait_for_it(
+    project: Any,
+) -> None:
     (slow, most), (other_slow, other_most) = gauge(8), gauge(2)
     async with Web() as web, Web(host="127.0.0.2") as other:
         web.route("/p/*", slow)
         other.route("/p/*", other_slow)
         domains = project(toml='[fetch]\nconcurrency = 24\nprefetch = 48\n[retry]\nbase = "10ms"\n')
         await domains.text("limit", other.url(), "--concurrency", "2")
-        await domains.push(*(web.url(f"/p/{n}") for n in range(60)), *(other.url(f"/p/{n}") for n in range(20)))
+        await domains.push(
+            *(web.url(f"/p/{n}") for n in range(60)), *(other.url(f"/p/{n}") for n in range(20))
+        )
         await domains.run()
-        assert domains.rows("SELECT status, count(*) FROM event GROUP BY status") == [("success", 80)]
+        assert domains.rows("SELECT status, count(*) FROM event GROUP BY status") == [
+            ("success", 80)
+        ]
         assert most[0] == 8, "the limit, and it was reached"
         assert other_most[0] == 2
 
@@ -351,4 +444,6 @@ async def test_what_missed_its_slot_behind_a_host_that_hung_takes_a_new_one(proj
             await until(lambda: sum(web.counts.values()) == 31)
         at = sorted(e.at / 1e6 for e in web.entries)[3:]
         for i in range(len(at) - 10):
-            assert at[i + 10] - at[i] > 0.5, "ten a second, in every second; a busy machine lets some come late, not all at once"
+            assert at[i + 10] - at[i] > 0.5, (
+                "ten a second, in every second; a busy machine lets some come late, not all at once"
+            )

@@ -58,16 +58,24 @@ class Hosts:
     def state(self, host: str) -> rules.HostState:
         return self.states.get(host, rules.HostState())
 
-    async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
+    async def reserve(
+        self, wants: Mapping[str, int], *, within: float | None = None
+    ) -> Mapping[str, Sequence[float]]:
         given = {}
         for host, n in wants.items():
-            self.states[host], given[host] = rules.reserve(self.state(host), self.limits, self.time.now(), n, within=within)
+            self.states[host], given[host] = rules.reserve(
+                self.state(host), self.limits, self.time.now(), n, within=within
+            )
             self.slots += [(host, slot) for slot in given[host]]
         return given
 
-    async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
+    async def report(
+        self, host: str, *, status: int, retry_after: float | None, seconds: float
+    ) -> None:
         self.reports.append((host, status, retry_after))
-        self.states[host] = rules.report(self.state(host), self.limits, self.time.now(), status, retry_after, seconds)
+        self.states[host] = rules.report(
+            self.state(host), self.limits, self.time.now(), status, retry_after, seconds
+        )
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
         self.states[host] = msgspec.structs.replace(self.state(host), crawl_delay=seconds)
@@ -98,21 +106,38 @@ class Hosts:
 
 
 class Rig:
-    def __init__(self, web: Web, fetcher: CurlFetcher, options: FetchOptions, limits: rules.Limits) -> None:
+    def __init__(
+        self, web: Web, fetcher: CurlFetcher, options: FetchOptions, limits: rules.Limits
+    ) -> None:
         self.web, self.time = web, Time()
         self.hosts = Hosts(self.time, limits)
         self.stage = FetchStage(fetcher, self.hosts, self.hosts, self.time, options)
         self.key = host_key(web.url())
 
-    async def fetch(self, path: str, *, ask: Ask | None = None, baseline: Baseline | None = None, force: bool = False) -> Response:
+    async def fetch(
+        self,
+        path: str,
+        *,
+        ask: Ask | None = None,
+        baseline: Baseline | None = None,
+        force: bool = False,
+    ) -> Response:
         url = canonical_url(path if "://" in path else self.web.url(path))
         event = Event(id="e", url=url, key=host_key(url), ask=ask or Ask(), force=force)
         return await self.stage.fetch(event, baseline)
 
-    async def answer(self, event: Event, baseline: Baseline | None = None) -> Response | BaseException | None:
+    async def answer(
+        self, event: Event, baseline: Baseline | None = None
+    ) -> Response | BaseException | None:
         """As the worker does it where no task is needed; None: one is."""
-        future: asyncio.Future[Response | BaseException] = asyncio.get_running_loop().create_future()
-        return await future if self.stage.begin(event, baseline, future.set_result) is not None else None
+        future: asyncio.Future[Response | BaseException] = (
+            asyncio.get_running_loop().create_future()
+        )
+        return (
+            await future
+            if self.stage.begin(event, baseline, future.set_result) is not None
+            else None
+        )
 
     def event(self, path: str, **more: Any) -> Event:
         return Event(id="e", url=self.web.url(path), key=self.key, **more)
@@ -124,7 +149,9 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(*, limits: rules.Limits | None = None, ca_file: str | None = None, **options: object) -> AsyncIterator[Rig]:
+async def rig(
+    *, limits: rules.Limits | None = None, ca_file: str | None = None, **options: object
+) -> AsyncIterator[Rig]:
     """A web on 127.0.0.1, with its other ports and 127.0.0.2 allowed too."""
     async with Web() as web:
         guard = Guard(parse_allow("127.0.0.1:*,127.0.0.2:*"))
@@ -150,7 +177,13 @@ PAGE = "<html><body>a page of some length, so that nobody takes it for a challen
 
 async def test_robots_is_asked_once_and_obeyed() -> None:
     async with rig() as r:
-        r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /private\nUser-agent: penstock\nDisallow: /ours\n", "text/plain"))
+        r.web.route(
+            "/robots.txt",
+            reply(
+                "User-agent: *\nDisallow: /private\nUser-agent: penstock\nDisallow: /ours\n",
+                "text/plain",
+            ),
+        )
         r.web.route("/*", PAGE)
         for path in ("/a", "/private", "/b"):  # the group that names us is ours alone
             assert (await r.fetch(path)).status == 200
@@ -163,9 +196,16 @@ async def test_robots_is_asked_once_and_obeyed() -> None:
 
 async def test_many_that_ask_at_once_cause_one_robots_request() -> None:
     async with rig() as r:
-        r.web.route("/robots.txt", Reply(200, {"content-type": "text/plain"}, b"User-agent: *\nDisallow: /no\n", delay=0.1))
+        r.web.route(
+            "/robots.txt",
+            Reply(
+                200, {"content-type": "text/plain"}, b"User-agent: *\nDisallow: /no\n", delay=0.1
+            ),
+        )
         r.web.route("/*", PAGE)
-        answers = await asyncio.gather(*(r.fetch(f"/{i}") for i in range(20)), r.fetch("/no"), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(r.fetch(f"/{i}") for i in range(20)), r.fetch("/no"), return_exceptions=True
+        )
         assert [a.status for a in answers if isinstance(a, Response)] == [200] * 20
         assert isinstance(answers[-1], Failure)
         assert r.web.counts["/robots.txt"] == 1
@@ -204,8 +244,13 @@ async def test_the_fleets_copy_of_robots_saves_the_request() -> None:
         assert r.web.counts["/robots.txt"] == 1
 
 
-@pytest.mark.parametrize(("status", "allowed"), [(404, True), (403, True), (410, True), (500, False), (503, False), (429, False)])
-async def test_a_missing_robots_allows_and_a_broken_one_forbids_for_now(status: int, allowed: bool) -> None:
+@pytest.mark.parametrize(
+    ("status", "allowed"),
+    [(404, True), (403, True), (410, True), (500, False), (503, False), (429, False)],
+)
+async def test_a_missing_robots_allows_and_a_broken_one_forbids_for_now(
+    status: int, allowed: bool
+) -> None:
     async with rig() as r:
         r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /\n", "text/plain", status))
         r.web.route("/*", PAGE)
@@ -231,10 +276,16 @@ async def test_a_robots_that_cannot_be_reached_forbids_for_now() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [Reply(200, {}, b"#" * (17 << 20)), Reply(200, {"content-encoding": "gzip"}, gzip.compress(b"#" * (17 << 20))), Reply(200, {"x": "y" * 100_000}, b"")],
+    [
+        Reply(200, {}, b"#" * (17 << 20)),
+        Reply(200, {"content-encoding": "gzip"}, gzip.compress(b"#" * (17 << 20))),
+        Reply(200, {"x": "y" * 100_000}, b""),
+    ],
     ids=["body", "decoded", "headers"],
 )
-async def test_a_robots_beyond_our_limits_forbids_for_now_and_is_not_fetched_for_every_page(answer: Reply) -> None:
+async def test_a_robots_beyond_our_limits_forbids_for_now_and_is_not_fetched_for_every_page(
+    answer: Reply,
+) -> None:
     async with rig() as r:
         r.web.route("/robots.txt", answer)
         r.web.route("/*", PAGE)
@@ -244,7 +295,9 @@ async def test_a_robots_beyond_our_limits_forbids_for_now_and_is_not_fetched_for
         assert r.web.counts == {"/robots.txt": 1}
 
 
-async def test_a_name_that_does_not_resolve_fails_as_such_at_once_and_says_nothing_about_its_robots() -> None:
+async def test_a_name_that_does_not_resolve_fails_as_such_at_once_and_says_nothing_about_its_robots() -> (
+    None
+):
     async def resolver(host: str, port: int) -> Sequence[str]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -254,7 +307,11 @@ async def test_a_name_that_does_not_resolve_fails_as_such_at_once_and_says_nothi
         r.stage = FetchStage(fetcher, r.hosts, r.hosts, r.time, FetchOptions())
         for _ in range(2):
             failure = await r.fails("http://nowhere.test/a")
-            assert (failure.kind, failure.reason, failure.after) == (ErrorClass.TRANSIENT, "the name does not exist", None)
+            assert (failure.kind, failure.reason, failure.after) == (
+                ErrorClass.TRANSIENT,
+                "the name does not exist",
+                None,
+            )
         assert not r.hosts.kept
         await fetcher.close()
         guard.close()
@@ -290,13 +347,17 @@ async def test_robots_can_be_ignored_by_setting_or_for_one_host_by_exception() -
             assert (await r.fails("/a")).kind is ErrorClass.PERMANENT
 
 
-async def test_the_crawl_delay_reaches_the_pace_and_the_event_is_put_off_instead_of_waiting_with_a_permit() -> None:
+async def test_the_crawl_delay_reaches_the_pace_and_the_event_is_put_off_instead_of_waiting_with_a_permit() -> (
+    None
+):
     async with rig() as r:
         r.web.route("/robots.txt", reply("User-agent: *\nCrawl-delay: 7\n", "text/plain"))
         r.web.route("/*", PAGE)
         with pytest.raises(Failure) as caught:
             await r.fetch("/a")
-        assert (caught.value.kind, caught.value.status) == (ErrorClass.THROTTLED, None), "so it costs the event nothing"
+        assert (caught.value.kind, caught.value.status) == (ErrorClass.THROTTLED, None), (
+            "so it costs the event nothing"
+        )
         assert "robots.txt asks for more time" in caught.value.reason
         assert r.hosts.states[r.key].crawl_delay == 7.0
         assert r.hosts.slots == []
@@ -314,14 +375,22 @@ async def test_the_page_waits_for_a_slot_of_its_own_after_robots_took_the_events
         assert len(r.time.slept) == 1  # robots is known now
 
 
-async def test_a_page_whose_slot_went_to_robots_is_put_off_where_the_next_is_far_and_takes_none() -> None:
+async def test_a_page_whose_slot_went_to_robots_is_put_off_where_the_next_is_far_and_takes_none() -> (
+    None
+):
     async with rig(limits=rules.Limits(rate=0.05, jitter=0.0), slot_wait=10.0) as r:
         r.web.route("/*", PAGE)
         await r.hosts.reserve({r.key: 1})
         failure = await r.fails("/a")
-        assert (failure.kind, failure.status, failure.after) == (ErrorClass.THROTTLED, None, pytest.approx(20.0))
+        assert (failure.kind, failure.status, failure.after) == (
+            ErrorClass.THROTTLED,
+            None,
+            pytest.approx(20.0),
+        )
         assert r.time.slept == []
-        assert (await r.hosts.reserve({r.key: 1}))[r.key] == [pytest.approx(r.time.now() + 20.0)], "the slot that it was told of is still free"
+        assert (await r.hosts.reserve({r.key: 1}))[r.key] == [pytest.approx(r.time.now() + 20.0)], (
+            "the slot that it was told of is still free"
+        )
         await r.fetch("/a")
         assert r.web.counts == {"/robots.txt": 1, "/a": 1}
 
@@ -338,7 +407,9 @@ async def test_whoever_waits_for_a_slot_on_the_way_does_it_as_the_caller_wishes(
         r.web.route("/*", PAGE)
         await r.hosts.reserve({r.key: 1})
         await r.stage.fetch(r.event("/a"), None, sleep=sleep)
-        assert waited == [pytest.approx(1.0), pytest.approx(1.0)], "after robots.txt, and for the redirect"
+        assert waited == [pytest.approx(1.0), pytest.approx(1.0)], (
+            "after robots.txt, and for the redirect"
+        )
         assert r.time.slept == []
 
 
@@ -380,8 +451,16 @@ async def test_redirects_are_walked_and_told() -> None:
         r.web.route("/d", PAGE)
         answer = await r.fetch("/a")
         assert answer.url == r.web.url("/d")
-        assert [(h.url, h.status) for h in answer.hops] == [(r.web.url("/a"), 301), (r.web.url("/b?x=1"), 308)]
-        assert [status for _, status, _ in r.hosts.reports] == [404, 301, 308, 200]  # robots, and every answer
+        assert [(h.url, h.status) for h in answer.hops] == [
+            (r.web.url("/a"), 301),
+            (r.web.url("/b?x=1"), 308),
+        ]
+        assert [status for _, status, _ in r.hosts.reports] == [
+            404,
+            301,
+            308,
+            200,
+        ]  # robots, and every answer
 
 
 @pytest.mark.parametrize(
@@ -404,7 +483,10 @@ async def test_endless_redirects_end_at_the_cap() -> None:
     async with rig(robots="ignore") as r:
         r.web.route("/n/*", lambda q: to(f"/n/{int(q.path[3:]) + 1}"))
         failure = await r.fails("/n/0")
-        assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, "too many redirects: more than 10")
+        assert (failure.kind, failure.reason) == (
+            ErrorClass.PERMANENT,
+            "too many redirects: more than 10",
+        )
         assert sum(r.web.counts.values()) == 11
 
 
@@ -422,7 +504,10 @@ async def test_a_redirect_inward_is_refused_before_any_contact() -> None:
         r.web.route("/b", to(f"http://0x7f000003:{inward.port}/"))
         for path in ("/a", "/b"):
             failure = await r.fails(path)
-            assert (failure.kind, "forbidden address" in failure.reason) == (ErrorClass.PERMANENT, True)
+            assert (failure.kind, "forbidden address" in failure.reason) == (
+                ErrorClass.PERMANENT,
+                True,
+            )
         assert not inward.entries
 
 
@@ -463,9 +548,14 @@ async def test_a_chain_that_was_put_off_goes_on_from_there_and_asks_nobody_twice
             r.time.at += failure.after or 0.0
             await r.hosts.reserve({r.key: 1})  # as the worker does, before it comes back
         answer = await r.fetch("/a")
-        assert (answer.url, [hop.url for hop in answer.hops]) == (r.web.url("/c"), [r.web.url("/a"), r.web.url("/b")])
+        assert (answer.url, [hop.url for hop in answer.hops]) == (
+            r.web.url("/c"),
+            [r.web.url("/a"), r.web.url("/b")],
+        )
         assert r.web.counts == {"/a": 1, "/b": 1, "/c": 1}
-        assert (await r.fails("/a")).kind is ErrorClass.THROTTLED, "the next time it begins at its beginning"
+        assert (await r.fails("/a")).kind is ErrorClass.THROTTLED, (
+            "the next time it begins at its beginning"
+        )
 
 
 async def test_a_chain_that_was_put_off_for_another_host_waits_for_a_slot_of_that() -> None:
@@ -482,7 +572,9 @@ async def test_a_chain_that_was_put_off_for_another_host_waits_for_a_slot_of_tha
         assert r.hosts.slots[-1] == (f"127.0.0.1:{other}", r.time.now())
 
 
-async def test_a_page_that_is_asked_for_again_without_conditions_waits_for_a_slot_of_its_own() -> None:
+async def test_a_page_that_is_asked_for_again_without_conditions_waits_for_a_slot_of_its_own() -> (
+    None
+):
     async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0), robots="ignore") as r:
         r.web.route("/a", lambda request: tagged(request, reply(PAGE)))
         await r.hosts.reserve({r.key: 1})
@@ -492,7 +584,9 @@ async def test_a_page_that_is_asked_for_again_without_conditions_waits_for_a_slo
         assert caught.value.after == pytest.approx(60.0)
         r.time.at += 60.0
         await r.hosts.reserve({r.key: 1})
-        assert (await r.stage.fetch(r.event("/a"), baseline)).status == 200, "and it remembers that, or it would be told 304 each time"
+        assert (await r.stage.fetch(r.event("/a"), baseline)).status == 200, (
+            "and it remembers that, or it would be told 304 each time"
+        )
         assert r.web.counts == {"/a": 2}
 
 
@@ -517,7 +611,14 @@ async def test_credentials_stay_with_their_origin() -> None:
         seen.append(request.headers)
         return reply(PAGE)
 
-    ask = Ask(headers={"Authorization": "Bearer secret", "Cookie": "s=1", "X-Api-Key": "k", "Accept-Language": "de"})
+    ask = Ask(
+        headers={
+            "Authorization": "Bearer secret",
+            "Cookie": "s=1",
+            "X-Api-Key": "k",
+            "Accept-Language": "de",
+        }
+    )
     async with Web(page) as other, rig(robots="ignore") as r:
         r.web.route("/same", to("/here"))
         r.web.route("/here", page)
@@ -535,7 +636,9 @@ async def test_credentials_stay_with_their_origin() -> None:
     [("POST", 301, "GET"), ("POST", 302, "GET"), ("POST", 303, "GET"), ("POST", 307, "POST"), ("POST", 308, "POST"),
      ("PUT", 301, "PUT"), ("PUT", 303, "GET"), ("HEAD", 303, "HEAD")],
 )  # fmt: skip
-async def test_the_method_after_a_redirect_is_as_in_browsers(method: str, status: int, expected: str) -> None:
+async def test_the_method_after_a_redirect_is_as_in_browsers(
+    method: str, status: int, expected: str
+) -> None:
     seen: list[Request] = []
 
     def page(request: Request) -> Reply:
@@ -543,7 +646,9 @@ async def test_the_method_after_a_redirect_is_as_in_browsers(method: str, status
         return reply(PAGE)
 
     body = None if method == "HEAD" else b'{"q":1}'
-    ask = Ask(method=method, body=body, headers={"Content-Type": "application/json"} if body else {})
+    ask = Ask(
+        method=method, body=body, headers={"Content-Type": "application/json"} if body else {}
+    )
     async with rig(robots="ignore") as r:
         r.web.route("/a", lambda q: to("/b", status))
         r.web.route("/b", page)
@@ -556,7 +661,9 @@ async def test_the_method_after_a_redirect_is_as_in_browsers(method: str, status
 async def test_a_body_is_not_carried_to_another_origin() -> None:
     async with Web(lambda q: reply(PAGE)) as other, rig(robots="ignore") as r:
         r.web.route("/a", lambda q: to(other.url("/b"), 307))
-        assert (await r.fails("/a", ask=Ask(method="POST", body=b"secret"))).kind is ErrorClass.PERMANENT
+        assert (
+            await r.fails("/a", ask=Ask(method="POST", body=b"secret"))
+        ).kind is ErrorClass.PERMANENT
         assert not other.entries
 
 
@@ -571,13 +678,18 @@ async def test_https_is_not_left_for_http_unless_allowed(tmp_path: Path) -> None
     context.load_cert_chain(cert, key)
     for allowed in (False, True):
         async with rig(robots="ignore", ca_file=cert, allow_downgrade=allowed) as r:
-            port = await r.web.listen(tls=context, handler=lambda q, web=r.web: to(web.url("/plain")))  # type: ignore[misc]
+            port = await r.web.listen(
+                tls=context, handler=lambda q, web=r.web: to(web.url("/plain"))
+            )  # type: ignore[misc]
             r.web.route("/plain", PAGE)
             if allowed:
                 assert (await r.fetch(f"https://127.0.0.1:{port}/")).status == 200
             else:
                 failure = await r.fails(f"https://127.0.0.1:{port}/")
-                assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, "a redirect leads from https to http")
+                assert (failure.kind, failure.reason) == (
+                    ErrorClass.PERMANENT,
+                    "a redirect leads from https to http",
+                )
                 assert r.web.counts["/plain"] == 0
 
 
@@ -642,7 +754,9 @@ async def test_a_request_with_nothing_to_wait_for_but_its_answer_needs_no_task()
         again = await r.answer(r.event("/b"), Baseline(etag=got.headers["etag"]))
         assert isinstance(again, Response)
         assert again.status == 304
-        assert not r.stage.is_final(r.event("/b"), again)  # what it stands for is not for us to know
+        assert not r.stage.is_final(
+            r.event("/b"), again
+        )  # what it stands for is not for us to know
         for event in (
             r.event("/no/x"),
             r.event("/c", ask=Ask(method="POST", body=b"x")),
@@ -657,7 +771,9 @@ async def test_a_request_with_nothing_to_wait_for_but_its_answer_needs_no_task()
 
 
 @pytest.mark.usefixtures("_checked_for_good")
-async def test_an_answer_that_is_not_the_last_word_is_gone_on_with_and_not_asked_for_again() -> None:
+async def test_an_answer_that_is_not_the_last_word_is_gone_on_with_and_not_asked_for_again() -> (
+    None
+):
     async with rig() as r:
         r.web.route("/*", PAGE)
         r.web.route("/a", to("/b"))
@@ -680,7 +796,9 @@ async def test_an_answer_that_is_not_the_last_word_is_gone_on_with_and_not_asked
         assert (caught.value.kind, caught.value.after) == (ErrorClass.THROTTLED, 5.0)
         assert r.hosts.reports[-1] == (r.key, 429, 5.0)
         assert r.web.counts["/busy"] == 1
-        assert not r.stage.is_final(r.event("/b"), last)  # of a host that is held back every answer is news
+        assert not r.stage.is_final(
+            r.event("/b"), last
+        )  # of a host that is held back every answer is news
 
 
 @pytest.mark.usefixtures("_checked_for_good")

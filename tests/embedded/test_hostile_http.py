@@ -52,7 +52,11 @@ def _br_bomb(window: int = 22) -> bytes:
 
 
 def _zstd_bomb(window: int = 0) -> bytes:
-    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=window) if window else zstandard.ZstdCompressionParameters.from_level(1)
+    parameters = (
+        zstandard.ZstdCompressionParameters.from_level(1, window_log=window)
+        if window
+        else zstandard.ZstdCompressionParameters.from_level(1)
+    )
     c = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     return b"".join(c.compress(bytes(MIB)) for _ in range(1024)) + c.flush()
 
@@ -75,7 +79,12 @@ async def _once(*parts: bytes) -> AsyncIterator[bytes]:
 
 
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
-CHUNKED_GZIP = OK + b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\na\r\n" + gzip.compress(b"")[:10] + b"\r\n"
+CHUNKED_GZIP = (
+    OK
+    + b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\na\r\n"
+    + gzip.compress(b"")[:10]
+    + b"\r\n"
+)
 # What is sent, and what the client must make of it: its class and a part of its reason.
 ANSWERS: dict[str, tuple[Callable[[], bytes | AsyncIterator[bytes]], ErrorClass | None, str]] = {
     "gzip": (lambda: _encoded("gzip", _gzip_bomb()), ErrorClass.PERMANENT, "decoded body is larger"),
@@ -173,10 +182,18 @@ async def _client(port: int, names: list[str], together: bool) -> None:
     """Fetches them and prints what came of each: class, reason, worst stall of the loop at the usual speed, memory beyond what there was."""
     guard = Guard(parse_allow(f"127.0.0.1:{port}"))
     # Those that are slow on purpose end by our clock, the others before it: a server that gets no processor for a while is no answer.
-    impatient = HttpOptions(first_byte_timeout=20.0, total_timeout=60.0, min_rate=100.0, min_rate_span=1.5)
+    impatient = HttpOptions(
+        first_byte_timeout=20.0, total_timeout=60.0, min_rate=100.0, min_rate_span=1.5
+    )
     patient = msgspec.structs.replace(impatient, first_byte_timeout=60.0, min_rate_span=60.0)
-    smaller = msgspec.structs.replace(patient, max_encoded_bytes=6 * MIB, max_decoded_bytes=6 * MIB)  # crumbs take their time
-    fetchers = CurlFetcher(guard, patient), CurlFetcher(guard, smaller), CurlFetcher(guard, impatient)
+    smaller = msgspec.structs.replace(
+        patient, max_encoded_bytes=6 * MIB, max_decoded_bytes=6 * MIB
+    )  # crumbs take their time
+    fetchers = (
+        CurlFetcher(guard, patient),
+        CurlFetcher(guard, smaller),
+        CurlFetcher(guard, impatient),
+    )
     worst = 0.0
 
     async def watch() -> None:
@@ -188,9 +205,9 @@ async def _client(port: int, names: list[str], together: bool) -> None:
 
     async def fetch(name: str) -> tuple[str, str]:
         try:
-            answer = await fetchers[1 if "crumbs" in name else 2 if "drip" in name or name == "endless-extension" else 0].fetch(
-                f"http://127.0.0.1:{port}/{name}"
-            )
+            answer = await fetchers[
+                1 if "crumbs" in name else 2 if "drip" in name or name == "endless-extension" else 0
+            ].fetch(f"http://127.0.0.1:{port}/{name}")
         except Failure as e:
             return str(e.kind), e.reason
         return "", f"{answer.status}, {len(answer.body)} bytes"
@@ -207,7 +224,12 @@ async def _client(port: int, names: list[str], together: bool) -> None:
         await asyncio.sleep(0.01)
         memory, stall = _peak() - start, worst / max(slowness, _slowness())
         for name, (kind, reason) in zip(group, answers, strict=True):
-            print(json.dumps({"name": name, "kind": kind, "reason": reason, "stall": stall, "memory": memory}), flush=True)
+            print(
+                json.dumps(
+                    {"name": name, "kind": kind, "reason": reason, "stall": stall, "memory": memory}
+                ),
+                flush=True,
+            )
     watcher.cancel()
     for fetcher in fetchers:
         await fetcher.close()
@@ -219,7 +241,12 @@ async def _client(port: int, names: list[str], together: bool) -> None:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    server = subprocess.Popen([sys.executable, __file__, "server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, __file__, "server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert server.stdout is not None
     yield int(server.stdout.readline())
     server.communicate(timeout=30)
@@ -244,7 +271,9 @@ def results(port: int) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
-def test_a_hostile_answer_is_a_classified_failure_that_costs_little_and_stalls_nobody(name: str, results: dict[str, dict[str, Any]]) -> None:
+def test_a_hostile_answer_is_a_classified_failure_that_costs_little_and_stalls_nobody(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
     _, kind, reason = ANSWERS[name]
     row = results[name]
     if kind is not None:
@@ -268,7 +297,9 @@ def test_all_of_them_at_once_stall_nobody_either(port: int) -> None:
     pytest.fail(f"stalls of {rounds} s")
 
 
-async def test_a_transfer_that_rests_again_and_again_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_that_rests_again_and_again_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = 0
     rests = Engine.rests
 
@@ -287,7 +318,12 @@ async def test_a_transfer_that_rests_again_and_again_loses_nothing(monkeypatch: 
             return Reply(200, {"content-encoding": "gzip"}, gzip.compress(bodies[n], 1))
         if coding == "chunked":
             parts = [bodies[n][i : i + 999] for i in range(0, len(bodies[n]), 999)]
-            return Reply(200, raw=CHUNKED + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n")
+            return Reply(
+                200,
+                raw=CHUNKED
+                + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+                + b"0\r\n\r\n",
+            )
         return Reply(200, {}, bodies[n])
 
     async with Web(answer) as web:
@@ -295,7 +331,9 @@ async def test_a_transfer_that_rests_again_and_again_loses_nothing(monkeypatch: 
         fetcher = CurlFetcher(guard, HttpOptions())
         for coding in ("plain", "gzip", "chunked"):
             for _ in range(2):  # new connections, and used ones
-                found = await asyncio.gather(*(fetcher.fetch(web.url(f"/{n}?{coding}")) for n in range(len(bodies))))
+                found = await asyncio.gather(
+                    *(fetcher.fetch(web.url(f"/{n}?{coding}")) for n in range(len(bodies)))
+                )
                 assert [r.body for r in found] == bodies
         await fetcher.close()
         guard.close()
@@ -303,7 +341,9 @@ async def test_a_transfer_that_rests_again_and_again_loses_nothing(monkeypatch: 
 
 
 @pytest.mark.parametrize("coding", ["plain", "gzip"])
-async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_arrive(coding: str) -> None:
+async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_arrive(
+    coding: str,
+) -> None:
     size, room, last = 800_000, 2_000_000, asyncio.Event()
     bodies = [random.Random(n).randbytes(1000) * (size // 1000) for n in range(20)]
 
@@ -313,7 +353,9 @@ async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_
         named = b"Content-Encoding: gzip\r\n" if coding == "gzip" else b""
 
         async def raw() -> AsyncIterator[bytes]:
-            yield b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n" % (named, len(sent)) + sent[:-1]
+            yield (
+                b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n" % (named, len(sent)) + sent[:-1]
+            )
             await last.wait()
             yield sent[-1:]
 
@@ -324,11 +366,18 @@ async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_
         fetcher = CurlFetcher(guard, HttpOptions(max_held_bytes=room))
         asking = [asyncio.create_task(fetcher.fetch(web.url(f"/{n}"))) for n in range(len(bodies))]
         held = [0]
-        while len(held) < 5 or len(set(held[-5:])) > 1 or held[-1] < room / 2:  # until nothing more comes
+        while (
+            len(held) < 5 or len(set(held[-5:])) > 1 or held[-1] < room / 2
+        ):  # until nothing more comes
             await asyncio.sleep(0.1)
             assert fetcher._opened is not None
             under_way = fetcher._opened[1].active.values()
-            held.append(sum(ex.size if ex.decoder is None else len(b"".join(ex.decoder._parts)) for ex in under_way))
+            held.append(
+                sum(
+                    ex.size if ex.decoder is None else len(b"".join(ex.decoder._parts))
+                    for ex in under_way
+                )
+            )
         assert room / 2 < max(held) < room + 2 * size
         asking.pop().cancel()
         last.set()
@@ -338,16 +387,40 @@ async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_
         asking = [asyncio.create_task(fetcher.fetch(web.url(f"/{n}"))) for n in range(len(bodies))]
         await asyncio.sleep(0.2)
         await fetcher.close()
-        assert all(isinstance(f, Failure) for f in await asyncio.gather(*asking, return_exceptions=True))
+        assert all(
+            isinstance(f, Failure) for f in await asyncio.gather(*asking, return_exceptions=True)
+        )
         guard.close()
 
 
 @pytest.mark.parametrize(
-    "charset", ["utf-16", "utf-7", "utf-8", "none-such", "", "idna", "rot13", "hex", "zlib", "unicode_escape", "\x00", "a" * 5000, "shift_jis", "utf-8\r\nX: y"]
+    "charset",
+    [
+        "utf-16",
+        "utf-7",
+        "utf-8",
+        "none-such",
+        "",
+        "idna",
+        "rot13",
+        "hex",
+        "zlib",
+        "unicode_escape",
+        "\x00",
+        "a" * 5000,
+        "shift_jis",
+        "utf-8\r\nX: y",
+    ],
 )
 def test_a_wrong_charset_is_text_all_the_same(charset: str) -> None:
-    body = "<title>Käse 茶</title>".encode() + bytes(range(256)) + b"\xff\xfe\xed\xa0\x80<p class=a>x</p>"
-    page = Page("http://shop.test/", body, headers={"Content-Type": f"text/html; charset={charset}"})
+    body = (
+        "<title>Käse 茶</title>".encode()
+        + bytes(range(256))
+        + b"\xff\xfe\xed\xa0\x80<p class=a>x</p>"
+    )
+    page = Page(
+        "http://shop.test/", body, headers={"Content-Type": f"text/html; charset={charset}"}
+    )
     assert isinstance(page.text, str)
     page.text.encode("utf-8")  # no half of a pair, which no sink would take
     for found in (page.css("title::text").get(), page.xpath("//title/text()").get()):

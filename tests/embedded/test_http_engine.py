@@ -79,7 +79,9 @@ class _Done(Exception):
 
 
 @contextlib.asynccontextmanager
-async def server(answer: Answer | bytes, *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
+async def server(
+    answer: Answer | bytes, *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Server]:
     s = Server(answer)
     listener = await asyncio.start_server(s.serve, host, 0, ssl=tls, limit=1 << 20, backlog=1024)
     s.port = listener.sockets[0].getsockname()[1]
@@ -92,11 +94,16 @@ async def server(answer: Answer | bytes, *, host: str = "127.0.0.1", tls: ssl.SS
 
 
 @contextlib.asynccontextmanager
-async def client(*ports: int, names: dict[str, list[str]] | None = None, allow: str = "", **options: object) -> AsyncIterator[CurlFetcher]:
+async def client(
+    *ports: int, names: dict[str, list[str]] | None = None, allow: str = "", **options: object
+) -> AsyncIterator[CurlFetcher]:
     async def resolver(host: str, port: int) -> list[str]:
         return (names or {})[host]
 
-    guard = Guard(parse_allow(allow or ",".join(f"127.0.0.1:{p}" for p in ports)), resolver=resolver if names is not None else None)
+    guard = Guard(
+        parse_allow(allow or ",".join(f"127.0.0.1:{p}" for p in ports)),
+        resolver=resolver if names is not None else None,
+    )
     fetcher = CurlFetcher(guard, HttpOptions(**options))  # type: ignore[arg-type]
     try:
         yield fetcher
@@ -112,14 +119,24 @@ async def failing(work: Awaitable[object]) -> Failure:
 
 
 def ok(body: bytes, *headers: bytes) -> bytes:
-    return b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n" + b"".join(h + b"\r\n" for h in headers) + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    return (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
+        + b"".join(h + b"\r\n" for h in headers)
+        + b"Content-Length: %d\r\n\r\n" % len(body)
+        + body
+    )
 
 
 # -- honest servers --------------------------------------------------------------------------------------------------------
 
 
 async def test_an_exchange_has_everything_in_it() -> None:
-    async with server(ok(b"<p>hello</p>", b"X-One: 1", b"x-one: 2", b"Set-Cookie: a=1", b"Set-Cookie: b=2, c")) as s, client(s.port) as c:
+    async with (
+        server(
+            ok(b"<p>hello</p>", b"X-One: 1", b"x-one: 2", b"Set-Cookie: a=1", b"Set-Cookie: b=2, c")
+        ) as s,
+        client(s.port) as c,
+    ):
         r = await c.fetch(f"http://127.0.0.1:{s.port}/a/../b?q=1#top")
         assert (r.status, r.body, r.http_version) == (200, b"<p>hello</p>", "1.1")
         assert r.url == f"http://127.0.0.1:{s.port}/b?q=1"
@@ -155,7 +172,9 @@ async def test_a_name_is_dialled_at_its_checked_address_and_its_connection_kept(
 
 async def test_a_name_is_tried_at_its_next_address_and_the_good_one_is_remembered() -> None:
     async with server(ok(b"hi"), host="127.0.0.3") as s:
-        async with client(names={"shop.test": ["127.0.0.2", "127.0.0.3"]}, allow="127.0.0.0/8:*") as c:
+        async with client(
+            names={"shop.test": ["127.0.0.2", "127.0.0.3"]}, allow="127.0.0.0/8:*"
+        ) as c:
             for _ in range(2):
                 assert (await c.fetch(f"http://shop.test:{s.port}/")).peer == f"127.0.0.3:{s.port}"
         assert s.connections == 1
@@ -167,30 +186,57 @@ async def test_encoded_bodies_are_decoded(name: str) -> None:
     encode: dict[str, Callable[[bytes], bytes]] = {
         "gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress, "zstd": zstandard.ZstdCompressor().compress,
     }  # fmt: skip
-    async with server(ok(encode[name](body), b"Content-Encoding: " + name.encode())) as s, client(s.port) as c:
+    async with (
+        server(ok(encode[name](body), b"Content-Encoding: " + name.encode())) as s,
+        client(s.port) as c,
+    ):
         assert (await c.fetch(f"http://127.0.0.1:{s.port}/")).body == body
 
 
 async def test_a_304_or_a_head_has_no_body_to_decode() -> None:
-    async with server(b"HTTP/1.1 304 Not Modified\r\nContent-Encoding: gzip\r\nETag: x\r\n\r\n") as s, client(s.port) as c:
+    async with (
+        server(b"HTTP/1.1 304 Not Modified\r\nContent-Encoding: gzip\r\nETag: x\r\n\r\n") as s,
+        client(s.port) as c,
+    ):
         r = await c.fetch(f"http://127.0.0.1:{s.port}/", headers={"If-None-Match": '"x"'})
         assert (r.status, r.body) == (304, b"")
         assert b'If-None-Match: "x"\r\n' in s.heads[0]
-    async with server(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 500\r\n\r\n") as s, client(s.port) as c:
+    async with (
+        server(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 500\r\n\r\n") as s,
+        client(s.port) as c,
+    ):
         assert (await c.fetch(f"http://127.0.0.1:{s.port}/", method="HEAD")).body == b""
 
 
 async def test_a_body_is_sent_and_nothing_of_it_stays_on_the_handle() -> None:
     bodies: list[bytes] = []
 
-    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        size = next((int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0)
+    async def answer(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        size = next(
+            (
+                int(line.split(b":")[1])
+                for line in head.split(b"\r\n")
+                if line.lower().startswith(b"content-length:")
+            ),
+            0,
+        )
         bodies.append(await reader.readexactly(size))
         writer.write(ok(b"done"))
 
     async with server(answer) as s, client(s.port) as c:
         url = f"http://127.0.0.1:{s.port}/"
-        await c.fetch(url, method="POST", body=b'{"a":1}', headers={"Content-Type": "application/json", "Authorization": "Bearer secret", "X-Empty": ""})
+        await c.fetch(
+            url,
+            method="POST",
+            body=b'{"a":1}',
+            headers={
+                "Content-Type": "application/json",
+                "Authorization": "Bearer secret",
+                "X-Empty": "",
+            },
+        )
         await c.fetch(url)
         await c.fetch(url, method="PUT", body=b"put")
         await c.fetch(url, method="DELETE")
@@ -219,9 +265,13 @@ async def test_a_body_is_sent_and_nothing_of_it_stays_on_the_handle() -> None:
         ("GET", {"Content-Length": "5"}), ("GET", {"Transfer-Encoding": "chunked"}), ("GET", {"X": "\ud800"}),
     ],
 )  # fmt: skip
-async def test_a_request_that_would_say_something_else_is_not_sent(method: str, headers: dict[str, str]) -> None:
+async def test_a_request_that_would_say_something_else_is_not_sent(
+    method: str, headers: dict[str, str]
+) -> None:
     async with server(ok(b"")) as s, client(s.port) as c:
-        failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/", method=method, headers=headers))
+        failure = await failing(
+            c.fetch(f"http://127.0.0.1:{s.port}/", method=method, headers=headers)
+        )
         assert failure.kind is ErrorClass.PERMANENT
         assert s.connections == 0
 
@@ -238,9 +288,23 @@ async def test_interim_answers_and_trailers_are_not_the_answer() -> None:
 
 
 def test_a_head_is_parsed_once_and_leniently() -> None:
-    lines = [b"HTTP/2 204 \r\n", b"A: 1\r\n", b"b : two\r\n", b"Folded: x\r\n", b"  y: z\r\n", b"nonsense\r\n", b"A:2\r\n", b"\r\n"]
+    lines = [
+        b"HTTP/2 204 \r\n",
+        b"A: 1\r\n",
+        b"b : two\r\n",
+        b"Folded: x\r\n",
+        b"  y: z\r\n",
+        b"nonsense\r\n",
+        b"A:2\r\n",
+        b"\r\n",
+    ]
     assert parse_head(lines) == (204, "2", {"a": "1, 2", "b": "two", "folded": "x y: z"})
-    for cut in ([], [b"HTTP/1.1 200 OK\r\n"], [b"HTTP/1.1 200 OK\r\n", b"A: 1\r\n"], [b"HTTP/1.1 100 Continue\r\n", b"\r\n", b"HTTP/1.1 200 OK\r\n"]):
+    for cut in (
+        [],
+        [b"HTTP/1.1 200 OK\r\n"],
+        [b"HTTP/1.1 200 OK\r\n", b"A: 1\r\n"],
+        [b"HTTP/1.1 100 Continue\r\n", b"\r\n", b"HTTP/1.1 200 OK\r\n"],
+    ):
         with pytest.raises(Failure, match="ended inside its headers"):
             parse_head(cut)
     assert parse_head([b"HTTP/1.1 abc\r\n", b"\r\n"])[0] == 0
@@ -281,7 +345,9 @@ def _bomb(name: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["gzip", "br", "zstd", "gzip, gzip"])
-async def test_a_gigabyte_bomb_ends_the_transfer_without_the_memory_and_without_a_stall(name: str) -> None:
+async def test_a_gigabyte_bomb_ends_the_transfer_without_the_memory_and_without_a_stall(
+    name: str,
+) -> None:
     first, *more = name.split(", ")
     bomb = _bomb(first)
     for _ in more:
@@ -296,7 +362,9 @@ async def test_a_gigabyte_bomb_ends_the_transfer_without_the_memory_and_without_
             worst = max(worst, time.thread_time() - t)
 
     async with server(ok(bomb, b"Content-Encoding: " + name.encode())) as s, client(s.port) as c:
-        for _ in range(5):  # not all that a machine does without us is kept out of our time: what is ours stalls every time
+        for _ in range(
+            5
+        ):  # not all that a machine does without us is kept out of our time: what is ours stalls every time
             before, worst = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0.0
             watcher = asyncio.create_task(watch())
             failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))
@@ -310,7 +378,9 @@ async def test_a_gigabyte_bomb_ends_the_transfer_without_the_memory_and_without_
 
 
 async def test_a_body_over_the_limit_ends_whether_it_says_so_or_not() -> None:
-    async def endless(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def endless(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n")
         while True:
             writer.write(b"x" * 65536)
@@ -320,14 +390,30 @@ async def test_a_body_over_the_limit_ends_whether_it_says_so_or_not() -> None:
         failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))
         assert (failure.kind, "too large" in failure.reason) == (ErrorClass.PERMANENT, True)
     async with server(endless) as s, client(s.port, max_decoded_bytes=300_000) as c:
-        assert "larger than the limit" in (await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))).reason
-    async with server(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n") as s, client(s.port) as c:
+        assert (
+            "larger than the limit"
+            in (await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))).reason
+        )
+    async with (
+        server(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n") as s,
+        client(s.port) as c,
+    ):
         assert "too large" in (await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))).reason
 
 
-@pytest.mark.parametrize("line", [b"X-%d: " + b"a" * 80 + b"\r\n", b"X-%d:\r\n", b"X-%d: " + b"a" * 90_000 + b"\r\n", b"junk%d" + b"j" * 5000])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"X-%d: " + b"a" * 80 + b"\r\n",
+        b"X-%d:\r\n",
+        b"X-%d: " + b"a" * 90_000 + b"\r\n",
+        b"junk%d" + b"j" * 5000,
+    ],
+)
 async def test_endless_headers_end_the_transfer(line: bytes) -> None:
-    async def endless(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def endless(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n")
         for n in range(10**9):
             writer.write(line % n)
@@ -347,7 +433,9 @@ async def test_headers_over_the_limit_are_permanent() -> None:
 
 
 async def test_each_time_out_has_its_own_reason() -> None:
-    async def silent(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def silent(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await asyncio.sleep(30)
 
     async def slow(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -358,13 +446,19 @@ async def test_each_time_out_has_its_own_reason() -> None:
 
     async with server(silent) as s, client(s.port, first_byte_timeout=0.3) as c:
         failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))
-        assert (failure.kind, failure.reason) == (ErrorClass.TRANSIENT, "no first byte in time: 0.3 s")
+        assert (failure.kind, failure.reason) == (
+            ErrorClass.TRANSIENT,
+            "no first byte in time: 0.3 s",
+        )
     async with server(slow) as s, client(s.port, min_rate=1000.0, min_rate_span=0.3) as c:
         failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))
         assert (failure.kind, "minimum rate" in failure.reason) == (ErrorClass.TRANSIENT, True)
     async with server(slow) as s, client(s.port, total_timeout=0.4) as c:
         failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))
-        assert (failure.kind, failure.reason) == (ErrorClass.TRANSIENT, "not finished in time: 0.4 s")
+        assert (failure.kind, failure.reason) == (
+            ErrorClass.TRANSIENT,
+            "not finished in time: 0.4 s",
+        )
     # A full backlog swallows the handshake: a connection that never comes.
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -377,21 +471,28 @@ async def test_each_time_out_has_its_own_reason() -> None:
                 f.connect(("127.0.0.1", port))
         async with client(port, connect_timeout=0.3) as c:
             failure = await failing(c.fetch(f"http://127.0.0.1:{port}/"))
-            assert (failure.kind, failure.reason) == (ErrorClass.TRANSIENT, "no connection in time: 0.3 s")
+            assert (failure.kind, failure.reason) == (
+                ErrorClass.TRANSIENT,
+                "no connection in time: 0.3 s",
+            )
         for f in fillers:
             f.close()
 
 
 @pytest.mark.parametrize("short", ["connect_timeout", "total_timeout"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_the_time_that_we_stood_still_ourselves_is_not_held_against_the_server(short: str, loop: str) -> None:
+def test_the_time_that_we_stood_still_ourselves_is_not_held_against_the_server(
+    short: str, loop: str
+) -> None:
     """A process that was suspended, or starved of its processor: whatever answered meanwhile is there to be read."""
     import uvloop
 
     def stand_still() -> None:
         time.sleep(1.5)
 
-    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if short == "total_timeout":
             stand_still()
         writer.write(ok(b"in time"))
@@ -431,7 +532,9 @@ def test_the_time_that_we_stood_still_ourselves_is_not_held_against_the_server(s
     ],
 )  # fmt: skip
 async def test_broken_answers_are_classified_failures(raw: bytes, kind: ErrorClass | None) -> None:
-    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         writer.write(raw)
         await writer.drain()
         raise _Done
@@ -446,7 +549,9 @@ async def test_broken_answers_are_classified_failures(raw: bytes, kind: ErrorCla
 
 
 async def test_a_half_closed_socket_ends_what_it_was_saying() -> None:
-    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
         writer.write_eof()
         await asyncio.sleep(30)
@@ -459,7 +564,9 @@ async def test_a_half_closed_socket_ends_what_it_was_saying() -> None:
 async def test_a_connection_the_server_dropped_while_idle_is_not_an_error() -> None:
     writers: list[asyncio.StreamWriter] = []
 
-    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         writer.write(ok(b"x"))
         writers.append(writer)
 
@@ -477,7 +584,9 @@ async def test_a_connection_the_server_dropped_while_idle_is_not_an_error() -> N
 async def test_cancelling_closes_the_connection_and_frees_the_handle() -> None:
     closed = asyncio.Event()
 
-    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if b"/slow" in head:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\npart")
             await reader.read()
@@ -517,7 +626,14 @@ async def test_without_a_task_only_an_origin_that_the_guard_has_checked_is_asked
         got = await begun(c, f"{base}/b")
         assert isinstance(got, Response)
         assert (got.url, got.body) == (f"{base}/b", b"fine")
-        for other in (f"{base}@127.0.0.2/", f"{base}#@127.0.0.2/", f"{base}\\@127.0.0.2/", "http://127.0.0.2/", f"http://127.0.0.1:{s.port + 1}/", base):
+        for other in (
+            f"{base}@127.0.0.2/",
+            f"{base}#@127.0.0.2/",
+            f"{base}\\@127.0.0.2/",
+            "http://127.0.0.2/",
+            f"http://127.0.0.1:{s.port + 1}/",
+            base,
+        ):
             assert await begun(c, other) is None
         assert len(s.heads) == 2
     assert c.begin(f"{base}/c", {}, print) is None  # closed
@@ -525,7 +641,10 @@ async def test_without_a_task_only_an_origin_that_the_guard_has_checked_is_asked
 
 @pytest.mark.usefixtures("_checked_for_good")
 async def test_without_a_task_a_name_is_tried_at_its_next_address_where_nobody_answers() -> None:
-    async with server(ok(b"hi"), host="127.0.0.3") as s, client(names={"shop.test": ["127.0.0.3", "127.0.0.2"]}, allow="127.0.0.0/8:*") as c:
+    async with (
+        server(ok(b"hi"), host="127.0.0.3") as s,
+        client(names={"shop.test": ["127.0.0.3", "127.0.0.2"]}, allow="127.0.0.0/8:*") as c,
+    ):
         url = f"http://shop.test:{s.port}/"
         await c.fetch(url)
         c._preferred["shop.test"] = "127.0.0.2"
@@ -538,7 +657,9 @@ async def test_without_a_task_a_name_is_tried_at_its_next_address_where_nobody_a
 async def test_without_a_task_a_request_can_be_cancelled_and_says_so() -> None:
     closed = asyncio.Event()
 
-    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if b"/slow" in head:
             await reader.read()
             closed.set()
@@ -560,7 +681,9 @@ async def test_without_a_task_a_request_can_be_cancelled_and_says_so() -> None:
 
 
 async def test_closing_ends_what_is_under_way_and_leaks_no_descriptor() -> None:
-    async def silent(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def silent(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await asyncio.sleep(30)
 
     async with server(silent) as s:
@@ -579,12 +702,16 @@ async def test_closing_ends_what_is_under_way_and_leaks_no_descriptor() -> None:
 
 
 async def test_hundreds_of_connections_at_once() -> None:
-    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await asyncio.sleep(0.2)
         writer.write(ok(b"x" * 1000))
 
     async with server(answer) as s, client(s.port) as c:
-        answers = await asyncio.gather(*(c.fetch(f"http://127.0.0.1:{s.port}/{i}") for i in range(400)))
+        answers = await asyncio.gather(
+            *(c.fetch(f"http://127.0.0.1:{s.port}/{i}") for i in range(400))
+        )
         assert {len(r.body) for r in answers} == {1000}
 
 
@@ -594,9 +721,25 @@ async def test_hundreds_of_connections_at_once() -> None:
 async def test_forbidden_addresses_are_never_dialled() -> None:
     """Every spelling of a loopback listener that is not on the allow-list: not one connection."""
     async with server(ok(b"secret")) as s, server(ok(b"fine")) as allowed:
-        names = {"inward.test": ["127.0.0.1"], "mixed.test": ["8.8.8.8", "127.0.0.1"], "v6.test": ["::1"], "mapped.test": ["::ffff:127.0.0.1"]}
+        names = {
+            "inward.test": ["127.0.0.1"],
+            "mixed.test": ["8.8.8.8", "127.0.0.1"],
+            "v6.test": ["::1"],
+            "mapped.test": ["::ffff:127.0.0.1"],
+        }
         async with client(allowed.port, names=names) as c:
-            for host in ("127.0.0.1", "2130706433", "0x7f.1", "017700000001", "127.1", "0", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", *names):
+            for host in (
+                "127.0.0.1",
+                "2130706433",
+                "0x7f.1",
+                "017700000001",
+                "127.1",
+                "0",
+                "[::1]",
+                "[::ffff:127.0.0.1]",
+                "[::ffff:7f00:1]",
+                *names,
+            ):
                 failure = await failing(c.fetch(f"http://{host}:{s.port}/"))
                 assert failure.kind is ErrorClass.PERMANENT, (host, failure.reason)
             for url in (
@@ -630,7 +773,9 @@ async def test_a_name_that_turns_inward_later_is_not_followed() -> None:
         await c.close()
 
 
-async def test_the_environment_turns_no_request_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_the_environment_turns_no_request_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async with server(ok(b"direct")) as s, server(ok(b"proxied")) as p, client(s.port, p.port) as c:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "https_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{p.port}")
@@ -662,7 +807,9 @@ def _tls(certificate: tuple[str, str]) -> ssl.SSLContext:
     return context
 
 
-async def test_tls_is_verified_by_name_though_the_address_is_dialled(certificate: tuple[str, str]) -> None:
+async def test_tls_is_verified_by_name_though_the_address_is_dialled(
+    certificate: tuple[str, str],
+) -> None:
     names = {"shop.test": ["127.0.0.1"], "other.test": ["127.0.0.1"]}
     async with server(ok(b"safe"), tls=_tls(certificate)) as s:
         async with client(s.port, names=names, ca_file=certificate[1]) as c:
@@ -672,7 +819,9 @@ async def test_tls_is_verified_by_name_though_the_address_is_dialled(certificate
             failure = await failing(c.fetch(f"https://other.test:{s.port}/"))
             assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, "bad TLS certificate")
         async with client(s.port, names=names) as c:
-            assert (await failing(c.fetch(f"https://shop.test:{s.port}/"))).kind is ErrorClass.PERMANENT
+            assert (
+                await failing(c.fetch(f"https://shop.test:{s.port}/"))
+            ).kind is ErrorClass.PERMANENT
         assert len(s.heads) == 3
 
 
@@ -701,7 +850,9 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def _tunnel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
+async def _tunnel(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int
+) -> None:
     up_reader, up_writer = await asyncio.open_connection(host, port)
     try:
         await asyncio.gather(_pipe(reader, up_writer), _pipe(up_reader, writer))
@@ -710,7 +861,9 @@ async def _tunnel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ho
     raise _Done
 
 
-async def _http_proxy(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _http_proxy(
+    head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     method, target, _ = head.split(b" ", 2)
     if method != b"CONNECT":
         writer.write(ok(b"by absolute URL"))
@@ -724,19 +877,31 @@ async def _http_proxy(head: bytes, reader: asyncio.StreamReader, writer: asyncio
 
 
 async def test_an_http_proxy_is_given_the_checked_address_never_the_name() -> None:
-    async with server(ok(b"through")) as s, server(_http_proxy) as p, client(s.port, p.port, names={"shop.test": ["127.0.0.1"]}) as c:
+    async with (
+        server(ok(b"through")) as s,
+        server(_http_proxy) as p,
+        client(s.port, p.port, names={"shop.test": ["127.0.0.1"]}) as c,
+    ):
         for user in ("ann", "ann", "bob"):
-            r = await c.fetch(f"http://shop.test:{s.port}/x", proxy=f"http://{user}:p%40ss@127.0.0.1:{p.port}")
+            r = await c.fetch(
+                f"http://shop.test:{s.port}/x", proxy=f"http://{user}:p%40ss@127.0.0.1:{p.port}"
+            )
             assert r.body == b"through"
             assert "x-proxy" not in r.headers
         assert r.peer == f"127.0.0.1:{p.port}"
-        assert [h.split(b"\r\n")[0] for h in p.heads] == [b"CONNECT 127.0.0.1:%d HTTP/1.1" % s.port] * 2  # ann's tunnel is kept, and is not bob's
+        assert [h.split(b"\r\n")[0] for h in p.heads] == [
+            b"CONNECT 127.0.0.1:%d HTTP/1.1" % s.port
+        ] * 2  # ann's tunnel is kept, and is not bob's
         assert all(b"shop.test" not in h for h in p.heads)
         assert base64.b64encode(b"ann:p@ss") in p.heads[0]
         assert b"Host: shop.test" in s.heads[0]
         assert b"Proxy-" not in s.heads[0]
-        assert (await c.fetch(f"http://shop.test:{s.port}/x")).peer == f"127.0.0.1:{s.port}"  # the handle has forgotten its proxy
-        failure = await failing(c.fetch(f"http://shop.test:{s.port}/x", proxy=f"http://127.0.0.1:{p.port}"))
+        assert (
+            await c.fetch(f"http://shop.test:{s.port}/x")
+        ).peer == f"127.0.0.1:{s.port}"  # the handle has forgotten its proxy
+        failure = await failing(
+            c.fetch(f"http://shop.test:{s.port}/x", proxy=f"http://127.0.0.1:{p.port}")
+        )
         assert (failure.kind, "407" in failure.reason) == (ErrorClass.BLOCKED, True)
 
 
@@ -747,7 +912,12 @@ async def test_a_proxy_that_is_not_there_is_transient_and_nothing_goes_direct() 
             port = taken.getsockname()[1]
             async with client(s.port, port) as c:
                 for scheme in ("http", "socks5"):
-                    failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/", proxy=f"{scheme}://me:secret@127.0.0.1:{port}"))
+                    failure = await failing(
+                        c.fetch(
+                            f"http://127.0.0.1:{s.port}/",
+                            proxy=f"{scheme}://me:secret@127.0.0.1:{port}",
+                        )
+                    )
                     assert failure.kind is ErrorClass.TRANSIENT
                     assert "secret" not in failure.reason + failure.detail
         assert s.connections == 0
@@ -777,7 +947,10 @@ async def socks_proxy(asked: list[tuple[int, str, int]]) -> AsyncIterator[int]:
             if kind == 3:
                 host = (await reader.readexactly((await reader.readexactly(1))[0])).decode()
             else:
-                host = socket.inet_ntop(socket.AF_INET if kind == 1 else socket.AF_INET6, await reader.readexactly(4 if kind == 1 else 16))
+                host = socket.inet_ntop(
+                    socket.AF_INET if kind == 1 else socket.AF_INET6,
+                    await reader.readexactly(4 if kind == 1 else 16),
+                )
             (port,) = struct.unpack("!H", await reader.readexactly(2))
             asked.append((kind, host, port))
             writer.write(b"\x05\x00\x00\x01\x00\x00\x00\x00\x00\x00")
@@ -799,25 +972,41 @@ async def test_a_socks_proxy_is_given_the_checked_address_and_a_name_only_by_exc
     asked: list[tuple[int, str, int]] = []
     async with server(ok(b"through")) as s, socks_proxy(asked) as port:
         async with client(s.port, port, names={"shop.test": ["127.0.0.1"]}) as c:
-            assert (await c.fetch(f"http://shop.test:{s.port}/", proxy=f"socks5://me:secret@127.0.0.1:{port}")).body == b"through"
+            assert (
+                await c.fetch(
+                    f"http://shop.test:{s.port}/", proxy=f"socks5://me:secret@127.0.0.1:{port}"
+                )
+            ).body == b"through"
             assert asked == [(1, "127.0.0.1", s.port)]
-            failure = await failing(c.fetch(f"http://shop.test:{s.port}/", proxy=f"socks5h://127.0.0.1:{port}"))
+            failure = await failing(
+                c.fetch(f"http://shop.test:{s.port}/", proxy=f"socks5h://127.0.0.1:{port}")
+            )
             assert (failure.kind, "remote_dns" in failure.reason) == (ErrorClass.OURS, True)
         async with client(s.port, port, names={}, remote_dns=True) as c:
             for scheme in ("socks5h", "socks5"):
-                assert (await c.fetch(f"http://far.test:{s.port}/", proxy=f"{scheme}://127.0.0.1:{port}")).body == b"through"
+                assert (
+                    await c.fetch(
+                        f"http://far.test:{s.port}/", proxy=f"{scheme}://127.0.0.1:{port}"
+                    )
+                ).body == b"through"
             assert asked[1:] == [(3, "far.test", s.port)] * 2
-            failure = await failing(c.fetch("http://10.0.0.1/", proxy=f"socks5h://127.0.0.1:{port}"))
+            failure = await failing(
+                c.fetch("http://10.0.0.1/", proxy=f"socks5h://127.0.0.1:{port}")
+            )
             assert failure.kind is ErrorClass.PERMANENT
 
 
 async def test_neither_a_forbidden_target_nor_a_forbidden_proxy_is_contacted() -> None:
     async with server(ok(b"secret")) as s, server(_http_proxy) as p:
         async with client(p.port, names={"inward.test": ["127.0.0.1"]}) as c:
-            failure = await failing(c.fetch(f"http://inward.test:{s.port}/", proxy=f"http://a:b@127.0.0.1:{p.port}"))
+            failure = await failing(
+                c.fetch(f"http://inward.test:{s.port}/", proxy=f"http://a:b@127.0.0.1:{p.port}")
+            )
             assert failure.kind is ErrorClass.PERMANENT
         async with client(s.port) as c:
-            failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/", proxy=f"http://a:b@127.0.0.1:{p.port}"))
+            failure = await failing(
+                c.fetch(f"http://127.0.0.1:{s.port}/", proxy=f"http://a:b@127.0.0.1:{p.port}")
+            )
             assert failure.kind is ErrorClass.PERMANENT
         assert s.connections == p.connections == 0
 
@@ -826,12 +1015,32 @@ async def test_an_https_proxy_is_verified_by_its_name(certificate: tuple[str, st
     names = {"shop.test": ["127.0.0.1"], "proxy.test": ["127.0.0.1"], "fake.test": ["127.0.0.1"]}
     async with server(ok(b"through")) as s, server(_http_proxy, tls=_tls(certificate)) as p:
         async with client(s.port, p.port, names=names, ca_file=certificate[1]) as c:
-            assert (await c.fetch(f"http://shop.test:{s.port}/", proxy=f"https://a:b@proxy.test:{p.port}")).body == b"through"
-            assert (await failing(c.fetch(f"http://shop.test:{s.port}/", proxy=f"https://a:b@fake.test:{p.port}"))).kind is ErrorClass.PERMANENT
+            assert (
+                await c.fetch(
+                    f"http://shop.test:{s.port}/", proxy=f"https://a:b@proxy.test:{p.port}"
+                )
+            ).body == b"through"
+            assert (
+                await failing(
+                    c.fetch(f"http://shop.test:{s.port}/", proxy=f"https://a:b@fake.test:{p.port}")
+                )
+            ).kind is ErrorClass.PERMANENT
         assert len(p.heads) == 1
 
 
-@pytest.mark.parametrize("dsn", ["", "nonsense", "ftp://h:1", "http://h", "http://:80", "socks4://h:1", "http://h:99999", "http://user:pa$$@[::1:80"])
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "",
+        "nonsense",
+        "ftp://h:1",
+        "http://h",
+        "http://:80",
+        "socks4://h:1",
+        "http://h:99999",
+        "http://user:pa$$@[::1:80",
+    ],
+)
 def test_a_bad_proxy_is_named_without_its_secrets(dsn: str) -> None:
     with pytest.raises(Failure) as caught:
         parse_proxy(dsn)

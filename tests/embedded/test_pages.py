@@ -24,7 +24,14 @@ from penstock.testing.clock import ManualClock
 
 
 class Rig:
-    def __init__(self, directory: Path, *, db: Database | None = None, clock: ManualClock | None = None, writer: str = "w1") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        db: Database | None = None,
+        clock: ManualClock | None = None,
+        writer: str = "w1",
+    ) -> None:
         self.directory = directory
         self.clock = clock or ManualClock()
         self.db = db or Database(":memory:")
@@ -40,9 +47,20 @@ class Rig:
         assert gone == []
         return ids
 
-    async def prune(self, *, older_than: float | None = None, max_bytes: int | None = None, keep: Sequence[str] = ()) -> tuple[int, int]:
+    async def prune(
+        self,
+        *,
+        older_than: float | None = None,
+        max_bytes: int | None = None,
+        keep: Sequence[str] = (),
+    ) -> tuple[int, int]:
         removed = await self.db.write(
-            lambda tx: self.store.prune_in(tx, older_than=older_than, max_bytes=max_bytes, keep=lambda pages: set(keep).intersection(pages))
+            lambda tx: self.store.prune_in(
+                tx,
+                older_than=older_than,
+                max_bytes=max_bytes,
+                keep=lambda pages: set(keep).intersection(pages),
+            )
         )
         await self.db.write(self.store.sweep_in)
         return removed
@@ -82,7 +100,14 @@ def files_no_larger_than(size: int) -> Iterator[None]:
 
 
 async def test_bytes_come_back_unchanged(rig: Rig) -> None:
-    bodies = [b"", b"\x00", b"<html>" * 1000, noise(5 << 20), "é".encode(), *[b"page %d" % i for i in range(200)]]
+    bodies = [
+        b"",
+        b"\x00",
+        b"<html>" * 1000,
+        noise(5 << 20),
+        "é".encode(),
+        *[b"page %d" % i for i in range(200)],
+    ]
     ids = await rig.put(*bodies)
     assert [await rig.store.get(i) for i in ids] == bodies
     again = rig.other()
@@ -101,7 +126,10 @@ async def test_a_page_is_stored_once_whoever_brings_it(rig: Rig) -> None:
     rig.clock.advance(10.0)
     await rig.put(body)
     assert rig.packed() == size
-    assert await rig.db.read(lambda tx: tx.execute("SELECT count(*), max(seen) FROM page").get) == (1, rig.clock.now())
+    assert await rig.db.read(lambda tx: tx.execute("SELECT count(*), max(seen) FROM page").get) == (
+        1,
+        rig.clock.now(),
+    )
     await rig.other().put(body)
     assert await rig.db.read(lambda tx: tx.execute("SELECT count(*) FROM page").get) == 1
     assert await rig.store.get(page_id(body)) == body
@@ -113,7 +141,9 @@ async def test_an_id_can_be_found_by_how_it_begins(rig: Rig) -> None:
     assert await rig.db.read(lambda tx: rig.store.find_in(tx, "zz")) == []
 
 
-async def test_a_segment_that_is_full_is_followed_by_another(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_segment_that_is_full_is_followed_by_another(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 10_000)
     ids = [(await rig.put(noise(6_000, i)))[0] for i in range(6)]
     assert len(rig.segments()) == 3
@@ -138,7 +168,11 @@ async def test_a_full_disk_is_an_outage_and_the_page_is_stored_when_there_is_roo
     with files_no_larger_than(50_000), pytest.raises(StoreUnavailable, match="cannot write pages"):
         rig.store.stage([(page_id(b"small"), b"small"), (page_id(body), body)])
     assert await rig.put(b"small", body) == [page_id(b"small"), page_id(body)]
-    assert [await rig.store.get(page_id(b)) for b in (b"before", b"small", body)] == [b"before", b"small", body]
+    assert [await rig.store.get(page_id(b)) for b in (b"before", b"small", body)] == [
+        b"before",
+        b"small",
+        body,
+    ]
 
 
 async def test_a_directory_that_cannot_be_made_is_an_outage(tmp_path: Path) -> None:
@@ -152,7 +186,9 @@ async def test_a_directory_that_cannot_be_made_is_an_outage(tmp_path: Path) -> N
     rig.store.close()
 
 
-async def test_a_kill_between_the_bytes_and_their_row_leaves_nothing_visible_and_no_waste_for_ever(rig: Rig) -> None:
+async def test_a_kill_between_the_bytes_and_their_row_leaves_nothing_visible_and_no_waste_for_ever(
+    rig: Rig,
+) -> None:
     rig.store.stage([(page_id(b"lost"), b"lost")])
     survivor = rig.other()
     assert await survivor.store.get(page_id(b"lost")) is None
@@ -171,7 +207,9 @@ async def test_a_kill_between_the_bytes_and_their_row_leaves_nothing_visible_and
     survivor.store.close()
 
 
-async def test_a_transaction_that_fails_leaves_nothing_visible_and_the_page_can_be_stored_again(rig: Rig) -> None:
+async def test_a_transaction_that_fails_leaves_nothing_visible_and_the_page_can_be_stored_again(
+    rig: Rig,
+) -> None:
     staged = rig.store.stage([(page_id(b"x"), b"x")])
 
     def fails(tx: Any) -> None:
@@ -206,7 +244,9 @@ async def test_damage_is_reported_and_does_not_spread(rig: Rig, how: str) -> Non
         assert await rig.store.get(good) == b"good"
 
 
-async def test_a_damaged_segment_does_not_stop_retention_elsewhere(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_damaged_segment_does_not_stop_retention_elsewhere(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
     kept, *_ = [(await rig.put(noise(5000, i)))[0] for i in (0, 1)]
     await rig.put(noise(20_000, 9))  # shares no segment with them
@@ -230,12 +270,18 @@ async def test_retention_by_age_goes_by_when_a_page_was_last_seen(rig: Rig) -> N
     rig.clock.advance(100.0)
     await rig.put(b"again", b"new")
     assert (await rig.prune(older_than=rig.clock.now() - 50))[0] == 1
-    assert [await rig.store.get(i) for i in (old, again, page_id(b"new"))] == [None, b"again", b"new"]
+    assert [await rig.store.get(i) for i in (old, again, page_id(b"new"))] == [
+        None,
+        b"again",
+        b"new",
+    ]
     await rig.put(b"old")
     assert await rig.store.get(old) == b"old"
 
 
-async def test_a_page_that_an_open_event_needs_survives_age_and_size(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_that_an_open_event_needs_survives_age_and_size(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
     ids = [(await rig.put(noise(3000, i)))[0] for i in range(5)]
     rig.clock.advance(100.0)
@@ -243,7 +289,9 @@ async def test_a_page_that_an_open_event_needs_survives_age_and_size(rig: Rig, m
     assert [await rig.store.get(i) is not None for i in ids] == [False, True, True, False, False]
 
 
-async def test_retention_by_size_takes_the_oldest_first_and_frees_the_disk(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retention_by_size_takes_the_oldest_first_and_frees_the_disk(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
     ids = [(await rig.put(noise(10_000, i)))[0] for i in range(10)]
     assert rig.packed() > 100_000
@@ -254,19 +302,27 @@ async def test_retention_by_size_takes_the_oldest_first_and_frees_the_disk(rig: 
     assert kept.count(True) == 4
 
 
-async def test_what_is_left_of_a_mostly_empty_segment_is_moved_with_its_age(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_left_of_a_mostly_empty_segment_is_moved_with_its_age(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 30_000)
-    ids = [(await rig.put(noise(5_000, i)))[0] for i in range(7)]  # the last one begins a second segment
+    ids = [
+        (await rig.put(noise(5_000, i)))[0] for i in range(7)
+    ]  # the last one begins a second segment
     rig.store.close()
     rig.clock.advance(100.0)
     _, freed = await rig.prune(older_than=rig.clock.now(), keep=[ids[2], *ids[6:]])
     assert freed >= 30_000
     assert rig.segments() == ["w1-2.seg", "w1-3.seg"]
     assert await rig.store.get(ids[2]) == noise(5_000, 2)
-    assert (await rig.prune(older_than=rig.clock.now()))[0] == 2, "being moved does not make a page young"
+    assert (await rig.prune(older_than=rig.clock.now()))[0] == 2, (
+        "being moved does not make a page young"
+    )
 
 
-async def test_a_large_segment_is_moved_a_little_at_a_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_segment_is_moved_a_little_at_a_time(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 100_000)
     monkeypatch.setattr(segments, "MOVE_BYTES", 8_000)
     ids = [(await rig.put(noise(5_000, i)))[0] for i in range(21)]
@@ -296,12 +352,16 @@ async def test_a_segment_that_another_process_writes_is_left_alone(rig: Rig) -> 
     assert (rig.segments(), await other.store.get(id_)) == ([], None)
 
 
-async def test_a_segment_that_was_just_left_is_not_taken_before_its_pages_are_committed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_segment_that_was_just_left_is_not_taken_before_its_pages_are_committed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
     await rig.put(noise(1000, 1))
     staged = rig.store.stage([(page_id(noise(1000, 2)), noise(1000, 2))])  # a second segment …
     rig.clock.advance(100.0)
-    rig.store.stage([(page_id(noise(1000, 3)), noise(1000, 3))])  # … and a third, before anything of the second is committed
+    rig.store.stage(
+        [(page_id(noise(1000, 3)), noise(1000, 3))]
+    )  # … and a third, before anything of the second is committed
     other = rig.other()
     monkeypatch.setattr(segments, "ORPHANED", -1e12)
     await other.prune(older_than=rig.clock.now())
@@ -309,7 +369,9 @@ async def test_a_segment_that_was_just_left_is_not_taken_before_its_pages_are_co
     assert await rig.store.get(page_id(noise(1000, 2))) == noise(1000, 2)
 
 
-async def test_pages_that_retention_took_elsewhere_are_told_to_whoever_thinks_they_are_there(rig: Rig) -> None:
+async def test_pages_that_retention_took_elsewhere_are_told_to_whoever_thinks_they_are_there(
+    rig: Rig,
+) -> None:
     (id_,) = await rig.put(b"x")
     rig.clock.advance(100.0)
     await rig.other().prune(older_than=rig.clock.now())
@@ -324,7 +386,9 @@ async def test_pages_that_retention_took_elsewhere_are_told_to_whoever_thinks_th
 
 
 @pytest.mark.parametrize(("durability", "syncs"), [("full", True), ("process", False)])
-async def test_the_bytes_are_on_the_disk_before_the_row_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, syncs: bool) -> None:
+async def test_the_bytes_are_on_the_disk_before_the_row_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, syncs: bool
+) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
     rig = Rig(tmp_path / "pages", db=Database(str(tmp_path / "a.db"), durability=durability))
     log: list[str] = []
@@ -351,19 +415,27 @@ async def test_the_bytes_are_on_the_disk_before_the_row_that_names_them(tmp_path
     assert any(entry.startswith("sync w1-") for entry in log) is syncs
     log.append("sent")
     await rig.db.write(lambda tx: rig.store.index_in(tx, ahead))
-    assert log[log.index("sent") + 1] == "commit", "what was sent is not synced again while others wait for the transaction"
+    assert log[log.index("sent") + 1] == "commit", (
+        "what was sent is not synced again while others wait for the transaction"
+    )
     rig.store.close()
     rig.db.close_now()
 
 
-async def test_staging_and_committing_go_on_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_staging_and_committing_go_on_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 20_000)
     rig = Rig(tmp_path / "pages", db=Database(str(tmp_path / "a.db")))
     bodies = [noise(3000, i) for i in range(60)]
     await asyncio.gather(*[rig.put(*bodies[i : i + 2]) for i in range(0, 60, 2)])
     assert [await rig.store.get(page_id(b)) for b in bodies] == bodies
     assert len(rig.segments()) > 5
-    held = [name for name in rig.segments() if not FileLock(rig.directory / (name + ".lock")).try_acquire()]
+    held = [
+        name
+        for name in rig.segments()
+        if not FileLock(rig.directory / (name + ".lock")).try_acquire()
+    ]
     assert len(held) == 2, "the one that is written and the one before"
     rig.store.close()
     rig.db.close_now()

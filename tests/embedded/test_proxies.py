@@ -51,15 +51,27 @@ class Time:
 class Rig:
     """The fetch stage over real pools; the health lies in a real store."""
 
-    def __init__(self, target: Target, fetcher: CurlFetcher, time: Time, db: Database, pools: dict[str, ProxyPoolConfig], robots: str) -> None:
+    def __init__(
+        self,
+        target: Target,
+        fetcher: CurlFetcher,
+        time: Time,
+        db: Database,
+        pools: dict[str, ProxyPoolConfig],
+        robots: str,
+    ) -> None:
         self.target, self.time = target, time
         self.health = SqlProxies(db, time)
         claims = SqlClaims(db, time, pace.Limits(rate=None), random.Random(1))
         self.proxies = Proxies(pools, self.health, fetcher, time, random.Random(2))
-        self.stage = FetchStage(fetcher, claims, claims, time, FetchOptions(robots=robots), self.proxies)  # type: ignore[arg-type]
+        self.stage = FetchStage(
+            fetcher, claims, claims, time, FetchOptions(robots=robots), self.proxies
+        )  # type: ignore[arg-type]
 
     async def fetch(self, path: str, *, turn: int = 0, **route: Any) -> Response:
-        return await self.stage.fetch(event_of(self.target.url(path), route=Route(**route)), None, turn=turn)
+        return await self.stage.fetch(
+            event_of(self.target.url(path), route=Route(**route)), None, turn=turn
+        )
 
     async def fails(self, path: str, *, turn: int = 0, **route: Any) -> Failure:
         with pytest.raises(Failure) as caught:
@@ -68,7 +80,13 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(target: Target, pools: dict[str, ProxyPoolConfig], *, robots: str = "ignore", allow: str = "127.0.0.1:*") -> AsyncIterator[Rig]:
+async def rig(
+    target: Target,
+    pools: dict[str, ProxyPoolConfig],
+    *,
+    robots: str = "ignore",
+    allow: str = "127.0.0.1:*",
+) -> AsyncIterator[Rig]:
     guard, time, db = Guard(parse_allow(allow)), Time(), Database(":memory:")
     fetcher = CurlFetcher(guard, HttpOptions())
     made = Rig(target, fetcher, time, db, pools, robots)
@@ -92,9 +110,17 @@ def pool(*members: Proxy | str, **more: Any) -> ProxyPoolConfig:
 # ruff: noqa: SIM117 (a pool needs the ports of proxies that are open already)
 
 
-async def test_the_route_decides_the_pool_when_it_is_fetched_and_an_event_without_one_goes_direct() -> None:
-    async with Target() as t, Proxy(exit_="127.0.0.11") as de, Proxy("socks5", exit_="127.0.0.12") as home:
-        async with rig(t, {"de": pool(de, geo=("de",)), "home": pool(home, account=("alice",))}, robots="obey") as r:
+async def test_the_route_decides_the_pool_when_it_is_fetched_and_an_event_without_one_goes_direct() -> (
+    None
+):
+    async with (
+        Target() as t,
+        Proxy(exit_="127.0.0.11") as de,
+        Proxy("socks5", exit_="127.0.0.12") as home,
+    ):
+        async with rig(
+            t, {"de": pool(de, geo=("de",)), "home": pool(home, account=("alice",))}, robots="obey"
+        ) as r:
             assert (await r.fetch("/geo", geo="DE")).status == 200
             assert (await r.fetch("/name", pool="de")).status == 200
             assert (await r.fetch("/account", account="alice")).status == 200
@@ -107,7 +133,11 @@ async def test_the_route_decides_the_pool_when_it_is_fetched_and_an_event_withou
 
 
 async def test_a_proxy_is_told_the_checked_address_and_never_the_name() -> None:
-    async with Target() as t, Proxy(exit_="127.0.0.11") as http, Proxy("socks5", exit_="127.0.0.12") as socks:
+    async with (
+        Target() as t,
+        Proxy(exit_="127.0.0.11") as http,
+        Proxy("socks5", exit_="127.0.0.12") as socks,
+    ):
         async with rig(t, {"a": pool(http), "b": pool(socks)}) as r:
             r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
             r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
@@ -131,7 +161,9 @@ async def _resolve(host: str, port: int) -> list[str]:
         ({"pool": "de", "geo": "fr"}, "proxy pool 'de' does not serve geo 'fr'"),
     ],
 )
-async def test_a_route_that_nothing_serves_is_permanent_and_contacts_nobody(route: dict[str, str], says: str) -> None:
+async def test_a_route_that_nothing_serves_is_permanent_and_contacts_nobody(
+    route: dict[str, str], says: str
+) -> None:
     async with Target() as t, Proxy() as p, rig(t, {"de": pool(p, geo=("de",))}) as r:
         failure = await r.fails("/", turn=0, **route)
         assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, says)
@@ -141,7 +173,12 @@ async def test_a_route_that_nothing_serves_is_permanent_and_contacts_nobody(rout
 
 
 async def test_requests_are_spread_by_weight() -> None:
-    async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b, rig(t, {"p": pool(a.dsn + " 3", b.dsn)}) as r:
+    async with (
+        Target() as t,
+        Proxy(exit_="127.0.0.11") as a,
+        Proxy(exit_="127.0.0.12") as b,
+        rig(t, {"p": pool(a.dsn + " 3", b.dsn)}) as r,
+    ):
         for i in range(80):
             await r.fetch(f"/{i}", pool="p")
         spread = Counter(t.peers())
@@ -156,7 +193,9 @@ async def test_a_dead_proxy_costs_the_event_nothing_and_rests_longer_each_time()
     async with Target() as t, Proxy(exit_="127.0.0.11") as well, Proxy() as gone:
         await gone.stop()
         async with rig(t, {"p": pool(gone.dsn + " 1000", well, cooldown=30.0)}) as r:
-            assert (await r.fetch("/1", pool="p")).status == 200, "the other took over, in the same attempt"
+            assert (await r.fetch("/1", pool="p")).status == 200, (
+                "the other took over, in the same attempt"
+            )
             ((key, health),) = r.health.view.items()
             assert key[1] == "*", "it is not one host's fault"
             assert (health.failures, health.until) == (1, r.time.at + 30)
@@ -188,14 +227,19 @@ async def test_an_exhausted_pool_puts_the_event_off_and_nothing_goes_direct() ->
             assert "the proxy did not let us through" in failure.reason
             assert failure.after is not None
             assert 25 < failure.after <= 33.1
-            assert isinstance(await r.fails("/", pool="other"), PoolExhausted), "health belongs to the proxy, not to the pool"
+            assert isinstance(await r.fails("/", pool="other"), PoolExhausted), (
+                "health belongs to the proxy, not to the pool"
+            )
             assert t.asked == []
 
 
 async def test_a_wrong_password_is_the_proxys_trouble_with_http_and_socks_alike() -> None:
     async with Target() as t, Proxy() as http, Proxy("socks5") as socks:
         http.password = socks.password = "changed"
-        pools = {"h": pool(http.dsn.replace("changed", "old-one")), "s": pool(socks.dsn.replace("changed", "old-one"))}
+        pools = {
+            "h": pool(http.dsn.replace("changed", "old-one")),
+            "s": pool(socks.dsn.replace("changed", "old-one")),
+        }
         async with rig(t, pools) as r:
             for name in "hs":
                 failure = await r.fails("/", pool=name)
@@ -208,7 +252,12 @@ async def test_a_wrong_password_is_the_proxys_trouble_with_http_and_socks_alike(
 
 @pytest.mark.parametrize("kind", ["http", "socks5"])
 async def test_a_proxy_that_cannot_reach_one_host_rests_for_that_host_alone(kind: str) -> None:
-    async with Target() as t, Target() as other, Proxy(kind, exit_="127.0.0.11") as p, rig(t, {"p": pool(p)}) as r:
+    async with (
+        Target() as t,
+        Target() as other,
+        Proxy(kind, exit_="127.0.0.11") as p,
+        rig(t, {"p": pool(p)}) as r,
+    ):
         r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
         r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
         p.mood = "refuse"
@@ -227,7 +276,12 @@ async def test_a_proxy_that_cannot_reach_one_host_rests_for_that_host_alone(kind
 
 
 async def test_a_block_rests_the_proxy_and_a_404_does_not() -> None:
-    async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b, rig(t, {"p": pool(a.dsn + " 1000", b)}) as r:
+    async with (
+        Target() as t,
+        Proxy(exit_="127.0.0.11") as a,
+        Proxy(exit_="127.0.0.12") as b,
+        rig(t, {"p": pool(a.dsn + " 1000", b)}) as r,
+    ):
         t.answers["127.0.0.11/x"] = (403, [], "no")
         t.answers["/gone"] = (404, [], "no")
         assert (await r.fails("/gone", pool="p")).kind is ErrorClass.PERMANENT
@@ -240,7 +294,11 @@ async def test_a_block_rests_the_proxy_and_a_404_does_not() -> None:
 
 
 async def test_a_gateway_that_changes_its_exits_needs_no_rest() -> None:
-    async with Target() as t, Proxy(exit_="127.0.0.11") as p, rig(t, {"p": pool(p, cooldown=0.0)}) as r:
+    async with (
+        Target() as t,
+        Proxy(exit_="127.0.0.11") as p,
+        rig(t, {"p": pool(p, cooldown=0.0)}) as r,
+    ):
         t.answers["/x"] = (403, [], "no")
         for _ in range(3):
             assert (await r.fails("/x", pool="p")).kind is ErrorClass.BLOCKED
@@ -255,7 +313,11 @@ async def test_a_proxys_trouble_with_robots_does_not_close_the_site_for_everybod
 
 
 async def test_a_private_proxy_that_is_not_allowed_is_never_dialled() -> None:
-    async with Target() as t, Proxy() as p, rig(t, {"p": pool(p)}, allow=f"127.0.0.1:{t.port}") as r:
+    async with (
+        Target() as t,
+        Proxy() as p,
+        rig(t, {"p": pool(p)}, allow=f"127.0.0.1:{t.port}") as r,
+    ):
         failure = await r.fails("/", pool="p")
         assert isinstance(failure, PoolExhausted)
         assert "the proxy's own address: forbidden address: not a public address" in failure.reason
@@ -281,7 +343,12 @@ async def test_what_one_worker_learns_the_others_know_after_a_look() -> None:
 
 
 async def test_a_blocked_event_moves_on_along_its_pools_and_comes_round() -> None:
-    async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b, rig(t, {"a": pool(a, next="b"), "b": pool(b)}) as r:
+    async with (
+        Target() as t,
+        Proxy(exit_="127.0.0.11") as a,
+        Proxy(exit_="127.0.0.12") as b,
+        rig(t, {"a": pool(a, next="b"), "b": pool(b)}) as r,
+    ):
         for turn in range(3):
             await r.fetch("/x", turn=turn, pool="a")
         assert t.peers() == ["127.0.0.11", "127.0.0.12", "127.0.0.11"]
@@ -298,7 +365,11 @@ async def test_an_account_keeps_its_proxy_while_that_is_well_and_its_cookies_to_
         r = await stack.enter_async_context(rig(t, {"p": pool(*members)}))
         names = [f"account-{letter}" for letter in "abcdefghijkl"]
         for name in names:
-            t.answers[f"/login/{name}"] = (200, [f"set-cookie: sid={name}; Path=/", "set-cookie: b=2; Path=/other"], Target.PAGE)
+            t.answers[f"/login/{name}"] = (
+                200,
+                [f"set-cookie: sid={name}; Path=/", "set-cookie: b=2; Path=/other"],
+                Target.PAGE,
+            )
             answer = await r.fetch(f"/login/{name}", pool="p", account=name)
             assert "set-cookie" not in answer.headers, "a session token is not stored with the page"
         for _ in range(3):
@@ -318,7 +389,9 @@ async def test_an_account_keeps_its_proxy_while_that_is_well_and_its_cookies_to_
         await members[exits.index(lost)].stop()
         for name in names:
             await r.fetch(f"/after/{name}", pool="p", account=name)
-        assert {name: t.peers(f"/after/{name}")[0] for name in names if before[name] != lost} == {n: p for n, p in before.items() if p != lost}
+        assert {name: t.peers(f"/after/{name}")[0] for name in names if before[name] != lost} == {
+            n: p for n, p in before.items() if p != lost
+        }
         assert t.peers(f"/after/{victim}") != [lost]
         assert next(a.cookies for a in t.asked if a.path == f"/after/{victim}") == {f"sid={victim}"}
 
@@ -329,7 +402,11 @@ async def test_without_an_account_cookies_live_only_for_a_chain_of_redirects() -
         t.answers["/b"] = (200, ["set-cookie: kept=no"], Target.PAGE)
         await r.fetch("/a")
         await r.fetch("/c")
-        assert [(a.path, a.cookies) for a in t.asked] == [("/a", set()), ("/b", {"step=1"}), ("/c", set())]
+        assert [(a.path, a.cookies) for a in t.asked] == [
+            ("/a", set()),
+            ("/b", {"step=1"}),
+            ("/c", set()),
+        ]
 
 
 @pytest.fixture
@@ -342,10 +419,23 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_patient")
-async def test_members_come_from_a_providers_list_that_is_fetched_again_and_kept_when_it_fails() -> None:
-    async with Target() as t, Target() as provider, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b:
-        provider.answers["/list?key=SECRET"] = (200, [], f"# yours\n127.0.0.1:{a.port}:{USER}:{PASSWORD}\n")
-        async with rig(t, {"p": ProxyPoolConfig(list_url=provider.url("/list?key=SECRET"), list_every=60.0)}) as r:
+async def test_members_come_from_a_providers_list_that_is_fetched_again_and_kept_when_it_fails() -> (
+    None
+):
+    async with (
+        Target() as t,
+        Target() as provider,
+        Proxy(exit_="127.0.0.11") as a,
+        Proxy(exit_="127.0.0.12") as b,
+    ):
+        provider.answers["/list?key=SECRET"] = (
+            200,
+            [],
+            f"# yours\n127.0.0.1:{a.port}:{USER}:{PASSWORD}\n",
+        )
+        async with rig(
+            t, {"p": ProxyPoolConfig(list_url=provider.url("/list?key=SECRET"), list_every=60.0)}
+        ) as r:
 
             def listed() -> bool:
                 return r.health.db.read_now(r.health.lists_in)["p"][0] == r.time.at
@@ -371,8 +461,16 @@ async def test_members_come_from_a_providers_list_that_is_fetched_again_and_kept
 
 @pytest.mark.usefixtures("_patient")
 async def test_a_list_that_cannot_be_had_is_an_exhausted_pool() -> None:
-    async with Target() as t, Target() as provider, rig(t, {"p": ProxyPoolConfig(list_url=provider.url("/?key=SECRET"))}) as r:
-        for body, says in (("", "HTTP 500"), ("nonsense", "proxy 1: it is neither a URL nor host:port"), ("# none", "it is empty")):
+    async with (
+        Target() as t,
+        Target() as provider,
+        rig(t, {"p": ProxyPoolConfig(list_url=provider.url("/?key=SECRET"))}) as r,
+    ):
+        for body, says in (
+            ("", "HTTP 500"),
+            ("nonsense", "proxy 1: it is neither a URL nor host:port"),
+            ("# none", "it is empty"),
+        ):
             provider.answers["/?key=SECRET"] = (200 if body else 500, [], body)
             failure = await r.fails("/", pool="p")
             assert isinstance(failure, PoolExhausted)
@@ -422,12 +520,19 @@ class Project:
         return config.load({}, {}, self.dir).config
 
     async def run(self) -> int:
-        running = Running(self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"}))
+        running = Running(
+            self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
+        )
         return await running.run(asyncio.Event(), until_idle=True)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        running, stop = Running(self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})), asyncio.Event()
+        running, stop = (
+            Running(
+                self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
+            ),
+            asyncio.Event(),
+        )
         task = asyncio.create_task(running.run(stop))
         try:
             yield
@@ -445,30 +550,44 @@ class Project:
 
     def written(self) -> bytes:
         """Every byte below the state directory, and the sink's."""
-        return b"".join(p.read_bytes() for p in sorted(self.dir.rglob("*")) if p.is_file() and p.name not in ("penstock.toml", "shop.py"))
+        return b"".join(
+            p.read_bytes()
+            for p in sorted(self.dir.rglob("*"))
+            if p.is_file() and p.name not in ("penstock.toml", "shop.py")
+        )
 
 
-async def test_exhaustion_delays_uncharged_then_ages_out_and_other_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exhaustion_delays_uncharged_then_ages_out_and_other_work_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Target() as t, Proxy() as gone:
         await gone.stop()
         toml = f'[retry]\nmax_age = "4s"\n[proxies.p]\nurls = ["{gone.dsn}"]\ncooldown = "200ms"\ncooldown_max = "300ms"\n'
         project = Project(tmp_path, monkeypatch, toml, t.port, gone.port)
 
         def ended() -> int:
-            ((count,),) = project.query("SELECT count(*) FROM event WHERE status IN ('success', 'dead')")
+            ((count,),) = project.query(
+                "SELECT count(*) FROM event WHERE status IN ('success', 'dead')"
+            )
             return int(count)
 
         async with project.running():
             await project.push(t.url("/direct/0"))
-            await _until(lambda: ended() == 1)  # it is up: what it takes to start is no part of anybody's age
+            await _until(
+                lambda: ended() == 1
+            )  # it is up: what it takes to start is no part of anybody's age
             await project.push(t.url("/one"), t.url("/two"), pool="p")
             await project.push(t.url("/unknown"), pool="nosuch")
             await project.push(*[t.url(f"/direct/{n}") for n in range(1, 5)])
             await _until(lambda: ended() == 8)
-        assert {a.path.rstrip("01234") for a in t.asked} == {"/direct/"}, "not one of the others went direct"
+        assert {a.path.rstrip("01234") for a in t.asked} == {"/direct/"}, (
+            "not one of the others went direct"
+        )
         rows = {
             url.rpartition("/")[2]: (status, reason, attempts)
-            for url, status, reason, attempts in project.query("SELECT url, status, reason, attempts FROM event")
+            for url, status, reason, attempts in project.query(
+                "SELECT url, status, reason, attempts FROM event"
+            )
         }
         assert rows["unknown"][:2] == ("dead", "there is no proxy pool 'nosuch'")
         for name in ("one", "two"):
@@ -480,7 +599,9 @@ async def test_exhaustion_delays_uncharged_then_ages_out_and_other_work_goes_on(
         assert all("proxy pool 'p'" in reason for (reason,) in parked)
 
 
-async def test_a_blocked_event_is_tried_again_by_the_next_pool_and_its_envelope_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_blocked_event_is_tried_again_by_the_next_pool_and_its_envelope_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b:
         for path in ("/x", "/stay"):
             t.answers["127.0.0.11" + path] = (403, [], "no")
@@ -492,14 +613,20 @@ async def test_a_blocked_event_is_tried_again_by_the_next_pool_and_its_envelope_
         assert t.peers() == ["127.0.0.11", "127.0.0.12"]
         assert project.query("SELECT body FROM envelope") == before
 
-        (tmp_path / "penstock.toml").write_text((tmp_path / "penstock.toml").read_text().replace("[retry]", "[retry]\nnext_pool = false"))
+        (tmp_path / "penstock.toml").write_text(
+            (tmp_path / "penstock.toml")
+            .read_text()
+            .replace("[retry]", "[retry]\nnext_pool = false")
+        )
         await project.push(t.url("/stay"), pool="a")
         assert await project.run() == 1
         assert set(t.peers("/stay")) == {"127.0.0.11"}
         assert len(t.peers("/stay")) == 4
 
 
-async def test_a_redriven_event_starts_from_its_first_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redriven_event_starts_from_its_first_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b:
         t.answers["/x"] = (403, [], "no")
         toml = f'[retry]\nbase = "20ms"\nbudget = 1\n[proxies.a]\nurls = "{a.dsn}"\nnext = "b"\ncooldown = "1ms"\n'
@@ -509,7 +636,9 @@ async def test_a_redriven_event_starts_from_its_first_pool(tmp_path: Path, monke
         assert await project.run() == 1
         stores = open_stores(project.config)
         try:
-            ((id_,),) = await stores.db.read(lambda tx: tx.execute("SELECT event FROM dead").fetchall())
+            ((id_,),) = await stores.db.read(
+                lambda tx: tx.execute("SELECT event FROM dead").fetchall()
+            )
             assert await stores.books.redrive([id_]) == 1
         finally:
             stores.close()
@@ -519,12 +648,17 @@ async def test_a_redriven_event_starts_from_its_first_pool(tmp_path: Path, monke
 
 @pytest.mark.usefixtures("_patient")
 async def test_no_password_is_written_logged_or_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     caplog.set_level(logging.DEBUG)
     async with contextlib.AsyncExitStack() as stack:
         t, provider = [await stack.enter_async_context(Target()) for _ in range(2)]
-        good, blocked, refusing, gone = [await stack.enter_async_context(Proxy(exit_=f"127.0.0.{n}")) for n in range(11, 15)]
+        good, blocked, refusing, gone = [
+            await stack.enter_async_context(Proxy(exit_=f"127.0.0.{n}")) for n in range(11, 15)
+        ]
         wrong = await stack.enter_async_context(Proxy("socks5"))
         refusing.mood = "refuse"
         wrong.user = "somebody-else"
@@ -541,7 +675,14 @@ async def test_no_password_is_written_logged_or_shown(
             f'cooldown = "10ms"\n[proxies.wrong]\nurls = ["{wrong_dsn}", "{gone.dsn}"]\ncooldown = "100ms"\ncooldown_max = "200ms"\n'
             f'[proxies.list]\nlist_url = "{provider.url("/l?key=LISTKEY-PLANTED")}"\n'
         )
-        project = Project(tmp_path, monkeypatch, toml, t.port, provider.port, *(p.port for p in (good, blocked, refusing, wrong, gone)))
+        project = Project(
+            tmp_path,
+            monkeypatch,
+            toml,
+            t.port,
+            provider.port,
+            *(p.port for p in (good, blocked, refusing, wrong, gone)),
+        )
         await project.push(t.url("/fine"), pool="good")
         await project.push(t.url("/block"), pool="blocked")
         await project.push(t.url("/listed"), pool="list")
@@ -549,10 +690,22 @@ async def test_no_password_is_written_logged_or_shown(
         await project.push(t.url("/tunnel"), pool="refusing")
         await project.push(t.url("/never"), pool="wrong")
         assert await project.run() == 1
-        ended = {url.rpartition("/")[2]: status for url, status in project.query("SELECT url, status FROM event")}
-        assert ended == {"fine": "success", "listed": "success", "login": "success", "block": "dead", "tunnel": "dead", "never": "dead"}
+        ended = {
+            url.rpartition("/")[2]: status
+            for url, status in project.query("SELECT url, status FROM event")
+        }
+        assert ended == {
+            "fine": "success",
+            "listed": "success",
+            "login": "success",
+            "block": "dead",
+            "tunnel": "dead",
+            "never": "dead",
+        }
         assert t.direct == 0
-        assert project.query("SELECT failures FROM proxy_health"), "there was something to write down"
+        assert project.query("SELECT failures FROM proxy_health"), (
+            "there was something to write down"
+        )
         for args in (
             ["proxies", "ls"], ["proxies", "ls", "--json"], ["proxies", "test", "--url", t.url("/ip"), "--json"], ["config", "show", "--origin"],
             ["config", "show", "--json"], ["status"], ["status", "--json"], ["dlq", "ls"], ["dlq", "ls", "--json"], ["trace", t.url("/block")],
@@ -560,7 +713,9 @@ async def test_no_password_is_written_logged_or_shown(
         ):  # fmt: skip
             await asyncio.to_thread(main, args)
         shown = capfd.readouterr()
-        everything = project.written() + shown.out.encode() + shown.err.encode() + caplog.text.encode()
+        everything = (
+            project.written() + shown.out.encode() + shown.err.encode() + caplog.text.encode()
+        )
         assert b"http://***@127.0.0.1" in everything, "the labels are there"
         for secret in (PASSWORD, USER, "LISTKEY-PLANTED", "COOKIE-PLANTED"):
             assert secret.encode() not in everything, secret
@@ -574,10 +729,14 @@ async def test_the_commands_list_pools_with_their_health_and_try_each_member(
         t.answers["/ip"] = (200, [], '{"origin": "203.0.113.9"}')
         toml = f'[proxies.p]\nurls = ["{good.dsn} 2", "{gone.dsn}"]\ngeo = "de"\n'
         project = Project(tmp_path, monkeypatch, toml, t.port, good.port, gone.port)
-        assert await asyncio.to_thread(main, ["proxies", "ls", "--json"]) == 0, "before there is any state"
+        assert await asyncio.to_thread(main, ["proxies", "ls", "--json"]) == 0, (
+            "before there is any state"
+        )
         document = json.loads(capfd.readouterr().out)
         assert [m["weight"] for m in document["pools"][0]["members"]] == [2, 1]
-        await project.push(*[t.url(f"/{n}") for n in range(60)], geo="de")  # each goes to the second with a chance of a third, until one has
+        await project.push(
+            *[t.url(f"/{n}") for n in range(60)], geo="de"
+        )  # each goes to the second with a chance of a third, until one has
         await project.run()
         assert await asyncio.to_thread(main, ["proxies", "ls", "--json"]) == 0
         (p,) = json.loads(capfd.readouterr().out)["pools"]
@@ -585,9 +744,15 @@ async def test_the_commands_list_pools_with_their_health_and_try_each_member(
         well, ill = p["members"]
         assert well["trouble"] == []
         assert [(x["host"], x["state"]) for x in ill["trouble"]] == [("*", "cooling")]
-        assert await asyncio.to_thread(main, ["proxies", "test", "p", "--url", t.url("/ip"), "--json"]) == 1
+        assert (
+            await asyncio.to_thread(main, ["proxies", "test", "p", "--url", t.url("/ip"), "--json"])
+            == 1
+        )
         results = json.loads(capfd.readouterr().out)["results"]
-        assert [(x["verdict"], x["status"], x["exit"]) for x in results] == [("ok", 200, "203.0.113.9"), ("failed", None, None)]
+        assert [(x["verdict"], x["status"], x["exit"]) for x in results] == [
+            ("ok", 200, "203.0.113.9"),
+            ("failed", None, None),
+        ]
         assert results[1]["reason"] == "the proxy did not let us through"
         assert await asyncio.to_thread(main, ["proxies", "test", "q"]) == 2
         assert "pools: p" in capfd.readouterr().err

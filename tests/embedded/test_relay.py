@@ -64,21 +64,48 @@ class ApartRig(Rig):
         base = more.get("base")
         super().__init__(directory, **more)
         self.line: Any = base.line if base else Line(SqliteBroker(Database(":memory:"), self.clock))
-        self.relay = Relay(self.db, dict.fromkeys(TOPICS, self.line), self.clock, worker=self.worker, lease=self.lease)
-        parts = {"broker": self.relay, "ledger": self.ledger, "outbox": self.outbox, "claims": self.claims, "pages": self.pages}
-        self.books = Books(self.db, **parts, settings=self.settings, worker=self.worker, clock=self.clock)
-        self.line.db.write_now(lambda tx: self.line.ensure_in(tx, [TopicSpec(name=name) for name in TOPICS]))
+        self.relay = Relay(
+            self.db,
+            dict.fromkeys(TOPICS, self.line),
+            self.clock,
+            worker=self.worker,
+            lease=self.lease,
+        )
+        parts = {
+            "broker": self.relay,
+            "ledger": self.ledger,
+            "outbox": self.outbox,
+            "claims": self.claims,
+            "pages": self.pages,
+        }
+        self.books = Books(
+            self.db, **parts, settings=self.settings, worker=self.worker, clock=self.clock
+        )
+        self.line.db.write_now(
+            lambda tx: self.line.ensure_in(tx, [TopicSpec(name=name) for name in TOPICS])
+        )
         self.sub = self.relay.subscribe("requests", "main", owner=self.worker, lease=self.lease)
         self.db.write_now(self.relay.beat_in)
 
     def other(self, worker: str = "w2") -> ApartRig:
-        return ApartRig(self.directory, limits=self.limits, worker=worker, lease=self.lease, base=self)
+        return ApartRig(
+            self.directory, limits=self.limits, worker=worker, lease=self.lease, base=self
+        )
 
     def assert_queued(self) -> None:
         """Every open event has a message in the broker, or one that is still to be published."""
-        with_message = {id_ for (id_,) in self.line.db.read_now(lambda tx: tx.execute("SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq").fetchall())}
+        with_message = {
+            id_
+            for (id_,) in self.line.db.read_now(
+                lambda tx: tx.execute(
+                    "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
+                ).fetchall()
+            )
+        }
         noted = {id_ for (id_,) in self.sql("SELECT id FROM outgoing")}
-        assert {id_ for (id_,) in self.sql(f"SELECT id FROM event WHERE status IN {OPEN}")} <= with_message | noted
+        assert {
+            id_ for (id_,) in self.sql(f"SELECT id FROM event WHERE status IN {OPEN}")
+        } <= with_message | noted
 
     async def later(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -92,7 +119,9 @@ def rig(tmp_path: Path) -> ApartRig:
     return ApartRig(tmp_path)
 
 
-async def test_what_was_accepted_reaches_the_broker_and_leaves_nothing_behind(rig: ApartRig) -> None:
+async def test_what_was_accepted_reaches_the_broker_and_leaves_nothing_behind(
+    rig: ApartRig,
+) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.conclude(begun, "success", body=b"x")
@@ -112,7 +141,9 @@ async def test_what_the_broker_did_not_take_is_published_when_it_is_back(rig: Ap
     assert sorted(d.id for d in await rig.receive()) == ["e1", "e2"]
 
 
-async def test_a_message_that_the_broker_never_takes_ends_its_event_and_no_other(rig: ApartRig) -> None:
+async def test_a_message_that_the_broker_never_takes_ends_its_event_and_no_other(
+    rig: ApartRig,
+) -> None:
     rig.line.caps = msgspec.structs.replace(rig.line.caps, max_body=2000)
     await rig.accept("large", data={"note": "x" * 3000})
     await rig.accept("small", url=URL + "?small")
@@ -174,7 +205,9 @@ async def test_a_settle_that_did_not_arrive_is_told_again(rig: ApartRig) -> None
     assert (stats.ready, stats.in_flight, stats.delayed) == (0, 0, 0)
 
 
-async def test_a_settle_that_died_with_its_worker_is_made_up_for_when_the_message_comes_back(rig: ApartRig) -> None:
+async def test_a_settle_that_died_with_its_worker_is_made_up_for_when_the_message_comes_back(
+    rig: ApartRig,
+) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     rig.line.cut_settles = True
@@ -213,7 +246,9 @@ async def test_a_long_wait_is_spent_in_the_books_and_not_in_the_broker(rig: Apar
     assert len(await rig.start("e1")) == 1
 
 
-async def test_a_killed_workers_event_is_left_alone_until_its_sign_of_life_is_old(rig: ApartRig) -> None:
+async def test_a_killed_workers_event_is_left_alone_until_its_sign_of_life_is_old(
+    rig: ApartRig,
+) -> None:
     await rig.accept("e1")
     await rig.start("e1")  # and dies
     other = rig.other()
@@ -256,7 +291,9 @@ async def test_a_paused_topic_hands_out_nothing_and_loses_nothing(rig: ApartRig)
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_whatever_gets_lost_on_the_line_every_event_ends_once(tmp_path: Path, seed: int) -> None:
+async def test_whatever_gets_lost_on_the_line_every_event_ends_once(
+    tmp_path: Path, seed: int
+) -> None:
     """Answers, settles and whole workers get lost at random; once that stops, everything ends, and the books add up at every step."""
     dice = random.Random(seed)
     rig = ApartRig(tmp_path, lease=5.0)
@@ -268,15 +305,27 @@ async def test_whatever_gets_lost_on_the_line_every_event_ends_once(tmp_path: Pa
     running: list[tuple[ApartRig, Any]] = []
     for step in range(400):
         calm = step > 250
-        rig.line.deaf, rig.line.cut_settles, rig.line.down = (not calm and dice.random() < p for p in (0.2, 0.3, 0.1))
+        rig.line.deaf, rig.line.cut_settles, rig.line.down = (
+            not calm and dice.random() < p for p in (0.2, 0.3, 0.1)
+        )
         who = dice.choice(workers)
-        if not calm and dice.random() < 0.1:  # killed: what it ran is never heard of again, and another takes its place
+        if (
+            not calm and dice.random() < 0.1
+        ):  # killed: what it ran is never heard of again, and another takes its place
             running = [(w, b) for w, b in running if w is not who]
             workers[workers.index(who)] = rig.other(f"w{step + 10}")
         elif running and dice.random() < 0.5:
             owner, begun = running.pop(dice.randrange(len(running)))
-            outcome = dice.choice(["success", "retry", "success", "release"]) if not calm else "success"
-            await owner.conclude(begun, outcome, body=b"x" if outcome == "success" else None, until=rig.clock.now() + dice.choice([0.5, 20.0]), charged=False)
+            outcome = (
+                dice.choice(["success", "retry", "success", "release"]) if not calm else "success"
+            )
+            await owner.conclude(
+                begun,
+                outcome,
+                body=b"x" if outcome == "success" else None,
+                until=rig.clock.now() + dice.choice([0.5, 20.0]),
+                charged=False,
+            )
         else:
             running += [(who, b) for b in await who.begin(await who.admit(await who.receive(3)))]
         for w in workers:
@@ -290,6 +339,8 @@ async def test_whatever_gets_lost_on_the_line_every_event_ends_once(tmp_path: Pa
             await w.later(4.0)
             await w.books.recover()
     assert {rig.status(i) for i in ids} == {"success"}
-    assert sorted(r[0] for r in rig.sql("SELECT id FROM event WHERE status='success'")) == sorted(ids)
+    assert sorted(r[0] for r in rig.sql("SELECT id FROM event WHERE status='success'")) == sorted(
+        ids
+    )
     stats = await rig.relay.stats("requests", "main")
     assert (stats.ready, stats.in_flight, stats.delayed) == (0, 0, 0)

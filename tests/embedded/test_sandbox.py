@@ -166,7 +166,11 @@ def processes(mark: Path) -> list[int]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if str(mark).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and state != "Z" and int(pid) != os.getpid():
+            if (
+                str(mark).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+                and state != "Z"
+                and int(pid) != os.getpid()
+            ):
                 found.append(int(pid))
         except OSError:
             pass
@@ -186,7 +190,14 @@ def page(what: str, n: int = 0, **more: Any) -> Page:
     return Page(f"https://shop.example/{what}?{n}", b"<h1>Tea</h1>" + b"." * 1000, **more)
 
 
-def run(shop: Path, use: Callable[[Sandbox], Awaitable[Any]], *, size: int = 1, limits: Limits = USUAL, **more: Any) -> Any:
+def run(
+    shop: Path,
+    use: Callable[[Sandbox], Awaitable[Any]],
+    *,
+    size: int = 1,
+    limits: Limits = USUAL,
+    **more: Any,
+) -> Any:
     async def main() -> Any:
         sandbox = Sandbox(shop, size=size, limits=limits, **more)
         await sandbox.start()
@@ -238,15 +249,27 @@ def test_a_page_arrives_in_the_child_as_it_was(shop: Path) -> None:
         Page("https://shop.example/fine", b"\xff" * 3_000_000),
     ]
     first, empty, large = (fields(r) for r in run(shop, lambda s: s.extract(given)))
-    assert (first["event"], first["header"], first["size"], first["title"]) == ("e1", "yes", 1012, "Tea")
+    assert (first["event"], first["header"], first["size"], first["title"]) == (
+        "e1",
+        "yes",
+        1012,
+        "Tea",
+    )
     assert (empty["size"], large["size"]) == (0, 3_000_000)
 
 
 def test_the_sandbox_and_the_process_itself_give_the_same_results(shop: Path) -> None:
-    pages = [page(what, n) for n, what in enumerate(["fine", "value", "recursion", "odd", "mute", "fine", "sysexit", "surrogate"])]
+    pages = [
+        page(what, n)
+        for n, what in enumerate(
+            ["fine", "value", "recursion", "odd", "mute", "fine", "sysexit", "surrogate"]
+        )
+    ]
     inside = asyncio.run(InProcess(load(shop)).extract(pages))
     outside = run(shop, lambda s: s.extract(pages))
-    assert [(r.error, r.kind, len(r.records)) for r in inside] == [(r.error, r.kind, len(r.records)) for r in outside]
+    assert [(r.error, r.kind, len(r.records)) for r in inside] == [
+        (r.error, r.kind, len(r.records)) for r in outside
+    ]
     assert [r.error for r in outside if r.error].count("") == 0
 
 
@@ -269,7 +292,11 @@ def test_alone_means_a_fresh_child_for_each_page(shop: Path) -> None:
 
 def test_a_child_is_retired_after_its_pages_and_nothing_is_lost(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> list[Any]:
-        return [fields(r) for _ in range(6) for r in await sandbox.extract([page("fine", n) for n in range(5)])]
+        return [
+            fields(r)
+            for _ in range(6)
+            for r in await sandbox.extract([page("fine", n) for n in range(5)])
+        ]
 
     rows = run(shop, use, limits=Limits(pages=10))
     assert len(rows) == 30
@@ -277,7 +304,12 @@ def test_a_child_is_retired_after_its_pages_and_nothing_is_lost(shop: Path) -> N
 
 
 def test_a_page_that_cannot_be_encoded_is_an_error_of_its_own(shop: Path) -> None:
-    results = run(shop, lambda s: s.extract([page("fine"), page("fine", headers={"x-test": "\ud800"}), page("fine", 2)]))
+    results = run(
+        shop,
+        lambda s: s.extract(
+            [page("fine"), page("fine", headers={"x-test": "\ud800"}), page("fine", 2)]
+        ),
+    )
     assert [bool(r.error) for r in results] == [False, True, False]
     assert "cannot be handed" in results[1].error
 
@@ -308,7 +340,9 @@ def test_a_group_larger_than_the_pipe_goes_through(shop: Path) -> None:
         ("unburied", "exited with status 3 while extracted alone"),
     ],
 )
-def test_a_deadly_page_is_condemned_and_its_bystanders_succeed(shop: Path, what: str, reason: str) -> None:
+def test_a_deadly_page_is_condemned_and_its_bystanders_succeed(
+    shop: Path, what: str, reason: str
+) -> None:
     result = among_bystanders(shop, what)
     assert (result.error, result.kind, result.records) == (reason, "poison", [])
 
@@ -323,7 +357,9 @@ def test_a_deadly_page_is_condemned_and_its_bystanders_succeed(shop: Path, what:
         ("output", "page: more than 4194304"),
     ],
 )
-def test_what_only_raises_is_an_ordinary_error_and_the_child_lives_on(shop: Path, what: str, error: str) -> None:
+def test_what_only_raises_is_an_ordinary_error_and_the_child_lives_on(
+    shop: Path, what: str, error: str
+) -> None:
     deaths: list[str] = []
     result = among_bystanders(shop, what, on_event=lambda name, _: deaths.append(name))
     assert result.error.startswith(error)
@@ -333,13 +369,20 @@ def test_what_only_raises_is_an_ordinary_error_and_the_child_lives_on(shop: Path
 @pytest.mark.parametrize("what", ["print", "fork", "linger", "thread", "read"])
 def test_what_is_merely_bad_manners_succeeds(shop: Path, what: str) -> None:
     deaths: list[str] = []
-    assert fields(among_bystanders(shop, what, on_event=lambda name, _: deaths.append(name)))["title"] == "Tea"
+    assert (
+        fields(among_bystanders(shop, what, on_event=lambda name, _: deaths.append(name)))["title"]
+        == "Tea"
+    )
     assert deaths == []
 
 
 @pytest.mark.parametrize("what", ["segfault", "loop", "memory"])
 def test_the_dead_letter_says_where_in_the_users_code(shop: Path, what: str) -> None:
-    (result,) = run(shop, lambda s: s.extract([page(what)], alone=True), limits=QUICK if what in ENDLESS else USUAL)
+    (result,) = run(
+        shop,
+        lambda s: s.extract([page(what)], alone=True),
+        limits=QUICK if what in ENDLESS else USUAL,
+    )
     assert "shop.py" in result.detail
     assert " act" in result.detail
 
@@ -347,12 +390,16 @@ def test_the_dead_letter_says_where_in_the_users_code(shop: Path, what: str) -> 
 def test_what_a_dead_child_started_ends_with_it(shop: Path, tmp_path: Path) -> None:
     async def use(sandbox: Sandbox) -> None:
         await sandbox.extract([page("lingerdie", n) for n in range(2)])
-        assert await asyncio.to_thread(_until, lambda: len(processes(tmp_path)) == 1), processes(tmp_path)  # the zygote
+        assert await asyncio.to_thread(_until, lambda: len(processes(tmp_path)) == 1), processes(
+            tmp_path
+        )  # the zygote
 
     run(shop, use)
 
 
-def test_what_children_started_ends_even_if_the_zygote_was_killed(shop: Path, tmp_path: Path) -> None:
+def test_what_children_started_ends_even_if_the_zygote_was_killed(
+    shop: Path, tmp_path: Path
+) -> None:
     async def use(sandbox: Sandbox) -> None:
         await sandbox.extract([page("linger")])
         assert len(processes(tmp_path)) == 3  # zygote, child, and the one that lingers
@@ -407,20 +454,29 @@ def test_a_page_that_hangs_ends_though_we_are_late_every_time(shop: Path) -> Non
 
 def test_several_poisons_in_one_group_are_all_found(shop: Path) -> None:
     bad = {3: "segfault", 4: "exit3", 17: "memory", 30: "abort"}
-    results = run(shop, lambda s: s.extract([page(bad.get(n, "fine"), n) for n in range(32)]), size=2)
+    results = run(
+        shop, lambda s: s.extract([page(bad.get(n, "fine"), n) for n in range(32)]), size=2
+    )
     assert {n: r.kind for n, r in enumerate(results) if r.error} == dict.fromkeys(bad, "poison")
 
 
 def test_the_time_limit_is_per_page_not_per_group(shop: Path) -> None:
     deaths: list[str] = []
-    results = run(shop, lambda s: s.extract([page("slow", n) for n in range(20)]), limits=Limits(seconds=2), on_event=lambda name, _: deaths.append(name))
+    results = run(
+        shop,
+        lambda s: s.extract([page("slow", n) for n in range(20)]),
+        limits=Limits(seconds=2),
+        on_event=lambda name, _: deaths.append(name),
+    )
     assert [r.error for r in results] == [""] * 20
     assert deaths == []
 
 
 def test_results_that_were_ready_before_a_death_are_kept(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> list[int]:
-        results = await sandbox.extract([page("slow", 0), page("slow", 1), page("exit3", 2), page("slow", 3)])
+        results = await sandbox.extract(
+            [page("slow", 0), page("slow", 1), page("exit3", 2), page("slow", 3)]
+        )
         assert results[2].error == "exited with status 3 while extracted alone"
         return [fields(results[n])["pid"] for n in (0, 1, 3)]
 
@@ -430,7 +486,14 @@ def test_results_that_were_ready_before_a_death_are_kept(shop: Path) -> None:
 
 def test_a_page_that_kills_the_zygote_is_found_and_other_groups_succeed(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> None:
-        bad, *good = await asyncio.gather(*[sandbox.extract([page("patricide" if g == 0 else "slow", n) for n in range(3 if g else 1)]) for g in range(3)])
+        bad, *good = await asyncio.gather(
+            *[
+                sandbox.extract(
+                    [page("patricide" if g == 0 else "slow", n) for n in range(3 if g else 1)]
+                )
+                for g in range(3)
+            ]
+        )
         assert bad[0].kind == "poison"
         assert bad[0].error == "the process that starts children died while extracted alone"
         assert [r.error for group in good for r in group] == [""] * 6
@@ -478,7 +541,10 @@ def test_a_cancelled_extraction_frees_its_place(shop: Path) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert fields((await asyncio.wait_for(sandbox.extract([page("fine")]), 20))[0])["title"] == "Tea"
+        assert (
+            fields((await asyncio.wait_for(sandbox.extract([page("fine")]), 20))[0])["title"]
+            == "Tea"
+        )
 
     run(shop, use, limits=Limits())
 
@@ -486,7 +552,9 @@ def test_a_cancelled_extraction_frees_its_place(shop: Path) -> None:
 # -- beginnings and ends -------------------------------------------------------------------------------------------------
 
 
-def test_a_kill_from_outside_while_the_file_is_imported_is_not_its_fault(shop: Path, tmp_path: Path) -> None:
+def test_a_kill_from_outside_while_the_file_is_imported_is_not_its_fault(
+    shop: Path, tmp_path: Path
+) -> None:
     shop.write_text(
         f"import os, pathlib\nif not (mark := pathlib.Path({str(tmp_path / 'mark')!r})).exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)\n{SHOP}"
     )
@@ -504,21 +572,30 @@ def test_a_kill_from_outside_while_the_file_is_imported_is_not_its_fault(shop: P
         ("import time; time.sleep(60)", "longer than 3 s"),
     ],
 )
-def test_a_file_that_does_not_load_is_a_configuration_error(tmp_path: Path, source: str, sentence: str) -> None:
+def test_a_file_that_does_not_load_is_a_configuration_error(
+    tmp_path: Path, source: str, sentence: str
+) -> None:
     (tmp_path / "bad.py").write_text(source)
 
     async def main() -> None:
-        await Sandbox(tmp_path / "bad.py", limits=Limits(load_seconds=3 if "sleep" in source else 60)).start()
+        await Sandbox(
+            tmp_path / "bad.py", limits=Limits(load_seconds=3 if "sleep" in source else 60)
+        ).start()
 
     with pytest.raises(ConfigError, match=sentence):
         asyncio.run(main())
 
 
-def test_closing_while_pages_run_ends_them_and_leaves_no_process(shop: Path, tmp_path: Path) -> None:
+def test_closing_while_pages_run_ends_them_and_leaves_no_process(
+    shop: Path, tmp_path: Path
+) -> None:
     async def main() -> None:
         sandbox = Sandbox(shop, size=2)
         await sandbox.start()
-        tasks = [asyncio.ensure_future(sandbox.extract([page(what)])) for what in ("loop", "linger", "sleep")]
+        tasks = [
+            asyncio.ensure_future(sandbox.extract([page(what)]))
+            for what in ("loop", "linger", "sleep")
+        ]
         assert await asyncio.to_thread(_until, lambda: len(processes(tmp_path)) >= 3)
         await sandbox.close()
         assert processes(tmp_path) == []
@@ -544,10 +621,14 @@ def test_a_killed_worker_leaves_no_process(shop: Path, tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as worker:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, env=environment
+    ) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"up\n"
-        assert _until(lambda: len(processes(tmp_path)) >= 6)  # worker, zygote, three children or more, the lingering one
+        assert _until(
+            lambda: len(processes(tmp_path)) >= 6
+        )  # worker, zygote, three children or more, the lingering one
         worker.kill()
     assert _until(lambda: processes(tmp_path) == []), processes(tmp_path)
 
@@ -566,7 +647,9 @@ def test_signals_to_everyone_in_the_service_do_not_stop_a_page(shop: Path, tmp_p
     assert events == []
 
 
-def test_what_user_code_prints_goes_to_standard_error(shop: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_user_code_prints_goes_to_standard_error(
+    shop: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run(shop, lambda s: s.extract([page("print")]))
     out, err = capfd.readouterr()
     assert out == ""
@@ -578,11 +661,22 @@ def test_what_user_code_prints_goes_to_standard_error(shop: Path, capfd: pytest.
 
 def change(key: str, where: Path, field: str = "a") -> bytes:
     return msgspec.msgpack.encode(
-        Change(event_id="e", trace_id="t", url=str(where), extractor="page", key=key, old={}, new={field: 1}, fields={field: [None, 1]})
+        Change(
+            event_id="e",
+            trace_id="t",
+            url=str(where),
+            extractor="page",
+            key=key,
+            old={},
+            new={field: 1},
+            fields={field: [None, 1]},
+        )
     )
 
 
-def test_hooks_run_once_each_and_one_that_raises_or_dies_is_an_error_line(shop: Path, tmp_path: Path) -> None:
+def test_hooks_run_once_each_and_one_that_raises_or_dies_is_an_error_line(
+    shop: Path, tmp_path: Path
+) -> None:
     seen = tmp_path / "seen"
     keys = ["one", "raise", "two", "bad", "three", "long", "four", "exit", "five"]
     lines = run(shop, lambda s: s.hooks([change(k, seen) for k in keys]), limits=QUICK)
@@ -597,13 +691,23 @@ def test_hooks_run_once_each_and_one_that_raises_or_dies_is_an_error_line(shop: 
 
 def test_hooks_run_in_process_too(shop: Path, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    lines = asyncio.run(InProcess(load(shop)).hooks([change("one", seen), change("raise", seen), change("exit", seen)]))
+    lines = asyncio.run(
+        InProcess(load(shop)).hooks(
+            [change("one", seen), change("raise", seen), change("exit", seen)]
+        )
+    )
     assert lines == ["", "notify: ValueError: no mail", "SystemExit: 4"]
     assert seen.read_text() == "one\n"
 
 
-def test_a_hook_may_return_something_to_await_and_sees_only_what_it_asked_for(shop: Path, tmp_path: Path) -> None:
-    changes = [change("late", tmp_path / "seen", "price"), change("fine", tmp_path / "seen", "price"), change("late", tmp_path / "seen")]
+def test_a_hook_may_return_something_to_await_and_sees_only_what_it_asked_for(
+    shop: Path, tmp_path: Path
+) -> None:
+    changes = [
+        change("late", tmp_path / "seen", "price"),
+        change("fine", tmp_path / "seen", "price"),
+        change("late", tmp_path / "seen"),
+    ]
     expected = ["later: ValueError: too late", "", ""]
     assert run(shop, lambda s: s.hooks(changes)) == expected
     assert asyncio.run(InProcess(load(shop)).hooks(changes)) == expected

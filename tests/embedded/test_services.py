@@ -25,11 +25,24 @@ class Services:
 
     def __init__(self, directory: Path) -> None:
         self.state, self.cache = directory / "state", directory.parent / "cache"
-        self.environment = os.environ | {"PENSTOCK_SERVICES_DIR": str(self.state), "XDG_CACHE_HOME": str(self.cache)}
+        self.environment = os.environ | {
+            "PENSTOCK_SERVICES_DIR": str(self.state),
+            "XDG_CACHE_HOME": str(self.cache),
+        }
 
-    def run(self, *arguments: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, status: int = 0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tools.services", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=self.environment | environment, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
         assert done.returncode == status, done.stderr
         return done
 
@@ -68,7 +81,9 @@ def test_a_server_is_started_found_again_and_stopped(services: Services) -> None
 def test_two_clones_run_side_by_side(services: Services, tmp_path: Path) -> None:
     other = Services(tmp_path / "two")
     urls = {clone.run("url", "s3").stdout for clone in (services, other)}
-    assert len(urls) == 2, "a port that was given to one clone is not given to another, even while nobody listens"
+    assert len(urls) == 2, (
+        "a port that was given to one clone is not given to another, even while nobody listens"
+    )
     try:
         services.run("up", "s3")
         other.run("up", "s3")
@@ -102,7 +117,9 @@ def test_a_server_that_cannot_start_shows_its_log_and_what_to_do(services: Servi
     assert re.search(rf"^Try: read {services.state}/s3/log", told, re.MULTILINE)
 
 
-def test_a_program_that_is_not_there_is_named_with_its_package(services: Services, tmp_path: Path) -> None:
+def test_a_program_that_is_not_there_is_named_with_its_package(
+    services: Services, tmp_path: Path
+) -> None:
     told = services.run("up", "redis", status=3, PATH=str(tmp_path)).stderr
     assert told.startswith("Error: redis-server is not installed (")
     assert "\nTry: " in told
@@ -141,18 +158,49 @@ def test_without_a_server():
 
 def _suite(services: Services, tmp_path: Path, *options: str, **environment: str) -> str:
     (tmp_path / "test_suite.py").write_text(SUITE)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.servers", "-c", str(ROOT / "pyproject.toml"), "-v", "-rs", "-p", "no:cacheprovider", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.servers",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "-v",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        *options,
+    ]
     # Without a path there is neither the server nor a package manager.
-    surroundings = {name: value for name, value in services.environment.items() if name != "CI"} | {"PATH": str(tmp_path)} | environment
-    done = subprocess.run([*command, str(tmp_path / "test_suite.py")], cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=400, check=False)
+    surroundings = (
+        {name: value for name, value in services.environment.items() if name != "CI"}
+        | {"PATH": str(tmp_path)}
+        | environment
+    )
+    done = subprocess.run(
+        [*command, str(tmp_path / "test_suite.py")],
+        cwd=ROOT,
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     return done.stdout + done.stderr
 
 
-def test_tests_start_what_they_need_and_stop_what_they_started(services: Services, tmp_path: Path) -> None:
+def test_tests_start_what_they_need_and_stop_what_they_started(
+    services: Services, tmp_path: Path
+) -> None:
     told = _suite(services, tmp_path)
     assert "3 passed, 1 skipped" in told, told
     assert "NOT TESTED, no redis: redis-server is not installed" in told
-    assert told.index("test_without_a_server PASSED") < told.index("test_one_that_cannot_be_had SKIPPED") < told.index("test_faults PASSED")
+    assert (
+        told.index("test_without_a_server PASSED")
+        < told.index("test_one_that_cannot_be_had SKIPPED")
+        < told.index("test_faults PASSED")
+    )
     assert services.status("s3")["state"] == "stopped"
 
 
@@ -163,7 +211,9 @@ def test_tests_leave_running_what_ran_before_them(services: Services, tmp_path: 
     assert services.status("s3")["pid"] == before
 
 
-def test_under_ci_a_server_that_cannot_be_had_is_a_failure(services: Services, tmp_path: Path) -> None:
+def test_under_ci_a_server_that_cannot_be_had_is_a_failure(
+    services: Services, tmp_path: Path
+) -> None:
     assert "1 error" in _suite(services, tmp_path, "-k", "cannot_be_had", CI="true")
 
 
@@ -176,4 +226,6 @@ def test_compose_has_the_same_servers_on_the_same_ports() -> None:
         port = next(iter(SERVERS[name].usual.values()))
         assert f'"127.0.0.1:{port}:' in block
         assert "healthcheck:" in block
-        assert re.search(r"image: \S+:\d+\.\d+\S*( #.*)?$", block, re.MULTILINE), "pinned by version"
+        assert re.search(r"image: \S+:\d+\.\d+\S*( #.*)?$", block, re.MULTILINE), (
+            "pinned by version"
+        )

@@ -76,7 +76,12 @@ def held_commit(db: Database, gate: Gate) -> Callable[[Tx], None]:
 
 def test_the_log_is_cut_back_after_a_burst_and_checkpointed_by_us_alone(tmp_path: Path) -> None:
     db = opened(tmp_path / "s.db")
-    told = db.write_now(lambda tx: [tx.execute(f"PRAGMA {name}").get for name in ("journal_size_limit", "wal_autocheckpoint", "synchronous")])
+    told = db.write_now(
+        lambda tx: [
+            tx.execute(f"PRAGMA {name}").get
+            for name in ("journal_size_limit", "wal_autocheckpoint", "synchronous")
+        ]
+    )
     db.close_now()
     assert told == [64 << 20, 0, 1]
 
@@ -103,7 +108,9 @@ async def test_whoever_writes_at_the_same_moment_shares_a_commit(tmp_path: Path)
     db.close_now()
 
 
-async def test_the_loop_goes_on_while_a_commit_waits_for_the_disk_or_for_another_process(tmp_path: Path) -> None:
+async def test_the_loop_goes_on_while_a_commit_waits_for_the_disk_or_for_another_process(
+    tmp_path: Path,
+) -> None:
     db, other = opened(tmp_path / "a.db"), opened(tmp_path / "a.db")
     gate = Gate()
     waiting = asyncio.ensure_future(db.write(held_commit(db, gate)))
@@ -119,7 +126,9 @@ async def test_the_loop_goes_on_while_a_commit_waits_for_the_disk_or_for_another
     other.close_now()
 
 
-async def test_whoever_comes_while_another_process_writes_shares_the_commit_that_follows(tmp_path: Path) -> None:
+async def test_whoever_comes_while_another_process_writes_shares_the_commit_that_follows(
+    tmp_path: Path,
+) -> None:
     db, other = opened(tmp_path / "a.db"), apsw.Connection(str(tmp_path / "a.db"))
     commits = []
     other.execute("BEGIN IMMEDIATE")
@@ -136,7 +145,9 @@ async def test_whoever_comes_while_another_process_writes_shares_the_commit_that
     db.close_now()
 
 
-async def test_what_waits_for_another_process_when_we_close_is_written_before_the_end(tmp_path: Path) -> None:
+async def test_what_waits_for_another_process_when_we_close_is_written_before_the_end(
+    tmp_path: Path,
+) -> None:
     db, other = opened(tmp_path / "a.db"), apsw.Connection(str(tmp_path / "a.db"))
     other.execute("BEGIN IMMEDIATE")
     job = asyncio.ensure_future(db.write(insert(1)))
@@ -162,7 +173,10 @@ async def test_processes_that_write_without_a_pause_let_each_other_in(tmp_path: 
         "        print(flush=True)\n"
         "asyncio.run(main())\n"
     )
-    busy = [subprocess.Popen([sys.executable, "-c", code, db.path], stdout=subprocess.PIPE) for _ in range(2)]
+    busy = [
+        subprocess.Popen([sys.executable, "-c", code, db.path], stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
     try:
         for process in busy:
             assert process.stdout is not None
@@ -184,7 +198,9 @@ async def test_one_failing_job_is_rolled_back_alone(tmp_path: Path, company: int
     gate = Gate()
     hold = asyncio.ensure_future(db.write(held_commit(db, gate)))
     await gate.reached()
-    jobs: list[asyncio.Future[Any]] = [asyncio.ensure_future(db.write(insert(i))) for i in range(company)]
+    jobs: list[asyncio.Future[Any]] = [
+        asyncio.ensure_future(db.write(insert(i))) for i in range(company)
+    ]
     bad = asyncio.ensure_future(db.write(fails))
     jobs += [asyncio.ensure_future(db.write(insert(i))) for i in range(company, 2 * company)]
     await asyncio.sleep(0)
@@ -242,12 +258,19 @@ async def test_what_was_asked_before_the_end_is_done_before_the_end(tmp_path: Pa
 
 
 @pytest.mark.parametrize("there", [[1, 2, 3], [1, 3], []])
-async def test_each_tells_which_rows_a_statement_changed_and_changes_each_once(tmp_path: Path, there: list[int]) -> None:
+async def test_each_tells_which_rows_a_statement_changed_and_changes_each_once(
+    tmp_path: Path, there: list[int]
+) -> None:
     db = opened(tmp_path / "a.db")
     await db.write(lambda tx: [insert(x)(tx) for x in there])
-    assert await db.write(lambda tx: tx.each("UPDATE t SET x=x+10 WHERE x=?", [(1,), (2,), (3,)])) == [x in there for x in (1, 2, 3)]
+    assert await db.write(
+        lambda tx: tx.each("UPDATE t SET x=x+10 WHERE x=?", [(1,), (2,), (3,)])
+    ) == [x in there for x in (1, 2, 3)]
     assert await db.read(values) == [x + 10 for x in there]
-    assert await db.write(lambda tx: tx.each("DELETE FROM t WHERE x=?", [(11,), (11,)])) == [1 in there, False]
+    assert await db.write(lambda tx: tx.each("DELETE FROM t WHERE x=?", [(11,), (11,)])) == [
+        1 in there,
+        False,
+    ]
     assert await db.write(lambda tx: tx.each("DELETE FROM t", [])) == []
     db.close_now()
 
@@ -280,7 +303,13 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.mark.parametrize(
     ("durability", "durable", "synced", "syncs"),
-    [("full", True, False, 1), ("full", False, False, 0), ("process", True, False, 0), ("process", False, False, 0), ("process", True, True, 1)],
+    [
+        ("full", True, False, 1),
+        ("full", False, False, 0),
+        ("process", True, False, 0),
+        ("process", False, False, 0),
+        ("process", True, True, 1),
+    ],
 )
 async def test_durability_decides_whether_a_commit_waits_for_the_disk(
     tmp_path: Path, disk: Disk, durability: str, durable: bool, synced: bool, syncs: int
@@ -293,7 +322,9 @@ async def test_durability_decides_whether_a_commit_waits_for_the_disk(
     db.close_now()
 
 
-async def test_others_write_while_a_durable_job_waits_for_the_disk_and_it_is_answered_after_it(tmp_path: Path, disk: Disk) -> None:
+async def test_others_write_while_a_durable_job_waits_for_the_disk_and_it_is_answered_after_it(
+    tmp_path: Path, disk: Disk
+) -> None:
     db, other = opened(tmp_path / "a.db"), opened(tmp_path / "a.db", busy_seconds=40.0)
     disk.gate.clear()
     durable = [asyncio.ensure_future(db.write(insert(i))) for i in range(3)]
@@ -304,14 +335,18 @@ async def test_others_write_while_a_durable_job_waits_for_the_disk_and_it_is_ans
     assert not any(job.done() for job in (*durable, late))
     disk.gate.set()
     await asyncio.gather(*durable, late)
-    assert disk.synced == 2, "the three shared one, and that may have begun before the other's commit"
+    assert disk.synced == 2, (
+        "the three shared one, and that may have begun before the other's commit"
+    )
     assert set(await db.read(values)) == {0, 1, 2, "late", "ours", "another's"}
     db.close_now()
     other.close_now()
 
 
 @pytest.mark.parametrize("inline", [False, True])
-async def test_a_sync_that_fails_is_an_outage_and_what_it_was_for_is_written_anew(tmp_path: Path, disk: Disk, inline: bool) -> None:
+async def test_a_sync_that_fails_is_an_outage_and_what_it_was_for_is_written_anew(
+    tmp_path: Path, disk: Disk, inline: bool
+) -> None:
     db = opened(tmp_path / "a.db", inline=inline)
     disk.error = 5
     with pytest.raises(StoreUnavailable) as e:
@@ -319,21 +354,33 @@ async def test_a_sync_that_fails_is_an_outage_and_what_it_was_for_is_written_ane
     assert "Input/output error" in e.value.message
     disk.error = 0
     await db.write(insert(2))
-    copy = apsw.Connection(f"file:{tmp_path}/a.db?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
-    assert copy.execute("SELECT x FROM t").fetchall() == [(1,)], "what was in the WAL is in the file itself, before anything else is written"
+    copy = apsw.Connection(
+        f"file:{tmp_path}/a.db?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    )
+    assert copy.execute("SELECT x FROM t").fetchall() == [(1,)], (
+        "what was in the WAL is in the file itself, before anything else is written"
+    )
     copy.close()
     db.close_now()
 
 
-async def test_where_there_can_be_no_wal_a_commit_syncs_by_itself(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_there_can_be_no_wal_a_commit_syncs_by_itself(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Without(store._Connection):
         def execute(self, sql: Any, *more: Any, **options: Any) -> Any:
-            return super().execute("PRAGMA journal_mode" if sql == "PRAGMA journal_mode=WAL" else sql, *more, **options)
+            return super().execute(
+                "PRAGMA journal_mode" if sql == "PRAGMA journal_mode=WAL" else sql, *more, **options
+            )
 
     monkeypatch.setattr(store, "_Connection", Without)
     db = opened(tmp_path / "a.db")
     await db.write(insert(1))
-    assert (db._writer.execute("PRAGMA journal_mode").get, db._writer.execute("PRAGMA synchronous").get, disk.synced) == ("delete", 2, 0)
+    assert (
+        db._writer.execute("PRAGMA journal_mode").get,
+        db._writer.execute("PRAGMA synchronous").get,
+        disk.synced,
+    ) == ("delete", 2, 0)
     assert await db.read(values) == [1]
     db.close_now()
 
@@ -352,7 +399,9 @@ async def test_what_is_committed_is_synced_before_the_end(tmp_path: Path, disk: 
     await asyncio.gather(first, second)
 
 
-async def test_a_long_wal_is_brought_into_the_file_and_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_wal_is_brought_into_the_file_and_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "CHECKPOINT_FRAMES", 50)
     db = opened(tmp_path / "a.db")
     for _ in range(30):
@@ -362,7 +411,9 @@ async def test_a_long_wal_is_brought_into_the_file_and_begins_anew(tmp_path: Pat
     db.close_now()
 
 
-async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(tmp_path: Path) -> None:
+async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(
+    tmp_path: Path,
+) -> None:
     opened(tmp_path / "a.db").close_now()
     code = (
         "import asyncio, sys\n"
@@ -376,7 +427,14 @@ async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(tm
         "    sys.stdin.read()\n"  # whoever closes last takes the WAL away
         "asyncio.run(main())\n"
     )
-    busy = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "a.db")], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    busy = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "a.db")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
     for process in busy:
         assert process.stdout is not None
         process.stdout.readline()
@@ -390,7 +448,9 @@ async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(tm
 
 
 @pytest.mark.parametrize("inline", [False, True])
-async def test_a_full_disk_is_an_outage_that_writes_nothing_and_ends(tmp_path: Path, inline: bool) -> None:
+async def test_a_full_disk_is_an_outage_that_writes_nothing_and_ends(
+    tmp_path: Path, inline: bool
+) -> None:
     db = opened(tmp_path / "a.db", inline=inline)
     pages = db._writer.execute("PRAGMA page_count").get
     db._writer.execute(f"PRAGMA max_page_count={pages + 2}")
@@ -412,7 +472,10 @@ async def test_a_full_disk_tells_everybody_in_the_group(tmp_path: Path) -> None:
     gate = Gate()
     hold = asyncio.ensure_future(db.write(held_commit(db, gate)))
     await gate.reached()
-    jobs = [asyncio.ensure_future(db.write(work)) for work in (insert(1), insert(b"x" * 200_000, "big"), insert(3), fails)]
+    jobs = [
+        asyncio.ensure_future(db.write(work))
+        for work in (insert(1), insert(b"x" * 200_000, "big"), insert(3), fails)
+    ]
     await asyncio.sleep(0)
     gate.set()
     await hold
@@ -463,14 +526,18 @@ async def test_damage_met_while_writing_is_an_outage_and_nobodys_fault(tmp_path:
 # -- files that are not what they should be ----------------------------------------------------------------------------------------
 
 
-def test_a_file_without_permission_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_permission_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened(tmp_path / "a.db").close_now()
 
     class Refused(apsw.Connection):
         def __init__(self, path: str, **more: Any) -> None:
             super().__init__(path, flags=apsw.SQLITE_OPEN_READONLY)
 
-    monkeypatch.setattr(store, "_Connection", Refused)  # what SQLite falls back to where the mode forbids writing; root may write anything
+    monkeypatch.setattr(
+        store, "_Connection", Refused
+    )  # what SQLite falls back to where the mode forbids writing; root may write anything
     with pytest.raises(Unreachable, match=r"cannot (open|prepare) the store") as e:
         opened(tmp_path / "b.db")
     assert e.value.hint
@@ -514,7 +581,9 @@ def test_a_truncated_file_is_told_in_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs", "age"), [(1, 2, "a newer"), (2, 1, "an older")])
-def test_tables_of_another_version_are_refused_and_not_touched(tmp_path: Path, ours: int, theirs: int, age: str) -> None:
+def test_tables_of_another_version_are_refused_and_not_touched(
+    tmp_path: Path, ours: int, theirs: int, age: str
+) -> None:
     db = Database(str(tmp_path / "a.db"))
     db.part("test", theirs, "CREATE TABLE t(x)")
     db.close_now()
@@ -541,7 +610,14 @@ async def test_many_processes_may_open_a_new_file_at_the_same_moment(tmp_path: P
         "    db.write_now(lambda tx: tx.execute('INSERT INTO t VALUES(1)')); db.close_now()\n"
     )
     start = __import__("time").time() + 1.0
-    some = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(start)], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    some = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(start)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
     for process in some:
         _, err = await asyncio.to_thread(process.communicate, None, 40)
         assert process.returncode == 0, err[-600:]
@@ -606,7 +682,9 @@ MOUNTS = """22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
         ("/mnt/over/state.db", "9p"),
     ],
 )
-def test_the_file_system_below_a_path_is_the_innermost_and_latest_mount(tmp_path: Path, path: str, kind: str) -> None:
+def test_the_file_system_below_a_path_is_the_innermost_and_latest_mount(
+    tmp_path: Path, path: str, kind: str
+) -> None:
     mountinfo = tmp_path / "mountinfo"
     mountinfo.write_text(MOUNTS, encoding="utf-8")
     assert file_system_of(Path(path), str(mountinfo)) == kind
@@ -617,7 +695,9 @@ def test_where_mounts_cannot_be_read_nothing_is_assumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs", "9p"])
-def test_a_network_file_system_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_network_file_system_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr(store, "file_system_of", lambda path: kind)
     with pytest.raises(Unreachable, match=f"network file system \\({kind}\\)") as e:
         Database(str(tmp_path / "sub" / "a.db"))
@@ -627,7 +707,15 @@ def test_a_network_file_system_is_refused_before_anything_is_made(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("version", "has"),
-    [((3, 6, 23), False), ((3, 7, 0), True), ((3, 40, 1), True), ((3, 51, 2), True), ((3, 51, 3), False), ((3, 52, 0), False), ((4, 0, 0), False)],
+    [
+        ((3, 6, 23), False),
+        ((3, 7, 0), True),
+        ((3, 40, 1), True),
+        ((3, 51, 2), True),
+        ((3, 51, 3), False),
+        ((3, 52, 0), False),
+        ((4, 0, 0), False),
+    ],
 )
 def test_the_wal_reset_bug_is_known_by_version(version: tuple[int, ...], has: bool) -> None:
     assert has_wal_reset_bug(version) is has
@@ -637,7 +725,9 @@ def test_the_sqlite_we_bring_does_not_have_the_bug() -> None:
     assert not has_wal_reset_bug(store.sqlite_version())
 
 
-def test_with_the_bug_a_second_writing_process_is_refused_and_may_come_when_the_first_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_bug_a_second_writing_process_is_refused_and_may_come_when_the_first_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "sqlite_version", lambda: (3, 40, 1))
     first = Database(str(tmp_path / "a.db"))
     with pytest.raises(Unreachable, match="WAL-reset bug"):

@@ -36,12 +36,19 @@ class Ground:
         return name
 
     def make(self, name: str, partitions: int = 1, **config: str) -> None:
-        new = _api.NewTopic(name, num_partitions=partitions, replication_factor=1, config={k.replace("_", "."): v for k, v in config.items()})
+        new = _api.NewTopic(
+            name,
+            num_partitions=partitions,
+            replication_factor=1,
+            config={k.replace("_", "."): v for k, v in config.items()},
+        )
         self.admin.create_topics([new])[name].result(20)
         self._made.append(name)
 
     def remove(self, *names: str) -> None:
-        for future in (self.admin.delete_topics(list(names), operation_timeout=20) if names else {}).values():
+        for future in (
+            self.admin.delete_topics(list(names), operation_timeout=20) if names else {}
+        ).values():
             future.result(30)
         self._made = [name for name in self._made if name not in names]
 
@@ -57,16 +64,27 @@ class Ground:
         there = self.admin.list_topics(timeout=20).topics
         self.remove(*[name for name in self._made if name in there])
 
-    def write(self, topic: str, values: Iterable[Any], *, partition: int | None = None, **more: Any) -> None:
+    def write(
+        self, topic: str, values: Iterable[Any], *, partition: int | None = None, **more: Any
+    ) -> None:
         """Bytes as they are, None as a tombstone, all else as JSON."""
         for value in values:
             raw = value if value is None or isinstance(value, bytes) else msgspec.json.encode(value)
-            self.queue(topic, raw, **({} if partition is None else {"partition": partition}), **more)
+            self.queue(
+                topic, raw, **({} if partition is None else {"partition": partition}), **more
+            )
         self.flush()
 
     def queue(self, topic: str, value: bytes | None, **more: Any) -> None:
         if self._producer is None:
-            self._producer = Producer({"bootstrap.servers": self.servers, "linger.ms": 5, "message.max.bytes": 2 << 20, "log_level": 0})
+            self._producer = Producer(
+                {
+                    "bootstrap.servers": self.servers,
+                    "linger.ms": 5,
+                    "message.max.bytes": 2 << 20,
+                    "log_level": 0,
+                }
+            )
         self._producer.produce(topic, value, **more)
         self._producer.poll(0)
 
@@ -82,10 +100,14 @@ class Ground:
 
 
 def context() -> SourceContext:
-    return SourceContext(config=None, clock=SystemClock(), rng=random.Random(7), web=None, base=Path.cwd())  # type: ignore[arg-type]
+    return SourceContext(
+        config=None, clock=SystemClock(), rng=random.Random(7), web=None, base=Path.cwd()
+    )  # type: ignore[arg-type]
 
 
-async def until_idle(source: KafkaSource, cursor: bytes | None = None, *, batches: list[Batch] | None = None) -> tuple[list[Finding], bytes | None]:
+async def until_idle(
+    source: KafkaSource, cursor: bytes | None = None, *, batches: list[Batch] | None = None
+) -> tuple[list[Finding], bytes | None]:
     """Everything that is there, each batch accepted, and where the cursor stands then."""
     found: list[Finding] = []
     rounds = source.read(cursor)

@@ -43,7 +43,10 @@ class Rig:
         """After the server was away."""
         self.admin.close()
         self.db.close()
-        self.admin, self.db = psycopg.connect(self.server, autocommit=True), psycopg.connect(self.url, autocommit=True)
+        self.admin, self.db = (
+            psycopg.connect(self.server, autocommit=True),
+            psycopg.connect(self.url, autocommit=True),
+        )
 
     def run(self, statement: str, *parameters: Any) -> list[Any]:
         done = self.db.execute(statement, parameters or None)
@@ -62,7 +65,10 @@ class Rig:
 
     def source(self, **options: Any) -> Any:
         config = configuration.load({"state.dir": str(self.directory)}, {}, self.directory).config
-        return open_source(self.spec(**options), SourceContext(config, SystemClock(), random.Random(1), None, self.directory))  # type: ignore[arg-type]
+        return open_source(
+            self.spec(**options),
+            SourceContext(config, SystemClock(), random.Random(1), None, self.directory),
+        )  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
     async def reading(self, **options: Any) -> Any:
@@ -80,7 +86,9 @@ class Rig:
         if batch.cursor is not None:
             self.cursor = batch.cursor
 
-    async def until(self, batches: AsyncGenerator[Batch, None], holds: Callable[[], object]) -> Batch:
+    async def until(
+        self, batches: AsyncGenerator[Batch, None], holds: Callable[[], object]
+    ) -> Batch:
         """Accepts until it holds; the generator is then at a yield whose batch was accepted, and not resumed."""
         async for batch in batches:
             self.accept(batch)
@@ -108,7 +116,9 @@ class Rig:
         return f"penstock_{self.database}"
 
     def slot_row(self, what: str = "confirmed_flush_lsn") -> Any:
-        found = self.admin.execute(f"SELECT {what} FROM pg_replication_slots WHERE slot_name=%s", (self.slot,)).fetchall()
+        found = self.admin.execute(
+            f"SELECT {what} FROM pg_replication_slots WHERE slot_name=%s", (self.slot,)
+        ).fetchall()
         return found[0][0] if found else None
 
     def when(self, holds: Callable[[], object], what: str) -> None:
@@ -123,13 +133,21 @@ class Rig:
         self.db.close()
         if self.admin.closed:
             self.admin = psycopg.connect(self.server, autocommit=True)
-        self.admin.execute("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE database=%s AND active", (self.database,))
+        self.admin.execute(
+            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE database=%s AND active",
+            (self.database,),
+        )
         for _ in range(1200):  # a reader's end is noticed when the server comes to it
             with contextlib.suppress(psycopg.errors.ObjectInUse):
-                self.admin.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s", (self.database,))
+                self.admin.execute(
+                    "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s",
+                    (self.database,),
+                )
                 break
             time.sleep(0.05)
-        self.admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(self.database)))
+        self.admin.execute(
+            sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(self.database))
+        )
         self.admin.close()
 
 

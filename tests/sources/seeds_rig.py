@@ -33,10 +33,14 @@ def spec_of(url: str, **said: Any) -> SourceSpec:
 
 
 def context(base: Path, clock: Clock) -> SourceContext:
-    return SourceContext(config.load({}, {}, base).config, clock, random.Random(1), cast(Web, None), base)
+    return SourceContext(
+        config.load({}, {}, base).config, clock, random.Random(1), cast(Web, None), base
+    )
 
 
-async def read(source: Source, cursor: bytes | None = None, *, most: int = 10**9) -> tuple[list[Finding], bytes | None]:
+async def read(
+    source: Source, cursor: bytes | None = None, *, most: int = 10**9
+) -> tuple[list[Finding], bytes | None]:
     """One round, or as many accepted batches with findings of it, and the position behind them."""
     batches = source.read(cursor)
     found: list[Finding] = []

@@ -21,7 +21,18 @@ from penstock.testing.web import Reply, Request, Web, json_reply, reply, tagged
 def shape(**more: Any) -> Shape:
     pipeline = Pipeline("test")
     pipeline.source("api+https://shop.test/")
-    return Shape(pipeline.sources[0], **{"format": None, "items": "@", "key": None, "ignore": [], "next": None, "delimiter": None, **more})
+    return Shape(
+        pipeline.sources[0],
+        **{
+            "format": None,
+            "items": "@",
+            "key": None,
+            "ignore": [],
+            "next": None,
+            "delimiter": None,
+            **more,
+        },
+    )
 
 
 # -- a page ------------------------------------------------------------------------------------------------------------------
@@ -32,7 +43,11 @@ def shape(**more: Any) -> Shape:
     [
         ('[{"id": 1, "url": "/p/1"}]', "application/json", {}),
         ('\ufeff{"data": {"items": [{"id": 1, "url": "/p/1"}]}}', None, {"items": "data.items"}),
-        ('{"data": [{"node": {"id": 1, "url": "/p/1"}}]}', "application/vnd.api+json", {"items": "data[].node", "key": "id"}),
+        (
+            '{"data": [{"node": {"id": 1, "url": "/p/1"}}]}',
+            "application/vnd.api+json",
+            {"items": "data[].node", "key": "id"},
+        ),
     ],
 )
 def test_items_are_found_by_expression(body: str, kind: str | None, more: dict[str, Any]) -> None:
@@ -54,8 +69,12 @@ def test_csv_gives_a_row_by_its_header(body: str, kind: str | None, more: dict[s
 
 def test_what_is_ignored_and_the_order_of_fields_are_no_change() -> None:
     made = shape(ignore=["views", "meta.at", "offers.seen"])
-    one = made.page(b'[{"id":1,"views":1,"meta":{"at":1,"x":1},"offers":[{"seen":1,"p":2}]}]', None).items[0]
-    two = made.page(b'[{"offers":[{"p":2,"seen":9}],"meta":{"x":1},"id":1,"views":77}]', None).items[0]
+    one = made.page(
+        b'[{"id":1,"views":1,"meta":{"at":1,"x":1},"offers":[{"seen":1,"p":2}]}]', None
+    ).items[0]
+    two = made.page(
+        b'[{"offers":[{"p":2,"seen":9}],"meta":{"x":1},"id":1,"views":77}]', None
+    ).items[0]
     assert one.hash == two.hash != made.page(b'[{"id":1,"meta":{"x":2}}]', None).items[0].hash
 
 
@@ -63,7 +82,10 @@ def test_a_key_may_be_anything_but_nothing() -> None:
     keys = [i.key for i in shape(key="[a, b]").page(b'[{"a":1,"b":"x"}]', None).items]
     assert keys == ['[1,"x"]']
     assert shape(key="a.b").page(b'[{"a":{}}]', None).items[0].refused == "its key is empty"
-    assert shape().page(b'[{"price":1}]', None).items[0].key == shape().page(b'[{"price":1}]', None).items[0].hash
+    assert (
+        shape().page(b'[{"price":1}]', None).items[0].key
+        == shape().page(b'[{"price":1}]', None).items[0].hash
+    )
     assert shape().page(b'["/p/1"]', None).items[0].payload == {"url": "/p/1"}
 
 
@@ -93,9 +115,14 @@ def test_a_page_without_a_list_says_where_one_is() -> None:
     st.sampled_from([None, "a.b", "length(@)", "join(',', @)"]),
 )
 @settings(max_examples=400, deadline=None)
-def test_any_bytes_are_a_page_or_an_api_error(body: bytes, format: str | None, key: str | None) -> None:
+def test_any_bytes_are_a_page_or_an_api_error(
+    body: bytes, format: str | None, key: str | None
+) -> None:
     try:
-        assert all(item.key for item in shape(format=format, key=key, ignore=["a.b"]).page(body, None).items)
+        assert all(
+            item.key
+            for item in shape(format=format, key=key, ignore=["a.b"]).page(body, None).items
+        )
     except ApiError:
         pass
 
@@ -126,10 +153,21 @@ class Shop:
             return reply("", "text/plain", 404)
         self.asked.append(request)
         p = request.params
-        at = int(p.get("offset", 0)) or (int(p.get("page", 1)) - 1) * 2 or int(p.get("after", "c0")[1:])
+        at = (
+            int(p.get("offset", 0))
+            or (int(p.get("page", 1)) - 1) * 2
+            or int(p.get("after", "c0")[1:])
+        )
         more = at + 2 < len(self.items)
-        body = {"items": self.items[at : at + 2], "next": f"/api?offset={at + 2}" if more else None, "meta": {"after": f"c{at + 2}" if more else ""}}
-        return tagged(request, json_reply(body, **({"link": f'</api?offset={at + 2}>; rel="next"'} if more else {})))
+        body = {
+            "items": self.items[at : at + 2],
+            "next": f"/api?offset={at + 2}" if more else None,
+            "meta": {"after": f"c{at + 2}" if more else ""},
+        }
+        return tagged(
+            request,
+            json_reply(body, **({"link": f'</api?offset={at + 2}>; rel="next"'} if more else {})),
+        )
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -140,10 +178,15 @@ ITEMS = {"items": "items", "key": "sku", "map": {"url": "link"}}
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_every_way_to_the_next_page_reads_all_of_them_once(way: dict[str, Any], tmp_path: Path) -> None:
+def test_every_way_to_the_next_page_reads_all_of_them_once(
+    way: dict[str, Any], tmp_path: Path
+) -> None:
     async def work() -> None:
         shop = Shop(7)
-        async with Web(shop) as web, looking(web, "api+http://{}/api?lang=en", tmp_path, **ITEMS, **way) as it:
+        async with (
+            Web(shop) as web,
+            looking(web, "api+http://{}/api?lang=en", tmp_path, **ITEMS, **way) as it,
+        ):
             first = await it.round()
             assert [f.cause for f in first] == [f"s{n}" for n in range(7)]
             assert it.urls(first) == [web.url(f"/p/{n}") for n in range(7)]
@@ -160,13 +203,19 @@ def test_every_way_to_the_next_page_reads_all_of_them_once(way: dict[str, Any], 
     run(work())
 
 
-def test_one_page_with_an_etag_is_not_sent_twice_and_ids_come_from_key_and_content(tmp_path: Path) -> None:
+def test_one_page_with_an_etag_is_not_sent_twice_and_ids_come_from_key_and_content(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         shop = Shop(2)
         async with Web(shop) as web, looking(web, "api+http://{}/api", tmp_path, **ITEMS) as it:
             first = await it.round()
-            made = shape(items="items", key="sku").page(json.dumps({"items": shop.items}).encode(), None)
-            assert [f.id for f in first] == [mint("api", web.url("/api"), i.key, i.hash) for i in made.items]
+            made = shape(items="items", key="sku").page(
+                json.dumps({"items": shop.items}).encode(), None
+            )
+            assert [f.id for f in first] == [
+                mint("api", web.url("/api"), i.key, i.hash) for i in made.items
+            ]
             assert await it.round() == []
             assert "if-none-match" in shop.asked[-1].headers
 
@@ -186,7 +235,9 @@ def test_a_look_that_was_cut_off_is_repeated_with_the_same_ids(tmp_path: Path) -
     run(work())
 
 
-def test_secrets_go_to_the_endpoint_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_go_to_the_endpoint_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHOP_TOKEN", "hush-hush\n")
 
     async def work() -> None:
@@ -202,13 +253,22 @@ def test_secrets_go_to_the_endpoint_and_nowhere_else(tmp_path: Path, monkeypatch
 
             def first(request: Request) -> Reply:
                 seen.append(request.headers.get("authorization"))
-                return json_reply({"items": [{"sku": "a"}], "next": f"http://127.0.0.1:{port}/next"})
+                return json_reply(
+                    {"items": [{"sku": "a"}], "next": f"http://127.0.0.1:{port}/next"}
+                )
 
             web.route("/api", first)
             web.route("/moved", Reply(302, {"location": f"http://127.0.0.1:{port}/redirected"}))
             headers = {"Authorization": "Bearer env:SHOP_TOKEN", "X-Team": "prices"}
             for path in ("/api", "/moved"):
-                async with looking(web, "api+http://{}" + path, tmp_path, items="items", next="next", headers=headers) as it:
+                async with looking(
+                    web,
+                    "api+http://{}" + path,
+                    tmp_path,
+                    items="items",
+                    next="next",
+                    headers=headers,
+                ) as it:
                     assert "b" in [f.cause for f in await it.round()]
             assert seen == ["Bearer hush-hush"]
             asked = [r for r in elsewhere if r.path != "/robots.txt"]
@@ -230,12 +290,18 @@ def test_a_next_page_that_leads_back_and_one_that_never_ends_both_end(tmp_path: 
             web.route("/loop", json_reply({"items": [{"id": 1}], "next": "/loop"}))
             web.route("/endless", endless)
             web.route("/more*", endless)
-            async with looking(web, "api+http://{}/loop", tmp_path, items="items", next="next") as it:
+            async with looking(
+                web, "api+http://{}/loop", tmp_path, items="items", next="next"
+            ) as it:
                 assert len(await it.round()) == 1
-            async with looking(web, "api+http://{}/endless", tmp_path, items="items", next="next", max_pages=5) as it:
+            async with looking(
+                web, "api+http://{}/endless", tmp_path, items="items", next="next", max_pages=5
+            ) as it:
                 assert len(await it.round()) == 5
             counted.clear()
-            async with looking(web, "api+http://{}/endless", tmp_path, items="items", next="next", max_items=3) as it:
+            async with looking(
+                web, "api+http://{}/endless", tmp_path, items="items", next="next", max_items=3
+            ) as it:
                 assert len(await it.round()) == 3
 
     run(work())
@@ -252,14 +318,23 @@ def test_two_items_with_one_key_do_not_take_turns_for_ever(tmp_path: Path) -> No
     run(work())
 
 
-@pytest.mark.parametrize("broken", [b"<html>busy</html>", b"[" * 100_000, b'{"items": 7}', b"[" + b" " * (51 << 20), 500])
-def test_an_endpoint_that_breaks_is_said_and_the_source_goes_on_where_it_was(broken: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "broken", [b"<html>busy</html>", b"[" * 100_000, b'{"items": 7}', b"[" + b" " * (51 << 20), 500]
+)
+def test_an_endpoint_that_breaks_is_said_and_the_source_goes_on_where_it_was(
+    broken: Any, tmp_path: Path
+) -> None:
     async def work() -> None:
         shop = Shop(2)
         async with Web() as web, looking(web, "api+http://{}/api", tmp_path, **ITEMS) as it:
             web.route("/api", shop)
             await it.round()
-            web.route("/api", reply(broken, "application/json") if isinstance(broken, bytes) else reply("", status=broken))
+            web.route(
+                "/api",
+                reply(broken, "application/json")
+                if isinstance(broken, bytes)
+                else reply("", status=broken),
+            )
             with pytest.raises((SourceDown, Failure)):
                 await it.round()
             web.route("/api", shop)
@@ -269,11 +344,16 @@ def test_an_endpoint_that_breaks_is_said_and_the_source_goes_on_where_it_was(bro
     run(work())
 
 
-def test_an_item_without_a_key_is_refused_once_and_the_first_look_may_be_silent(tmp_path: Path) -> None:
+def test_an_item_without_a_key_is_refused_once_and_the_first_look_may_be_silent(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         async with Web() as web:
             web.route("/api", json_reply([{"id": "", "v": 1}, {"id": 2}]))
-            async with looking(web, "api+http://{}/api", tmp_path, key="id") as it, looking(web, "api+http://{}/api", tmp_path, first="none") as quiet:
+            async with (
+                looking(web, "api+http://{}/api", tmp_path, key="id") as it,
+                looking(web, "api+http://{}/api", tmp_path, first="none") as quiet,
+            ):
                 assert [f.refused for f in await it.round()] == ["its key is empty", ""]
                 assert await it.round() == await quiet.round() == []
                 web.route("/api", json_reply([{"id": 3}]))
@@ -289,7 +369,9 @@ def test_an_item_without_a_key_is_refused_once_and_the_first_look_may_be_silent(
         {"headers": {"Authorization": "env:NO_SUCH_VARIABLE"}}, {"headers": {"a b": "c"}}, {"headers": {"a": "b\nc"}}, {"delimiter": "ab"}, {"limit": 5},
     ],
 )  # fmt: skip
-def test_a_slip_in_the_declaration_is_an_error_with_a_hint(more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_slip_in_the_declaration_is_an_error_with_a_hint(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     async def work() -> None:
         async with looking(Web(), "api+https://shop.test/", tmp_path, **more):
             pass

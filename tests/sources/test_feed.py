@@ -27,7 +27,10 @@ def rss(items: str, head: str = "") -> str:
 
 
 def item(n: int, **more: str) -> str:
-    inner = "".join(f"<{name}>{text}</{name}>" for name, text in {"guid": f"g{n}", "link": f"/p/{n}", "title": f"No {n}", **more}.items())
+    inner = "".join(
+        f"<{name}>{text}</{name}>"
+        for name, text in {"guid": f"g{n}", "link": f"/p/{n}", "title": f"No {n}", **more}.items()
+    )
     return f"<item>{inner}</item>"
 
 
@@ -35,9 +38,15 @@ def item(n: int, **more: str) -> str:
 
 FORMATS = {
     "rss 0.91": '<rss version="0.91"><channel><item><title>T</title><link>http://shop.test/1</link></item></channel></rss>',
-    "rss 2.0": rss('<item><guid isPermaLink="false">1</guid><title>T</title><link>http://shop.test/1</link></item>'),
-    "rss 2.0, the guid is the link": rss("<item><guid>http://shop.test/1</guid><title>T</title></item>"),
-    "rss 2.0, atom:link": rss('<item xmlns:a="http://www.w3.org/2005/Atom"><title>T</title><a:link href="http://shop.test/1"/></item>'),
+    "rss 2.0": rss(
+        '<item><guid isPermaLink="false">1</guid><title>T</title><link>http://shop.test/1</link></item>'
+    ),
+    "rss 2.0, the guid is the link": rss(
+        "<item><guid>http://shop.test/1</guid><title>T</title></item>"
+    ),
+    "rss 2.0, atom:link": rss(
+        '<item xmlns:a="http://www.w3.org/2005/Atom"><title>T</title><a:link href="http://shop.test/1"/></item>'
+    ),
     "rss 0.90": (
         '<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#" xmlns="http://my.netscape.com/rdf/simple/0.9/"><channel><title>x</title></channel>'
         "<item><title>T</title><link>http://shop.test/1</link></item></rdf:RDF>"
@@ -46,7 +55,9 @@ FORMATS = {
         '<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#" xmlns="http://purl.org/rss/1.0/"><channel><title>x</title></channel>'
         '<item rdf:about="http://shop.test/1"><title>T</title></item></rdf:RDF>'
     ),
-    "atom 1.0": ATOM.format('<entry><id>1</id><title>T</title><link rel="self" href="x"/><link href="../1"/></entry>'),
+    "atom 1.0": ATOM.format(
+        '<entry><id>1</id><title>T</title><link rel="self" href="x"/><link href="../1"/></entry>'
+    ),
     "atom 1.0, prefixed": '<a:feed xmlns:a="http://www.w3.org/2005/Atom"><a:entry><a:title>T</a:title><a:link href="http://shop.test/1"/></a:entry></a:feed>',
     "atom 0.3": '<feed version="0.3" xmlns="http://purl.org/atom/ns#"><entry><title>T</title><link rel="alternate" href="http://shop.test/1"/></entry></feed>',
     "json feed 1.0": '{"version":"https://jsonfeed.org/version/1","items":[{"id":"1","title":"T","url":"http://shop.test/1"}]}',
@@ -81,11 +92,27 @@ def test_an_ill_formed_feed_is_read_as_far_as_it_makes_sense(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "iso-8859-1", "windows-1252", "koi8-r", "shift_jis", "gbk"]
+    "encoding",
+    [
+        "utf-8",
+        "utf-8-sig",
+        "utf-16",
+        "utf-16-le",
+        "utf-16-be",
+        "utf-32",
+        "iso-8859-1",
+        "windows-1252",
+        "koi8-r",
+        "shift_jis",
+        "gbk",
+    ],
 )
 def test_a_feed_is_read_in_the_encoding_it_is_in(encoding: str) -> None:
     word = {"koi8-r": "цена", "shift_jis": "価格です", "gbk": "价格"}.get(encoding, "café")
-    text = f'<?xml version="1.0" encoding="{encoding.removesuffix("-sig")}"?>' + rss(item(1, title=word)).partition("?>")[2]
+    text = (
+        f'<?xml version="1.0" encoding="{encoding.removesuffix("-sig")}"?>'
+        + rss(item(1, title=word)).partition("?>")[2]
+    )
     assert parse(text.encode(encoding), RSS)[0].title == word
 
 
@@ -100,8 +127,14 @@ def test_a_feed_is_read_in_the_encoding_it_is_in(encoding: str) -> None:
     ],
 )
 def test_a_wrong_encoding_is_noticed(declared: str | None, header: str | None, real: str) -> None:
-    text = f'<?xml version="1.0"{f" encoding={chr(34)}{declared}{chr(34)}" if declared else ""}?>' + rss(item(1, title="café")).partition("?>")[2]
-    assert parse(text.encode(real), f"text/xml; charset={header}" if header else None)[0].title == "café"
+    text = (
+        f'<?xml version="1.0"{f" encoding={chr(34)}{declared}{chr(34)}" if declared else ""}?>'
+        + rss(item(1, title="café")).partition("?>")[2]
+    )
+    assert (
+        parse(text.encode(real), f"text/xml; charset={header}" if header else None)[0].title
+        == "café"
+    )
 
 
 BOMB = (
@@ -115,10 +148,16 @@ NO_FEED = {
     "HTML 5": (b"<!doctype html><html><body>404</body></html>", "is an HTML page"),
     "HTML": (b"<html><head></head><body><p>busy<br></body></html>", "is an HTML page"),
     "XHTML": (b'<html xmlns="http://www.w3.org/1999/xhtml"><body/></html>', "is an HTML page"),
-    "a sitemap": (b'<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9"><url><loc>http://a.test/</loc></url></urlset>', "neither RSS nor Atom"),
+    "a sitemap": (
+        b'<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9"><url><loc>http://a.test/</loc></url></urlset>',
+        "neither RSS nor Atom",
+    ),
     "JSON": (b'{"items": []}', "no JSON Feed"),
     "deep JSON": (b"[" * 1_000_000, "is no JSON"),
-    "an external DTD": (b'<!DOCTYPE rss SYSTEM "file:///etc/passwd">' + rss(item(1)).partition("?>")[2].encode(), "DTD"),
+    "an external DTD": (
+        b'<!DOCTYPE rss SYSTEM "file:///etc/passwd">' + rss(item(1)).partition("?>")[2].encode(),
+        "DTD",
+    ),
     "an entity without a DTD": (b"<rss><!ENTITY a 'b'><channel/></rss>", "DTD"),
     "deep nesting": (b"<rss><channel>" + b"<a>" * 100_000, "nested too deeply"),
     "50 MB": (b"<rss><channel>" + b" " * 50_000_000, "bytes, of at most"),
@@ -131,9 +170,18 @@ NO_FEED = {
         b"<?x <!-- ?><!DOCTYPE rss [<!ENTITY a 'b'>]><!-- --><rss><channel><item><title>&a;</title></item></channel></rss>",
         "DTD",
     ),
-    "a bomb with a NUL in the word": (BOMB.format("utf-8").replace("DOCTYPE", "DOC\0TYPE").encode(), "DTD"),
-    **{f"a bomb in {e}": (BOMB.format(e).encode(e), "DTD") for e in ("utf-16", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-7")},
-    "a bomb in utf-7 with its angles hidden": (BOMB.format("utf-7").replace("<", "+ADw-").encode(), "is no XML"),
+    "a bomb with a NUL in the word": (
+        BOMB.format("utf-8").replace("DOCTYPE", "DOC\0TYPE").encode(),
+        "DTD",
+    ),
+    **{
+        f"a bomb in {e}": (BOMB.format(e).encode(e), "DTD")
+        for e in ("utf-16", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-7")
+    },
+    "a bomb in utf-7 with its angles hidden": (
+        BOMB.format("utf-7").replace("<", "+ADw-").encode(),
+        "is no XML",
+    ),
     "a bomb in EBCDIC": (BOMB.format("cp037").encode("cp037"), "is no XML"),
 }
 
@@ -145,7 +193,12 @@ def test_what_is_no_feed_is_refused_with_its_reason(body: bytes, reason: str) ->
 
 
 def test_words_about_a_doctype_are_words() -> None:
-    (entry,) = parse(rss(item(1, title="<![CDATA[How to write <!DOCTYPE html>]]>") + "<!-- <!ENTITY -->").encode(), RSS)
+    (entry,) = parse(
+        rss(
+            item(1, title="<![CDATA[How to write <!DOCTYPE html>]]>") + "<!-- <!ENTITY -->"
+        ).encode(),
+        RSS,
+    )
     assert entry.title == "How to write <!DOCTYPE html>"
 
 
@@ -159,19 +212,31 @@ def test_words_about_a_doctype_are_words() -> None:
         ("2020-13-45", None), ("x" * 1000, None), ("9" * 60, None),
     ],
 )  # fmt: skip
-def test_a_date_is_read_or_it_is_none_and_never_guessed_from_today(text: str | None, expected: float | None) -> None:
+def test_a_date_is_read_or_it_is_none_and_never_guessed_from_today(
+    text: str | None, expected: float | None
+) -> None:
     assert when(text) == pytest.approx(expected) if expected is not None else when(text) is None
 
 
 def test_entries_without_an_id_are_known_by_link_or_content_and_shared_ids_are_told_apart() -> None:
-    found = parse(rss("<item><link>/a</link></item><item><title>only words</title></item>").encode(), RSS)
+    found = parse(
+        rss("<item><link>/a</link></item><item><title>only words</title></item>").encode(), RSS
+    )
     assert found[0].id == "/a"
     assert found[1].id.startswith("content:")
-    same = parse(rss("".join(f"<item><guid>1</guid><link>/{n}</link></item>" for n in (1, 2, 2))).encode(), RSS)
+    same = parse(
+        rss("".join(f"<item><guid>1</guid><link>/{n}</link></item>" for n in (1, 2, 2))).encode(),
+        RSS,
+    )
     assert len({e.id for e in same}) == len(same) == 2
 
 
-@given(st.binary(max_size=300), st.sampled_from([None, RSS, "text/xml; charset=utf-7", "application/json", "text/html; charset=\xff"]))
+@given(
+    st.binary(max_size=300),
+    st.sampled_from(
+        [None, RSS, "text/xml; charset=utf-7", "application/json", "text/html; charset=\xff"]
+    ),
+)
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_are_a_feed_or_a_feed_error(body: bytes, kind: str | None) -> None:
     try:
@@ -181,13 +246,31 @@ def test_any_bytes_are_a_feed_or_a_feed_error(body: bytes, kind: str | None) -> 
 
 
 PIECES = [
-    t.encode() for t in (*FORMATS.values(), *ILL.values(), "<![CDATA[", "]]>", "<!--", "<!DOCTYPE", "&#0;", "&#x110000;", "xml:base='http://['", "<item>", "\0")
+    t.encode()
+    for t in (
+        *FORMATS.values(),
+        *ILL.values(),
+        "<![CDATA[",
+        "]]>",
+        "<!--",
+        "<!DOCTYPE",
+        "&#0;",
+        "&#x110000;",
+        "xml:base='http://['",
+        "<item>",
+        "\0",
+    )
 ]
 
 
-@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=4), st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3)), max_size=6))
+@given(
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3)), max_size=6),
+)
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_mutilated_feed_is_a_feed_or_a_feed_error(pieces: list[bytes], edits: list[tuple[int, bytes]]) -> None:
+def test_a_mutilated_feed_is_a_feed_or_a_feed_error(
+    pieces: list[bytes], edits: list[tuple[int, bytes]]
+) -> None:
     body = bytearray(b"".join(pieces))
     for at, new in edits:
         body[at % len(body) : at % len(body) + 2] = new or b"<"
@@ -217,7 +300,9 @@ def test_a_feed_says_when_to_look_again() -> None:
         (Hints(0, (0, 1)), 60, 7200), (Hints(0, (), (2,)), 60, 86400), (Hints(0, tuple(range(24))), 60, 60),
     ],
 )  # fmt: skip
-def test_hints_bound_the_wait_from_below_and_never_silence_a_feed(hints: Hints, every: float, wait: float) -> None:
+def test_hints_bound_the_wait_from_below_and_never_silence_a_feed(
+    hints: Hints, every: float, wait: float
+) -> None:
     assert hints.next_look(MOON, every) == MOON + wait  # a Wednesday, midnight
 
 
@@ -233,7 +318,10 @@ class Paper:
 
     def __call__(self, request: Request) -> Any:
         self.asked.append(dict(request.headers))
-        return tagged(request, reply(self.body if self.body is not None else rss("".join(self.items), self.head), RSS))
+        return tagged(
+            request,
+            reply(self.body if self.body is not None else rss("".join(self.items), self.head), RSS),
+        )
 
 
 def serving(paper: Any) -> Web:
@@ -242,7 +330,9 @@ def serving(paper: Any) -> Web:
     return web
 
 
-def test_each_new_or_updated_entry_is_one_finding_and_an_unchanged_feed_is_not_read(tmp_path: Path) -> None:
+def test_each_new_or_updated_entry_is_one_finding_and_an_unchanged_feed_is_not_read(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         paper = Paper(item(2), item(1))
         async with serving(paper) as web, looking(web, "feed+http://{}/feed.xml", tmp_path) as it:
@@ -257,7 +347,9 @@ def test_each_new_or_updated_entry_is_one_finding_and_an_unchanged_feed_is_not_r
             paper.items = [item(3), item(2), item(1)]  # and back again
             (back,) = await it.round()
             assert back.id not in {f.id for f in first}
-            assert back.id == mint("feed", web.url("/feed.xml"), "g2", parse(rss(item(2)).encode(), RSS)[0].hash, "1")
+            assert back.id == mint(
+                "feed", web.url("/feed.xml"), "g2", parse(rss(item(2)).encode(), RSS)[0].hash, "1"
+            )
             paper.items = [item(4)]
             assert [f.cause for f in await it.round()] == ["g4"]
             paper.items = [item(4), item(1)]
@@ -269,7 +361,10 @@ def test_each_new_or_updated_entry_is_one_finding_and_an_unchanged_feed_is_not_r
 
 def test_a_round_that_was_cut_off_is_read_again_with_the_same_ids(tmp_path: Path) -> None:
     async def work() -> None:
-        async with serving(Paper(*(item(n) for n in range(2500)))) as web, looking(web, "feed+http://{}/feed.xml", tmp_path) as it:
+        async with (
+            serving(Paper(*(item(n) for n in range(2500)))) as web,
+            looking(web, "feed+http://{}/feed.xml", tmp_path) as it,
+        ):
             cut = await it.round(killed_after=1)
             whole = await it.round()
             assert [f.id for f in cut] == [f.id for f in whole][:2000]
@@ -286,7 +381,10 @@ def test_an_entry_with_a_date_of_change_is_known_by_it(tmp_path: Path) -> None:
         paper.body = ATOM.format(entry.format("a", 1)).encode()
         async with serving(paper) as web, looking(web, "feed+http://{}/feed.xml", tmp_path) as it:
             (first,) = await it.round()
-            assert (first.at, first.id) == (MOON, mint("feed", web.url("/feed.xml"), "1", f"{MOON:.3f}"))
+            assert (first.at, first.id) == (
+                MOON,
+                mint("feed", web.url("/feed.xml"), "1", f"{MOON:.3f}"),
+            )
             paper.body = ATOM.format(entry.format("words", 1)).encode()
             assert await it.round() == []
             paper.body = ATOM.format(entry.format("words", 2)).encode()
@@ -295,11 +393,21 @@ def test_an_entry_with_a_date_of_change_is_known_by_it(tmp_path: Path) -> None:
     run(work())
 
 
-@pytest.mark.parametrize(("first", "causes"), [("all", ["g1", "g2"]), ("latest", ["g2"]), ("none", [])])
-def test_the_first_look_tells_what_was_asked_for_and_later_ones_everything_new(first: str, causes: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "causes"), [("all", ["g1", "g2"]), ("latest", ["g2"]), ("none", [])]
+)
+def test_the_first_look_tells_what_was_asked_for_and_later_ones_everything_new(
+    first: str, causes: list[str], tmp_path: Path
+) -> None:
     async def work() -> None:
-        paper = Paper(item(2, pubDate="Thu, 02 Jan 2020 00:00:00 GMT"), item(1, pubDate="Wed, 01 Jan 2020 00:00:00 GMT"))
-        async with serving(paper) as web, looking(web, "feed+http://{}/feed.xml", tmp_path, first=first) as it:
+        paper = Paper(
+            item(2, pubDate="Thu, 02 Jan 2020 00:00:00 GMT"),
+            item(1, pubDate="Wed, 01 Jan 2020 00:00:00 GMT"),
+        )
+        async with (
+            serving(paper) as web,
+            looking(web, "feed+http://{}/feed.xml", tmp_path, first=first) as it,
+        ):
             assert [f.cause for f in await it.round()] == causes
             paper.items.insert(0, item(3))
             assert [f.cause for f in await it.round()] == ["g3"]
@@ -320,9 +428,13 @@ def test_a_feed_that_asks_for_patience_gets_it_across_restarts(tmp_path: Path) -
                 assert await again.round() == []
                 assert len(paper.asked) == 1
                 paper.items.insert(0, item(2))
-                assert [f.cause for f in await again.source.preview(cursor, 9)] == ["g2"]  # a person asked
+                assert [f.cause for f in await again.source.preview(cursor, 9)] == [
+                    "g2"
+                ]  # a person asked
                 del paper.items[0]
-            async with looking(web, "feed+http://{}/feed.xml", tmp_path, every="1s", hints=False) as impatient:
+            async with looking(
+                web, "feed+http://{}/feed.xml", tmp_path, every="1s", hints=False
+            ) as impatient:
                 impatient.cursor = cursor
                 await impatient.round()
                 assert len(paper.asked) == 3
@@ -330,8 +442,18 @@ def test_a_feed_that_asks_for_patience_gets_it_across_restarts(tmp_path: Path) -
     run(work())
 
 
-@pytest.mark.parametrize("body", [b"<html>busy</html>", BOMB.format("utf-16").encode("utf-16"), b"<rss>" + b" " * (17 << 20), b""])
-def test_a_feed_that_breaks_is_said_and_the_source_goes_on_where_it_was(body: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>busy</html>",
+        BOMB.format("utf-16").encode("utf-16"),
+        b"<rss>" + b" " * (17 << 20),
+        b"",
+    ],
+)
+def test_a_feed_that_breaks_is_said_and_the_source_goes_on_where_it_was(
+    body: bytes, tmp_path: Path
+) -> None:
     async def work() -> None:
         paper = Paper(item(1))
         async with serving(paper) as web, looking(web, "feed+http://{}/feed.xml", tmp_path) as it:
@@ -361,9 +483,17 @@ def test_now_is_a_position_and_yesterday_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("url", "more"),
-    [("feed+ftp://x/", {}), ("feed:https://x/", {}), ("feed+http://u:p@x/", {}), ("feed+http://x/", {"first": "some"}), ("feed+http://x/", {"frist": "all"})],
+    [
+        ("feed+ftp://x/", {}),
+        ("feed:https://x/", {}),
+        ("feed+http://u:p@x/", {}),
+        ("feed+http://x/", {"first": "some"}),
+        ("feed+http://x/", {"frist": "all"}),
+    ],
 )
-def test_a_slip_in_the_declaration_is_an_error_with_a_hint(url: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_slip_in_the_declaration_is_an_error_with_a_hint(
+    url: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     async def work() -> None:
         async with looking(Web(), url, tmp_path, **more):
             pass

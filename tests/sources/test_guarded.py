@@ -38,7 +38,9 @@ def index(child: str) -> bytes:
     ],
 )
 @pytest.mark.parametrize("may", [False, True], ids=["forbidden", "allowed"])
-def test_what_the_guard_forbids_is_not_asked_and_what_it_allows_is(source: str, options: dict[str, Any], may: bool, tmp_path: Path) -> None:
+def test_what_the_guard_forbids_is_not_asked_and_what_it_allows_is(
+    source: str, options: dict[str, Any], may: bool, tmp_path: Path
+) -> None:
     async def work() -> None:
         asked: list[str] = []
 
@@ -46,7 +48,9 @@ def test_what_the_guard_forbids_is_not_asked_and_what_it_allows_is(source: str, 
             asked.append(request.path)
             if request.path == "/robots.txt":
                 return reply("", status=404)
-            return reply(FEED if "feed" in request.path else SITEMAP if "sitemap" in request.path else b"[]")
+            return reply(
+                FEED if "feed" in request.path else SITEMAP if "sitemap" in request.path else b"[]"
+            )
 
         async with Web() as web:
             port = await web.listen(handler=inside)
@@ -54,16 +58,34 @@ def test_what_the_guard_forbids_is_not_asked_and_what_it_allows_is(source: str, 
             def outside(request: Request) -> Reply:
                 there = f"http://127.0.0.1:{port}"
                 if request.path.startswith("/redirect"):
-                    return reply("", status=302, location=there + request.path.removeprefix("/redirect"))
+                    return reply(
+                        "", status=302, location=there + request.path.removeprefix("/redirect")
+                    )
                 if request.path == "/robots.txt":
-                    return reply(f"Sitemap: {there}/sitemap.xml\n") if source.endswith("OUTSIDE/") else reply("", status=404)
-                return reply(index(there + "/sitemap.xml")) if request.path == "/index.xml" else json_reply({"items": [], "next": there + "/api"})
+                    return (
+                        reply(f"Sitemap: {there}/sitemap.xml\n")
+                        if source.endswith("OUTSIDE/")
+                        else reply("", status=404)
+                    )
+                return (
+                    reply(index(there + "/sitemap.xml"))
+                    if request.path == "/index.xml"
+                    else json_reply({"items": [], "next": there + "/api"})
+                )
 
             web.route("/*", outside)
             pipeline = Pipeline("test")
-            pipeline.source(source.replace("INSIDE", f"127.0.0.1:{port}").replace("OUTSIDE", f"127.0.0.1:{web.port}"), name="it", **options)
+            pipeline.source(
+                source.replace("INSIDE", f"127.0.0.1:{port}").replace(
+                    "OUTSIDE", f"127.0.0.1:{web.port}"
+                ),
+                name="it",
+                **options,
+            )
             allowed = f"127.0.0.1:{web.port}" + (f",127.0.0.1:{port}" if may else "")
-            settings = config.load({}, {"PENSTOCK_NET_ALLOW": allowed, "PENSTOCK_PACE_RATE": "unlimited"}, tmp_path).config
+            settings = config.load(
+                {}, {"PENSTOCK_NET_ALLOW": allowed, "PENSTOCK_PACE_RATE": "unlimited"}, tmp_path
+            ).config
             async with source_to_look_at(settings, pipeline.sources[0]) as (it, _):
                 try:
                     async for _ in it.read(None):

@@ -41,22 +41,42 @@ STRANGE: list[tuple[str, dict[str, Any]]] = [
 
 async def strange_findings_are_letters(stores: Stores) -> None:
     """Their payloads are as a hook may leave them: no source makes such."""
-    findings = [Finding(id=f"{n:032}", url=url, payload=payload, cause="\ud800\0") for n, (url, payload) in enumerate(STRANGE)]
-    findings.insert(3, Finding(id="f" * 32, url="https://shop.test/good", payload={"x": 1}, cause="a\ud800\0"))
-    intake = Intake(stores.books, Mapping(spec_of("seeds:list", name="list")), SystemClock(), source="list")
+    findings = [
+        Finding(id=f"{n:032}", url=url, payload=payload, cause="\ud800\0")
+        for n, (url, payload) in enumerate(STRANGE)
+    ]
+    findings.insert(
+        3, Finding(id="f" * 32, url="https://shop.test/good", payload={"x": 1}, cause="a\ud800\0")
+    )
+    intake = Intake(
+        stores.books, Mapping(spec_of("seeds:list", name="list")), SystemClock(), source="list"
+    )
     for _ in range(2):
         taken = await intake.take(Batch(findings=findings, cursor=b"1"))
         assert len(taken.refused) == len(STRANGE)
         assert [e.url for e in taken.events] == ["https://shop.test/good"]
     assert taken.answers == [Accepted.KNOWN]
-    letters = stores.db.read_now(lambda tx: [(reason, json.loads(bytes(envelope))) for reason, envelope in tx.execute("SELECT reason, envelope FROM dead")])
+    letters = stores.db.read_now(
+        lambda tx: [
+            (reason, json.loads(bytes(envelope)))
+            for reason, envelope in tx.execute("SELECT reason, envelope FROM dead")
+        ]
+    )
     assert len(letters) == len(STRANGE), "once, however often they are read"
-    assert all(reason and document["source"] == "list" and document["id"] for reason, document in letters)
+    assert all(
+        reason and document["source"] == "list" and document["id"] for reason, document in letters
+    )
 
 
 def opened(directory: Path, url: str = "") -> Stores:
     places = {"ledger.url": url, "broker.url": url} if url else {}
-    return open_stores(config.load({"state.dir": str(directory), **places}, {"PENSTOCK_NAMESPACE": f"t{uuid.uuid4().hex[:8]}"}, directory).config)
+    return open_stores(
+        config.load(
+            {"state.dir": str(directory), **places},
+            {"PENSTOCK_NAMESPACE": f"t{uuid.uuid4().hex[:8]}"},
+            directory,
+        ).config
+    )
 
 
 async def test_what_cannot_be_stored_as_it_is_is_a_letter_all_the_same(tmp_path: Path) -> None:
@@ -68,11 +88,15 @@ async def test_what_cannot_be_stored_as_it_is_is_a_letter_all_the_same(tmp_path:
 
 
 @pytest.mark.server("postgres")
-async def test_what_cannot_be_stored_as_it_is_is_a_letter_on_postgres_too(tmp_path: Path, server: Callable[[str], Handle]) -> None:
+async def test_what_cannot_be_stored_as_it_is_is_a_letter_on_postgres_too(
+    tmp_path: Path, server: Callable[[str], Handle]
+) -> None:
     stores = opened(tmp_path, server("postgres").url)
     try:
         await strange_findings_are_letters(stores)
     finally:
         stores.close()
         with psycopg.connect(server("postgres").url, autocommit=True) as connection:
-            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(stores.db.namespace)))
+            connection.execute(
+                sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(stores.db.namespace))
+            )

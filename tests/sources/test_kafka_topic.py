@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, Message, Producer, TopicPartition, admin
+from confluent_kafka import (
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    Message,
+    Producer,
+    TopicPartition,
+    admin,
+)
 from tests.servers import Handle
 from tests.sources.kafka_ground import Ground, context, numbers, until_idle
 
@@ -33,13 +40,17 @@ def ground(server: Callable[[str], Handle]) -> Iterator[Ground]:
 # -- reading -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_every_message_is_found_once_in_the_order_of_its_partition_in_batches_that_are_bounded(ground: Ground) -> None:
+async def test_every_message_is_found_once_in_the_order_of_its_partition_in_batches_that_are_bounded(
+    ground: Ground,
+) -> None:
     topic = ground.topic(3)
     for p in range(3):
         ground.write(topic, [{"n": n, "p": p} for n in range(1500)], partition=p)
     batches: list[Batch] = []
     found, _ = await until_idle(ground.source(topic), batches=batches)
-    assert [[f.payload["n"] for f in found if f.payload["p"] == p] for p in range(3)] == [list(range(1500))] * 3
+    assert [[f.payload["n"] for f in found if f.payload["p"] == p] for p in range(3)] == [
+        list(range(1500))
+    ] * 3
     assert len({f.id for f in found}) == 4500
     assert max(len(batch.findings) for batch in batches) <= BATCH
     assert (batches[-1].idle, batches[-1].backlog, batches[-1].lag) == (True, 0, 0.0)
@@ -55,7 +66,9 @@ async def test_large_messages_come_in_small_batches(ground: Ground) -> None:
     assert max(len(batch.findings) for batch in batches) <= 5
 
 
-async def test_a_restart_goes_on_behind_what_was_accepted_and_repeats_ids_of_what_was_not(ground: Ground) -> None:
+async def test_a_restart_goes_on_behind_what_was_accepted_and_repeats_ids_of_what_was_not(
+    ground: Ground,
+) -> None:
     topic = ground.topic(2)
     ground.write(topic, [{"n": n} for n in range(3000)])
     source = ground.source(topic)
@@ -85,7 +98,9 @@ async def test_a_restart_goes_on_behind_what_was_accepted_and_repeats_ids_of_wha
     assert numbers((await until_idle(source, cursor))[0]) == [3000]
 
 
-async def test_latest_begins_with_what_comes_after_the_first_look_and_remembers_where_that_was(ground: Ground) -> None:
+async def test_latest_begins_with_what_comes_after_the_first_look_and_remembers_where_that_was(
+    ground: Ground,
+) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": 0}])
     source = ground.source(topic, start="latest")
@@ -105,9 +120,13 @@ async def test_what_cannot_be_read_is_refused_and_what_follows_is_read(ground: G
     assert f"{topic}/0@1" in found[1].refused
 
 
-async def test_uncommitted_transactions_are_not_read_and_their_marks_are_no_backlog(ground: Ground) -> None:
+async def test_uncommitted_transactions_are_not_read_and_their_marks_are_no_backlog(
+    ground: Ground,
+) -> None:
     topic = ground.topic()
-    producer = Producer({"bootstrap.servers": ground.servers, "transactional.id": topic, "log_level": 0})
+    producer = Producer(
+        {"bootstrap.servers": ground.servers, "transactional.id": topic, "log_level": 0}
+    )
     producer.init_transactions(60)
     for commit in (True, False):
         producer.begin_transaction()
@@ -141,12 +160,25 @@ async def test_partitions_that_are_added_are_read_from_their_beginning(ground: G
     ground.admin.create_partitions([_api.NewPartitions(topic, 3)])[topic].result(20)
     await asyncio.to_thread(_when_there, ground, topic, 3)
     ground.write(topic, [{"n": 2}], partition=2)
-    assert numbers((await until_idle(source, cursor))[0]) == [2], "and so after a restart, whatever start says"
+    assert numbers((await until_idle(source, cursor))[0]) == [2], (
+        "and so after a restart, whatever start says"
+    )
 
 
 def _when_decided(ground: Ground, topic: str, end: int) -> None:
     """A transaction's end is answered before its mark stands in the partition."""
-    while next(iter(ground.admin.list_offsets(ground.ends(topic), isolation_level=IsolationLevel.READ_COMMITTED).values())).result(20).offset < end:
+    while (
+        next(
+            iter(
+                ground.admin.list_offsets(
+                    ground.ends(topic), isolation_level=IsolationLevel.READ_COMMITTED
+                ).values()
+            )
+        )
+        .result(20)
+        .offset
+        < end
+    ):
         time.sleep(0.05)
 
 
@@ -164,7 +196,9 @@ async def test_a_preview_shows_what_comes_next_and_changes_nothing(ground: Groun
     assert await source.preview((await until_idle(source))[1], 5) == []
 
 
-async def test_offsets_are_committed_for_those_who_watch_behind_what_was_accepted(ground: Ground) -> None:
+async def test_offsets_are_committed_for_those_who_watch_behind_what_was_accepted(
+    ground: Ground,
+) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": n} for n in range(10)])
     group = f"watch-{topic}"
@@ -186,7 +220,9 @@ async def test_a_source_can_be_put_at_the_end_at_offsets_and_at_a_time(ground: G
     topic = ground.topic(2, retention_ms="-1")
     for p in range(2):
         ground.write(topic, [{"n": n} for n in range(3)], partition=p, timestamp=1_700_000_000_000)
-        ground.write(topic, [{"n": n} for n in range(3, 6)], partition=p, timestamp=1_700_003_600_000)
+        ground.write(
+            topic, [{"n": n} for n in range(3, 6)], partition=p, timestamp=1_700_003_600_000
+        )
     source = ground.source(topic)
     for to, expected in [
         ("now", []),
@@ -208,7 +244,9 @@ async def test_a_source_can_be_put_at_the_end_at_offsets_and_at_a_time(ground: G
 # -- trouble -------------------------------------------------------------------------------------------------------------------
 
 
-async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passed(ground: Ground) -> None:
+async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passed(
+    ground: Ground,
+) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": n} for n in range(10)])
     source = ground.source(topic)
@@ -222,10 +260,19 @@ async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passe
     assert source.describe(cursor) == "at 0:10; 5 messages were deleted unread"
 
 
-async def test_retention_that_overtakes_the_reading_is_told_with_what_it_took(ground: Ground) -> None:
+async def test_retention_that_overtakes_the_reading_is_told_with_what_it_took(
+    ground: Ground,
+) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": n, "filling": "x" * 1_000_000} for n in range(40)])
-    source = ground.source(topic, **{"rdkafka.queued.min.messages": 1, "rdkafka.queued.max.messages.kbytes": 1, "rdkafka.fetch.max.bytes": 1_100_000})
+    source = ground.source(
+        topic,
+        **{
+            "rdkafka.queued.min.messages": 1,
+            "rdkafka.queued.max.messages.kbytes": 1,
+            "rdkafka.fetch.max.bytes": 1_100_000,
+        },
+    )
     rounds = source.read(None)
     found: list[int] = []
     cursor: bytes | None = None
@@ -252,7 +299,9 @@ async def test_retention_that_overtakes_the_reading_is_told_with_what_it_took(gr
     assert source.describe(cursor) == f"at 0:40; {lost} messages were deleted unread"
 
 
-async def test_a_gap_that_is_said_right_behind_a_message_is_told_by_the_next_look(ground: Ground) -> None:
+async def test_a_gap_that_is_said_right_behind_a_message_is_told_by_the_next_look(
+    ground: Ground,
+) -> None:
     class Late(Client):
         """Busy elsewhere behind every message, while the library goes on."""
 
@@ -264,7 +313,14 @@ async def test_a_gap_that_is_said_right_behind_a_message_is_told_by_the_next_loo
 
     topic = ground.topic()
     ground.write(topic, [{"filling": "x" * 1_000_000} for _ in range(10)])
-    source = ground.source(topic, **{"rdkafka.queued.min.messages": 1, "rdkafka.queued.max.messages.kbytes": 1, "rdkafka.fetch.max.bytes": 1_100_000})
+    source = ground.source(
+        topic,
+        **{
+            "rdkafka.queued.min.messages": 1,
+            "rdkafka.queued.max.messages.kbytes": 1,
+            "rdkafka.fetch.max.bytes": 1_100_000,
+        },
+    )
     client = Late(source.topic, "late")
 
     def read() -> None:
@@ -285,7 +341,9 @@ async def test_a_gap_that_is_said_right_behind_a_message_is_told_by_the_next_loo
         await asyncio.to_thread(client.close)
 
 
-async def test_a_topic_that_was_made_again_is_told_and_read_from_its_beginning_with_other_ids(ground: Ground) -> None:
+async def test_a_topic_that_was_made_again_is_told_and_read_from_its_beginning_with_other_ids(
+    ground: Ground,
+) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": n} for n in range(3)])
     source = ground.source(topic)
@@ -302,7 +360,9 @@ async def test_a_topic_that_was_made_again_is_told_and_read_from_its_beginning_w
     assert {f.id for f in before}.isdisjoint(f.id for f in after)
 
 
-async def test_a_topic_that_is_not_there_and_a_server_that_is_not_there_are_told_in_a_sentence(ground: Ground) -> None:
+async def test_a_topic_that_is_not_there_and_a_server_that_is_not_there_are_told_in_a_sentence(
+    ground: Ground,
+) -> None:
     with pytest.raises(SourceDown, match=r"has no topic t0\.nothing") as caught:
         await until_idle(ground.source("t0.nothing"))
     assert "a connector fills" in caught.value.hint
@@ -315,7 +375,9 @@ async def test_a_topic_that_is_not_there_and_a_server_that_is_not_there_are_told
 
 
 @pytest.mark.slow
-async def test_a_server_that_dies_is_told_and_reading_goes_on_behind_it(ground: Ground, server: Callable[[str], Handle]) -> None:
+async def test_a_server_that_dies_is_told_and_reading_goes_on_behind_it(
+    ground: Ground, server: Callable[[str], Handle]
+) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": n} for n in range(5)])
     source = ground.source(topic, timeout="5s")
@@ -342,7 +404,10 @@ async def test_tls_and_a_login_carry_messages_and_a_wrong_one_is_told_without_it
 ) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": 1}])
-    secure, ca = f"127.0.0.1:{server('kafka').ports('secure')}/{topic}", str(server("kafka").file("kafka.pem"))
+    secure, ca = (
+        f"127.0.0.1:{server('kafka').ports('secure')}/{topic}",
+        str(server("kafka").file("kafka.pem")),
+    )
     monkeypatch.setenv("KAFKA_PASSWORD", "secret")
 
     def opened(url: str, timeout: str = "30s", **options: Any) -> KafkaSource:
@@ -358,7 +423,10 @@ async def test_tls_and_a_login_carry_messages_and_a_wrong_one_is_told_without_it
     for wrong, said in (
         (opened(f"kafka+ssl://penstock:hunter2@{secure}", "6s", ca=ca), "refuses the login"),
         (opened(f"kafka+ssl://penstock:hunter2@{secure}", "6s"), "no TLS connection"),
-        (opened(f"kafka://penstock:hunter2@{secure}", "1s"), "cannot be reached"),  # nobody answers, however long it is waited for
+        (
+            opened(f"kafka://penstock:hunter2@{secure}", "1s"),
+            "cannot be reached",
+        ),  # nobody answers, however long it is waited for
     ):
         with pytest.raises(SourceDown, match=said) as caught:
             await until_idle(wrong)
@@ -375,11 +443,17 @@ async def test_tls_and_a_login_carry_messages_and_a_wrong_one_is_told_without_it
         ("kafka://127.0.0.1/t?format=xml", {}, "format cannot be 'xml'"),
         ("kafka://127.0.0.1/t?operations=c,x", {}, "operations"),
         ("kafka://u@127.0.0.1/t", {}, "without a password"),
-        ("kafka://127.0.0.1/t", {"username": "u", "password": "env:NOT_SET_ANYWHERE"}, "the environment has no NOT_SET_ANYWHERE"),
+        (
+            "kafka://127.0.0.1/t",
+            {"username": "u", "password": "env:NOT_SET_ANYWHERE"},
+            "the environment has no NOT_SET_ANYWHERE",
+        ),
         ("kafka://127.0.0.1/t", {"every": "5s"}, "no rounds"),
     ],
 )
-def test_mistakes_are_found_when_the_configuration_is_read(url: str, options: dict[str, Any], said: str) -> None:
+def test_mistakes_are_found_when_the_configuration_is_read(
+    url: str, options: dict[str, Any], said: str
+) -> None:
     pipeline = Pipeline("test")
     pipeline.source(url, **options)
     with pytest.raises(ConfigError, match=said):

@@ -21,8 +21,12 @@ from penstock.ports import Finding
 URL = "https://shop.test/p/1"
 
 
-def mapped(payload: dict[str, Any], *, finding: dict[str, Any] | None = None, **said: Any) -> Event | None:
-    return Mapping(spec_of("seeds:list", name="list", **said)).event(Finding(id="1" * 32, payload=payload, **(finding or {})))
+def mapped(
+    payload: dict[str, Any], *, finding: dict[str, Any] | None = None, **said: Any
+) -> Event | None:
+    return Mapping(spec_of("seeds:list", name="list", **said)).event(
+        Finding(id="1" * 32, payload=payload, **(finding or {}))
+    )
 
 
 def event(payload: dict[str, Any], **said: Any) -> Event:
@@ -41,10 +45,30 @@ def reason(payload: dict[str, Any], **said: Any) -> str:
 
 
 def test_an_event_is_what_the_source_says_of_it() -> None:
-    said: dict[str, Any] = {"route": {"geo": "de"}, "priority": "high", "window": "10m", "window_mode": "drop"}
-    found = event({"url": "HTTPS://Shop.Test:443/p/1#x", "sku": 7}, finding={"cause": "list:3"}, **said)
-    assert (found.id, found.url, found.key, found.source, found.cause, found.trace) == ("1" * 32, URL, "shop.test", "list", "list:3", "1" * 32)
-    assert (found.route.geo, found.priority, found.window, found.window_mode, found.force) == ("de", Priority.HIGH, 600.0, "drop", False)
+    said: dict[str, Any] = {
+        "route": {"geo": "de"},
+        "priority": "high",
+        "window": "10m",
+        "window_mode": "drop",
+    }
+    found = event(
+        {"url": "HTTPS://Shop.Test:443/p/1#x", "sku": 7}, finding={"cause": "list:3"}, **said
+    )
+    assert (found.id, found.url, found.key, found.source, found.cause, found.trace) == (
+        "1" * 32,
+        URL,
+        "shop.test",
+        "list",
+        "list:3",
+        "1" * 32,
+    )
+    assert (found.route.geo, found.priority, found.window, found.window_mode, found.force) == (
+        "de",
+        Priority.HIGH,
+        600.0,
+        "drop",
+        False,
+    )
     assert found.data == {"url": "HTTPS://Shop.Test:443/p/1#x", "sku": 7}
 
 
@@ -55,18 +79,33 @@ def test_an_event_is_what_the_source_says_of_it() -> None:
         ({"url": "/payload"}, {"url": "/finding"}, {}, None, "finding"),
         ({"url": "/payload", "link": "/map"}, {"url": "/finding"}, {"url": "link"}, None, "map"),
         ({"url": "/payload"}, {"url": "/finding"}, {"url": "link"}, None, "finding"),
-        ({"url": "/payload", "link": "/map"}, {"url": "/finding"}, {"url": "link"}, "/hook", "hook"),
+        (
+            {"url": "/payload", "link": "/map"},
+            {"url": "/finding"},
+            {"url": "link"},
+            "/hook",
+            "hook",
+        ),
         ({"url": "/payload", "link": "/map"}, {"url": "/finding"}, {"url": "link"}, "", "map"),
     ],
 )
 def test_the_hook_outweighs_the_map_the_map_the_finding_the_finding_the_payload(
-    payload: dict[str, Any], finding: dict[str, Any], map_: dict[str, str], hook: str | None, expected: str
+    payload: dict[str, Any],
+    finding: dict[str, Any],
+    map_: dict[str, str],
+    hook: str | None,
+    expected: str,
 ) -> None:
     def says(_: dict[str, Any]) -> dict[str, Any]:
         return {"url": f"https://shop.test{hook}" if hook else None}
 
-    payload, finding = ({k: f"https://shop.test{v}" for k, v in each.items()} for each in (payload, finding))
-    assert event(payload, finding=finding, map=map_, hook=None if hook is None else says).url == f"https://shop.test/{expected}"
+    payload, finding = (
+        {k: f"https://shop.test{v}" for k, v in each.items()} for each in (payload, finding)
+    )
+    assert (
+        event(payload, finding=finding, map=map_, hook=None if hook is None else says).url
+        == f"https://shop.test/{expected}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,20 +116,36 @@ def test_the_hook_outweighs_the_map_the_map_the_finding_the_finding_the_payload(
         ("window_mode", "delay", "delay"), ("force", True, True), ("trace", "order-7", "order-7"), ("trace", 7, "7"), ("data", {"a": 1}, {"a": 1}),
     ],
 )  # fmt: skip
-def test_what_an_expression_finds_is_put_on_the_event_and_where_it_finds_nothing_the_static_value_holds(key: str, value: Any, expected: Any) -> None:
+def test_what_an_expression_finds_is_put_on_the_event_and_where_it_finds_nothing_the_static_value_holds(
+    key: str, value: Any, expected: Any
+) -> None:
     payload = {"url": URL, "x": {"y": value}}
     by_map = event(payload, map={key: "x.y"}, window=60)
     by_hook = event(payload, hook=lambda p: {key: p["x"]["y"]}, window=60)
     assert by_map == by_hook
-    assert getattr(by_map.route if key in ("geo", "pool", "account", "render") else by_map, key) == expected
+    assert (
+        getattr(by_map.route if key in ("geo", "pool", "account", "render") else by_map, key)
+        == expected
+    )
 
 
 def test_a_route_from_the_payload_keeps_what_is_static_beside_it() -> None:
-    route = event({"url": URL, "g": "at"}, route={"geo": "de", "pool": "home"}, map={"geo": "g"}).route
+    route = event(
+        {"url": URL, "g": "at"}, route={"geo": "de", "pool": "home"}, map={"geo": "g"}
+    ).route
     assert (route.geo, route.pool) == ("at", "home")
 
 
-@pytest.mark.parametrize(("where", "passes"), [("in_stock", True), ("!in_stock", False), ("price > `5`", True), ("missing", False), ("tags[?@=='x']", False)])
+@pytest.mark.parametrize(
+    ("where", "passes"),
+    [
+        ("in_stock", True),
+        ("!in_stock", False),
+        ("price > `5`", True),
+        ("missing", False),
+        ("tags[?@=='x']", False),
+    ],
+)
 def test_a_condition_decides_what_is_passed_over(where: str, passes: bool) -> None:
     found = mapped({"url": URL, "in_stock": True, "price": 7, "tags": ["y"]}, where=where)
     assert (found is not None) is passes
@@ -105,7 +160,10 @@ def test_a_relative_url_is_relative_to_where_it_was_found() -> None:
 
 
 def test_what_the_source_refuses_is_refused_whatever_the_mapping_says() -> None:
-    assert reason({"url": URL}, finding={"refused": "no JSON"}, where="`false`", hook=lambda p: None) == "no JSON"
+    assert (
+        reason({"url": URL}, finding={"refused": "no JSON"}, where="`false`", hook=lambda p: None)
+        == "no JSON"
+    )
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------------------
@@ -129,13 +187,19 @@ def test_what_the_source_refuses_is_refused_whatever_the_mapping_says() -> None:
     ],
     ids=lambda value: ascii(value)[:20],
 )  # fmt: skip
-def test_a_value_that_makes_no_sense_is_refused_by_its_name(key: str, value: Any, says: str) -> None:
+def test_a_value_that_makes_no_sense_is_refused_by_its_name(
+    key: str, value: Any, says: str
+) -> None:
     payload = {"url": URL, "x": value}
     if says:
-        assert says in reason(payload, map={key: "x"} if key == "data" else {key: "x", "data": "{a: url}"})
+        assert says in reason(
+            payload, map={key: "x"} if key == "data" else {key: "x", "data": "{a: url}"}
+        )
         assert says in reason({"url": URL}, hook=lambda p: {key: value})
     else:
-        assert event({"url": URL, "x": value}, map={key: "x"}).data  # JSON has no such number: it becomes null on the way
+        assert event(
+            {"url": URL, "x": value}, map={key: "x"}
+        ).data  # JSON has no such number: it becomes null on the way
 
 
 @pytest.mark.parametrize(
@@ -148,14 +212,20 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_name(key: str, value: Any
         (lambda p: p.clear() or {}, "no URL in it"),
     ],
 )
-def test_a_hook_that_fails_or_answers_strangely_refuses_its_finding_and_no_other(hook: Any, says: str) -> None:
+def test_a_hook_that_fails_or_answers_strangely_refuses_its_finding_and_no_other(
+    hook: Any, says: str
+) -> None:
     assert says in reason({"url": URL}, hook=hook)
 
 
 def test_an_expression_that_does_not_fit_the_payload_refuses_it() -> None:
-    assert "its mapping cannot be applied" in reason({"url": URL, "price": "x"}, map={"priority": "abs(price)"})
+    assert "its mapping cannot be applied" in reason(
+        {"url": URL, "price": "x"}, map={"priority": "abs(price)"}
+    )
     assert "its mapping cannot be applied" in reason({"url": URL}, where="length(missing) > `1`")
-    assert "its mapping cannot be applied" in reason({"url": URL, "price": "inf"}, map={"window": "floor(to_number(price))"})
+    assert "its mapping cannot be applied" in reason(
+        {"url": URL, "price": "inf"}, map={"window": "floor(to_number(price))"}
+    )
 
 
 def test_a_cause_too_long_for_an_index_is_cut() -> None:
@@ -173,7 +243,9 @@ def test_a_cause_too_long_for_an_index_is_cut() -> None:
         ({"map": {"url": ""}}, "is no JMESPath"),
     ],
 )
-def test_a_slip_in_an_expression_is_an_error_when_the_configuration_is_read(said: dict[str, Any], says: str) -> None:
+def test_a_slip_in_an_expression_is_an_error_when_the_configuration_is_read(
+    said: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         Mapping(spec_of("seeds:list", **said))
     assert says in caught.value.message
@@ -182,9 +254,15 @@ def test_a_slip_in_an_expression_is_an_error_when_the_configuration_is_read(said
 
 # -- properties ----------------------------------------------------------------------------------------------------------------
 
-texts = st.text(st.characters(), max_size=20) | st.sampled_from([URL, "high", "drop", "1h", "/p", "//x", "https://shop.test/\ud800", "a\0b"])
+texts = st.text(st.characters(), max_size=20) | st.sampled_from(
+    [URL, "high", "drop", "1h", "/p", "//x", "https://shop.test/\ud800", "a\0b"]
+)
 numbers = st.integers() | st.floats() | st.sampled_from([10**400, -(10**4000), 2**63, True, False])
-values = st.recursive(st.none() | texts | numbers, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=8)
+values = st.recursive(
+    st.none() | texts | numbers,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
 answers = st.none() | values | st.dictionaries(st.sampled_from(KEYS) | texts, values, max_size=5)
 EXPRESSIONS = (
     "x",
@@ -217,7 +295,12 @@ def fits(payload: dict[str, Any], said: dict[str, Any], *, base: str | None = No
         assert "\n" not in refused.reason
     elif found is not None:
         again = decode_event(encode_event(found))
-        assert (again.url, again.trace, again.route, again.window) == (found.url, found.trace, found.route, found.window)
+        assert (again.url, again.trace, again.route, again.window) == (
+            found.url,
+            found.trace,
+            found.route,
+            found.window,
+        )
 
 
 @settings(max_examples=300, deadline=None)
@@ -235,7 +318,9 @@ def test_any_payload_ends_as_an_event_that_travels_nothing_or_a_reason(
 
 @settings(max_examples=300, deadline=None)
 @given(payload=st.dictionaries(st.sampled_from(["url", "x"]), values, max_size=2), answer=answers)
-def test_any_answer_of_a_hook_ends_as_an_event_that_travels_nothing_or_a_reason(payload: dict[str, Any], answer: Any) -> None:
+def test_any_answer_of_a_hook_ends_as_an_event_that_travels_nothing_or_a_reason(
+    payload: dict[str, Any], answer: Any
+) -> None:
     fits(payload, {"hook": lambda _: answer})
 
 
@@ -249,4 +334,9 @@ def test_any_text_is_an_expression_or_a_configuration_error(text: str) -> None:
         with pytest.raises(JMESPathError):
             jmespath.compile(text)
     else:
-        fits(json.loads('{"url": "https://shop.test/", "a": {"b": [1, {"x": "y"}]}, "x": [3, 1, 2]}'), {"map": {"trace": text}})
+        fits(
+            json.loads(
+                '{"url": "https://shop.test/", "a": {"b": [1, {"x": "y"}]}, "x": [3, 1, 2]}'
+            ),
+            {"map": {"trace": text}},
+        )

@@ -12,7 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.sources import pgoutput
-from penstock.sources.pgoutput import BadChange, Begin, Commit, Decoder, Delete, Emitted, Insert, Origin, Relation, Truncate, Type, Update
+from penstock.sources.pgoutput import (
+    BadChange,
+    Begin,
+    Commit,
+    Decoder,
+    Delete,
+    Emitted,
+    Insert,
+    Origin,
+    Relation,
+    Truncate,
+    Type,
+    Update,
+)
 
 UNCHANGED = object()
 
@@ -21,9 +34,23 @@ def text(value: str) -> bytes:
     return value.encode() + b"\0"
 
 
-def relation(oid: int = 7, columns: tuple[tuple[str, int, bool], ...] = (("id", 20, True), ("url", 25, False)), *, name: str = "scrape_requests") -> bytes:
-    head = b"R" + struct.pack(">I", oid) + text("public") + text(name) + b"d" + struct.pack(">H", len(columns))
-    return head + b"".join(bytes([key]) + text(column) + struct.pack(">Ii", kind, -1) for column, kind, key in columns)
+def relation(
+    oid: int = 7,
+    columns: tuple[tuple[str, int, bool], ...] = (("id", 20, True), ("url", 25, False)),
+    *,
+    name: str = "scrape_requests",
+) -> bytes:
+    head = (
+        b"R"
+        + struct.pack(">I", oid)
+        + text("public")
+        + text(name)
+        + b"d"
+        + struct.pack(">H", len(columns))
+    )
+    return head + b"".join(
+        bytes([key]) + text(column) + struct.pack(">Ii", kind, -1) for column, kind, key in columns
+    )
 
 
 def row(*values: Any) -> bytes:
@@ -58,14 +85,24 @@ def inserted(decoder: Decoder, *values: Any) -> dict[str, Any]:
 
 
 def test_a_transaction_says_its_commit_when_it_begins() -> None:
-    assert Decoder().decode(b"B" + struct.pack(">QqI", 0x1_0000_0010, 1_500_000, 77)) == Begin(0x1_0000_0010, pgoutput.EPOCH + 1.5, 77)
-    assert Decoder().decode(b"C" + struct.pack(">BQQq", 0, 16, 24, 2_000_000)) == Commit(16, 24, pgoutput.EPOCH + 2)
+    assert Decoder().decode(b"B" + struct.pack(">QqI", 0x1_0000_0010, 1_500_000, 77)) == Begin(
+        0x1_0000_0010, pgoutput.EPOCH + 1.5, 77
+    )
+    assert Decoder().decode(b"C" + struct.pack(">BQQq", 0, 16, 24, 2_000_000)) == Commit(
+        16, 24, pgoutput.EPOCH + 2
+    )
 
 
 def test_origins_types_and_messages_are_read() -> None:
-    assert Decoder().decode(b"O" + struct.pack(">Q", 9) + text("elsewhere")) == Origin(9, "elsewhere")
-    assert Decoder().decode(b"Y" + struct.pack(">I", 900) + text("public") + text("mood")) == Type(900, "public", "mood")
-    assert Decoder().decode(b"M" + struct.pack(">BQ", 1, 5) + text("outbox") + struct.pack(">I", 2) + b"hi") == Emitted(True, 5, "outbox", b"hi")
+    assert Decoder().decode(b"O" + struct.pack(">Q", 9) + text("elsewhere")) == Origin(
+        9, "elsewhere"
+    )
+    assert Decoder().decode(b"Y" + struct.pack(">I", 900) + text("public") + text("mood")) == Type(
+        900, "public", "mood"
+    )
+    assert Decoder().decode(
+        b"M" + struct.pack(">BQ", 1, 5) + text("outbox") + struct.pack(">I", 2) + b"hi"
+    ) == Emitted(True, 5, "outbox", b"hi")
 
 
 def test_a_table_is_introduced_before_its_rows() -> None:
@@ -162,7 +199,9 @@ def test_a_value_has_the_type_that_json_has_for_it(oid: int, written: str, value
 def test_a_null_is_none_and_bytes_that_are_no_text_are_still_read() -> None:
     decoder = introduced(("v", 25, False))
     assert inserted(decoder, None) == {"v": None}
-    found = decoder.decode(change(b"I", b"N", struct.pack(">H", 1) + b"t" + struct.pack(">I", 2) + b"\xff\xfe"))
+    found = decoder.decode(
+        change(b"I", b"N", struct.pack(">H", 1) + b"t" + struct.pack(">I", 2) + b"\xff\xfe")
+    )
     assert isinstance(found, Insert)
     assert found.row == {"v": "��"}
 
@@ -177,12 +216,18 @@ def test_a_position_is_written_as_postgres_writes_it() -> None:
 
 # -- properties ----------------------------------------------------------------------------------------------------------
 
-VALUES = st.one_of(st.none(), st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))
+VALUES = st.one_of(
+    st.none(), st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+)
 
 
 @given(st.lists(VALUES, max_size=8), st.sampled_from([25, 16, 20, 701, 3802, 1184, 17]))
-def test_whatever_a_row_holds_it_comes_out_under_its_columns(values: list[str | None], oid: int) -> None:
-    decoder = introduced(*[(f"c{i}", oid, i == 0) for i in range(len(values))]) if values else Decoder()
+def test_whatever_a_row_holds_it_comes_out_under_its_columns(
+    values: list[str | None], oid: int
+) -> None:
+    decoder = (
+        introduced(*[(f"c{i}", oid, i == 0) for i in range(len(values))]) if values else Decoder()
+    )
     if not values:
         decoder.decode(relation(columns=()))
     found = inserted(decoder, *values)
@@ -225,15 +270,27 @@ def test_a_message_that_was_not_asked_for_is_refused(kind: str) -> None:
 
 
 @settings(max_examples=500)
-@given(st.one_of(st.binary(max_size=200), st.tuples(st.sampled_from(b"BCORYIUDTM"), st.binary(max_size=120)).map(lambda p: bytes([p[0]]) + p[1])))
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.tuples(st.sampled_from(b"BCORYIUDTM"), st.binary(max_size=120)).map(
+            lambda p: bytes([p[0]]) + p[1]
+        ),
+    )
+)
 def test_no_bytes_make_it_raise_anything_else(data: bytes) -> None:
     with contextlib.suppress(BadChange):
         introduced().decode(data)
 
 
 @settings(max_examples=500)
-@given(st.sampled_from(SAMPLES), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), min_size=1, max_size=4))
-def test_no_flipped_bytes_make_it_raise_anything_else(sample: bytes, flips: list[tuple[int, int]]) -> None:
+@given(
+    st.sampled_from(SAMPLES),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), min_size=1, max_size=4),
+)
+def test_no_flipped_bytes_make_it_raise_anything_else(
+    sample: bytes, flips: list[tuple[int, int]]
+) -> None:
     damaged = bytearray(sample)
     for at, byte in flips:
         damaged[at % len(damaged)] = byte

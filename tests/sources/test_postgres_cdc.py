@@ -27,8 +27,15 @@ async def test_a_committed_row_is_a_finding_with_its_columns(rig: Rig) -> None:
         rig.run("INSERT INTO scrape_requests(url, note) VALUES('https://shop.test/1', 'first')")
         await rig.until(batches, lambda: rig.accepted)
     (finding,) = rig.accepted.values()
-    assert finding.payload["_cdc"].items() >= {"op": "insert", "table": "public.scrape_requests", "index": 0}.items()
-    assert {k: v for k, v in finding.payload.items() if k != "_cdc"} == {"id": 1, "url": "https://shop.test/1", "note": "first"}
+    assert (
+        finding.payload["_cdc"].items()
+        >= {"op": "insert", "table": "public.scrape_requests", "index": 0}.items()
+    )
+    assert {k: v for k, v in finding.payload.items() if k != "_cdc"} == {
+        "id": 1,
+        "url": "https://shop.test/1",
+        "note": "first",
+    }
     assert finding.at is not None
 
 
@@ -68,8 +75,12 @@ async def test_what_is_rolled_back_is_never_seen(rig: Rig) -> None:
 async def test_a_reader_that_is_killed_inside_a_transaction_goes_on_inside_it(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
-        rig.run("INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 5000) n")
-        await rig.until(batches, lambda: len(rig.accepted) >= 2000)  # a piece may be smaller than it can be, where the server pauses
+        rig.run(
+            "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 5000) n"
+        )
+        await rig.until(
+            batches, lambda: len(rig.accepted) >= 2000
+        )  # a piece may be smaller than it can be, where the server pauses
         assert len(rig.accepted) < 5000
         while not (await anext(batches)).findings:
             pass  # what comes is handed over and never accepted
@@ -113,12 +124,17 @@ async def test_an_idle_table_on_a_busy_server_holds_no_log(rig: Rig) -> None:
     assert not rig.accepted
 
 
-async def test_a_reader_whose_connection_is_ended_by_the_server_says_so_and_goes_on(rig: Rig) -> None:
+async def test_a_reader_whose_connection_is_ended_by_the_server_says_so_and_goes_on(
+    rig: Rig,
+) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
         rig.insert("https://shop.test/1")
         await rig.until(batches, lambda: len(rig.accepted) == 1)
-        rig.admin.execute("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name=%s", (rig.slot,))
+        rig.admin.execute(
+            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name=%s",
+            (rig.slot,),
+        )
         trouble = await refused(batches)
         assert trouble.hint
     rig.insert("https://shop.test/2")
@@ -128,7 +144,9 @@ async def test_a_reader_whose_connection_is_ended_by_the_server_says_so_and_goes
     assert rig.repeated == 0
 
 
-async def test_a_server_that_is_killed_and_comes_back_loses_nothing(rig: Rig, server: Callable[[str], Handle]) -> None:
+async def test_a_server_that_is_killed_and_comes_back_loses_nothing(
+    rig: Rig, server: Callable[[str], Handle]
+) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
         rig.insert("https://shop.test/1", "https://shop.test/2")
@@ -149,7 +167,9 @@ async def test_a_server_that_is_killed_and_comes_back_loses_nothing(rig: Rig, se
     assert rig.repeated == 0
 
 
-async def test_a_slot_that_waits_for_other_peoples_transactions_says_so_little_and_can_be_left(rig: Rig) -> None:
+async def test_a_slot_that_waits_for_other_peoples_transactions_says_so_little_and_can_be_left(
+    rig: Rig,
+) -> None:
     with psycopg.connect(rig.url) as other:
         other.execute("INSERT INTO scrape_requests(url) VALUES('https://shop.test/open')")
         async with rig.reading() as batches:
@@ -164,11 +184,15 @@ async def test_a_slot_that_waits_for_other_peoples_transactions_says_so_little_a
 # -- what changes besides inserts ------------------------------------------------------------------------------------------
 
 
-async def test_updates_are_findings_when_asked_for_and_name_what_they_did_not_touch(rig: Rig) -> None:
+async def test_updates_are_findings_when_asked_for_and_name_what_they_did_not_touch(
+    rig: Rig,
+) -> None:
     rig.run("ALTER TABLE scrape_requests ALTER COLUMN note SET STORAGE EXTERNAL")
     async with rig.reading(operations="insert,update") as batches:
         await rig.ready(batches)
-        rig.run("INSERT INTO scrape_requests(url, note) VALUES('https://shop.test/1', repeat('x', 20000))")
+        rig.run(
+            "INSERT INTO scrape_requests(url, note) VALUES('https://shop.test/1', repeat('x', 20000))"
+        )
         rig.run("UPDATE scrape_requests SET url = 'https://shop.test/2'")
         await rig.until(batches, lambda: len(rig.accepted) == 2)
         rig.run("ALTER TABLE scrape_requests REPLICA IDENTITY FULL")
@@ -230,7 +254,9 @@ async def test_values_of_every_kind_come_as_json_has_them(rig: Rig) -> None:
     }  # fmt: skip
 
 
-async def test_several_tables_and_partitions_are_read_by_the_names_that_were_asked_for(rig: Rig) -> None:
+async def test_several_tables_and_partitions_are_read_by_the_names_that_were_asked_for(
+    rig: Rig,
+) -> None:
     rig.run("CREATE TABLE parts(id int, url text, PRIMARY KEY(id)) PARTITION BY RANGE(id)")
     rig.run("CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (0) TO (100)")
     rig.run("CREATE TABLE others(url text)")
@@ -240,17 +266,24 @@ async def test_several_tables_and_partitions_are_read_by_the_names_that_were_ask
         rig.run("INSERT INTO parts VALUES(1, 'https://shop.test/part')")
         rig.insert("https://shop.test/row")
         await rig.until(batches, lambda: len(rig.accepted) == 2)
-    assert [f.payload["_cdc"]["table"] for f in rig.accepted.values()] == ["public.parts", "public.scrape_requests"]
+    assert [f.payload["_cdc"]["table"] for f in rig.accepted.values()] == [
+        "public.parts",
+        "public.scrape_requests",
+    ]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-async def test_a_transaction_of_a_hundred_thousand_rows_needs_no_more_memory_than_its_pieces(rig: Rig) -> None:
+async def test_a_transaction_of_a_hundred_thousand_rows_needs_no_more_memory_than_its_pieces(
+    rig: Rig,
+) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
-        rig.run("INSERT INTO scrape_requests(url, note) SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, 100000) n")
+        rig.run(
+            "INSERT INTO scrape_requests(url, note) SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, 100000) n"
+        )
         seen, before, peak = 0, 0, 0
         async for batch in batches:
             assert len(batch.findings) <= 1000
@@ -271,7 +304,9 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_whatever_order_transactions_and_deaths_come_in_each_committed_row_is_accepted_once(rig: Rig, seed: int) -> None:
+async def test_whatever_order_transactions_and_deaths_come_in_each_committed_row_is_accepted_once(
+    rig: Rig, seed: int
+) -> None:
     """Interleaved transactions, some rolled back, some large; readers that die with their last batch accepted, or not, or its cursor lost."""
     chance = random.Random(seed)
     wanted: list[str] = []
@@ -281,7 +316,10 @@ async def test_whatever_order_transactions_and_deaths_come_in_each_committed_row
     def write(db: psycopg.Connection[Any], size: int) -> list[str]:
         urls = [f"https://shop.test/{next(rows)}" for _ in range(size)]
         with db.cursor() as cursor:
-            cursor.executemany("INSERT INTO scrape_requests(url, note) VALUES(%s, repeat('x', 200))", [(url,) for url in urls])
+            cursor.executemany(
+                "INSERT INTO scrape_requests(url, note) VALUES(%s, repeat('x', 200))",
+                [(url,) for url in urls],
+            )
         return urls
 
     if options["snapshot"]:
@@ -308,7 +346,9 @@ async def test_whatever_order_transactions_and_deaths_come_in_each_committed_row
                     fate = chance.random()
                     if fate > 0.1:
                         rig.accept(batch)
-                    if fate < 0.2:  # dead before it was accepted, or before its cursor was; the last of its life
+                    if (
+                        fate < 0.2
+                    ):  # dead before it was accepted, or before its cursor was; the last of its life
                         rig.cursor = before
                         break
         async with rig.reading(**options) as batches:

@@ -25,9 +25,18 @@ def rig(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Rig]:
 postgres = pytest.mark.server("postgres")
 
 
-async def nobody_takes(rig: Rig, batches: AsyncGenerator[Batch, None], holds: Callable[[], object], *, rows: int = 20_000) -> Batch:
+async def nobody_takes(
+    rig: Rig,
+    batches: AsyncGenerator[Batch, None],
+    holds: Callable[[], object],
+    *,
+    rows: int = 20_000,
+) -> Batch:
     """One batch is handed over and kept, as by a full queue, while the table grows by about 24 MB of log."""
-    rig.run("INSERT INTO scrape_requests(url, note) SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, %s) n", rows)
+    rig.run(
+        "INSERT INTO scrape_requests(url, note) SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, %s) n",
+        rows,
+    )
     batch = Batch()
     while not batch.findings:
         batch = await anext(batches)
@@ -42,12 +51,20 @@ async def nobody_takes(rig: Rig, batches: AsyncGenerator[Batch, None], holds: Ca
 
 @postgres
 @pytest.mark.slow
-async def test_a_full_queue_is_warned_of_and_then_goes_to_a_file_so_that_the_server_can_forget(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_queue_is_warned_of_and_then_goes_to_a_file_so_that_the_server_can_forget(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     options = {"max_lag": "16MiB"}
     with caplog.at_level(logging.WARNING, "penstock"):
         async with rig.reading(**options) as batches:
             await rig.ready(batches)
-            await nobody_takes(rig, batches, lambda: rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)") < 8 * MIB)
+            await nobody_takes(
+                rig,
+                batches,
+                lambda: (
+                    rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)") < 8 * MIB
+                ),
+            )
             files = list(rig.directory.glob("sources/*.spill"))
             assert files[0].stat().st_size > 15 * MIB
             assert files[0].stat().st_mode & 0o077 == 0
@@ -57,7 +74,10 @@ async def test_a_full_queue_is_warned_of_and_then_goes_to_a_file_so_that_the_ser
             rig.insert("https://shop.test/after")
             await rig.until(batches, lambda: len(rig.accepted) == 20_001)
     assert rig.repeated == 0
-    assert rig.urls == [*[f"https://shop.test/{n}" for n in range(1, 20_001)], "https://shop.test/after"]
+    assert rig.urls == [
+        *[f"https://shop.test/{n}" for n in range(1, 20_001)],
+        "https://shop.test/after",
+    ]
     said = [record.getMessage() for record in caplog.records]
     assert any("of WAL on the server" in line and "the limit is 16MiB" in line for line in said)
     assert any("the queue is full; what changes meanwhile is kept in" in line for line in said)
@@ -65,7 +85,9 @@ async def test_a_full_queue_is_warned_of_and_then_goes_to_a_file_so_that_the_ser
 
 @postgres
 @pytest.mark.slow
-async def test_a_slot_never_holds_more_than_the_limit_however_long_the_queue_is_full(rig: Rig) -> None:
+async def test_a_slot_never_holds_more_than_the_limit_however_long_the_queue_is_full(
+    rig: Rig,
+) -> None:
     limit, transactions, most = 32 * MIB, 64, 0
 
     def held() -> int:
@@ -75,15 +97,26 @@ async def test_a_slot_never_holds_more_than_the_limit_however_long_the_queue_is_
     async with rig.reading(max_lag=limit) as batches:
         await rig.ready(batches)
         for number in range(transactions):  # each of about 1 MB
-            rig.run("INSERT INTO scrape_requests(url, note) SELECT %s || n, repeat('x', 1000) FROM generate_series(1, 900) n", f"https://shop.test/{number}/")
+            rig.run(
+                "INSERT INTO scrape_requests(url, note) SELECT %s || n, repeat('x', 1000) FROM generate_series(1, 900) n",
+                f"https://shop.test/{number}/",
+            )
             if not number:
                 await rig.until(batches, lambda: rig.accepted)
             now = held()
             most = max(most, now)
-            if now >= limit * 3 // 4:  # what is written faster than anybody reads is held meanwhile, with or without us: so the table waits for the reader
-                rig.when(lambda: held() < limit * 3 // 4, "the slot is let go of, though nobody takes what was read")
+            if (
+                now >= limit * 3 // 4
+            ):  # what is written faster than anybody reads is held meanwhile, with or without us: so the table waits for the reader
+                rig.when(
+                    lambda: held() < limit * 3 // 4,
+                    "the slot is let go of, though nobody takes what was read",
+                )
         assert limit // 2 < most <= limit
-        assert rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)") < limit * 3 // 4
+        assert (
+            rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)")
+            < limit * 3 // 4
+        )
         await rig.until(batches, lambda: len(rig.accepted) == transactions * 900)
     assert len(set(rig.urls)) == transactions * 900
     assert rig.repeated == 0
@@ -91,11 +124,19 @@ async def test_a_slot_never_holds_more_than_the_limit_however_long_the_queue_is_
 
 @postgres
 @pytest.mark.slow
-async def test_a_reader_that_is_killed_while_it_kept_changes_in_a_file_finds_them_there(rig: Rig) -> None:
+async def test_a_reader_that_is_killed_while_it_kept_changes_in_a_file_finds_them_there(
+    rig: Rig,
+) -> None:
     options = {"max_lag": "16MiB"}
     async with rig.reading(**options) as batches:
         await rig.ready(batches)
-        await nobody_takes(rig, batches, lambda: rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)") < MIB)
+        await nobody_takes(
+            rig,
+            batches,
+            lambda: (
+                rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)") < MIB
+            ),
+        )
     for enough in (3000, 9000):
         async with rig.reading(**options) as batches:
             await rig.until(batches, lambda enough=enough: len(rig.accepted) >= enough)
@@ -109,7 +150,9 @@ async def test_a_reader_that_is_killed_while_it_kept_changes_in_a_file_finds_the
 
 @postgres
 @pytest.mark.slow
-async def test_a_slot_that_nobody_can_empty_is_given_up_only_when_that_is_asked_for(rig: Rig) -> None:
+async def test_a_slot_that_nobody_can_empty_is_given_up_only_when_that_is_asked_for(
+    rig: Rig,
+) -> None:
     options = {"max_lag": "4MiB", "max_spill": "2MiB"}
     async with rig.reading(**options) as batches:
         await rig.ready(batches)
@@ -117,7 +160,9 @@ async def test_a_slot_that_nobody_can_empty_is_given_up_only_when_that_is_asked_
         trouble = await refused_at_last(rig, batches)
         assert "the limit is 4MiB, and the queue stays full" in trouble
     assert rig.slot_row("slot_name")
-    async with rig.reading(**options) as batches:  # what was behind is read all the same, as soon as there is room
+    async with rig.reading(
+        **options
+    ) as batches:  # what was behind is read all the same, as soon as there is room
         await rig.until(batches, lambda: len(rig.accepted) == 20_000)
         await rig.idle(batches)
     rig.accepted.clear()
@@ -154,7 +199,9 @@ def numbers(spill: Spill) -> list[int]:
     return found
 
 
-def test_what_is_kept_comes_out_in_order_and_what_was_accepted_does_not_come_again(tmp_path: Path) -> None:
+def test_what_is_kept_comes_out_in_order_and_what_was_accepted_does_not_come_again(
+    tmp_path: Path,
+) -> None:
     spill = Spill(tmp_path / "s.spill", 1 << 20)
     ends = [spill.append(frame(n)) for n in range(5)]
     spill.sync()

@@ -35,9 +35,14 @@ async def first(batches: AsyncGenerator[Batch, None]) -> Finding:
         await batches.aclose()
 
 
-async def test_two_tables_that_one_transaction_fills_are_two_events_for_two_sources(rig: Rig) -> None:
+async def test_two_tables_that_one_transaction_fills_are_two_events_for_two_sources(
+    rig: Rig,
+) -> None:
     rig.run("CREATE TABLE wishes(id bigserial PRIMARY KEY, url text)")
-    readings = [rig.source(name=f"{rig.database}{table[0]}", table=table).read(None) for table in ("scrape_requests", "wishes")]
+    readings = [
+        rig.source(name=f"{rig.database}{table[0]}", table=table).read(None)
+        for table in ("scrape_requests", "wishes")
+    ]
     for reading in readings:
         while (await anext(reading)).cursor is None:
             pass  # a word while it waits; with a cursor, its slot is there
@@ -45,11 +50,16 @@ async def test_two_tables_that_one_transaction_fills_are_two_events_for_two_sour
         rig.run("INSERT INTO scrape_requests(url) VALUES('https://shop.test/request')")
         rig.run("INSERT INTO wishes(url) VALUES('https://shop.test/wish')")
     found = [await first(reading) for reading in readings]
-    assert [finding.payload["url"] for finding in found] == ["https://shop.test/request", "https://shop.test/wish"]
+    assert [finding.payload["url"] for finding in found] == [
+        "https://shop.test/request",
+        "https://shop.test/wish",
+    ]
     assert found[0].id != found[1].id
 
 
-async def test_rows_that_are_there_in_two_databases_of_a_server_are_two_events(rig: Rig, other: Rig) -> None:
+async def test_rows_that_are_there_in_two_databases_of_a_server_are_two_events(
+    rig: Rig, other: Rig
+) -> None:
     found = []
     for each in (rig, other):
         each.insert(f"https://shop.test/{each.database}")
@@ -58,9 +68,13 @@ async def test_rows_that_are_there_in_two_databases_of_a_server_are_two_events(r
     assert found[0].id != found[1].id
 
 
-async def test_the_rows_that_are_there_have_the_same_ids_however_often_they_are_read(rig: Rig) -> None:
+async def test_the_rows_that_are_there_have_the_same_ids_however_often_they_are_read(
+    rig: Rig,
+) -> None:
     rig.insert("https://shop.test/1")
-    assert (await first(rig.source(snapshot=True).read(None))).id == (await first(rig.source(snapshot=True).read(None))).id
+    assert (await first(rig.source(snapshot=True).read(None))).id == (
+        await first(rig.source(snapshot=True).read(None))
+    ).id
 
 
 async def test_a_server_that_stands_before_the_position_is_not_read_in_silence(rig: Rig) -> None:

@@ -36,7 +36,9 @@ def opened(url: str, directory: Path, **options: Any) -> Any:
     pipeline = Pipeline("shop")
     pipeline.source(url, name="asked", **options)
     config = configuration.load({"state.dir": str(directory)}, {}, directory).config
-    return open_source(pipeline.sources[0], SourceContext(config, SystemClock(), random.Random(1), None, directory))  # type: ignore[arg-type]
+    return open_source(
+        pipeline.sources[0], SourceContext(config, SystemClock(), random.Random(1), None, directory)
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,9 @@ def opened(url: str, directory: Path, **options: Any) -> Any:
         ("postgres+table://u:hidden@h/db", {"key": 3}, "key is 3"),
     ],
 )
-def test_a_mistake_in_the_url_or_an_option_is_said_when_the_configuration_is_read(url: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_url_or_an_option_is_said_when_the_configuration_is_read(
+    url: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as caught:
         opened(url, tmp_path, **options)
     assert message in caught.value.message
@@ -70,7 +74,10 @@ def test_a_mistake_in_the_url_or_an_option_is_said_when_the_configuration_is_rea
 
 
 def test_options_may_stand_in_the_url_and_the_rest_of_it_is_the_connections(tmp_path: Path) -> None:
-    s = opened("postgres+cdc://u@h/db?table=a,b.c&sslmode=require&snapshot=true&max_lag=64MiB&operations=insert,update", tmp_path).settings
+    s = opened(
+        "postgres+cdc://u@h/db?table=a,b.c&sslmode=require&snapshot=true&max_lag=64MiB&operations=insert,update",
+        tmp_path,
+    ).settings
     assert [table.label for table in s.tables] == ["public.a", "b.c"]
     assert (s.snapshot, s.max_lag, s.operations) == (True, 64 << 20, {"insert", "update"})
     assert s.address.options["sslmode"] == "require"
@@ -78,7 +85,9 @@ def test_options_may_stand_in_the_url_and_the_rest_of_it_is_the_connections(tmp_
 
 
 def test_a_slot_is_called_after_namespace_and_source_within_what_a_slot_may_be_called() -> None:
-    assert derived_name("shop", "postgres-cdc-db.example-5432") == "shop_postgres_cdc_db_example_5432"
+    assert (
+        derived_name("shop", "postgres-cdc-db.example-5432") == "shop_postgres_cdc_db_example_5432"
+    )
     long = derived_name("shop", "x" * 64)
     assert len(long) == 63
     assert long != derived_name("shop", "x" * 65)
@@ -94,7 +103,9 @@ async def test_a_server_that_is_not_there_or_does_not_let_us_in_is_one_sentence(
         ("postgres@", "nobody:hidden@", "the server knows no user nobody"),
         (rig.server.rpartition("/")[0].rpartition(":")[2], "1", "cannot be reached"),
     ):
-        source = opened(rig.url.replace(old, new).replace("postgres:", "postgres+cdc:"), rig.directory)
+        source = opened(
+            rig.url.replace(old, new).replace("postgres:", "postgres+cdc:"), rig.directory
+        )
         trouble = await refused(source.read(None))
         assert message in trouble.message
         assert trouble.hint
@@ -107,19 +118,27 @@ class WithoutDecoding(Postgres):
 
 
 @postgres  # so that a machine that has none says so in the same way
-async def test_a_server_without_logical_decoding_is_pointed_to_the_other_source(tmp_path: Path) -> None:
+async def test_a_server_without_logical_decoding_is_pointed_to_the_other_source(
+    tmp_path: Path,
+) -> None:
     server = WithoutDecoding(Place(tmp_path / "services" / "postgres"), {})
     await asyncio.to_thread(up, server, borrowed=False)
     try:
         url = server.url()
         with psycopg.connect(url) as db:
-            db.execute("CREATE TABLE scrape_requests(id int PRIMARY KEY, url text, penstock_taken_at timestamptz)")
+            db.execute(
+                "CREATE TABLE scrape_requests(id int PRIMARY KEY, url text, penstock_taken_at timestamptz)"
+            )
             db.execute("INSERT INTO scrape_requests VALUES(1, 'https://shop.test/1')")
-        trouble = await refused(opened(url.replace("postgres:", "postgres+cdc:"), tmp_path).read(None))
+        trouble = await refused(
+            opened(url.replace("postgres:", "postgres+cdc:"), tmp_path).read(None)
+        )
         assert "has wal_level=replica" in trouble.message
         assert "postgres+table://" in trouble.hint
         batches = opened(url.replace("postgres:", "postgres+table:"), tmp_path).read(None)
-        assert [f.payload["url"] for f in (await anext(batches)).findings] == ["https://shop.test/1"]
+        assert [f.payload["url"] for f in (await anext(batches)).findings] == [
+            "https://shop.test/1"
+        ]
         await batches.aclose()
     finally:
         await asyncio.to_thread(down, server, wipe=True)
@@ -145,8 +164,14 @@ async def test_a_user_without_the_rights_is_told_which_and_who_may_give_them(rig
         assert f"ALTER ROLE {user} REPLICATION" in trouble.hint
         rig.run(f"ALTER ROLE {user} REPLICATION")
         trouble = await refused(opened(url, rig.directory, **options).read(None))
-        assert f"there is no publication penstock_asked, and {user} could not make it" in trouble.message
-        assert 'CREATE PUBLICATION "penstock_asked" FOR TABLE "public"."scrape_requests"' in trouble.hint
+        assert (
+            f"there is no publication penstock_asked, and {user} could not make it"
+            in trouble.message
+        )
+        assert (
+            'CREATE PUBLICATION "penstock_asked" FOR TABLE "public"."scrape_requests"'
+            in trouble.hint
+        )
         rig.run("CREATE PUBLICATION given FOR TABLE scrape_requests")
         batches = opened(url, rig.directory, slot=rig.slot, publication="given").read(None)
         await rig.ready(batches)
@@ -171,7 +196,9 @@ async def test_a_publication_of_the_users_own_is_not_changed_and_one_of_ours_is(
         await rig.ready(batches)
     async with rig.reading(table="scrape_requests,second", operations="insert,update") as batches:
         published = "SELECT 1 FROM pg_publication p JOIN pg_publication_tables t USING(pubname) WHERE pubname=%s AND pubupdate AND tablename='second'"
-        await rig.until(batches, lambda: rig.run(published, rig.slot))  # what was written before is not seen
+        await rig.until(
+            batches, lambda: rig.run(published, rig.slot)
+        )  # what was written before is not seen
         rig.run("INSERT INTO second VALUES(1, 'https://shop.test/1')")
         rig.run("UPDATE second SET url = 'https://shop.test/2'")
         await rig.until(batches, lambda: len(rig.accepted) == 2)
@@ -228,11 +255,15 @@ async def test_a_slot_whose_log_the_server_threw_away_is_said(rig: Rig) -> None:
 
 
 @postgres
-async def test_looking_shows_rows_before_there_is_a_slot_and_what_waits_when_there_is_one(rig: Rig) -> None:
+async def test_looking_shows_rows_before_there_is_a_slot_and_what_waits_when_there_is_one(
+    rig: Rig,
+) -> None:
     rig.insert("https://shop.test/there")
     source = rig.source()
     found = await source.preview(None, 5)
-    assert [(f.payload["url"], "as if it were inserted now" in f.cause) for f in found] == [("https://shop.test/there", True)]
+    assert [(f.payload["url"], "as if it were inserted now" in f.cause) for f in found] == [
+        ("https://shop.test/there", True)
+    ]
     assert rig.slot_row("slot_name") is None
     slot = await source.create_slot()
     assert (slot.name, slot.own, slot.active) == (rig.slot, True, False)

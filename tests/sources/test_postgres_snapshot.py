@@ -24,7 +24,9 @@ pytest_server = pytest.mark.server("postgres")
 
 @pytest_server
 async def test_rows_that_are_there_come_first_and_then_what_changes(rig: Rig) -> None:
-    rig.run("INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 2500) n")
+    rig.run(
+        "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 2500) n"
+    )
     async with rig.reading(snapshot=True) as batches:
         await rig.ready(batches)
         rig.insert("https://shop.test/2501")  # the slot is there, and so is its snapshot
@@ -50,14 +52,20 @@ async def test_without_it_only_what_changes_is_read(rig: Rig) -> None:
 async def test_a_first_reading_that_is_killed_goes_on_and_counts_no_row_twice(rig: Rig) -> None:
     """Text keys, so that new rows come before and behind where it stands; the database's order is the one that counts."""
     rig.run("CREATE TABLE texts(key text PRIMARY KEY, url text)")
-    rig.run("INSERT INTO texts SELECT lpad(n::text, 6, '0'), 'https://shop.test/' || n FROM generate_series(1, 6000, 2) n")
+    rig.run(
+        "INSERT INTO texts SELECT lpad(n::text, 6, '0'), 'https://shop.test/' || n FROM generate_series(1, 6000, 2) n"
+    )
     wanted = {f"https://shop.test/{n}" for n in range(1, 6000, 2)}
     options = {"table": "texts", "snapshot": True}
     for round_ in range(3):
         async with rig.reading(**options) as batches:
             before = len(rig.accepted)
             await rig.until(batches, lambda before=before: len(rig.accepted) > before)
-        for n in (round_ * 2 + 2, 5990 + round_ * 2, 2000 + round_ * 2):  # before it, behind it, in the middle
+        for n in (
+            round_ * 2 + 2,
+            5990 + round_ * 2,
+            2000 + round_ * 2,
+        ):  # before it, behind it, in the middle
             rig.run("INSERT INTO texts VALUES(%s, %s)", f"{n:06}", f"https://shop.test/{n}")
             wanted.add(f"https://shop.test/{n}")
     async with rig.reading(**options) as batches:
@@ -70,7 +78,9 @@ async def test_a_first_reading_that_is_killed_goes_on_and_counts_no_row_twice(ri
 
 
 @pytest_server
-async def test_a_table_that_is_reset_to_the_start_is_read_again_behind_its_old_slot(rig: Rig) -> None:
+async def test_a_table_that_is_reset_to_the_start_is_read_again_behind_its_old_slot(
+    rig: Rig,
+) -> None:
     rig.insert("https://shop.test/1")
     async with rig.reading(snapshot=True) as batches:
         await rig.until(batches, lambda: rig.accepted)
@@ -87,8 +97,12 @@ async def test_a_table_that_is_reset_to_the_start_is_read_again_behind_its_old_s
 @pytest_server
 async def test_several_tables_are_read_one_after_the_other(rig: Rig) -> None:
     rig.run("CREATE TABLE second(a int, b text, url text, PRIMARY KEY(b, a))")
-    rig.run("INSERT INTO second SELECT n % 10, (n / 10)::text, 'https://shop.test/s' || n FROM generate_series(1, 1500) n")
-    rig.run("INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 1500) n")
+    rig.run(
+        "INSERT INTO second SELECT n % 10, (n / 10)::text, 'https://shop.test/s' || n FROM generate_series(1, 1500) n"
+    )
+    rig.run(
+        "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 1500) n"
+    )
     options = {"table": "scrape_requests,second", "snapshot": True}
     for enough in (1, 1500, 2000):
         async with rig.reading(**options) as batches:
@@ -119,8 +133,15 @@ def test_a_position_survives_being_written() -> None:
     assert str(Cursor("7", 0x16B374D848, 3)) == "16/B374D848, 3 changes into that transaction"
 
 
-@given(st.integers(1, 1 << 40), st.integers(0, 1000), st.sets(st.integers(0, 1000), max_size=5), st.integers(-2000, 2000))
-def test_what_a_snapshot_saw_is_known_from_half_of_a_transactions_number(low: int, span: int, holes: set[int], offset: int) -> None:
+@given(
+    st.integers(1, 1 << 40),
+    st.integers(0, 1000),
+    st.sets(st.integers(0, 1000), max_size=5),
+    st.integers(-2000, 2000),
+)
+def test_what_a_snapshot_saw_is_known_from_half_of_a_transactions_number(
+    low: int, span: int, holes: set[int], offset: int
+) -> None:
     high, full = low + span, low + offset
     if full < 3:
         return

@@ -21,7 +21,12 @@ def rig(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Rig]:
 
 
 def taken(rig: Rig) -> list[int]:
-    return [id_ for (id_,) in rig.run("SELECT id FROM scrape_requests WHERE penstock_taken_at IS NOT NULL ORDER BY id")]
+    return [
+        id_
+        for (id_,) in rig.run(
+            "SELECT id FROM scrape_requests WHERE penstock_taken_at IS NOT NULL ORDER BY id"
+        )
+    ]
 
 
 async def test_rows_are_marked_when_they_are_accepted_and_not_before(rig: Rig) -> None:
@@ -70,7 +75,9 @@ async def test_rows_that_others_hold_are_passed_over_and_come_later(rig: Rig) ->
 
 
 async def test_thousands_of_rows_come_in_bounded_batches(rig: Rig) -> None:
-    rig.run("INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 3500) n")
+    rig.run(
+        "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 3500) n"
+    )
     sizes = []
     async with rig.reading() as batches:
         async for batch in batches:
@@ -107,8 +114,12 @@ async def test_a_notify_makes_it_look_at_once(rig: Rig) -> None:
 
 
 async def test_keys_of_several_columns_and_kinds_name_a_row(rig: Rig) -> None:
-    rig.run('CREATE TABLE "Odd Rows"(shop text, "at %" timestamptz, url text, penstock_taken_at timestamptz, PRIMARY KEY(shop, "at %"))')
-    rig.run("""INSERT INTO "Odd Rows" VALUES('ü', '2026-11-16 00:00:00.123456+00', 'https://shop.test/1'), ('ü', 'infinity', 'https://shop.test/2')""")
+    rig.run(
+        'CREATE TABLE "Odd Rows"(shop text, "at %" timestamptz, url text, penstock_taken_at timestamptz, PRIMARY KEY(shop, "at %"))'
+    )
+    rig.run(
+        """INSERT INTO "Odd Rows" VALUES('ü', '2026-11-16 00:00:00.123456+00', 'https://shop.test/1'), ('ü', 'infinity', 'https://shop.test/2')"""
+    )
     async with rig.reading(table='public."Odd Rows"') as batches:
         await rig.idle(batches)
     assert len(rig.accepted) == 2
@@ -126,18 +137,26 @@ async def test_looking_takes_nothing(rig: Rig) -> None:
     ("options", "message", "hint"),
     [
         ({"table": "nowhere"}, "there is no table public.nowhere", "name another one"),
-        ({"column": "done_at"}, "has no column done_at", "ALTER TABLE public.scrape_requests ADD COLUMN done_at timestamptz"),
+        (
+            {"column": "done_at"},
+            "has no column done_at",
+            "ALTER TABLE public.scrape_requests ADD COLUMN done_at timestamptz",
+        ),
         ({"key": "sku"}, "has no column sku", "it has id, url, note"),
     ],
 )
-async def test_what_is_missing_is_said_with_the_statement_that_adds_it(rig: Rig, options: dict[str, str], message: str, hint: str) -> None:
+async def test_what_is_missing_is_said_with_the_statement_that_adds_it(
+    rig: Rig, options: dict[str, str], message: str, hint: str
+) -> None:
     async with rig.reading(**options) as batches:
         trouble = await refused(batches)
     assert message in trouble.message
     assert hint in trouble.hint
 
 
-async def test_a_table_without_a_key_and_a_user_without_the_right_are_told_what_to_do(rig: Rig) -> None:
+async def test_a_table_without_a_key_and_a_user_without_the_right_are_told_what_to_do(
+    rig: Rig,
+) -> None:
     rig.run("CREATE TABLE bare(url text, penstock_taken_at timestamptz)")
     async with rig.reading(table="bare") as batches:
         assert "has no primary key" in (await refused(batches)).message

@@ -27,9 +27,19 @@ from penstock.sources.context import BaseSource, SourceContext
 class Pages(BaseSource):
     """A source over a list that grows: its cursor is how much of it was read. It notes what it was allowed to acknowledge."""
 
-    def __init__(self, spec: Any, paths: list[str], *, size: int = 2, endless: bool = False) -> None:
-        super().__init__(spec, SourceContext(None, SystemClock(), random.Random(1), None, Path.cwd()))  # type: ignore[arg-type]
-        self.paths, self.size, self.endless, self.acknowledged, self.broken = paths, size, endless, 0, ""
+    def __init__(
+        self, spec: Any, paths: list[str], *, size: int = 2, endless: bool = False
+    ) -> None:
+        super().__init__(
+            spec, SourceContext(None, SystemClock(), random.Random(1), None, Path.cwd())
+        )  # type: ignore[arg-type]
+        self.paths, self.size, self.endless, self.acknowledged, self.broken = (
+            paths,
+            size,
+            endless,
+            0,
+            "",
+        )
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         at = int(cursor or 0)
@@ -39,7 +49,15 @@ class Pages(BaseSource):
             while at < len(self.paths):
                 some = self.paths[at : at + self.size]
                 at += len(some)
-                yield Batch(findings=[Finding(id=mint("page", p), payload={"path": p, "url": f"https://shop.test{p}"}) for p in some], cursor=b"%d" % at)
+                yield Batch(
+                    findings=[
+                        Finding(
+                            id=mint("page", p), payload={"path": p, "url": f"https://shop.test{p}"}
+                        )
+                        for p in some
+                    ],
+                    cursor=b"%d" % at,
+                )
                 self.acknowledged = at
             if not self.endless:
                 return
@@ -56,24 +74,40 @@ class Rig:
         self.stores: Stores
 
     def open(self) -> Stores:
-        loaded = configuration.load({"state.dir": str(self.directory), **self.settings}, {}, self.directory)
+        loaded = configuration.load(
+            {"state.dir": str(self.directory), **self.settings}, {}, self.directory
+        )
         self.stores = open_stores(loaded.config)
         return self.stores
 
     def reader(self, source: Any, *, worker: str = "w1") -> Reader:
         intake = Intake(self.stores.books, Mapping(source.spec), self.clock, source=source.name)
         return Reader(
-            source, source.spec.url, intake, self.stores.sources, self.stores.db.lock(self.directory / "s.lock"), self.clock, random.Random(1), worker=worker
+            source,
+            source.spec.url,
+            intake,
+            self.stores.sources,
+            self.stores.db.lock(self.directory / "s.lock"),
+            self.clock,
+            random.Random(1),
+            worker=worker,
         )
 
     def state(self) -> Any:
         return self.stores.db.read_now(lambda tx: self.stores.sources.state_in(tx, "pages"))
 
     def urls(self) -> list[str]:
-        return [url.removeprefix("https://shop.test") for (url,) in self.stores.db.read_now(lambda tx: list(tx.execute("SELECT url FROM event ORDER BY n")))]
+        return [
+            url.removeprefix("https://shop.test")
+            for (url,) in self.stores.db.read_now(
+                lambda tx: list(tx.execute("SELECT url FROM event ORDER BY n"))
+            )
+        ]
 
     def cursor(self) -> bytes | None:
-        found: bytes | None = self.stores.db.read_now(lambda tx: self.stores.ledger.cursor_in(tx, "pages"))
+        found: bytes | None = self.stores.db.read_now(
+            lambda tx: self.stores.ledger.cursor_in(tx, "pages")
+        )
         return found
 
     @contextlib.asynccontextmanager
@@ -115,11 +149,15 @@ async def until_settled(reader: Reader) -> None:
     for _ in range(6000):
         if await reader.settled():
             return
-        await asyncio.sleep(0.01)  # it is in the books a moment before the reader itself knows that it is
+        await asyncio.sleep(
+            0.01
+        )  # it is in the books a moment before the reader itself knows that it is
     raise AssertionError("never settled")
 
 
-async def test_what_is_found_is_accepted_with_its_position_and_only_then_acknowledged(rig: Rig) -> None:
+async def test_what_is_found_is_accepted_with_its_position_and_only_then_acknowledged(
+    rig: Rig,
+) -> None:
     source = Pages(spec(), ["/1", "/2", "/3"])
     reader = rig.reader(source)
     async with rig.reading(reader):
@@ -132,11 +170,15 @@ async def test_what_is_found_is_accepted_with_its_position_and_only_then_acknowl
     assert rig.state().position == "3"
 
 
-async def test_a_reader_that_died_before_it_acknowledged_repeats_ids_and_not_events(rig: Rig) -> None:
+async def test_a_reader_that_died_before_it_acknowledged_repeats_ids_and_not_events(
+    rig: Rig,
+) -> None:
     first = Pages(spec(), ["/1", "/2", "/3", "/4"])
     batches = first.read(None)
     batch = await anext(batches)
-    await rig.stores.books.accept([rig.reader(first).intake.mapping.event(f) for f in batch.findings])  # type: ignore[misc]  # accepted, and the cursor lost
+    await rig.stores.books.accept(
+        [rig.reader(first).intake.mapping.event(f) for f in batch.findings]
+    )  # type: ignore[misc]  # accepted, and the cursor lost
     await batches.aclose()
     assert first.acknowledged == 0
     async with rig.reading(rig.reader(Pages(spec(), ["/1", "/2", "/3", "/4"]))):
@@ -165,8 +207,15 @@ async def test_what_makes_no_event_is_a_dead_letter_once_however_often_it_is_rea
     source = Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"])
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
-    rig.stores.db.write_now(lambda tx: (rig.stores.ledger.move_cursor_in(tx, "pages", None, 0.0), rig.stores.sources.renew_in(tx, "pages")))
-    async with rig.reading(rig.reader(Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"]))):
+    rig.stores.db.write_now(
+        lambda tx: (
+            rig.stores.ledger.move_cursor_in(tx, "pages", None, 0.0),
+            rig.stores.sources.renew_in(tx, "pages"),
+        )
+    )
+    async with rig.reading(
+        rig.reader(Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"]))
+    ):
         await until(lambda: rig.cursor() == b"2", "read again")
     letters = rig.stores.db.read_now(lambda tx: list(tx.execute("SELECT stage, reason FROM dead")))
     assert len(letters) == 1
@@ -174,14 +223,27 @@ async def test_what_makes_no_event_is_a_dead_letter_once_however_often_it_is_rea
     assert "URL" in letters[0][1]
 
 
-async def test_a_dead_letter_holds_no_key_of_the_address_that_its_finding_came_from(rig: Rig) -> None:
+async def test_a_dead_letter_holds_no_key_of_the_address_that_its_finding_came_from(
+    rig: Rig,
+) -> None:
     class Api(Pages):
         async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-            yield Batch(findings=[Finding(id="1", base="https://api.test/items?api_key=hush&page=2", payload={"sku": 1})], cursor=b"1")
+            yield Batch(
+                findings=[
+                    Finding(
+                        id="1",
+                        base="https://api.test/items?api_key=hush&page=2",
+                        payload={"sku": 1},
+                    )
+                ],
+                cursor=b"1",
+            )
 
     async with rig.reading(rig.reader(Api(spec(), []))):
         await until(lambda: rig.cursor() == b"1", "read")
-    (envelope,) = rig.stores.db.read_now(lambda tx: next(iter(tx.execute("SELECT envelope FROM dead"))))
+    (envelope,) = rig.stores.db.read_now(
+        lambda tx: next(iter(tx.execute("SELECT envelope FROM dead")))
+    )
     assert b"https://api.test/items?api_key=***&page=2" in envelope
     assert b"hush" not in envelope
 
@@ -205,7 +267,9 @@ async def test_where_and_the_hook_pass_over_and_the_rest_has_what_they_say(rig: 
         await until(lambda: rig.cursor() == b"3", "read")
     assert rig.urls() == ["/3"]
     assert rig.state().skipped == 2
-    trace, source_name = rig.stores.db.read_now(lambda tx: next(iter(tx.execute("SELECT trace, source FROM event"))))
+    trace, source_name = rig.stores.db.read_now(
+        lambda tx: next(iter(tx.execute("SELECT trace, source FROM event")))
+    )
     assert (trace, source_name) == ("/3", "pages")
 
 
@@ -226,7 +290,12 @@ async def test_a_reset_is_followed_by_whoever_reads_and_makes_no_event_twice(rig
     source = Pages(spec(), ["/1", "/2"], endless=True)
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
-        rig.stores.db.write_now(lambda tx: (rig.stores.ledger.move_cursor_in(tx, "pages", None, 0.0), rig.stores.sources.renew_in(tx, "pages")))
+        rig.stores.db.write_now(
+            lambda tx: (
+                rig.stores.ledger.move_cursor_in(tx, "pages", None, 0.0),
+                rig.stores.sources.renew_in(tx, "pages"),
+            )
+        )
         await until(lambda: rig.state().known == 2, "read again")
     assert rig.urls() == ["/1", "/2"]
     assert rig.cursor() == b"2"
@@ -238,7 +307,12 @@ async def test_a_reset_in_the_middle_of_a_round_does_not_wait_for_the_next_one(r
             async for batch in super().read(cursor):
                 yield batch
             if cursor is None:
-                rig.stores.db.write_now(lambda tx: (rig.stores.ledger.move_cursor_in(tx, "pages", b"1", 0.0), rig.stores.sources.renew_in(tx, "pages")))
+                rig.stores.db.write_now(
+                    lambda tx: (
+                        rig.stores.ledger.move_cursor_in(tx, "pages", b"1", 0.0),
+                        rig.stores.sources.renew_in(tx, "pages"),
+                    )
+                )
                 self.paths.append("/3")
 
     async with rig.reading(rig.reader(Reset(spec(every=3600), ["/1", "/2"]))):
@@ -261,7 +335,9 @@ async def test_a_source_in_trouble_says_so_and_is_tried_again(rig: Rig) -> None:
         assert reader.error == ""
 
 
-async def test_a_bug_in_a_source_is_its_own_and_the_source_goes_on(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_in_a_source_is_its_own_and_the_source_goes_on(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     class Buggy(Pages):
         async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
             if self.size:
@@ -298,7 +374,9 @@ async def test_rounds_come_every_so_often_and_a_restart_does_not_hurry_them(rig:
         source.paths.append("/2")
         await until(lambda: rig.cursor() == b"2", "another round")
     calm = Pages(spec(every=3600), source.paths)
-    rig.stores.db.write_now(lambda tx: rig.stores.sources.note_in(tx, "pages", next_at=rig.clock.now() + 3000))
+    rig.stores.db.write_now(
+        lambda tx: rig.stores.sources.note_in(tx, "pages", next_at=rig.clock.now() + 3000)
+    )
     source.paths.append("/3")
     async with rig.reading(rig.reader(calm)):
         await asyncio.sleep(0.5)
@@ -307,6 +385,9 @@ async def test_rounds_come_every_so_often_and_a_restart_does_not_hurry_them(rig:
 
 async def test_a_shorter_time_between_rounds_holds_from_the_next_start_on(rig: Rig) -> None:
     async with rig.reading(rig.reader(Pages(spec(every=86400), ["/1"]))):
-        await until(lambda: rig.cursor() == b"1" and rig.state().next_at, "a round, and the next is planned for tomorrow")
+        await until(
+            lambda: rig.cursor() == b"1" and rig.state().next_at,
+            "a round, and the next is planned for tomorrow",
+        )
     async with rig.reading(rig.reader(Pages(spec(every=0.2), ["/1", "/2"]))):
         await until(lambda: rig.cursor() == b"2", "another round")

@@ -32,7 +32,15 @@ class Ground:
         self.url, self.base, self.key = url, base, f"t{uuid.uuid4().hex[:8]}:start_urls"
         self.client: Any = Redis.from_url(url)
 
-    def source(self, kind: str = "list", *, every: float | None = 1.0, clock: Clock | None = None, url: str = "", **said: Any) -> RedisList:
+    def source(
+        self,
+        kind: str = "list",
+        *,
+        every: float | None = 1.0,
+        clock: Clock | None = None,
+        url: str = "",
+        **said: Any,
+    ) -> RedisList:
         spec = spec_of(f"{url or self.url}?{kind}={self.key}", name="start", every=every, **said)
         return open_source(spec, context(self.base, clock or Skipping(0.0)))
 
@@ -60,7 +68,9 @@ async def finished(source: RedisList) -> list[Finding]:
         await source.close()
 
 
-async def test_a_list_is_taken_from_its_head_as_scrapy_redis_does_and_is_empty_afterwards(ground: Ground) -> None:
+async def test_a_list_is_taken_from_its_head_as_scrapy_redis_does_and_is_empty_afterwards(
+    ground: Ground,
+) -> None:
     ground.client.rpush(ground.key, *pages(0, 2500))
     source = ground.source()
     batches = [batch async for batch in source.read(None)]
@@ -84,7 +94,9 @@ async def test_the_same_element_twice_is_two_events(ground: Ground) -> None:
     assert len(set(ids(found))) == 2
 
 
-async def test_what_was_moved_and_not_accepted_comes_first_and_with_the_same_ids(ground: Ground) -> None:
+async def test_what_was_moved_and_not_accepted_comes_first_and_with_the_same_ids(
+    ground: Ground,
+) -> None:
     ground.client.rpush(ground.key, *pages(0, 5))
     source = ground.source()
     batches = source.read(None)
@@ -100,7 +112,9 @@ async def test_what_was_moved_and_not_accepted_comes_first_and_with_the_same_ids
 
 
 @pytest.mark.parametrize("kind", ["list", "set", "zset"])
-async def test_a_reader_that_dies_anywhere_loses_and_repeats_nothing(ground: Ground, kind: str) -> None:
+async def test_a_reader_that_dies_anywhere_loses_and_repeats_nothing(
+    ground: Ground, kind: str
+) -> None:
     """Between move and acceptance, and between acceptance and forgetting: what is accepted is known by its id."""
     rng = random.Random(7)
     if kind == "list":
@@ -136,16 +150,22 @@ async def test_a_server_that_lost_its_keys_gives_no_old_ids_to_new_elements(grou
     assert first[0].id != second[0].id
 
 
-async def test_a_server_that_came_back_with_an_older_state_repeats_ids_and_not_events(ground: Ground) -> None:
+async def test_a_server_that_came_back_with_an_older_state_repeats_ids_and_not_events(
+    ground: Ground,
+) -> None:
     ground.client.rpush(ground.key, *pages(0, 3))
     first = await finished(ground.source())
-    ground.client.hset(f"{ground.key}:penstock:start:count", "last", 1)  # as a snapshot from before the last two were taken has it
+    ground.client.hset(
+        f"{ground.key}:penstock:start:count", "last", 1
+    )  # as a snapshot from before the last two were taken has it
     ground.client.rpush(ground.key, *pages(1, 3))
     second = await finished(ground.source())
     assert ids(second) == ids(first)[1:]
 
 
-async def test_a_server_that_is_killed_at_any_moment_loses_and_repeats_nothing(ground: Ground, server: Callable[[str], Handle]) -> None:
+async def test_a_server_that_is_killed_at_any_moment_loses_and_repeats_nothing(
+    ground: Ground, server: Callable[[str], Handle]
+) -> None:
     handle = server("redis")
     ground.client.rpush(ground.key, *pages(0, 3000))
     source, books = ground.source(), dict[str, str | None]()
@@ -165,7 +185,9 @@ async def test_a_server_that_is_killed_at_any_moment_loses_and_repeats_nothing(g
     await source.close()
 
 
-async def test_elements_may_be_json_objects_and_what_cannot_be_read_is_refused(ground: Ground) -> None:
+async def test_elements_may_be_json_objects_and_what_cannot_be_read_is_refused(
+    ground: Ground,
+) -> None:
     elements: list[bytes] = [
         b'{"url": "https://shop.test/1", "meta": {"rank": "high"}, "method": "get"}',
         b'{"url": ',
@@ -180,7 +202,10 @@ async def test_elements_may_be_json_objects_and_what_cannot_be_read_is_refused(g
     found, _ = await read(source)
     mapping = Mapping(source.spec)
     events = [mapping.event(found[n]) for n in (0, 5)]
-    assert [(e.url, e.priority) for e in events if e] == [("https://shop.test/1", 0), ("https://shop.test/3", 1)]
+    assert [(e.url, e.priority) for e in events if e] == [
+        ("https://shop.test/1", 0),
+        ("https://shop.test/3", 1),
+    ]
     reasons = [f.refused for f in found]
     assert "no JSON" in reasons[1]
     assert reasons[2] == "the element is not UTF-8"
@@ -217,7 +242,9 @@ async def test_a_preview_moves_nothing(ground: Ground) -> None:
     await source.close()
     for kind in ("set", "zset"):
         ground.client.delete(ground.key)
-        ground.client.sadd(ground.key, *pages(0, 2)) if kind == "set" else ground.client.zadd(ground.key, dict.fromkeys(pages(0, 2), 1))
+        ground.client.sadd(ground.key, *pages(0, 2)) if kind == "set" else ground.client.zadd(
+            ground.key, dict.fromkeys(pages(0, 2), 1)
+        )
         other = ground.source(kind)
         assert set(urls(list(await other.preview(None, 5)))) == set(pages(0, 2))
         await other.close()
@@ -254,15 +281,23 @@ async def told(source: RedisList) -> SourceDown:
 async def test_each_trouble_with_the_server_is_a_sentence_of_its_own(ground: Ground) -> None:
     ground.client.sadd(ground.key, "https://shop.test/1")
     assert "is no list" in (await told(ground.source())).message
-    assert "no Redis server answers" in (await told(ground.source(url="redis://127.0.0.1:9/0"))).message
-    assert "refuses the user or password" in (await told(ground.source("set", username="nobody", password="hunter2"))).message
+    assert (
+        "no Redis server answers"
+        in (await told(ground.source(url="redis://127.0.0.1:9/0"))).message
+    )
+    assert (
+        "refuses the user or password"
+        in (await told(ground.source("set", username="nobody", password="hunter2"))).message
+    )
     secret = ground.url.replace("redis://", "redis://nobody:hunter2@")
     assert "refuses the user or password" in (await told(ground.source("set", url=secret))).message
 
 
 async def test_a_server_without_memory_loses_no_element(ground: Ground) -> None:
     ground.client.rpush(ground.key, *pages(0, 5))
-    before = {name: ground.client.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy")}
+    before = {
+        name: ground.client.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy")
+    }
     ground.client.config_set("maxmemory-policy", "noeviction")
     ground.client.config_set("maxmemory", 1)
     try:
@@ -295,7 +330,9 @@ def test_a_server_that_cannot_be_read_is_told(facts: dict[str, str], says: str) 
 
 
 def test_how_long_a_server_remembers_is_its_owners_decision() -> None:
-    Outside("redis://localhost", evictable=False).judge({"redis_version": "7.0.1", "aof_enabled": "0", "maxmemory_policy": "allkeys-lru"})
+    Outside("redis://localhost", evictable=False).judge(
+        {"redis_version": "7.0.1", "aof_enabled": "0", "maxmemory_policy": "allkeys-lru"}
+    )
 
 
 async def test_there_are_no_positions(ground: Ground) -> None:
@@ -304,7 +341,9 @@ async def test_there_are_no_positions(ground: Ground) -> None:
         await source.place("end")
 
 
-async def test_a_password_may_come_from_the_environment_and_the_documented_rights_are_enough(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_password_may_come_from_the_environment_and_the_documented_rights_are_enough(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="SHOP_REDIS, which is not set"):
         ground.source(password="env:SHOP_REDIS")
     user = f"u{uuid.uuid4().hex[:8]}"
@@ -313,7 +352,9 @@ async def test_a_password_may_come_from_the_environment_and_the_documented_right
     said = (Path(__file__).parents[2] / "docs/sources/redis.md").read_text("utf-8")
     needed = re.findall(r"\+[a-z]+", said.rpartition("`~KEY*` and")[2])
     assert len(needed) > 15
-    ground.client.acl_setuser(user, enabled=True, passwords=["+h@nter:2/%"], keys=[ground.key + "*"], commands=needed)
+    ground.client.acl_setuser(
+        user, enabled=True, passwords=["+h@nter:2/%"], keys=[ground.key + "*"], commands=needed
+    )
     try:
         source = ground.source(username=user, password="env:SHOP_REDIS")
         assert urls(list(await source.preview(None, 5))) == pages(0, 2)
@@ -333,7 +374,9 @@ async def test_a_password_may_come_from_the_environment_and_the_documented_right
         ("redis://:hunter2@localhost/0?list=a&lits=b", "not known"),
     ],
 )
-def test_a_mistyped_url_is_a_sentence_without_the_password(tmp_path: Path, url: str, says: str) -> None:
+def test_a_mistyped_url_is_a_sentence_without_the_password(
+    tmp_path: Path, url: str, says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         open_source(spec_of(url), context(tmp_path, SystemClock()))
     assert says in caught.value.message

@@ -52,42 +52,69 @@ def wrong(findings: list[Finding]) -> list[tuple[str, str]]:
 
 
 async def test_a_text_list_is_a_url_a_line_without_comments_and_blank_lines(tmp_path: Path) -> None:
-    (tmp_path / "urls.txt").write_bytes(b"\xef\xbb\xbfhttps://shop.test/a\r\n\n  # no\n\t https://shop.test/b \nhttps://shop.test/\xc3\xa4")
+    (tmp_path / "urls.txt").write_bytes(
+        b"\xef\xbb\xbfhttps://shop.test/a\r\n\n  # no\n\t https://shop.test/b \nhttps://shop.test/\xc3\xa4"
+    )
     found, cursor = await read(source(tmp_path, "seeds:urls.txt"))
     assert urls(found) == ["https://shop.test/a", "https://shop.test/b", "https://shop.test/ä"]
     assert [f.cause for f in found] == ["urls.txt:1", "urls.txt:4", "urls.txt:5"]
-    assert found[0].payload == {"url": "https://shop.test/a", "_seeds": {"object": "urls.txt", "line": 1}}
+    assert found[0].payload == {
+        "url": "https://shop.test/a",
+        "_seeds": {"object": "urls.txt", "line": 1},
+    }
     assert len(set(ids(found))) == 3
     again, _ = await read(source(tmp_path, "seeds:urls.txt"), cursor)
     assert again == []
 
 
-async def test_csv_has_its_columns_by_the_header_and_records_over_several_lines(tmp_path: Path) -> None:
-    (tmp_path / "list.csv").write_bytes(b'\xef\xbb\xbfsku;link;note\r\n1;https://shop.test/1;"two\r\nlines; and ""quotes"""\r\n\r\n2;https://shop.test/2\r\n')
+async def test_csv_has_its_columns_by_the_header_and_records_over_several_lines(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "list.csv").write_bytes(
+        b'\xef\xbb\xbfsku;link;note\r\n1;https://shop.test/1;"two\r\nlines; and ""quotes"""\r\n\r\n2;https://shop.test/2\r\n'
+    )
     found, _ = await read(source(tmp_path, "seeds:list.csv", column="link", delimiter=";"))
     assert urls(found) == ["https://shop.test/1", "https://shop.test/2"]
     assert found[0].payload["note"] == 'two\r\nlines; and "quotes"'
-    assert found[1].payload == {"sku": "2", "link": "https://shop.test/2", "_seeds": {"object": "list.csv", "line": 5}}
+    assert found[1].payload == {
+        "sku": "2",
+        "link": "https://shop.test/2",
+        "_seeds": {"object": "list.csv", "line": 5},
+    }
 
 
 async def test_csv_without_a_header_has_the_columns_it_is_said_to_have(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("1,https://shop.test/1\n2,https://shop.test/2\n")
     found, _ = await read(source(tmp_path, "seeds:list", format="csv", columns=["sku", "url"]))
-    assert [(f.url, f.payload["sku"]) for f in found] == [("https://shop.test/1", "1"), ("https://shop.test/2", "2")]
+    assert [(f.url, f.payload["sku"]) for f in found] == [
+        ("https://shop.test/1", "1"),
+        ("https://shop.test/2", "2"),
+    ]
 
 
 async def test_json_lines_are_the_payload(tmp_path: Path) -> None:
-    (tmp_path / "list.ndjson").write_text('{"link": "https://shop.test/1", "rank": "high"}\n"https://shop.test/2"\n')
+    (tmp_path / "list.ndjson").write_text(
+        '{"link": "https://shop.test/1", "rank": "high"}\n"https://shop.test/2"\n'
+    )
     said = source(tmp_path, "seeds:list.ndjson", map={"url": "link || url", "priority": "rank"})
     found, _ = await read(said)
     mapping = Mapping(said.spec)
     events = [mapping.event(f) for f in found]
-    assert [(e.url, e.priority) for e in events if e] == [("https://shop.test/1", 0), ("https://shop.test/2", 1)]
+    assert [(e.url, e.priority) for e in events if e] == [
+        ("https://shop.test/1", 0),
+        ("https://shop.test/2", 1),
+    ]
 
 
 @pytest.mark.parametrize(("name", "said"), [("urls.txt.gz", {}), ("urls", {"format": "txt.gz"})])
-async def test_gzip_is_read_as_it_is_unpacked_and_on_from_its_offset(tmp_path: Path, name: str, said: dict[str, Any]) -> None:
-    members = gzip.compress(lines(0, 2000).encode()) + gzip.compress(lines(2000, 3000).encode()) + b"\0" * 512
+async def test_gzip_is_read_as_it_is_unpacked_and_on_from_its_offset(
+    tmp_path: Path, name: str, said: dict[str, Any]
+) -> None:
+    members = (
+        gzip.compress(lines(0, 2000).encode())
+        + gzip.compress(lines(2000, 3000).encode())
+        + b"\0" * 512
+    )
     (tmp_path / name).write_bytes(members)
     first, cursor = await read(source(tmp_path, f"seeds:{name}", **said), most=1)
     assert len(first) == BATCH
@@ -98,16 +125,26 @@ async def test_gzip_is_read_as_it_is_unpacked_and_on_from_its_offset(tmp_path: P
 # -- lines that cannot be read -----------------------------------------------------------------------------------------------
 
 
-async def test_what_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(tmp_path: Path) -> None:
+async def test_what_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(
+    tmp_path: Path,
+) -> None:
     long = b"x" * 5000
-    (tmp_path / "a.txt").write_bytes(b"https://shop.test/1\n\xff\xfe\n" + long + b"\nhttps://shop.test/2\n" + long)
-    (tmp_path / "b.jsonl").write_bytes(b'{"url": \n[1]\n{"url": "https://shop.test/3"}\n' + b"[" * 4000 + b"\n")
-    (tmp_path / "c.csv").write_bytes(b'url,sku\nhttps://shop.test/4,1,2\n"https://shop.test/5,1\nhttps://shop.test/6,1\n')
+    (tmp_path / "a.txt").write_bytes(
+        b"https://shop.test/1\n\xff\xfe\n" + long + b"\nhttps://shop.test/2\n" + long
+    )
+    (tmp_path / "b.jsonl").write_bytes(
+        b'{"url": \n[1]\n{"url": "https://shop.test/3"}\n' + b"[" * 4000 + b"\n"
+    )
+    (tmp_path / "c.csv").write_bytes(
+        b'url,sku\nhttps://shop.test/4,1,2\n"https://shop.test/5,1\nhttps://shop.test/6,1\n'
+    )
     said = source(tmp_path, "seeds:*.*", max_line=4096)
     found, cursor = await read(said)
     reasons = dict(wrong(found))
     assert reasons["a.txt:2"] == "the line is not UTF-8"
-    assert reasons["a.txt:3"] == reasons["a.txt:5"] == "the line has more than 4096 bytes (max_line)"
+    assert (
+        reasons["a.txt:3"] == reasons["a.txt:5"] == "the line has more than 4096 bytes (max_line)"
+    )
     assert "no JSON" in reasons["b.jsonl:1"]
     assert "no object but list" in reasons["b.jsonl:2"]
     assert "no JSON" in reasons["b.jsonl:4"]
@@ -121,9 +158,24 @@ async def test_what_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_any_bytes_make_findings_that_are_whole_however_they_are_divided(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_any_bytes_make_findings_that_are_whole_however_they_are_divided(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
-    pieces = [b"\n", b'"', b",", b"\r", b"\xff", b"https://shop.test/a", b"#", b"{", b"}", b"\0", b"x" * 3000, b"\xe2\x80\xa8"]
+    pieces = [
+        b"\n",
+        b'"',
+        b",",
+        b"\r",
+        b"\xff",
+        b"https://shop.test/a",
+        b"#",
+        b"{",
+        b"}",
+        b"\0",
+        b"x" * 3000,
+        b"\xe2\x80\xa8",
+    ]
     body = b"url,b\n" + b"".join(rng.choices(pieces, k=4000))
     for name in ("a.txt", "a.csv", "a.jsonl"):
         (tmp_path / name).write_bytes(body)
@@ -133,7 +185,9 @@ async def test_any_bytes_make_findings_that_are_whole_however_they_are_divided(t
         parts: list[Finding] = []
         cursor: bytes | None = None
         while True:
-            some, cursor = await read(source(tmp_path, f"seeds:{name}", max_line=2000), cursor, most=1)
+            some, cursor = await read(
+                source(tmp_path, f"seeds:{name}", max_line=2000), cursor, most=1
+            )
             if not some:
                 break
             parts += some
@@ -141,7 +195,9 @@ async def test_any_bytes_make_findings_that_are_whole_however_they_are_divided(t
         assert len(set(ids(whole))) == len(whole) > 100
 
 
-async def test_a_gzip_that_is_cut_damaged_or_a_bomb_is_one_refusal_and_no_end_of_the_source(tmp_path: Path) -> None:
+async def test_a_gzip_that_is_cut_damaged_or_a_bomb_is_one_refusal_and_no_end_of_the_source(
+    tmp_path: Path,
+) -> None:
     good = gzip.compress(lines(0, 500).encode())
     (tmp_path / "a.txt.gz").write_bytes(good[: len(good) // 2])
     (tmp_path / "b.txt.gz").write_bytes(good[:40] + b"\0\0\0\0" + good[44:])
@@ -196,9 +252,13 @@ async def test_a_copy_of_the_same_content_is_no_other_list(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "body", [lines(0, 9), lines(20, 30), lines(0, 5) + lines(20, 21) + lines(6, 12), lines(1, 3)], ids=["shorter", "same size", "longer", "tiny"]
+    "body",
+    [lines(0, 9), lines(20, 30), lines(0, 5) + lines(20, 21) + lines(6, 12), lines(1, 3)],
+    ids=["shorter", "same size", "longer", "tiny"],
 )
-async def test_a_list_that_was_replaced_is_read_from_its_beginning_with_other_ids(tmp_path: Path, body: str) -> None:
+async def test_a_list_that_was_replaced_is_read_from_its_beginning_with_other_ids(
+    tmp_path: Path, body: str
+) -> None:
     path = tmp_path / "urls.txt"
     path.write_text(lines(0, 10))
     old, cursor = await read(source(tmp_path, "seeds:urls.txt"))
@@ -213,7 +273,9 @@ async def test_a_list_that_was_replaced_is_read_from_its_beginning_with_other_id
     assert not set(ids(third)) & set(ids(new + old))
 
 
-async def test_a_long_list_that_grows_is_not_read_again_but_a_changed_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_list_that_grows_is_not_read_again_but_a_changed_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.sources.seeds_reading.LONG", 1000)
     path = tmp_path / "urls.txt"
     path.write_text(lines(0, 1000))
@@ -227,8 +289,12 @@ async def test_a_long_list_that_grows_is_not_read_again_but_a_changed_one_is(tmp
     assert urls(new) == expected(1, 1100)
 
 
-async def test_a_reader_that_ends_anywhere_goes_on_from_its_position_and_repeats_only_ids(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("sku,url\n" + "".join(f'{n},"https://shop.test/p/{n}"\n' for n in range(2500)))
+async def test_a_reader_that_ends_anywhere_goes_on_from_its_position_and_repeats_only_ids(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.csv").write_text(
+        "sku,url\n" + "".join(f'{n},"https://shop.test/p/{n}"\n' for n in range(2500))
+    )
     (tmp_path / "b.txt").write_text(lines(2500, 4000))
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(lines(4000, 6500).encode()))
     whole, _ = await read(source(tmp_path, "seeds:*"))
@@ -250,7 +316,9 @@ async def test_a_reader_that_ends_anywhere_goes_on_from_its_position_and_repeats
 # -- a last line without an end ----------------------------------------------------------------------------------------------
 
 
-async def test_the_last_line_of_a_file_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
+async def test_the_last_line_of_a_file_that_is_being_written_waits_for_its_end(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "in" / "urls.txt"
     path.parent.mkdir()
     path.write_text("https://shop.test/1\nhttps://shop.te")
@@ -273,7 +341,9 @@ async def test_the_last_line_of_a_file_that_is_being_written_waits_for_its_end(t
     assert (await read(said, cursor))[0] == []
 
 
-async def test_a_last_line_that_was_taken_without_its_end_is_no_other_event_when_the_end_comes(tmp_path: Path) -> None:
+async def test_a_last_line_that_was_taken_without_its_end_is_no_other_event_when_the_end_comes(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "urls.txt"
     path.write_text("https://shop.test/1")
     first, cursor = await read(source(tmp_path, "seeds:urls.txt"))
@@ -286,12 +356,23 @@ async def test_a_last_line_that_was_taken_without_its_end_is_no_other_event_when
 # -- directories ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_directory_gives_its_new_files_and_passes_over_what_is_not_ready(tmp_path: Path) -> None:
+async def test_a_directory_gives_its_new_files_and_passes_over_what_is_not_ready(
+    tmp_path: Path,
+) -> None:
     inbox = tmp_path / "inbox"
     (inbox / "done").mkdir(parents=True)
     said = source(tmp_path, "seeds:inbox/")
     _, cursor = await read(said)
-    for name in ("a.txt", ".hidden.txt", "b.txt.part", "c.txt.tmp", "d.txt~", "e.log", "done/f.txt", "g.txt.1"):
+    for name in (
+        "a.txt",
+        ".hidden.txt",
+        "b.txt.part",
+        "c.txt.tmp",
+        "d.txt~",
+        "e.log",
+        "done/f.txt",
+        "g.txt.1",
+    ):
         (inbox / name).write_text(f"https://shop.test/{name}\n")
     found, cursor = await read(said, cursor)
     assert urls(found) == ["https://shop.test/a.txt"]
@@ -321,7 +402,9 @@ async def test_many_small_files_share_a_batch(tmp_path: Path) -> None:
     assert urls(batches[0].findings) == expected(0, 300)
 
 
-async def test_a_link_that_leads_out_is_refused_and_one_that_stays_is_followed(tmp_path: Path) -> None:
+async def test_a_link_that_leads_out_is_refused_and_one_that_stays_is_followed(
+    tmp_path: Path,
+) -> None:
     inbox = tmp_path / "inbox"
     (inbox / "..data").mkdir(parents=True)
     (inbox / "..data" / "real.txt").write_text(lines(1, 2))
@@ -335,7 +418,9 @@ async def test_a_link_that_leads_out_is_refused_and_one_that_stays_is_followed(t
     assert urls(found) == expected(1, 3)
 
 
-async def test_a_directory_that_a_glob_reaches_by_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
+async def test_a_directory_that_a_glob_reaches_by_a_link_that_leads_out_is_refused(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "lists" / "de").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "secret.txt").write_text("root:x:0:0\n")
@@ -411,9 +496,17 @@ async def test_a_preview_shows_what_comes_next_and_changes_nothing(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("to", "reads"),
-    [("end", []), ("b.csv", ["b1", "b2", "c1"]), ("b.csv:3", ["b2", "c1"]), ("a.txt:4", ["a2", "b1", "b2", "c1"]), ("c.txt:9", [])],
+    [
+        ("end", []),
+        ("b.csv", ["b1", "b2", "c1"]),
+        ("b.csv:3", ["b2", "c1"]),
+        ("a.txt:4", ["a2", "b1", "b2", "c1"]),
+        ("c.txt:9", []),
+    ],
 )
-async def test_a_position_is_the_end_a_list_or_a_line_of_it(tmp_path: Path, to: str, reads: list[str]) -> None:
+async def test_a_position_is_the_end_a_list_or_a_line_of_it(
+    tmp_path: Path, to: str, reads: list[str]
+) -> None:
     (tmp_path / "a.txt").write_text("a1\n# x\n\na2\n")
     (tmp_path / "b.csv").write_text("url\nb1\nb2\n")
     (tmp_path / "c.txt").write_text("c1")
@@ -450,7 +543,9 @@ async def test_a_line_number_is_enough_where_there_is_one_list(tmp_path: Path) -
         ("seeds+s3://b/x?key=hunter2", {}, "half of its credentials"),
     ],
 )
-def test_a_mistake_is_a_sentence_with_a_next_step(tmp_path: Path, url: str, said: dict[str, Any], reason: str) -> None:
+def test_a_mistake_is_a_sentence_with_a_next_step(
+    tmp_path: Path, url: str, said: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         source(tmp_path, url, **said)
     assert reason in caught.value.message
@@ -482,11 +577,17 @@ MILLION = """
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["urls.txt", "urls.txt.gz"])
 def test_a_million_lines_take_no_more_memory_than_a_few(tmp_path: Path, name: str) -> None:
-    body = "".join(f"https://shop.test/category/{n % 97}/product/{n}?ref=seed-list\n" for n in range(1_000_000)).encode()
+    body = "".join(
+        f"https://shop.test/category/{n % 97}/product/{n}?ref=seed-list\n" for n in range(1_000_000)
+    ).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(body, 1) if name.endswith(".gz") else body)
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MILLION), str(path)], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", textwrap.dedent(MILLION), str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
     )
     count, megabytes = map(int, done.stdout.split())
     assert count == 1_000_000
@@ -528,7 +629,9 @@ def put(url: str, name: str, body: bytes) -> None:
 
 
 @pytest.mark.server("s3")
-async def test_objects_under_a_prefix_are_lists_and_each_version_is_read_once(tmp_path: Path, place: str) -> None:
+async def test_objects_under_a_prefix_are_lists_and_each_version_is_read_once(
+    tmp_path: Path, place: str
+) -> None:
     put(place, "a.txt", lines(0, 1500).encode())
     put(place, "deep/b.csv.gz", gzip.compress(b"url\nhttps://shop.test/b\n"))
     put(place, "c.txt.tmp", b"https://shop.test/c\n")
@@ -547,24 +650,35 @@ async def test_objects_under_a_prefix_are_lists_and_each_version_is_read_once(tm
     assert urls(third) == expected(0, 2)
     assert not set(ids(third)) & set(ids(first))
     put(place, "a.txt", lines(0, 1500).encode())
-    assert set(ids((await read(said, cursor))[0])) == set(ids(first + second)[:1500]), "the same version again, the same ids"
+    assert set(ids((await read(said, cursor))[0])) == set(ids(first + second)[:1500]), (
+        "the same version again, the same ids"
+    )
 
 
 @pytest.mark.server("s3")
-async def test_one_object_or_the_beginning_of_a_name_is_a_prefix_too(tmp_path: Path, place: str) -> None:
+async def test_one_object_or_the_beginning_of_a_name_is_a_prefix_too(
+    tmp_path: Path, place: str
+) -> None:
     for name in ("list-1.txt", "list-2.txt", "list.txt", "zoo.txt", "list-1.txt.bak"):
         put(place, name, f"https://shop.test/{name}\n".encode())
     one = source(tmp_path, "seeds+" + place.replace("/in/?", "/in/list.txt?"))
     assert one.every is None
     assert urls((await read(one))[0]) == ["https://shop.test/list.txt"]
     some = source(tmp_path, "seeds+" + place.replace("/in/?", "/in/list-?"))
-    assert urls((await read(some))[0]) == ["https://shop.test/list-1.txt", "https://shop.test/list-2.txt"]
-    assert urls((await read(some, await some.place("list-2.txt")))[0]) == ["https://shop.test/list-2.txt"]
+    assert urls((await read(some))[0]) == [
+        "https://shop.test/list-1.txt",
+        "https://shop.test/list-2.txt",
+    ]
+    assert urls((await read(some, await some.place("list-2.txt")))[0]) == [
+        "https://shop.test/list-2.txt"
+    ]
     assert urls((await read(some, await some.place("end")))[0]) == []
 
 
 @pytest.mark.server("s3")
-async def test_an_object_that_is_replaced_while_it_is_read_is_read_anew_in_the_next_round(tmp_path: Path, place: str) -> None:
+async def test_an_object_that_is_replaced_while_it_is_read_is_read_anew_in_the_next_round(
+    tmp_path: Path, place: str
+) -> None:
     put(place, "a.txt", lines(0, 100_000).encode())
     said = source(tmp_path, "seeds+" + place)
     found: list[Finding] = []
@@ -581,12 +695,16 @@ async def test_an_object_that_is_replaced_while_it_is_read_is_read_anew_in_the_n
     batches = once.read(None)
     await anext(batches)
     put(place, "a.txt", lines(5, 6).encode())
-    with pytest.raises(SourceDown, match="was replaced while it was read"):  # else nobody would look again
+    with pytest.raises(
+        SourceDown, match="was replaced while it was read"
+    ):  # else nobody would look again
         [batch async for batch in batches]
 
 
 @pytest.mark.server("s3")
-async def test_a_bucket_that_is_not_there_and_a_server_that_is_away_are_sentences(tmp_path: Path, place: str, server: Callable[[str], Handle]) -> None:
+async def test_a_bucket_that_is_not_there_and_a_server_that_is_away_are_sentences(
+    tmp_path: Path, place: str, server: Callable[[str], Handle]
+) -> None:
     missing = place.replace("s3://penstock/", "s3://nosuch/")
     with pytest.raises(SourceDown, match="there is no bucket nosuch") as caught:
         await read(source(tmp_path, "seeds+" + missing))
@@ -607,7 +725,11 @@ async def test_a_server_that_goes_away_in_the_middle_of_an_object_is_told_and_th
     batches = said.read(None)
     first = await anext(batches)
     with monkeypatch.context() as broken:
-        broken.setattr(said._place, "_bucket", bucket_at(place.replace(str(server("s3").port), "9"), whole=True)[0])
+        broken.setattr(
+            said._place,
+            "_bucket",
+            bucket_at(place.replace(str(server("s3").port), "9"), whole=True)[0],
+        )
         with pytest.raises(SourceDown, match="cannot be reached"):
             [batch async for batch in batches]
     rest, _ = await read(said, first.cursor)

@@ -27,7 +27,9 @@ def urlset(*entries: str) -> bytes:
 
 
 def url(loc: str, day: int | None = None, more: str = "") -> str:
-    return f"<url><loc>{loc}</loc>{f'<lastmod>2020-01-{day:02d}</lastmod>' if day else ''}{more}</url>"
+    return (
+        f"<url><loc>{loc}</loc>{f'<lastmod>2020-01-{day:02d}</lastmod>' if day else ''}{more}</url>"
+    )
 
 
 def index(*locs: str) -> bytes:
@@ -77,7 +79,10 @@ def test_an_entry_has_all_that_its_extensions_say() -> None:
 def test_an_index_has_children_and_no_entries() -> None:
     found = parse(index("/a.xml", "http://shop.test/b.xml.gz"), HERE)
     assert (found.kind, found.entries) == ("index", ())
-    assert [c.loc for c in found.children] == ["http://shop.test/a.xml", "http://shop.test/b.xml.gz"]
+    assert [c.loc for c in found.children] == [
+        "http://shop.test/a.xml",
+        "http://shop.test/b.xml.gz",
+    ]
 
 
 def test_bad_entries_are_left_out_and_counted() -> None:
@@ -89,7 +94,14 @@ def test_bad_entries_are_left_out_and_counted() -> None:
         url("http://shop.test/" + "x" * 2048),
         "<other><loc>http://no/</loc></other>",
     ]
-    found = parse(urlset(url("http://shop.test/1", more="<lastmod>soon</lastmod>"), *bad, url("http://shop.test/2?a=1&b=2")), HERE)
+    found = parse(
+        urlset(
+            url("http://shop.test/1", more="<lastmod>soon</lastmod>"),
+            *bad,
+            url("http://shop.test/2?a=1&b=2"),
+        ),
+        HERE,
+    )
     assert [e.loc for e in found.entries] == ["http://shop.test/1", "http://shop.test/2?a=1&b=2"]
     assert sum(found.left_out.values()) == 6  # the five, and a lastmod
     assert found.left_out["no loc"] == 2
@@ -105,7 +117,10 @@ BOMB = '<?xml version="1.0" encoding="{}"?><!DOCTYPE urlset [<!ENTITY a "aaaa"><
 NO_SITEMAP = {
     "nothing": (b"", "is empty"),
     "HTML": (b"<!doctype html><html><body>gone", "is an HTML page"),
-    "XHTML": (b'<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml"><body/></html>', "is an HTML page"),
+    "XHTML": (
+        b'<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml"><body/></html>',
+        "is an HTML page",
+    ),
     "words": (b"there is nothing here", "neither XML nor a list"),
     "noise": (bytes(range(256)) * 99, "neither XML nor a list"),
     "JSON": (b'{"urls": []}', "no JSON Feed"),
@@ -117,9 +132,18 @@ NO_SITEMAP = {
     "broken gzip": (gzip.compress(urlset())[:-9], "broken gzip"),
     "gzip three times": (gzip.compress(gzip.compress(gzip.compress(urlset()))), "packed more than"),
     "an external DTD": (b'<!DOCTYPE urlset SYSTEM "file:///etc/passwd"><urlset/>', "DTD"),
-    **{f"a bomb in {e}": (BOMB.format(e).encode(e), "DTD") for e in ("utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-7")},
-    "a bomb in utf-7 with its angles hidden": (BOMB.format("utf-7").replace("<", "+ADw-").encode(), "neither XML nor a list"),
-    "a bomb with a NUL in the word": (BOMB.format("utf-8").replace("DOCTYPE", "DOC\0TYPE").encode(), "DTD"),
+    **{
+        f"a bomb in {e}": (BOMB.format(e).encode(e), "DTD")
+        for e in ("utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-7")
+    },
+    "a bomb in utf-7 with its angles hidden": (
+        BOMB.format("utf-7").replace("<", "+ADw-").encode(),
+        "neither XML nor a list",
+    ),
+    "a bomb with a NUL in the word": (
+        BOMB.format("utf-8").replace("DOCTYPE", "DOC\0TYPE").encode(),
+        "DTD",
+    ),
 }
 
 
@@ -129,7 +153,21 @@ def test_what_is_no_sitemap_is_refused_with_its_reason(body: bytes, reason: str)
         parse(body, HERE)
 
 
-PIECES = [*FORMS.values(), index("/a.xml"), b"<url>", b"</url>", b"<loc>", b"<![CDATA[", b"]]>", b"<!DOCTYPE x", b"&", b"&#0;", b"\0", b"http://[", b"\x1f\x8b"]
+PIECES = [
+    *FORMS.values(),
+    index("/a.xml"),
+    b"<url>",
+    b"</url>",
+    b"<loc>",
+    b"<![CDATA[",
+    b"]]>",
+    b"<!DOCTYPE x",
+    b"&",
+    b"&#0;",
+    b"\0",
+    b"http://[",
+    b"\x1f\x8b",
+]
 
 
 @given(
@@ -137,7 +175,9 @@ PIECES = [*FORMS.values(), index("/a.xml"), b"<url>", b"</url>", b"<loc>", b"<![
     st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3)), max_size=6),
 )
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_bytes_are_a_sitemap_or_a_sitemap_error(pieces: list[bytes], edits: list[tuple[int, bytes]]) -> None:
+def test_any_bytes_are_a_sitemap_or_a_sitemap_error(
+    pieces: list[bytes], edits: list[tuple[int, bytes]]
+) -> None:
     body = bytearray(b"".join(pieces))
     for at, new in edits:
         if body:
@@ -161,7 +201,9 @@ class Site:
     def __call__(self, request: Request) -> Reply:
         found = self.documents.get(request.path, 404)
         answer = (
-            reply("no", "text/plain", found, **({"retry_after": "7"} if found == 429 else {})) if isinstance(found, int) else tagged(request, reply(found, XML))
+            reply("no", "text/plain", found, **({"retry_after": "7"} if found == 429 else {}))
+            if isinstance(found, int)
+            else tagged(request, reply(found, XML))
         )
         self.asked.append((request.path, answer.status))
         return answer
@@ -190,7 +232,9 @@ def test_new_changed_and_removed_are_each_told_once(tmp_path: Path) -> None:
             await at(web, site, "sitemap.xml", (1, None), (3, 1), (2, 1))
             again = await it.round()
             assert told(again) == [("changed", "3"), ("new", "2"), ("removed", "4")]
-            assert again[1].id not in {f.id for f in first}  # it came back as it was, and is news all the same
+            assert again[1].id not in {
+                f.id for f in first
+            }  # it came back as it was, and is news all the same
             gone: list[str] = []
             for _ in range(3):
                 await at(web, site, "sitemap.xml", (1, None), (3, 1))
@@ -203,25 +247,36 @@ def test_new_changed_and_removed_are_each_told_once(tmp_path: Path) -> None:
     run(work())
 
 
-def test_an_index_with_gz_text_and_nested_children_is_one_tree_with_a_validator_for_each(tmp_path: Path) -> None:
+def test_an_index_with_gz_text_and_nested_children_is_one_tree_with_a_validator_for_each(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         site = Site()
         async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
-            site.documents["/sitemap.xml"] = index(web.url("/a.xml.gz"), web.url("/more.xml"), web.url("/sitemap.xml"))
+            site.documents["/sitemap.xml"] = index(
+                web.url("/a.xml.gz"), web.url("/more.xml"), web.url("/sitemap.xml")
+            )
             site.documents["/a.xml.gz"] = gzip.compress(urlset(url(web.url("/p/1"), 1)))
             site.documents["/more.xml"] = index(web.url("/list.txt"), web.url("/a.xml.gz"))
             site.documents["/list.txt"] = f"{web.url('/p/2')}\n{web.url('/p/1')}\n".encode()
             assert told(await it.round()) == [("new", "1"), ("new", "2")]
             site.asked.clear()
             assert await it.round() == []
-            assert sorted(site.asked) == [("/a.xml.gz", 304), ("/list.txt", 304), ("/more.xml", 304), ("/sitemap.xml", 304)]
+            assert sorted(site.asked) == [
+                ("/a.xml.gz", 304),
+                ("/list.txt", 304),
+                ("/more.xml", 304),
+                ("/sitemap.xml", 304),
+            ]
             site.documents["/list.txt"] = f"{web.url('/p/3')}\n".encode()
             assert told(await it.round()) == [("new", "3"), ("removed", "2")]
 
     run(work())
 
 
-@pytest.mark.parametrize("broken", [404, 500, 429, b"<html>busy</html>", BOMB.format("utf-8").encode(), b"<urlset>"])
+@pytest.mark.parametrize(
+    "broken", [404, 500, 429, b"<html>busy</html>", BOMB.format("utf-8").encode(), b"<urlset>"]
+)
 def test_a_failed_child_is_said_and_never_looks_like_removals(broken: Any, tmp_path: Path) -> None:
     async def work() -> None:
         site = Site()
@@ -254,7 +309,9 @@ async def until_down(it: Looks) -> tuple[list[Finding], str]:
     raise AssertionError("it did not say so")
 
 
-def test_what_was_removed_while_a_child_failed_is_told_when_all_is_read_again(tmp_path: Path) -> None:
+def test_what_was_removed_while_a_child_failed_is_told_when_all_is_read_again(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         site = Site()
         async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
@@ -285,7 +342,9 @@ def test_a_look_that_was_cut_off_is_repeated_with_the_same_ids(tmp_path: Path) -
     run(work())
 
 
-def test_robots_txt_names_the_sitemaps_and_without_it_the_usual_place_is_tried(tmp_path: Path) -> None:
+def test_robots_txt_names_the_sitemaps_and_without_it_the_usual_place_is_tried(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         site = Site()
         async with Web(site) as web:
@@ -293,7 +352,11 @@ def test_robots_txt_names_the_sitemaps_and_without_it_the_usual_place_is_tried(t
             async with looking(web, "sitemap+http://{}/", tmp_path) as it:
                 assert told(await it.round()) == [("new", "1")]
         async with Web(site) as web:
-            site.documents["/robots.txt"] = b"User-agent: *\nDisallow: /private\nSitemap: /one.xml\nsitemap: " + web.url("/two.xml").encode() + b"\n"
+            site.documents["/robots.txt"] = (
+                b"User-agent: *\nDisallow: /private\nSitemap: /one.xml\nsitemap: "
+                + web.url("/two.xml").encode()
+                + b"\n"
+            )
             await at(web, site, "one.xml", (1, 1))
             await at(web, site, "two.xml", (2, 1))
             async with looking(web, "sitemap+http://{}/robots.txt", tmp_path) as it:
@@ -307,7 +370,9 @@ def test_options_choose_what_is_told(tmp_path: Path) -> None:
         site = Site()
         async with Web(site) as web:
             await at(web, site, "sitemap.xml", (1, 1), (2, 1))
-            site.documents["/sitemap.xml"] = urlset(url(web.url("/p/1"), 1), url(web.url("/p/2"), 1), url("http://elsewhere.test/"))
+            site.documents["/sitemap.xml"] = urlset(
+                url(web.url("/p/1"), 1), url(web.url("/p/2"), 1), url("http://elsewhere.test/")
+            )
             async with looking(web, "sitemap+http://{}/sitemap.xml", tmp_path, emit=["removed"]) as it, looking(
                 web, "sitemap+http://{}/sitemap.xml", tmp_path, first="none"
             ) as quiet, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path, same_site=False) as every, looking(
@@ -319,7 +384,9 @@ def test_options_choose_what_is_told(tmp_path: Path) -> None:
                 await at(web, site, "sitemap.xml", (2, 1), (3, 1))
                 assert told(await it.round()) == [("removed", "1")]
                 assert told(await quiet.round()) == [("new", "3"), ("removed", "1")]
-                assert told(await few.round()) == [("new", "2")]  # it does not see everything, so nothing is gone
+                assert told(await few.round()) == [
+                    ("new", "2")
+                ]  # it does not see everything, so nothing is gone
 
     run(work())
 
@@ -331,17 +398,34 @@ def test_an_endless_index_comes_to_an_end(tmp_path: Path) -> None:
         def endless(request: Request) -> Reply:
             asked.append(request.path)
             n = len(asked)
-            return reply(index(f"/deeper/{n}.xml", f"/deeper/{n}-b.xml"), XML) if request.path != "/robots.txt" else reply("", "text/plain")
+            return (
+                reply(index(f"/deeper/{n}.xml", f"/deeper/{n}-b.xml"), XML)
+                if request.path != "/robots.txt"
+                else reply("", "text/plain")
+            )
 
-        async with Web(endless) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path, max_sitemaps=20) as it:
+        async with (
+            Web(endless) as web,
+            looking(web, "sitemap+http://{}/sitemap.xml", tmp_path, max_sitemaps=20) as it,
+        ):
             assert await it.round() == []
             assert 20 <= len(asked) < 25
 
     run(work())
 
 
-@pytest.mark.parametrize("body", [b"<html>busy</html>", BOMB.format("utf-16").encode("utf-16"), 500, b"<urlset>" + b" " * (51 << 20)])
-def test_a_root_that_breaks_is_said_and_the_source_goes_on_where_it_was(body: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>busy</html>",
+        BOMB.format("utf-16").encode("utf-16"),
+        500,
+        b"<urlset>" + b" " * (51 << 20),
+    ],
+)
+def test_a_root_that_breaks_is_said_and_the_source_goes_on_where_it_was(
+    body: Any, tmp_path: Path
+) -> None:
     async def work() -> None:
         site = Site()
         async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
@@ -362,7 +446,13 @@ def test_the_position_of_a_hundred_thousand_urls_is_small(tmp_path: Path) -> Non
         async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
             site.documents["/sitemap.xml"] = index(web.url("/a.xml"), web.url("/b.xml"))
             for at_, name in enumerate(("a", "b")):
-                entries = (url(web.url(f"/product/{n * 7919 % 99991:05d}-of-{at_}-some-words-{n}.html"), 1 + n % 28) for n in range(50_000))
+                entries = (
+                    url(
+                        web.url(f"/product/{n * 7919 % 99991:05d}-of-{at_}-some-words-{n}.html"),
+                        1 + n % 28,
+                    )
+                    for n in range(50_000)
+                )
                 site.documents[f"/{name}.xml"] = urlset(*entries)
             assert len(await it.round()) == 100_000
             assert it.cursor is not None
@@ -373,9 +463,16 @@ def test_the_position_of_a_hundred_thousand_urls_is_small(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("source", "more"),
-    [("sitemap+ftp://x/", {}), ("sitemap+http://x/", {"emit": ["gone"]}), ("sitemap+http://x/", {"max_urls": 0}), ("sitemap+http://x/", {"depth": 3})],
+    [
+        ("sitemap+ftp://x/", {}),
+        ("sitemap+http://x/", {"emit": ["gone"]}),
+        ("sitemap+http://x/", {"max_urls": 0}),
+        ("sitemap+http://x/", {"depth": 3}),
+    ],
 )
-def test_a_slip_in_the_declaration_is_an_error_with_a_hint(source: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_slip_in_the_declaration_is_an_error_with_a_hint(
+    source: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     async def work() -> None:
         async with looking(Web(), source, tmp_path, **more):
             pass

@@ -35,27 +35,55 @@ JSON = {"content-type": ["application/json"]}
 LOCAL = {"host": ["127.0.0.1:8787"]}
 
 
-def hook(name: str = "shop", *, called: str | None = None, settings: dict[str, str] | None = None, **options: Any) -> Webhook:
+def hook(
+    name: str = "shop",
+    *,
+    called: str | None = None,
+    settings: dict[str, str] | None = None,
+    **options: Any,
+) -> Webhook:
     pipeline = Pipeline("shop")
     pipeline.source(f"webhook:{name}", name=called, **options)
     loaded = config.load(settings or {}, {}, Path.cwd()).config
-    return open_source(pipeline.sources[0], SourceContext(loaded, SystemClock(), random.Random(1), SourceWeb(), Path.cwd()))
+    return open_source(
+        pipeline.sources[0],
+        SourceContext(loaded, SystemClock(), random.Random(1), SourceWeb(), Path.cwd()),
+    )
 
 
 def key_of(secret: str) -> bytes:
-    return base64.b64decode(secret.removeprefix("whsec_")) if secret.startswith("whsec_") else secret.encode()
+    return (
+        base64.b64decode(secret.removeprefix("whsec_"))
+        if secret.startswith("whsec_")
+        else secret.encode()
+    )
 
 
-def standard(body: bytes = BODY, *, secret: str = SECRET, id_: str = "msg_1", at: float = NOW) -> dict[str, list[str]]:
+def standard(
+    body: bytes = BODY, *, secret: str = SECRET, id_: str = "msg_1", at: float = NOW
+) -> dict[str, list[str]]:
     digest = hmac.new(key_of(secret), f"{id_}.{int(at)}.".encode() + body, hashlib.sha256).digest()
-    return {**JSON, "webhook-id": [id_], "webhook-timestamp": [str(int(at))], "webhook-signature": ["v1," + base64.b64encode(digest).decode()]}
+    return {
+        **JSON,
+        "webhook-id": [id_],
+        "webhook-timestamp": [str(int(at))],
+        "webhook-signature": ["v1," + base64.b64encode(digest).decode()],
+    }
 
 
-def told(source: Webhook, headers: dict[str, list[str]], body: bytes = BODY, now: float = NOW) -> list[Finding]:
+def told(
+    source: Webhook, headers: dict[str, list[str]], body: bytes = BODY, now: float = NOW
+) -> list[Finding]:
     return source.findings("POST", headers, body, now)
 
 
-def refusal(source: Webhook, headers: dict[str, list[str]], body: bytes = BODY, now: float = NOW, method: str = "POST") -> RequestRefused:
+def refusal(
+    source: Webhook,
+    headers: dict[str, list[str]],
+    body: bytes = BODY,
+    now: float = NOW,
+    method: str = "POST",
+) -> RequestRefused:
     with pytest.raises(RequestRefused) as refused:
         source.findings(method, headers, body, now)
     assert refused.value.message
@@ -87,7 +115,9 @@ def test_while_secrets_change_both_are_good_and_so_is_a_request_signed_with_both
     both = hook(secrets=[SECRET, OLD])
     assert told(both, standard()) == told(both, standard(secret=OLD))
     headers = standard(secret=OLD)
-    headers["webhook-signature"] = [f"v1a,{'A' * 20} v2,xyz {headers['webhook-signature'][0]} {standard()['webhook-signature'][0]}"]
+    headers["webhook-signature"] = [
+        f"v1a,{'A' * 20} v2,xyz {headers['webhook-signature'][0]} {standard()['webhook-signature'][0]}"
+    ]
     assert told(hook(secret=SECRET), headers)
 
 
@@ -126,7 +156,9 @@ BROKEN: dict[str, Callable[[dict[str, list[str]]], Any]] = {
     "junk behind the padding": lambda h: h.update({"webhook-signature": [GOOD + "===="]}),
     "junk in it": lambda h: h.update({"webhook-signature": [GOOD[:9] + "!" + GOOD[9:]]}),
     "without padding": lambda h: h.update({"webhook-signature": [GOOD.rstrip("=")]}),
-    "bits that do not count": lambda h: h.update({"webhook-signature": [GOOD[:-2] + chr(ord(GOOD[-2]) + 1) + "="]}),
+    "bits that do not count": lambda h: h.update(
+        {"webhook-signature": [GOOD[:-2] + chr(ord(GOOD[-2]) + 1) + "="]}
+    ),
     "half of it": lambda h: h.update({"webhook-signature": [GOOD[:24]]}),
     "two blanks between": lambda h: h.update({"webhook-signature": [GOOD + "  " + GOOD]}),
     "a good one beside a broken one": lambda h: h.update({"webhook-signature": [GOOD + " v1,%%%"]}),
@@ -146,7 +178,9 @@ BROKEN: dict[str, Callable[[dict[str, list[str]]], Any]] = {
 
 
 @pytest.mark.parametrize("breaking", BROKEN.values(), ids=BROKEN.keys())
-def test_whatever_is_wrong_with_the_signature_the_answer_is_the_same_401(breaking: Callable[[dict[str, list[str]]], Any]) -> None:
+def test_whatever_is_wrong_with_the_signature_the_answer_is_the_same_401(
+    breaking: Callable[[dict[str, list[str]]], Any],
+) -> None:
     headers = {name: list(values) for name, values in standard().items()}
     breaking(headers)
     e = refusal(hook(secret=SECRET), headers)
@@ -187,15 +221,25 @@ def test_the_body_is_measured_before_it_is_hashed() -> None:
     assert refusal(hook(secret=SECRET, max_body="40B"), JSON).status == 413
 
 
-def test_an_event_is_named_by_the_hook_too_so_that_one_sender_cannot_use_up_the_ids_of_another() -> None:
-    assert told(hook("a", secret=SECRET), standard())[0].id != told(hook("b", secret=SECRET), standard())[0].id
+def test_an_event_is_named_by_the_hook_too_so_that_one_sender_cannot_use_up_the_ids_of_another() -> (
+    None
+):
+    assert (
+        told(hook("a", secret=SECRET), standard())[0].id
+        != told(hook("b", secret=SECRET), standard())[0].id
+    )
 
 
 # -- other schemes ---------------------------------------------------------------------------------------------------------
 
 
 def github(body: bytes = BODY, secret: str = TEXT) -> dict[str, list[str]]:
-    return {**JSON, "x-hub-signature-256": ["sha256=" + hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()]}
+    return {
+        **JSON,
+        "x-hub-signature-256": [
+            "sha256=" + hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+        ],
+    }
 
 
 def stripe(body: bytes = BODY, secret: str = TEXT, at: float = NOW) -> dict[str, list[str]]:
@@ -215,7 +259,10 @@ def test_github_signs_the_body_and_the_body_names_the_event() -> None:
 def test_stripe_signs_time_and_body_and_a_repeated_delivery_is_the_same_event() -> None:
     source = hook(secret="whsec_of_stripe_is_no_base64_at_all", signature="stripe")
     secret = "whsec_of_stripe_is_no_base64_at_all"
-    assert told(source, stripe(secret=secret))[0].id == told(source, stripe(secret=secret, at=NOW + 60), now=NOW + 60)[0].id
+    assert (
+        told(source, stripe(secret=secret))[0].id
+        == told(source, stripe(secret=secret, at=NOW + 60), now=NOW + 60)[0].id
+    )
     assert refusal(source, stripe(secret=secret), now=NOW + 301).status == 401
 
 
@@ -236,14 +283,38 @@ def test_a_house_scheme_says_what_is_signed_and_how_it_is_written() -> None:
 def test_a_bearer_token_is_compared_whole() -> None:
     source = hook(secret=TEXT, signature="bearer")
     assert told(source, {**JSON, "authorization": [f"Bearer {TEXT}"]})
-    for wrong in ("Bearer", f"Bearer {TEXT}x", f"Bearer {TEXT[:-1]}", f"Basic {TEXT}", TEXT, "Bearer \xff", ""):
+    for wrong in (
+        "Bearer",
+        f"Bearer {TEXT}x",
+        f"Bearer {TEXT[:-1]}",
+        f"Basic {TEXT}",
+        TEXT,
+        "Bearer \xff",
+        "",
+    ):
         assert refusal(source, {**JSON, "authorization": [wrong]}).status == 401
 
 
 @pytest.mark.parametrize("scheme", ["github", "stripe", "hmac", "bearer"])
-@pytest.mark.parametrize("junk", ["", "=", "sha256=", "sha256=zz", "sha256=00", "t=,v1=", "t=1,t=1", "t=99999999999,v1=" + "0" * 64, "\xff" * 10, "a" * 5000])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        "",
+        "=",
+        "sha256=",
+        "sha256=zz",
+        "sha256=00",
+        "t=,v1=",
+        "t=1,t=1",
+        "t=99999999999,v1=" + "0" * 64,
+        "\xff" * 10,
+        "a" * 5000,
+    ],
+)
 def test_junk_in_a_header_of_another_scheme_is_a_401_too(scheme: str, junk: str) -> None:
-    source = hook(secret=TEXT, signature=scheme, **({"header": "X-Sig"} if scheme == "hmac" else {}))
+    source = hook(
+        secret=TEXT, signature=scheme, **({"header": "X-Sig"} if scheme == "hmac" else {})
+    )
     for name in ("x-hub-signature-256", "stripe-signature", "x-sig", "authorization"):
         assert refusal(source, {**JSON, name: [junk]}).status == 401
 
@@ -251,13 +322,26 @@ def test_junk_in_a_header_of_another_scheme_is_a_401_too(scheme: str, junk: str)
 # -- unsigned --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8787", "localhost:8787", "[::1]:8787", "127.8.9.1"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.0.1:8787", "localhost:8787", "[::1]:8787", "127.8.9.1"]
+)
 def test_an_unsigned_hook_serves_this_machine(host: str) -> None:
     assert told(hook(), {**JSON, "host": [host]})
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8787", "10.0.0.1", "0.0.0.0", "[::]", "", "[", "user@127.0.0.1@x"]
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:8787",
+        "10.0.0.1",
+        "0.0.0.0",
+        "[::]",
+        "",
+        "[",
+        "user@127.0.0.1@x",
+    ],
 )
 def test_a_name_that_was_pointed_here_is_refused(host: str) -> None:
     assert refusal(hook(), {**JSON, "host": [host]}).status == 403
@@ -266,20 +350,35 @@ def test_a_name_that_was_pointed_here_is_refused(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"origin": ["https://evil.example"]}, {"origin": ["null"]}, {"sec-fetch-site": ["cross-site"]}, {"origin": ["http://127.0.0.1", "x"]}]
+    "more",
+    [
+        {"origin": ["https://evil.example"]},
+        {"origin": ["null"]},
+        {"sec-fetch-site": ["cross-site"]},
+        {"origin": ["http://127.0.0.1", "x"]},
+    ],
 )
-def test_a_web_page_elsewhere_cannot_tell_it_anything_through_a_browser_here(more: dict[str, list[str]]) -> None:
+def test_a_web_page_elsewhere_cannot_tell_it_anything_through_a_browser_here(
+    more: dict[str, list[str]],
+) -> None:
     assert refusal(hook(), {**JSON, **LOCAL, **more}).status == 403
     assert told(hook(), {**JSON, **LOCAL, "origin": ["http://localhost:3000"]})
 
 
-@pytest.mark.parametrize("name", ["forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via"])
+@pytest.mark.parametrize(
+    "name", ["forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via"]
+)
 def test_what_a_proxy_on_this_machine_passes_on_does_not_come_from_this_machine(name: str) -> None:
     assert refusal(hook(), {**JSON, **LOCAL, name: ["203.0.113.7"]}).status == 403
 
 
 def test_what_a_browser_sends_without_asking_first_is_refused_by_its_type() -> None:
-    for kind in ({}, {"content-type": ["text/plain"]}, {"content-type": ["application/x-www-form-urlencoded"]}, {"content-type": ["multipart/form-data"]}):
+    for kind in (
+        {},
+        {"content-type": ["text/plain"]},
+        {"content-type": ["application/x-www-form-urlencoded"]},
+        {"content-type": ["multipart/form-data"]},
+    ):
         assert refusal(hook(), {**LOCAL, **kind}).status == 415
 
 
@@ -296,7 +395,11 @@ def test_unsigned_anywhere_is_served_under_any_name() -> None:
 def test_the_senders_id_is_the_events(name: str) -> None:
     source = hook()
     headers = {**JSON, **LOCAL, name: ["7"]}
-    assert told(source, headers)[0].id == told(source, headers)[0].id != told(source, {**headers, name: ["8"]})[0].id
+    assert (
+        told(source, headers)[0].id
+        == told(source, headers)[0].id
+        != told(source, {**headers, name: ["8"]})[0].id
+    )
     assert refusal(source, {**headers, name: ["7", "7"]}).status == 400
     assert refusal(source, {**headers, name: [""]}).status == 400
 
@@ -306,7 +409,10 @@ def test_without_an_id_every_request_is_another_event() -> None:
 
 
 def test_items_of_one_body_have_an_id_each_and_keep_it() -> None:
-    headers, body = {**JSON, **LOCAL, "webhook-id": ["7"]}, b'["https://a.example", "https://b.example", "https://a.example"]'
+    headers, body = (
+        {**JSON, **LOCAL, "webhook-id": ["7"]},
+        b'["https://a.example", "https://b.example", "https://a.example"]',
+    )
     ids = [finding.id for finding in told(hook(), headers, body)]
     assert len(set(ids)) == 3
     assert ids == [finding.id for finding in told(hook(), headers, body)]
@@ -315,7 +421,9 @@ def test_items_of_one_body_have_an_id_each_and_keep_it() -> None:
 def test_an_id_in_the_payload_goes_by_its_place() -> None:
     source = hook(id="event.id")
     body = b'{"event": {"id": 17}}'
-    assert told(source, {**JSON, **LOCAL}, body)[0].id == told(source, {**JSON, **LOCAL}, body)[0].id
+    assert (
+        told(source, {**JSON, **LOCAL}, body)[0].id == told(source, {**JSON, **LOCAL}, body)[0].id
+    )
     assert refusal(source, {**JSON, **LOCAL}, b'{"event": {"id": {}}}').status == 422
     assert refusal(source, {**JSON, **LOCAL}, b'{"event": {"id": true}}').status == 422
 
@@ -325,21 +433,40 @@ def test_an_id_in_the_payload_goes_by_its_place() -> None:
 
 def payloads(kind: str, body: bytes, **headers: str) -> list[dict[str, Any]]:
     more = {name.replace("_", "-"): [value] for name, value in headers.items()}
-    return [finding.payload for finding in told(hook(), {**LOCAL, "content-type": [kind], **more}, body)]
+    return [
+        finding.payload for finding in told(hook(), {**LOCAL, "content-type": [kind], **more}, body)
+    ]
 
 
 def test_json_is_an_object_an_array_or_urls() -> None:
     assert payloads("application/json", b'{"a": 1}') == [{"a": 1}]
-    assert payloads("application/json; charset=UTF-8", b' [{"a": 1}, {"a": 2}] ') == [{"a": 1}, {"a": 2}]
-    assert payloads("application/vnd.shop.v1+json", b'["https://a.example", {"b": 2}]') == [{"url": "https://a.example"}, {"b": 2}]
+    assert payloads("application/json; charset=UTF-8", b' [{"a": 1}, {"a": 2}] ') == [
+        {"a": 1},
+        {"a": 2},
+    ]
+    assert payloads("application/vnd.shop.v1+json", b'["https://a.example", {"b": 2}]') == [
+        {"url": "https://a.example"},
+        {"b": 2},
+    ]
     assert payloads("application/json", b"[]") == []
 
 
 def test_ndjson_is_one_item_on_each_line() -> None:
-    assert payloads("application/x-ndjson", b'{"a": 1}\r\n\n{"a": 2}\n"https://a.example"') == [{"a": 1}, {"a": 2}, {"url": "https://a.example"}]
+    assert payloads("application/x-ndjson", b'{"a": 1}\r\n\n{"a": 2}\n"https://a.example"') == [
+        {"a": 1},
+        {"a": 2},
+        {"url": "https://a.example"},
+    ]
 
 
-EVENT = {"specversion": "1.0", "id": "1", "source": "/shop", "type": "changed", "time": "2025-10-09T08:53:20Z", "data": {"url": "https://a.example", "n": 1}}
+EVENT = {
+    "specversion": "1.0",
+    "id": "1",
+    "source": "/shop",
+    "type": "changed",
+    "time": "2025-10-09T08:53:20Z",
+    "data": {"url": "https://a.example", "n": 1},
+}
 
 
 def test_a_structured_cloudevent_is_named_by_source_and_id() -> None:
@@ -350,8 +477,19 @@ def test_a_structured_cloudevent_is_named_by_source_and_id() -> None:
     assert one.at == 1760000000.0
     [other] = told(hook(), kind, json.dumps({**EVENT, "source": "/other"}).encode())
     assert one.id != other.id
-    [batched] = told(hook(), {**LOCAL, "content-type": ["application/cloudevents-batch+json"]}, json.dumps([EVENT]).encode())
-    binary = {**JSON, **LOCAL, "ce-specversion": ["1.0"], "ce-id": ["1"], "ce-source": ["/shop"], "ce-type": ["changed"]}
+    [batched] = told(
+        hook(),
+        {**LOCAL, "content-type": ["application/cloudevents-batch+json"]},
+        json.dumps([EVENT]).encode(),
+    )
+    binary = {
+        **JSON,
+        **LOCAL,
+        "ce-specversion": ["1.0"],
+        "ce-id": ["1"],
+        "ce-source": ["/shop"],
+        "ce-type": ["changed"],
+    }
     [headed] = told(hook(), binary, json.dumps(EVENT["data"]).encode())
     assert one.id == batched.id == headed.id
     assert headed.payload["n"] == 1
@@ -359,14 +497,27 @@ def test_a_structured_cloudevent_is_named_by_source_and_id() -> None:
 
 def test_the_subject_is_the_url_where_the_data_has_none() -> None:
     event = {**EVENT, "subject": "https://b.example", "data": {"n": 1}}
-    [one] = told(hook(), {**LOCAL, "content-type": ["application/cloudevents+json"]}, json.dumps(event).encode())
+    [one] = told(
+        hook(),
+        {**LOCAL, "content-type": ["application/cloudevents+json"]},
+        json.dumps(event).encode(),
+    )
     assert one.url == "https://b.example"
 
 
 def test_data_in_base64_is_json_too() -> None:
-    event = {name: value for name, value in EVENT.items() if name != "data"} | {"data_base64": base64.b64encode(b'{"n": 2}').decode()}
+    event = {name: value for name, value in EVENT.items() if name != "data"} | {
+        "data_base64": base64.b64encode(b'{"n": 2}').decode()
+    }
     assert payloads("application/cloudevents+json", json.dumps(event).encode())[0]["n"] == 2
-    assert refusal(hook(), {**LOCAL, "content-type": ["application/cloudevents+json"]}, json.dumps({**event, "data_base64": "%"}).encode()).status == 400
+    assert (
+        refusal(
+            hook(),
+            {**LOCAL, "content-type": ["application/cloudevents+json"]},
+            json.dumps({**event, "data_base64": "%"}).encode(),
+        ).status
+        == 400
+    )
 
 
 @pytest.mark.parametrize(
@@ -404,13 +555,18 @@ def test_data_in_base64_is_json_too() -> None:
         ("application/json", b" " * (1 << 20) + b"{}", 413),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused_with_its_reason(kind: str, body: bytes, status: int) -> None:
+def test_what_cannot_be_read_is_refused_with_its_reason(
+    kind: str, body: bytes, status: int
+) -> None:
     assert refusal(hook(), {**LOCAL, "content-type": [kind]}, body).status == status
 
 
 def test_compressed_bodies_several_types_and_other_methods_are_refused() -> None:
     assert refusal(hook(), {**LOCAL, **JSON, "content-encoding": ["gzip"]}).status == 415
-    assert refusal(hook(), {**LOCAL, "content-type": ["application/json", "application/json"]}).status == 415
+    assert (
+        refusal(hook(), {**LOCAL, "content-type": ["application/json", "application/json"]}).status
+        == 415
+    )
     assert refusal(hook(), {**LOCAL, **JSON, "content-length": [str(2 << 20)]}).status == 413
     assert refusal(hook(), {**LOCAL, **JSON, "content-length": ["9" * 50]}).status == 413
     assert refusal(hook(), {**LOCAL, **JSON, "content-length": ["x"]}).status == 400
@@ -421,13 +577,32 @@ NAMES = [
     "content-type", "content-length", "host", "webhook-id", "webhook-timestamp", "webhook-signature", "ce-id", "ce-specversion", "authorization",
     "x-sig", "stripe-signature",
 ]  # fmt: skip
-ATTRIBUTES = ["url", "id", "source", "type", "specversion", "data", "data_base64", "subject", "time"]
-KINDS = ["application/json", "application/x-ndjson", "application/cloudevents+json", "application/cloudevents-batch+json"]
+ATTRIBUTES = [
+    "url",
+    "id",
+    "source",
+    "type",
+    "specversion",
+    "data",
+    "data_base64",
+    "subject",
+    "time",
+]
+KINDS = [
+    "application/json",
+    "application/x-ndjson",
+    "application/cloudevents+json",
+    "application/cloudevents-batch+json",
+]
 latin = st.text(st.characters(max_codepoint=255), max_size=40)
-values = st.one_of(latin, st.sampled_from([*KINDS, "127.0.0.1", "1.0", str(int(NOW)), GOOD, "t=1,v1=00"]))
+values = st.one_of(
+    latin, st.sampled_from([*KINDS, "127.0.0.1", "1.0", str(int(NOW)), GOOD, "t=1,v1=00"])
+)
 names = st.sampled_from(ATTRIBUTES) | st.text(max_size=5)
 scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=20)
-json_like = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=6))
+json_like = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=6)
+)
 bodies = st.one_of(st.binary(max_size=200), json_like.map(lambda value: json.dumps(value).encode()))
 HOOKS = [
     hook(),
@@ -439,8 +614,15 @@ HOOKS = [
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.sampled_from(HOOKS), st.dictionaries(st.sampled_from(NAMES), st.lists(values, min_size=1, max_size=2)), st.sampled_from(KINDS), bodies)
-def test_no_bytes_and_no_headers_end_in_anything_but_findings_or_a_refusal(source: Webhook, headers: dict[str, list[str]], kind: str, body: bytes) -> None:
+@given(
+    st.sampled_from(HOOKS),
+    st.dictionaries(st.sampled_from(NAMES), st.lists(values, min_size=1, max_size=2)),
+    st.sampled_from(KINDS),
+    bodies,
+)
+def test_no_bytes_and_no_headers_end_in_anything_but_findings_or_a_refusal(
+    source: Webhook, headers: dict[str, list[str]], kind: str, body: bytes
+) -> None:
     for more in ({}, {"content-type": [kind], **LOCAL}):
         status, found = 202, []
         try:
@@ -455,7 +637,13 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
     mapping = Mapping(hook().spec)
     for depth, good in [(1, True), (99, True), (100, False), (900, False)]:
         for opening, closing in [("[", "]"), ('{"a":', "}")]:
-            body = '{"url": "https://a.example", "wide": [[], [], {}], "deep": ' + opening * depth + "1" + closing * depth + "}"
+            body = (
+                '{"url": "https://a.example", "wide": [[], [], {}], "deep": '
+                + opening * depth
+                + "1"
+                + closing * depth
+                + "}"
+            )
             [finding] = told(hook(), {**JSON, **LOCAL}, body.encode())
             if good:
                 assert mapping.event(finding) is not None
@@ -495,12 +683,16 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
         ({"every": "5m"}, "no `every`"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_its_options_is_an_error_that_holds_no_secret(options: dict[str, Any], said: str) -> None:
+def test_a_mistake_in_its_options_is_an_error_that_holds_no_secret(
+    options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as wrong:
         hook(**options)
     assert said in wrong.value.message
     assert wrong.value.hint
-    assert not any(secret in wrong.value.message + wrong.value.hint for secret in (SECRET, OLD, TEXT))
+    assert not any(
+        secret in wrong.value.message + wrong.value.hint for secret in (SECRET, OLD, TEXT)
+    )
 
 
 def test_a_secret_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,7 +707,9 @@ def test_events_are_not_forgotten_while_their_signatures_hold() -> None:
     assert hook(secret=TEXT, signature="github", settings={"history.keep": "5m"})
 
 
-@pytest.mark.parametrize("url", ["webhook:", "webhook://shop", "webhook:a/b", "webhook:a?secret=x", "webhook:-a"])
+@pytest.mark.parametrize(
+    "url", ["webhook:", "webhook://shop", "webhook:a/b", "webhook:a?secret=x", "webhook:-a"]
+)
 def test_the_url_names_the_hook_and_nothing_else(url: str) -> None:
     with pytest.raises(ConfigError, match="names no hook"):
         hook(url.removeprefix("webhook:"), called="x")

@@ -20,7 +20,14 @@ class PostgresGround(Ground):
         self.stores: list[PostgresStore] = []
 
     def store(self) -> PostgresStore:
-        self.stores.append(PostgresStore(self.url, namespace=f"test_{secrets.token_hex(6)}", durability="process", inline=True))
+        self.stores.append(
+            PostgresStore(
+                self.url,
+                namespace=f"test_{secrets.token_hex(6)}",
+                durability="process",
+                inline=True,
+            )
+        )
         return self.stores[-1]
 
     def broker(self, db: Any, clock: Any) -> Any:
@@ -30,19 +37,41 @@ class PostgresGround(Ground):
         return PostgresLedger(db, clock)
 
     def tables(self, r: Rig) -> list[str]:
-        return [name for (name,) in r.sql("SELECT relname FROM pg_class WHERE relnamespace=current_schema()::regnamespace AND relkind='r'")]
+        return [
+            name
+            for (name,) in r.sql(
+                "SELECT relname FROM pg_class WHERE relnamespace=current_schema()::regnamespace AND relkind='r'"
+            )
+        ]
 
     def columns(self, r: Rig, table: str) -> list[str]:
-        found = r.sql("SELECT attname FROM pg_attribute WHERE attrelid=?::regclass AND attnum>0 AND NOT attisdropped ORDER BY attnum", table)
+        found = r.sql(
+            "SELECT attname FROM pg_attribute WHERE attrelid=?::regclass AND attnum>0 AND NOT attisdropped ORDER BY attnum",
+            table,
+        )
         return [name for (name,) in found]
 
     def assert_queued(self, r: Rig) -> None:
-        noted = {tuple(k): counts for *k, counts in r.sql("SELECT grp, prio, key, ARRAY[ready, leased, delayed] FROM keyq WHERE ready+leased+delayed<>0")}
+        noted = {
+            tuple(k): counts
+            for *k, counts in r.sql(
+                "SELECT grp, prio, key, ARRAY[ready, leased, delayed] FROM keyq WHERE ready+leased+delayed<>0"
+            )
+        }
         counted = "ARRAY[count(*) FILTER (WHERE state=0), count(*) FILTER (WHERE state=1), count(*) FILTER (WHERE state=2)]"
-        assert noted == {tuple(k): counts for *k, counts in r.sql(f"SELECT grp, prio, key, {counted} FROM queue GROUP BY grp, prio, key")}
+        assert noted == {
+            tuple(k): counts
+            for *k, counts in r.sql(
+                f"SELECT grp, prio, key, {counted} FROM queue GROUP BY grp, prio, key"
+            )
+        }
 
     def clear(self) -> None:
         with psycopg.connect(self.url, autocommit=True) as connection:
             for store in self.stores:
                 store.close_now()
-                connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(store.namespace)))
+                connection.execute(
+                    sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(
+                        sql.Identifier(store.namespace)
+                    )
+                )

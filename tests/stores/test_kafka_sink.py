@@ -23,10 +23,32 @@ pytestmark = pytest.mark.server("kafka")
 _api: Any = admin
 
 
-def row(n: int, key: str | None = None, order: int | None = None, /, *, deleted: bool = False, **fields: Any) -> Row:
+def row(
+    n: int,
+    key: str | None = None,
+    order: int | None = None,
+    /,
+    *,
+    deleted: bool = False,
+    **fields: Any,
+) -> Row:
     key = key if key is not None else f"k{n}"
-    origin = {"event_id": f"e{n}", "trace_id": "t", "url": "https://shop.example/" + key, "key": key, "extractor": "product", "version": 1}
-    return Row(n, key, json.dumps(fields | {"_penstock": origin | ({"deleted": True} if deleted else {})}).encode(), order if order is not None else n)
+    origin = {
+        "event_id": f"e{n}",
+        "trace_id": "t",
+        "url": "https://shop.example/" + key,
+        "key": key,
+        "extractor": "product",
+        "version": 1,
+    }
+    return Row(
+        n,
+        key,
+        json.dumps(
+            fields | {"_penstock": origin | ({"deleted": True} if deleted else {})}
+        ).encode(),
+        order if order is not None else n,
+    )
 
 
 class Place(Ground):
@@ -49,7 +71,13 @@ class Place(Ground):
     def messages(self, topic: str) -> list[Any]:
         """All that is there, partition by partition."""
         consumer = Consumer(
-            {"bootstrap.servers": self.servers, "group.id": "look", "auto.offset.reset": "earliest", "enable.partition.eof": True, "log_level": 0}
+            {
+                "bootstrap.servers": self.servers,
+                "group.id": "look",
+                "auto.offset.reset": "earliest",
+                "enable.partition.eof": True,
+                "log_level": 0,
+            }
         )
         try:
             partitions = sorted(consumer.list_topics(topic, timeout=20).topics[topic].partitions)
@@ -99,35 +127,56 @@ def test_every_record_is_a_message_with_its_key_and_says_which_it_is(place: Plac
     assert len({m.partition() for m in found}) == 2
 
 
-def test_a_batch_that_is_written_again_has_the_same_ids_and_leaves_the_same_rows(place: Place) -> None:
+def test_a_batch_that_is_written_again_has_the_same_ids_and_leaves_the_same_rows(
+    place: Place,
+) -> None:
     topic = place.name()
     sink = place.sink(topic)
     mark = sink.open(0, "")
-    batch = [row(1, "a", sku="a", price=1), row(2, "b", sku="b", price=2), row(3, "a", sku="a", price=3)]
+    batch = [
+        row(1, "a", sku="a", price=1),
+        row(2, "b", sku="b", price=2),
+        row(3, "a", sku="a", price=3),
+    ]
     sink.write(batch)
     sink.close()
     again = place.sink(topic)  # killed before the position was noted
     again.open(0, mark)
     again.write(batch)
-    assert place.upserted(topic) == {'{"sku": "a"}': {"sku": "a", "price": 3.0}, '{"sku": "b"}': {"sku": "b", "price": 2.0}}
+    assert place.upserted(topic) == {
+        '{"sku": "a"}': {"sku": "a", "price": 3.0},
+        '{"sku": "b"}': {"sku": "b", "price": 2.0},
+    }
     by_id: dict[bytes, set[bytes]] = {}
     for m in place.messages(topic):
         by_id.setdefault(dict(m.headers())["penstock-id"], set()).add(m.value())
-    assert {id_: len(values) for id_, values in by_id.items()} == {b"e1-1": 1, b"e2-2": 1, b"e3-3": 1}, "byte for byte"
+    assert {id_: len(values) for id_, values in by_id.items()} == {
+        b"e1-1": 1,
+        b"e2-2": 1,
+        b"e3-3": 1,
+    }, "byte for byte"
 
 
-def test_with_transactions_a_batch_that_is_written_again_is_not_there_twice_and_one_that_was_torn_not_at_all(place: Place) -> None:
+def test_with_transactions_a_batch_that_is_written_again_is_not_there_twice_and_one_that_was_torn_not_at_all(
+    place: Place,
+) -> None:
     topic = place.name()
     sink = place.sink(topic, transactions=True)
     mark = sink.open(0, "")
     batch = [row(n, f"k{n}", sku=f"k{n}", brand="x") for n in range(1, 51)]
     sink.write(batch)
-    again = place.sink(topic, transactions=True)  # the first was killed before the position was noted
+    again = place.sink(
+        topic, transactions=True
+    )  # the first was killed before the position was noted
     assert again.open(0, mark) == mark
     noted = again.write([*batch, row(51, "k51", sku="k51", brand=None)])
     assert len(place.messages(topic)) == 51
-    assert place.upserted(topic)['{"sku": "k51"}'] == {"sku": "k51", "brand": None}, "types of what was committed are learnt all the same"
-    with pytest.raises(StoreUnavailable):  # and the first, which was not dead after all, cannot write any more
+    assert place.upserted(topic)['{"sku": "k51"}'] == {"sku": "k51", "brand": None}, (
+        "types of what was committed are learnt all the same"
+    )
+    with pytest.raises(
+        StoreUnavailable
+    ):  # and the first, which was not dead after all, cannot write any more
         sink.write([row(52, "late", sku="late")])
     producer = again._producer
     assert producer is not None
@@ -137,7 +186,9 @@ def test_with_transactions_a_batch_that_is_written_again_is_not_there_twice_and_
     third = place.sink(topic, transactions=True)  # killed in the middle of a transaction
     third.open(51, noted)
     third.write([row(52, "k52", sku="k52")])
-    assert [m.key() for m in place.messages(topic) if b"torn" in m.key() or b"late" in m.key()] == []
+    assert [
+        m.key() for m in place.messages(topic) if b"torn" in m.key() or b"late" in m.key()
+    ] == []
     assert len(place.messages(topic)) == 52
 
 
@@ -159,7 +210,10 @@ def test_an_older_event_does_not_come_behind_a_newer_one(place: Place) -> None:
     sink.open(0, "")
     sink.write([row(1, "a", 9, sku="a", n=1), row(2, "a", 7, sku="a", n=2)])
     sink.write([row(3, "a", 8, sku="a", n=3), row(4, "b", 1, sku="b", n=4)])
-    assert place.upserted(topic) == {'{"sku": "a"}': {"sku": "a", "n": 1.0}, '{"sku": "b"}': {"sku": "b", "n": 4.0}}
+    assert place.upserted(topic) == {
+        '{"sku": "a"}': {"sku": "a", "n": 1.0},
+        '{"sku": "b"}': {"sku": "b", "n": 4.0},
+    }
     all_of_them = place.name()
     sink = place.sink(all_of_them, mode="append")
     sink.open(0, "")
@@ -182,7 +236,10 @@ def test_a_topic_is_made_as_asked_and_one_that_is_there_is_left_alone(place: Pla
     sink.write([row(1)])
     assert len(place.admin.list_topics(topic, timeout=20).topics[topic].partitions) == 3
     resource = _api.ConfigResource(_api.ConfigResource.Type.TOPIC, topic)
-    config = {name: entry.value for name, entry in place.admin.describe_configs([resource])[resource].result(20).items()}
+    config = {
+        name: entry.value
+        for name, entry in place.admin.describe_configs([resource])[resource].result(20).items()
+    }
     assert (config["cleanup.policy"], config["retention.ms"]) == ("compact", "-1")
     place.sink(topic, partitions=5).open(0, "")
     assert len(place.admin.list_topics(topic, timeout=20).topics[topic].partitions) == 3
@@ -199,7 +256,9 @@ def test_a_record_that_the_topic_does_not_take_is_named_and_waits(place: Place) 
         place.sink("a%20b")
 
 
-def test_a_login_that_is_refused_is_told_without_it(place: Place, server: Callable[[str], Handle]) -> None:
+def test_a_login_that_is_refused_is_told_without_it(
+    place: Place, server: Callable[[str], Handle]
+) -> None:
     secure, ca = f"127.0.0.1:{server('kafka').ports('secure')}", server("kafka").file("kafka.pem")
     topic = place.name()
     good = open_sink(f"kafka+ssl://penstock:secret@{secure}/{topic}?ca={ca}", {}, Path())
@@ -207,7 +266,9 @@ def test_a_login_that_is_refused_is_told_without_it(place: Place, server: Callab
     good.write([row(1)])
     good.close()
     assert "secret" not in good.name
-    wrong = open_sink(f"kafka+ssl://penstock:hunter2@{secure}/{topic}?ca={ca}&timeout=8s", {}, Path())
+    wrong = open_sink(
+        f"kafka+ssl://penstock:hunter2@{secure}/{topic}?ca={ca}&timeout=8s", {}, Path()
+    )
     with pytest.raises(StoreUnavailable, match="refuses the login") as caught:
         wrong.open(0, "")
     assert "hunter2" not in caught.value.message + caught.value.hint
@@ -218,7 +279,9 @@ def test_a_sink_that_is_not_open_asks_for_it(place: Place) -> None:
         place.sink(place.name()).write([row(1)])
 
 
-async def test_a_server_that_dies_is_an_outage_and_what_was_under_way_is_written_behind_it(place: Place, server: Callable[[str], Handle]) -> None:
+async def test_a_server_that_dies_is_an_outage_and_what_was_under_way_is_written_behind_it(
+    place: Place, server: Callable[[str], Handle]
+) -> None:
     topic = place.name()
     sink = place.sink(topic, "key=sku&timeout=5s&rdkafka.message.timeout.ms=5000")
     mark = sink.open(0, "")
@@ -234,6 +297,8 @@ async def test_a_server_that_dies_is_an_outage_and_what_was_under_way_is_written
             await asyncio.to_thread(sink.open, 1, mark)
             await asyncio.to_thread(sink.write, [row(2, "b", sku="b")])
             break
-        except StoreUnavailable:  # as who flushes does: of a server that has just come back, not all answers at once
+        except (
+            StoreUnavailable
+        ):  # as who flushes does: of a server that has just come back, not all answers at once
             await asyncio.sleep(0.2)
     assert sorted(place.upserted(topic)) == ['{"sku": "a"}', '{"sku": "b"}']

@@ -40,7 +40,11 @@ class Machine:
         return Flusher(self.sink, self.outbox, self.lock, SystemClock(), batch=5)
 
     async def put(self, *bodies: int) -> None:
-        await self.store.write(lambda tx: self.outbox.put_in(tx, self.sink.name, [(str(n), b'{"n":%d}' % n, 0) for n in bodies]))
+        await self.store.write(
+            lambda tx: self.outbox.put_in(
+                tx, self.sink.name, [(str(n), b'{"n":%d}' % n, 0) for n in bodies]
+            )
+        )
 
     @property
     def lines(self) -> list[bytes]:
@@ -59,7 +63,9 @@ class Fleet:
         held = "FROM pg_locks WHERE locktype='advisory' AND objsubid=1 AND classid::bigint=%s AND objid::bigint=%s"
         with psycopg.connect(self.url, autocommit=True) as db:
             where = (key >> 32, key & 0xFFFFFFFF)
-            assert db.execute(f"SELECT pg_terminate_backend(pid, 60000) {held}", where).fetchall() == [(True,)]
+            assert db.execute(
+                f"SELECT pg_terminate_backend(pid, 60000) {held}", where
+            ).fetchall() == [(True,)]
 
     def close(self) -> None:
         for machine in (self.a, self.b):
@@ -113,11 +119,15 @@ async def test_locks_of_other_names_and_namespaces_are_others(fleet: Fleet) -> N
     other.release()
 
 
-async def test_a_lock_whose_connection_was_cut_is_lost_at_once_and_can_be_taken_by_another(fleet: Fleet) -> None:
+async def test_a_lock_whose_connection_was_cut_is_lost_at_once_and_can_be_taken_by_another(
+    fleet: Fleet,
+) -> None:
     assert await fleet.a.lock.take()
     fleet.cut(fleet.a.lock)
     await until(lambda: not fleet.a.lock.held)
-    assert fleet.a.lock.here, "the file is still this process's, so that no other of this machine touches what it left"
+    assert fleet.a.lock.here, (
+        "the file is still this process's, so that no other of this machine touches what it left"
+    )
     assert await fleet.b.lock.take()
     assert not await fleet.a.lock.take()
 
@@ -134,11 +144,16 @@ async def test_a_stale_holder_that_does_not_know_yet_notes_nothing(fleet: Fleet)
     with pytest.raises(Lost):
         await a.outbox.hooked([1], [], a.lock.check_in)
     assert await b.outbox.position(b.sink.name) == (1, "a")
-    assert [row.n for row in await b.outbox.rows(b.sink.name, after=1, limit=9, max_bytes=99)] == [2, 3]
+    assert [row.n for row in await b.outbox.rows(b.sink.name, after=1, limit=9, max_bytes=99)] == [
+        2,
+        3,
+    ]
     await b.outbox.flushed(b.sink.name, upto=3, mark="b", guard=b.lock.check_in)
 
 
-async def test_a_machine_that_lost_the_lock_between_write_and_note_takes_its_rows_back(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_machine_that_lost_the_lock_between_write_and_note_takes_its_rows_back(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = fleet.a, fleet.b
     await a.put(1, 2)
     one, two = a.flusher(), b.flusher()
@@ -192,7 +207,9 @@ async def test_machines_that_share_the_very_file_go_on_where_the_other_ended(fle
     assert (a.sink.notice, b.sink.notice) == ("", "")
 
 
-async def test_a_machine_that_lost_the_lock_while_its_disk_was_full_is_not_down_for_good(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_machine_that_lost_the_lock_while_its_disk_was_full_is_not_down_for_good(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = fleet.a, fleet.b
 
     def full(rows: Any) -> str:

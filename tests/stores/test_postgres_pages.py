@@ -38,9 +38,20 @@ class Rig:
         assert await self.ledger.write(lambda tx: self.pages.index_in(tx, staged)) == []
         return ids
 
-    async def prune(self, *, older_than: float | None = None, max_bytes: int | None = None, keep: Sequence[str] = ()) -> tuple[int, int]:
+    async def prune(
+        self,
+        *,
+        older_than: float | None = None,
+        max_bytes: int | None = None,
+        keep: Sequence[str] = (),
+    ) -> tuple[int, int]:
         found: tuple[int, int] = await self.ledger.write(
-            lambda tx: self.pages.prune_in(tx, older_than=older_than, max_bytes=max_bytes, keep=lambda pages: set(keep).intersection(pages))
+            lambda tx: self.pages.prune_in(
+                tx,
+                older_than=older_than,
+                max_bytes=max_bytes,
+                keep=lambda pages: set(keep).intersection(pages),
+            )
         )
         return found
 
@@ -71,7 +82,9 @@ async def test_bodies_come_back_unchanged_and_take_less_room(rig: Rig) -> None:
     pages, size = await rig.ledger.read(rig.pages.totals_in)
     assert pages == 4
     assert size < 3_010_000
-    assert await rig.ledger.read(lambda tx: rig.pages.sizes_in(tx, [ids[2], "f" * 64])) == {ids[2]: len(bodies[2])}
+    assert await rig.ledger.read(lambda tx: rig.pages.sizes_in(tx, [ids[2], "f" * 64])) == {
+        ids[2]: len(bodies[2])
+    }
     assert await rig.ledger.read(lambda tx: rig.pages.find_in(tx, ids[0][:12])) == [ids[0]]
     assert await rig.ledger.read(lambda tx: rig.pages.get_in(tx, ids[2])) == bodies[2]
 
@@ -80,7 +93,13 @@ async def test_a_page_is_stored_once_whoever_stores_it(rig: Rig) -> None:
     other = Rig(rig.url, rig.pages.shared, rig.namespace)
     try:
         for _ in range(2):
-            await asyncio.gather(*[r.put(*[noise(5000, n) for n in order]) for r, order in ((rig, range(40)), (other, range(39, -1, -1))) for _ in range(3)])
+            await asyncio.gather(
+                *[
+                    r.put(*[noise(5000, n) for n in order])
+                    for r, order in ((rig, range(40)), (other, range(39, -1, -1)))
+                    for _ in range(3)
+                ]
+            )
     finally:
         other.close()
     assert (await rig.ledger.read(rig.pages.totals_in))[0] == 40
@@ -106,7 +125,9 @@ async def test_what_retention_took_is_stored_again_when_it_comes_again(rig: Rig)
     assert await rig.pages.get(id_) == b"body"
 
 
-async def test_beyond_the_size_the_oldest_go_first_and_what_is_needed_does_not_stop_that(rig: Rig) -> None:
+async def test_beyond_the_size_the_oldest_go_first_and_what_is_needed_does_not_stop_that(
+    rig: Rig,
+) -> None:
     ids = []
     for n in range(6):
         ids += await rig.put(noise(10_000, n))
@@ -114,10 +135,19 @@ async def test_beyond_the_size_the_oldest_go_first_and_what_is_needed_does_not_s
     removed, freed = await rig.prune(max_bytes=35_000, keep=[ids[0]])
     assert removed == 2
     assert 20_000 <= freed <= 21_000
-    assert [await rig.pages.get(id_) is not None for id_ in ids] == [True, False, False, True, True, True]
+    assert [await rig.pages.get(id_) is not None for id_ in ids] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
-async def test_more_needed_pages_than_one_look_sees_do_not_hide_the_others(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_needed_pages_than_one_look_sees_do_not_hide_the_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.pages.postgres.PRUNE", 3)
     needed = await rig.put(*[noise(10, n) for n in range(7)])
     rig.clock.advance(1.0)
@@ -137,7 +167,9 @@ async def test_a_page_that_the_books_did_not_name_is_in_nobodys_way(rig: Rig) ->
 async def test_bytes_that_were_harmed_are_said_to_be(rig: Rig) -> None:
     (id_,) = await rig.put(b"body")
     for harm in (b"garbage", __import__("zstandard").compress(b"other")):
-        await rig.own.write(lambda tx, harm=harm: tx.execute("UPDATE page_body SET body=?", (harm,)))  # type: ignore[misc]
+        await rig.own.write(
+            lambda tx, harm=harm: tx.execute("UPDATE page_body SET body=?", (harm,))
+        )  # type: ignore[misc]
         with pytest.raises(Unreachable, match="hash"):
             await rig.pages.get(id_)
 

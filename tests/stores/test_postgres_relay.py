@@ -14,7 +14,9 @@ pytestmark = pytest.mark.server("postgres")
 
 
 @pytest.fixture(autouse=True)
-def _on_postgres(server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _on_postgres(
+    server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     ground = PostgresGround(server("postgres").url)
     monkeypatch.setattr(Rig, "ground", ground)
     yield

@@ -23,8 +23,21 @@ pytestmark = pytest.mark.server("postgres")
 
 def row(n: int, key: str | None = None, order: int | None = None, /, **fields: Any) -> Row:
     key = key if key is not None else f"k{n}"
-    origin = {"event_id": f"e{n}", "trace_id": "t", "url": "https://shop.example/" + key, "key": key, "extractor": "product", "version": 1, "fetched_at": 12.5}
-    return Row(n, key, json.dumps(fields | {"_penstock": origin}).encode(), order if order is not None else n)
+    origin = {
+        "event_id": f"e{n}",
+        "trace_id": "t",
+        "url": "https://shop.example/" + key,
+        "key": key,
+        "extractor": "product",
+        "version": 1,
+        "fetched_at": 12.5,
+    }
+    return Row(
+        n,
+        key,
+        json.dumps(fields | {"_penstock": origin}).encode(),
+        order if order is not None else n,
+    )
 
 
 class Place:
@@ -39,7 +52,9 @@ class Place:
         self.stores: list[PostgresStore] = []
 
     def sink(self, **options: Any) -> postgres.PostgresSink:
-        sink = postgres.open_sink(f"{self.url}?schema={self.schema}", {"table": "products"} | options, Path())
+        sink = postgres.open_sink(
+            f"{self.url}?schema={self.schema}", {"table": "products"} | options, Path()
+        )
         self.opened.append(sink)
         return sink
 
@@ -75,12 +90,23 @@ def place(server: Callable[[str], Handle]) -> Iterator[Place]:
 def test_one_row_per_key_from_the_newest_accepted_event(place: Place) -> None:
     sink = place.sink()
     sink.open(0, "")
-    sink.write([row(1, "a", 5, price=1), row(2, "a", 9, price=2), row(3, "b", 6, price=3), row(4, "a", 7, price=4, late=True)])
+    sink.write(
+        [
+            row(1, "a", 5, price=1),
+            row(2, "a", 9, price=2),
+            row(3, "b", 6, price=3),
+            row(4, "a", 7, price=4, late=True),
+        ]
+    )
     sink.write([row(5, "a", 8, price=5), row(6, "b", 6, price=6)])
-    assert place.sql("SELECT _penstock_key, price, _penstock_event_id, late FROM products ORDER BY 1") == [("a", 2, "e2", None), ("b", 6, "e6", None)]
+    assert place.sql(
+        "SELECT _penstock_key, price, _penstock_event_id, late FROM products ORDER BY 1"
+    ) == [("a", 2, "e2", None), ("b", 6, "e6", None)]
 
 
-def test_a_field_the_newer_record_lacks_is_null_and_a_column_of_the_user_stays(place: Place) -> None:
+def test_a_field_the_newer_record_lacks_is_null_and_a_column_of_the_user_stays(
+    place: Place,
+) -> None:
     sink = place.sink()
     sink.open(0, "")
     sink.write([row(1, "a", price=1, offer="yes")])
@@ -125,19 +151,43 @@ def test_a_target_that_was_put_back_or_dropped_is_said_and_continued(place: Plac
     assert place.sql("SELECT price FROM products") == [(4,)]
 
 
-def test_columns_have_the_type_of_their_values_and_every_value_is_kept_exactly(place: Place) -> None:
+def test_columns_have_the_type_of_their_values_and_every_value_is_kept_exactly(
+    place: Place,
+) -> None:
     sink = place.sink()
     sink.open(0, "")
-    sink.write([row(1, "a", i=1, f=1.5, s="x", b=True, o={"a": [1]}, none=None, big=10**30, mixed=20), row(2, "b", none="3", mixed=19.99)])
+    sink.write(
+        [
+            row(1, "a", i=1, f=1.5, s="x", b=True, o={"a": [1]}, none=None, big=10**30, mixed=20),
+            row(2, "b", none="3", mixed=19.99),
+        ]
+    )
     assert place.types() == {
         "i": "bigint", "f": "double precision", "s": "text", "b": "boolean", "o": "jsonb", "none": "text", "big": "numeric", "mixed": "numeric",
     }  # fmt: skip
-    sink.write([row(3, "c", i="007", f=2**60 + 1, s=12, b="n/a", o="text", big="lots"), row(4, "d", s={"x": 1}, f=10**400, b=1, i=[1], mixed=1e300)])
-    rows = {r[0]: r[1:] for r in place.sql("SELECT _penstock_key, i, f, s, b, o, _penstock_rest FROM products")}
+    sink.write(
+        [
+            row(3, "c", i="007", f=2**60 + 1, s=12, b="n/a", o="text", big="lots"),
+            row(4, "d", s={"x": 1}, f=10**400, b=1, i=[1], mixed=1e300),
+        ]
+    )
+    rows = {
+        r[0]: r[1:]
+        for r in place.sql("SELECT _penstock_key, i, f, s, b, o, _penstock_rest FROM products")
+    }
     assert rows["a"] == (1, 1.5, "x", True, {"a": [1]}, None)
-    assert rows["c"] == (7, float(2**60), "12", None, "text", {"i": "007", "f": 2**60 + 1, "b": "n/a", "big": "lots"})
+    assert rows["c"] == (
+        7,
+        float(2**60),
+        "12",
+        None,
+        "text",
+        {"i": "007", "f": 2**60 + 1, "b": "n/a", "big": "lots"},
+    )
     assert rows["d"] == (None, None, '{"x":1}', None, None, {"f": 10**400, "b": 1, "i": [1]})
-    assert [str(v) for (v,) in place.sql("SELECT mixed FROM products WHERE mixed < 100 ORDER BY 1")] == ["19.99", "20"]
+    assert [
+        str(v) for (v,) in place.sql("SELECT mixed FROM products WHERE mixed < 100 ORDER BY 1")
+    ] == ["19.99", "20"]
 
 
 def test_a_whole_number_column_grows_when_a_fraction_or_a_huge_number_comes(place: Place) -> None:
@@ -146,7 +196,10 @@ def test_a_whole_number_column_grows_when_a_fraction_or_a_huge_number_comes(plac
     sink.write([row(1, "a", price=20, n=1)])
     sink.write([row(2, "b", price=19.99, n=2**63)])
     assert place.types() == {"price": "numeric", "n": "numeric"}
-    assert [(str(p), int(n)) for p, n in place.sql("SELECT price, n FROM products ORDER BY 1")] == [("19.99", 2**63), ("20", 1)]
+    assert [(str(p), int(n)) for p, n in place.sql("SELECT price, n FROM products ORDER BY 1")] == [
+        ("19.99", 2**63),
+        ("20", 1),
+    ]
     assert place.sql("SELECT count(*) FROM products WHERE _penstock_rest IS NOT NULL") == [(0,)]
 
 
@@ -156,7 +209,9 @@ def test_a_column_that_a_view_stands_on_stays_and_the_value_is_kept_beside_it(pl
     sink.write([row(1, "a", price=20)])
     place.sql("CREATE VIEW cheap AS SELECT price FROM products")
     sink.write([row(2, "b", price=19.99)])
-    assert place.sql("SELECT price, _penstock_rest FROM products WHERE _penstock_key = 'b'") == [(None, {"price": 19.99})]
+    assert place.sql("SELECT price, _penstock_rest FROM products WHERE _penstock_key = 'b'") == [
+        (None, {"price": 19.99})
+    ]
     assert "could not be changed" in sink.notice
 
 
@@ -180,7 +235,23 @@ def test_a_key_of_any_length_is_still_one_row(place: Place) -> None:
     assert sorted(place.sql("SELECT price FROM products")) == [(3,), (4,)]
 
 
-HOSTILE = ["select", "ctid", 'a"b', "a b", "'; DROP TABLE products; --", "été", "a.b[0]", "excluded", "1", "%s", "100%", "%(x)s", "{}", "$1", "?"]
+HOSTILE = [
+    "select",
+    "ctid",
+    'a"b',
+    "a b",
+    "'; DROP TABLE products; --",
+    "été",
+    "a.b[0]",
+    "excluded",
+    "1",
+    "%s",
+    "100%",
+    "%(x)s",
+    "{}",
+    "$1",
+    "?",
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -198,9 +269,19 @@ def test_what_can_have_no_column_is_kept_as_json_and_said(place: Place) -> None:
     sink = place.sink(max_columns=12)
     sink.open(0, "")
     long = "n" * 64
-    sink.write([row(1, "a", title=2, _penstock_url=3, b=4, c=5, d=6, e=7), row(2, "b", **{"nul\0": 1, "": 2, long: 3})])
+    sink.write(
+        [
+            row(1, "a", title=2, _penstock_url=3, b=4, c=5, d=6, e=7),
+            row(2, "b", **{"nul\0": 1, "": 2, long: 3}),
+        ]
+    )
     sink.write([Row(4, "d", b"[not an object", 4), Row(5, "e", b'"text"', 5)])
-    got = {key: json.loads(rest) for key, rest in place.sql("SELECT _penstock_key, _penstock_rest::text FROM products WHERE _penstock_rest IS NOT NULL")}
+    got = {
+        key: json.loads(rest)
+        for key, rest in place.sql(
+            "SELECT _penstock_key, _penstock_rest::text FROM products WHERE _penstock_rest IS NOT NULL"
+        )
+    }
     assert got["a"] == {"_penstock_url": 3, "d": 6, "e": 7}
     assert got["b"] == {"nul\0": 1, "": 2, long: 3}
     assert got["d"] == {"body": "[not an object"}
@@ -211,20 +292,38 @@ def test_what_can_have_no_column_is_kept_as_json_and_said(place: Place) -> None:
 def test_a_row_wider_than_a_block_is_kept_as_json(place: Place) -> None:
     sink = place.sink(max_columns=1500)
     sink.open(0, "")
-    sink.write([row(1, "a", **{f"f{i}": secrets.token_hex(50) for i in range(1000)}), row(2, "b", f1="x")])
-    assert place.sql("SELECT f1, _penstock_rest IS NULL FROM products ORDER BY _penstock_key") == [(None, False), ("x", True)]
+    sink.write(
+        [row(1, "a", **{f"f{i}": secrets.token_hex(50) for i in range(1000)}), row(2, "b", f1="x")]
+    )
+    assert place.sql("SELECT f1, _penstock_rest IS NULL FROM products ORDER BY _penstock_key") == [
+        (None, False),
+        ("x", True),
+    ]
 
 
-def test_a_table_of_the_user_is_filled_where_names_match_and_what_it_refuses_is_kept_beside(place: Place) -> None:
-    place.sql("CREATE TABLE products (id serial PRIMARY KEY, price integer, double integer GENERATED ALWAYS AS (price * 2) STORED, day date, code varchar(3))")
+def test_a_table_of_the_user_is_filled_where_names_match_and_what_it_refuses_is_kept_beside(
+    place: Place,
+) -> None:
+    place.sql(
+        "CREATE TABLE products (id serial PRIMARY KEY, price integer, double integer GENERATED ALWAYS AS (price * 2) STORED, day date, code varchar(3))"
+    )
     place.sql("INSERT INTO products (price) VALUES (0)")
     sink = place.sink()
     sink.open(0, "")
-    sink.write([row(1, "a", price=1, double=9, day="2026-11-16", code="ab"), row(2, "a", price=2, day="2026-11-17", code="abc")])
+    sink.write(
+        [
+            row(1, "a", price=1, double=9, day="2026-11-16", code="ab"),
+            row(2, "a", price=2, day="2026-11-17", code="abc"),
+        ]
+    )
     sink.write([row(3, "b", price=3, day="yesterday", code="abcd"), row(4, "c", price=4)])
-    rows = place.sql("SELECT price, double, day::text, code, _penstock_key FROM products ORDER BY id")
+    rows = place.sql(
+        "SELECT price, double, day::text, code, _penstock_key FROM products ORDER BY id"
+    )
     assert rows[:2] == [(0, 0, None, None, None), (2, 4, "2026-11-17", "abc", "a")]
-    assert ("yesterday", "abcd") in place.sql("SELECT _penstock_rest->>'day', _penstock_rest->>'code' FROM products WHERE _penstock_key = 'b'")
+    assert ("yesterday", "abcd") in place.sql(
+        "SELECT _penstock_rest->>'day', _penstock_rest->>'code' FROM products WHERE _penstock_key = 'b'"
+    )
     assert place.sql("SELECT price FROM products WHERE _penstock_key = 'c'") == [(4,)]
     assert "refuses some values" in sink.notice
 
@@ -274,11 +373,15 @@ def test_no_permission_is_said_with_the_grant_that_helps(place: Place) -> None:
         place.sql(f"DROP ROLE {place.schema}")
 
 
-def test_a_server_that_cuts_the_connection_is_an_outage_and_nothing_is_half_written(place: Place) -> None:
+def test_a_server_that_cuts_the_connection_is_an_outage_and_nothing_is_half_written(
+    place: Place,
+) -> None:
     sink = place.sink()
     mark = sink.open(0, "")
     sink.write([row(1, "a", price=1)])
-    place.sql("SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE application_name = 'penstock' AND pid <> pg_backend_pid()")
+    place.sql(
+        "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE application_name = 'penstock' AND pid <> pg_backend_pid()"
+    )
     with pytest.raises(StoreUnavailable):
         sink.write([row(2, "b", price=2), row(3, "c", new=3)])
     with pytest.raises(Reopen):
@@ -295,7 +398,9 @@ def test_a_busy_table_does_not_stop_the_sink(place: Place) -> None:
     with psycopg.connect(place.url) as reader:
         reader.execute(f"SELECT * FROM {place.schema}.products")
         sink.write([row(2, "b", price=2, new="x")])
-        assert place.sql("SELECT price, _penstock_rest FROM products WHERE _penstock_key = 'b'") == [(2, {"new": "x"})]
+        assert place.sql(
+            "SELECT price, _penstock_rest FROM products WHERE _penstock_key = 'b'"
+        ) == [(2, {"new": "x"})]
         assert "could not be changed" in sink.notice
 
 
@@ -319,7 +424,10 @@ def test_rows_in_the_callers_transaction_live_and_die_with_it(place: Place) -> N
         assert place.types() == {}
 
     store.write_now(works)
-    assert place.sql("SELECT price, new FROM products ORDER BY _penstock_key") == [(2, 1), (3, None)]
+    assert place.sql("SELECT price, new FROM products ORDER BY _penstock_key") == [
+        (2, 1),
+        (3, None),
+    ]
 
 
 def test_two_workers_may_add_columns_to_one_table_in_turn(place: Place) -> None:
@@ -333,7 +441,9 @@ def test_two_workers_may_add_columns_to_one_table_in_turn(place: Place) -> None:
     assert place.sql("SELECT f6, f7, f8 FROM products") == [(None, 8, 8)]
 
 
-def test_tables_that_were_dropped_under_the_books_are_made_again_at_the_next_try(place: Place) -> None:
+def test_tables_that_were_dropped_under_the_books_are_made_again_at_the_next_try(
+    place: Place,
+) -> None:
     store, sink = place.store(), place.sink()
     store.write_now(lambda tx: sink.write_in(tx, [row(1, "a", price=1)]))
     place.sql("DROP TABLE products, _penstock_columns")
@@ -364,18 +474,25 @@ def test_a_table_of_somebody_else_is_not_filled_from_the_books(place: Place) -> 
         ("postgres://u:sec/ret@h:99999/db", "its port"),
     ],
 )
-def test_a_mistyped_url_is_refused_with_a_next_step_and_without_its_password(url: str, says: str) -> None:
+def test_a_mistyped_url_is_refused_with_a_next_step_and_without_its_password(
+    url: str, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         postgres.open_sink(url, {}, Path())
     assert caught.value.hint
     assert "sec" not in caught.value.message + caught.value.hint
 
 
-def test_an_unreachable_server_a_wrong_database_and_a_wrong_user_are_sentences(place: Place) -> None:
+def test_an_unreachable_server_a_wrong_database_and_a_wrong_user_are_sentences(
+    place: Place,
+) -> None:
     base = place.url.rpartition("/")[0]
     for url, says in (
         ("postgres://u:secret@127.0.0.1:1/db", "127.0.0.1:1/db cannot be reached"),
-        ("postgres://u:secret@nohost.invalid/db", "nohost.invalid/db: the host's name cannot be resolved"),
+        (
+            "postgres://u:secret@nohost.invalid/db",
+            "nohost.invalid/db: the host's name cannot be resolved",
+        ),
         (base + "/no_such_database", "no_such_database: there is no such database"),
         (place.url.replace("://postgres@", "://no_such_user@"), "knows no user no_such_user"),
     ):
@@ -401,9 +518,20 @@ def test_a_removed_record_loses_its_row_unless_a_newer_event_wrote_it(place: Pla
     sink = place.sink()
     sink.open(0, "")
     sink.write([removal(1, "never there", 1)])
-    sink.write([row(2, "a", 5, sku="a"), row(3, "b", 5, sku="b"), removal(4, "a", 6), removal(5, "b", 4), removal(6, "c", 9), row(7, "c", 10, sku="c")])
+    sink.write(
+        [
+            row(2, "a", 5, sku="a"),
+            row(3, "b", 5, sku="b"),
+            removal(4, "a", 6),
+            removal(5, "b", 4),
+            removal(6, "c", 9),
+            row(7, "c", 10, sku="c"),
+        ]
+    )
     assert place.sql("SELECT sku FROM products ORDER BY 1") == [("b",), ("c",)]
     added = place.sink(table="history", mode="append")
     added.open(0, "")
     added.write([row(1, "a", sku="a"), removal(2, "a", 6)])
-    assert place.sql("SELECT sku, _penstock_rest->>'_penstock_deleted' FROM history ORDER BY _penstock_order") == [("a", None), ("a", "true")]
+    assert place.sql(
+        "SELECT sku, _penstock_rest->>'_penstock_deleted' FROM history ORDER BY _penstock_order"
+    ) == [("a", None), ("a", "true")]

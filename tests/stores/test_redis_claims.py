@@ -38,7 +38,13 @@ class Fleet:
 
     def worker(self, clock: Clock | None = None, **limits: float) -> RedisClaims:
         usual = msgspec.convert({"rate": 10.0, "jitter": 0.0, **limits}, pace.Limits)
-        claims = RedisClaims(Server(self.url, evictable=False), self.prefix, clock or SystemClock(), usual, random.Random(1))
+        claims = RedisClaims(
+            Server(self.url, evictable=False),
+            self.prefix,
+            clock or SystemClock(),
+            usual,
+            random.Random(1),
+        )
         self.opened.append(claims)
         return claims
 
@@ -53,7 +59,12 @@ class Fleet:
         """What each of `n` processes printed as JSON; all begin when the last one is ready."""
         code = PREAMBLE + script
         started = [
-            subprocess.Popen([sys.executable, "-c", code, self.url, self.prefix, f"w{i}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-c", code, self.url, self.prefix, f"w{i}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             for i in range(n)
         ]
         for p in started:
@@ -93,19 +104,28 @@ def fleet(server: Callable[[str], Handle]) -> Fleet:
 # -- claims ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_claim_is_taken_only_from_the_owner_that_was_seen_and_asking_again_changes_nothing(fleet: Fleet) -> None:
+async def test_a_claim_is_taken_only_from_the_owner_that_was_seen_and_asking_again_changes_nothing(
+    fleet: Fleet,
+) -> None:
     async with fleet:
         c = fleet.worker()
         assert await c.take([(b"u1", "e1", None, None), (b"u2", "e2", "g2", None)]) == [True, True]
         assert await c.take([(b"u1", "e1", None, None)]) == [True], "the answer was lost, it may be"
-        assert await c.take([(b"u1", "e3", None, None), (b"u1", "e3", "e1", "other"), (b"u2", "e4", "e2", "e2")]) == [False, False, True]
+        assert await c.take(
+            [(b"u1", "e3", None, None), (b"u1", "e3", "e1", "other"), (b"u2", "e4", "e2", "e2")]
+        ) == [False, False, True]
         held = await c.holders([b"u1", b"u2", b"nobody"])
-        assert {key: (h.owner, h.good, h.next) for key, h in held.items()} == {b"u1": ("e1", None, None), b"u2": ("e4", "e2", None)}
+        assert {key: (h.owner, h.good, h.next) for key, h in held.items()} == {
+            b"u1": ("e1", None, None),
+            b"u2": ("e4", "e2", None),
+        }
         assert await c.holders([]) == {}
         assert await c.take([]) == []
 
 
-async def test_the_next_one_is_noted_with_the_owner_it_waits_for_and_goes_with_it(fleet: Fleet) -> None:
+async def test_the_next_one_is_noted_with_the_owner_it_waits_for_and_goes_with_it(
+    fleet: Fleet,
+) -> None:
     async with fleet:
         c = fleet.worker()
         await c.take([(b"u", "e1", None, None)])
@@ -171,11 +191,15 @@ async def test_slots_far_away_are_told_but_not_given(fleet: Fleet) -> None:
         assert before - 0.1 <= slots[0] <= SystemClock().now() + 0.1
         assert [round(s - slots[0]) for s in slots] == [0, 100, 200, 300, 400]
         ((following,),) = (await other.reserve({"a.test": 1})).values()
-        assert following == pytest.approx(slots[3], abs=0.1), "only those within the time were given"
+        assert following == pytest.approx(slots[3], abs=0.1), (
+            "only those within the time were given"
+        )
         assert c.gap("a.test") == 100.0
 
 
-async def test_a_throttled_host_is_left_alone_by_every_worker_and_what_was_given_before_is_void(fleet: Fleet) -> None:
+async def test_a_throttled_host_is_left_alone_by_every_worker_and_what_was_given_before_is_void(
+    fleet: Fleet,
+) -> None:
     async with fleet:
         c, other = fleet.worker(), fleet.worker()
         await other.refresh()
@@ -191,7 +215,9 @@ async def test_a_throttled_host_is_left_alone_by_every_worker_and_what_was_given
         assert other.blocked_until("b.test") == other.voided("b.test") == 0.0
 
 
-async def test_a_content_host_costs_no_write_and_a_penalty_ends_after_enough_successes(fleet: Fleet) -> None:
+async def test_a_content_host_costs_no_write_and_a_penalty_ends_after_enough_successes(
+    fleet: Fleet,
+) -> None:
     async with fleet:
         c, other = fleet.worker(), fleet.worker()
         await c.refresh()
@@ -237,7 +263,9 @@ class Wrong:
 async def test_a_worker_whose_clock_is_off_asks_no_host_too_early(fleet: Fleet, by: float) -> None:
     async with fleet:
         right, wrong = fleet.worker(rate=2.0), fleet.worker(Wrong(by), rate=2.0)
-        while abs(wrong.clock.offset + by) > 0.05:  # until a question was answered quickly: no clock is compared better than that
+        while (
+            abs(wrong.clock.offset + by) > 0.05
+        ):  # until a question was answered quickly: no clock is compared better than that
             await wrong.refresh()
         moments = []
         for _ in range(4):
@@ -247,7 +275,9 @@ async def test_a_worker_whose_clock_is_off_asks_no_host_too_early(fleet: Fleet, 
         assert max(moments) < SystemClock().now() + 10
         await right.report("a.test", status=429, retry_after=30.0, seconds=0.0)
         await wrong.refresh()
-        assert wrong.blocked_until("a.test") - by == pytest.approx(right.blocked_until("a.test"), abs=0.5)
+        assert wrong.blocked_until("a.test") - by == pytest.approx(
+            right.blocked_until("a.test"), abs=0.5
+        )
 
 
 def test_what_could_be_the_way_there_and_back_is_no_difference_of_clocks() -> None:
@@ -270,7 +300,9 @@ async def test_limits_and_pauses_of_one_host_reach_every_worker(fleet: Fleet) ->
         c, other = fleet.worker(concurrency=8), fleet.worker(concurrency=8)
         hosts = c.hosts
         hosts.change_in(NO_TX, "a.test", lambda s: pace.limited(s, c.limits, 2.0, None, 3))
-        hosts.change_in(NO_TX, "b.test", lambda s: msgspec.structs.replace(s, paused_until=math.inf))
+        hosts.change_in(
+            NO_TX, "b.test", lambda s: msgspec.structs.replace(s, paused_until=math.inf)
+        )
         await other.reserve({"c.test": 1})
         await other.refresh()
         assert (other.concurrency("a.test"), other.concurrency("b.test")) == (3, 8)
@@ -289,7 +321,9 @@ async def test_a_decision_of_a_person_and_one_of_a_worker_both_count(fleet: Flee
         await c.reserve({"a.test": 1})
         c.hosts.change_in(NO_TX, "a.test", lambda s: msgspec.structs.replace(s, rate=math.inf))
         slots = (await c.reserve({"a.test": 3}))["a.test"]
-        assert len(set(slots)) == 1, "unlimited from now on, though the worker remembered another state"
+        assert len(set(slots)) == 1, (
+            "unlimited from now on, though the worker remembered another state"
+        )
 
 
 async def test_exceptions_are_kept_with_their_reasons_and_ended_not_deleted(fleet: Fleet) -> None:
@@ -302,12 +336,16 @@ async def test_exceptions_are_kept_with_their_reasons_and_ended_not_deleted(flee
         await other.refresh()
         assert (other.exempt("a.test"), other.exempt("b.test")) == (True, False)
         assert hosts.state_in(NO_TX, "a.test").ignores_robots
-        assert [(e.host, e.reason, e.who) for e in hosts.exceptions_in(NO_TX)] == [("a.test", "ours indeed", "you")]
+        assert [(e.host, e.reason, e.who) for e in hosts.exceptions_in(NO_TX)] == [
+            ("a.test", "ours indeed", "you")
+        ]
         every = hosts.exceptions_in(NO_TX, ended=True)
         assert [(e.host, e.reason, e.ended is None) for e in every] == [
             ("b.test", "just once", False), ("a.test", "ours indeed", True), ("a.test", "ours", False),
         ]  # fmt: skip
-        assert [e.reason for e in hosts.exceptions_in(NO_TX, ["b.test"], ended=True)] == ["just once"]
+        assert [e.reason for e in hosts.exceptions_in(NO_TX, ["b.test"], ended=True)] == [
+            "just once"
+        ]
         assert hosts.obey_robots_in(NO_TX, "a.test")
         assert not hosts.obey_robots_in(NO_TX, "a.test")
         await other.refresh()
@@ -328,9 +366,16 @@ async def test_a_robots_file_is_cached_for_all_with_its_status_and_time(fleet: F
         until = SystemClock().now() + 3600.25
         await c.keep_robots("https://a.test", b"User-agent: *\nDisallow: /\xff", 200, until)
         await c.keep_robots("http://a.test", None, 0, until)
-        assert await other.robots("https://a.test") == (b"User-agent: *\nDisallow: /\xff", 200, until)
+        assert await other.robots("https://a.test") == (
+            b"User-agent: *\nDisallow: /\xff",
+            200,
+            until,
+        )
         assert await other.robots("http://a.test") == (None, 0, until)
-        assert [(k.origin, k.status) for k in c.hosts.robots_in(NO_TX, "a.test")] == [("https://a.test", 200), ("http://a.test", 0)]
+        assert [(k.origin, k.status) for k in c.hosts.robots_in(NO_TX, "a.test")] == [
+            ("https://a.test", 200),
+            ("http://a.test", 0),
+        ]
 
 
 async def test_trouble_with_a_proxy_is_known_to_all_and_forgiven_by_success(fleet: Fleet) -> None:
@@ -340,8 +385,14 @@ async def test_trouble_with_a_proxy_is_known_to_all_and_forgiven_by_success(flee
         await mine.failed("p1", "a.test", "proxy one", cooldown=0.0, longest=60.0, reason="refused")
         await theirs.failed("p1", ANY_HOST, "proxy one", cooldown=50.0, longest=60.0, reason="dead")
         await theirs.refresh()
-        assert {key: h.failures for key, h in theirs.view.items()} == {("p1", "a.test"): 2, ("p1", ANY_HOST): 1}
-        assert [row[:4] for row in mine.troubled_in(NO_TX)] == [("p1", ANY_HOST, "proxy one", 1), ("p1", "a.test", "proxy one", 2)]
+        assert {key: h.failures for key, h in theirs.view.items()} == {
+            ("p1", "a.test"): 2,
+            ("p1", ANY_HOST): 1,
+        }
+        assert [row[:4] for row in mine.troubled_in(NO_TX)] == [
+            ("p1", ANY_HOST, "proxy one", 1),
+            ("p1", "a.test", "proxy one", 2),
+        ]
         await theirs.worked("p1", "a.test", "proxy one")
         await theirs.worked("p1", "a.test", "proxy one")
         assert set(theirs.view) == {("p1", ANY_HOST)}, "that one still cools down"
@@ -358,13 +409,20 @@ async def test_trouble_with_a_proxy_is_known_to_all_and_forgiven_by_success(flee
 # -- outages -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_is_away_is_said_so_and_what_it_knew_is_still_there_when_it_is_back(fleet: Fleet, server: Callable[[str], Handle]) -> None:
+async def test_a_server_that_is_away_is_said_so_and_what_it_knew_is_still_there_when_it_is_back(
+    fleet: Fleet, server: Callable[[str], Handle]
+) -> None:
     async with fleet:
         c = fleet.worker()
         await c.take([(b"u", "e1", None, None)])
         first = (await c.reserve({"a.test": 10}))["a.test"]
         server("redis").kill()
-        for call in (c.take([(b"u", "e2", None, "e1")]), c.reserve({"a.test": 1}), c.refresh(), c.robots("https://a.test")):
+        for call in (
+            c.take([(b"u", "e2", None, "e1")]),
+            c.reserve({"a.test": 1}),
+            c.refresh(),
+            c.robots("https://a.test"),
+        ):
             with pytest.raises(StoreUnavailable):
                 await call
         with pytest.raises(Unreachable):

@@ -48,14 +48,27 @@ class Rig:
                 return ids
             self.store.forget(staged)
 
-    async def prune(self, *, older_than: float | None = None, max_bytes: int | None = None, keep: Sequence[str] = ()) -> tuple[int, int]:
+    async def prune(
+        self,
+        *,
+        older_than: float | None = None,
+        max_bytes: int | None = None,
+        keep: Sequence[str] = (),
+    ) -> tuple[int, int]:
         return await self.db.write(
-            lambda tx: self.store.prune_in(tx, older_than=older_than, max_bytes=max_bytes, keep=lambda pages: set(keep).intersection(pages))
+            lambda tx: self.store.prune_in(
+                tx,
+                older_than=older_than,
+                max_bytes=max_bytes,
+                keep=lambda pages: set(keep).intersection(pages),
+            )
         )
 
     async def sweep(self) -> None:
         await self.db.write(self.store.sweep_in)
-        await asyncio.wrap_future(self.store._remover.submit(lambda: None))  # behind the removal, which is on that thread
+        await asyncio.wrap_future(
+            self.store._remover.submit(lambda: None)
+        )  # behind the removal, which is on that thread
         await self.db.write(self.store.sweep_in)
 
     def objects(self) -> int:
@@ -87,7 +100,9 @@ async def test_bodies_come_back_unchanged_whatever_they_are(server: Place) -> No
         assert await r.store.get("no id") is None
 
 
-async def test_a_page_is_stored_once_however_often_and_by_whomever_it_is_fetched(server: Place) -> None:
+async def test_a_page_is_stored_once_however_often_and_by_whomever_it_is_fetched(
+    server: Place,
+) -> None:
     async with rig(server) as r:
         for worker in (r, r, r.other()):
             await worker.put(html(1), html(2), html(1))
@@ -156,7 +171,9 @@ async def test_pages_are_found_by_the_beginning_of_their_id_and_counted(server: 
     async with rig(server) as r:
         ids = await r.put(html(1), html(2))
         assert r.db.read_now(lambda tx: r.store.find_in(tx, ids[0][:12])) == [ids[0]]
-        assert r.db.read_now(lambda tx: r.store.sizes_in(tx, [*ids, page_id(b"no")])) == {i: len(html(n)) for i, n in zip(ids, (1, 2), strict=True)}
+        assert r.db.read_now(lambda tx: r.store.sizes_in(tx, [*ids, page_id(b"no")])) == {
+            i: len(html(n)) for i, n in zip(ids, (1, 2), strict=True)
+        }
         assert r.db.read_now(r.store.problems_in) == []
 
 
@@ -189,7 +206,9 @@ async def test_an_outage_is_waited_for_by_whoever_stores(server: Place) -> None:
 @pytest.mark.server("postgres")
 async def test_the_index_lies_in_postgres_as_well(server: Place) -> None:
     made_at = server("postgres").url
-    made = PostgresStore(made_at, namespace=f"test_{uuid.uuid4().hex[:12]}", durability="process", inline=True)
+    made = PostgresStore(
+        made_at, namespace=f"test_{uuid.uuid4().hex[:12]}", durability="process", inline=True
+    )
     r = Rig(server("s3").url.replace("/pages?", f"/{uuid.uuid4().hex}?"), made)
     try:
         one, two = await r.put(html(1), html(2))
@@ -200,12 +219,16 @@ async def test_the_index_lies_in_postgres_as_well(server: Place) -> None:
         assert await r.store.get(one) is None
         await r.sweep()
         assert r.objects() == 2
-        assert r.db.read_now(lambda tx: (r.store.find_in(tx, two[:9]), r.store.sizes_in(tx, [two]))) == ([two], {two: len(html(2))})
+        assert r.db.read_now(
+            lambda tx: (r.store.find_in(tx, two[:9]), r.store.sizes_in(tx, [two]))
+        ) == ([two], {two: len(html(2))})
     finally:
         r.store.close()
         made.close_now()
         with psycopg.connect(made_at, autocommit=True) as connection:
-            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(made.namespace)))
+            connection.execute(
+                sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(made.namespace))
+            )
 
 
 # -- what can be wrong at the start ---------------------------------------------------------------------------------------------
@@ -224,20 +247,41 @@ async def told(url: str) -> PenstockError:
 
 async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place) -> None:
     port = server("s3").port
-    assert "there is no bucket nosuch" in (await told(f"s3://nosuch/p?endpoint=http://127.0.0.1:{port}&key=x&secret=hunter2")).message
+    assert (
+        "there is no bucket nosuch"
+        in (
+            await told(f"s3://nosuch/p?endpoint=http://127.0.0.1:{port}&key=x&secret=hunter2")
+        ).message
+    )
     with socket.socket() as taken:  # by us, who do not listen: nobody else does either
         taken.bind(("127.0.0.1", 0))
         unused = taken.getsockname()[1]
-        assert "cannot be reached" in (await told(f"s3://penstock/p?endpoint=http://127.0.0.1:{unused}&key=x&secret=hunter2")).message
+        assert (
+            "cannot be reached"
+            in (
+                await told(
+                    f"s3://penstock/p?endpoint=http://127.0.0.1:{unused}&key=x&secret=hunter2"
+                )
+            ).message
+        )
 
     def checking(after: str) -> None:
         """Keys and permissions are checked after so many requests."""
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/moto-api/reset-auth", data=after.encode(), headers={"Content-Type": "text/plain"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/moto-api/reset-auth",
+            data=after.encode(),
+            headers={"Content-Type": "text/plain"},
+        )
         urllib.request.urlopen(request).close()
 
     await asyncio.to_thread(checking, "0")
     try:
-        assert "does not accept these credentials" in (await told(f"s3://penstock/p?endpoint=http://127.0.0.1:{port}&key=x&secret=hunter2")).message
+        assert (
+            "does not accept these credentials"
+            in (
+                await told(f"s3://penstock/p?endpoint=http://127.0.0.1:{port}&key=x&secret=hunter2")
+            ).message
+        )
     finally:
         await asyncio.to_thread(checking, "inf")
 

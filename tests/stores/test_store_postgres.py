@@ -42,7 +42,9 @@ class Place:
         return store
 
     def ask(self, query: str) -> list[Any]:
-        with psycopg.connect(self.url, autocommit=True, options=f"-c search_path={self.namespace}") as connection:
+        with psycopg.connect(
+            self.url, autocommit=True, options=f"-c search_path={self.namespace}"
+        ) as connection:
             found = connection.execute(query.encode())
             return found.fetchall() if found.description else []
 
@@ -50,7 +52,9 @@ class Place:
         for store in self.stores:
             store.close_now()
         with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(self.namespace)))
+            connection.execute(
+                sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(self.namespace))
+            )
 
 
 @pytest.fixture
@@ -62,7 +66,10 @@ def place(server: Server) -> Iterator[Place]:
 
 def put(name: str, n: int = 1) -> Callable[[Tx], None]:
     def work(tx: Tx) -> None:
-        tx.execute("INSERT INTO pot VALUES(?,?) ON CONFLICT(name) DO UPDATE SET n=pot.n+excluded.n", (name, n))
+        tx.execute(
+            "INSERT INTO pot VALUES(?,?) ON CONFLICT(name) DO UPDATE SET n=pot.n+excluded.n",
+            (name, n),
+        )
 
     return work
 
@@ -78,7 +85,9 @@ async def test_a_transaction_answers_as_sqlite_does(place: Place) -> None:
     def work(tx: Tx) -> list[Any]:
         tx.execute("INSERT INTO note(body) VALUES(?)", (b"\0\xff",))
         first = tx.last_insert_rowid()
-        numbers = tx.executemany("INSERT INTO note(body) VALUES(?) RETURNING n", [(b"a",), (b"b",)]).fetchall()
+        numbers = tx.executemany(
+            "INSERT INTO note(body) VALUES(?) RETURNING n", [(b"a",), (b"b",)]
+        ).fetchall()
         tx.execute("UPDATE note SET body=?2 WHERE n>=?1", (first, b"c"))
         changed = tx.changes()
         one = tx.execute("SELECT body FROM note WHERE n=?", (first,)).get
@@ -92,7 +101,9 @@ async def test_a_transaction_answers_as_sqlite_does(place: Place) -> None:
 
 async def test_what_is_written_at_the_same_moment_shares_a_transaction(place: Place) -> None:
     store = place.open()
-    numbers = await asyncio.gather(*(store.write(lambda tx: int(tx.execute("SELECT txid_current()").get)) for _ in range(40)))
+    numbers = await asyncio.gather(
+        *(store.write(lambda tx: int(tx.execute("SELECT txid_current()").get)) for _ in range(40))
+    )
     assert len(set(numbers)) < 10
 
 
@@ -103,33 +114,57 @@ async def test_a_job_that_raises_is_rolled_back_alone(place: Place) -> None:
         put("bad")(tx)
         raise ZeroDivisionError
 
-    answers = await asyncio.gather(*(store.write(work) for work in (put("a"), fails, put("b"), fails, put("a"))), return_exceptions=True)
-    assert [type(a) for a in answers] == [type(None), ZeroDivisionError, type(None), ZeroDivisionError, type(None)]
+    answers = await asyncio.gather(
+        *(store.write(work) for work in (put("a"), fails, put("b"), fails, put("a"))),
+        return_exceptions=True,
+    )
+    assert [type(a) for a in answers] == [
+        type(None),
+        ZeroDivisionError,
+        type(None),
+        ZeroDivisionError,
+        type(None),
+    ]
     with pytest.raises(ZeroDivisionError):
         await store.write(fails)
     assert await store.read(pots) == {"a": 2, "b": 1}
 
 
-async def test_a_statement_that_the_server_refuses_fails_its_own_job_and_no_other(place: Place) -> None:
+async def test_a_statement_that_the_server_refuses_fails_its_own_job_and_no_other(
+    place: Place,
+) -> None:
     store = place.open()
 
     def refused(tx: Tx) -> None:
-        tx.execute("INSERT INTO pot VALUES('x', NULL)")  # nobody looks at its answer, so it comes out at the commit
+        tx.execute(
+            "INSERT INTO pot VALUES('x', NULL)"
+        )  # nobody looks at its answer, so it comes out at the commit
 
     works = [put("a"), refused, put("b"), refused]
     answers = await asyncio.gather(*(store.write(work) for work in works), return_exceptions=True)
-    assert [isinstance(a, psycopg.errors.NotNullViolation) for a in answers] == [False, True, False, True]
+    assert [isinstance(a, psycopg.errors.NotNullViolation) for a in answers] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert await store.read(pots) == {"a": 1, "b": 1}
 
 
-async def test_what_was_read_is_still_so_when_it_is_written_with_several_processes(place: Place) -> None:
+async def test_what_was_read_is_still_so_when_it_is_written_with_several_processes(
+    place: Place,
+) -> None:
     stores = [place.open() for _ in range(3)]
 
     def read_then_write(tx: Tx) -> None:
         n = tx.execute("SELECT n FROM pot WHERE name='k'").get or 0
-        tx.execute("INSERT INTO pot VALUES('k', ?) ON CONFLICT(name) DO UPDATE SET n=excluded.n", (n + 1,))
+        tx.execute(
+            "INSERT INTO pot VALUES('k', ?) ON CONFLICT(name) DO UPDATE SET n=excluded.n", (n + 1,)
+        )
 
-    await asyncio.gather(*(store.write(read_then_write, durable=i % 2 == 0) for i in range(30) for store in stores))
+    await asyncio.gather(
+        *(store.write(read_then_write, durable=i % 2 == 0) for i in range(30) for store in stores)
+    )
     assert await stores[0].read(pots) == {"k": 90}
 
 
@@ -177,7 +212,10 @@ async def test_two_that_wait_for_each_other_are_untangled_and_both_written(place
 
         return work
 
-    await asyncio.gather(stores[0].write(crosswise("a", "b"), alone=False), stores[1].write(crosswise("b", "a"), alone=False))
+    await asyncio.gather(
+        stores[0].write(crosswise("a", "b"), alone=False),
+        stores[1].write(crosswise("b", "a"), alone=False),
+    )
     assert await stores[0].read(pots) == {"a": 3, "b": 3}
 
 
@@ -213,7 +251,10 @@ def test_commands_without_a_loop_write_and_read_too(place: Place) -> None:
 def test_tables_of_another_version_are_refused_and_not_touched(place: Place) -> None:
     place.open(version=2).write_now(put("a"))
     for version, age in ((1, "a newer"), (3, "an older")):
-        with pytest.raises(Unreachable, match=f"version 2, this Penstock knows {version}; they were written by {age} release"):
+        with pytest.raises(
+            Unreachable,
+            match=f"version 2, this Penstock knows {version}; they were written by {age} release",
+        ):
             place.open(version=version)
     assert place.open(version=2).read_now(pots) == {"a": 1}
 
@@ -250,11 +291,17 @@ def test_two_pipelines_in_one_database_do_not_see_each_other(place: Place, serve
 # -- outages ---------------------------------------------------------------------------------------------------------------------
 
 
-async def test_while_the_server_is_away_nothing_is_written_and_then_work_goes_on_by_itself(place: Place, server: Server) -> None:
+async def test_while_the_server_is_away_nothing_is_written_and_then_work_goes_on_by_itself(
+    place: Place, server: Server
+) -> None:
     store = place.open()
     await store.write(put("before"))
     server("postgres").kill()
-    for ask in (lambda: store.write(put("lost")), lambda: store.read(pots), lambda: store.write(put("lost"), alone=False)):
+    for ask in (
+        lambda: store.write(put("lost")),
+        lambda: store.read(pots),
+        lambda: store.write(put("lost"), alone=False),
+    ):
         with pytest.raises(StoreUnavailable) as caught:
             await ask()
         assert caught.value.hint
@@ -268,14 +315,25 @@ async def test_a_connection_that_was_cut_while_idle_is_made_again_unnoticed(plac
     store = place.open()
     await store.write(put("a"))
     await store.read(pots)
-    place.ask("SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE application_name='penstock'")
+    place.ask(
+        "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE application_name='penstock'"
+    )
     await store.write(put("a"))
     assert await store.read(pots) == {"a": 2}
 
 
-def test_a_killed_server_takes_its_queries_with_it_and_starts_again(server: Callable[[str], Handle]) -> None:
-    handle, active = server("postgres"), "SELECT 1 FROM pg_stat_activity WHERE state='active' AND query LIKE '%generate_series(1, 200000000)'"
-    with psycopg.connect(handle.url, autocommit=True) as busy, psycopg.connect(handle.url, autocommit=True) as beside, ThreadPoolExecutor(1) as pool:
+def test_a_killed_server_takes_its_queries_with_it_and_starts_again(
+    server: Callable[[str], Handle],
+) -> None:
+    handle, active = (
+        server("postgres"),
+        "SELECT 1 FROM pg_stat_activity WHERE state='active' AND query LIKE '%generate_series(1, 200000000)'",
+    )
+    with (
+        psycopg.connect(handle.url, autocommit=True) as busy,
+        psycopg.connect(handle.url, autocommit=True) as beside,
+        ThreadPoolExecutor(1) as pool,
+    ):
         query = pool.submit(busy.execute, "SELECT count(*) FROM generate_series(1, 200000000)")
         while not beside.execute(active).fetchall():
             pass
@@ -302,7 +360,13 @@ async def test_a_commit_whose_answer_was_lost_is_an_outage_for_who_asked(place: 
 def test_nobody_keeps_the_fleet_waiting_by_being_silent(place: Place) -> None:
     """A worker that is stopped in the middle of a transaction loses it."""
     store = place.open()
-    assert store.read_now(lambda tx: tx.execute("SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('lock_timeout')").get) == (
+    assert store.read_now(
+        lambda tx: (
+            tx.execute(
+                "SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('lock_timeout')"
+            ).get
+        )
+    ) == (
         "15s",
         "30s",
     )
@@ -369,7 +433,9 @@ def test_with_a_schema_of_its_own_a_user_needs_no_other_right(ann: str, server: 
 def test_an_unknown_database_and_an_unknown_user_are_told_apart(server: Server) -> None:
     url = server("postgres").url
     assert opening(url.rsplit("/", 1)[0] + "/nowhere").message.endswith("there is no such database")
-    assert opening(url.replace("postgres@", "nobody@")).message.endswith("the server knows no user nobody")
+    assert opening(url.replace("postgres@", "nobody@")).message.endswith(
+        "the server knows no user nobody"
+    )
 
 
 def test_a_server_that_cannot_be_reached_is_said_so(server: Server) -> None:
@@ -379,7 +445,9 @@ def test_a_server_that_cannot_be_reached_is_said_so(server: Server) -> None:
     assert "resolved" in opening("postgres://postgres@no.such.host.invalid/penstock").message
 
 
-def test_a_server_that_is_too_old_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_too_old_is_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(postgres, "OLDEST", 990000)
     error = opening(server("postgres").url)
     assert "needs 99 or newer" in error.message
@@ -390,7 +458,13 @@ def test_a_server_that_is_too_old_is_refused(server: Server, monkeypatch: pytest
 
 
 def weeks(place: Place) -> dict[str, int]:
-    names = [name for (name,) in place.ask("SELECT relname::text FROM pg_class WHERE relname ~ '^history_(w[0-9]+|rest)$' AND relkind='r'" + _HERE)]
+    names = [
+        name
+        for (name,) in place.ask(
+            "SELECT relname::text FROM pg_class WHERE relname ~ '^history_(w[0-9]+|rest)$' AND relkind='r'"
+            + _HERE
+        )
+    ]
     return {name: place.ask(f"SELECT count(*) FROM {name}")[0][0] for name in names}
 
 
@@ -415,7 +489,9 @@ def test_history_goes_by_whole_weeks_and_what_is_still_needed_stays(place: Place
     assert weeks(place) == {f"history_w{first}": 2, f"history_w{first + 1}": 0, "history_rest": 0}
 
     def keep_house() -> None:
-        store.write_now(lambda tx: ledger.prune_in(tx, clock.now() - 30 * 86400, lambda key, id_: False))
+        store.write_now(
+            lambda tx: ledger.prune_in(tx, clock.now() - 30 * 86400, lambda key, id_: False)
+        )
 
     for _ in range(8):
         clock.advance(7 * 86400)
@@ -436,5 +512,7 @@ def test_a_note_of_a_week_that_nobody_made_is_kept_all_the_same(place: Place) ->
     clock.advance(100 * 86400)
     store.write_now(lambda tx: ledger._note(tx, 1, clock.now(), "pending"))
     store.write_now(lambda tx: ledger._note(tx, 1, clock.now(), "pending", reason="again"))
-    store.write_now(lambda tx: ledger.prune_in(tx, clock.now() - 86400 * 365, lambda key, id_: False))
+    store.write_now(
+        lambda tx: ledger.prune_in(tx, clock.now() - 86400 * 365, lambda key, id_: False)
+    )
     assert place.ask("SELECT event, reason FROM history") == [(1, "again")]

@@ -41,13 +41,21 @@ def soup(rng: random.Random, pieces: int) -> str:
     for _ in range(pieces):
         kind, tag = rng.random(), rng.choice(TAGS)
         if kind < 0.5:
-            attributes = f" class={rng.choice('xyz')}" * (rng.random() < 0.5) + f" d={rng.randrange(9)}" * (rng.random() < 0.3)
-            attributes += " shadowrootmode=open" * (tag == "template" and rng.random() < 0.5) + " selected" * (tag == "option" and rng.random() < 0.5)
+            attributes = f" class={rng.choice('xyz')}" * (
+                rng.random() < 0.5
+            ) + f" d={rng.randrange(9)}" * (rng.random() < 0.3)
+            attributes += " shadowrootmode=open" * (
+                tag == "template" and rng.random() < 0.5
+            ) + " selected" * (tag == "option" and rng.random() < 0.5)
             out.append(f"<{tag}{attributes}>")
         elif kind < 0.75:
             out.append(f"</{tag}>")
         else:
-            out.append(rng.choice(["t", "  ", " u ", "&amp;", "a>b", "é"]) if kind < 0.95 else rng.choice(ODD))
+            out.append(
+                rng.choice(["t", "  ", " u ", "&amp;", "a>b", "é"])
+                if kind < 0.95
+                else rng.choice(ODD)
+            )
     return "".join(out)
 
 
@@ -57,14 +65,21 @@ def test_what_the_beginning_answers_the_whole_page_answers_too(seed: int) -> Non
     compiled = [queries.css(selector) for selector in SELECTORS]
     answered = 0
     for _ in range(400):
-        start = rng.choice(["", "<p>", "<!doctype html><body>", "<!doctype html><title>T</title><body>"]) + soup(rng, rng.randrange(3, 30))
+        start = rng.choice(
+            ["", "<p>", "<!doctype html><body>", "<!doctype html><title>T</title><body>"]
+        ) + soup(rng, rng.randrange(3, 30))
         page = (start + soup(rng, rng.randrange(1, 14))).encode()
         cut = page.rfind(b">", 0, len(start.encode())) + 1
-        first, whole = Beginning(parse_html(page[:cut], encoding="utf-8")), parse_html(page, encoding="utf-8")
+        first, whole = (
+            Beginning(parse_html(page[:cut], encoding="utf-8")),
+            parse_html(page, encoding="utf-8"),
+        )
         for query in compiled:
             if (value := first.first(query)) is not None:
                 answered += 1
-                assert value == query.first(whole), f"{query.source} of {page[:cut]!r} and {page[cut:]!r}"
+                assert value == query.first(whole), (
+                    f"{query.source} of {page[:cut]!r} and {page[cut:]!r}"
+                )
     assert answered > 100
 
 
@@ -79,16 +94,31 @@ def long(start: str, end: str = "") -> bytes:
         ("<body><h1 class=x>A</h1>", ".x::text", "<h1 class=x>B</h1>", "A"),
         ("<body><h1>A</h1>", ".late::text", "<i class=late>L</i>", "L"),
         ("<body><p><b class=x>A</p>", ".x::text", "</b>", "A"),
-        ("<body><table><tr><td class=x>in</td>", ".x::text", "<div class=x>out</div>", "out"),  # it does not belong there: it comes before the table
-        ("<p class=x>A</p>", ".y::attr(class)", "<body class=y>", "y"),  # a second tag adds to the first
+        (
+            "<body><table><tr><td class=x>in</td>",
+            ".x::text",
+            "<div class=x>out</div>",
+            "out",
+        ),  # it does not belong there: it comes before the table
+        (
+            "<p class=x>A</p>",
+            ".y::attr(class)",
+            "<body class=y>",
+            "y",
+        ),  # a second tag adds to the first
         ("<p class=y>A</p>", ".y::attr(class)", "<BODY class='y z'>", "y z"),
         ("<p class=x>A</p>", "html::attr(lang)", "<html lang=de>", "de"),
         ("<title>a > b", "title::text", "</title>", None),
     ],
 )
-def test_the_first_match_of_a_long_page_is_the_whole_pages(start: str, selector: str, end: str, answer: str | None) -> None:
+def test_the_first_match_of_a_long_page_is_the_whole_pages(
+    start: str, selector: str, end: str, answer: str | None
+) -> None:
     body = long(start, end)
-    query, whole = queries.css(selector), parse(body)  # without a charset in the header it is parsed whole
+    query, whole = (
+        queries.css(selector),
+        parse(body),
+    )  # without a charset in the header it is parsed whole
     assert parse(body, UTF8).css(selector).get() == query.first(whole.root)  # type: ignore[arg-type]
     if answer is not None:
         assert parse(body, UTF8).css(selector).get() == answer
@@ -121,7 +151,9 @@ def test_how_much_of_a_page_is_needed_is_learned() -> None:
         assert 12_000 < first.reach <= len(body) // 2
 
 
-def test_a_selector_whose_page_is_parsed_whole_anyway_does_not_ask_for_its_beginning_again() -> None:
+def test_a_selector_whose_page_is_parsed_whole_anyway_does_not_ask_for_its_beginning_again() -> (
+    None
+):
     queries.css.cache_clear()
     early = queries.css("h1::text")
     body = long("<body><h1>A</h1>", "<i>L</i>")

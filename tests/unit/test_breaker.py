@@ -27,7 +27,9 @@ DEFAULT = Limits()
         (1_000_000, 200_001, "open"),
     ],
 )
-def test_more_than_a_fifth_and_at_least_fifty_open_it_and_two_in_a_hundred_alert(ended: int, dead: int, verdict: str) -> None:
+def test_more_than_a_fifth_and_at_least_fifty_open_it_and_two_in_a_hundred_alert(
+    ended: int, dead: int, verdict: str
+) -> None:
     assert judge(DEFAULT, ended, dead) == verdict
 
 

@@ -21,14 +21,26 @@ from penstock.errors import ConfigError, StoreUnavailable, UsageError
     [
         (UsageError("no", hint="yes"), 2, "Error: no\nTry:   yes\n"),
         (ConfigError("pace.rate: no"), 3, "Error: pace.rate: no\n"),
-        (StoreUnavailable("disk full", hint="free some"), 4, "Error: disk full\nTry:   free some\n"),
-        (FileNotFoundError(2, "No such file or directory", "x.txt"), 4, "Error: x.txt: No such file or directory\n"),
+        (
+            StoreUnavailable("disk full", hint="free some"),
+            4,
+            "Error: disk full\nTry:   free some\n",
+        ),
+        (
+            FileNotFoundError(2, "No such file or directory", "x.txt"),
+            4,
+            "Error: x.txt: No such file or directory\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 141, ""),
     ],
 )
 def test_every_error_has_its_exit_code_and_sentence(
-    raised: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    raised: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def fail(tokens: list[str]) -> int:
         raise raised
@@ -39,14 +51,18 @@ def test_every_error_has_its_exit_code_and_sentence(
     assert capfd.readouterr().err == said
 
 
-def test_a_bug_is_one_line_and_a_traceback_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_one_line_and_a_traceback_only_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def bug(tokens: list[str]) -> int:
         raise KeyError("gone")
 
     monkeypatch.setattr(cli, "_dispatch", bug)
     assert cli.main(["status"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("Error: this should not happen: KeyError: 'gone' (unit/test_cli_main.py:")
+    assert said.startswith(
+        "Error: this should not happen: KeyError: 'gone' (unit/test_cli_main.py:"
+    )
     assert "Traceback" not in said
     assert "PENSTOCK_DEBUG=1" in said
     monkeypatch.setenv("PENSTOCK_DEBUG", "1")
@@ -58,7 +74,10 @@ def test_a_bug_is_one_line_and_a_traceback_only_when_asked_for(monkeypatch: pyte
     ("given_", "becomes"),
     [
         (["--state", "x", "status"], ["status", "--state", "x"]),
-        (["--state=x", "-o", "a=1", "dlq", "ls", "--json"], ["dlq", "ls", "--json", "--state=x", "-o", "a=1"]),
+        (
+            ["--state=x", "-o", "a=1", "dlq", "ls", "--json"],
+            ["dlq", "ls", "--json", "--state=x", "-o", "a=1"],
+        ),
         (["--debug", "push", "--", "-x"], ["push", "--debug", "--", "-x"]),
         (["status", "--state", "x"], ["status", "--state", "x"]),
         (["--state", "x"], ["--state", "x"]),
@@ -82,7 +101,10 @@ def test_every_command_of_the_table_exists() -> None:
 @given(st.text())
 def test_what_is_printed_moves_no_cursor_and_can_be_encoded(text: str) -> None:
     shown = output.plain(text)
-    assert not any((ord(c) < 32 and c not in "\t\n") or 127 <= ord(c) < 160 or 0x202A <= ord(c) <= 0x202E for c in shown)
+    assert not any(
+        (ord(c) < 32 and c not in "\t\n") or 127 <= ord(c) < 160 or 0x202A <= ord(c) <= 0x202E
+        for c in shown
+    )
     shown.encode()
 
 
@@ -106,7 +128,17 @@ def test_lengths_of_time_are_said_as_people_say_them(seconds: float, said: str) 
     assert output.lasting(seconds) == said
 
 
-@pytest.mark.parametrize(("n", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 10, "200 KiB"), (5 << 30, "5.0 GiB"), (3 << 40, "3072 GiB")])
+@pytest.mark.parametrize(
+    ("n", "said"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (200 << 10, "200 KiB"),
+        (5 << 30, "5.0 GiB"),
+        (3 << 40, "3072 GiB"),
+    ],
+)
 def test_sizes_are_said_in_binary_units(n: int, said: str) -> None:
     assert output.size(n) == said
 

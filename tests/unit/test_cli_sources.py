@@ -10,7 +10,26 @@ from penstock.cli.sources import _standing
 from penstock.ports import SourceState
 
 NOW = 1_800_000_000.0
-NOTHING = SourceState("list", "seeds:list", None, 0, "w", None, None, None, None, 0, 0, 0, 0, None, None, None, None, None)
+NOTHING = SourceState(
+    "list",
+    "seeds:list",
+    None,
+    0,
+    "w",
+    None,
+    None,
+    None,
+    None,
+    0,
+    0,
+    0,
+    0,
+    None,
+    None,
+    None,
+    None,
+    None,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,9 +44,13 @@ NOTHING = SourceState("list", "seeds:list", None, 0, "w", None, None, None, None
         ({"error": "no feed", "settled_at": NOW - 7200}, "failing"),
     ],
 )
-def test_a_source_is_read_only_if_somebody_gave_a_word_lately(known: dict[str, Any], said: str) -> None:
+def test_a_source_is_read_only_if_somebody_gave_a_word_lately(
+    known: dict[str, Any], said: str
+) -> None:
     fields = {name: getattr(NOTHING, name) for name in NOTHING.__struct_fields__}
-    assert str(_standing(SourceState(**{**fields, **known}), declared=True, now=NOW)).startswith(said)
+    assert str(_standing(SourceState(**{**fields, **known}), declared=True, now=NOW)).startswith(
+        said
+    )
 
 
 def test_what_the_pipeline_does_not_declare_and_what_was_never_read_are_called_that() -> None:

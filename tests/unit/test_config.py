@@ -19,12 +19,20 @@ from penstock.options import BY_PATH
 
 TOML_VALUES = st.recursive(
     st.text(max_size=20) | st.integers() | st.floats() | st.booleans() | st.datetimes(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
-def loaded(cwd: Path, *, toml: str = "", env: Mapping[str, str] | None = None, cli: Mapping[str, str] | None = None) -> Loaded:
+def loaded(
+    cwd: Path,
+    *,
+    toml: str = "",
+    env: Mapping[str, str] | None = None,
+    cli: Mapping[str, str] | None = None,
+) -> Loaded:
     if toml:
         (cwd / "penstock.toml").write_text(toml, "utf-8")
     return load(cli or {}, env or {}, cwd)
@@ -44,22 +52,59 @@ def refused(cwd: Path, **given: Any) -> ConfigError:
 def test_without_any_setting_everything_has_its_documented_default(tmp_path: Path) -> None:
     config = loaded(tmp_path).config
     assert config.state.dir == tmp_path / ".penstock"
-    assert config.broker.url == config.ledger.url == config.claims.url == f"sqlite:{tmp_path}/.penstock/penstock.db"
+    assert (
+        config.broker.url
+        == config.ledger.url
+        == config.claims.url
+        == f"sqlite:{tmp_path}/.penstock/penstock.db"
+    )
     assert config.pages.url == f"file:{tmp_path}/.penstock/pages"
-    assert (config.lease, config.grace, config.durability, config.robots) == (30, 25, "full", "obey")
+    assert (config.lease, config.grace, config.durability, config.robots) == (
+        30,
+        25,
+        "full",
+        "obey",
+    )
     assert (config.retry.base, config.retry.max, config.retry.budget) == (10, 900, 3)
     assert (config.dedup.window, config.dedup.settle, config.dedup.mode) == (60, 2, "delay")
-    assert (config.follow.window, config.follow.depth, config.follow.same_domain) == (86400, 10, True)
-    assert (config.breaker.dead_share, config.breaker.min, config.breaker.window, config.breaker.alert) == (0.2, 50, 60, 0.02)
-    assert (config.fetch.concurrency, config.fetch.prefetch, config.fetch.bytes) == (256, 1024, 64 * 2**20)
-    assert (config.pace.rate, config.intake.max_pending, config.output.unchanged) == (1, 10_000_000, "skip")
+    assert (config.follow.window, config.follow.depth, config.follow.same_domain) == (
+        86400,
+        10,
+        True,
+    )
+    assert (
+        config.breaker.dead_share,
+        config.breaker.min,
+        config.breaker.window,
+        config.breaker.alert,
+    ) == (0.2, 50, 60, 0.02)
+    assert (config.fetch.concurrency, config.fetch.prefetch, config.fetch.bytes) == (
+        256,
+        1024,
+        64 * 2**20,
+    )
+    assert (config.pace.rate, config.intake.max_pending, config.output.unchanged) == (
+        1,
+        10_000_000,
+        "skip",
+    )
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     toml = 'lease = "1m"\ngrace = "1m"\nrobots = "ignore"'
-    found = loaded(tmp_path, toml=toml, env={"PENSTOCK_LEASE": "2m", "PENSTOCK_GRACE": "2m"}, cli={"lease": "3m"})
+    found = loaded(
+        tmp_path,
+        toml=toml,
+        env={"PENSTOCK_LEASE": "2m", "PENSTOCK_GRACE": "2m"},
+        cli={"lease": "3m"},
+    )
     assert (found.config.lease, found.config.grace, found.config.robots) == (180, 120, "ignore")
-    assert [found.origins[path] for path in ("lease", "grace", "robots", "retry.base")] == ["command line", "PENSTOCK_GRACE", "penstock.toml", "default"]
+    assert [found.origins[path] for path in ("lease", "grace", "robots", "retry.base")] == [
+        "command line",
+        "PENSTOCK_GRACE",
+        "penstock.toml",
+        "default",
+    ]
 
 
 def test_every_option_can_be_set_in_all_three_places_and_shows_its_origin(tmp_path: Path) -> None:
@@ -78,7 +123,14 @@ def test_every_option_can_be_set_in_all_three_places_and_shows_its_origin(tmp_pa
 
 
 def test_what_is_shown_can_be_set_again_and_gives_the_same_configuration(tmp_path: Path) -> None:
-    before = loaded(tmp_path, env={"PENSTOCK_PACE_RATE": "30/m", "PENSTOCK_NET_ALLOW": "127.0.0.1:8000", "PENSTOCK_RETRY_BASE": "1500ms"})
+    before = loaded(
+        tmp_path,
+        env={
+            "PENSTOCK_PACE_RATE": "30/m",
+            "PENSTOCK_NET_ALLOW": "127.0.0.1:8000",
+            "PENSTOCK_RETRY_BASE": "1500ms",
+        },
+    )
     after = loaded(tmp_path, cli={row.path: row.value for row in show(before) if row.value})
     assert after.config == before.config
 
@@ -94,14 +146,27 @@ def test_every_option_has_a_line_of_help_and_a_variable_of_its_own() -> None:
 def test_every_value_is_of_the_type_its_field_declares(tmp_path: Path) -> None:
     for option in OPTIONS:
         config = loaded(tmp_path, cli={option.path: option.example}).config
-        assert msgspec.convert(msgspec.to_builtins(config, enc_hook=str), Config, dec_hook=lambda kind, value: kind(value)) == config
+        assert (
+            msgspec.convert(
+                msgspec.to_builtins(config, enc_hook=str),
+                Config,
+                dec_hook=lambda kind, value: kind(value),
+            )
+            == config
+        )
 
 
-def test_a_file_named_on_the_command_line_or_in_the_environment_replaces_the_one_of_the_directory(tmp_path: Path) -> None:
+def test_a_file_named_on_the_command_line_or_in_the_environment_replaces_the_one_of_the_directory(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "other.toml").write_text('lease = "5m"')
     for place in ({"cli": {"config": "other.toml"}}, {"env": {"PENSTOCK_CONFIG": "other.toml"}}):
         found = loaded(tmp_path, toml='grace = "1m"', **place)  # type: ignore[arg-type]
-        assert (found.config.lease, found.config.grace, found.file) == (300, 25, tmp_path / "other.toml")
+        assert (found.config.lease, found.config.grace, found.file) == (
+            300,
+            25,
+            tmp_path / "other.toml",
+        )
 
 
 def test_a_file_of_a_parent_directory_is_not_found(tmp_path: Path) -> None:
@@ -111,15 +176,30 @@ def test_a_file_of_a_parent_directory_is_not_found(tmp_path: Path) -> None:
 
 
 def test_an_empty_variable_counts_as_unset(tmp_path: Path) -> None:
-    assert loaded(tmp_path, env={"PENSTOCK_LEASE": "", "PENSTOCK_NO_SUCH_THING": ""}).config.lease == 30
+    assert (
+        loaded(tmp_path, env={"PENSTOCK_LEASE": "", "PENSTOCK_NO_SUCH_THING": ""}).config.lease
+        == 30
+    )
 
 
-def test_relative_stores_follow_the_working_directory_and_the_state_directory(tmp_path: Path) -> None:
-    config = loaded(tmp_path, env={"PENSTOCK_STATE": "state", "PENSTOCK_LEDGER_URL": "sqlite:./books.db", "PENSTOCK_CLAIMS_URL": "redis://host/1"}).config
+def test_relative_stores_follow_the_working_directory_and_the_state_directory(
+    tmp_path: Path,
+) -> None:
+    config = loaded(
+        tmp_path,
+        env={
+            "PENSTOCK_STATE": "state",
+            "PENSTOCK_LEDGER_URL": "sqlite:./books.db",
+            "PENSTOCK_CLAIMS_URL": "redis://host/1",
+        },
+    ).config
     assert config.broker.url == f"sqlite:{tmp_path}/state/penstock.db"
     assert config.ledger.url == f"sqlite:{tmp_path}/books.db"
     assert config.claims.url == "redis://host/1"
-    assert loaded(tmp_path, cli={"ledger.url": "sqlite::memory:"}).config.ledger.url == "sqlite::memory:"
+    assert (
+        loaded(tmp_path, cli={"ledger.url": "sqlite::memory:"}).config.ledger.url
+        == "sqlite::memory:"
+    )
 
 
 def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
@@ -139,13 +219,18 @@ def test_a_dsn_can_come_from_a_file_without_its_last_newline(tmp_path: Path) -> 
 
 def test_a_variable_and_its_file_together_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dsn").write_text("amqp://host/")
-    error = refused(tmp_path, env={"PENSTOCK_BROKER_URL_FILE": "dsn", "PENSTOCK_BROKER_URL": "amqp://host/"})
+    error = refused(
+        tmp_path, env={"PENSTOCK_BROKER_URL_FILE": "dsn", "PENSTOCK_BROKER_URL": "amqp://host/"}
+    )
     assert "PENSTOCK_BROKER_URL_FILE" in error.message
     assert "PENSTOCK_BROKER_URL " in error.message
 
 
 def test_a_secret_file_that_is_missing_or_holds_nonsense_is_named(tmp_path: Path) -> None:
-    assert "PENSTOCK_BROKER_URL_FILE" in refused(tmp_path, env={"PENSTOCK_BROKER_URL_FILE": "nowhere"}).message
+    assert (
+        "PENSTOCK_BROKER_URL_FILE"
+        in refused(tmp_path, env={"PENSTOCK_BROKER_URL_FILE": "nowhere"}).message
+    )
     (tmp_path / "dsn").write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused(tmp_path, env={"PENSTOCK_BROKER_URL_FILE": "dsn"}).message
 
@@ -160,14 +245,19 @@ def test_only_secrets_can_come_from_a_file(tmp_path: Path) -> None:
         ("amqp://me:hunter2@host/vhost", "amqp://me:***@host/vhost"),
         ("redis://:hunter2@host:6379/0", "redis://:***@host:6379/0"),
         ("amqp://me:hun/t?e@r2@host/", "amqp://me:***@host/"),
-        ("postgres://me@host/db?password=hunter2&sslmode=require", "postgres://me@host/db?password=***&sslmode=require"),
+        (
+            "postgres://me@host/db?password=hunter2&sslmode=require",
+            "postgres://me@host/db?password=***&sslmode=require",
+        ),
         ("kafka://host?sasl.password=hunter2&acks=all", "kafka://host?sasl.password=***&acks=all"),
         ("sqs://KEY:hunter2@eu-west-1", "sqs://KEY:***@eu-west-1"),
         ("postgres:host=db password=hunter2 user=me", "postgres:host=db password=*** user=me"),
         ("sqlite:/data/a@b.db", "sqlite:/data/a@b.db"),
     ],
 )
-def test_passwords_are_masked_wherever_the_configuration_is_shown(url: str, shown: str, tmp_path: Path) -> None:
+def test_passwords_are_masked_wherever_the_configuration_is_shown(
+    url: str, shown: str, tmp_path: Path
+) -> None:
     assert units.mask(url) == shown
     rows = {row.path: row.value for row in show(loaded(tmp_path, env={"PENSTOCK_BROKER_URL": url}))}
     assert rows["broker.url"] == shown
@@ -189,54 +279,114 @@ def test_an_error_about_a_dsn_does_not_repeat_it(tmp_path: Path) -> None:
 
 def test_a_wrong_type_names_the_path_and_gives_an_example(tmp_path: Path) -> None:
     error = refused(tmp_path, toml='[fetch]\nconcurrency = "many"')
-    assert error.message == 'fetch.concurrency: expected a whole number above 0 and at most 10000, got "many"'
+    assert (
+        error.message
+        == 'fetch.concurrency: expected a whole number above 0 and at most 10000, got "many"'
+    )
     assert error.hint == "concurrency = 256"
 
 
 def test_a_wrong_variable_is_named_with_its_path(tmp_path: Path) -> None:
     error = refused(tmp_path, env={"PENSTOCK_LEASE": "soon"})
-    assert error.message.startswith('lease (PENSTOCK_LEASE): expected a duration of at least 1s and at most 12h (500ms, 30s, 5m, 1h, 2d), got "soon"')
+    assert error.message.startswith(
+        'lease (PENSTOCK_LEASE): expected a duration of at least 1s and at most 12h (500ms, 30s, 5m, 1h, 2d), got "soon"'
+    )
     assert error.hint == "PENSTOCK_LEASE=30s"
 
 
 @pytest.mark.parametrize(
     ("toml", "message", "hint"),
     [
-        ("[fetch]\nconcurency = 3", "fetch.concurency: there is no such option", "did you mean fetch.concurrency?"),
+        (
+            "[fetch]\nconcurency = 3",
+            "fetch.concurency: there is no such option",
+            "did you mean fetch.concurrency?",
+        ),
         ("max_body = 3", "max_body: there is no such option", "did you mean net.max_body?"),
         ("[fetc]\nconcurrency = 3", "fetc: there is no such option", "did you mean fetch"),
-        ("[net.timeout]\nconect = 3", "net.timeout.conect: there is no such option", "did you mean net.timeout.connect?"),
+        (
+            "[net.timeout]\nconect = 3",
+            "net.timeout.conect: there is no such option",
+            "did you mean net.timeout.connect?",
+        ),
         ("fetch = 3", "fetch: is a section", "[fetch] concurrency = 256"),
         ('[pipeline]\nname = "shop"', "pipeline: expected a path", 'pipeline = "shop.py"'),
         ("xyzzy = 1", "xyzzy: there is no such option", "penstock config show"),
         ("lease = ", "penstock.toml: is not valid TOML", 'lease = "30s"'),
         ("lease = true", "lease: expected a duration", 'lease = "30s"'),
         ("lease = nan", "lease: expected a duration", 'lease = "30s"'),
-        ("[fetch]\nconcurrency = 0", "fetch.concurrency: expected a whole number above 0", "concurrency = 256"),
-        ("[fetch]\nconcurrency = true", "fetch.concurrency: expected a whole number above 0", "concurrency = 256"),
-        ("[breaker]\ndead_share = 20", "breaker.dead_share: expected a share between 0 and 1, got 20", "dead_share = 0.2"),
-        ('[net]\nports = [80, "web"]', "net.ports: expected port numbers", 'ports = "80,443,8080,8443"'),
-        ('[net]\nuser_agent = "a\\r\\nHost: b"', "net.user_agent: expected printable ASCII", "user_agent ="),
-        ('[pages]\ninline_max = "1MiB"', 'pages.inline_max: expected a size of at most 512KiB (0, 512KiB), got "1MiB"', 'inline_max = "0B"'),
+        (
+            "[fetch]\nconcurrency = 0",
+            "fetch.concurrency: expected a whole number above 0",
+            "concurrency = 256",
+        ),
+        (
+            "[fetch]\nconcurrency = true",
+            "fetch.concurrency: expected a whole number above 0",
+            "concurrency = 256",
+        ),
+        (
+            "[breaker]\ndead_share = 20",
+            "breaker.dead_share: expected a share between 0 and 1, got 20",
+            "dead_share = 0.2",
+        ),
+        (
+            '[net]\nports = [80, "web"]',
+            "net.ports: expected port numbers",
+            'ports = "80,443,8080,8443"',
+        ),
+        (
+            '[net]\nuser_agent = "a\\r\\nHost: b"',
+            "net.user_agent: expected printable ASCII",
+            "user_agent =",
+        ),
+        (
+            '[pages]\ninline_max = "1MiB"',
+            'pages.inline_max: expected a size of at most 512KiB (0, 512KiB), got "1MiB"',
+            'inline_max = "0B"',
+        ),
         ('robots = "obay"', 'robots: expected "obey" or "ignore", got "obay"', 'robots = "obey"'),
-        ('[retry]\nbase = "1h"', "retry.base: the first back-off is longer than the longest (retry.base = 1h, retry.max = 15m)", "set retry.max as well"),
-        ("[fetch]\nconcurrency = 10\nprefetch = 5", "fetch.concurrency: a worker cannot have more in flight than it holds", "raise fetch.prefetch"),
+        (
+            '[retry]\nbase = "1h"',
+            "retry.base: the first back-off is longer than the longest (retry.base = 1h, retry.max = 15m)",
+            "set retry.max as well",
+        ),
+        (
+            "[fetch]\nconcurrency = 10\nprefetch = 5",
+            "fetch.concurrency: a worker cannot have more in flight than it holds",
+            "raise fetch.prefetch",
+        ),
     ],
 )
-def test_each_mistake_in_the_file_is_named_with_a_next_step(toml: str, message: str, hint: str, tmp_path: Path) -> None:
+def test_each_mistake_in_the_file_is_named_with_a_next_step(
+    toml: str, message: str, hint: str, tmp_path: Path
+) -> None:
     error = refused(tmp_path, toml=toml)
     assert message in error.message
     assert hint in error.hint
 
 
 def test_a_default_gives_way_to_a_smaller_limit_that_was_set(tmp_path: Path) -> None:
-    config = loaded(tmp_path, cli={"net.timeout.total": "5s", "fetch.prefetch": "8", "retry.max": "2s"}).config
-    assert (config.net.timeout.connect, config.net.timeout.first_byte, config.fetch.concurrency, config.retry.base) == (5, 5, 8, 2)
+    config = loaded(
+        tmp_path, cli={"net.timeout.total": "5s", "fetch.prefetch": "8", "retry.max": "2s"}
+    ).config
+    assert (
+        config.net.timeout.connect,
+        config.net.timeout.first_byte,
+        config.fetch.concurrency,
+        config.retry.base,
+    ) == (5, 5, 8, 2)
 
 
 def test_an_unknown_variable_or_option_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
-    assert refused(tmp_path, env={"PENSTOCK_FETCH_CONCURENCY": "3"}).hint == "did you mean PENSTOCK_FETCH_CONCURRENCY?"
-    assert refused(tmp_path, env={"PENSTOCK_BROKER_URL_FIL": "3"}).hint == "did you mean PENSTOCK_BROKER_URL_FILE?"
+    assert (
+        refused(tmp_path, env={"PENSTOCK_FETCH_CONCURENCY": "3"}).hint
+        == "did you mean PENSTOCK_FETCH_CONCURRENCY?"
+    )
+    assert (
+        refused(tmp_path, env={"PENSTOCK_BROKER_URL_FIL": "3"}).hint
+        == "did you mean PENSTOCK_BROKER_URL_FILE?"
+    )
     assert refused(tmp_path, cli={"retry.bas": "3"}).hint == "did you mean retry.base?"
 
 
@@ -245,13 +395,27 @@ def test_a_bad_value_is_refused_even_where_a_better_one_overrides_it(tmp_path: P
 
 
 def test_variables_that_kubernetes_or_the_dev_script_set_are_not_ours(tmp_path: Path) -> None:
-    service = {"PENSTOCK_PORT": "tcp://10.0.0.1:80", "PENSTOCK_SERVICE_HOST": "10.0.0.1", "PENSTOCK_PORT_80_TCP_ADDR": "10.0.0.1"}
-    other = {"PENSTOCK_REDIS_SERVICE_PORT_TLS": "6379", "PENSTOCK_VENV": "x", "HOME": "/", "penstock_x": "1"}
+    service = {
+        "PENSTOCK_PORT": "tcp://10.0.0.1:80",
+        "PENSTOCK_SERVICE_HOST": "10.0.0.1",
+        "PENSTOCK_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    other = {
+        "PENSTOCK_REDIS_SERVICE_PORT_TLS": "6379",
+        "PENSTOCK_VENV": "x",
+        "HOME": "/",
+        "penstock_x": "1",
+    }
     assert loaded(tmp_path, env={**service, **other}).config == loaded(tmp_path).config
 
 
-def test_a_file_that_is_missing_a_directory_or_binary_is_an_error_with_its_name(tmp_path: Path) -> None:
-    assert "nowhere.toml: there is no such file" in refused(tmp_path, cli={"config": "nowhere.toml"}).message
+def test_a_file_that_is_missing_a_directory_or_binary_is_an_error_with_its_name(
+    tmp_path: Path,
+) -> None:
+    assert (
+        "nowhere.toml: there is no such file"
+        in refused(tmp_path, cli={"config": "nowhere.toml"}).message
+    )
     (tmp_path / "binary.toml").write_bytes(b"\x00\xff")
     assert "binary.toml: is not UTF-8" in refused(tmp_path, cli={"config": "binary.toml"}).message
     (tmp_path / "penstock.toml").mkdir()
@@ -263,13 +427,17 @@ def test_a_file_that_is_missing_a_directory_or_binary_is_an_error_with_its_name(
 @example(units.RATE, 5.65138e-99)
 @example(units.durations(), 5e-05)
 @example(units.durations(), 1234567.89)
-def test_any_value_is_read_or_refused_and_what_is_read_can_be_written_and_read_again(kind: units.Kind, value: object) -> None:
+def test_any_value_is_read_or_refused_and_what_is_read_can_be_written_and_read_again(
+    kind: units.Kind, value: object
+) -> None:
     try:
         found = kind.read(value)
     except (ValueError, OverflowError):
         return
     again = kind.read(kind.write(found)) if found != () else found
-    assert again == found or math.isclose(again, found, rel_tol=1e-5, abs_tol=1e-6)  # less than a microsecond is not written
+    assert again == found or math.isclose(
+        again, found, rel_tol=1e-5, abs_tol=1e-6
+    )  # less than a microsecond is not written
 
 
 # -- units ---------------------------------------------------------------------------------------------------------------
@@ -277,19 +445,60 @@ def test_any_value_is_read_or_refused_and_what_is_read_can_be_written_and_read_a
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("30s", 30), ("500ms", 0.5), ("5m", 300), ("1h", 3600), ("2d", 172800), ("1h30m", 5400), ("1.5 h", 5400), ("0", 0), (7, 7), ("7", 7), (0.5, 0.5)],
+    [
+        ("30s", 30),
+        ("500ms", 0.5),
+        ("5m", 300),
+        ("1h", 3600),
+        ("2d", 172800),
+        ("1h30m", 5400),
+        ("1.5 h", 5400),
+        ("0", 0),
+        (7, 7),
+        ("7", 7),
+        (0.5, 0.5),
+    ],
 )
 def test_durations_are_read_in_seconds(text: object, seconds: float) -> None:
     assert units.duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "s", "30 parsecs", "-5s", "5s-", "1e9d", "1,5s", True, None, [], math.inf, math.nan, "٣s", "9" * 400])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "s",
+        "30 parsecs",
+        "-5s",
+        "5s-",
+        "1e9d",
+        "1,5s",
+        True,
+        None,
+        [],
+        math.inf,
+        math.nan,
+        "٣s",
+        "9" * 400,
+    ],
+)
 def test_what_is_no_duration_is_refused(text: object) -> None:
     with pytest.raises((ValueError, OverflowError)):
         units.duration(text)
 
 
-@pytest.mark.parametrize(("text", "count"), [("64MiB", 64 * 2**20), ("10 GiB", 10 * 2**30), ("1kB", 1000), ("1.5KiB", 1536), ("7", 7), (7, 7), ("7B", 7)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("64MiB", 64 * 2**20),
+        ("10 GiB", 10 * 2**30),
+        ("1kB", 1000),
+        ("1.5KiB", 1536),
+        ("7", 7),
+        (7, 7),
+        ("7B", 7),
+    ],
+)
 def test_sizes_are_read_in_bytes(text: object, count: int) -> None:
     assert units.size(text) == count
 
@@ -300,7 +509,10 @@ def test_what_is_no_size_is_refused(text: object) -> None:
         units.size(text)
 
 
-@pytest.mark.parametrize(("text", "rate"), [("1", 1), (2, 2), ("0.1", 0.1), ("30/m", 0.5), ("3600/h", 1), ("unlimited", math.inf)])
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("1", 1), (2, 2), ("0.1", 0.1), ("30/m", 0.5), ("3600/h", 1), ("unlimited", math.inf)],
+)
 def test_rates_are_read_a_second(text: object, rate: float) -> None:
     assert units.rate(text) == rate
 
@@ -311,7 +523,18 @@ def test_what_is_no_rate_is_refused(text: object) -> None:
         units.rate(text)
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:8000", "127.0.0.1:*", "[::1]:8000", "[fd00::/8]:80", "10.0.0.0/8:80", "shop.internal:80", "localhost:8000"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "127.0.0.1:8000",
+        "127.0.0.1:*",
+        "[::1]:8000",
+        "[fd00::/8]:80",
+        "10.0.0.0/8:80",
+        "shop.internal:80",
+        "localhost:8000",
+    ],
+)
 def test_a_private_target_is_an_address_a_network_or_a_name_with_its_port(text: str) -> None:
     assert units.TARGETS.read(text) == (text,)
     assert units.TARGETS.read([text]) == (text,)

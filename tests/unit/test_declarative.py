@@ -58,9 +58,19 @@ def test_both_forms_of_the_example_give_the_same_records(tmp_path: Path) -> None
     assert in_python.name == in_toml.name == "shop"
     a, b = run(in_python, Page(URL, HTML)), run(in_toml, Page(URL, HTML))
     assert a.error == b.error == ""
-    assert [r.fields for r in a.records] == [b'{"sku":"L-7","title":"Oak lamp","price":"19.90"}'] == [r.fields for r in b.records]
-    assert [(r.key, r.hash, r.version, r.index) for r in a.records] == [(r.key, r.hash, r.version, r.index) for r in b.records]
-    assert [x.url for x in a.links] == [x.url for x in b.links] == ["https://shop.test/product/8", "https://shop.test/product/9"]
+    assert (
+        [r.fields for r in a.records]
+        == [b'{"sku":"L-7","title":"Oak lamp","price":"19.90"}']
+        == [r.fields for r in b.records]
+    )
+    assert [(r.key, r.hash, r.version, r.index) for r in a.records] == [
+        (r.key, r.hash, r.version, r.index) for r in b.records
+    ]
+    assert (
+        [x.url for x in a.links]
+        == [x.url for x in b.links]
+        == ["https://shop.test/product/8", "https://shop.test/product/9"]
+    )
     assert not run(in_toml, Page("https://shop.test/", HTML)).matched
 
 
@@ -119,11 +129,15 @@ def test_prices_are_read_as_people_write_them(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize("text", ["2 for 10.00", "sold out", "12 34"])
 def test_what_is_no_single_number_is_an_error_that_quotes_it(text: str) -> None:
-    assert read('{css="b", as="decimal"}', f"<b>{text}</b>").startswith(f"field 'v': '{text}' is no decimal")
+    assert read('{css="b", as="decimal"}', f"<b>{text}</b>").startswith(
+        f"field 'v': '{text}' is no decimal"
+    )
 
 
 def test_a_required_field_that_is_missing_is_an_error() -> None:
-    assert read('{css="u::text", required=true}') == "field 'v' is required, and u::text found nothing"
+    assert (
+        read('{css="u::text", required=true}') == "field 'v' is required, and u::text found nothing"
+    )
 
 
 LD = '<script type="application/ld+json">[{"@type":"Org","name":"o"},{"@type":["Product","X"],"name":"p","offers":[{"price":1.5},{"price":2}]}]</script>'
@@ -155,34 +169,67 @@ HEAD = '[pipeline]\nname = "p"\n[[extract]]\n'
 @pytest.mark.parametrize(
     ("toml", "says"),
     [
-        (HEAD + '[extract.fields]\nprice = {cs = "x"}', "p.toml: extract[0].fields.price.cs: unknown key; did you mean css?"),
-        (HEAD + 'mtach = "x"\n[extract.fields]\na = "b"', "extract[0].mtach: unknown key; did you mean match?"),
+        (
+            HEAD + '[extract.fields]\nprice = {cs = "x"}',
+            "p.toml: extract[0].fields.price.cs: unknown key; did you mean css?",
+        ),
+        (
+            HEAD + 'mtach = "x"\n[extract.fields]\na = "b"',
+            "extract[0].mtach: unknown key; did you mean match?",
+        ),
         ('[pipline]\nname = "p"', "pipline: unknown key; did you mean pipeline?"),
         ('[pipeline]\nnme = "p"', "pipeline.nme: unknown key; did you mean name?"),
         ('[[sink]]\nurl = "jsonl:x"', "there is no [pipeline]"),
         ("[pipeline]", "cannot be called ''"),
         ("[pipeline", "not valid TOML"),
         (HEAD, "neither fields nor follow"),
-        (HEAD + 'key = "sk"\n[extract.fields]\nsku = "b"', "extract[0].key: there is no field sk; did you mean sku?"),
+        (
+            HEAD + 'key = "sk"\n[extract.fields]\nsku = "b"',
+            "extract[0].key: there is no field sk; did you mean sku?",
+        ),
         (HEAD + '[extract.fields]\na = "b["', "extract[0].fields.a.css: CSS selector 'b['"),
         (HEAD + '[extract.fields]\na = {xpath = "//["}', "extract[0].fields.a.xpath: XPath '//['"),
         (HEAD + '[extract.fields]\na = {json = "a..b"}', "no dotted path"),
         (HEAD + 'follow = ["a["]', "extract[0].follow[0]: CSS selector 'a['"),
         (HEAD + "follow = 3", "extract[0].follow: expected a string or a list of strings, found 3"),
-        (HEAD + '[extract.fields]\na = {css = "b", as = "decimel"}', "'decimel' is no transform; did you mean decimal?"),
+        (
+            HEAD + '[extract.fields]\na = {css = "b", as = "decimel"}',
+            "'decimel' is no transform; did you mean decimal?",
+        ),
         (HEAD + '[extract.fields]\na = {css = "b", regex = "("}', "extract[0].fields.a.regex"),
-        (HEAD + f'[extract.fields]\na = {{css = "b", regex = "{"x" * 501}"}}', "at most 500 characters"),
-        (HEAD + '[extract.fields]\na = {css = "b", many = 1}', "extract[0].fields.a.many: expected true or false"),
+        (
+            HEAD + f'[extract.fields]\na = {{css = "b", regex = "{"x" * 501}"}}',
+            "at most 500 characters",
+        ),
+        (
+            HEAD + '[extract.fields]\na = {css = "b", many = 1}',
+            "extract[0].fields.a.many: expected true or false",
+        ),
         (HEAD + '[extract.fields]\na = {as = "int"}', "needs a selector or const"),
         (HEAD + '[extract.fields]\na = {css = "b", const = 1}', "not both"),
-        (HEAD + '[extract.fields]\na = {css = "b", required = true, default = 1}', "exclude each other"),
-        (HEAD + "[extract.fields]\na = 3", "extract[0].fields.a: expected a CSS selector or a table, found 3"),
+        (
+            HEAD + '[extract.fields]\na = {css = "b", required = true, default = 1}',
+            "exclude each other",
+        ),
+        (
+            HEAD + "[extract.fields]\na = 3",
+            "extract[0].fields.a: expected a CSS selector or a table, found 3",
+        ),
         (HEAD + '[extract.fields]\n_penstock = "b"', "reserved"),
         (HEAD + 'version = "1"\n[extract.fields]\na = "b"', "extract[0]: extractor p: version '1'"),
-        (HEAD + '[extract.fields]\na = "b"\n[[extract]]\nname = "q"\n[extract.fields]\na = "b"', "extract[0]: each of several [[extract]] needs a name"),
+        (
+            HEAD + '[extract.fields]\na = "b"\n[[extract]]\nname = "q"\n[extract.fields]\na = "b"',
+            "extract[0]: each of several [[extract]] needs a name",
+        ),
         ('[pipeline]\nname = "p"\n[extract]\nmatch = "x"', "extract: is a list of tables"),
-        ('[pipeline]\nname = "p"\n[[sink]]\nurll = "jsonl:x"', "sink[0]: url is missing; did you mean urll?"),
-        ('[pipeline]\nname = "p"\n[[source]]\nurl = "feed:x"\nevery = "soon"', "source[0]: source 'feed:x': every: 'soon'"),
+        (
+            '[pipeline]\nname = "p"\n[[sink]]\nurll = "jsonl:x"',
+            "sink[0]: url is missing; did you mean urll?",
+        ),
+        (
+            '[pipeline]\nname = "p"\n[[source]]\nurl = "feed:x"\nevery = "soon"',
+            "source[0]: source 'feed:x': every: 'soon'",
+        ),
     ],
 )
 def test_a_mistake_is_named_by_its_path(toml: str, says: str) -> None:

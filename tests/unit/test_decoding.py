@@ -41,11 +41,15 @@ def decode(names: tuple[str, ...], data: bytes, *, limit: int = LIMIT, chunk: in
 
 def _body(size: int) -> bytes:
     rng = random.Random(size)
-    return (bytes(rng.getrandbits(5) for _ in range(min(size, 40_000))) * (size // 40_000 + 1))[:size]
+    return (bytes(rng.getrandbits(5) for _ in range(min(size, 40_000))) * (size // 40_000 + 1))[
+        :size
+    ]
 
 
 @pytest.mark.parametrize("name", ENCODE)
-@pytest.mark.parametrize("size", [0, 1, 20_000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 1 << 19, 3_000_000])
+@pytest.mark.parametrize(
+    "size", [0, 1, 20_000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 1 << 19, 3_000_000]
+)
 def test_a_body_comes_back_whatever_its_chunks(name: str, size: int) -> None:
     body = _body(size)
     encoded = ENCODE[name](body)
@@ -118,7 +122,9 @@ def _gigabyte(name: str) -> bytes:
     block = bytes(1 << 20)
     if name == "gzip":
         c = zlib.compressobj(9, wbits=-15)
-        piece = c.compress(block) + c.flush(zlib.Z_FULL_FLUSH)  # stands alone, so it may be repeated; nobody gets as far as the checksum
+        piece = c.compress(block) + c.flush(
+            zlib.Z_FULL_FLUSH
+        )  # stands alone, so it may be repeated; nobody gets as far as the checksum
         return gzip.compress(b"")[:10] + piece * 1024
     if name == "br":
         b = brotli.Compressor(quality=1)
@@ -127,7 +133,11 @@ def _gigabyte(name: str) -> bytes:
     return b"".join(z.compress(block) for _ in range(1024)) + z.flush()
 
 
-@pytest.mark.parametrize("names", [("gzip",), ("br",), ("zstd",), ("gzip", "gzip"), ("br", "gzip"), ("zstd", "br")], ids="+".join)
+@pytest.mark.parametrize(
+    "names",
+    [("gzip",), ("br",), ("zstd",), ("gzip", "gzip"), ("br", "gzip"), ("zstd", "br")],
+    ids="+".join,
+)
 def test_a_gigabyte_bomb_stops_at_the_cap_without_the_memory(names: tuple[str, ...]) -> None:
     data = _gigabyte(names[0])
     for name in names[1:]:
@@ -167,7 +177,9 @@ def test_more_than_two_codings_are_refused() -> None:
         codings("gzip, gzip, gzip")
 
 
-@pytest.mark.parametrize("names", [("gzip",), ("deflate",), ("br",), ("zstd",), ("gzip", "br"), ("zstd", "gzip")])
+@pytest.mark.parametrize(
+    "names", [("gzip",), ("deflate",), ("br",), ("zstd",), ("gzip", "br"), ("zstd", "gzip")]
+)
 def test_a_decoder_that_is_let_go_is_gone_at_once(names: tuple[str, ...]) -> None:
     """Our collector of cycles seldom runs: pages by the thousand would wait for it, each with a decoder's state."""
     decoder = Decoder(names, 1 << 20)

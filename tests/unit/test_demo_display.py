@@ -9,7 +9,17 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting, plain, render
+from penstock.demo.display import (
+    Buried,
+    Counts,
+    Host,
+    Moved,
+    Snapshot,
+    Source,
+    Waiting,
+    plain,
+    render,
+)
 
 SHOP = "http://127.0.0.1:41234"
 QUIET = Snapshot(
@@ -35,14 +45,18 @@ FLOODED = replace(
 
 
 def drawn(snapshot: Snapshot, width: int) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="truecolor", record=True)
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=True, color_system="truecolor", record=True
+    )
     console.print(render(snapshot, width))
     return console.export_text().splitlines()
 
 
 @pytest.mark.parametrize("width", [50, 80, 100, 120, 200])
 @pytest.mark.parametrize("snapshot", [QUIET, BUSY, FLOODED], ids=["quiet", "busy", "flooded"])
-def test_no_line_is_wider_than_the_terminal_and_the_height_never_changes(snapshot: Snapshot, width: int) -> None:
+def test_no_line_is_wider_than_the_terminal_and_the_height_never_changes(
+    snapshot: Snapshot, width: int
+) -> None:
     lines = drawn(snapshot, width)
     assert max(cell_len(line) for line in lines) <= width
     assert len(lines) == len(drawn(QUIET, width))
@@ -66,7 +80,14 @@ def test_everything_the_demo_promises_is_on_the_screen(width: int) -> None:
 def test_every_count_stands_above_its_name() -> None:
     lines = drawn(BUSY, 80)
     names = next(n for n, line in enumerate(lines) if "in flight" in line)
-    for name, count in (("success", "41"), ("in flight", "2"), ("pending", "9"), ("delayed", "2"), ("duplicate", "1"), ("dead", "1")):
+    for name, count in (
+        ("success", "41"),
+        ("in flight", "2"),
+        ("pending", "9"),
+        ("delayed", "2"),
+        ("duplicate", "1"),
+        ("dead", "1"),
+    ):
         at = lines[names].index(name)
         assert lines[names - 1][at:].split()[0] == count
 
@@ -87,7 +108,9 @@ def test_pages_without_a_row_and_an_open_breaker_are_said_aloud() -> None:
 
 
 def test_the_bar_shows_even_one_dead_event_in_ten_million() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard", no_color=False)
+    console = Console(
+        file=io.StringIO(), width=80, force_terminal=True, color_system="standard", no_color=False
+    )
     console.print(render(replace(QUIET, counts=Counts(success=10**7, dead=1)), 80))
     assert isinstance(console.file, io.StringIO)
     bar = next(line for line in console.file.getvalue().splitlines() if line.count("━") == 78)
@@ -95,7 +118,9 @@ def test_the_bar_shows_even_one_dead_event_in_ten_million() -> None:
 
 
 def test_a_row_wears_the_colour_of_its_mark_only_on_the_mark() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard", no_color=False)
+    console = Console(
+        file=io.StringIO(), width=80, force_terminal=True, color_system="standard", no_color=False
+    )
     console.print(render(BUSY, 80))
     assert isinstance(console.file, io.StringIO)
     row = next(line for line in console.file.getvalue().splitlines() if "mystery-box" in line)
@@ -103,7 +128,17 @@ def test_a_row_wears_the_colour_of_its_mark_only_on_the_mark() -> None:
     assert row.index("\x1b[0m", row.index("dead")) < row.index("mystery-box")
 
 
-@pytest.mark.parametrize("hostile", ["\x1b[2J\x1b]0;owned\x07", "a\nb\rc\td", "[bold red]markup[/] [/nope]", "\u202eabc\u2066", "漢字" * 60, "x" * 5000])
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "\x1b[2J\x1b]0;owned\x07",
+        "a\nb\rc\td",
+        "[bold red]markup[/] [/nope]",
+        "\u202eabc\u2066",
+        "漢字" * 60,
+        "x" * 5000,
+    ],
+)
 def test_nothing_scraped_can_move_the_cursor_or_break_the_picture(hostile: str) -> None:
     nasty = replace(
         BUSY, waiting=(Waiting(hostile, hostile, 1.0),), moved=(Moved("1", hostile, hostile, hostile, hostile),), dead=(Buried(hostile, hostile),),
@@ -118,11 +153,23 @@ def test_nothing_scraped_can_move_the_cursor_or_break_the_picture(hostile: str) 
 
 def test_in_words_only_what_is_new_is_told() -> None:
     first = plain(BUSY, QUIET).splitlines()
-    assert first[0].startswith("  14.2 s  56 accepted (41 success, 2 in flight, 9 pending, 2 delayed, 1 duplicate, 1 dead)")
-    assert [line.split()[0] for line in first[1:]] == ["changed", "changed", "delayed", "delayed", "dead"]
+    assert first[0].startswith(
+        "  14.2 s  56 accepted (41 success, 2 in flight, 9 pending, 2 delayed, 1 duplicate, 1 dead)"
+    )
+    assert [line.split()[0] for line in first[1:]] == [
+        "changed",
+        "changed",
+        "delayed",
+        "delayed",
+        "dead",
+    ]
     assert "Dimmable Bulb 2700 K: price 8.99 → 8.39" in first[1]  # in the order it happened
     assert plain(BUSY, BUSY).splitlines() == first[:1]
-    more = replace(BUSY, moved=(Moved("c", "Sling Bag 4 l", "price", "46.50", "41.99"), *BUSY.moved), notice="redesigned")
+    more = replace(
+        BUSY,
+        moved=(Moved("c", "Sling Bag 4 l", "price", "46.50", "41.99"), *BUSY.moved),
+        notice="redesigned",
+    )
     assert [line.split()[0] for line in plain(more, BUSY).splitlines()[1:]] == ["changed", "note"]
 
 

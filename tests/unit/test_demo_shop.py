@@ -48,7 +48,16 @@ def opened(clock: Time, seed: int = 7) -> Shop:
 def get(shop: Shop, url: str, **headers: str) -> Reply:
     parts = urlsplit(url)
     answer = shop.answer_limited if parts.netloc == "limited.example" else shop.answer
-    return answer(Request("GET", parts.path, parts.query, {k.replace("_", "-"): v for k, v in headers.items()}, b"", 80))
+    return answer(
+        Request(
+            "GET",
+            parts.path,
+            parts.query,
+            {k.replace("_", "-"): v for k, v in headers.items()},
+            b"",
+            80,
+        )
+    )
 
 
 def page(shop: Shop, url: str) -> Page:
@@ -74,7 +83,12 @@ def changes(shop: Shop, query: str = "") -> list[dict[str, object]]:
 def test_there_are_more_than_forty_products_with_distinct_names_and_numbers() -> None:
     sold = [p for p in PRODUCTS if p.slug != BROKEN]
     assert len(sold) > 40
-    assert len({p.sku for p in sold}) == len({p.name for p in sold}) == len({p.slug for p in sold}) == len(sold)
+    assert (
+        len({p.sku for p in sold})
+        == len({p.name for p in sold})
+        == len({p.slug for p in sold})
+        == len(sold)
+    )
     assert {p.category for p in sold} == set(CATEGORIES)
 
 
@@ -89,7 +103,9 @@ def test_two_shops_with_one_seed_move_alike_however_often_they_are_asked(clock: 
     assert changes(asked) != changes(other)
 
 
-def test_every_change_moves_a_price_within_reason_and_ends_in_the_price_that_is_shown(shop: Shop, clock: Time) -> None:
+def test_every_change_moves_a_price_within_reason_and_ends_in_the_price_that_is_shown(
+    shop: Shop, clock: Time
+) -> None:
     clock.now += 3600
     listed = {p.slug: p.price for p in PRODUCTS}
     last = dict(listed)
@@ -103,7 +119,9 @@ def test_every_change_moves_a_price_within_reason_and_ends_in_the_price_that_is_
     assert extracted(knife)[0][0]["price"] == str(last["santoku-knife-17-cm"])
 
 
-def test_the_change_list_grows_at_its_end_and_is_read_on_from_a_cursor(shop: Shop, clock: Time) -> None:
+def test_the_change_list_grows_at_its_end_and_is_read_on_from_a_cursor(
+    shop: Shop, clock: Time
+) -> None:
     clock.now += 30
     first = changes(shop)
     clock.now += 30
@@ -125,16 +143,24 @@ def test_the_seeds_and_the_links_from_them_reach_every_product(shop: Shop) -> No
         links = {link for url in waiting for link in extracted(page(shop, url))[1]}
         waiting = sorted(links - found)
         found |= links
-    assert found == {shop.url(p.slug) for p in PRODUCTS} | {f"http://limited.example/product/{LIMITED.slug}"}
+    assert found == {shop.url(p.slug) for p in PRODUCTS} | {
+        f"http://limited.example/product/{LIMITED.slug}"
+    }
     assert steps <= 6  # well within the depth that is followed by default
 
 
 def test_a_product_page_says_the_same_in_markup_and_in_json_ld(shop: Shop) -> None:
     for item in PRODUCTS[:-1]:
         found = page(shop, shop.url(item.slug))
-        assert extracted(found)[0] == [{"sku": item.sku, "title": item.name, "price": str(item.price)}]
+        assert extracted(found)[0] == [
+            {"sku": item.sku, "title": item.name, "price": str(item.price)}
+        ]
         (described,) = found.jsonld()
-        assert (described["sku"], described["name"], described["offers"]["price"]) == (item.sku, item.name, str(item.price))
+        assert (described["sku"], described["name"], described["offers"]["price"]) == (
+            item.sku,
+            item.name,
+            str(item.price),
+        )
 
 
 def test_a_page_is_304_until_its_own_price_moves(shop: Shop, clock: Time) -> None:
@@ -142,7 +168,9 @@ def test_a_page_is_304_until_its_own_price_moves(shop: Shop, clock: Time) -> Non
     clock.now += 10
     moved = {c.product.slug for c in shop.changes}
     assert moved
-    statuses = {slug: get(shop, shop.url(slug), if_none_match=tag).status for slug, tag in tags.items()}
+    statuses = {
+        slug: get(shop, shop.url(slug), if_none_match=tag).status for slug, tag in tags.items()
+    }
     assert {slug for slug, status in statuses.items() if status == 200} == moved
     assert {status for slug, status in statuses.items() if slug not in moved} == {304}
 
@@ -177,7 +205,9 @@ def test_it_can_turn_away_more_than_once(clock: Time) -> None:
     assert statuses == [429, 429, 200, 200]
 
 
-def test_after_a_redesign_the_old_selector_matches_nothing_and_the_data_is_still_there(shop: Shop) -> None:
+def test_after_a_redesign_the_old_selector_matches_nothing_and_the_data_is_still_there(
+    shop: Shop,
+) -> None:
     url = shop.url("dry-bag-10-l")
     before, tag = page(shop, url), get(shop, url).headers["etag"]
     shop.redesign()
@@ -194,9 +224,18 @@ def test_a_redesign_of_one_page_leaves_the_others_alone(shop: Shop) -> None:
     assert page(shop, shop.url("titanium-spork")).css(".price").get() is not None
 
 
-def test_feed_sitemap_and_api_follow_the_changes_and_say_when_they_have_not(shop: Shop, clock: Time) -> None:
+def test_feed_sitemap_and_api_follow_the_changes_and_say_when_they_have_not(
+    shop: Shop, clock: Time
+) -> None:
     def tags() -> dict[str, str]:
-        paths = ("/feed.xml", "/sitemap.xml", "/sitemap-1.xml.gz", "/sitemap-2.xml", "/api/products.json", "/api/products.json?page=2")
+        paths = (
+            "/feed.xml",
+            "/sitemap.xml",
+            "/sitemap-1.xml.gz",
+            "/sitemap-2.xml",
+            "/api/products.json",
+            "/api/products.json?page=2",
+        )
         return {path: get(shop, "http://shop.example" + path).headers["etag"] for path in paths}
 
     assert tags() == tags()
@@ -213,11 +252,18 @@ def test_feed_sitemap_and_api_follow_the_changes_and_say_when_they_have_not(shop
     modified = {}
     for loc in index.iterfind("s:sitemap/s:loc", space):
         body = get(shop, loc.text or "").body
-        part = ElementTree.fromstring(gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body)
-        modified |= {u.findtext("s:loc", "", space): u.findtext("s:lastmod", "", space) for u in part.findall("s:url", space)}
+        part = ElementTree.fromstring(
+            gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body
+        )
+        modified |= {
+            u.findtext("s:loc", "", space): u.findtext("s:lastmod", "", space)
+            for u in part.findall("s:url", space)
+        }
     assert set(modified) == {shop.url(p.slug) for p in PRODUCTS}
     opened_at = min(modified.values())
-    assert {url for url, at in modified.items() if at > opened_at} == {shop.url(c.product.slug) for c in made}
+    assert {url for url, at in modified.items() if at > opened_at} == {
+        shop.url(c.product.slug) for c in made
+    }
 
 
 def test_the_api_lists_every_product_with_a_number_page_by_page(shop: Shop, clock: Time) -> None:
@@ -229,12 +275,19 @@ def test_the_api_lists_every_product_with_a_number_page_by_page(shop: Shop, cloc
         found += page["products"]
         path = page["next"]
         assert ("link" in answer.headers) == bool(path)
-    assert {p["sku"]: p["price"] for p in found} == {p.sku: str(p.price) for p in shop.products if p.sku}
+    assert {p["sku"]: p["price"] for p in found} == {
+        p.sku: str(p.price) for p in shop.products if p.sku
+    }
     assert get(shop, "http://shop.example/api/products.json?page=0").status == 400
-    assert json.loads(get(shop, "http://shop.example/api/products.json?page=99").body) == {"products": [], "next": None}
+    assert json.loads(get(shop, "http://shop.example/api/products.json?page=99").body) == {
+        "products": [],
+        "next": None,
+    }
 
 
-def test_every_link_of_the_shop_leads_somewhere_and_nothing_comes_from_elsewhere(shop: Shop) -> None:
+def test_every_link_of_the_shop_leads_somewhere_and_nothing_comes_from_elsewhere(
+    shop: Shop,
+) -> None:
     waiting, seen = ["/"], {"/"}
     while waiting:
         answer = get(shop, "http://shop.example" + waiting.pop())
@@ -251,7 +304,13 @@ def test_every_link_of_the_shop_leads_somewhere_and_nothing_comes_from_elsewhere
 
 
 def test_what_is_not_there_is_404_and_a_post_is_405(shop: Shop) -> None:
-    for path in ("/product/nothing", "/category/nothing", "/product/dry-bag-10-l/more", "/product", "/favicon.ico"):
+    for path in (
+        "/product/nothing",
+        "/category/nothing",
+        "/product/dry-bag-10-l/more",
+        "/product",
+        "/favicon.ico",
+    ):
         assert get(shop, "http://shop.example" + path).status == 404
     assert get(shop, "http://limited.example/product/dry-bag-10-l").status == 404
     assert shop.answer(Request("POST", "/", "", {}, b"", 80)).status == 405

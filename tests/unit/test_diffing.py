@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from penstock.rules.diffing import diff
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+)
 JSON = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3), max_leaves=5)
 OBJECTS = st.dictionaries(st.text(max_size=2), JSON, max_size=4)
 
@@ -35,14 +37,23 @@ OBJECTS = st.dictionaries(st.text(max_size=2), JSON, max_size=4)
         ({"t": [1]}, {"t": [1, 1]}, {"t": ([1], [1, 1])}),
     ],
 )
-def test_a_change_is_named_by_its_field_with_both_values(old: dict[str, Any], new: dict[str, Any], changed: dict[str, Any]) -> None:
+def test_a_change_is_named_by_its_field_with_both_values(
+    old: dict[str, Any], new: dict[str, Any], changed: dict[str, Any]
+) -> None:
     found = diff(old, new)
     assert found == changed
-    assert [[type(v) for v in pair] for pair in found.values()] == [[type(v) for v in pair] for pair in changed.values()]
+    assert [[type(v) for v in pair] for pair in found.values()] == [
+        [type(v) for v in pair] for pair in changed.values()
+    ]
 
 
 def test_fields_come_in_the_order_of_the_new_record_and_then_those_that_are_gone() -> None:
-    assert list(diff({"gone": 1, "a": 1, "b": 1}, {"b": 2, "new": 1, "a": 2})) == ["b", "new", "a", "gone"]
+    assert list(diff({"gone": 1, "a": 1, "b": 1}, {"b": 2, "new": 1, "a": 2})) == [
+        "b",
+        "new",
+        "a",
+        "gone",
+    ]
 
 
 @given(OBJECTS)
@@ -52,4 +63,6 @@ def test_nothing_differs_from_itself(record: dict[str, Any]) -> None:
 
 @given(OBJECTS, OBJECTS)
 def test_looking_back_swaps_old_and_new(old: dict[str, Any], new: dict[str, Any]) -> None:
-    assert diff(new, old) == {name: (after, before) for name, (before, after) in diff(old, new).items()}
+    assert diff(new, old) == {
+        name: (after, before) for name, (before, after) in diff(old, new).items()
+    }

@@ -24,7 +24,13 @@ from penstock.ports import Extracted
 URL = "https://shop.test/p/1"
 
 
-def extracted(fn: Callable[[Page], Any], *, body: bytes = b"<b>x</b>", max_output: int = 1 << 20, **options: Any) -> Extracted:
+def extracted(
+    fn: Callable[[Page], Any],
+    *,
+    body: bytes = b"<b>x</b>",
+    max_output: int = 1 << 20,
+    **options: Any,
+) -> Extracted:
     pipeline = Pipeline("shop")
     pipeline.extract(name="item", **options)(fn)
     return run(pipeline, Page(URL, body), max_output=max_output)
@@ -53,7 +59,11 @@ class Struct(msgspec.Struct):
 
 
 def test_dicts_dataclasses_and_structs_are_records() -> None:
-    out = extracted(yielding({"sku": "a"}, Item("b", ("t",)), Struct("c"), MappingProxyType({"sku": "d"})), key="sku", version=4)
+    out = extracted(
+        yielding({"sku": "a"}, Item("b", ("t",)), Struct("c"), MappingProxyType({"sku": "d"})),
+        key="sku",
+        version=4,
+    )
     assert fields(out) == [{"sku": "a"}, {"sku": "b", "tags": ["t"]}, {"sku": "c"}, {"sku": "d"}]
     assert [(r.key, r.index) for r in out.records] == [("a", 0), ("b", 1), ("c", 2), ("d", 3)]
     assert {(r.version, r.extractor) for r in out.records} == {(4, "item")}
@@ -62,19 +72,38 @@ def test_dicts_dataclasses_and_structs_are_records() -> None:
 def test_pydantic_models_are_records() -> None:
     pydantic = pytest.importorskip("pydantic")
     model = pydantic.create_model("Model", sku=(str, ...), price=(Decimal, ...))
-    assert fields(extracted(yielding(model(sku="d", price=Decimal("1.50"))), key="sku")) == [{"sku": "d", "price": "1.50"}]
+    assert fields(extracted(yielding(model(sku="d", price=Decimal("1.50"))), key="sku")) == [
+        {"sku": "d", "price": "1.50"}
+    ]
 
 
 def test_values_beyond_json_are_written_as_text_and_the_order_of_fields_is_kept() -> None:
     moment, unique = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), uuid.UUID(int=7)
-    out = extracted(yielding({"z": moment, "a": unique, "d": Decimal("0.10"), "s": {"b", "a"}, "n": {"k": [None, True, 1.5]}}))
+    out = extracted(
+        yielding(
+            {
+                "z": moment,
+                "a": unique,
+                "d": Decimal("0.10"),
+                "s": {"b", "a"},
+                "n": {"k": [None, True, 1.5]},
+            }
+        )
+    )
     assert (
-        out.records[0].fields == b'{"z":"2026-01-02T00:00:00Z","a":"00000000-0000-0000-0000-000000000007","d":"0.10","s":["a","b"],"n":{"k":[null,true,1.5]}}'
+        out.records[0].fields
+        == b'{"z":"2026-01-02T00:00:00Z","a":"00000000-0000-0000-0000-000000000007","d":"0.10","s":["a","b"],"n":{"k":[null,true,1.5]}}'
     )
 
 
 def test_the_hash_is_of_the_fields_whatever_their_order() -> None:
-    a, b, c = extracted(yielding({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}, {"a": 2, "b": {"c": 2, "d": 3}})).records
+    a, b, c = extracted(
+        yielding(
+            {"a": 1, "b": {"c": 2, "d": 3}},
+            {"b": {"d": 3, "c": 2}, "a": 1},
+            {"a": 2, "b": {"c": 2, "d": 3}},
+        )
+    ).records
     assert a.hash == b.hash != c.hash
     assert a.fields != b.fields
     assert a.hash == hashlib.blake2b(b'{"a":1,"b":{"c":2,"d":3}}', digest_size=16).digest()
@@ -97,7 +126,10 @@ def test_every_matching_extractor_runs_and_outputs_are_numbered_through() -> Non
     pipeline.extract(name="a")(yielding({"n": 1}))
     pipeline.extract(name="no", match="*/no/*")(yielding({"n": 0}))
     pipeline.extract(name="b")(yielding({"n": 2}))
-    assert [(r.extractor, r.index) for r in run(pipeline, Page(URL, b"")).records] == [("a", 0), ("b", 1)]
+    assert [(r.extractor, r.index) for r in run(pipeline, Page(URL, b"")).records] == [
+        ("a", 0),
+        ("b", 1),
+    ]
 
 
 def test_followed_links_carry_their_extractor_and_hints() -> None:
@@ -135,13 +167,23 @@ def test_the_key_names_the_record(key: Any, record: dict[str, Any], expected: st
         ("sku", {"sku": " "}, "empty key: field 'sku' is empty in a record of item"),
         ("sku", {}, "empty key: field 'sku' is missing in a record of item"),
         (("a", "b"), {"a": 1}, "empty key: field 'b' is missing in a record of item"),
-        (lambda record: None, {}, "empty key: the key function of item gave None in a record of item"),
+        (
+            lambda record: None,
+            {},
+            "empty key: the key function of item gave None in a record of item",
+        ),
         ("sku", {"sku": ["a"]}, "item: field 'sku' is a list, which cannot be a key"),
         ("sku", {"sku": "x" * 5000}, "item: field 'sku' is no usable key: longer than 4096"),
-        (lambda record: "\ud800", {}, "item: the key function of item gave no usable key: not text"),
+        (
+            lambda record: "\ud800",
+            {},
+            "item: the key function of item gave no usable key: not text",
+        ),
     ],
 )
-def test_a_record_without_a_usable_key_is_an_error(key: Any, record: dict[str, Any], says: str) -> None:
+def test_a_record_without_a_usable_key_is_an_error(
+    key: Any, record: dict[str, Any], says: str
+) -> None:
     out = extracted(yielding({"sku": "good", "a": 1, "b": 2}, record), key=key)
     assert (out.error, out.kind, out.records) == (says, "permanent", [])
 
@@ -151,14 +193,21 @@ def test_a_record_without_a_usable_key_is_an_error(key: Any, record: dict[str, A
     [
         ("sku", Removed("a"), "a", {"sku": "a"}),
         ("sku", Removed({"sku": 5, "shop": "s"}), "5", {"sku": 5, "shop": "s"}),
-        (("shop", "sku"), Removed({"sku": "a", "shop": "s|"}), "s\\||a", {"sku": "a", "shop": "s|"}),
+        (
+            ("shop", "sku"),
+            Removed({"sku": "a", "shop": "s|"}),
+            "s\\||a",
+            {"sku": "a", "shop": "s|"},
+        ),
         (None, Removed(), URL, {}),
         (None, Removed("https://shop.test/p/2"), "https://shop.test/p/2", {}),
         (lambda record: record["sku"].upper(), Removed({"sku": "a"}), "A", {"sku": "a"}),
         (lambda record: record["sku"].upper(), Removed("A"), "A", {}),
     ],
 )
-def test_a_removal_goes_by_the_key_that_the_record_had(key: Any, removed: Removed, expected: str, kept: dict[str, Any]) -> None:
+def test_a_removal_goes_by_the_key_that_the_record_had(
+    key: Any, removed: Removed, expected: str, kept: dict[str, Any]
+) -> None:
     out = extracted(yielding(removed), key=key)
     assert fields(out) == [kept]
     (record,) = out.records
@@ -167,7 +216,10 @@ def test_a_removal_goes_by_the_key_that_the_record_had(key: Any, removed: Remove
 
 def test_a_removal_without_a_usable_key_is_an_error() -> None:
     assert "empty key" in extracted(yielding(Removed("")), key="sku").error
-    assert "Removed({'shop': …, 'sku': …})" in extracted(yielding(Removed("a")), key=("shop", "sku")).error
+    assert (
+        "Removed({'shop': …, 'sku': …})"
+        in extracted(yielding(Removed("a")), key=("shop", "sku")).error
+    )
     assert "empty key" in extracted(yielding(Removed()), key="sku").error
 
 
@@ -210,8 +262,13 @@ def test_a_returned_list_or_a_value_returned_after_yielding_is_never_dropped() -
         yield {"a": 1}
         return {"b": 2}
 
-    assert extracted(lambda page: [{"a": 1}]).error.startswith("item: returned a list; yield its records one by one")
-    assert extracted(late).error == "item: returned a dict after yielding, which would be lost; yield it"
+    assert extracted(lambda page: [{"a": 1}]).error.startswith(
+        "item: returned a list; yield its records one by one"
+    )
+    assert (
+        extracted(late).error
+        == "item: returned a dict after yielding, which would be lost; yield it"
+    )
 
 
 def test_an_exception_of_user_code_is_one_line_and_a_traceback_of_user_frames() -> None:
@@ -292,7 +349,10 @@ def test_output_is_capped_in_bytes_records_and_links(monkeypatch: pytest.MonkeyP
 
         return fn
 
-    assert extracted(forever({"a": "x" * 1000}), max_output=10_000).error == "item: more than 10000 bytes of output from one page"
+    assert (
+        extracted(forever({"a": "x" * 1000}), max_output=10_000).error
+        == "item: more than 10000 bytes of output from one page"
+    )
     monkeypatch.setattr(module, "MAX_RECORDS", 5)
     monkeypatch.setattr(module, "MAX_LINKS", 5)
     assert extracted(forever({})).error.startswith("item: more than 5 records")

@@ -27,13 +27,19 @@ def test_numbers_ids_urls_and_quoted_words_do_not_make_a_new_cause(a: str, b: st
     assert same(a, b)
 
 
-@pytest.mark.parametrize(("a", "b"), [("not found", "forbidden"), ("KeyError: #", "ValueError: #"), ("", "x")])
+@pytest.mark.parametrize(
+    ("a", "b"), [("not found", "forbidden"), ("KeyError: #", "ValueError: #"), ("", "x")]
+)
 def test_other_words_are_another_cause(a: str, b: str) -> None:
     assert not same(a, b)
 
 
 def test_the_stage_and_the_class_are_part_of_the_cause() -> None:
-    prints = {fingerprint(stage, kind, "x") for stage in ("fetch", "extract") for kind in ("permanent", "poison")}
+    prints = {
+        fingerprint(stage, kind, "x")
+        for stage in ("fetch", "extract")
+        for kind in ("permanent", "poison")
+    }
     assert len(prints) == 4
 
 

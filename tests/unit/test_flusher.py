@@ -58,12 +58,17 @@ class TableOutbox:
         self.db.set_busy_timeout(10_000)
         self.db.execute("PRAGMA synchronous = OFF")  # killed processes, not power cuts
         with self.db:
-            self.db.execute("CREATE TABLE IF NOT EXISTS outbox (n INTEGER PRIMARY KEY AUTOINCREMENT, key, body, ord)")
+            self.db.execute(
+                "CREATE TABLE IF NOT EXISTS outbox (n INTEGER PRIMARY KEY AUTOINCREMENT, key, body, ord)"
+            )
             self.db.execute("CREATE TABLE IF NOT EXISTS noted (sink PRIMARY KEY, n, mark)")
 
     def add(self, bodies: Sequence[dict[str, Any]]) -> None:
         with self.db:
-            self.db.executemany("INSERT INTO outbox (key, body, ord) VALUES (?, ?, 0)", [(str(body["i"]), json.dumps(body).encode()) for body in bodies])
+            self.db.executemany(
+                "INSERT INTO outbox (key, body, ord) VALUES (?, ?, 0)",
+                [(str(body["i"]), json.dumps(body).encode()) for body in bodies],
+            )
 
     async def position(self, sink: str) -> tuple[int, str]:
         found = self.db.execute("SELECT n, mark FROM noted WHERE sink = ?", (sink,)).get
@@ -73,9 +78,17 @@ class TableOutbox:
         return await self.position(sink)
 
     async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> Sequence[Row]:
-        return [Row(*each) for each in self.db.execute("SELECT n, key, body, ord FROM outbox WHERE n > ? ORDER BY n LIMIT ?", (after, limit))]
+        return [
+            Row(*each)
+            for each in self.db.execute(
+                "SELECT n, key, body, ord FROM outbox WHERE n > ? ORDER BY n LIMIT ?",
+                (after, limit),
+            )
+        ]
 
-    async def flushed(self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]) -> None:
+    async def flushed(
+        self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]
+    ) -> None:
         with self.db:
             self.db.execute("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", (sink, upto, mark))
             self.db.execute("DELETE FROM outbox WHERE n <= ?", (upto,))
@@ -89,7 +102,10 @@ class TableOutbox:
 
 def bodies(count: int, start: int = 0) -> list[dict[str, Any]]:
     """The later ones have a field more, so that a CSV file is rewritten on the way; texts have line breaks and quotes."""
-    return [{"i": i, "text": f'line\n"{i}"\r\n'} | ({f"new{i // 4}": i} if i >= 4 else {}) for i in range(start, start + count)]
+    return [
+        {"i": i, "text": f'line\n"{i}"\r\n'} | ({f"new{i // 4}": i} if i >= 4 else {})
+        for i in range(start, start + count)
+    ]
 
 
 def written(at: Path, kind: str) -> list[int]:
@@ -100,15 +116,23 @@ def written(at: Path, kind: str) -> list[int]:
         found = [json.loads(line) for line in raw.splitlines()]
     elif kind == "csv":
         with open(at / "out.csv", newline="") as f:
-            found = [{name: value for name, value in line.items() if value} for line in csv.DictReader(f, strict=True)]
+            found = [
+                {name: value for name, value in line.items() if value}
+                for line in csv.DictReader(f, strict=True)
+            ]
     else:
         db = apsw.Connection(str(at / "out.db"))
         names = [name for (name,) in db.execute("SELECT name FROM pragma_table_info('records')")]
-        found = [{k: v for k, v in zip(names, each, strict=True) if v is not None} for each in db.execute("SELECT * FROM records ORDER BY rowid")]
+        found = [
+            {k: v for k, v in zip(names, each, strict=True) if v is not None}
+            for each in db.execute("SELECT * FROM records ORDER BY rowid")
+        ]
         db.close()
     for each in found:
         i = int(each["i"])
-        assert {k: str(v) for k, v in each.items() if not k.startswith("_penstock")} == {k: str(v) for k, v in bodies(1, i)[0].items()}
+        assert {k: str(v) for k, v in each.items() if not k.startswith("_penstock")} == {
+            k: str(v) for k, v in bodies(1, i)[0].items()
+        }
     return [int(each["i"]) for each in found]
 
 
@@ -125,7 +149,9 @@ async def running(flusher: Flusher) -> Any:
 
 async def flush(at: Path, kind: str, *, batch: int = 3) -> None:
     outbox = TableOutbox(at / "outbox.db")
-    async with running(Flusher(SINKS[kind](at), outbox, FileLock(at / "out.lock"), Hurried(0.02), batch=batch)) as flusher:  # each look is a step
+    async with running(
+        Flusher(SINKS[kind](at), outbox, FileLock(at / "out.lock"), Hurried(0.02), batch=batch)
+    ) as flusher:  # each look is a step
         assert await flusher.drain(30)
     outbox.close()
 
@@ -142,7 +168,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", SINKS)
-async def test_rows_arrive_in_order_and_once_over_any_number_of_runs(kind: str, tmp_path: Path) -> None:
+async def test_rows_arrive_in_order_and_once_over_any_number_of_runs(
+    kind: str, tmp_path: Path
+) -> None:
     outbox = TableOutbox(tmp_path / "outbox.db")
     for start in (0, 7, 14):
         outbox.add(bodies(7, start))
@@ -157,7 +185,9 @@ async def test_a_wake_up_is_not_waited_for_the_next_look(tmp_path: Path) -> None
             await asyncio.Event().wait()
 
     outbox = TableOutbox(tmp_path / "outbox.db")
-    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Asleep())) as flusher:
+    async with running(
+        Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Asleep())
+    ) as flusher:
         await until(lambda: flusher.idle)
         for start in range(5):
             outbox.add(bodies(1, start))
@@ -172,7 +202,9 @@ async def test_a_wake_up_is_not_waited_for_the_next_look(tmp_path: Path) -> None
 async def test_rows_of_another_worker_are_found_without_a_wake_up(tmp_path: Path) -> None:
     outbox = TableOutbox(tmp_path / "outbox.db")
     clock = Hurried()
-    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), clock)) as flusher:
+    async with running(
+        Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), clock)
+    ) as flusher:
         await until(lambda: flusher.idle)
         outbox.add(bodies(2))
         await until(lambda: flusher.written == 2)
@@ -240,7 +272,9 @@ def in_children(works: Sequence[Callable[[], Awaitable[None]]]) -> list[int]:
 
 def spawn(work: Callable[[], Awaitable[None]]) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # newer Pythons warn of forks beside threads
         pid = os.fork()
     if pid:
         return pid
@@ -263,7 +297,9 @@ def kill() -> None:
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_killed_at_any_step_and_at_another_one_after_that_the_target_holds_every_row_once(kind: str, tmp_path: Path) -> None:
+def test_killed_at_any_step_and_at_another_one_after_that_the_target_holds_every_row_once(
+    kind: str, tmp_path: Path
+) -> None:
     def killed_at(step: int, at: Path) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
             at_step(step, kill)
@@ -279,7 +315,10 @@ def test_killed_at_any_step_and_at_another_one_after_that_the_target_holds_every
             outbox = TableOutbox(at / "outbox.db")
             outbox.add(bodies(8))
             outbox.close()
-        killed = all(how == signal.SIGKILL for how in in_children([killed_at(step, at) for step, at in places.items()]))
+        killed = all(
+            how == signal.SIGKILL
+            for how in in_children([killed_at(step, at) for step, at in places.items()])
+        )
         in_children([killed_at(1 + step * 7 % 23, at) for step, at in places.items()])
         assert set(in_children([partial(flush, at, kind) for at in places.values()])) == {0}
         for step, at in places.items():
@@ -289,7 +328,9 @@ def test_killed_at_any_step_and_at_another_one_after_that_the_target_holds_every
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_failing_at_any_step_the_same_process_recovers_and_the_target_holds_every_row_once(kind: str, number: int, tmp_path: Path) -> None:
+def test_failing_at_any_step_the_same_process_recovers_and_the_target_holds_every_row_once(
+    kind: str, number: int, tmp_path: Path
+) -> None:
     def fails_at(step: int, at: Path) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
             outbox = TableOutbox(at / "outbox.db")
@@ -301,7 +342,9 @@ def test_failing_at_any_step_the_same_process_recovers_and_the_target_holds_ever
                 raise OSError(number, os.strerror(number))
 
             at_step(step, fail)
-            flusher = Flusher(SINKS[kind](at), outbox, FileLock(at / "out.lock"), Hurried(), batch=3)
+            flusher = Flusher(
+                SINKS[kind](at), outbox, FileLock(at / "out.lock"), Hurried(), batch=3
+            )
             reasons = set()
             async with running(flusher):
                 while await outbox.backlog("") or flusher.down:
@@ -326,14 +369,18 @@ def test_failing_at_any_step_the_same_process_recovers_and_the_target_holds_ever
     assert 10 < step < 199
 
 
-def test_processes_that_contend_for_one_file_and_are_killed_at_random_write_every_row_once(tmp_path: Path) -> None:
+def test_processes_that_contend_for_one_file_and_are_killed_at_random_write_every_row_once(
+    tmp_path: Path,
+) -> None:
     rng = random.Random(7)
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(4))
 
     async def work() -> None:
         mine = TableOutbox(tmp_path / "outbox.db")
-        await Flusher(SINKS["jsonl"](tmp_path), mine, FileLock(tmp_path / "out.lock"), Hurried(0.005), batch=2).run()
+        await Flusher(
+            SINKS["jsonl"](tmp_path), mine, FileLock(tmp_path / "out.lock"), Hurried(0.005), batch=2
+        ).run()
 
     workers = [spawn(work) for _ in range(3)]
     total = 4
@@ -360,13 +407,17 @@ def test_processes_that_contend_for_one_file_and_are_killed_at_random_write_ever
 # -- outages -----------------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_unwritable_target_is_down_with_its_reason_and_recovers_by_itself(tmp_path: Path) -> None:
+async def test_an_unwritable_target_is_down_with_its_reason_and_recovers_by_itself(
+    tmp_path: Path,
+) -> None:
     blocked = tmp_path / "out.jsonl"
     blocked.mkdir()
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(8))
     clock = Hurried()
-    async with running(Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), clock)) as flusher:
+    async with running(
+        Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), clock)
+    ) as flusher:
         await until(lambda: len(clock.waits) > 10)
         assert flusher.down is not None
         assert "out.jsonl" in flusher.down
@@ -385,12 +436,17 @@ async def test_an_unwritable_target_is_down_with_its_reason_and_recovers_by_itse
     assert written(tmp_path, "jsonl") == list(range(8))
 
 
-async def test_those_who_do_not_hold_the_lock_know_that_the_target_is_down_and_take_over_when_the_holder_goes(tmp_path: Path) -> None:
+async def test_those_who_do_not_hold_the_lock_know_that_the_target_is_down_and_take_over_when_the_holder_goes(
+    tmp_path: Path,
+) -> None:
     blocked = tmp_path / "out.jsonl"
     blocked.mkdir()
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(2))
-    one, two = (Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried()) for _ in range(2))
+    one, two = (
+        Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried())
+        for _ in range(2)
+    )
     async with running(two):
         async with running(one):
             await until(lambda: one.down is not None and two.down is not None)
@@ -411,7 +467,9 @@ async def test_an_outage_of_the_ledger_repeats_the_batch_and_not_the_rows(tmp_pa
     class Shaky(TableOutbox):
         failures = 3
 
-        async def flushed(self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]) -> None:
+        async def flushed(
+            self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]
+        ) -> None:
             if upto and self.failures:
                 self.failures -= 1
                 if self.failures == 1:  # it was written, and we do not know
@@ -421,7 +479,9 @@ async def test_an_outage_of_the_ledger_repeats_the_batch_and_not_the_rows(tmp_pa
 
     outbox = Shaky(tmp_path / "outbox.db")
     outbox.add(bodies(8))
-    async with running(Flusher(SINKS["csv"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried(), batch=3)) as flusher:
+    async with running(
+        Flusher(SINKS["csv"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried(), batch=3)
+    ) as flusher:
         assert await flusher.drain(30)
         assert outbox.failures == 0
     outbox.close()
@@ -437,7 +497,11 @@ async def test_a_bug_in_a_sink_stops_its_rows_and_not_the_flusher(tmp_path: Path
 
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(1))
-    async with running(Flusher(Buggy("x", tmp_path / "out.jsonl"), outbox, FileLock(tmp_path / "out.lock"), Hurried())) as flusher:
+    async with running(
+        Flusher(
+            Buggy("x", tmp_path / "out.jsonl"), outbox, FileLock(tmp_path / "out.lock"), Hurried()
+        )
+    ) as flusher:
         await until(lambda: flusher.down is not None)
         assert flusher.down == "bug in the sink: KeyError('price')"
         (tmp_path / "fixed").touch()
@@ -450,7 +514,13 @@ async def test_a_file_that_is_removed_under_way_is_made_again_and_said(tmp_path:
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(2))
     notices: list[str] = []
-    flusher = Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried(), on_notice=notices.append)
+    flusher = Flusher(
+        SINKS["jsonl"](tmp_path),
+        outbox,
+        FileLock(tmp_path / "out.lock"),
+        Hurried(),
+        on_notice=notices.append,
+    )
     async with running(flusher):
         assert await flusher.drain(30)
         (tmp_path / "out.jsonl").unlink()
@@ -463,7 +533,9 @@ async def test_a_file_that_is_removed_under_way_is_made_again_and_said(tmp_path:
     assert "going on at its end" in notices[0]
 
 
-async def test_a_cancelled_flusher_keeps_the_lock_until_the_write_under_way_is_over(tmp_path: Path) -> None:
+async def test_a_cancelled_flusher_keeps_the_lock_until_the_write_under_way_is_over(
+    tmp_path: Path,
+) -> None:
     begun, go = threading.Event(), threading.Event()
 
     class Slow(jsonl.JsonLinesSink):
@@ -474,7 +546,14 @@ async def test_a_cancelled_flusher_keeps_the_lock_until_the_write_under_way_is_o
 
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(2))
-    task = asyncio.create_task(Flusher(Slow("jsonl:out.jsonl", tmp_path / "out.jsonl"), outbox, FileLock(tmp_path / "out.lock"), Hurried()).run())
+    task = asyncio.create_task(
+        Flusher(
+            Slow("jsonl:out.jsonl", tmp_path / "out.jsonl"),
+            outbox,
+            FileLock(tmp_path / "out.lock"),
+            Hurried(),
+        ).run()
+    )
     await until(begun.is_set)
     for _ in range(3):
         task.cancel()

@@ -13,8 +13,23 @@ FETCHING, DONE = Claim("o", BEGAN, False), Claim("o", BEGAN, True)
 WAITING = Claim("o", 0.0, False)
 
 
-def judge(claim: Claim | None, *, me: str = "me", accepted: float, now: float | None = None, drop: bool = False) -> Verdict:
-    return decide(claim, me, accepted=accepted, now=accepted if now is None else now, window=60.0, settle=2.0, drop=drop)
+def judge(
+    claim: Claim | None,
+    *,
+    me: str = "me",
+    accepted: float,
+    now: float | None = None,
+    drop: bool = False,
+) -> Verdict:
+    return decide(
+        claim,
+        me,
+        accepted=accepted,
+        now=accepted if now is None else now,
+        window=60.0,
+        settle=2.0,
+        drop=drop,
+    )
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -33,7 +48,9 @@ def judge(claim: Claim | None, *, me: str = "me", accepted: float, now: float | 
         (Claim("o", BEGAN, True, "me"), "me", BEGAN + 61, Take()),
     ],
 )
-def test_before_the_get_and_after_the_window_the_mode_makes_no_difference(claim: Claim | None, me: str, accepted: float, verdict: Verdict, drop: bool) -> None:
+def test_before_the_get_and_after_the_window_the_mode_makes_no_difference(
+    claim: Claim | None, me: str, accepted: float, verdict: Verdict, drop: bool
+) -> None:
     assert judge(claim, me=me, accepted=accepted, drop=drop) == verdict
 
 
@@ -46,7 +63,9 @@ def test_before_the_get_and_after_the_window_the_mode_makes_no_difference(claim:
         (Claim("o", BEGAN, True, "n"), 30.0, Duplicate("n"), Duplicate("o")),
     ],
 )
-def test_inside_the_window_the_first_is_delayed_to_its_end_or_dropped(claim: Claim, after: float, delayed: Verdict, dropped: Verdict) -> None:
+def test_inside_the_window_the_first_is_delayed_to_its_end_or_dropped(
+    claim: Claim, after: float, delayed: Verdict, dropped: Verdict
+) -> None:
     assert judge(claim, accepted=BEGAN + after) == delayed
     assert judge(claim, accepted=BEGAN + after, drop=True) == dropped
 
@@ -60,18 +79,28 @@ def test_inside_the_window_the_first_is_delayed_to_its_end_or_dropped(claim: Cla
         (False, BEGAN + 100, Delay(BEGAN + 101, False)),
     ],
 )
-def test_the_trailing_event_takes_over_when_the_window_and_the_owner_have_ended(ended: bool, now: float, verdict: Verdict) -> None:
+def test_the_trailing_event_takes_over_when_the_window_and_the_owner_have_ended(
+    ended: bool, now: float, verdict: Verdict
+) -> None:
     assert judge(Claim("o", BEGAN, ended, "me"), accepted=BEGAN + 5, now=now) == verdict
 
 
 claims = st.none() | st.builds(
-    Claim, st.sampled_from(["o", "me"]), st.sampled_from([0.0]) | st.floats(1, 1000), st.booleans(), st.none() | st.sampled_from(["n", "me"])
+    Claim,
+    st.sampled_from(["o", "me"]),
+    st.sampled_from([0.0]) | st.floats(1, 1000),
+    st.booleans(),
+    st.none() | st.sampled_from(["n", "me"]),
 )
 
 
 @given(claims, st.floats(1, 2000), st.floats(0, 2000), st.floats(0, 100), st.booleans())
-def test_nobody_waits_into_the_past_and_nobody_is_a_duplicate_of_itself(claim: Claim | None, accepted: float, later: float, window: float, drop: bool) -> None:
-    verdict = decide(claim, "me", accepted=accepted, now=accepted + later, window=window, settle=2.0, drop=drop)
+def test_nobody_waits_into_the_past_and_nobody_is_a_duplicate_of_itself(
+    claim: Claim | None, accepted: float, later: float, window: float, drop: bool
+) -> None:
+    verdict = decide(
+        claim, "me", accepted=accepted, now=accepted + later, window=window, settle=2.0, drop=drop
+    )
     if isinstance(verdict, Delay):
         assert verdict.until > accepted + later
     if isinstance(verdict, Duplicate):
@@ -79,8 +108,14 @@ def test_nobody_waits_into_the_past_and_nobody_is_a_duplicate_of_itself(claim: C
 
 
 @given(claims, st.floats(1, 2000), st.floats(0, 2000))
-def test_no_url_is_asked_by_another_before_the_window_has_ended(claim: Claim | None, accepted: float, later: float) -> None:
+def test_no_url_is_asked_by_another_before_the_window_has_ended(
+    claim: Claim | None, accepted: float, later: float
+) -> None:
     now = accepted + later
-    if decide(claim, "me", accepted=accepted, now=now, window=60.0, settle=2.0) == Take() and claim is not None and claim.owner != "me":
+    if (
+        decide(claim, "me", accepted=accepted, now=now, window=60.0, settle=2.0) == Take()
+        and claim is not None
+        and claim.owner != "me"
+    ):
         assert claim.ended
         assert now >= claim.began + 60.0

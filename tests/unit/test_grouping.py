@@ -40,7 +40,9 @@ async def test_a_flush_takes_what_is_there_and_the_next_group_has_its_own_time()
     group.flush()
     group.add(2)
     await asyncio.sleep(0.05)
-    assert (done, group.waiting) == ([[1]], [2]), "the timer of the first group is not that of the second"
+    assert (done, group.waiting) == ([[1]], [2]), (
+        "the timer of the first group is not that of the second"
+    )
 
 
 async def test_several_groups_are_under_way_at_once_and_each_is_forgotten_when_it_is_done() -> None:

@@ -55,21 +55,45 @@ def test_neighbours_of_the_special_ranges_are_public(address: str) -> None:
 
 
 @given(st.ip_addresses(v=4))
-def test_what_the_interpreter_calls_private_is_never_public_to_us(address: ipaddress.IPv4Address) -> None:
+def test_what_the_interpreter_calls_private_is_never_public_to_us(
+    address: ipaddress.IPv4Address,
+) -> None:
     if is_public(address):
-        assert not any((address.is_private, address.is_multicast, address.is_reserved, address.is_loopback, address.is_link_local))
+        assert not any(
+            (
+                address.is_private,
+                address.is_multicast,
+                address.is_reserved,
+                address.is_loopback,
+                address.is_link_local,
+            )
+        )
 
 
 @given(st.ip_addresses(v=4))
-def test_an_ipv4_address_inside_an_ipv6_one_is_refused_in_every_form(v4: ipaddress.IPv4Address) -> None:
-    n, nat64, local_nat64, site = int(v4), *(int(ipaddress.ip_address(a)) for a in ("64:ff9b::", "64:ff9b:1::", "2606:4700::"))
-    mapped, translated, six_to_four, teredo = 0xFFFF << 32 | n, 0xFFFF << 48 | n, 0x2002 << 112 | n << 80, 0x20010000 << 96 | n << 64 | (n ^ 0xFFFFFFFF)
+def test_an_ipv4_address_inside_an_ipv6_one_is_refused_in_every_form(
+    v4: ipaddress.IPv4Address,
+) -> None:
+    n, nat64, local_nat64, site = (
+        int(v4),
+        *(int(ipaddress.ip_address(a)) for a in ("64:ff9b::", "64:ff9b:1::", "2606:4700::")),
+    )
+    mapped, translated, six_to_four, teredo = (
+        0xFFFF << 32 | n,
+        0xFFFF << 48 | n,
+        0x2002 << 112 | n << 80,
+        0x20010000 << 96 | n << 64 | (n ^ 0xFFFFFFFF),
+    )
     isatap = (site | 0x5EFE << 32 | n, site | 0x02005EFE << 32 | n)
     forms = [n, mapped, translated, six_to_four, teredo, nat64 | n, local_nat64 | n, *isatap]
     assert not any(is_public(ipaddress.IPv6Address(f)) for f in forms)
 
 
-GARBAGE = ["", "8.8.8.8 ", *"1 1.2.3 08.8.8.8 0x8.8.8.8 8.8.8.8/32 [2606:4700::1] 2606:4700::1%eth0 ８.8.8.8 example.com".split()]
+GARBAGE = [
+    "",
+    "8.8.8.8 ",
+    *"1 1.2.3 08.8.8.8 0x8.8.8.8 8.8.8.8/32 [2606:4700::1] 2606:4700::1%eth0 ８.8.8.8 example.com".split(),
+]
 
 
 @given(st.text() | st.sampled_from(GARBAGE))
@@ -100,7 +124,14 @@ LOOPBACK_SPELLINGS = """
 @pytest.mark.parametrize("host", LOOPBACK_SPELLINGS)
 def test_an_inward_literal_is_refused_in_every_spelling(host: str) -> None:
     guard = Guard(own=lambda ip: False)
-    for form in ("http://{}/", "https://{}:443/x", "HTTP:\\\\{}\\", "http:{}", "\thttp://{}\n", "http:////{}//"):
+    for form in (
+        "http://{}/",
+        "https://{}:443/x",
+        "HTTP:\\\\{}\\",
+        "http:{}",
+        "\thttp://{}\n",
+        "http:////{}//",
+    ):
         failure = refusal(guard, form.format(host))
         assert failure.kind is ErrorClass.PERMANENT
         assert failure.reason == "forbidden address: not a public address"
@@ -113,7 +144,9 @@ NO_PLAIN_URL = """
 
 
 @pytest.mark.parametrize("url", NO_PLAIN_URL)
-def test_what_is_no_plain_http_url_to_a_name_or_address_is_refused_without_repeating_it(url: str) -> None:
+def test_what_is_no_plain_http_url_to_a_name_or_address_is_refused_without_repeating_it(
+    url: str,
+) -> None:
     failure = refusal(Guard(), url)
     assert failure.kind is ErrorClass.PERMANENT
     assert failure.reason.startswith("bad URL: ")
@@ -124,13 +157,25 @@ def test_what_is_no_plain_http_url_to_a_name_or_address_is_refused_without_repea
 def test_a_port_off_the_list_is_refused_for_addresses_and_names(port: int) -> None:
     guard = Guard(own=lambda ip: False)
     for host in ("8.8.8.8", "example.com"):
-        assert refusal(guard, f"http://{host}:{port}/").reason == f"forbidden address: port {port} is not allowed"
+        assert (
+            refusal(guard, f"http://{host}:{port}/").reason
+            == f"forbidden address: port {port} is not allowed"
+        )
     assert guard.check_url("http://8.8.8.8:8080/") == Target("http", "8.8.8.8", 8080, ("8.8.8.8",))
 
 
 def test_the_allow_list_reads_addresses_networks_names_and_any_port() -> None:
-    entries = parse_allow(" 127.0.0.1:8000, [::1]:9000,10.0.0.0/8:443 ,Shop.Test:80,[fd00::/8]:*, 127.1:1,")
-    assert [str(e) for e in entries] == ["127.0.0.1:8000", "[::1]:9000", "10.0.0.0/8:443", "shop.test:80", "[fd00::/8]:*", "127.0.0.1:1"]
+    entries = parse_allow(
+        " 127.0.0.1:8000, [::1]:9000,10.0.0.0/8:443 ,Shop.Test:80,[fd00::/8]:*, 127.1:1,"
+    )
+    assert [str(e) for e in entries] == [
+        "127.0.0.1:8000",
+        "[::1]:9000",
+        "10.0.0.0/8:443",
+        "shop.test:80",
+        "[fd00::/8]:*",
+        "127.0.0.1:1",
+    ]
     assert parse_allow("") == ()
     assert isinstance(entries[0], Allow)
     assert parse_allow(",".join(map(str, entries))) == entries
@@ -146,7 +191,9 @@ NOT_EXACT = [
 
 
 @pytest.mark.parametrize("text", NOT_EXACT)
-def test_an_allow_list_entry_that_is_not_exact_is_a_configuration_error_with_a_hint(text: str) -> None:
+def test_an_allow_list_entry_that_is_not_exact_is_a_configuration_error_with_a_hint(
+    text: str,
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_allow(text)
     assert caught.value.hint
@@ -191,7 +238,21 @@ def guarded(names: Names, allow: str = "", **options: object) -> Guard:
     return Guard(parse_allow(allow), resolver=names, own=lambda ip: ip == "203.0.114.9", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "::ffff:8.8.8.8", "fe80::1%eth0", "0.0.0.0", "203.0.114.9", "garbage", ""])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "127.0.0.1",
+        "10.0.0.1",
+        "169.254.169.254",
+        "::1",
+        "::ffff:8.8.8.8",
+        "fe80::1%eth0",
+        "0.0.0.0",
+        "203.0.114.9",
+        "garbage",
+        "",
+    ],
+)
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_one_bad_answer_among_good_ones_refuses_the_name(bad: str, place: int) -> None:
     answers = ["8.8.8.8", "2606:4700::1"]
@@ -202,7 +263,9 @@ def test_one_bad_answer_among_good_ones_refuses_the_name(bad: str, place: int) -
     assert result.reason.startswith("forbidden address: ")
 
 
-def test_a_rebinding_name_keeps_its_first_checked_answer_and_is_refused_when_that_runs_out() -> None:
+def test_a_rebinding_name_keeps_its_first_checked_answer_and_is_refused_when_that_runs_out() -> (
+    None
+):
     now = [0.0]
     names = Names(shop_test=[["8.8.8.8"], ["127.0.0.1"]])
     guard = guarded(names, ttl=30.0, clock=lambda: now[0])
@@ -221,7 +284,12 @@ def test_a_literal_needs_no_resolver() -> None:
     assert names.asked == []
 
 
-RESOLVER_TROUBLE = [socket.gaierror(socket.EAI_NONAME, "no"), socket.gaierror(socket.EAI_AGAIN, "later"), OSError("broken"), UnicodeError("too long")]
+RESOLVER_TROUBLE = [
+    socket.gaierror(socket.EAI_NONAME, "no"),
+    socket.gaierror(socket.EAI_AGAIN, "later"),
+    OSError("broken"),
+    UnicodeError("too long"),
+]
 
 
 @pytest.mark.parametrize("error", RESOLVER_TROUBLE)
@@ -249,7 +317,10 @@ def test_a_resolver_that_hangs_is_cut_off_as_transient() -> None:
 
 def test_no_answer_is_transient_and_five_thousand_are_refused() -> None:
     many = [str(ipaddress.IPv4Address(0x08000000 + i)) for i in range(5000)]
-    none, flood = outcome(guarded(Names(shop_test=[[]])), "http://shop.test/"), outcome(guarded(Names(shop_test=[many])), "http://shop.test/")
+    none, flood = (
+        outcome(guarded(Names(shop_test=[[]])), "http://shop.test/"),
+        outcome(guarded(Names(shop_test=[many])), "http://shop.test/"),
+    )
     assert isinstance(none, Failure)
     assert none.kind is ErrorClass.TRANSIENT
     assert isinstance(flood, Failure)
@@ -294,7 +365,12 @@ def test_many_callers_share_one_lookup_and_a_cancelled_one_takes_nobody_along() 
         release.set()
         results = await asyncio.gather(*callers, return_exceptions=True)
         assert isinstance(results[0], asyncio.CancelledError)
-        assert all(isinstance(r, Target) and r.ip == "2606:4700::1" and r.pin == "shop.test:80:[2606:4700::1],8.8.8.8" for r in results[1:])
+        assert all(
+            isinstance(r, Target)
+            and r.ip == "2606:4700::1"
+            and r.pin == "shop.test:80:[2606:4700::1],8.8.8.8"
+            for r in results[1:]
+        )
         assert asked == 1
 
     asyncio.run(scene())
@@ -318,7 +394,14 @@ def test_the_peer_must_be_one_of_the_checked_addresses() -> None:
     guard.check_peer("2606:4700::1", 80, target)
     guard.check_peer("127.0.0.1", 8000)
     guard.check_peer("1.1.1.1", 443)
-    elsewhere = [("8.8.4.4", 80, target), ("8.8.8.8", 443, target), ("127.0.0.1", 80, target), ("127.0.0.1", 80, None), ("8.8.8.8", 22, None), ("", 80, None)]
+    elsewhere = [
+        ("8.8.4.4", 80, target),
+        ("8.8.8.8", 443, target),
+        ("127.0.0.1", 80, target),
+        ("127.0.0.1", 80, None),
+        ("8.8.8.8", 22, None),
+        ("", 80, None),
+    ]
     for ip, port, wanted in elsewhere:
         with pytest.raises(Failure, match="forbidden address"):
             guard.check_peer(ip, port, wanted)
@@ -330,7 +413,13 @@ def test_a_proxy_may_use_any_port_but_no_private_address() -> None:
     async def scene() -> None:
         assert (await guard.resolve_proxy("proxy.test", 1080, scheme="socks5")).ip == "8.8.8.8"
         assert (await guard.resolve_proxy("127.0.0.1", 3128)).ip == "127.0.0.1"
-        for host, port in (("inside.test", 1080), ("127.0.0.1", 3129), ("::1", 3128), ("0x7f.1", 1080), ("a b", 1)):
+        for host, port in (
+            ("inside.test", 1080),
+            ("127.0.0.1", 3129),
+            ("::1", 3128),
+            ("0x7f.1", 1080),
+            ("a b", 1),
+        ):
             with pytest.raises(Failure):
                 await guard.resolve_proxy(host, port)
         with pytest.raises(Failure):  # what a proxy's port was good for opens nothing for pages

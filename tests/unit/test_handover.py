@@ -20,7 +20,14 @@ NOISE = random.Random(1).randbytes(10_000)
 
 
 def meta(body: bytes) -> PageMeta:
-    return PageMeta(page=page_id(body), url="https://shop.test/p/1", status=200, headers={"etag": '"1"'}, fetched_at=1.5, size=len(body))
+    return PageMeta(
+        page=page_id(body),
+        url="https://shop.test/p/1",
+        status=200,
+        headers={"etag": '"1"'},
+        fetched_at=1.5,
+        size=len(body),
+    )
 
 
 def written(body: bytes, *, inline_max: int = 64 << 10, largest: int | None = None) -> bytes:
@@ -28,7 +35,9 @@ def written(body: bytes, *, inline_max: int = 64 << 10, largest: int | None = No
 
 
 def carrying(body: bytes, codec: str, data: bytes) -> bytes | None:
-    return PageMessage.read(PageMessage(event=b"event", page=meta(body), inline=Inline(codec=codec, data=data)).write()).body()
+    return PageMessage.read(
+        PageMessage(event=b"event", page=meta(body), inline=Inline(codec=codec, data=data)).write()
+    ).body()
 
 
 @given(st.binary(max_size=3000))
@@ -87,7 +96,17 @@ def test_a_reader_from_before_inline_bodies_sees_the_reference() -> None:
         ("zstd", zstandard.compress(bytes(64 << 20))),
         ("zstd", zstandard.ZstdCompressor(write_content_size=False).compress(TEXT)),
     ],
-    ids=["cut", "another page", "unknown codec", "no frame", "empty", "torn frame", "another page in a frame", "a bomb", "a frame without its size"],
+    ids=[
+        "cut",
+        "another page",
+        "unknown codec",
+        "no frame",
+        "empty",
+        "torn frame",
+        "another page in a frame",
+        "a bomb",
+        "a frame without its size",
+    ],
 )
 def test_what_is_not_the_page_is_not_used(codec: str, data: bytes) -> None:
     assert carrying(TEXT, codec, data) is None
@@ -101,4 +120,6 @@ def test_a_page_that_claims_to_be_huge_is_not_unpacked() -> None:
 def test_an_inline_part_that_is_none_makes_a_bad_message() -> None:
     raw = msgspec.json.decode(written(TEXT))
     with pytest.raises(BadEnvelope, match="not a PageMessage"):
-        PageMessage.read(msgspec.json.encode(raw | {"inline": {"codec": "raw", "data": "not base64!"}}))
+        PageMessage.read(
+            msgspec.json.encode(raw | {"inline": {"codec": "raw", "data": "not base64!"}})
+        )

@@ -154,7 +154,12 @@ def test_the_short_cut_gives_what_the_parser_gives(url: str) -> None:
     assert maybe(url) == by_the_parser_alone(url)
 
 
-@given(anything | rubble.map(lambda t: "/" + t), st.sampled_from(["http://a.test/b/c?d#e", "https://a.test:8443", "http://A.test/x/", "HTTP://[::1]/"]))
+@given(
+    anything | rubble.map(lambda t: "/" + t),
+    st.sampled_from(
+        ["http://a.test/b/c?d#e", "https://a.test:8443", "http://A.test/x/", "HTTP://[::1]/"]
+    ),
+)
 @example("//b.test/x", "http://a.test/")
 @example("/\\b.test/x", "http://a.test/")
 @example("/.//b", "http://a.test/")
@@ -197,9 +202,17 @@ names = st.text("abcdef", min_size=1, max_size=3)
 pairs = st.lists(st.tuples(names, st.integers(0, 9).map(str)), max_size=5, unique_by=lambda p: p[0])
 
 
-@given(pairs, st.randoms(use_true_random=False), st.sampled_from(["utm_source=1", "UTM_Medium=x", "gclid=abc", "fbclid", "%75tm_term=2", ""]))
-def test_equal_urls_have_equal_keys_whatever_their_spelling(query: list[tuple[str, str]], random, noise: str) -> None:  # type: ignore[no-untyped-def]
-    plain = "http://shop.test/p/~a" + ("?" + "&".join(f"{k}={v}" for k, v in query) if query else "")
+@given(
+    pairs,
+    st.randoms(use_true_random=False),
+    st.sampled_from(["utm_source=1", "UTM_Medium=x", "gclid=abc", "fbclid", "%75tm_term=2", ""]),
+)
+def test_equal_urls_have_equal_keys_whatever_their_spelling(
+    query: list[tuple[str, str]], random, noise: str
+) -> None:  # type: ignore[no-untyped-def]
+    plain = "http://shop.test/p/~a" + (
+        "?" + "&".join(f"{k}={v}" for k, v in query) if query else ""
+    )
     shuffled = [f"%{ord(k[0]):02x}{k[1:]}={v}" for k, v in query]
     shuffled.insert(random.randint(0, len(shuffled)), noise)
     random.shuffle(shuffled)
@@ -231,7 +244,10 @@ def test_different_urls_have_different_keys(one: str, other: str) -> None:
 
 def test_the_usual_list_of_tracking_parameters_can_be_added_to_and_taken_from() -> None:
     names = tracking(("ref", "aff_*", "-gclid", "-utm_*"))
-    assert dedup_key("http://shop.test/?gclid=1&utm_x=2&ref=3&AFF_a=4&fbclid=5", tracking=names) == "http://shop.test/?gclid=1&utm_x=2"
+    assert (
+        dedup_key("http://shop.test/?gclid=1&utm_x=2&ref=3&AFF_a=4&fbclid=5", tracking=names)
+        == "http://shop.test/?gclid=1&utm_x=2"
+    )
     assert tracking(()) == DEFAULT_TRACKING
 
 
@@ -295,7 +311,11 @@ def test_a_link_takes_the_pages_address_and_refuses_its_password() -> None:
     assert join("https://a.test/b/c?d", "../e#f") == "https://a.test/e"
     assert join("https://a.test/b/c?d", "?x=1") == "https://a.test/b/c?x=1"
     assert join("https://a.test/b", "//c.test/d") == "https://c.test/d"
-    assert join("no url at all", "https://c.test/d/../e") == join("no url at all", "https://c.test/e") == "https://c.test/e"
+    assert (
+        join("no url at all", "https://c.test/d/../e")
+        == join("no url at all", "https://c.test/e")
+        == "https://c.test/e"
+    )
     with pytest.raises(BadUrl):
         join("https://me:s3cret@a.test/b", "/c")
 
@@ -317,7 +337,9 @@ def test_a_link_takes_the_pages_address_and_refuses_its_password() -> None:
         ("http://x.y.unheard-of/", "x.y.unheard-of", "y.unheard-of"),
     ],
 )
-def test_hosts_are_grouped_by_host_or_by_registrable_domain(url: str, host: str, domain: str) -> None:
+def test_hosts_are_grouped_by_host_or_by_registrable_domain(
+    url: str, host: str, domain: str
+) -> None:
     assert host_key(url) == host
     assert host_key(url, by="domain") == domain
 

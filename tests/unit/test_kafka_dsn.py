@@ -16,12 +16,24 @@ from penstock.errors import ConfigError
     [
         ("kafka://localhost", {"servers": "localhost:9092", "tls": False, "username": ""}),
         ("kafka://a:1,b,[::1]:9", {"servers": "a:1,b:9092,[::1]:9"}),
-        ("kafka+ssl://u:p%40ss@h:9093/", {"servers": "h:9093", "tls": True, "username": "u", "password": "p@ss", "sasl": "plain"}),
+        (
+            "kafka+ssl://u:p%40ss@h:9093/",
+            {
+                "servers": "h:9093",
+                "tls": True,
+                "username": "u",
+                "password": "p@ss",
+                "sasl": "plain",
+            },
+        ),
         (
             "kafka://h?partitions=24&retention=2d&window_bytes=1MiB&verify=false",
             {"partitions": 24, "retention": 172800.0, "window_bytes": 1 << 20, "verify": False},
         ),
-        ("kafka://h?retry_levels=1m,10s&grace=0s&protocol=consumer", {"retry_levels": (10.0, 60.0), "grace": 0.0, "protocol": "consumer"}),
+        (
+            "kafka://h?retry_levels=1m,10s&grace=0s&protocol=consumer",
+            {"retry_levels": (10.0, 60.0), "grace": 0.0, "protocol": "consumer"},
+        ),
         ("kafka://h?rdkafka.socket.timeout.ms=500", {"rdkafka": {"socket.timeout.ms": "500"}}),
     ],
 )
@@ -57,10 +69,22 @@ def test_each_mistake_has_its_sentence_and_a_next_step(url: str, says: str) -> N
 
 
 def test_options_may_stand_in_the_environment_and_the_url_wins() -> None:
-    settings = parse("kafka+ssl://h?partitions=3", {ENVIRONMENT: "partitions=9&sasl=scram-sha-512&username=u&password=p%2B&ca=/ca.pem"})
-    assert (settings.partitions, settings.sasl, settings.username, settings.password) == (3, "scram-sha-512", "u", "p+")
+    settings = parse(
+        "kafka+ssl://h?partitions=3",
+        {ENVIRONMENT: "partitions=9&sasl=scram-sha-512&username=u&password=p%2B&ca=/ca.pem"},
+    )
+    assert (settings.partitions, settings.sasl, settings.username, settings.password) == (
+        3,
+        "scram-sha-512",
+        "u",
+        "p+",
+    )
     conf = settings.client()
-    assert (conf["security.protocol"], conf["sasl.mechanism"], conf["ssl.ca.location"]) == ("SASL_SSL", "SCRAM-SHA-512", "/ca.pem")
+    assert (conf["security.protocol"], conf["sasl.mechanism"], conf["ssl.ca.location"]) == (
+        "SASL_SSL",
+        "SCRAM-SHA-512",
+        "/ca.pem",
+    )
     with pytest.raises(ConfigError, match=ENVIRONMENT):
         parse("kafka://h", {ENVIRONMENT: "partitons=9"})
 
@@ -70,15 +94,27 @@ def test_every_option_of_the_table_is_read_and_every_option_is_in_the_table() ->
 
     from penstock.brokers import kafka_dsn
 
-    told = {name for row in re.findall(r"^\| (`.*?) \|", kafka_dsn.__doc__ or "", re.M) for name in re.findall(r"`([\w.]+)`", row)} - {"rdkafka.NAME"}
+    told = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", kafka_dsn.__doc__ or "", re.M)
+        for name in re.findall(r"`([\w.]+)`", row)
+    } - {"rdkafka.NAME"}
     assert told == set(kafka_dsn._READ)
 
 
 def test_server_side_names() -> None:
     settings = Settings(shown="", servers="h", retry_levels=(5.0, 60.0))
     plan = layout(settings, "shop", "requests", ordered=False)
-    assert [place.name for place in plan.classes] == ["shop.requests.high", "shop.requests", "shop.requests.low"]
-    assert [place.name for place in plan.retries] == ["shop.requests.retry.0s", "shop.requests.retry.5s", "shop.requests.retry.1m"]
+    assert [place.name for place in plan.classes] == [
+        "shop.requests.high",
+        "shop.requests",
+        "shop.requests.low",
+    ]
+    assert [place.name for place in plan.retries] == [
+        "shop.requests.retry.0s",
+        "shop.requests.retry.5s",
+        "shop.requests.retry.1m",
+    ]
     assert plan.dead == "shop.requests.dead"
     assert [place and place.name for place in map(plan.level, (0.0, 4.9, 5.0, 59.0, 1e6))] == [
         None, None, "shop.requests.retry.5s", "shop.requests.retry.5s", "shop.requests.retry.1m",
@@ -88,8 +124,15 @@ def test_server_side_names() -> None:
     assert ordered.level(1e6) is None
 
 
-def test_a_position_is_the_offset_where_there_is_one_partition_and_a_number_of_its_own_elsewhere() -> None:
+def test_a_position_is_the_offset_where_there_is_one_partition_and_a_number_of_its_own_elsewhere() -> (
+    None
+):
     assert position(0, 0, 12345) == 12345
-    seen = {position(slot, partition, offset) for slot in (0, 1, 19) for partition in (0, 1, 4095) for offset in (0, 1, (1 << 46) - 1)}
+    seen = {
+        position(slot, partition, offset)
+        for slot in (0, 1, 19)
+        for partition in (0, 1, 4095)
+        for offset in (0, 1, (1 << 46) - 1)
+    }
     assert len(seen) == 27
     assert max(seen) < 1 << 63

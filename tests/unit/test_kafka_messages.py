@@ -18,7 +18,13 @@ from penstock.sources.kafka_messages import FORMATS, Message, Reading
 AUTO = Reading(cluster="c", topic_id="t")
 
 
-def message(value: Any, *, offset: int = 0, key: bytes | None = b"k", headers: list[tuple[str, bytes | None]] | None = None) -> Message:
+def message(
+    value: Any,
+    *,
+    offset: int = 0,
+    key: bytes | None = b"k",
+    headers: list[tuple[str, bytes | None]] | None = None,
+) -> Message:
     raw = value if value is None or isinstance(value, bytes) else msgspec.json.encode(value)
     return Message("shop.public.products", 0, offset, 1763265600.0, key, raw, headers or [])
 
@@ -47,7 +53,16 @@ def envelope(op: str = "c", *, lsn: int | None = 24023128, **row: Any) -> dict[s
 
 
 def with_schema(payload: Any) -> dict[str, Any]:
-    return {"schema": {"type": "struct", "fields": [], "optional": False, "name": "shop.public.products.Envelope", "version": 2}, "payload": payload}
+    return {
+        "schema": {
+            "type": "struct",
+            "fields": [],
+            "optional": False,
+            "name": "shop.public.products.Envelope",
+            "version": 2,
+        },
+        "payload": payload,
+    }
 
 
 # -- Debezium --------------------------------------------------------------------------------------------------------------
@@ -55,8 +70,20 @@ def with_schema(payload: Any) -> dict[str, Any]:
 
 def test_a_change_is_its_row_and_says_where_it_comes_from() -> None:
     found = read(envelope("u", sku="A"), key=b'{"schema":{"type":"struct"},"payload":{"id":1}}')
-    assert {name: value for name, value in found.payload.items() if not name.startswith("_")} == {"id": 1, "url": "https://shop.example/p/1", "sku": "A"}
-    assert found.payload["_cdc"] == {"op": "u", "db": "shop", "schema": "public", "table": "products", "lsn": 24023128, "tx": 555, "ts_ms": 1763265500123}
+    assert {name: value for name, value in found.payload.items() if not name.startswith("_")} == {
+        "id": 1,
+        "url": "https://shop.example/p/1",
+        "sku": "A",
+    }
+    assert found.payload["_cdc"] == {
+        "op": "u",
+        "db": "shop",
+        "schema": "public",
+        "table": "products",
+        "lsn": 24023128,
+        "tx": 555,
+        "ts_ms": 1763265500123,
+    }
     assert found.payload["_kafka"]["key"] == {"id": 1}
     assert (found.at, found.cause) == (1763265500.123, "shop.public.products/0@0")
 
@@ -68,14 +95,29 @@ def test_a_change_with_its_schema_is_the_same_change() -> None:
 def test_a_change_that_is_sent_twice_has_one_id_and_rows_of_one_position_have_several() -> None:
     assert read(envelope(), offset=7).id == read(envelope(), offset=9000).id
     assert read(envelope(), key=b'{"id":1}').id != read(envelope(), key=b'{"id":2}').id
-    assert read(envelope(id=1), key=None).id != read(envelope(id=2), key=None).id, "a table without a key: the row itself tells"
+    assert read(envelope(id=1), key=None).id != read(envelope(id=2), key=None).id, (
+        "a table without a key: the row itself tells"
+    )
     assert read(envelope()).id != read(envelope(lsn=24023129)).id
-    assert read(envelope(lsn=None) | {"source": {}}, offset=7).id != read(envelope(lsn=None) | {"source": {}}, offset=8).id, "no position: the offset tells"
+    assert (
+        read(envelope(lsn=None) | {"source": {}}, offset=7).id
+        != read(envelope(lsn=None) | {"source": {}}, offset=8).id
+    ), "no position: the offset tells"
 
 
 def test_a_change_of_mysql_is_known_by_its_place_in_the_binary_log() -> None:
     def change(pos: int, row: int) -> dict[str, Any]:
-        source = {"connector": "mysql", "name": "m", "db": "shop", "table": "p", "server_id": 1, "file": "binlog.000003", "pos": pos, "row": row, "ts_ms": 1}
+        source = {
+            "connector": "mysql",
+            "name": "m",
+            "db": "shop",
+            "table": "p",
+            "server_id": 1,
+            "file": "binlog.000003",
+            "pos": pos,
+            "row": row,
+            "ts_ms": 1,
+        }
         return {"before": None, "after": {"id": 1}, "source": source, "op": "c", "ts_ms": 2}
 
     assert read(change(484, 0), offset=1).id == read(change(484, 0), offset=2).id
@@ -94,23 +136,44 @@ def test_mongodbs_documents_are_texts_and_are_read() -> None:
 
 def test_a_change_of_mongodb_is_known_by_its_second_and_its_number_in_it() -> None:
     def change(ts_ms: int, number: int) -> dict[str, Any]:
-        source = {"connector": "mongodb", "name": "m", "db": "shop", "collection": "p", "ord": number, "ts_ms": ts_ms}
-        return {"after": '{"_id": 4, "url": "https://a.example/"}', "source": source, "op": "u", "ts_ms": 9}
+        source = {
+            "connector": "mongodb",
+            "name": "m",
+            "db": "shop",
+            "collection": "p",
+            "ord": number,
+            "ts_ms": ts_ms,
+        }
+        return {
+            "after": '{"_id": 4, "url": "https://a.example/"}',
+            "source": source,
+            "op": "u",
+            "ts_ms": 9,
+        }
 
     assert read(change(1000, 1), offset=1).id == read(change(1000, 1), offset=2).id
-    assert len({read(change(1000, 1)).id, read(change(1000, 2)).id, read(change(2000, 1)).id}) == 3, "two updates of one document are two events"
+    assert (
+        len({read(change(1000, 1)).id, read(change(1000, 2)).id, read(change(2000, 1)).id}) == 3
+    ), "two updates of one document are two events"
 
 
-@pytest.mark.parametrize("marks", [{"__txId": 7}, {"__file": "binlog.000003"}, {"__pos": 484}, {"__ord": 1, "__op": "u"}])
+@pytest.mark.parametrize(
+    "marks", [{"__txId": 7}, {"__file": "binlog.000003"}, {"__pos": 484}, {"__ord": 1, "__op": "u"}]
+)
 def test_half_a_position_names_no_change_and_the_offset_does(marks: dict[str, Any]) -> None:
     row = {"id": 1, "url": "https://a.example/", "__deleted": "false", **marks}
     assert read(row, offset=7).id != read(row, offset=8).id
 
 
-@pytest.mark.parametrize(("operations", "taken"), [("cru", "cru"), ("c", "c"), ("d", "d"), ("crudtm", "crudtm")])
+@pytest.mark.parametrize(
+    ("operations", "taken"), [("cru", "cru"), ("c", "c"), ("d", "d"), ("crudtm", "crudtm")]
+)
 def test_only_the_operations_that_were_asked_for_are_taken(operations: str, taken: str) -> None:
     reading = Reading(operations=frozenset(operations))
-    assert "".join(op for op in "crudtm" if reading.finding(message(envelope(op))) is not None) == taken
+    assert (
+        "".join(op for op in "crudtm" if reading.finding(message(envelope(op))) is not None)
+        == taken
+    )
 
 
 def test_a_deletion_is_the_row_that_was_there() -> None:
@@ -125,41 +188,82 @@ def test_a_tombstone_is_passed_over_unless_it_is_all_there_is_of_a_deletion() ->
 
 
 def test_an_unwrapped_change_is_a_row_and_its_marks_are_not_columns() -> None:
-    value = {"id": 1, "url": "https://a.example/", "__deleted": "false", "__op": "u", "__lsn": 17, "__table": "products", "__source_ts_ms": 1763265500123}
+    value = {
+        "id": 1,
+        "url": "https://a.example/",
+        "__deleted": "false",
+        "__op": "u",
+        "__lsn": 17,
+        "__table": "products",
+        "__source_ts_ms": 1763265500123,
+    }
     found = read(value)
     assert sorted(found.payload) == ["_cdc", "_kafka", "id", "url"]
-    assert found.payload["_cdc"] == {"op": "u", "table": "products", "lsn": 17, "ts_ms": 1763265500123}
+    assert found.payload["_cdc"] == {
+        "op": "u",
+        "table": "products",
+        "lsn": 17,
+        "ts_ms": 1763265500123,
+    }
     assert found.id == read(value, offset=99).id
     assert AUTO.finding(message({"id": 1, "__deleted": "true"})) is None
-    assert read({"id": 1, "__deleted": "true"}, Reading(operations=frozenset("d"))).payload["_cdc"]["op"] == "d"
+    assert (
+        read({"id": 1, "__deleted": "true"}, Reading(operations=frozenset("d"))).payload["_cdc"][
+            "op"
+        ]
+        == "d"
+    )
     assert read(with_schema({"id": 1, "__deleted": "false"})).payload["id"] == 1
 
 
 def test_marks_of_an_unwrapped_change_may_be_headers() -> None:
     assert AUTO.finding(message({"id": 1}, headers=[("__op", b"d")])) is None
-    assert read({"id": 1}, headers=[("__op", b"c"), ("__lsn", b"5")]).payload["_cdc"] == {"op": "c", "lsn": "5"}
+    assert read({"id": 1}, headers=[("__op", b"c"), ("__lsn", b"5")]).payload["_cdc"] == {
+        "op": "c",
+        "lsn": "5",
+    }
 
 
 # -- CloudEvents -------------------------------------------------------------------------------------------------------------
 
-EVENT = {"specversion": "1.0", "id": "e-1", "source": "/shop", "type": "price.changed", "time": "2026-11-16T04:00:00Z", "data": {"url": "https://a.example/"}}
+EVENT = {
+    "specversion": "1.0",
+    "id": "e-1",
+    "source": "/shop",
+    "type": "price.changed",
+    "time": "2026-11-16T04:00:00Z",
+    "data": {"url": "https://a.example/"},
+}
 
 
 def test_a_structured_event_is_its_data_and_is_known_by_source_and_id() -> None:
     found = read(EVENT)
-    assert (found.payload["url"], found.payload["_cloudevent"]["type"], found.at) == ("https://a.example/", "price.changed", 1794801600.0)
+    assert (found.payload["url"], found.payload["_cloudevent"]["type"], found.at) == (
+        "https://a.example/",
+        "price.changed",
+        1794801600.0,
+    )
     assert found.id == read(EVENT, offset=12).id != read(EVENT | {"source": "/other"}).id
 
 
 def test_a_binary_event_is_the_same_event() -> None:
-    headers = [(f"ce_{name}", str(value).encode()) for name, value in EVENT.items() if name != "data"] + [("content-type", b"application/json; charset=utf-8")]
+    headers = [
+        (f"ce_{name}", str(value).encode()) for name, value in EVENT.items() if name != "data"
+    ] + [("content-type", b"application/json; charset=utf-8")]
     found = read(EVENT["data"], headers=headers)
-    assert (found.id, found.payload["url"], found.at) == (read(EVENT).id, "https://a.example/", 1794801600.0)
+    assert (found.id, found.payload["url"], found.at) == (
+        read(EVENT).id,
+        "https://a.example/",
+        1794801600.0,
+    )
 
 
 def test_data_of_an_event_may_be_base64_text_or_a_change() -> None:
     raw = {name: value for name, value in EVENT.items() if name != "data"}
-    assert read(raw | {"data_base64": base64.b64encode(b'{"url": "u"}').decode()}).payload["url"] == "u"
+    assert (
+        read(raw | {"data_base64": base64.b64encode(b'{"url": "u"}').decode()}).payload["url"]
+        == "u"
+    )
     assert read(raw | {"data": "hello"}).payload["value"] == "hello"
     changed = read(raw | {"data": with_schema(envelope())})
     assert (changed.payload["id"], changed.payload["_cdc"]["op"]) == (1, "c")
@@ -170,8 +274,15 @@ def test_data_of_an_event_may_be_base64_text_or_a_change() -> None:
 
 
 def test_any_object_is_itself_and_is_known_by_its_place() -> None:
-    found = read({"url": "https://a.example/", "op": "something else"}, offset=3, headers=[("h", b"\xff"), ("n", None)])
-    assert {name: found.payload[name] for name in ("url", "op")} == {"url": "https://a.example/", "op": "something else"}
+    found = read(
+        {"url": "https://a.example/", "op": "something else"},
+        offset=3,
+        headers=[("h", b"\xff"), ("n", None)],
+    )
+    assert {name: found.payload[name] for name in ("url", "op")} == {
+        "url": "https://a.example/",
+        "op": "something else",
+    }
     assert found.payload["_kafka"] == {
         "topic": "shop.public.products", "partition": 0, "offset": 3, "timestamp": 1763265600.0, "key": "k", "headers": {"h": {"base64": "/w=="}, "n": None},
     }  # fmt: skip
@@ -206,10 +317,16 @@ def test_json_of_a_schema_registry_is_read_and_its_binary_formats_are_named() ->
         ({"a": 1}, Reading(format="cloudevents"), "no CloudEvent"),
         ([1], Reading(format="debezium"), "no change event"),
         ({"specversion": "1.0", "id": "", "source": "s", "type": "t"}, AUTO, "source and an id"),
-        ({"specversion": "1.0", "id": "i", "source": "s", "type": "t", "data_base64": "!"}, AUTO, "base64"),
+        (
+            {"specversion": "1.0", "id": "i", "source": "s", "type": "t", "data_base64": "!"},
+            AUTO,
+            "base64",
+        ),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_its_bytes_and_the_reason(value: Any, reading: Reading, reason: str) -> None:
+def test_what_cannot_be_read_is_refused_with_its_bytes_and_the_reason(
+    value: Any, reading: Reading, reason: str
+) -> None:
     found = reading.finding(message(value))
     assert found is not None
     assert reason in found.refused
@@ -221,28 +338,54 @@ def test_what_cannot_be_read_is_refused_with_its_bytes_and_the_reason(value: Any
 
 @pytest.mark.parametrize("ts", ["1" + "0" * 400, "1e308", "-1", "true", '"now"', "[1]"])
 def test_a_change_of_an_impossible_time_is_as_old_as_its_message(ts: str) -> None:
-    assert read(b'{"op":"c","after":{"a":1},"source":{"lsn":1,"ts_ms":%s}}' % ts.encode()).at in (1763265600.0, 0.001)
+    assert read(b'{"op":"c","after":{"a":1},"source":{"lsn":1,"ts_ms":%s}}' % ts.encode()).at in (
+        1763265600.0,
+        0.001,
+    )
 
 
 # -- anything at all -------------------------------------------------------------------------------------------------------------
 
-LEAF = st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.just(10**400) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
-JSON = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5)
+LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**40), 10**40)
+    | st.just(10**400)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+)
+JSON = st.recursive(
+    LEAF,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
 WORDS = ["schema", "payload", "op", "before", "after", "source", "ts_ms", "lsn", "name", "specversion", "id", "type", "data", "data_base64", "time", "__op",
          "__deleted", "__lsn", "value", "url", "snapshot", "message"]  # fmt: skip
 TELLING = st.recursive(
     LEAF | st.sampled_from(["c", "d", "u", "m", "t", "true", "1.0", "2026-11-16T04:00:00Z"]),
-    lambda inner: st.dictionaries(st.sampled_from(WORDS), inner, max_size=6) | st.lists(inner, max_size=2),
+    lambda inner: (
+        st.dictionaries(st.sampled_from(WORDS), inner, max_size=6) | st.lists(inner, max_size=2)
+    ),
     max_leaves=12,
 )
 HEADERS = st.lists(
-    st.tuples(st.sampled_from(["ce_specversion", "ce_id", "ce_source", "content-type", "__op", "x"]), st.none() | st.binary(max_size=6)), max_size=4
+    st.tuples(
+        st.sampled_from(["ce_specversion", "ce_id", "ce_source", "content-type", "__op", "x"]),
+        st.none() | st.binary(max_size=6),
+    ),
+    max_size=4,
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # two cores for everybody
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # two cores for everybody
 @given(
-    st.binary(max_size=60) | (JSON | TELLING).map(lambda value: json.dumps(value).encode()) | st.none(),
+    st.binary(max_size=60)
+    | (JSON | TELLING).map(lambda value: json.dumps(value).encode())
+    | st.none(),
     st.none() | st.binary(max_size=10) | TELLING.map(lambda value: json.dumps(value).encode()),
     HEADERS,
     st.sampled_from(FORMATS),
@@ -252,8 +395,12 @@ def test_whatever_a_message_holds_it_is_found_refused_or_passed_over_and_can_be_
 ) -> None:
     reading = Reading(format=format, operations=frozenset("crudtm"), tombstones=True)
     found = reading.finding(Message("t", 0, 1, 1.0, key, value, headers))
-    assert found == reading.finding(Message("t", 0, 1, 1.0, key, value, headers)), "the same cause, the same finding"
+    assert found == reading.finding(Message("t", 0, 1, 1.0, key, value, headers)), (
+        "the same cause, the same finding"
+    )
     if found is not None:
         assert len(found.id) == 32
         assert found.at is None or math.isfinite(found.at)
-        assert msgspec.json.decode(msgspec.json.encode(found.payload)).keys() == found.payload.keys()
+        assert (
+            msgspec.json.decode(msgspec.json.encode(found.payload)).keys() == found.payload.keys()
+        )

@@ -15,8 +15,14 @@ from penstock.sinks.kafka import open_sink
 from penstock.sinks.kafka_records import Shape
 
 ANY = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**25), 10**25) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**25), 10**25)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -31,7 +37,14 @@ def row(fields: dict[str, Any], *, key: str = "k", deleted: bool = False) -> Row
         "version": 2,
         "fetched_at": "2026-11-16T04:00:00.000Z",
     }
-    return Row(1, key, json.dumps(fields | {"_penstock": origin | ({"deleted": True} if deleted else {})}).encode(), 1)
+    return Row(
+        1,
+        key,
+        json.dumps(
+            fields | {"_penstock": origin | ({"deleted": True} if deleted else {})}
+        ).encode(),
+        1,
+    )
 
 
 def made(shape: Shape, fields: dict[str, Any], **more: Any) -> tuple[Any, Any]:
@@ -47,7 +60,14 @@ def types(value: Any) -> dict[str, str]:
 
 def test_the_key_is_a_struct_of_the_chosen_fields_and_always_texts() -> None:
     key, value = made(Shape(["sku"]), {"sku": 5, "price": 1})
-    assert key == {"schema": {"type": "struct", "fields": [{"field": "sku", "type": "string", "optional": False}], "optional": False}, "payload": {"sku": "5"}}
+    assert key == {
+        "schema": {
+            "type": "struct",
+            "fields": [{"field": "sku", "type": "string", "optional": False}],
+            "optional": False,
+        },
+        "payload": {"sku": "5"},
+    }
     assert value["payload"] == {"sku": "5", "price": 1.0}
     key, _ = made(Shape(["shop", "sku"]), {"sku": "a", "shop": "s"})
     assert key["payload"] == {"shop": "s", "sku": "a"}
@@ -65,18 +85,60 @@ def test_a_record_without_its_key_field_goes_by_the_records_own_key() -> None:
 
 def test_a_type_is_that_of_the_first_value_and_whole_numbers_leave_room_for_fractions() -> None:
     shape = Shape()
-    _, first = made(shape, {"a": "x", "b": 10, "c": True, "d": None, "e": {"x": [1]}, "f": 1 << 60, "g": 1 << 70, "h": 1.5})
-    assert types(first) == {"a": "string", "b": "double", "c": "boolean", "e": "string", "f": "int64", "g": "string", "h": "double"}
-    assert first["payload"] == {"a": "x", "b": 10.0, "c": True, "e": '{"x":[1]}', "f": 1 << 60, "g": str(1 << 70), "h": 1.5}
+    _, first = made(
+        shape,
+        {
+            "a": "x",
+            "b": 10,
+            "c": True,
+            "d": None,
+            "e": {"x": [1]},
+            "f": 1 << 60,
+            "g": 1 << 70,
+            "h": 1.5,
+        },
+    )
+    assert types(first) == {
+        "a": "string",
+        "b": "double",
+        "c": "boolean",
+        "e": "string",
+        "f": "int64",
+        "g": "string",
+        "h": "double",
+    }
+    assert first["payload"] == {
+        "a": "x",
+        "b": 10.0,
+        "c": True,
+        "e": '{"x":[1]}',
+        "f": 1 << 60,
+        "g": str(1 << 70),
+        "h": 1.5,
+    }
     _, second = made(shape, {"a": 7, "b": 9.99, "d": "late", "e": "plain"})
-    assert second["payload"] == {"a": "7", "b": 9.99, "c": None, "e": "plain", "f": None, "g": None, "h": None, "d": "late"}
+    assert second["payload"] == {
+        "a": "7",
+        "b": 9.99,
+        "c": None,
+        "e": "plain",
+        "f": None,
+        "g": None,
+        "h": None,
+        "d": "late",
+    }
 
 
 def test_a_value_that_does_not_fit_is_kept_beside_and_the_schema_stays() -> None:
     shape = Shape(types={"stock": "int64"})
     _, first = made(shape, {"price": 1.0, "stock": 3, "sold": False})
     _, second = made(shape, {"price": "call us", "stock": 2.5, "sold": 0})
-    assert second["payload"] == {"stock": None, "price": None, "sold": None, "_penstock_rest": '{"price":"call us","stock":2.5,"sold":0}'}
+    assert second["payload"] == {
+        "stock": None,
+        "price": None,
+        "sold": None,
+        "_penstock_rest": '{"price":"call us","stock":2.5,"sold":0}',
+    }
     assert types(second) == types(first) | {"_penstock_rest": "string"}
     assert "_penstock_rest" in shape.notice
     _, third = made(shape, {"price": 2, "stock": 4.0})
@@ -89,12 +151,18 @@ def test_the_types_outlive_a_restart() -> None:
     again = Shape(["sku"])
     again.restore(shape.fields)
     _, value = made(again, {"sku": "a", "price": None})
-    assert (types(value)["price"], value["payload"]["price"]) == ("double", None), "a column that is null now must not keep its old value"
+    assert (types(value)["price"], value["payload"]["price"]) == ("double", None), (
+        "a column that is null now must not keep its old value"
+    )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # two cores for everybody
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # two cores for everybody
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), ANY, max_size=3), max_size=6))
-def test_whatever_the_records_hold_a_type_never_changes_and_every_value_has_its_type(records: list[dict[str, Any]]) -> None:
+def test_whatever_the_records_hold_a_type_never_changes_and_every_value_has_its_type(
+    records: list[dict[str, Any]],
+) -> None:
     shape, seen = Shape(["a"]), dict[str, str]()
     python = {"string": str, "double": float, "int64": int, "boolean": bool}
     for record in records:
@@ -103,10 +171,17 @@ def test_whatever_the_records_hold_a_type_never_changes_and_every_value_has_its_
         assert all(found[name] == kind for name, kind in seen.items())
         seen = found
         assert list(value["payload"]) == list(found)
-        assert all(cell is None or type(cell) is python[found[name]] for name, cell in value["payload"].items())
+        assert all(
+            cell is None or type(cell) is python[found[name]]
+            for name, cell in value["payload"].items()
+        )
         assert "\0" not in json.dumps(value)
         rest = json.loads(value["payload"].get("_penstock_rest") or "{}")
-        assert all(value["payload"].get(name) is not None or name in rest for name, given in record.items() if given is not None)
+        assert all(
+            value["payload"].get(name) is not None or name in rest
+            for name, given in record.items()
+            if given is not None
+        )
 
 
 def test_too_many_fields_are_kept_beside() -> None:
@@ -122,7 +197,10 @@ def test_what_was_removed_is_a_key_without_a_value() -> None:
 
 def test_provenance_comes_when_it_is_asked_for() -> None:
     _, value = made(Shape(provenance=True), {"a": 1})
-    assert (value["payload"]["_penstock_event_id"], value["payload"]["_penstock_version"]) == ("e1", 2)
+    assert (value["payload"]["_penstock_event_id"], value["payload"]["_penstock_version"]) == (
+        "e1",
+        2,
+    )
     assert types(value)["_penstock_version"] == "int64"
 
 
@@ -146,7 +224,9 @@ def test_plain_json_has_no_schema() -> None:
         ("kafka://u:p@127.0.0.1/t?partitions=0", "partitions"),
     ],
 )
-def test_mistakes_are_found_when_the_configuration_is_read(url: str, said: str, tmp_path: Any) -> None:
+def test_mistakes_are_found_when_the_configuration_is_read(
+    url: str, said: str, tmp_path: Any
+) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         open_sink(url, {}, tmp_path)
     assert caught.value.hint

@@ -13,14 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from penstock.locks import FileLock, WorkerLock, dead_workers, forget_worker, holder_alive, note_of, worker_alive
+from penstock.locks import (
+    FileLock,
+    WorkerLock,
+    dead_workers,
+    forget_worker,
+    holder_alive,
+    note_of,
+    worker_alive,
+)
 
 HOLD = "import sys, time; from penstock.locks import FileLock; assert FileLock(sys.argv[1]).try_acquire(); print('held', flush=True); time.sleep(60)"
 
 
 def fork(work: Callable[[], None]) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # newer Pythons warn of forks beside threads
         pid = os.fork()
     if pid == 0:
         try:
@@ -46,7 +56,9 @@ def test_a_lock_is_held_by_one_and_free_after_release(tmp_path: Path) -> None:
 
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         assert not FileLock(path).try_acquire()

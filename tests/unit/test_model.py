@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadEnvelope
-from penstock.model import Ask, Event, Page, Priority, Route, child_id, decode_event, encode_event, mint, page_id
+from penstock.model import (
+    Ask,
+    Event,
+    Page,
+    Priority,
+    Route,
+    child_id,
+    decode_event,
+    encode_event,
+    mint,
+    page_id,
+)
 
 EVENT = Event(id="e1", url="https://shop.test/p/1", key="shop.test")
 FULL = Event(
@@ -43,9 +54,21 @@ def test_an_event_comes_back_as_it_went(event: Event) -> None:
 
 def test_the_envelope_is_cloudevents_that_any_tool_reads() -> None:
     raw = json.loads(encode_event(FULL))
-    assert (raw["specversion"], raw["id"], raw["type"], raw["source"]) == ("1.0", "é\n", "penstock.request.v1", "/penstock/feed:https://shop.test/feed")
-    assert (raw["subject"], raw["traceid"], raw["priority"], raw["data"]["url"]) == (FULL.url, "t1", 0, FULL.url)
-    assert all(name == name.lower() and name.isalnum() for name in raw), "as the standard wants attributes named"
+    assert (raw["specversion"], raw["id"], raw["type"], raw["source"]) == (
+        "1.0",
+        "é\n",
+        "penstock.request.v1",
+        "/penstock/feed:https://shop.test/feed",
+    )
+    assert (raw["subject"], raw["traceid"], raw["priority"], raw["data"]["url"]) == (
+        FULL.url,
+        "t1",
+        0,
+        FULL.url,
+    )
+    assert all(name == name.lower() and name.isalnum() for name in raw), (
+        "as the standard wants attributes named"
+    )
 
 
 def test_what_others_add_to_the_envelope_is_no_error() -> None:
@@ -79,7 +102,11 @@ def test_a_version_we_do_not_know_says_what_to_do() -> None:
     assert "upgrade" in e.value.hint
 
 
-@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode) | st.integers(0, len(encode_event(FULL))).map(lambda n: encode_event(FULL)[:n] + b"}"))
+@given(
+    st.binary(max_size=200)
+    | st.text(max_size=200).map(str.encode)
+    | st.integers(0, len(encode_event(FULL))).map(lambda n: encode_event(FULL)[:n] + b"}")
+)
 def test_any_bytes_decode_or_are_refused_and_nothing_else(raw: bytes) -> None:
     try:
         decode_event(raw)
@@ -93,7 +120,10 @@ json_values = st.recursive(
     | st.integers(-(2**53), 2**53)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(codec="utf-8"), max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=8), inner, max_size=4)
+    ),
     max_leaves=20,
 )
 words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
@@ -108,8 +138,12 @@ words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
     st.binary(max_size=50),
     st.dictionaries(words, json_values, max_size=4),
 )
-def test_whatever_a_source_puts_into_an_event_arrives(id_: str, url: str, key: str, cause: str, priority: int, body: bytes, data: dict[str, Any]) -> None:
-    event = Event(id=id_, url=url, key=key, cause=cause, priority=priority, ask=Ask(body=body), data=data)
+def test_whatever_a_source_puts_into_an_event_arrives(
+    id_: str, url: str, key: str, cause: str, priority: int, body: bytes, data: dict[str, Any]
+) -> None:
+    event = Event(
+        id=id_, url=url, key=key, cause=cause, priority=priority, ask=Ask(body=body), data=data
+    )
     assert decode_event(encode_event(event)) == event
 
 
@@ -117,7 +151,9 @@ def test_whatever_a_source_puts_into_an_event_arrives(id_: str, url: str, key: s
 
 
 @given(st.lists(st.text(max_size=5), max_size=4), st.lists(st.text(max_size=5), max_size=4))
-def test_the_same_cause_has_the_same_id_and_another_cause_another(a: list[str], b: list[str]) -> None:
+def test_the_same_cause_has_the_same_id_and_another_cause_another(
+    a: list[str], b: list[str]
+) -> None:
     assert (mint(*a) == mint(*b)) is (a == b)
 
 
@@ -125,12 +161,27 @@ def test_an_id_is_32_hex_digits_and_does_not_change_between_releases() -> None:
     assert mint("feed", "https://shop.test/feed", "entry-1") == "c2789254fbab036b4d123a2bbb56d53b"
     assert mint() != mint("")
     assert mint("ab", "c") != mint("a", "bc")
-    assert len(mint("\ud800")) == 32, "half a character in somebody's feed is a cause like any other"
+    assert len(mint("\ud800")) == 32, (
+        "half a character in somebody's feed is a cause like any other"
+    )
 
 
 def test_a_child_is_known_by_its_parent_its_extractor_and_its_url() -> None:
-    assert child_id("p", "product", "https://x.test/") == child_id("p", "product", "https://x.test/")
-    assert len({child_id("p", "a", "u"), child_id("q", "a", "u"), child_id("p", "b", "u"), child_id("p", "a", "v"), mint("p", "a", "u")}) == 5
+    assert child_id("p", "product", "https://x.test/") == child_id(
+        "p", "product", "https://x.test/"
+    )
+    assert (
+        len(
+            {
+                child_id("p", "a", "u"),
+                child_id("q", "a", "u"),
+                child_id("p", "b", "u"),
+                child_id("p", "a", "v"),
+                mint("p", "a", "u"),
+            }
+        )
+        == 5
+    )
 
 
 # -- pages ---------------------------------------------------------------------------------------------------------------------
@@ -142,12 +193,25 @@ def test_a_page_is_addressed_by_what_it_holds() -> None:
 
 
 def test_a_saved_page_is_all_that_a_test_of_an_extractor_needs(tmp_path: Path) -> None:
-    (tmp_path / "saved.html").write_bytes("<h1 data-sku=A1>Täller</h1><a class=related href='/p/2'>x</a>".encode())
-    page = Page.from_file(tmp_path / "saved.html", url="https://shop.test/p/1", headers={"Content-Type": "text/html; charset=utf-8"})
-    assert (page.css("h1::text").get(), page.css("[data-sku]::attr(data-sku)").get()) == ("Täller", "A1")
+    (tmp_path / "saved.html").write_bytes(
+        "<h1 data-sku=A1>Täller</h1><a class=related href='/p/2'>x</a>".encode()
+    )
+    page = Page.from_file(
+        tmp_path / "saved.html",
+        url="https://shop.test/p/1",
+        headers={"Content-Type": "text/html; charset=utf-8"},
+    )
+    assert (page.css("h1::text").get(), page.css("[data-sku]::attr(data-sku)").get()) == (
+        "Täller",
+        "A1",
+    )
     assert [link.url for link in page.follow("a.related")] == ["https://shop.test/p/2"]
     assert page.headers == {"content-type": "text/html; charset=utf-8"}
-    assert (page.status, page.url, page.requested_url) == (200, "https://shop.test/p/1", "https://shop.test/p/1")
+    assert (page.status, page.url, page.requested_url) == (
+        200,
+        "https://shop.test/p/1",
+        "https://shop.test/p/1",
+    )
 
 
 def test_an_event_cannot_be_changed_by_whoever_holds_it() -> None:

@@ -34,18 +34,38 @@ NOW = 1_800_000_000.0
 def crowded(slots: list[float], gap: float, burst: int) -> bool:
     """Is there any window [s, s+W] with more than burst + W/gap slots? It is enough to look at windows that end on slots."""
     s = sorted(slots)
-    return any(s[j] - s[i] < (j - i + 1 - burst) * gap - 1e-5 for i in range(len(s)) for j in range(i, len(s)))
+    return any(
+        s[j] - s[i] < (j - i + 1 - burst) * gap - 1e-5
+        for i in range(len(s))
+        for j in range(i, len(s))
+    )
 
 
-calls = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 6), st.lists(st.floats(0, 1, exclude_max=True), max_size=3)), max_size=12)
+calls = st.lists(
+    st.tuples(
+        st.floats(0, 5), st.integers(0, 6), st.lists(st.floats(0, 1, exclude_max=True), max_size=3)
+    ),
+    max_size=12,
+)
 
 
-@given(calls, st.floats(0.05, 50), st.integers(1, 5), st.floats(0, 1), st.none() | st.floats(0.01, 3))
+@given(
+    calls, st.floats(0.05, 50), st.integers(1, 5), st.floats(0, 1), st.none() | st.floats(0.01, 3)
+)
 @example([(0.0, 3, [0.9, 0.0]), (0.0, 3, [])], 1.0, 3, 1.0, None)
 def test_no_window_ever_holds_more_than_the_burst_over_the_rate(
-    steps: list[tuple[float, int, list[float]]], rate: float, burst: int, spread: float, delay: float | None
+    steps: list[tuple[float, int, list[float]]],
+    rate: float,
+    burst: int,
+    spread: float,
+    delay: float | None,
 ) -> None:
-    limits, state, now, given_out = Limits(rate=rate, burst=burst, jitter=spread), HostState(crawl_delay=delay), NOW, []
+    limits, state, now, given_out = (
+        Limits(rate=rate, burst=burst, jitter=spread),
+        HostState(crawl_delay=delay),
+        NOW,
+        [],
+    )
     for wait, n, jitter in steps:
         now += wait
         state, slots = reserve(state, limits, now, n, jitter)
@@ -57,7 +77,13 @@ def test_no_window_ever_holds_more_than_the_burst_over_the_rate(
         assert not crowded(given_out, delay, 1)
 
 
-@given(calls, st.lists(st.tuples(st.integers(0, 11), st.sampled_from([429, 503]), st.none() | st.floats(0, 20)), max_size=4))
+@given(
+    calls,
+    st.lists(
+        st.tuples(st.integers(0, 11), st.sampled_from([429, 503]), st.none() | st.floats(0, 20)),
+        max_size=4,
+    ),
+)
 def test_a_block_holds_for_every_later_slot_and_voids_the_earlier_ones(
     steps: list[tuple[float, int, list[float]]], blows: list[tuple[int, int, float | None]]
 ) -> None:
@@ -116,7 +142,9 @@ def test_a_hosts_own_limits_go_over_the_general_ones_and_crawl_delay_over_both()
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_retry_after_blocks_the_host_until_then_and_no_earlier_block_is_shortened(status: int) -> None:
+def test_retry_after_blocks_the_host_until_then_and_no_earlier_block_is_shortened(
+    status: int,
+) -> None:
     limits = Limits()
     state, early = reserve(HostState(), limits, NOW, 3)
     state = report(state, limits, NOW, status, 5.0)
@@ -129,7 +157,9 @@ def test_retry_after_blocks_the_host_until_then_and_no_earlier_block_is_shortene
     assert report(state, limits, NOW, status, 1e12).blocked_until == NOW + MAX_RETRY_AFTER
 
 
-def test_a_throttle_without_retry_after_doubles_the_interval_once_per_incident_up_to_a_cap() -> None:
+def test_a_throttle_without_retry_after_doubles_the_interval_once_per_incident_up_to_a_cap() -> (
+    None
+):
     limits, state, now = Limits(rate=1.0), HostState(), NOW
     state = report(state, limits, now, 429)
     assert state.penalty == 2.0
@@ -168,7 +198,9 @@ def test_successes_win_the_rate_back_step_by_step_and_time_alone_does_not() -> N
 def test_a_pause_holds_until_it_ends_beside_what_the_host_asked_for() -> None:
     state = report(HostState(paused_until=math.inf), Limits(rate=None), NOW, 429, 5.0)
     assert held_until(state) == math.inf
-    assert reserve(state, Limits(rate=None), NOW, 1)[1] == [NOW + MAX_RETRY_AFTER], "asked again after a day"
+    assert reserve(state, Limits(rate=None), NOW, 1)[1] == [NOW + MAX_RETRY_AFTER], (
+        "asked again after a day"
+    )
     assert not holds(state, NOW + 1e9)
     resumed = msgspec.structs.replace(state, paused_until=0.0)
     assert reserve(resumed, Limits(rate=None), NOW, 1)[1] == [NOW + 5.0]
@@ -241,7 +273,9 @@ DAY = "Fri, 15 Jan 2027 08:00:{:02d} GMT"  # NOW is 08:00:00
         ("x" * 100_000, None),
     ],
 )
-def test_retry_after_is_read_as_seconds_or_a_date_and_capped(value: str, seconds: float | None) -> None:
+def test_retry_after_is_read_as_seconds_or_a_date_and_capped(
+    value: str, seconds: float | None
+) -> None:
     assert parse_retry_after(value, NOW) == (None if seconds is None else pytest.approx(seconds))
 
 
@@ -270,7 +304,10 @@ def test_a_rate_is_a_number_with_or_without_a_unit(text: str, rate: float | None
     assert parse_rate(text) == rate
 
 
-@pytest.mark.parametrize("text", ["", "0", "0/m", "-1", "fast", "1/y", "1/", "/m", "nan", "inf", "1e5", "1 2", "99999999999"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "0/m", "-1", "fast", "1/y", "1/", "/m", "nan", "inf", "1e5", "1 2", "99999999999"],
+)
 def test_what_is_no_rate_is_a_configuration_error_with_a_hint(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_rate(text)
@@ -278,7 +315,15 @@ def test_what_is_no_rate_is_a_configuration_error_with_a_hint(text: str) -> None
 
 
 def test_ten_thousand_slots_are_even() -> None:
-    _, slots = reserve(HostState(), Limits(rate=10.0, burst=5, jitter=0.2), NOW, 10_000, [i * 0.37 % 1 for i in range(97)])
+    _, slots = reserve(
+        HostState(),
+        Limits(rate=10.0, burst=5, jitter=0.2),
+        NOW,
+        10_000,
+        [i * 0.37 % 1 for i in range(97)],
+    )
     assert slots == sorted(slots)
     assert max(bisect_right(slots, s + 10.0) - i for i, s in enumerate(slots)) <= 105
-    assert slots[-1] - NOW == pytest.approx(1000, rel=0.02)  # a burst absorbs the jitter; without one it costs its mean
+    assert slots[-1] - NOW == pytest.approx(
+        1000, rel=0.02
+    )  # a burst absorbs the jitter; without one it costs its mean

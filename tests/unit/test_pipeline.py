@@ -27,7 +27,12 @@ def test_a_declared_function_stays_callable() -> None:
 
     assert list(product(Page("https://x.test/", b"<b>7</b>"))) == [{"sku": "7"}]
     (extractor,) = shop.extractors
-    assert (extractor.name, extractor.version, extractor.match, extractor.key) == ("product", 1, ("*/product/*",), "sku")
+    assert (extractor.name, extractor.version, extractor.match, extractor.key) == (
+        "product",
+        1,
+        ("*/product/*",),
+        "sku",
+    )
 
 
 def test_extract_works_without_parentheses() -> None:
@@ -73,21 +78,53 @@ def test_the_signature_names_the_matching_extractors_and_their_versions() -> Non
 def test_sinks_and_sources_are_recorded_as_written() -> None:
     shop = Pipeline("shop")
     shop.sink("jsonl:out/products.jsonl", fsync=True)
-    shop.source("feed+https://x.test/f", every="5m", route={"geo": "de"}, priority="high", window=30, limit=5)
+    shop.source(
+        "feed+https://x.test/f",
+        every="5m",
+        route={"geo": "de"},
+        priority="high",
+        window=30,
+        limit=5,
+    )
     assert shop.sinks == (SinkSpec("jsonl:out/products.jsonl", {"fsync": True}),)
     assert shop.sources == (
-        SourceSpec("feed+https://x.test/f", "feed-https-x.test-f", 300.0, Route(geo="de"), Priority.HIGH, 30.0, None, {}, None, None, {"limit": 5}),
+        SourceSpec(
+            "feed+https://x.test/f",
+            "feed-https-x.test-f",
+            300.0,
+            Route(geo="de"),
+            Priority.HIGH,
+            30.0,
+            None,
+            {},
+            None,
+            None,
+            {"limit": 5},
+        ),
     )
 
 
 def change(**changed: Any) -> Change:
-    values: dict[str, Any] = {"event_id": "e", "trace_id": "t", "url": "u", "extractor": "a", "key": "k", "old": None, "new": {}, "fields": {"price": [1, 2]}}
+    values: dict[str, Any] = {
+        "event_id": "e",
+        "trace_id": "t",
+        "url": "u",
+        "extractor": "a",
+        "key": "k",
+        "old": None,
+        "new": {},
+        "fields": {"price": [1, 2]},
+    }
     return Change(**{**values, **changed})
 
 
 def test_a_connector_is_noted_beside_the_options_and_never_among_them() -> None:
     shop = Pipeline("shop")
-    shop.source("kafka://127.0.0.1:9092/requests", connect={"kind": "debezium-postgres", "table": "public.requests"}, group="g")
+    shop.source(
+        "kafka://127.0.0.1:9092/requests",
+        connect={"kind": "debezium-postgres", "table": "public.requests"},
+        group="g",
+    )
     shop.sink("kafka://127.0.0.1:9092/products?key=sku", connect={"kind": "jdbc-postgres"})
     assert shop.sources[0].connect == {"kind": "debezium-postgres", "table": "public.requests"}
     assert shop.sources[0].options == {"group": "g"}
@@ -181,7 +218,11 @@ def test_a_python_file_gives_its_pipeline(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n    raise SystemExit('not me')\n"
     )
     shop = load(file)
-    assert (shop.name, shop.path, [e.name for e in shop.extractors]) == ("shop", str(file.resolve()), ["product"])
+    assert (shop.name, shop.path, [e.name for e in shop.extractors]) == (
+        "shop",
+        str(file.resolve()),
+        ["product"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,17 +230,25 @@ def test_a_python_file_gives_its_pipeline(tmp_path: Path) -> None:
     [
         ("x = (\n", "shop.py:1: SyntaxError"),
         ("import nonesuch_module\n", "shop.py:1: ModuleNotFoundError"),
-        (GOOD + "def f():\n    return 1 / 0\nf()\n", "shop.py:4: ZeroDivisionError: division by zero"),
+        (
+            GOOD + "def f():\n    return 1 / 0\nf()\n",
+            "shop.py:4: ZeroDivisionError: division by zero",
+        ),
         (GOOD + "shop.sink('x')\n", "shop.py:3: sink 'x'"),
         (GOOD + "import sys\nsys.exit(3)\n", "shop.py:4: SystemExit: 3"),
-        (GOOD + "other = Pipeline('other')\n", "found: shop = Pipeline('shop'), other = Pipeline('other')"),
+        (
+            GOOD + "other = Pipeline('other')\n",
+            "found: shop = Pipeline('shop'), other = Pipeline('other')",
+        ),
         ("x = 1\n", "found: none"),
         (GOOD + "@shop.on_change(extractor='x')\ndef f(c): ...\n", "no extractor 'x'"),
         ("\0", "shop.py:"),
         ("x = '\udcff'\n" + GOOD, "shop.py:"),
     ],
 )
-def test_a_bad_python_file_is_one_sentence_with_its_place(tmp_path: Path, text: str, says: str) -> None:
+def test_a_bad_python_file_is_one_sentence_with_its_place(
+    tmp_path: Path, text: str, says: str
+) -> None:
     file = tmp_path / "shop.py"
     file.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError) as e:
@@ -208,7 +257,14 @@ def test_a_bad_python_file_is_one_sentence_with_its_place(tmp_path: Path, text: 
     assert e.value.hint
 
 
-@pytest.mark.parametrize(("name", "says"), [("none.py", "there is no pipeline file"), ("shop.yaml", "neither .py nor .toml"), (".", "cannot read")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("none.py", "there is no pipeline file"),
+        ("shop.yaml", "neither .py nor .toml"),
+        (".", "cannot read"),
+    ],
+)
 def test_what_is_no_pipeline_file_is_refused(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "shop.yaml").write_text("")
     with pytest.raises(ConfigError, match=says):

@@ -19,7 +19,10 @@ from penstock.stores.postgres_wire import bound, statement, statements
         ("SELECT ?2, ?", "SELECT $2, $3"),
         ("SELECT 'what?', '?''?' FROM t WHERE a=?", "SELECT 'what?', '?''?' FROM t WHERE a=$1"),
         ("SELECT 1 FROM t -- why?\n WHERE a=?", "SELECT 1 FROM t -- why?\n WHERE a=$1"),
-        ("SELECT 1 FROM event e INDEXED BY event_delayed WHERE a=?", "SELECT 1 FROM event e  WHERE a=$1"),
+        (
+            "SELECT 1 FROM event e INDEXED BY event_delayed WHERE a=?",
+            "SELECT 1 FROM event e  WHERE a=$1",
+        ),
     ],
 )
 def test_bindings_are_numbered_wherever_they_stand_for_a_value(shared: str, postgres: str) -> None:
@@ -51,7 +54,9 @@ def test_a_schema_has_the_types_of_the_server_and_text_is_compared_by_its_bytes(
         (b"\0\xff", (b"\0\xff", Format.BINARY)),
     ],
 )
-def test_values_go_out_as_text_and_bytes_as_they_are(value: object, sent: tuple[bytes | None, Format]) -> None:
+def test_values_go_out_as_text_and_bytes_as_they_are(
+    value: object, sent: tuple[bytes | None, Format]
+) -> None:
     assert bound(value) == sent
 
 
@@ -61,8 +66,17 @@ def test_a_label_shows_where_and_who_and_no_password() -> None:
     assert address.without_secrets("no s3cret here") == "no *** here"
 
 
-@pytest.mark.parametrize("url", ["postgres://ann:s3cret@db.example:port/shop", "postgres://ann:s3cret@db.example/shop?tabel=x", "postgres://ann:s3cret@[::1/x"])
-def test_a_mistyped_url_is_an_error_of_the_configuration_that_keeps_the_password_to_itself(url: str) -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgres://ann:s3cret@db.example:port/shop",
+        "postgres://ann:s3cret@db.example/shop?tabel=x",
+        "postgres://ann:s3cret@[::1/x",
+    ],
+)
+def test_a_mistyped_url_is_an_error_of_the_configuration_that_keeps_the_password_to_itself(
+    url: str,
+) -> None:
     with pytest.raises(ConfigError) as caught:
         Address.parse(url)
     assert "s3cret" not in caught.value.message + caught.value.hint
@@ -72,17 +86,30 @@ def test_a_mistyped_url_is_an_error_of_the_configuration_that_keeps_the_password
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ('connection failed: FATAL:  password authentication failed for user "ann"', "refuses the user or the password"),
+        (
+            'connection failed: FATAL:  password authentication failed for user "ann"',
+            "refuses the user or the password",
+        ),
         ('connection failed: FATAL:  database "shop" does not exist', "there is no such database"),
         ('connection failed: FATAL:  role "ann" does not exist', "the server knows no user ann"),
         ("connection failed: FATAL:  sorry, too many clients already", "has no connection left"),
-        ('connection failed: FATAL:  no pg_hba.conf entry for host "10.0.0.1"', "does not let us in from here"),
-        ("failed to resolve host 'db.example': Name or service not known", "the host's name cannot be resolved"),
+        (
+            'connection failed: FATAL:  no pg_hba.conf entry for host "10.0.0.1"',
+            "does not let us in from here",
+        ),
+        (
+            "failed to resolve host 'db.example': Name or service not known",
+            "the host's name cannot be resolved",
+        ),
         ("connection timeout expired", "cannot be reached: connection timeout expired"),
     ],
 )
 def test_a_refusal_is_one_sentence_with_something_to_try(said: str, told: str) -> None:
-    error = refusal(psycopg.OperationalError(said), Address.parse("postgres://ann:s3cret@db.example/shop"), "penstock")
+    error = refusal(
+        psycopg.OperationalError(said),
+        Address.parse("postgres://ann:s3cret@db.example/shop"),
+        "penstock",
+    )
     assert isinstance(error, Unreachable)
     assert told in error.message
     assert error.hint

@@ -16,13 +16,23 @@ from penstock.model import ErrorClass, Failure, Route
 from penstock.net.cookies import MAX_PER_DOMAIN, Jar
 from penstock.rules import proxies as rules
 from penstock.rules import retry
-from penstock.rules.proxies import Choice, Exhausted, Health, Pool, ProxyFailed, parse_member, parse_members
+from penstock.rules.proxies import (
+    Choice,
+    Exhausted,
+    Health,
+    Pool,
+    ProxyFailed,
+    parse_member,
+    parse_members,
+)
 
 NOW = 1_700_000_000.0
 
 
 def members(n: int, weights: tuple[float, ...] = ()) -> tuple[rules.Member, ...]:
-    return parse_members(f"http://u{i}:pw@p{i}.test:80 {weights[i] if weights else 1}" for i in range(n))
+    return parse_members(
+        f"http://u{i}:pw@p{i}.test:80 {weights[i] if weights else 1}" for i in range(n)
+    )
 
 
 # -- members ---------------------------------------------------------------------------------------------------------------
@@ -38,7 +48,9 @@ def members(n: int, weights: tuple[float, ...] = ()) -> tuple[rules.Member, ...]
         ("10.0.0.1:3128:user:secret 3", "http://***@10.0.0.1:3128", 3),
     ],
 )
-def test_a_proxy_is_known_by_a_label_without_its_credentials(line: str, label: str, weight: float) -> None:
+def test_a_proxy_is_known_by_a_label_without_its_credentials(
+    line: str, label: str, weight: float
+) -> None:
     member = parse_member(line)
     assert (member.label, member.weight) == (label, weight)
     for shown in (repr(member), str(member), f"{member}", repr(member.__rich_repr__()), member.id):
@@ -72,7 +84,10 @@ def test_any_line_is_a_member_or_a_value_error(line: str) -> None:
 
 def test_credentials_are_scrubbed_in_every_spelling() -> None:
     dsn = "http://us%40er:p%3Ass@h:1"
-    assert rules.scrub("us@er us%40er p:ss p%3Ass http://us%40er:p%3Ass@h:1 h:1", dsn) == "*** *** *** *** *** h:1"
+    assert (
+        rules.scrub("us@er us%40er p:ss p%3Ass http://us%40er:p%3Ass@h:1 h:1", dsn)
+        == "*** *** *** *** *** h:1"
+    )
 
 
 # -- routes ----------------------------------------------------------------------------------------------------------------
@@ -123,13 +138,24 @@ def test_a_route_that_nothing_serves_is_permanent_and_says_which(route: Route, s
 
 
 def test_each_block_moves_an_event_on_by_one_pool_and_the_chain_comes_round() -> None:
-    assert [rules.plan(POOLS, Route(pool="plain"), key="k", turn=t)[0].name for t in range(5)] == ["plain", "de1", "de2", "plain", "de1"]
-    orders = [tuple(p.name for p in rules.plan(POOLS, Route(geo="de"), key="k", turn=t)) for t in range(3)]
+    assert [rules.plan(POOLS, Route(pool="plain"), key="k", turn=t)[0].name for t in range(5)] == [
+        "plain",
+        "de1",
+        "de2",
+        "plain",
+        "de1",
+    ]
+    orders = [
+        tuple(p.name for p in rules.plan(POOLS, Route(geo="de"), key="k", turn=t)) for t in range(3)
+    ]
     assert orders[0] == orders[2] == orders[1][::-1]
 
 
 def test_pools_that_serve_the_same_geo_share_the_events_by_weight() -> None:
-    pools = {n: Pool(name=n, members=members(1), geo=("de",), weight=w) for n, w in (("a", 3.0), ("b", 1.0))}
+    pools = {
+        n: Pool(name=n, members=members(1), geo=("de",), weight=w)
+        for n, w in (("a", 3.0), ("b", 1.0))
+    }
     first = Counter(rules.plan(pools, Route(geo="de"), key=str(i))[0].name for i in range(4000))
     assert first["a"] == pytest.approx(3000, abs=120)
 
@@ -137,7 +163,9 @@ def test_pools_that_serve_the_same_geo_share_the_events_by_weight() -> None:
 def test_only_the_policys_classes_turn_the_route() -> None:
     failures = {"blocked": 2, "transient": 1, "throttled": 4}
     assert retry.turns(retry.table(base=1, cap=1, budget=3), "fetch", failures) == 2
-    assert retry.turns(retry.table(base=1, cap=1, budget=3, next_pool=False), "fetch", failures) == 0
+    assert (
+        retry.turns(retry.table(base=1, cap=1, budget=3, next_pool=False), "fetch", failures) == 0
+    )
 
 
 # -- picking ---------------------------------------------------------------------------------------------------------------
@@ -153,11 +181,20 @@ def test_weights_are_shares(weights: list[float]) -> None:
         assert isinstance(choice, Choice)
         got[choice.member.id] += 1
     for member in pool.members:
-        assert got[member.id] == pytest.approx(n * member.weight / sum(m.weight for m in pool.members), abs=2)
+        assert got[member.id] == pytest.approx(
+            n * member.weight / sum(m.weight for m in pool.members), abs=2
+        )
 
 
-@given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.floats(0, 1, exclude_max=True), st.none() | st.text(min_size=1))
-def test_a_proxy_that_cools_down_is_never_picked_and_one_that_does_not_is(here: set[int], anywhere: set[int], random: float, session: str | None) -> None:
+@given(
+    st.sets(st.integers(0, 5)),
+    st.sets(st.integers(0, 5)),
+    st.floats(0, 1, exclude_max=True),
+    st.none() | st.text(min_size=1),
+)
+def test_a_proxy_that_cools_down_is_never_picked_and_one_that_does_not_is(
+    here: set[int], anywhere: set[int], random: float, session: str | None
+) -> None:
     pool = Pool(name="p", members=members(6))
     view = {(pool.members[i].id, "h"): Health(failures=1, until=NOW + 10 + i) for i in here}
     view |= {(pool.members[i].id, "*"): Health(failures=1, until=NOW + 20 + i) for i in anywhere}
@@ -170,15 +207,21 @@ def test_a_proxy_that_cools_down_is_never_picked_and_one_that_does_not_is(here: 
         assert isinstance(picked, Exhausted)
         ends = [max((10 + i) * (i in here), (20 + i) * (i in anywhere)) for i in range(6)]
         assert picked.until == NOW + min(ends)
-        assert isinstance(rules.pick([pool], "h", view, picked.until, random), Choice), "and then it goes on"
+        assert isinstance(rules.pick([pool], "h", view, picked.until, random), Choice), (
+            "and then it goes on"
+        )
 
 
 @given(st.text(min_size=1), st.data())
-def test_a_session_keeps_its_proxy_until_that_one_fails_and_comes_back_to_it(session: str, data: st.DataObject) -> None:
+def test_a_session_keeps_its_proxy_until_that_one_fails_and_comes_back_to_it(
+    session: str, data: st.DataObject
+) -> None:
     pool = Pool(name="p", members=members(8))
 
     def picked(view: dict[tuple[str, str], Health], of: Pool = pool) -> str:
-        choice = rules.pick([of], "h", view, NOW, data.draw(st.floats(0, 1, exclude_max=True)), session=session)
+        choice = rules.pick(
+            [of], "h", view, NOW, data.draw(st.floats(0, 1, exclude_max=True)), session=session
+        )
         assert isinstance(choice, Choice)
         return choice.member.id
 
@@ -188,20 +231,28 @@ def test_a_session_keeps_its_proxy_until_that_one_fails_and_comes_back_to_it(ses
     away = picked({(home, "h"): Health(failures=1, until=NOW + 9)})
     assert away != home
     assert picked({}) == home
-    assert picked({}, Pool(name="p", members=tuple(m for m in pool.members if m.id != home))) == away, "where it went is decided alike everywhere"
+    assert (
+        picked({}, Pool(name="p", members=tuple(m for m in pool.members if m.id != home))) == away
+    ), "where it went is decided alike everywhere"
 
 
 def test_sessions_are_spread_by_weight_and_not_sticky_where_that_is_off() -> None:
     pool = Pool(name="p", members=members(2, (3, 1)))
-    got = Counter(rules.pick([pool], "h", {}, NOW, 0.0, session=str(i)).member.label for i in range(4000))  # type: ignore[union-attr]
+    got = Counter(
+        rules.pick([pool], "h", {}, NOW, 0.0, session=str(i)).member.label for i in range(4000)
+    )  # type: ignore[union-attr]
     assert got["http://***@p0.test:80"] == pytest.approx(3000, abs=120)
     loose = Pool(name="p", members=members(2), sticky=False)
-    assert {rules.pick([loose], "h", {}, NOW, r, session="a").member.label for r in (0.1, 0.9)} == {f"http://***@p{i}.test:80" for i in (0, 1)}  # type: ignore[union-attr]
+    assert {rules.pick([loose], "h", {}, NOW, r, session="a").member.label for r in (0.1, 0.9)} == {
+        f"http://***@p{i}.test:80" for i in (0, 1)
+    }  # type: ignore[union-attr]
 
 
 def test_an_empty_pool_is_exhausted_and_says_why() -> None:
     found = rules.pick([Pool(name="p", trouble="its list: HTTP 500")], "h", {}, NOW, 0.5)
-    assert found == Exhausted(NOW + rules.EMPTY_WAIT, "proxy pool 'p' exhausted: no proxies (its list: HTTP 500)")
+    assert found == Exhausted(
+        NOW + rules.EMPTY_WAIT, "proxy pool 'p' exhausted: no proxies (its list: HTTP 500)"
+    )
 
 
 # -- health ----------------------------------------------------------------------------------------------------------------
@@ -254,7 +305,9 @@ def test_yesterdays_failures_are_forgotten() -> None:
         (Failure(ErrorClass.OURS, "x"), None),
     ],
 )
-def test_the_proxy_is_blamed_for_what_it_may_have_caused(failure: Failure, blamed: str | None) -> None:
+def test_the_proxy_is_blamed_for_what_it_may_have_caused(
+    failure: Failure, blamed: str | None
+) -> None:
     assert rules.blames(failure) == blamed
 
 
@@ -281,19 +334,36 @@ def test_the_proxy_is_blamed_for_what_it_may_have_caused(failure: Failure, blame
         ("https://shop.com/", "n=1; Secure", "https://shop.com/", "n=1"),
         ("http://shop.com/", "n=1; Secure", "https://shop.com/", ""),
         ("http://shop.com/", "n=1; Max-Age=0", "http://shop.com/", ""),
-        ("http://shop.com/", "n=1; Max-Age=60; Expires=Thu, 01-Jan-1970 00:00:01 GMT", "http://shop.com/", "n=1"),
+        (
+            "http://shop.com/",
+            "n=1; Max-Age=60; Expires=Thu, 01-Jan-1970 00:00:01 GMT",
+            "http://shop.com/",
+            "n=1",
+        ),
         ("http://shop.com/", "n=1; Expires=Thu, 01-Jan-1970 00:00:01 GMT", "http://shop.com/", ""),
-        ("http://shop.com/", "n=1; Expires=Wed, 01 Jan 2031 00:00:01 GMT", "http://shop.com/", "n=1"),
+        (
+            "http://shop.com/",
+            "n=1; Expires=Wed, 01 Jan 2031 00:00:01 GMT",
+            "http://shop.com/",
+            "n=1",
+        ),
         ("http://shop.com/", "n=1; Expires=whenever", "http://shop.com/", "n=1"),
         ("https://shop.com/", "__Host-n=1; Secure; Path=/", "https://shop.com/", "__Host-n=1"),
-        ("https://shop.com/", "__Host-n=1; Secure; Path=/; Domain=shop.com", "https://shop.com/", ""),
+        (
+            "https://shop.com/",
+            "__Host-n=1; Secure; Path=/; Domain=shop.com",
+            "https://shop.com/",
+            "",
+        ),
         ("https://shop.com/", "__Secure-n=1", "https://shop.com/", ""),
         ("http://shop.com/", "n=a\x01b", "http://shop.com/", ""),
         ("http://shop.com/", "n=" + "x" * 5000, "http://shop.com/", ""),
         ("http://shop.com/", "=; a", "http://shop.com/", ""),
     ],
 )
-def test_a_cookie_goes_back_to_whom_it_belongs(set_at: str, cookie: str, asked: str, sent: str) -> None:
+def test_a_cookie_goes_back_to_whom_it_belongs(
+    set_at: str, cookie: str, asked: str, sent: str
+) -> None:
     jar = Jar()
     jar.store(set_at, {"set-cookie": cookie}, NOW)
     assert jar.header(asked, NOW) == sent
@@ -301,7 +371,11 @@ def test_a_cookie_goes_back_to_whom_it_belongs(set_at: str, cookie: str, asked: 
 
 def test_a_jar_replaces_expires_orders_and_is_bounded() -> None:
     jar = Jar()
-    jar.store("http://shop.com/a/", {"set-cookie": "a=1; Path=/\nb=2; Path=/a\nc=3; Path=/; Max-Age=10"}, NOW)
+    jar.store(
+        "http://shop.com/a/",
+        {"set-cookie": "a=1; Path=/\nb=2; Path=/a\nc=3; Path=/; Max-Age=10"},
+        NOW,
+    )
     jar.store("http://shop.com/a/", {"set-cookie": "a=9; Path=/"}, NOW)
     assert jar.header("http://shop.com/a/x", NOW) == "b=2; a=9; c=3"
     assert jar.header("http://shop.com/a/x", NOW + 10) == "b=2; a=9"
@@ -336,29 +410,51 @@ sticky = false
 """
 
 
-def loaded(tmp: Path, toml: str = TOML, env: dict[str, str] | None = None, cli: dict[str, str] | None = None) -> Any:
+def loaded(
+    tmp: Path,
+    toml: str = TOML,
+    env: dict[str, str] | None = None,
+    cli: dict[str, str] | None = None,
+) -> Any:
     (tmp / "penstock.toml").write_text(toml)
     return load(cli or {}, env or {}, tmp)
 
 
-def test_pools_have_names_of_the_users_choosing_and_are_shown_without_their_secrets(tmp_path: Path) -> None:
+def test_pools_have_names_of_the_users_choosing_and_are_shown_without_their_secrets(
+    tmp_path: Path,
+) -> None:
     found = loaded(tmp_path)
     pools = found.config.proxies
     assert list(pools) == ["res-de", "backup"]
-    assert (pools["res-de"].geo, pools["res-de"].next, pools["backup"].cooldown, pools["backup"].sticky) == (("DE", "at"), "backup", 60.0, False)
+    assert (
+        pools["res-de"].geo,
+        pools["res-de"].next,
+        pools["backup"].cooldown,
+        pools["backup"].sticky,
+    ) == (("DE", "at"), "backup", 60.0, False)
     shown = {row.path: row for row in show(found)}
     assert shown["proxies.res-de.urls"].value == "http://***@p.test:80,socks5://10.0.0.1:1080"
     assert shown["proxies.backup.list_url"].value == "https://provider.test/***"
-    assert (shown["proxies.res-de.urls"].origin, shown["proxies.res-de.weight"].origin) == ("penstock.toml", "default")
+    assert (shown["proxies.res-de.urls"].origin, shown["proxies.res-de.weight"].origin) == (
+        "penstock.toml",
+        "default",
+    )
     assert not any("hunter2" in row.value or "TOKEN" in row.value for row in shown.values())
 
 
 def test_variables_and_the_command_line_reach_pools_and_make_them(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("http://u:p@a.test:1\nhttp://u:p@b.test:2 3\n# old\n")
-    env = {"PENSTOCK_PROXIES_RES_DE_COOLDOWN_MAX": "2h", "PENSTOCK_PROXIES_OTHER_URLS_FILE": "secret", "PENSTOCK_PROXIES_BACKUP_LIST_URL": "https://x.test/"}
+    env = {
+        "PENSTOCK_PROXIES_RES_DE_COOLDOWN_MAX": "2h",
+        "PENSTOCK_PROXIES_OTHER_URLS_FILE": "secret",
+        "PENSTOCK_PROXIES_BACKUP_LIST_URL": "https://x.test/",
+    }
     pools = loaded(tmp_path, env=env, cli={"proxies.other.weight": "4"}).config.proxies
     assert pools["res-de"].cooldown_max == 7200
-    assert (pools["other"].urls, pools["other"].weight) == (("http://u:p@a.test:1", "http://u:p@b.test:2 3"), 4.0)
+    assert (pools["other"].urls, pools["other"].weight) == (
+        ("http://u:p@a.test:1", "http://u:p@b.test:2 3"),
+        4.0,
+    )
     assert pools["backup"].list_url == "https://x.test/"
 
 
@@ -370,15 +466,29 @@ def test_variables_and_the_command_line_reach_pools_and_make_them(tmp_path: Path
         ('[proxies."a b"]\nurls = "h:1"', "proxies.a b: is no name for a pool"),
         ("[proxies.x]\n", "proxies.x: has neither urls nor list_url"),
         ('[proxies.x]\nurls = "http://u:hunter2@h"', "proxies.x.urls: expected URLs of proxies"),
-        ('[proxies.x]\nurls = ["socks5h://u:hunter2@h:1"]', "proxies.x.urls: expected URLs of proxies"),
-        ('[proxies.x]\nlist_url = "https://u:hunter2@h/"', "proxies.x.list_url: expected an http or https URL"),
+        (
+            '[proxies.x]\nurls = ["socks5h://u:hunter2@h:1"]',
+            "proxies.x.urls: expected URLs of proxies",
+        ),
+        (
+            '[proxies.x]\nlist_url = "https://u:hunter2@h/"',
+            "proxies.x.list_url: expected an http or https URL",
+        ),
         ('[proxies.x]\nurls = "h:1"\nnext = "y"', "proxies.x.next: there is no pool 'y'"),
         ('[proxies.x]\nurls = "h:1"\nweight = 0', "proxies.x.weight: expected a number above 0"),
-        ('[proxies.x]\nurls = "h:1"\ncooldwon = "1s"', "proxies.x.cooldwon: there is no such option"),
-        ('[proxies.x-y]\nurls = "h:1"\n[proxies.x_y]\nurls = "h:1"', "proxies: x-y and x_y would share their variables"),
+        (
+            '[proxies.x]\nurls = "h:1"\ncooldwon = "1s"',
+            "proxies.x.cooldwon: there is no such option",
+        ),
+        (
+            '[proxies.x-y]\nurls = "h:1"\n[proxies.x_y]\nurls = "h:1"',
+            "proxies: x-y and x_y would share their variables",
+        ),
     ],
 )
-def test_a_bad_pool_is_an_error_that_names_its_path_and_no_secret(tmp_path: Path, toml: str, says: str) -> None:
+def test_a_bad_pool_is_an_error_that_names_its_path_and_no_secret(
+    tmp_path: Path, toml: str, says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, toml)
     assert caught.value.message.startswith(says)

@@ -15,7 +15,9 @@ AGENT = "Penstock/0.1 (+https://example.com/bot)"
 
 
 def allowed(body: str | bytes, path: str, agent: str = AGENT) -> bool:
-    return parse(body.encode() if isinstance(body, str) else body).allows(agent, "https://shop.test" + path)
+    return parse(body.encode() if isinstance(body, str) else body).allows(
+        agent, "https://shop.test" + path
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,10 @@ def test_the_longest_rule_wins_and_allow_wins_a_tie(rules: str, path: str, verdi
         ("User-agent: penstock\nDisallow:\n\nUser-agent: *\nDisallow: /", True),
         ("User-agent: penstock\n\nUser-agent: *\nDisallow: /", False),
         ("User-agent: a\nUser-agent: penstock\nUser-agent: b\nDisallow: /x", False),
-        ("User-agent: penstock\nDisallow: /y\nUser-agent: other\nDisallow: /z\nUser-agent: penstock\nDisallow: /x", False),
+        (
+            "User-agent: penstock\nDisallow: /y\nUser-agent: other\nDisallow: /z\nUser-agent: penstock\nDisallow: /x",
+            False,
+        ),
         ("User-agent: a\nSitemap: https://s/\nUser-agent: penstock\nDisallow: /x", False),
         ("User-agent: penstock\nCrawl-delay: 3\nUser-agent: b\nDisallow: /x", False),
         ("User-agent: penstock\nNoindex: /\nfoo\n\n\n: \nDisallow: /x", False),
@@ -139,7 +144,9 @@ def test_groups_are_found_merged_and_kept_apart(body: str, verdict: bool) -> Non
 
 
 def test_crawl_delays_belong_to_their_agents_and_nonsense_is_left_out() -> None:
-    r = parse(b"User-agent: *\nCrawl-delay: 2.5\nDisallow:\n\nUser-agent: penstock\nCrawl-delay: 1\nCrawl-delay: 7\n\nUser-agent: b\nAllow: /\n")
+    r = parse(
+        b"User-agent: *\nCrawl-delay: 2.5\nDisallow:\n\nUser-agent: penstock\nCrawl-delay: 1\nCrawl-delay: 7\n\nUser-agent: b\nAllow: /\n"
+    )
     assert r.crawl_delay("whoever") == 2.5
     assert r.crawl_delay(AGENT) == 7.0
     assert r.crawl_delay("b") is None
@@ -150,7 +157,11 @@ def test_crawl_delays_belong_to_their_agents_and_nonsense_is_left_out() -> None:
 
 def test_sitemaps_are_listed_once_in_order_wherever_they_stand() -> None:
     body = "Sitemap: https://a.test/1.xml\nUser-agent: x\nsitemap:https://a.test/ü.xml#c\nSITEMAP: https://a.test/1.xml\nSitemap:\nSitemap: /3.xml"
-    assert parse(body.encode()).sitemaps == ("https://a.test/1.xml", "https://a.test/ü.xml", "/3.xml")
+    assert parse(body.encode()).sitemaps == (
+        "https://a.test/1.xml",
+        "https://a.test/ü.xml",
+        "/3.xml",
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,12 @@ def test_the_name_in_robots_is_the_product_of_the_user_agent(user_agent: str, to
 
 def test_the_rule_behind_a_verdict_can_be_told() -> None:
     found = parse(b"User-agent: *\nDisallow: /a\nAllow: /a/b\nDisallow: /*.php$\n")
-    for path, rule in (("/a/x", "Disallow: /a"), ("/a/b/c", "Allow: /a/b"), ("/x.php", "Disallow: /*.php$"), ("/c", "")):
+    for path, rule in (
+        ("/a/x", "Disallow: /a"),
+        ("/a/b/c", "Allow: /a/b"),
+        ("/x.php", "Disallow: /*.php$"),
+        ("/c", ""),
+    ):
         assert found.deciding("me", path) == rule
         assert found.allows("me", path) is not rule.startswith("Disallow")
 
@@ -181,7 +197,10 @@ def test_only_the_first_500_kib_count_and_a_line_cut_there_is_no_rule() -> None:
     assert not allowed(body, "/early")
     assert allowed(body, "/late")
     assert allowed(body, "/other")
-    assert not allowed(head + b"\n" * (MAX_BYTES - len(head) - len(b"Disallow: /late\n")) + b"Disallow: /late\n", "/late")
+    assert not allowed(
+        head + b"\n" * (MAX_BYTES - len(head) - len(b"Disallow: /late\n")) + b"Disallow: /late\n",
+        "/late",
+    )
 
 
 def test_a_bad_url_is_not_allowed_and_a_path_will_do() -> None:
@@ -214,7 +233,9 @@ def test_a_bad_url_is_not_allowed_and_a_path_will_do() -> None:
         (600, False),
     ],
 )
-def test_an_absent_file_allows_and_an_unreachable_one_disallows(status: int | None, verdict: bool) -> None:
+def test_an_absent_file_allows_and_an_unreachable_one_disallows(
+    status: int | None, verdict: bool
+) -> None:
     r = from_answer(status, b"User-agent: *\nDisallow: /x")
     assert r.allows(AGENT, "https://shop.test/x") is verdict
     assert r.allows(AGENT, "https://shop.test/robots.txt")
@@ -229,23 +250,48 @@ def test_no_verdict_is_kept_over_a_day_and_an_outage_is_asked_again_soon_then_le
 
 
 # An oracle that shares no code: patterns as regular expressions, over an alphabet that needs no normalising.
-patterns = st.text("ab/*", max_size=5).map(lambda t: "/" + t) | st.text("ab/*", max_size=4).map(lambda t: "/" + t + "$")
+patterns = st.text("ab/*", max_size=5).map(lambda t: "/" + t) | st.text("ab/*", max_size=4).map(
+    lambda t: "/" + t + "$"
+)
 
 
 @given(st.lists(st.tuples(st.booleans(), patterns), max_size=6), st.text("ab/", max_size=7))
-def test_verdicts_are_those_of_a_plain_reading_of_the_standard(rules: list[tuple[bool, str]], rest: str) -> None:
+def test_verdicts_are_those_of_a_plain_reading_of_the_standard(
+    rules: list[tuple[bool, str]], rest: str
+) -> None:
     best = (-1, True)
     for allow, pattern in rules:
         body, end = (pattern[:-1], r"\Z") if pattern.endswith("$") else (pattern, "")
         if re.match(re.escape(body).replace(r"\*", ".*") + end, "/" + rest):
             best = max(best, (len(pattern), allow))
-    text = "User-agent: *\n" + "".join(f"{'Allow' if allow else 'Disallow'}: {pattern}\n" for allow, pattern in rules)
+    text = "User-agent: *\n" + "".join(
+        f"{'Allow' if allow else 'Disallow'}: {pattern}\n" for allow, pattern in rules
+    )
     assert parse(text.encode()).allows(AGENT, "https://shop.test/" + rest) is best[1]
 
 
 @given(
     st.binary(max_size=300)
-    | st.lists(st.sampled_from([b"user-agent:", b"*", b"allow:", b"disallow", b":", b"/", b"\n", b"\r", b"#", b"%", b"%zz", b"$", b"\xff", b" "])).map(b"".join)
+    | st.lists(
+        st.sampled_from(
+            [
+                b"user-agent:",
+                b"*",
+                b"allow:",
+                b"disallow",
+                b":",
+                b"/",
+                b"\n",
+                b"\r",
+                b"#",
+                b"%",
+                b"%zz",
+                b"$",
+                b"\xff",
+                b" ",
+            ]
+        )
+    ).map(b"".join)
 )
 @example(b"\xef\xbb\xbf")
 def test_no_bytes_make_it_raise(body: bytes) -> None:
@@ -257,7 +303,9 @@ def test_no_bytes_make_it_raise(body: bytes) -> None:
 
 def test_a_hostile_file_is_read_and_asked_in_linear_time() -> None:
     stars = parse(b"User-agent: *\nDisallow: /" + b"*a" * 200_000 + b"b$\n")
-    many = parse(b"User-agent: *\n" + b"".join(b"Disallow: /*a*%05dz$\n" % i for i in range(20_000)))
+    many = parse(
+        b"User-agent: *\n" + b"".join(b"Disallow: /*a*%05dz$\n" % i for i in range(20_000))
+    )
     start = time.process_time()
     assert stars.allows(AGENT, "https://shop.test/" + "a" * 8000)
     assert many.allows(AGENT, "https://shop.test/" + "a" * 8000)

@@ -128,7 +128,20 @@ def test_regular_expressions_give_groups_or_whole_matches() -> None:
     assert page().css("span.price").re_first(r"EUR\s") == "EUR\xa0"
 
 
-@pytest.mark.parametrize("query", ["h1[", "", "a:nope", "h1::before", "h1,", "a::attr()", "a::attr(href) b", "h1::text::text", "li:not(a::text)"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "h1[",
+        "",
+        "a:nope",
+        "h1::before",
+        "h1,",
+        "a::attr()",
+        "a::attr(href) b",
+        "h1::text::text",
+        "li:not(a::text)",
+    ],
+)
 def test_a_bad_css_selector_is_named_at_once(query: str) -> None:
     with pytest.raises(ValueError, match="CSS selector") as e:
         page().css(query)
@@ -160,7 +173,9 @@ def test_a_bad_xpath_is_named(query: str) -> None:
         (b"", None, ""),
     ],
 )
-def test_the_charset_is_that_of_mark_header_meta_or_content(body: bytes, content_type: str | None, expected: str) -> None:
+def test_the_charset_is_that_of_mark_header_meta_or_content(
+    body: bytes, content_type: str | None, expected: str
+) -> None:
     assert decode(body, content_type).endswith(expected)
     assert parse(body, content_type).text == expected
 
@@ -172,7 +187,13 @@ b"},3]</script><script type="application/ld+json">{"v":NaN}</script><script type
     <script type="application/ld+json">{"@id":"d","@graph":{"@type":"E"}}</script>"""
     body += b'<script type="application/ld+json">' + b"[" * 100_000 + b"</script>"
     found = page(body).jsonld()
-    assert found == [{"@type": "A"}, {"@type": "B"}, {"@type": "C", "n": "a\nb"}, {"@id": "d"}, {"@type": "E"}]
+    assert found == [
+        {"@type": "A"},
+        {"@type": "B"},
+        {"@type": "C", "n": "a\nb"},
+        {"@id": "d"},
+        {"@type": "E"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -198,13 +219,21 @@ def test_followed_links_are_absolute_canonical_unique_and_in_order() -> None:
     assert [f.url for f in page(body).follow("a.r::attr(href)")] == expected
     assert [f.url for f in page(body).follow(page(body).css("a.r"))] == expected
     assert [f.url for f in page(body).follow("img::attr(src)")] == ["https://shop.test/a/z.png"]
-    assert [f.url for f in page(body).follow(["/p", None, 3, "/p", "ftp://x/"])] == ["https://shop.test/p"]  # type: ignore[list-item]
+    assert [f.url for f in page(body).follow(["/p", None, 3, "/p", "ftp://x/"])] == [
+        "https://shop.test/p"
+    ]  # type: ignore[list-item]
     assert [f.url for f in page(body).follow("https://one.test")] == ["https://one.test/"]
 
 
 @pytest.mark.parametrize(
     "body",
-    [b"<div>" * 200_000 + b"<span>x</span>", b"<b>" * 50_000 + b"x", b"\0" * 1_000_000, b"<p>abc</p>" * 1_000_000, b"<a href=x " + b"y=1 " * 100_000 + b">z"],
+    [
+        b"<div>" * 200_000 + b"<span>x</span>",
+        b"<b>" * 50_000 + b"x",
+        b"\0" * 1_000_000,
+        b"<p>abc</p>" * 1_000_000,
+        b"<a href=x " + b"y=1 " * 100_000 + b">z",
+    ],
     ids=["nested", "formatting", "nul", "10MB", "attributes"],
 )
 def test_a_hostile_page_is_read_in_reasonable_time(body: bytes) -> None:

@@ -24,14 +24,33 @@ from penstock.sinks import csv as csv_sink
 from penstock.sinks.appending import Mark, read_mark
 
 csv.field_size_limit(1 << 30)
-RECORDS = st.dictionaries(st.text(max_size=3), st.text(max_size=5) | st.integers() | st.none(), max_size=4)
-OPENERS: dict[str, Callable[..., Sink]] = {"jsonl": jsonl.open_sink, "csv": csv_sink.open_sink, "sqlite": sqlite.open_sink}
+RECORDS = st.dictionaries(
+    st.text(max_size=3), st.text(max_size=5) | st.integers() | st.none(), max_size=4
+)
+OPENERS: dict[str, Callable[..., Sink]] = {
+    "jsonl": jsonl.open_sink,
+    "csv": csv_sink.open_sink,
+    "sqlite": sqlite.open_sink,
+}
 
 
 def row(n: int, key: str | None = None, order: int | None = None, /, **fields: Any) -> Row:
     key = key if key is not None else f"k{n}"
-    origin = {"event_id": f"e{n}", "trace_id": "t", "url": "https://shop.example/" + key, "key": key, "extractor": "product", "version": 1, "fetched_at": 12.5}
-    return Row(n, key, json.dumps(fields | {"_penstock": origin}).encode(), order if order is not None else n)
+    origin = {
+        "event_id": f"e{n}",
+        "trace_id": "t",
+        "url": "https://shop.example/" + key,
+        "key": key,
+        "extractor": "product",
+        "version": 1,
+        "fetched_at": 12.5,
+    }
+    return Row(
+        n,
+        key,
+        json.dumps(fields | {"_penstock": origin}).encode(),
+        order if order is not None else n,
+    )
 
 
 def removal(n: int, key: str, order: int | None = None) -> Row:
@@ -77,8 +96,12 @@ def test_a_path_is_relative_to_the_base_unless_it_is_absolute(scheme: str, tmp_p
 
 
 @pytest.mark.parametrize("scheme", OPENERS)
-@pytest.mark.parametrize("rest", ["", "-", "out/", ".", "//host/file", ":memory:", "a.x?colour=red", "a\0b"])
-def test_a_url_that_names_no_file_is_refused_with_a_next_step(scheme: str, rest: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rest", ["", "-", "out/", ".", "//host/file", ":memory:", "a.x?colour=red", "a\0b"]
+)
+def test_a_url_that_names_no_file_is_refused_with_a_next_step(
+    scheme: str, rest: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as e:
         OPENERS[scheme](f"{scheme}:{rest}", {}, tmp_path)
     assert e.value.hint
@@ -88,7 +111,15 @@ def test_an_unknown_or_impossible_option_is_refused_with_a_suggestion(tmp_path: 
     with pytest.raises(ConfigError, match="tabel") as e:
         sqlite.open_sink("sqlite:a.db", {"tabel": "x"}, tmp_path)
     assert "table" in e.value.hint
-    for url in ("?mode=replace", "?table=sqlite_x", "?table=_penstock_x", "?table=", "?max_columns=many", "?max_columns=0", "?max_columns=5000"):
+    for url in (
+        "?mode=replace",
+        "?table=sqlite_x",
+        "?table=_penstock_x",
+        "?table=",
+        "?max_columns=many",
+        "?max_columns=0",
+        "?max_columns=5000",
+    ):
         with pytest.raises(ConfigError):
             sqlite.open_sink("sqlite:a.db" + url, {}, tmp_path)
     with pytest.raises(ConfigError, match="no jsonl URL"):
@@ -142,7 +173,9 @@ def test_an_unnoted_tail_is_cut_off_and_written_again_the_same(make: Callable[[]
         again.close()
 
 
-def test_a_file_that_is_shorter_than_noted_is_continued_on_a_line_of_its_own(make: Callable[[], Any]) -> None:
+def test_a_file_that_is_shorter_than_noted_is_continued_on_a_line_of_its_own(
+    make: Callable[[], Any],
+) -> None:
     sink = make()
     sink.open(0, "")
     sink.write([row(1, n=1)])
@@ -173,7 +206,9 @@ def test_a_file_that_was_edited_is_not_cut_in_the_middle(make: Callable[[], Any]
     again.close()
 
 
-def test_a_file_that_was_there_before_us_is_continued_and_never_cut(make: Callable[[], Any]) -> None:
+def test_a_file_that_was_there_before_us_is_continued_and_never_cut(
+    make: Callable[[], Any],
+) -> None:
     sink = make()
     sink.open(0, "")
     sink.write([row(1, n=1)])
@@ -189,7 +224,9 @@ def test_a_file_that_was_there_before_us_is_continued_and_never_cut(make: Callab
     assert ns(killed) == [1]
 
 
-def test_a_replaced_file_is_left_alone_even_if_nothing_was_written_yet(make: Callable[[], Any]) -> None:
+def test_a_replaced_file_is_left_alone_even_if_nothing_was_written_yet(
+    make: Callable[[], Any],
+) -> None:
     sink = make()
     noted = sink.open(0, "")
     sink.close()
@@ -204,7 +241,9 @@ def test_a_replaced_file_is_left_alone_even_if_nothing_was_written_yet(make: Cal
 
 
 @pytest.mark.parametrize("harm", ["removed", "replaced", "cut", "appended"])
-def test_a_file_that_is_touched_while_open_asks_to_be_opened_again_before_anything_is_written(make: Callable[[], Any], harm: str) -> None:
+def test_a_file_that_is_touched_while_open_asks_to_be_opened_again_before_anything_is_written(
+    make: Callable[[], Any], harm: str
+) -> None:
     sink = make()
     sink.open(0, "")
     mark = sink.write([row(1, n=1)])
@@ -231,7 +270,9 @@ def test_a_file_that_is_touched_while_open_asks_to_be_opened_again_before_anythi
 
 
 @pytest.mark.parametrize("call", ["write", "fdatasync"])
-def test_a_full_disk_leaves_no_torn_line_and_loses_nothing(make: Callable[[], Any], call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_torn_line_and_loses_nothing(
+    make: Callable[[], Any], call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = make()
     sink.open(0, "")
     mark = sink.write([row(1, n=1)])
@@ -275,7 +316,9 @@ def test_what_is_no_file_is_refused(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["jsonl", "csv"])
-def test_the_files_of_several_machines_are_each_cut_to_what_is_noted_of_them(scheme: str, tmp_path: Path) -> None:
+def test_the_files_of_several_machines_are_each_cut_to_what_is_noted_of_them(
+    scheme: str, tmp_path: Path
+) -> None:
     a, b = (OPENERS[scheme](f"{scheme}:out", {}, tmp_path / name) for name in "ab")
     noted = a.open(0, "")
     a.write([row(1, x=1)])  # killed before it was noted
@@ -313,7 +356,9 @@ def test_a_file_that_was_put_together_from_older_ones_is_not_cut(tmp_path: Path)
     noted = sink.open(1, noted)
     noted = sink.write([row(2)])
     sink.close()
-    (tmp_path / "both").write_bytes((tmp_path / "old").read_bytes() + (tmp_path / "out").read_bytes())
+    (tmp_path / "both").write_bytes(
+        (tmp_path / "old").read_bytes() + (tmp_path / "out").read_bytes()
+    )
     (tmp_path / "both").rename(tmp_path / "out")
     sink.open(2, noted)
     sink.close()
@@ -367,7 +412,15 @@ def test_columns_are_the_fields_in_order_and_then_the_provenance(tmp_path: Path)
 
 
 def test_values_are_quoted_by_rfc_4180_and_nested_ones_are_json(tmp_path: Path) -> None:
-    hard = {"a": 'say "hi", twice\r\nand again\n', "b": [1, {"c": None}], "d": True, "e": None, "f": " padded ", "g": "=1+1", 'h,\n"': 10**30}
+    hard = {
+        "a": 'say "hi", twice\r\nand again\n',
+        "b": [1, {"c": None}],
+        "d": True,
+        "e": None,
+        "f": " padded ",
+        "g": "=1+1",
+        'h,\n"': 10**30,
+    }
     sink = open_csv(tmp_path)
     sink.open(0, "")
     sink.write([row(1, **hard)])
@@ -387,7 +440,12 @@ def test_a_new_field_adds_a_column_to_every_line_there_is(tmp_path: Path) -> Non
     mark = write_csv(sink, 3, mark, [row(4, n=4, newer="M")])
     sink.close()
     got = cells(sink.path)
-    assert [(each["n"], each["new"], each["newer"]) for each in got] == [("1", "", ""), ("2", "", ""), ("3", "N", ""), ("4", "", "M")]
+    assert [(each["n"], each["new"], each["newer"]) for each in got] == [
+        ("1", "", ""),
+        ("2", "", ""),
+        ("3", "N", ""),
+        ("4", "", "M"),
+    ]
     assert got[0]["text"] == 'two\r\n"lines"\n'
     assert len(got[1]["text"]) == 3_000_000
     assert all(each["_penstock_event_id"] == f"e{each['n']}" for each in got)
@@ -408,7 +466,9 @@ def test_a_link_is_still_a_link_after_a_column_was_added(tmp_path: Path) -> None
     assert len(cells(tmp_path / "data" / "real.csv")) == 2
 
 
-def test_a_rewrite_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rewrite_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = open_csv(tmp_path)
     sink.open(0, "")
     mark = sink.write([row(1, n=1)])
@@ -458,13 +518,19 @@ def test_fields_beyond_the_cap_are_kept_as_json_and_said(tmp_path: Path) -> None
     sink.close()
     got = cells(sink.path)
     assert len(got[0]) == 10
-    assert [each["_penstock_rest"] for each in got] == ["", '{"c":3,"d":{"e":[4]}}', '{"c":3,"d":{"e":[4]}}']
+    assert [each["_penstock_rest"] for each in got] == [
+        "",
+        '{"c":3,"d":{"e":[4]}}',
+        '{"c":3,"d":{"e":[4]}}',
+    ]
     assert "max_columns" in sink.notice
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(RECORDS, min_size=1, max_size=3), max_size=5))
-def test_whatever_is_written_to_csv_is_read_back(tmp_path_factory: pytest.TempPathFactory, batches: list[list[dict[str, Any]]]) -> None:
+def test_whatever_is_written_to_csv_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[list[dict[str, Any]]]
+) -> None:
     sink = open_csv(tmp_path_factory.mktemp("csv"))
     mark, n, want = sink.open(0, ""), 0, []
     for batch in batches:
@@ -477,7 +543,9 @@ def test_whatever_is_written_to_csv_is_read_back(tmp_path_factory: pytest.TempPa
     assert len(got) == len(want)
     for line, record in zip(got, want, strict=True):
         del record["_penstock"]
-        assert {k: v for k, v in line.items() if v and not k.startswith("_penstock")} == {k: str(v) for k, v in record.items() if v not in (None, "")}
+        assert {k: v for k, v in line.items() if v and not k.startswith("_penstock")} == {
+            k: str(v) for k, v in record.items() if v not in (None, "")
+        }
 
 
 # -- sqlite --------------------------------------------------------------------------------------------------------------------
@@ -490,13 +558,24 @@ def open_sqlite(tmp_path: Path, **options: Any) -> sqlite.SqliteSink:
 def test_one_row_per_key_from_the_newest_accepted_event(tmp_path: Path) -> None:
     sink = open_sqlite(tmp_path)
     sink.open(0, "")
-    sink.write([row(1, "a", 5, price=1), row(2, "a", 9, price=2), row(3, "b", 6, price=3), row(4, "a", 7, price=4, late=True)])
+    sink.write(
+        [
+            row(1, "a", 5, price=1),
+            row(2, "a", 9, price=2),
+            row(3, "b", 6, price=3),
+            row(4, "a", 7, price=4, late=True),
+        ]
+    )
     sink.write([row(5, "a", 8, price=5), row(6, "b", 6, price=6)])
     sink.close()
-    assert table(sink.path, "SELECT _penstock_key, price, _penstock_event_id, late FROM products ORDER BY 1") == [("a", 2, "e2", None), ("b", 6, "e6", None)]
+    assert table(
+        sink.path, "SELECT _penstock_key, price, _penstock_event_id, late FROM products ORDER BY 1"
+    ) == [("a", 2, "e2", None), ("b", 6, "e6", None)]
 
 
-def test_a_field_the_newer_record_lacks_is_null_and_a_column_of_the_user_stays(tmp_path: Path) -> None:
+def test_a_field_the_newer_record_lacks_is_null_and_a_column_of_the_user_stays(
+    tmp_path: Path,
+) -> None:
     sink = open_sqlite(tmp_path)
     mark = sink.open(0, "")
     sink.write([row(1, "a", price=1, offer="yes")])
@@ -540,7 +619,15 @@ def test_a_ledger_that_starts_anew_is_not_taken_for_the_old_one(tmp_path: Path) 
     old.open(5, old_mark)
     old.write([row(5, price=5), row(6, price=6)])
     old.close()
-    assert [price for (price,) in table(old.path, "SELECT price FROM products")] == [1, 2, 3, 4, 5, 10, 6]
+    assert [price for (price,) in table(old.path, "SELECT price FROM products")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        10,
+        6,
+    ]
 
 
 def test_a_target_that_was_replaced_or_put_back_is_said_and_continued(tmp_path: Path) -> None:
@@ -569,11 +656,28 @@ def test_columns_are_typed_by_their_first_value_and_keep_every_value_exact(tmp_p
     sink = open_sqlite(tmp_path, mode="append")
     sink.open(0, "")
     sink.write([row(1, i=1, f=1.5, s="x", b=True, o={"a": [1]}, none=None), row(2, none=3)])
-    sink.write([row(3, i="007", f=2**60, s=12, b="n/a", late=None), row(4, i=10**30, s="7.0", f="1e3")])
+    sink.write(
+        [row(3, i="007", f=2**60, s=12, b="n/a", late=None), row(4, i=10**30, s="7.0", f="1e3")]
+    )
     sink.close()
-    types = dict(table(sink.path, "SELECT name, type FROM pragma_table_info('products') WHERE name NOT LIKE '\\_%' ESCAPE '\\'"))
-    assert types == {"i": "INTEGER", "f": "REAL", "s": "TEXT", "b": "INTEGER", "o": "TEXT", "none": "INTEGER", "late": ""}
-    rows = table(sink.path, "SELECT i, f, s, b, o, none, _penstock_rest FROM products ORDER BY rowid")
+    types = dict(
+        table(
+            sink.path,
+            "SELECT name, type FROM pragma_table_info('products') WHERE name NOT LIKE '\\_%' ESCAPE '\\'",
+        )
+    )
+    assert types == {
+        "i": "INTEGER",
+        "f": "REAL",
+        "s": "TEXT",
+        "b": "INTEGER",
+        "o": "TEXT",
+        "none": "INTEGER",
+        "late": "",
+    }
+    rows = table(
+        sink.path, "SELECT i, f, s, b, o, none, _penstock_rest FROM products ORDER BY rowid"
+    )
     assert rows[0] == (1, 1.5, "x", 1, '{"a":[1]}', None, None)
     assert rows[1][5] == 3
     assert rows[2][2:4] == ("12", "n/a")
@@ -581,7 +685,22 @@ def test_columns_are_typed_by_their_first_value_and_keep_every_value_exact(tmp_p
     assert json.loads(rows[3][6]) == {"i": 10**30, "f": "1e3"}
 
 
-@pytest.mark.parametrize("name", ["select", "rowid", 'a"b', "", "a b", "'; DROP TABLE products; --", "été", "a.b[0]", "sqlite_x", "excluded", "1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "select",
+        "rowid",
+        'a"b',
+        "",
+        "a b",
+        "'; DROP TABLE products; --",
+        "été",
+        "a.b[0]",
+        "sqlite_x",
+        "excluded",
+        "1",
+    ],
+)
 def test_any_field_name_is_a_column_name(tmp_path: Path, name: str) -> None:
     sink = open_sqlite(tmp_path, table=name if name and not name.startswith("sqlite_") else "t")
     sink.open(0, "")
@@ -589,14 +708,28 @@ def test_any_field_name_is_a_column_name(tmp_path: Path, name: str) -> None:
     sink.write([row(2, "a", **{name: "v2", "order": 1})])
     sink.close()
     quoted = name.replace('"', '""')
-    assert table(sink.path, f'SELECT "{quoted}" FROM "{(quoted if name and not name.startswith("sqlite_") else "t")}"') == [("v2",)]
+    assert table(
+        sink.path,
+        f'SELECT "{quoted}" FROM "{(quoted if name and not name.startswith("sqlite_") else "t")}"',
+    ) == [("v2",)]
 
 
 def test_what_can_have_no_column_is_kept_as_json_and_said(tmp_path: Path) -> None:
     sink = open_sqlite(tmp_path, max_columns=12)
     sink.open(0, "")
-    sink.write([row(1, "a", Title=1, title=2, _penstock_url=3, b=4, c=5, d=6, e=7), row(2, "b", **{"nul\0": 1})])
-    sink.write([row(3, "c", _PENSTOCK_KEY="mine"), Row(4, "d", b"[not an object", 4), Row(5, "e", b'"text"', 5)])
+    sink.write(
+        [
+            row(1, "a", Title=1, title=2, _penstock_url=3, b=4, c=5, d=6, e=7),
+            row(2, "b", **{"nul\0": 1}),
+        ]
+    )
+    sink.write(
+        [
+            row(3, "c", _PENSTOCK_KEY="mine"),
+            Row(4, "d", b"[not an object", 4),
+            Row(5, "e", b'"text"', 5),
+        ]
+    )
     sink.close()
     got = dict(table(sink.path, "SELECT _penstock_key, _penstock_rest FROM products"))
     assert json.loads(got["a"]) == {"title": 2, "_penstock_url": 3, "d": 6, "e": 7}
@@ -615,7 +748,9 @@ def test_a_table_of_the_user_is_filled_where_names_match(tmp_path: Path) -> None
     sink.open(0, "")
     sink.write([row(1, "a", price=1, double=9), row(2, "a", price=2)])
     sink.close()
-    assert table(sink.path, "SELECT id, price, double, _penstock_key FROM products ORDER BY id") == [(1, 0, 0, None), (2, 2, 4, "a")]
+    assert table(
+        sink.path, "SELECT id, price, double, _penstock_key FROM products ORDER BY id"
+    ) == [(1, 0, 0, None), (2, 2, 4, "a")]
 
 
 def test_a_view_or_a_table_with_doubled_keys_is_refused(tmp_path: Path) -> None:
@@ -694,7 +829,10 @@ def test_rows_in_the_callers_transaction_live_and_die_with_it(tmp_path: Path) ->
         sink.write_in(cursor, [row(1, "a", price=1)])
         sink.write_in(cursor, [row(2, "a", price=2, new=1), row(3, "b", 0, price=3)])
         sink.write_in(cursor, [])
-    assert list(other.execute("SELECT price, new FROM products ORDER BY _penstock_key")) == [(2, 1), (3, None)]
+    assert list(other.execute("SELECT price, new FROM products ORDER BY _penstock_key")) == [
+        (2, 1),
+        (3, None),
+    ]
     db.close()
     other.close()
 
@@ -744,7 +882,9 @@ def test_a_sink_is_transactional_exactly_where_it_shares_the_ledgers_file(tmp_pa
 # -- what was removed --------------------------------------------------------------------------------------------------------
 
 
-def test_a_keyed_table_loses_the_row_that_was_removed_and_only_by_an_event_that_is_not_older(tmp_path: Path) -> None:
+def test_a_keyed_table_loses_the_row_that_was_removed_and_only_by_an_event_that_is_not_older(
+    tmp_path: Path,
+) -> None:
     sink = sqlite.open_sink("sqlite:a.db", {}, tmp_path)
     sink.open(0, "")
     sink.write([removal(1, "never there")])
@@ -774,6 +914,15 @@ def test_where_rows_are_only_added_a_removal_is_a_row_that_says_so(tmp_path: Pat
             sink.write(batch)
         assert sink.notice == ""
         sink.close()
-    assert [line["_penstock"].get("deleted") for line in lines(tmp_path / "jsonl.x")] == [None, True]
-    assert [(line["price"], line["_penstock_rest"]) for line in cells(tmp_path / "csv.x")] == [("1", ""), ("", '{"_penstock_deleted":true}')]
-    assert table(tmp_path / "sqlite.x", "SELECT price, _penstock_rest FROM records") == [(1, None), (None, '{"_penstock_deleted":true}')]
+    assert [line["_penstock"].get("deleted") for line in lines(tmp_path / "jsonl.x")] == [
+        None,
+        True,
+    ]
+    assert [(line["price"], line["_penstock_rest"]) for line in cells(tmp_path / "csv.x")] == [
+        ("1", ""),
+        ("", '{"_penstock_deleted":true}'),
+    ]
+    assert table(tmp_path / "sqlite.x", "SELECT price, _penstock_rest FROM records") == [
+        (1, None),
+        (None, '{"_penstock_deleted":true}'),
+    ]

@@ -28,14 +28,22 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
         ("sqs://sqs.example/", "https://sqs.example", "elasticmq"),
     ],
 )
-def test_a_dsn_names_aws_or_a_server_of_ones_own(url: str, endpoint: str | None, region: str | None) -> None:
+def test_a_dsn_names_aws_or_a_server_of_ones_own(
+    url: str, endpoint: str | None, region: str | None
+) -> None:
     place = wire.parse(url, "")
     assert (place.endpoint, place.region) == (endpoint, region)
 
 
 def test_a_dsn_carries_credentials_a_prefix_and_how_to_poll() -> None:
     place = wire.parse("sqs://key:s%2Fe%2Bc@localhost/my.shop?poll=20&max_receives=0", "ignored")
-    assert (place.key, place.secret, place.prefix, place.poll, place.receives) == ("key", "s/e+c", "my-shop", 20, 0)
+    assert (place.key, place.secret, place.prefix, place.poll, place.receives) == (
+        "key",
+        "s/e+c",
+        "my-shop",
+        20,
+        0,
+    )
     assert wire.parse("sqs://localhost", "shop").prefix == "shop"
     assert wire.parse("sqs://localhost", "").prefix == "penstock"
 
@@ -57,18 +65,29 @@ def test_a_mistyped_dsn_is_one_sentence_with_a_next_step_and_no_secret(url: str,
         wire.parse(url, "")
     assert says in caught.value.message
     assert caught.value.hint
-    assert "secret" not in caught.value.message + caught.value.hint.replace("in a secret as", "").replace("key:secret@", "")
+    assert "secret" not in caught.value.message + caught.value.hint.replace(
+        "in a secret as", ""
+    ).replace("key:secret@", "")
 
 
 def test_queues_are_named_after_pipeline_topic_group_and_class() -> None:
-    assert [wire.queue_name("shop", w) for w in wire.lanes("requests", "main")] == ["shop-requests-main-high", "shop-requests-main", "shop-requests-main-low"]
-    assert [wire.queue_name("shop", w) for w in wire.lanes("requests.dead", "main")] == ["shop-requests_dead-main"]
+    assert [wire.queue_name("shop", w) for w in wire.lanes("requests", "main")] == [
+        "shop-requests-main-high",
+        "shop-requests-main",
+        "shop-requests-main-low",
+    ]
+    assert [wire.queue_name("shop", w) for w in wire.lanes("requests.dead", "main")] == [
+        "shop-requests_dead-main"
+    ]
 
 
 def test_names_are_short_of_the_characters_sqs_takes_and_never_the_same_for_two() -> None:
     topics = ["t", "t.dead", "t_dead", "t.x", "t_x", "t-x", "t" * 90, "t" * 91, "é", "T"]
     groups = ["main", "main-high", "high", "g" * 70, "g" * 71, "ma in"]
-    names = [wire.queue_name("p" * 24, Where(t, g, rank)) for t, g, rank in itertools.product(topics, groups, range(3))]
+    names = [
+        wire.queue_name("p" * 24, Where(t, g, rank))
+        for t, g, rank in itertools.product(topics, groups, range(3))
+    ]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,80}", name) for name in names)
 
@@ -80,24 +99,58 @@ def test_a_group_is_found_again_by_the_names_of_its_queues(topic: str, group: st
     assert [wire.queue_name("shop", w) for w in wire.lanes(topic, found)] == names
 
 
-@given(st.binary(max_size=200) | TEXT.map(str.encode), st.dictionaries(TEXT, TEXT, max_size=3), TEXT, TEXT)
-def test_whatever_is_sent_is_text_for_sqs_and_comes_back_unchanged(body: bytes, headers: dict[str, str], id_: str, key: str) -> None:
-    parcel = wire.pack(Out(topic="t", id=id_, key=key, body=body, headers=headers, priority=2), 7, 3.5)
+@given(
+    st.binary(max_size=200) | TEXT.map(str.encode),
+    st.dictionaries(TEXT, TEXT, max_size=3),
+    TEXT,
+    TEXT,
+)
+def test_whatever_is_sent_is_text_for_sqs_and_comes_back_unchanged(
+    body: bytes, headers: dict[str, str], id_: str, key: str
+) -> None:
+    parcel = wire.pack(
+        Out(topic="t", id=id_, key=key, body=body, headers=headers, priority=2), 7, 3.5
+    )
     assert parcel.body
     assert not wire._UNSAFE.search(parcel.body + parcel.note)
-    note, back = wire.unpack({"MessageId": "m", "Body": parcel.body, "MessageAttributes": {wire.NOTE: {"StringValue": parcel.note}}})
-    assert (note.id, note.key, note.headers, note.prio, note.seq, note.after, back) == (id_, key, headers, 2, 7, 3.5, body)
+    note, back = wire.unpack(
+        {
+            "MessageId": "m",
+            "Body": parcel.body,
+            "MessageAttributes": {wire.NOTE: {"StringValue": parcel.note}},
+        }
+    )
+    assert (note.id, note.key, note.headers, note.prio, note.seq, note.after, back) == (
+        id_,
+        key,
+        headers,
+        2,
+        7,
+        3.5,
+        body,
+    )
 
 
 def test_a_body_that_is_text_stays_readable_and_a_large_one_is_compressed() -> None:
-    assert wire.pack(Out(topic="t", id="i", key="k", body='{"specversion":"1.0", "é":1}'.encode()), 0, 0.0).body == '{"specversion":"1.0", "é":1}'
+    assert (
+        wire.pack(
+            Out(topic="t", id="i", key="k", body='{"specversion":"1.0", "é":1}'.encode()), 0, 0.0
+        ).body
+        == '{"specversion":"1.0", "é":1}'
+    )
     large = b"<html>" + b"all work and no play " * 50_000
     assert wire.pack(Out(topic="t", id="i", key="k", body=large), 0, 0.0).size < 10_000
 
 
-@pytest.mark.parametrize("note", ["", "{}", "no json", '{"id":"i","code":"b"}', '{"id":"i","code":"z"}', '{"id":1}'])
+@pytest.mark.parametrize(
+    "note", ["", "{}", "no json", '{"id":"i","code":"b"}', '{"id":"i","code":"z"}', '{"id":1}']
+)
 def test_what_is_not_ours_is_handed_out_as_it_is(note: str) -> None:
-    message = {"MessageId": "m1", "Body": "no: base64!", "MessageAttributes": {wire.NOTE: {"StringValue": note}}}
+    message = {
+        "MessageId": "m1",
+        "Body": "no: base64!",
+        "MessageAttributes": {wire.NOTE: {"StringValue": note}},
+    }
     found, body = wire.unpack(message)
     assert (found.id, body) == ("m1", b"no: base64!")
 

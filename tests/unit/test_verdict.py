@@ -34,10 +34,18 @@ def test_a_status_has_one_class(status: int, kind: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("value", "after"),
-    [("120", 120.0), ("Tue, 14 Nov 2023 22:13:30 GMT", 10.0), ("Mon, 13 Nov 2023 00:00:00 GMT", 0.0), ("soon", None), ("", None)],
+    [
+        ("120", 120.0),
+        ("Tue, 14 Nov 2023 22:13:30 GMT", 10.0),
+        ("Mon, 13 Nov 2023 00:00:00 GMT", 0.0),
+        ("soon", None),
+        ("", None),
+    ],
 )
 @pytest.mark.parametrize("status", [429, 503])
-def test_retry_after_is_read_as_seconds_from_now(status: int, value: str, after: float | None) -> None:
+def test_retry_after_is_read_as_seconds_from_now(
+    status: int, value: str, after: float | None
+) -> None:
     verdict = judge(status, {"retry-after": value}, b"", now=NOW)
     assert verdict is not None
     assert verdict.kind is ErrorClass.THROTTLED
@@ -85,7 +93,9 @@ def test_a_server_that_says_when_to_come_back_is_believed_though_its_page_is_a_c
         ({}, b""),
     ],
 )
-def test_an_ordinary_answer_is_not_taken_for_a_challenge(headers: dict[str, str], body: bytes) -> None:
+def test_an_ordinary_answer_is_not_taken_for_a_challenge(
+    headers: dict[str, str], body: bytes
+) -> None:
     assert judge(200, headers, body, now=NOW) is None
 
 

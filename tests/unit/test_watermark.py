@@ -32,7 +32,9 @@ def window(*offsets: int, start: int = 0, epoch: int = 1) -> Window[str]:
         ([9, 12], [9, 12], 13),
     ],
 )
-def test_the_watermark_is_the_first_offset_that_is_not_settled(received: list[int], settled: list[int], watermark: int) -> None:
+def test_the_watermark_is_the_first_offset_that_is_not_settled(
+    received: list[int], settled: list[int], watermark: int
+) -> None:
     w = window(*received, start=5)
     assert all(w.settle(offset, 1) for offset in settled)
     assert w.watermark == watermark
@@ -56,7 +58,9 @@ def test_an_offset_that_was_received_before_is_not_taken_again() -> None:
     assert w.watermark == 6
 
 
-def test_a_run_is_added_as_its_offsets_one_by_one_and_only_where_none_of_them_may_be_settled() -> None:
+def test_a_run_is_added_as_its_offsets_one_by_one_and_only_where_none_of_them_may_be_settled() -> (
+    None
+):
     w: Window[str] = Window(1, 3)
     assert w.add_run(5, ["a", "b", "c"])
     assert (list(w.open.items()), w.next, w.watermark) == ([(5, "a"), (6, "b"), (7, "c")], 8, 5)
@@ -77,7 +81,16 @@ def test_after_a_restart_only_the_unsettled_are_open() -> None:
     for offset in (101, 103, 104, 109):
         w.settle(offset, 1)
     again: Window[str] = Window(2, w.watermark, settled_ahead(w.watermark, w.metadata()))
-    assert [offset for offset in range(100, 112) if again.add(offset, "m")] == [100, 102, 105, 106, 107, 108, 110, 111]
+    assert [offset for offset in range(100, 112) if again.add(offset, "m")] == [
+        100,
+        102,
+        105,
+        106,
+        107,
+        108,
+        110,
+        111,
+    ]
 
 
 def test_what_is_settled_but_not_yet_received_again_survives_a_second_restart() -> None:
@@ -87,7 +100,9 @@ def test_what_is_settled_but_not_yet_received_again_survives_a_second_restart() 
     assert second.add(0, "m")
     assert settled_ahead(second.watermark, second.metadata()) == {2}
     second.settle(0, 2)
-    third: Window[str] = Window(3, second.watermark, settled_ahead(second.watermark, second.metadata()))
+    third: Window[str] = Window(
+        3, second.watermark, settled_ahead(second.watermark, second.metadata())
+    )
     assert [offset for offset in range(1, 4) if third.add(offset, "m")] == [1, 3]
 
 
@@ -105,7 +120,9 @@ def test_the_text_always_fits_and_what_does_not_fit_is_repeated_not_lost() -> No
     assert settled_ahead(0, text) == {offset for offset in settled if offset < SPAN}
 
 
-@pytest.mark.parametrize("text", [None, "", "leader=3", "1:", "1:!!!", "1:AAAA", "2:eJxjAAAAAQAB", "1:" + "A" * 4000])
+@pytest.mark.parametrize(
+    "text", [None, "", "leader=3", "1:", "1:!!!", "1:AAAA", "2:eJxjAAAAAQAB", "1:" + "A" * 4000]
+)
 def test_text_of_another_program_says_nothing(text: str | None) -> None:
     assert settled_ahead(10, text) == frozenset()
 
@@ -118,8 +135,12 @@ def test_a_text_that_would_unpack_to_more_than_we_write_says_nothing() -> None:
     assert settled_ahead(0, bomb) == frozenset()
 
 
-@given(st.lists(st.integers(1, 4), max_size=60), st.randoms(use_true_random=False), st.integers(0, 60))
-def test_whatever_the_order_nothing_open_is_below_the_watermark_and_a_restart_repeats_only_the_open(steps: list[int], dice: random.Random, cut: int) -> None:
+@given(
+    st.lists(st.integers(1, 4), max_size=60), st.randoms(use_true_random=False), st.integers(0, 60)
+)
+def test_whatever_the_order_nothing_open_is_below_the_watermark_and_a_restart_repeats_only_the_open(
+    steps: list[int], dice: random.Random, cut: int
+) -> None:
     offsets, at = [], 10
     for step in steps:
         offsets.append(at)
@@ -137,7 +158,9 @@ def test_whatever_the_order_nothing_open_is_below_the_watermark_and_a_restart_re
     assert w.watermark == (still[0] if still else (offsets[-1] + 1 if offsets else 10))
     assert len(w) == len(still)
     again: Window[str] = Window(2, w.watermark, settled_ahead(w.watermark, w.metadata()))
-    assert [offset for offset in offsets if offset >= w.watermark and again.add(offset, "m")] == still
+    assert [
+        offset for offset in offsets if offset >= w.watermark and again.add(offset, "m")
+    ] == still
     for offset in still:
         assert again.settle(offset, 2)
     assert again.watermark == max(again.next, before)

@@ -19,7 +19,16 @@ from urllib.request import urlopen
 
 import pytest
 
-from penstock.testing.web import Reply, Request, Web, ends_dead, product_page, read_log, reply, tagged
+from penstock.testing.web import (
+    Reply,
+    Request,
+    Web,
+    ends_dead,
+    product_page,
+    read_log,
+    reply,
+    tagged,
+)
 from penstock.testing.wire import MAX_BODY, MAX_HEAD, MAX_HEADERS
 
 T = TypeVar("T")
@@ -46,12 +55,23 @@ class Client:
 
     async def answer(self, *, head_only: bool = False) -> tuple[int, dict[str, str], bytes]:
         lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:] if line)}
-        body = b"" if head_only else await self.reader.readexactly(int(headers.get("content-length", 0)))
+        headers = {
+            k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:] if line)
+        }
+        body = (
+            b""
+            if head_only
+            else await self.reader.readexactly(int(headers.get("content-length", 0)))
+        )
         return int(lines[0].split()[1]), headers, body
 
-    async def get(self, path: str, method: str = "GET", headers: str = "", body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
-        await self.send(f"{method} {path} HTTP/1.1\r\nHost: test\r\nUser-Agent: unit\r\n{headers}\r\n".encode() + body)
+    async def get(
+        self, path: str, method: str = "GET", headers: str = "", body: bytes = b""
+    ) -> tuple[int, dict[str, str], bytes]:
+        await self.send(
+            f"{method} {path} HTTP/1.1\r\nHost: test\r\nUser-Agent: unit\r\n{headers}\r\n".encode()
+            + body
+        )
         return await self.answer(head_only=method == "HEAD")
 
     async def rest(self) -> bytes:
@@ -70,7 +90,11 @@ def test_one_connection_carries_many_requests() -> None:
     async def scenario(web: Web, client: Client) -> None:
         web.route("/a", "first")
         web.route("/b", b"second")
-        assert [(await client.get(path))[2] for path in ("/a", "/b", "/a")] == [b"first", b"second", b"first"]
+        assert [(await client.get(path))[2] for path in ("/a", "/b", "/a")] == [
+            b"first",
+            b"second",
+            b"first",
+        ]
         assert len(web.connections) == 1
 
     with_web(scenario)
@@ -81,7 +105,9 @@ def test_head_tells_the_length_and_sends_no_body() -> None:
         web.route("/a", "twelve bytes")
         status, headers, _ = await client.get("/a", "HEAD")
         assert (status, headers["content-length"]) == (200, "12")
-        assert (await client.get("/a"))[2] == b"twelve bytes"  # nothing of a body was left on the connection
+        assert (await client.get("/a"))[
+            2
+        ] == b"twelve bytes"  # nothing of a body was left on the connection
 
     with_web(scenario)
 
@@ -90,7 +116,9 @@ def test_pipelined_requests_are_answered_in_order_even_when_the_first_is_slow() 
     async def scenario(web: Web, client: Client) -> None:
         web.route("/slow", Reply(body=b"slow", delay=0.05))
         web.route("/fast", "fast")
-        await client.send(b"GET /slow HTTP/1.1\r\nHost: t\r\n\r\nGET /fast HTTP/1.1\r\nHost: t\r\n\r\n")
+        await client.send(
+            b"GET /slow HTTP/1.1\r\nHost: t\r\n\r\nGET /fast HTTP/1.1\r\nHost: t\r\n\r\n"
+        )
         assert (await client.answer())[2] == b"slow"
         assert (await client.answer())[2] == b"fast"
 
@@ -107,9 +135,21 @@ def test_a_handler_sees_method_query_headers_and_both_kinds_of_body() -> None:
             return reply("ok")
 
         web.route("/api/*", handler)
-        await client.get("/api/x?a=1&b=", "POST", "Content-Length: 5\r\nX-Thing: 1\r\nX-Thing: 2\r\n", b"hello")
-        await client.get("/api/y", "POST", "Transfer-Encoding: chunked\r\n", b"5;ext=1\r\nhello\r\n6\r\n world\r\n0\r\nTrailer: x\r\n\r\n")
-        assert (seen[0].method, seen[0].params, seen[0].headers["x-thing"], seen[0].body) == ("POST", {"a": "1", "b": ""}, "1, 2", b"hello")
+        await client.get(
+            "/api/x?a=1&b=", "POST", "Content-Length: 5\r\nX-Thing: 1\r\nX-Thing: 2\r\n", b"hello"
+        )
+        await client.get(
+            "/api/y",
+            "POST",
+            "Transfer-Encoding: chunked\r\n",
+            b"5;ext=1\r\nhello\r\n6\r\n world\r\n0\r\nTrailer: x\r\n\r\n",
+        )
+        assert (seen[0].method, seen[0].params, seen[0].headers["x-thing"], seen[0].body) == (
+            "POST",
+            {"a": "1", "b": ""},
+            "1, 2",
+            b"hello",
+        )
         assert (seen[1].path, seen[1].body) == ("/api/y", b"hello world")
 
     with_web(scenario)
@@ -128,7 +168,9 @@ def test_a_body_that_arrives_byte_by_byte_is_put_together() -> None:
 def test_a_client_that_waits_for_100_continue_gets_it() -> None:
     async def scenario(web: Web, client: Client) -> None:
         web.route("/echo", lambda request: reply(request.body))
-        await client.send(b"POST /echo HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        await client.send(
+            b"POST /echo HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+        )
         assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         await client.send(b"ok")
         assert (await client.answer())[2] == b"ok"
@@ -144,17 +186,44 @@ REFUSALS = {
     "space before the colon": (b"GET / HTTP/1.1\r\nHost : a\r\n\r\n", 400),
     "folded header": (b"GET / HTTP/1.1\r\nHost: a\r\nX: 1\r\n 2\r\n\r\n", 400),
     "bare line feed": (b"GET / HTTP/1.1\r\nHost: a\nX: 1\r\n\r\n", 400),
-    "length and chunked": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
-    "two lengths": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\n", 400),
+    "length and chunked": (
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n",
+        400,
+    ),
+    "two lengths": (
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\n",
+        400,
+    ),
     "signed length": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\n", 400),
-    "bad chunk size": (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0x5\r\n", 400),
-    "chunk longer than it says": (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabcd\r\n", 400),
-    "endless chunk header": (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 5000, 400),
-    "huge length": (f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n".encode(), 413),
-    "absurd length": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: " + b"9" * 6000 + b"\r\n\r\n", 413),
-    "huge chunk": (f"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n{MAX_BODY + 1:x}\r\n".encode(), 413),
+    "bad chunk size": (
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0x5\r\n",
+        400,
+    ),
+    "chunk longer than it says": (
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabcd\r\n",
+        400,
+    ),
+    "endless chunk header": (
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 5000,
+        400,
+    ),
+    "huge length": (
+        f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n".encode(),
+        413,
+    ),
+    "absurd length": (
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: " + b"9" * 6000 + b"\r\n\r\n",
+        413,
+    ),
+    "huge chunk": (
+        f"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n{MAX_BODY + 1:x}\r\n".encode(),
+        413,
+    ),
     "endless head": (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * MAX_HEAD, 431),
-    "too many headers": (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: 1\r\n" * MAX_HEADERS + b"\r\n", 431),
+    "too many headers": (
+        b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: 1\r\n" * MAX_HEADERS + b"\r\n",
+        431,
+    ),
 }
 
 
@@ -184,7 +253,10 @@ def test_an_absolute_request_target_is_understood() -> None:
 def test_an_old_or_a_leaving_client_is_answered_and_let_go() -> None:
     async def scenario(web: Web, client: Client) -> None:
         web.route("/x", "yes")
-        for request in (b"GET /x HTTP/1.0\r\n\r\n", b"GET /x HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n"):
+        for request in (
+            b"GET /x HTTP/1.0\r\n\r\n",
+            b"GET /x HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n",
+        ):
             async with Client.to(web.port) as other:
                 await other.send(request)
                 assert (await other.rest()).endswith(b"yes")
@@ -270,7 +342,11 @@ def test_the_longest_prefix_wins_and_a_route_can_be_replaced() -> None:
         web.route("/*", "any")
         web.route("/deep/*", "deep")
         web.route("/deep/exact", "exact")
-        assert [(await client.get(path))[2] for path in ("/z", "/deep/z", "/deep/exact")] == [b"any", b"deep", b"exact"]
+        assert [(await client.get(path))[2] for path in ("/z", "/deep/z", "/deep/exact")] == [
+            b"any",
+            b"deep",
+            b"exact",
+        ]
         web.route("/deep/*", "changed")
         assert (await client.get("/deep/z"))[2] == b"changed"
 
@@ -285,7 +361,9 @@ def test_every_port_has_its_own_handler_and_shows_in_the_log() -> None:
         for port, body in ((web.port, b"main"), (same, b"main"), (own, f"own {own}".encode())):
             async with Client.to(port) as other:
                 assert (await other.get("/x"))[2] == body
-        assert [(e.port, e.host, e.agent, e.method, e.status) for e in web.entries] == [(port, "test", "unit", "GET", 200) for port in (web.port, same, own)]
+        assert [(e.port, e.host, e.agent, e.method, e.status) for e in web.entries] == [
+            (port, "test", "unit", "GET", 200) for port in (web.port, same, own)
+        ]
         assert web.counts["/x"] == 3
         assert all(0 < e.at <= e.answered for e in web.entries)
 
@@ -307,7 +385,9 @@ def test_a_request_nobody_waited_for_is_counted_once_in_memory_and_on_disk(tmp_p
         web.route("/slow", handler)
         await client.send(b"GET /slow HTTP/1.1\r\nHost: t\r\n\r\n")
         await asked.wait()
-        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
         client.writer.transport.abort()
         await left.wait()
         await asyncio.sleep(0)
@@ -354,9 +434,24 @@ def test_the_plan_of_dead_pages_is_exact_and_spread() -> None:
     assert all(ends_dead(n, 1.0) for n in range(1000))
 
 
-def test_the_target_in_its_own_process_prints_its_address_serves_logs_and_leaves_on_sigterm(tmp_path: Path) -> None:
+def test_the_target_in_its_own_process_prints_its_address_serves_logs_and_leaves_on_sigterm(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "access.jsonl"
-    command = [sys.executable, "-m", "penstock.testing.web", "--port", "0", "--pages", "10", "--dead-share", "0.5", "--log", str(log), "--with-parent"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.testing.web",
+        "--port",
+        "0",
+        "--pages",
+        "10",
+        "--dead-share",
+        "0.5",
+        "--log",
+        str(log),
+        "--with-parent",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -365,8 +460,13 @@ def test_the_target_in_its_own_process_prints_its_address_serves_logs_and_leaves
             with urlopen(address["url"] + "/p/0", timeout=60) as answer:
                 assert answer.read() == product_page(0)
             with urlopen(address["url"] + "/urls.txt", timeout=60) as answer:
-                assert answer.read().decode().splitlines() == [f"{address['url']}/p/{n}" for n in range(10)]
-            assert [(e.path, e.status) for e in read_log(log)] == [("/p/0", 200), ("/urls.txt", 200)]
+                assert answer.read().decode().splitlines() == [
+                    f"{address['url']}/p/{n}" for n in range(10)
+                ]
+            assert [(e.path, e.status) for e in read_log(log)] == [
+                ("/p/0", 200),
+                ("/urls.txt", 200),
+            ]
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

@@ -42,19 +42,31 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_intermixed_args(arguments)
     if asked.action not in ("up", "down", "restart", "kill", "status", "url"):
-        raise ServiceError(f"services: unknown action {asked.action!r}", "./dev services up|down|restart|kill|status|url [NAME]", status=2)
+        raise ServiceError(
+            f"services: unknown action {asked.action!r}",
+            "./dev services up|down|restart|kill|status|url [NAME]",
+            status=2,
+        )
     unknown = [name for name in asked.names if name not in SERVERS]
     if unknown:
-        raise ServiceError(f"no service is called {unknown[0]!r}", f"one of {', '.join(SERVERS)}", status=2)
+        raise ServiceError(
+            f"no service is called {unknown[0]!r}", f"one of {', '.join(SERVERS)}", status=2
+        )
     if asked.action in ("restart", "kill", "url") and not asked.names:
-        raise ServiceError(f"services {asked.action}: which one?", f"./dev services {asked.action} {next(iter(SERVERS))}", status=2)
+        raise ServiceError(
+            f"services {asked.action}: which one?",
+            f"./dev services {asked.action} {next(iter(SERVERS))}",
+            status=2,
+        )
     return asked
 
 
 def run(arguments: list[str]) -> None:
     asked = _parse(arguments)
     everything = servers(state_directory(asked.state))
-    chosen = [server for server in everything.values() if server.name in asked.names or not asked.names]
+    chosen = [
+        server for server in everything.values() if server.name in asked.names or not asked.names
+    ]
     match asked.action:
         case "up":
             for server in closure([server.name for server in chosen], everything):
@@ -63,7 +75,11 @@ def run(arguments: list[str]) -> None:
         case "down" | "kill":
             for server in reversed(chosen):
                 if down(server, kill=asked.action == "kill", wipe=asked.wipe):
-                    say(f"{server.name} is stopped" if asked.action == "down" else f"{server.name} is killed")
+                    say(
+                        f"{server.name} is stopped"
+                        if asked.action == "down"
+                        else f"{server.name} is killed"
+                    )
                 elif asked.names:
                     say(f"{server.name} is not running")
         case "restart":
@@ -80,7 +96,9 @@ def run(arguments: list[str]) -> None:
                 print(json.dumps([asdict(line) for line in found], indent=2))
                 return
             for line in found:
-                print(f"{line.name:<9} {line.state:<14} {line.pid or '-':<8} {line.version or '-':<12} {line.url or '-'}")
+                print(
+                    f"{line.name:<9} {line.state:<14} {line.pid or '-':<8} {line.version or '-':<12} {line.url or '-'}"
+                )
 
 
 def main() -> int:

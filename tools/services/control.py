@@ -49,9 +49,17 @@ def up(server: Server, *, borrowed: bool = False) -> bool:
         server.place.log.write_bytes(b"")
         # PENSTOCK_ variables are the product's; none is a server's business.
         environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "RABBITMQ_", "PG", "AWS_"))
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PENSTOCK_", "RABBITMQ_", "PG", "AWS_"))
         } | server.environment()
-        pid = spawn(command, environment=environment, log=server.place.log, directory=server.data, user=server.user)
+        pid = spawn(
+            command,
+            environment=environment,
+            log=server.place.log,
+            directory=server.data,
+            user=server.user,
+        )
         server.place.note(pid=pid, began=identity(pid) or "", version="", borrowed=borrowed)
         version = _wait(server)
         server.place.note(version=version)
@@ -72,16 +80,24 @@ def _wait(server: Server) -> str:
         if not server.place.running():
             raise _failed(server, "ended while it was starting")
         if time.monotonic() > until:
-            raise _failed(server, f"did not answer within {server.patience:.0f} s ({trouble.splitlines()[0][:200]})")
+            raise _failed(
+                server,
+                f"did not answer within {server.patience:.0f} s ({trouble.splitlines()[0][:200]})",
+            )
         time.sleep(0.05)
 
 
 def _failed(server: Server, what: str) -> ServiceError:
-    lines = server.place.log.read_text(encoding="utf-8", errors="replace").splitlines() if server.place.log.exists() else []
+    lines = (
+        server.place.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if server.place.log.exists()
+        else []
+    )
     for line in lines[-LOG_LINES:]:
         say(f"{server.name}: {line}")
     return ServiceError(
-        f"{server.name} {what}", f"read {server.place.log}, then ./dev services restart {server.name} (with new data: ./dev services down --wipe {server.name})"
+        f"{server.name} {what}",
+        f"read {server.place.log}, then ./dev services restart {server.name} (with new data: ./dev services down --wipe {server.name})",
     )
 
 
@@ -91,7 +107,12 @@ def down(server: Server, *, kill: bool = False, wipe: bool = False) -> bool:
         running = server.place.running()
         noted = server.place.noted()
         if running:
-            end(noted.pid, noted.began, signal.SIGKILL if kill else server.stop_signal, patience=STOPPING)
+            end(
+                noted.pid,
+                noted.began,
+                signal.SIGKILL if kill else server.stop_signal,
+                patience=STOPPING,
+            )
             server.place.note(pid=0, began="")
         if wipe:
             server.place.wipe()
@@ -103,7 +124,9 @@ def status(everything: Sequence[Server]) -> list[Status]:
     for server in everything:
         noted = server.place.noted()
         if not server.place.running():
-            found.append(Status(server.name, "stopped", server.url() if noted.ports else None, None, None))
+            found.append(
+                Status(server.name, "stopped", server.url() if noted.ports else None, None, None)
+            )
             continue
         try:
             state, version = "running", server.version()

@@ -27,7 +27,8 @@ def java() -> str:
     version = re.search(r'version "(\d+)', told)
     if version is None or int(version[1]) < JAVA:
         raise ServiceError(
-            f"Java {JAVA} or newer is needed; {found} is {told.splitlines()[0] if told else 'silent'}", f"install a JRE {JAVA} and put it first on PATH"
+            f"Java {JAVA} or newer is needed; {found} is {told.splitlines()[0] if told else 'silent'}",
+            f"install a JRE {JAVA} and put it first on PATH",
         )
     return found
 
@@ -38,7 +39,15 @@ def jars(name: str, artifacts: Sequence[str]) -> Path:
     def fetch(directory: Path) -> None:
         pom = directory / "pom.xml"
         pom.write_text(_pom(artifacts))
-        _maven(["-f", str(pom), f"{DEPENDENCY_PLUGIN}:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={directory}"])
+        _maven(
+            [
+                "-f",
+                str(pom),
+                f"{DEPENDENCY_PLUGIN}:copy-dependencies",
+                "-DincludeScope=runtime",
+                f"-DoutputDirectory={directory}",
+            ]
+        )
 
     return _installed(name, artifacts, fetch)
 
@@ -48,10 +57,18 @@ def plugins(name: str, artifacts: Sequence[str]) -> Path:
 
     def fetch(directory: Path) -> None:
         for artifact in artifacts:
-            _maven([f"{DEPENDENCY_PLUGIN}:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={directory}"])
+            _maven(
+                [
+                    f"{DEPENDENCY_PLUGIN}:copy",
+                    f"-Dartifact={artifact}",
+                    f"-DoutputDirectory={directory}",
+                ]
+            )
         for archive in directory.glob("*.tar.gz"):
             with tarfile.open(archive) as packed:
-                packed.extractall(directory, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # there since 3.11.4
+                packed.extractall(
+                    directory, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+                )  # there since 3.11.4
             archive.unlink()
 
     return _installed(name, artifacts, fetch)
@@ -80,18 +97,35 @@ def _installed(name: str, artifacts: Sequence[str], fetch: Callable[[Path], None
 
 def _maven(arguments: Sequence[str]) -> None:
     java()
-    command = [program("mvn", "maven", "it fetches the jars from Maven Central"), "-B", "-q", "-ntp", *arguments]
-    done = subprocess.run(command, cwd=tempfile.gettempdir(), env=os.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    command = [
+        program("mvn", "maven", "it fetches the jars from Maven Central"),
+        "-B",
+        "-q",
+        "-ntp",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tempfile.gettempdir(),
+        env=os.environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         print("\n".join((done.stdout + done.stderr).splitlines()[:15]), file=sys.stderr)
         raise ServiceError(
-            "Maven could not fetch the jars (its words are above)", "check the network or Maven's settings (~/.m2/settings.xml), then run this again"
+            "Maven could not fetch the jars (its words are above)",
+            "check the network or Maven's settings (~/.m2/settings.xml), then run this again",
         )
 
 
 def _pom(artifacts: Sequence[str]) -> str:
     parts = "".join(
-        "<dependency><groupId>{}</groupId><artifactId>{}</artifactId><version>{}</version></dependency>\n".format(*artifact.split(":"))
+        "<dependency><groupId>{}</groupId><artifactId>{}</artifactId><version>{}</version></dependency>\n".format(
+            *artifact.split(":")
+        )
         for artifact in artifacts
     )
     head = "<modelVersion>4.0.0</modelVersion><groupId>penstock</groupId><artifactId>servers</artifactId><version>1</version><packaging>pom</packaging>"

@@ -16,7 +16,10 @@ from .trouble import ServiceError, say
 def find(program: str, *places: str) -> str | None:
     """On the path, or the newest of these (globs)."""
     for pattern in places:
-        found = sorted(Path("/").glob(pattern.lstrip("/")), key=lambda path: [int(part) if part.isdigit() else 0 for part in path.parts])
+        found = sorted(
+            Path("/").glob(pattern.lstrip("/")),
+            key=lambda path: [int(part) if part.isdigit() else 0 for part in path.parts],
+        )
         if found:
             return str(found[-1])
     return shutil.which(program)
@@ -28,7 +31,10 @@ def program(name: str, package: str, why: str, *places: str) -> str:
         _install([package], why)
         found = find(name, *places)
     if found is None:
-        raise ServiceError(f"{name} is not there, although {package} is installed", f"look for it: dpkg -L {package}")
+        raise ServiceError(
+            f"{name} is not there, although {package} is installed",
+            f"look for it: dpkg -L {package}",
+        )
     return found
 
 
@@ -40,11 +46,25 @@ def _install(packages: Sequence[str], why: str) -> None:
             f"install it with your system's package manager, or use Docker: deploy/compose/compose.yaml (Debian's name: {names})",
         )
     if os.geteuid() != 0:
-        raise ServiceError(f"{names} is not installed ({why})", f"sudo apt install --no-install-recommends {names}, then run this again")
+        raise ServiceError(
+            f"{names} is not installed ({why})",
+            f"sudo apt install --no-install-recommends {names}, then run this again",
+        )
     say(f"installing {names} with apt: {why}")
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     wait = ["-o", "DPkg::Lock::Timeout=300"]  # another apt on this machine comes first
     with locked(cache_directory() / "apt.lock"):
-        for step in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *packages]):
-            if subprocess.run(["apt-get", *wait, *step], env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode:
-                raise ServiceError(f"apt-get {step[0]} failed", f"apt-get install {names}, then run this again")
+        for step in (
+            ["update", "-qq"],
+            ["install", "-y", "-qq", "--no-install-recommends", *packages],
+        ):
+            if subprocess.run(
+                ["apt-get", *wait, *step],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                check=False,
+            ).returncode:
+                raise ServiceError(
+                    f"apt-get {step[0]} failed", f"apt-get install {names}, then run this again"
+                )

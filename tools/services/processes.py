@@ -17,15 +17,26 @@ def identity(pid: int) -> str | None:
     if Path("/proc/self/stat").exists():
         try:
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            alone = len(os.listdir(stat.with_name("task"))) == 1  # a thread that still waits for the disk keeps the port
+            alone = (
+                len(os.listdir(stat.with_name("task"))) == 1
+            )  # a thread that still waits for the disk keeps the port
         except OSError:
             return None
         return None if fields[0] in "ZX" and alone else fields[19]
-    shown = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout.split(maxsplit=1)
+    shown = subprocess.run(
+        ["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout.split(maxsplit=1)
     return None if len(shown) < 2 or shown[0].startswith("Z") else shown[1].strip()
 
 
-def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, directory: Path, user: str | None) -> int:
+def spawn(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    log: Path,
+    directory: Path,
+    user: str | None,
+) -> int:
     """Runs on after us, in a session of its own, so that a Ctrl-C here does not reach it. Returns its pid, which is also its process group."""
     with open(log, "ab") as out:
         process = subprocess.Popen(
@@ -49,7 +60,9 @@ def _children(pid: int) -> dict[int, str]:
     found = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = int(entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            parent = int(
+                entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+            )
         except OSError:
             continue
         if parent == pid and (began := identity(int(entry.parent.name))):
@@ -74,11 +87,15 @@ def end(pid: int, began: str, first: signal.Signals, *, patience: float) -> None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
     try:
-        os.killpg(pid, signal.SIGKILL)  # a group's number is not given to another while one of its members lives
+        os.killpg(
+            pid, signal.SIGKILL
+        )  # a group's number is not given to another while one of its members lives
     except (ProcessLookupError, PermissionError):
         pass
     until = time.monotonic() + 10
     while any(identity(one) == since for one, since in left.items()) and time.monotonic() < until:
         _reap(pid)
         time.sleep(0.02)
-    _reap(pid)  # what is left of a killed one would be taken for alive: Postgres does not start beside its old pid
+    _reap(
+        pid
+    )  # what is left of a killed one would be taken for alive: Postgres does not start beside its old pid

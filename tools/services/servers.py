@@ -25,7 +25,10 @@ from .trouble import ServiceError
 
 HOST = "127.0.0.1"
 KAFKA = "4.3.1"
-LOGGING = ("org.apache.logging.log4j:log4j-slf4j-impl:2.24.3", "org.apache.logging.log4j:log4j-core:2.24.3")  # Kafka uses slf4j 1.7: slf4j2-impl stays silent
+LOGGING = (
+    "org.apache.logging.log4j:log4j-slf4j-impl:2.24.3",
+    "org.apache.logging.log4j:log4j-core:2.24.3",
+)  # Kafka uses slf4j 1.7: slf4j2-impl stays silent
 JVM = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
 
 
@@ -33,7 +36,9 @@ class Server:
     """One server in its place. `ports` are asked for once and remembered; everything else is made again at every start."""
 
     name: ClassVar[str]
-    usual: ClassVar[Mapping[str, int]]  # ports, the first of which is the one that clients use; also in deploy/compose/compose.yaml
+    usual: ClassVar[
+        Mapping[str, int]
+    ]  # ports, the first of which is the one that clients use; also in deploy/compose/compose.yaml
     needs: ClassVar[tuple[str, ...]] = ()  # servers that must run before it
     heavy: ClassVar[bool] = False  # hundreds of megabytes: tests run one of these at a time
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
@@ -65,10 +70,14 @@ class Server:
         return str(path)
 
     def get(self, path: str, *, port: str = "", user: str = "", method: str = "GET") -> bytes:
-        request = urllib.request.Request(f"http://{HOST}:{self.ports[port] if port else self.port}{path}", method=method)
+        request = urllib.request.Request(
+            f"http://{HOST}:{self.ports[port] if port else self.port}{path}", method=method
+        )
         if user:
             request.add_header("Authorization", "Basic " + base64.b64encode(user.encode()).decode())
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            request, timeout=5
+        ) as answer:
             return bytes(answer.read())
 
     def url(self) -> str:
@@ -98,7 +107,12 @@ class Postgres(Server):
 
     @cached_property
     def binary(self) -> str:
-        return program("postgres", "postgresql", "the Postgres broker, ledger and sink are tested on it", "/usr/lib/postgresql/*/bin/postgres")
+        return program(
+            "postgres",
+            "postgresql",
+            "the Postgres broker, ledger and sink are tested on it",
+            "/usr/lib/postgresql/*/bin/postgres",
+        )
 
     def url(self) -> str:
         return f"postgres://postgres@{HOST}:{self.port}/penstock"
@@ -107,13 +121,32 @@ class Postgres(Server):
         server, data = self.binary, self.data
         cluster = data / "cluster"
         if not (cluster / "PG_VERSION").exists():
-            initdb = [str(Path(server).with_name("initdb")), "-D", str(cluster), "-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C"]
+            initdb = [
+                str(Path(server).with_name("initdb")),
+                "-D",
+                str(cluster),
+                "-A",
+                "trust",
+                "-U",
+                "postgres",
+                "-E",
+                "UTF8",
+                "--locale=C",
+            ]
             made = subprocess.run(
-                initdb, capture_output=True, text=True, cwd=data, user=self.user, group=self.user, extra_groups=[] if self.user else None, check=False
+                initdb,
+                capture_output=True,
+                text=True,
+                cwd=data,
+                user=self.user,
+                group=self.user,
+                extra_groups=[] if self.user else None,
+                check=False,
             )
             if made.returncode:
                 raise ServiceError(
-                    f"initdb failed: {(made.stderr or made.stdout).strip().splitlines()[-1]}", f"./dev services down --wipe {self.name}, then run this again"
+                    f"initdb failed: {(made.stderr or made.stdout).strip().splitlines()[-1]}",
+                    f"./dev services down --wipe {self.name}, then run this again",
                 )
         lock = cluster / "postmaster.pid"
         if lock.exists() and identity(int(lock.read_text().split()[0])) is None:
@@ -128,13 +161,24 @@ class Postgres(Server):
             "max_replication_slots": 16,
             "shared_buffers": "64MB",
         }
-        return [server, "-D", str(cluster), *[word for name, value in settings.items() for word in ("-c", f"{name}={value}")]]
+        return [
+            server,
+            "-D",
+            str(cluster),
+            *[word for name, value in settings.items() for word in ("-c", f"{name}={value}")],
+        ]
 
     def version(self) -> str:
         import psycopg
 
-        with psycopg.connect(f"host={HOST} port={self.port} user=postgres dbname=postgres", connect_timeout=5, autocommit=True) as connection:
-            if not connection.execute("SELECT 1 FROM pg_database WHERE datname = 'penstock'").fetchone():
+        with psycopg.connect(
+            f"host={HOST} port={self.port} user=postgres dbname=postgres",
+            connect_timeout=5,
+            autocommit=True,
+        ) as connection:
+            if not connection.execute(
+                "SELECT 1 FROM pg_database WHERE datname = 'penstock'"
+            ).fetchone():
                 connection.execute("CREATE DATABASE penstock")
             return str(connection.info.parameter_status("server_version")).split()[0]
 
@@ -147,8 +191,16 @@ class Redis(Server):
         return f"redis://{HOST}:{self.port}/0"
 
     def command(self) -> list[str]:
-        server = program("redis-server", "redis-server", "the Redis broker and claims are tested on it")
-        lines = [f"bind {HOST}", f"port {self.port}", f'dir "{self.data}"', "appendonly yes", "appendfsync always"]
+        server = program(
+            "redis-server", "redis-server", "the Redis broker and claims are tested on it"
+        )
+        lines = [
+            f"bind {HOST}",
+            f"port {self.port}",
+            f'dir "{self.data}"',
+            "appendonly yes",
+            "appendfsync always",
+        ]
         lines += ['save ""', "maxmemory-policy noeviction", "daemonize no"]
         return [server, self.write("redis.conf", *lines)]
 
@@ -178,7 +230,12 @@ class Rabbitmq(Server):
 
     def command(self) -> list[str]:
         # Debian's wrapper on the path insists on its own user and directories; the script behind it does not.
-        server = program("rabbitmq-server", "rabbitmq-server", "the RabbitMQ broker is tested on it", "/usr/lib/rabbitmq/bin/rabbitmq-server")
+        server = program(
+            "rabbitmq-server",
+            "rabbitmq-server",
+            "the RabbitMQ broker is tested on it",
+            "/usr/lib/rabbitmq/bin/rabbitmq-server",
+        )
         self.write("enabled_plugins", "[rabbitmq_management].")
         self.write(
             "rabbitmq.conf", f"listeners.tcp.1 = {HOST}:{self.port}", f"management.tcp.ip = {HOST}", f"management.tcp.port = {self.ports['management']}",
@@ -207,7 +264,11 @@ class Rabbitmq(Server):
 
     def version(self) -> str:
         socket.create_connection((HOST, self.port), 5).close()
-        return str(json.loads(self.get("/api/overview", port="management", user="guest:guest"))["rabbitmq_version"])
+        return str(
+            json.loads(self.get("/api/overview", port="management", user="guest:guest"))[
+                "rabbitmq_version"
+            ]
+        )
 
 
 class JavaServer(Server):
@@ -217,19 +278,37 @@ class JavaServer(Server):
     patience = 120.0
     memory: ClassVar[str]
 
-    def java(self, classes: Path, main: str, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
+    def java(
+        self, classes: Path, main: str, *arguments: str, options: tuple[str, ...] = ()
+    ) -> list[str]:
         log4j = self.write(
             "log4j2.properties", "appender.out.type = Console", "appender.out.name = out", "appender.out.layout.type = PatternLayout",
             "appender.out.layout.pattern = %d %p %m (%c)%n", "rootLogger.level = warn", "rootLogger.appenderRef.out.ref = out",
         )  # fmt: skip
-        return [java(), f"-Xmx{self.memory}", *JVM, f"-Dlog4j2.configurationFile={log4j}", *options, "-cp", f"{classes}/*", main, *arguments]
+        return [
+            java(),
+            f"-Xmx{self.memory}",
+            *JVM,
+            f"-Dlog4j2.configurationFile={log4j}",
+            *options,
+            "-cp",
+            f"{classes}/*",
+            main,
+            *arguments,
+        ]
 
 
 class Kafka(JavaServer):
     name = "kafka"
     # Clients go where a broker says it is. For a proxy in between: asked at `behind`, it says that it is at `proxied`, where nobody listens.
     # At `secure` it wants TLS and a login: user `penstock`, or `nobody`, whom a test may forbid what it likes.
-    usual = {"clients": 29092, "controller": 30092, "behind": 30392, "proxied": 30692, "secure": 30992}
+    usual = {
+        "clients": 29092,
+        "controller": 30092,
+        "behind": 30392,
+        "proxied": 30692,
+        "secure": 30992,
+    }
     memory = "512m"
 
     def url(self) -> str:
@@ -239,7 +318,11 @@ class Kafka(JavaServer):
         classes = jars("kafka", [f"org.apache.kafka:kafka_2.13:{KAFKA}", *LOGGING])
         controller = self.ports["controller"]
         logs = self.data / "logs"
-        single = {"offsets.topic.": 4, "transaction.state.log.": 4, "share.coordinator.state.topic.": 4}
+        single = {
+            "offsets.topic.": 4,
+            "transaction.state.log.": 4,
+            "share.coordinator.state.topic.": 4,
+        }
         properties = self.write(
             "server.properties", "process.roles=broker,controller", "node.id=1", f"controller.quorum.bootstrap.servers={HOST}:{controller}",
             f"listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['behind']},SECURE://{HOST}:{self.ports['secure']},CONTROLLER://{HOST}:{controller}",
@@ -259,25 +342,58 @@ class Kafka(JavaServer):
         )  # fmt: skip
         if not (logs / "meta.properties").exists():
             cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-            tool = self.java(classes, "kafka.tools.StorageTool", "format", "--standalone", "-t", cluster, "-c", properties)
+            tool = self.java(
+                classes,
+                "kafka.tools.StorageTool",
+                "format",
+                "--standalone",
+                "-t",
+                cluster,
+                "-c",
+                properties,
+            )
             made = subprocess.run(tool, capture_output=True, text=True, check=False)
             if made.returncode:
                 told = [*(made.stdout + made.stderr).strip().splitlines(), "no word"]
-                raise ServiceError(f"Kafka's storage could not be formatted: {told[0]}", f"./dev services down --wipe {self.name}, then run this again")
+                raise ServiceError(
+                    f"Kafka's storage could not be formatted: {told[0]}",
+                    f"./dev services down --wipe {self.name}, then run this again",
+                )
         return self.java(classes, "kafka.Kafka", properties)
 
     def _certificate(self) -> Path:
         """A key for `secure`, made once; `kafka.pem` beside it is what a client must trust."""
         store, trusted = self.data / "kafka.p12", self.data / "kafka.pem"
-        tool = [str(Path(java()).with_name("keytool")), "-alias", "kafka", "-keystore", str(store), "-storepass", "penstock"]
+        tool = [
+            str(Path(java()).with_name("keytool")),
+            "-alias",
+            "kafka",
+            "-keystore",
+            str(store),
+            "-storepass",
+            "penstock",
+        ]
         if not trusted.exists():
             store.unlink(missing_ok=True)
-            made = ["-genkeypair", "-keyalg", "EC", "-dname", f"CN={HOST}", "-ext", f"san=ip:{HOST}", "-validity", "3650", "-storetype", "PKCS12"]
+            made = [
+                "-genkeypair",
+                "-keyalg",
+                "EC",
+                "-dname",
+                f"CN={HOST}",
+                "-ext",
+                f"san=ip:{HOST}",
+                "-validity",
+                "3650",
+                "-storetype",
+                "PKCS12",
+            ]
             for arguments in (made, ["-exportcert", "-rfc", "-file", str(trusted)]):
                 done = subprocess.run(tool + arguments, capture_output=True, text=True, check=False)
                 if done.returncode:
                     raise ServiceError(
-                        f"Kafka's certificate could not be made: {done.stdout.strip()}", f"./dev services down --wipe {self.name}, then run this again"
+                        f"Kafka's certificate could not be made: {done.stdout.strip()}",
+                        f"./dev services down --wipe {self.name}, then run this again",
                     )
         return store
 
@@ -285,8 +401,13 @@ class Kafka(JavaServer):
         from confluent_kafka.admin import AdminClient
 
         # A broker that is still electing its controller lists itself, but cannot make a topic yet.
-        admin = AdminClient({"bootstrap.servers": f"{HOST}:{self.port}", "log_level": 0, "socket.timeout.ms": 3000})
-        if not admin.list_topics(timeout=3).brokers or admin.describe_cluster(request_timeout=3).result().controller is None:
+        admin = AdminClient(
+            {"bootstrap.servers": f"{HOST}:{self.port}", "log_level": 0, "socket.timeout.ms": 3000}
+        )
+        if (
+            not admin.list_topics(timeout=3).brokers
+            or admin.describe_cluster(request_timeout=3).result().controller is None
+        ):
             raise ConnectionError("no controller yet")
         return KAFKA
 
@@ -297,15 +418,28 @@ class Connect(JavaServer):
     needs = ("kafka",)
     memory = "512m"
     patience = 180.0
-    debezium = ("io.debezium:debezium-connector-postgres:3.6.3.Final:tar.gz:plugin", "io.debezium:debezium-connector-jdbc:3.6.0.Final:tar.gz:plugin")
+    debezium = (
+        "io.debezium:debezium-connector-postgres:3.6.3.Final:tar.gz:plugin",
+        "io.debezium:debezium-connector-jdbc:3.6.0.Final:tar.gz:plugin",
+    )
 
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
     def command(self) -> list[str]:
-        runtime = [f"org.apache.kafka:connect-{part}:{KAFKA}" for part in ("runtime", "json", "transforms", "file")]
+        runtime = [
+            f"org.apache.kafka:connect-{part}:{KAFKA}"
+            for part in ("runtime", "json", "transforms", "file")
+        ]
         classes, found = jars("connect", [*runtime, *LOGGING]), plugins("debezium", self.debezium)
-        topics = [line for kind in ("config", "offset", "status") for line in (f"{kind}.storage.topic=connect-{kind}", f"{kind}.storage.replication.factor=1")]
+        topics = [
+            line
+            for kind in ("config", "offset", "status")
+            for line in (
+                f"{kind}.storage.topic=connect-{kind}",
+                f"{kind}.storage.replication.factor=1",
+            )
+        ]
         properties = self.write(
             "connect.properties", f"bootstrap.servers={HOST}:{self.others['kafka'].port}", "group.id=penstock-connect", f"listeners=http://{HOST}:{self.port}",
             f"rest.advertised.host.name={HOST}", "key.converter=org.apache.kafka.connect.json.JsonConverter",
@@ -322,7 +456,13 @@ class Connect(JavaServer):
 
     def version(self) -> str:
         classes = {plugin["class"] for plugin in json.loads(self.get("/connector-plugins"))}
-        if not {"io.debezium.connector.postgresql.PostgresConnector", "io.debezium.connector.jdbc.JdbcSinkConnector"} <= classes:
+        if (
+            not {
+                "io.debezium.connector.postgresql.PostgresConnector",
+                "io.debezium.connector.jdbc.JdbcSinkConnector",
+            }
+            <= classes
+        ):
             raise ConnectionError("the Debezium plugins are not loaded")
         self.get("/connectors")  # answers once the worker has joined its group
         return str(json.loads(self.get("/"))["version"])
@@ -369,7 +509,9 @@ class S3(Server):
         return f"moto {version('moto')}"
 
 
-SERVERS: dict[str, type[Server]] = {kind.name: kind for kind in (Postgres, Redis, Rabbitmq, Kafka, Connect, Sqs, S3)}
+SERVERS: dict[str, type[Server]] = {
+    kind.name: kind for kind in (Postgres, Redis, Rabbitmq, Kafka, Connect, Sqs, S3)
+}
 
 
 def servers(state: Path) -> dict[str, Server]:

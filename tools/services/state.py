@@ -68,7 +68,10 @@ class Place:
         except FileNotFoundError:
             return Noted()
         except (ValueError, TypeError):
-            raise ServiceError(f"{self.directory}/state.json cannot be read", f"stop what runs there, then rm -r {self.directory}") from None
+            raise ServiceError(
+                f"{self.directory}/state.json cannot be read",
+                f"stop what runs there, then rm -r {self.directory}",
+            ) from None
 
     def note(self, **changes: Any) -> Noted:
         noted = replace(self.noted(), **changes)
@@ -85,7 +88,11 @@ class Place:
     def ports(self, wanted: Mapping[str, int]) -> Mapping[str, int]:
         """The ones it always had, or now the first free ones from the usual ones on."""
         ports = self.noted().ports
-        missing = {name: _free(first, self.directory) for name, first in wanted.items() if name not in ports}
+        missing = {
+            name: _free(first, self.directory)
+            for name, first in wanted.items()
+            if name not in ports
+        }
         return self.note(ports={**ports, **missing}).ports if missing else ports
 
     def data(self, user: str | None) -> Path:
@@ -102,7 +109,11 @@ class Place:
         if all(parent.stat().st_mode & 0o001 for parent in place.parents):
             place.mkdir(mode=0o700)
         else:
-            elsewhere = Path(tempfile.mkdtemp(prefix=f"penstock-services-{hashlib.sha256(bytes(place)).hexdigest()[:8]}-"))
+            elsewhere = Path(
+                tempfile.mkdtemp(
+                    prefix=f"penstock-services-{hashlib.sha256(bytes(place)).hexdigest()[:8]}-"
+                )
+            )
             place.symlink_to(elsewhere)
         shutil.chown(place, user, user)
         return place.resolve()
@@ -128,7 +139,9 @@ def _free(first: int, owner: Path) -> int:
         except FileNotFoundError:
             pass
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what is only lingering is free
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # as servers do: what is only lingering is free
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
@@ -139,4 +152,7 @@ def _free(first: int, owner: Path) -> int:
         except FileExistsError:
             continue
         return port
-    raise ServiceError(f"no free port from {first} to {first + PORTS_PER_SERVER - 1}", f"stop what listens there, or remove {table}")
+    raise ServiceError(
+        f"no free port from {first} to {first + PORTS_PER_SERVER - 1}",
+        f"stop what listens there, or remove {table}",
+    )

@@ -8,7 +8,11 @@ import sys
 class ServiceError(Exception):
     def __init__(self, message: str, hint: str, *, status: int = 3) -> None:
         super().__init__(message)
-        self.message, self.hint, self.status = message, hint, status  # the command's exit status: 2 for a mistake in typing it
+        self.message, self.hint, self.status = (
+            message,
+            hint,
+            status,
+        )  # the command's exit status: 2 for a mistake in typing it
 
 
 def say(text: str) -> None:

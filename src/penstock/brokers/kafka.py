@@ -25,7 +25,16 @@ from penstock.brokers.kafka_topics import EARLIEST, LATEST, Layout, Reach, Topic
 from penstock.brokers.kafka_wire import ID, compose, read_message
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.model import Dead, Outcome, Release, Retry
-from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
+from penstock.ports import (
+    Capabilities,
+    Clock,
+    Delivery,
+    Out,
+    Published,
+    Stats,
+    Subscription,
+    TopicSpec,
+)
 from penstock.rules.shares import LOWEST
 from penstock.rules.watermark import Window
 from penstock.stores.context import Context
@@ -77,7 +86,9 @@ class KafkaBroker:
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         for topic in set(map(_topic_of, batch)) - self.topics.layouts.keys():
             await self.layout(topic)
-        return await self.outbound.send(len(batch), partial(self._composed, batch, self.clock.now()))
+        return await self.outbound.send(
+            len(batch), partial(self._composed, batch, self.clock.now())
+        )
 
     def _composed(self, batch: Sequence[Out], now: float) -> Iterator[Message]:
         topic, plan = "", None
@@ -98,7 +109,9 @@ class KafkaBroker:
         later = m.not_before if m.not_before > now else 0.0
         if level is None:
             return compose(place.name, m.id, m.key, m.body, m.headers, not_before=later)
-        return compose(level.name, m.id, m.key, m.body, m.headers, not_before=later, priority=place.priority)
+        return compose(
+            level.name, m.id, m.key, m.body, m.headers, not_before=later, priority=place.priority
+        )
 
     # -- receiving -------------------------------------------------------------------------------------------------------
 
@@ -113,7 +126,15 @@ class KafkaBroker:
             async with self._opening:
                 reader = self._readers.get((topic, group))
                 if reader is None or reader.ended:
-                    reader = Reader(self.settings, plan, group, self.topics.group(topic, group), self.clock, lease=lease, send_on=self._send_on)
+                    reader = Reader(
+                        self.settings,
+                        plan,
+                        group,
+                        self.topics.group(topic, group),
+                        self.clock,
+                        lease=lease,
+                        send_on=self._send_on,
+                    )
                     reader.retention = self.topics.retention
                     self._readers[topic, group] = reader
         return reader
@@ -130,7 +151,16 @@ class KafkaBroker:
     def _again(self, reader: Reader, e: Entry, not_before: float) -> Message:
         place = reader.plan.level(not_before - self.clock.now())
         assert place is not None
-        return compose(place.name, e.id, e.key, e.body, e.headers, not_before=not_before, group=reader.group, priority=e.priority)
+        return compose(
+            place.name,
+            e.id,
+            e.key,
+            e.body,
+            e.headers,
+            not_before=not_before,
+            group=reader.group,
+            priority=e.priority,
+        )
 
     async def settle(self, reader: Reader, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
         now = self.clock.now()
@@ -142,7 +172,9 @@ class KafkaBroker:
             await reader.save()
         return [part is not None and part.saved for part in parts]
 
-    async def _settle_others(self, reader: Reader, others: Sequence[tuple[Entry, Outcome]], now: float) -> bool:
+    async def _settle_others(
+        self, reader: Reader, others: Sequence[tuple[Entry, Outcome]], now: float
+    ) -> bool:
         """True: some of them are finished, and to be saved."""
         sends: list[Message] = []
         for e, outcome in others:
@@ -160,7 +192,10 @@ class KafkaBroker:
                     for e, _ in others:
                         e.settling = False
             if answers.count(Published.OK) < len(sends):
-                raise StoreUnavailable("Kafka did not confirm a retry or a dead letter", hint="it is tried again; see whether all servers are up")
+                raise StoreUnavailable(
+                    "Kafka did not confirm a retry or a dead letter",
+                    hint="it is tried again; see whether all servers are up",
+                )
         finished = False
         for e, outcome in others:
             match outcome:
@@ -178,7 +213,9 @@ class KafkaBroker:
     async def lag(self, topic: str, group: str) -> Sequence[Reach]:
         """Where the group stands, partition by partition; `Reach.lag` counts what is not settled, in flight or not."""
         plan = await self.layout(topic)
-        return await self._ask(self.topics.reach, topic, group, [place.name for place in plan.places])
+        return await self._ask(
+            self.topics.reach, topic, group, [place.name for place in plan.places]
+        )
 
     async def stats(self, topic: str, group: str) -> Stats:
         plan = await self.layout(topic)
@@ -192,13 +229,25 @@ class KafkaBroker:
             waiting = reader.waiting()
             delayed, ready = delayed + waiting, ready - waiting
         dead = await self._ask(self._letters, plan) if plan.dead != plan.of(1).name else 0
-        oldest = await self._ask(self._oldest, [r for r in reaches if r.lag and not delays[r.topic]])
+        oldest = await self._ask(
+            self._oldest, [r for r in reaches if r.lag and not delays[r.topic]]
+        )
         age = None if oldest is None else max(0.0, self.clock.now() - oldest)
-        return Stats(ready=max(0, ready - out), delayed=delayed, in_flight=out, dead=dead, oldest_age=age, exact=False)
+        return Stats(
+            ready=max(0, ready - out),
+            delayed=delayed,
+            in_flight=out,
+            dead=dead,
+            oldest_age=age,
+            exact=False,
+        )
 
     def _letters(self, plan: Layout) -> int:
         partitions = self.topics.partitions([plan.dead])
-        low, end = self.topics.offsets(partitions, EARLIEST), self.topics.offsets(partitions, LATEST)
+        low, end = (
+            self.topics.offsets(partitions, EARLIEST),
+            self.topics.offsets(partitions, LATEST),
+        )
         return sum(end[at].offset - low[at].offset for at in end)
 
     def _oldest(self, reaches: Sequence[Reach]) -> float | None:
@@ -217,13 +266,30 @@ class KafkaBroker:
         return await self._ask(self._peek, plan, limit)
 
     def _peek(self, plan: Layout, limit: int) -> list[Out]:
-        reaches = {(r.topic, r.partition): r for r in self.topics.reach(plan.topic, self._first_group(plan.topic), [place.name for place in plan.places])}
+        reaches = {
+            (r.topic, r.partition): r
+            for r in self.topics.reach(
+                plan.topic, self._first_group(plan.topic), [place.name for place in plan.places]
+            )
+        }
         found = []
-        for m in read(self.settings, {at: (r.start, r.end) for at, r in reaches.items()}, limit + max((len(r.ahead) for r in reaches.values()), default=0)):
+        for m in read(
+            self.settings,
+            {at: (r.start, r.end) for at, r in reaches.items()},
+            limit + max((len(r.ahead) for r in reaches.values()), default=0),
+        ):
             if m.offset() in reaches[m.topic(), m.partition()].ahead:
                 continue
             e = _loose(plan, m)
-            out = Out(topic=plan.topic, id=e.id, key=e.key, body=e.body, headers=e.headers, priority=e.priority, not_before=e.not_before)
+            out = Out(
+                topic=plan.topic,
+                id=e.id,
+                key=e.key,
+                body=e.body,
+                headers=e.headers,
+                priority=e.priority,
+                not_before=e.not_before,
+            )
             found.append((e.at, m.topic(), m.partition(), m.offset(), out))
         return [out for *_, out in sorted(found, key=lambda item: item[:4])[:limit]]
 
@@ -240,14 +306,23 @@ class KafkaBroker:
         return removed
 
     def _purge(self, plan: Layout) -> tuple[int, dict[tuple[str, int], int]]:
-        reaches = self.topics.reach(plan.topic, self._first_group(plan.topic), [place.name for place in plan.places])
+        reaches = self.topics.reach(
+            plan.topic, self._first_group(plan.topic), [place.name for place in plan.places]
+        )
         ends = {(r.topic, r.partition): r.end for r in reaches if r.end > r.low}
         self.topics.truncate(ends)
         return sum(r.lag for r in reaches), ends
 
     # -- history ---------------------------------------------------------------------------------------------------------
 
-    async def replay(self, topic: str, group: str, *, since: float = 0.0, offsets: Mapping[int, int] | None = None) -> int:
+    async def replay(
+        self,
+        topic: str,
+        group: str,
+        *,
+        since: float = 0.0,
+        offsets: Mapping[int, int] | None = None,
+    ) -> int:
         """Everything published since then (0: all that is kept), or from these offsets of the bare topic on, by partition, to `group` once more.
 
         A group that nobody reads is moved back, and nothing is copied. One with members gets copies, with the same ids, of what it has settled."""
@@ -255,13 +330,22 @@ class KafkaBroker:
         starts, reaches = await self._ask(self._starts, plan, group, since, offsets)
         if not await self._ask(self.topics.is_active, topic, group):
             await self._ask(self.topics.move, topic, group, starts)
-            return sum(max(0, r.start - starts[at]) + len(r.ahead) for at, r in reaches.items() if at in starts)
+            return sum(
+                max(0, r.start - starts[at]) + len(r.ahead)
+                for at, r in reaches.items()
+                if at in starts
+            )
         if not plan.retries:
             raise ConfigError(
-                f"group {group} reads {topic} now, and only a group without members can be moved", hint="stop its workers, or replay into another group"
+                f"group {group} reads {topic} now, and only a group without members can be moved",
+                hint="stop its workers, or replay into another group",
             )
         reader = self._readers.get((topic, group))
-        settled = {at: (starts[at], max([r.start, *(o + 1 for o in r.ahead)])) for at, r in reaches.items() if at in starts}
+        settled = {
+            at: (starts[at], max([r.start, *(o + 1 for o in r.ahead)]))
+            for at, r in reaches.items()
+            if at in starts
+        }
         known = {at: (r.start, r.ahead) for at, r in reaches.items()}
         if reader is not None:
             known |= {at: held for at, held in reader.settled().items() if at in known}
@@ -274,13 +358,25 @@ class KafkaBroker:
         reaches = {(r.topic, r.partition): r for r in self.topics.reach(plan.topic, group, names)}
         if offsets is not None:
             bare = plan.of(1).name
-            return {(bare, p): min(max(o, reaches[bare, p].low), reaches[bare, p].end) for p, o in offsets.items() if (bare, p) in reaches}, reaches
+            return {
+                (bare, p): min(max(o, reaches[bare, p].low), reaches[bare, p].end)
+                for p, o in offsets.items()
+                if (bare, p) in reaches
+            }, reaches
         if since <= 0:
             return {at: r.low for at, r in reaches.items()}, reaches
         found = self.topics.offsets(self.topics.partitions(names), at_time(since))
-        return {at: info.offset if info.offset >= 0 else reaches[at].end for at, info in found.items()}, reaches
+        return {
+            at: info.offset if info.offset >= 0 else reaches[at].end for at, info in found.items()
+        }, reaches
 
-    async def _copy(self, plan: Layout, group: str, spans: Mapping[tuple[str, int], tuple[int, int]], known: Mapping[tuple[str, int], Any]) -> int:
+    async def _copy(
+        self,
+        plan: Layout,
+        group: str,
+        spans: Mapping[tuple[str, int], tuple[int, int]],
+        known: Mapping[tuple[str, int], Any],
+    ) -> int:
         """Through the retry topic that waits 0 s: history itself stays as it is, so that the next replay finds each event once."""
 
         def settled() -> list[Message]:
@@ -290,14 +386,28 @@ class KafkaBroker:
                 if m.offset() < start or m.offset() in ahead:
                     e = _loose(plan, m)
                     if not e.meant or e.meant == group:
-                        found.append(compose(plan.retries[0].name, e.id, e.key, e.body, e.headers, group=group, priority=e.priority))
+                        found.append(
+                            compose(
+                                plan.retries[0].name,
+                                e.id,
+                                e.key,
+                                e.body,
+                                e.headers,
+                                group=group,
+                                priority=e.priority,
+                            )
+                        )
             return found
 
         messages = await self._ask(settled)
         for i in range(0, len(messages), 1000):
-            if any(answer is not Published.OK for answer in await self.outbound.send_all(messages[i : i + 1000])):
+            if any(
+                answer is not Published.OK
+                for answer in await self.outbound.send_all(messages[i : i + 1000])
+            ):
                 raise StoreUnavailable(
-                    f"replay of {plan.topic} ended after about {i} of {len(messages)} messages", hint="start it again: what comes twice has the same id"
+                    f"replay of {plan.topic} ended after about {i} of {len(messages)} messages",
+                    hint="start it again: what comes twice has the same id",
                 )
         return len(messages)
 
@@ -313,11 +423,21 @@ class KafkaBroker:
 class KafkaSubscription:
     """Implements ports.Subscription, and `holds`. A lease lasts as long as its partition is ours; time alone does not end it."""
 
-    def __init__(self, broker: KafkaBroker, topic: str, group: str, owner: str, lease: float) -> None:
-        self.broker, self.topic, self.group, self.owner, self.lease = broker, topic, group, owner, lease
+    def __init__(
+        self, broker: KafkaBroker, topic: str, group: str, owner: str, lease: float
+    ) -> None:
+        self.broker, self.topic, self.group, self.owner, self.lease = (
+            broker,
+            topic,
+            group,
+            owner,
+            lease,
+        )
         self._reader: Reader | None = None
 
-    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+    async def receive(
+        self, limit: int, wait: float, *, per_key: int | None = None
+    ) -> Sequence[Delivery]:
         if self._reader is None or self._reader.ended:
             self._reader = await self.broker.reader(self.topic, self.group, self.lease)
         return await self._reader.receive(limit, wait, per_key, self)
@@ -351,4 +471,6 @@ def _loose(plan: Layout, m: Any) -> Entry:
 
 
 def open_broker(url: str, context: Context) -> KafkaBroker:
-    return KafkaBroker(parse(url, os.environ), context.config.namespace or "penstock", context.clock)
+    return KafkaBroker(
+        parse(url, os.environ), context.config.namespace or "penstock", context.clock
+    )

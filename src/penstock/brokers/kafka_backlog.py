@@ -20,13 +20,25 @@ class Partition:
         "received_bytes", "saved", "switched", "token", "topic", "window",
     )  # fmt: skip
 
-    def __init__(self, place: Place, number: int, window: Window[Entry], topic: str, group: str) -> None:
-        self.place, self.number, self.window, self.topic, self.group = place, number, window, topic, group
+    def __init__(
+        self, place: Place, number: int, window: Window[Entry], topic: str, group: str
+    ) -> None:
+        self.place, self.number, self.window, self.topic, self.group = (
+            place,
+            number,
+            window,
+            topic,
+            group,
+        )
         self.at = (place.name, number)
         self.base = position(place.slot, number, 0)  # an offset's position is this and the offset
-        self.token = window.epoch << 32  # of a first delivery; a copy of it that is handed out again has one of its own
+        self.token = (
+            window.epoch << 32
+        )  # of a first delivery; a copy of it that is handed out again has one of its own
         self.received = self.received_bytes = self.finished = self.finished_bytes = 0
-        self.low = self.reached = window.next  # the watermark when it was last committed, and what comes after the last message received
+        self.low = self.reached = (
+            window.next
+        )  # the watermark when it was last committed, and what comes after the last message received
         self.paused, self.switched = False, 0.0  # the thread's
         self.leaving = False  # another worker is to have it: nothing more is handed out
         self.lost = False  # another worker has it
@@ -49,7 +61,9 @@ class Entry(Delivery, kw_only=True, frozen=False, eq=False, gc=False):  # type: 
 
 
 FRAMING = 200  # bytes of memory that a message takes beside its body, about
-Run = tuple[Partition, list[Entry], bool]  # received in a row; True: without a gap, and none of them is for a certain time, group or class
+Run = tuple[
+    Partition, list[Entry], bool
+]  # received in a row; True: without a gap, and none of them is for a certain time, group or class
 
 
 class _Class:
@@ -57,7 +71,9 @@ class _Class:
 
     def __init__(self) -> None:
         self.keys: dict[str, deque[Entry]] = {}  # never an empty one
-        self.turn: deque[str] = deque()  # keys that may be asked, each once, the one that waited longest first
+        self.turn: deque[str] = (
+            deque()
+        )  # keys that may be asked, each once, the one that waited longest first
 
 
 class Backlog:
@@ -132,15 +148,33 @@ class Backlog:
         got: list[Entry] = []
         taken: dict[str, int] = {}
         quotas = shares(self._given, limit)
-        for share in (True, False):  # first each class its part, then whoever still has work fills the batch
+        for share in (
+            True,
+            False,
+        ):  # first each class its part, then whoever still has work fills the batch
             for c, quota in zip(self._classes, quotas, strict=True):
                 if c.turn and len(got) < limit:
-                    self._pick(c, min(quota, limit - len(got)) if share else limit - len(got), per_key, now, taken, got)
+                    self._pick(
+                        c,
+                        min(quota, limit - len(got)) if share else limit - len(got),
+                        per_key,
+                        now,
+                        taken,
+                        got,
+                    )
         self._given += len(got)
         self.ready -= len(got)
         return got
 
-    def _pick(self, c: _Class, quota: int, per_key: int | None, now: float, taken: dict[str, int], got: list[Entry]) -> None:
+    def _pick(
+        self,
+        c: _Class,
+        quota: int,
+        per_key: int | None,
+        now: float,
+        taken: dict[str, int],
+        got: list[Entry],
+    ) -> None:
         end = len(got) + quota
         aside: list[str] = []
         while c.turn and len(got) < end:
@@ -178,7 +212,9 @@ class Backlog:
     def drop(self, unwanted: Callable[[Entry], bool]) -> None:
         """Forget what was not handed out."""
         for c in self._classes:
-            kept = {key: deque(e for e in queue if not unwanted(e)) for key, queue in c.keys.items()}
+            kept = {
+                key: deque(e for e in queue if not unwanted(e)) for key, queue in c.keys.items()
+            }
             c.keys = {key: queue for key, queue in kept.items() if queue}
             c.turn = deque(key for key in c.turn if key in c.keys)
         self.ready = sum(len(queue) for c in self._classes for queue in c.keys.values())

@@ -27,14 +27,26 @@ from penstock.stores.kafka_access import error_of, weightier
 
 BATCH = 500
 RETRY_WINDOW = 200  # messages of a retry partition that are held until they are due; its others stay on the server
-_IDLE, _SLOW, _BUSY = 0.1, 0.02, 0.003  # seconds of one poll; a message ends it at once, a commit that waits does not
+_IDLE, _SLOW, _BUSY = (
+    0.1,
+    0.02,
+    0.003,
+)  # seconds of one poll; a message ends it at once, a commit that waits does not
 _SOON = 0.5  # seconds after an arrival or a commit in which a commit is likely, the more so the fewer they are
 _FIRST = 0.03  # how long the first batch of an assignment waits for its other partitions, so that keys and classes start level
 _DAMPING = 1.0  # seconds between two changes of a partition's pause: each throws away what the client has prefetched
 _RESUME = 0.6  # of the window
 _PROBE = 1.0
-_OUTAGES = (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._AUTHENTICATION, KafkaError._SSL)
-_epochs = itertools.count(1)  # of all assignments in this process: a token of an earlier reader is never one of a later
+_OUTAGES = (
+    KafkaError._ALL_BROKERS_DOWN,
+    KafkaError._TRANSPORT,
+    KafkaError._RESOLVE,
+    KafkaError._AUTHENTICATION,
+    KafkaError._SSL,
+)
+_epochs = itertools.count(
+    1
+)  # of all assignments in this process: a token of an earlier reader is never one of a later
 Order = list[tuple[Partition, int, str]]  # watermark and metadata to commit
 
 
@@ -53,11 +65,30 @@ class Told(Protocol):
 class Member:
     """Of the group from when it is made until `closing` is set; then `end` is told."""
 
-    def __init__(self, settings: Settings, plan: Layout, group: str, group_id: str, lease: float, loop: asyncio.AbstractEventLoop, told: Told) -> None:
-        self.settings, self.plan, self.group, self.group_id, self.lease, self._loop, self._told = settings, plan, group, group_id, lease, loop, told
+    def __init__(
+        self,
+        settings: Settings,
+        plan: Layout,
+        group: str,
+        group_id: str,
+        lease: float,
+        loop: asyncio.AbstractEventLoop,
+        told: Told,
+    ) -> None:
+        self.settings, self.plan, self.group, self.group_id, self.lease, self._loop, self._told = (
+            settings,
+            plan,
+            group,
+            group_id,
+            lease,
+            loop,
+            told,
+        )
         self.orders: deque[Order] = deque()
         self._bell = threading.Event()
-        self.busy = False  # something is handed out or being committed, so that orders come at any time
+        self.busy = (
+            False  # something is handed out or being committed, so that orders come at any time
+        )
         self.wanted = False  # somebody waits for what arrives, so that it is not gathered first
         self.closing = self.abandoned = False
         self.trouble: KafkaError | None = None
@@ -80,7 +111,12 @@ class Member:
         consumer = None
         try:
             consumer = Consumer(self._configuration())
-            consumer.subscribe([place.name for place in self.plan.places], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost)
+            consumer.subscribe(
+                [place.name for place in self.plan.places],
+                on_assign=self._on_assign,
+                on_revoke=self._on_revoke,
+                on_lost=self._on_lost,
+            )
             while not self.closing:
                 self._turn(consumer)
         except KafkaException as e:
@@ -127,7 +163,9 @@ class Member:
         self._bell.clear()  # before we look at what it may ring for
         quiet = time.monotonic() - self._active
         nap = _IDLE if not (self.busy or quiet < _SOON) else min(max(_BUSY, quiet / 8), _SLOW)
-        if self._held and not (self.wanted or self.orders or self._ordered or self.closing):  # nobody waits: only membership is to be kept up
+        if self._held and not (
+            self.wanted or self.orders or self._ordered or self.closing
+        ):  # nobody waits: only membership is to be kept up
             nap = 0
             self._bell.wait(_IDLE)
         messages = consumer.consume(1, 0 if self.orders else nap)
@@ -178,8 +216,14 @@ class Member:
         for part in list(self._pressed):
             count, size = part.received - part.finished, part.received_bytes - part.finished_bytes
             window = RETRY_WINDOW if part.place.delay else self.settings.window
-            share = max(count / window, size / self.settings.window_bytes, (part.reached - part.low) / (SPAN - 2 * BATCH))
-            if (share >= 1 and not part.paused) or (share <= _RESUME and part.paused and now - part.switched >= _DAMPING):
+            share = max(
+                count / window,
+                size / self.settings.window_bytes,
+                (part.reached - part.low) / (SPAN - 2 * BATCH),
+            )
+            if (share >= 1 and not part.paused) or (
+                share <= _RESUME and part.paused and now - part.switched >= _DAMPING
+            ):
                 where = [TopicPartition(*part.at)]
                 try:
                     (consumer.resume if part.paused else consumer.pause)(where)
@@ -194,18 +238,24 @@ class Member:
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """We say where each begins, from what was committed with it; a new one begins with its oldest message."""
         parts, starts = [], []
-        committed = consumer.committed(partitions, timeout=self.settings.timeout) if partitions else []
+        committed = (
+            consumer.committed(partitions, timeout=self.settings.timeout) if partitions else []
+        )
         for tp in committed:
             if tp.error is not None:
                 raise KafkaException(tp.error)
             start = max(0, tp.offset)
             window: Window[Entry] = Window(next(_epochs), start, settled_ahead(start, tp.metadata))
-            part = self._held[tp.topic, tp.partition] = Partition(self._places[tp.topic], tp.partition, window, self.plan.topic, self.group)
+            part = self._held[tp.topic, tp.partition] = Partition(
+                self._places[tp.topic], tp.partition, window, self.plan.topic, self.group
+            )
             parts.append(part)
             starts.append(TopicPartition(tp.topic, tp.partition, start))
         consumer.incremental_assign(starts)
         if starts:
-            consumer.resume(starts)  # the library remembers that we held a partition back when we had it last, and would never read it again
+            consumer.resume(
+                starts
+            )  # the library remembers that we held a partition back when we had it last, and would never read it again
         self._fresh = True
         self.trouble = None
         self._post(self._told.adopt, parts)
@@ -218,13 +268,18 @@ class Member:
             self._post(self._told.leave, at, answer)
             try:
                 last = answer.result(self.settings.grace + 5)
-            except TimeoutError:  # the loop is stuck: what it settles from now on is refused, and comes again
+            except (
+                TimeoutError
+            ):  # the loop is stuck: what it settles from now on is refused, and comes again
                 answer.cancel()
         live = [item for item in last if self._held.get(item[0].at) is item[0]]
         saved = not live
         if live:
             try:
-                saved = all(tp.error is None for tp in consumer.commit(offsets=_positions(live), asynchronous=False) or ())
+                saved = all(
+                    tp.error is None
+                    for tp in consumer.commit(offsets=_positions(live), asynchronous=False) or ()
+                )
             except KafkaException:
                 saved = False
         self._forget(consumer, partitions)
@@ -263,4 +318,7 @@ class Member:
 
 
 def _positions(order: Order) -> list[TopicPartition]:
-    return [TopicPartition(part.place.name, part.number, offset, metadata=metadata) for part, offset, metadata in order]
+    return [
+        TopicPartition(part.place.name, part.number, offset, metadata=metadata)
+        for part, offset, metadata in order
+    ]

@@ -88,17 +88,23 @@ def parse(url: str, env: Mapping[str, str]) -> Settings:
     shown = units.mask(url)
     scheme, _, rest = url.partition("://")
     if scheme not in ("kafka", "kafka+ssl") or not rest:
-        raise ConfigError(f"{shown!r} is not a Kafka URL", hint=f"{EXAMPLE}, or kafka+ssl://user:password@host:9093")
+        raise ConfigError(
+            f"{shown!r} is not a Kafka URL",
+            hint=f"{EXAMPLE}, or kafka+ssl://user:password@host:9093",
+        )
     rest, _, query = rest.partition("?")
     userinfo, _, hosts = rest.rpartition("@")
     user, _, password = userinfo.partition(":")
     hosts, _, path = hosts.partition("/")
     if path:
         raise ConfigError(
-            f"{shown!r}: Kafka has no databases, so nothing stands after the host", hint=f"{scheme}://{hosts}; PENSTOCK_NAMESPACE sets the prefix of topics"
+            f"{shown!r}: Kafka has no databases, so nothing stands after the host",
+            hint=f"{scheme}://{hosts}; PENSTOCK_NAMESPACE sets the prefix of topics",
         )
     servers = [server(host.strip(), repr(shown), EXAMPLE) for host in hosts.split(",")]
-    found: dict[str, Any] = {"username": unquote(user), "password": unquote(password)} if user else {}
+    found: dict[str, Any] = (
+        {"username": unquote(user), "password": unquote(password)} if user else {}
+    )
     rdkafka: dict[str, str] = {}
     for origin, text in ((ENVIRONMENT, env.get(ENVIRONMENT, "")), (shown, query)):
         for name, value in parse_qsl(text, keep_blank_values=True):
@@ -106,29 +112,47 @@ def parse(url: str, env: Mapping[str, str]) -> Settings:
                 rdkafka[name.removeprefix("rdkafka.")] = value
                 continue
             if name not in _READ:
-                raise ConfigError(f"{origin!r}: there is no option {name!r}", hint=f"one of {', '.join(sorted(_READ))}, or rdkafka.NAME")
+                raise ConfigError(
+                    f"{origin!r}: there is no option {name!r}",
+                    hint=f"one of {', '.join(sorted(_READ))}, or rdkafka.NAME",
+                )
             read, expected = _READ[name]
             try:
                 found[name] = read(value)
             except (ValueError, OverflowError):
-                raise ConfigError(f"{origin!r}: {name} must be {expected}", hint=f"…?{name}={_example(name)}") from None
+                raise ConfigError(
+                    f"{origin!r}: {name} must be {expected}", hint=f"…?{name}={_example(name)}"
+                ) from None
     if bool(found.get("username")) != bool(found.get("password")):
-        raise ConfigError(f"{shown!r} has a user without a password, or the other way round", hint=f"{scheme}://user:password@{hosts}")
-    return Settings(shown=shown, servers=",".join(servers), tls=scheme == "kafka+ssl", rdkafka=rdkafka, **found)
+        raise ConfigError(
+            f"{shown!r} has a user without a password, or the other way round",
+            hint=f"{scheme}://user:password@{hosts}",
+        )
+    return Settings(
+        shown=shown, servers=",".join(servers), tls=scheme == "kafka+ssl", rdkafka=rdkafka, **found
+    )
 
 
 def _example(name: str) -> str:
     default = {field.name: field.default for field in msgspec.structs.fields(Settings)}[name]
     if name == "retry_levels":
         return "5s,30s,2m"
-    return "true" if default is True else units.write_duration(default) if isinstance(default, float) else str(default or 2)
+    return (
+        "true"
+        if default is True
+        else units.write_duration(default)
+        if isinstance(default, float)
+        else str(default or 2)
+    )
 
 
 # -- errors --------------------------------------------------------------------------------------------------------------
 
 
 def _sentence(settings: Settings, error: KafkaError, doing: str) -> tuple[str, str]:
-    rights = "the rights Create, Describe, Read, Write and Delete on topics and groups with our prefix"
+    rights = (
+        "the rights Create, Describe, Read, Write and Delete on topics and groups with our prefix"
+    )
     return told(settings, error, doing, url="PENSTOCK_BROKER_URL", rights=rights)
 
 

@@ -14,7 +14,9 @@ from penstock.stores.kafka_access import error_of
 _QUIET = 0.2  # a gap at the end (a transaction's marker) is no message: so long we wait for one
 
 
-def read(settings: Settings, spans: Mapping[tuple[str, int], tuple[int, int]], limit: int) -> Iterator[Any]:
+def read(
+    settings: Settings, spans: Mapping[tuple[str, int], tuple[int, int]], limit: int
+) -> Iterator[Any]:
     """Messages of these partitions from an offset to another, at most `limit` of each, in no order between partitions. Waits; for a thread."""
     open_spans = {at: span for at, span in spans.items() if span[0] < span[1]}
     if not open_spans or limit <= 0:
@@ -26,7 +28,12 @@ def read(settings: Settings, spans: Mapping[tuple[str, int], tuple[int, int]], l
         "auto.offset.reset": "earliest",
         "fetch.wait.max.ms": 50,
     }
-    consumer = Consumer(settings.client() | conf | {"queued.min.messages": min(100_000, 2 * limit)} | settings.rdkafka)
+    consumer = Consumer(
+        settings.client()
+        | conf
+        | {"queued.min.messages": min(100_000, 2 * limit)}
+        | settings.rdkafka
+    )
     try:
         left = dict.fromkeys(open_spans, limit)
         consumer.assign([TopicPartition(*at, span[0]) for at, span in open_spans.items()])

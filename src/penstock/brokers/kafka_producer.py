@@ -38,7 +38,11 @@ _SPARE = 2.0  # how much later than its own limit the library may report
 Message = tuple[str, bytes, str | bytes, dict[str, str | bytes | None]]  # topic, body, key, headers
 
 
-_OK, _FAILED, _UNKNOWN = Published.OK, Published.FAILED, Published.UNKNOWN  # looked up once: they are asked for with every message
+_OK, _FAILED, _UNKNOWN = (
+    Published.OK,
+    Published.FAILED,
+    Published.UNKNOWN,
+)  # looked up once: they are asked for with every message
 _ANY = -1  # partition: by the key
 
 
@@ -55,7 +59,12 @@ class _Batch:
 
     def report(self, error: KafkaError | None, message: Any) -> None:
         if error is not None:
-            self.wrong.append((_contents(message.topic(), message.value(), message.key()), _FAILED if error.code() in _REFUSED else _UNKNOWN))
+            self.wrong.append(
+                (
+                    _contents(message.topic(), message.value(), message.key()),
+                    _FAILED if error.code() in _REFUSED else _UNKNOWN,
+                )
+            )
         self.reported += 1
         if self.reported == self.expected:
             try:
@@ -93,7 +102,9 @@ class Outbound:
         self.settings = settings
         self._producer: Producer | None = None
         self._thread: threading.Thread | None = None
-        self._handed: SimpleQueue[bool] = SimpleQueue()  # True: something was handed over; False: it is the end
+        self._handed: SimpleQueue[bool] = (
+            SimpleQueue()
+        )  # True: something was handed over; False: it is the end
 
     def _open(self) -> Producer:
         if self._producer is None:
@@ -109,8 +120,12 @@ class Outbound:
                 "topic.metadata.propagation.max.ms": 3000,  # after that, a topic that nobody made is told as failed
             }
             self._handed = SimpleQueue()
-            producer = self._producer = Producer(self.settings.client() | conf | self.settings.rdkafka)
-            self._thread = threading.Thread(target=_serve, args=(producer, self._handed), name="kafka-producer", daemon=True)
+            producer = self._producer = Producer(
+                self.settings.client() | conf | self.settings.rdkafka
+            )
+            self._thread = threading.Thread(
+                target=_serve, args=(producer, self._handed), name="kafka-producer", daemon=True
+            )
             self._thread.start()
         return self._producer
 
@@ -132,7 +147,9 @@ class Outbound:
         refused = 0
         for place, (topic, value, key, headers) in enumerate(compose()):
             try:
-                produce(topic, value, key, _ANY, report, report, 0, headers)  # by place: names cost a third more
+                produce(
+                    topic, value, key, _ANY, report, report, 0, headers
+                )  # by place: names cost a third more
             except BufferError:
                 answers[place] = Published.FULL
                 refused += 1

@@ -21,7 +21,10 @@ from penstock.model import Ack, Outcome
 from penstock.ports import Clock, Delivery
 from penstock.rules.watermark import Window
 
-_FLOW, _GATHER = 16, 0.003  # after so many messages at once, a batch that is not full waits so many seconds for the next: each batch costs a commit
+_FLOW, _GATHER = (
+    16,
+    0.003,
+)  # after so many messages at once, a batch that is not full waits so many seconds for the next: each batch costs a commit
 _SKIPPED = 0.2  # seconds after which what is none of our business is committed by itself: nobody may settle anything for long
 _WATCH = 30.0  # seconds between two looks at the age of what is open
 SendOn = Callable[["Reader", Entry], Coroutine[Any, Any, None]]
@@ -31,8 +34,25 @@ _log = logging.getLogger("penstock.brokers.kafka")
 class Reader:
     """Made by the first `receive`, shared by all subscriptions of this process to the same topic and group."""
 
-    def __init__(self, settings: Settings, plan: Layout, group: str, group_id: str, clock: Clock, *, lease: float, send_on: SendOn) -> None:
-        self.settings, self.plan, self.group, self.group_id, self.clock, self.lease = settings, plan, group, group_id, clock, lease
+    def __init__(
+        self,
+        settings: Settings,
+        plan: Layout,
+        group: str,
+        group_id: str,
+        clock: Clock,
+        *,
+        lease: float,
+        send_on: SendOn,
+    ) -> None:
+        self.settings, self.plan, self.group, self.group_id, self.clock, self.lease = (
+            settings,
+            plan,
+            group,
+            group_id,
+            clock,
+            lease,
+        )
         self.backlog = Backlog(ordered=plan.ordered)
         self.partitions: dict[tuple[str, int], Partition] = {}
         self.out: dict[int, Entry] = {}
@@ -59,7 +79,9 @@ class Reader:
 
     # -- receiving ------------------------------------------------------------------------------------------------
 
-    async def receive(self, limit: int, wait: float, per_key: int | None, holder: object) -> Sequence[Delivery]:
+    async def receive(
+        self, limit: int, wait: float, per_key: int | None, holder: object
+    ) -> Sequence[Delivery]:
         if not self._joined.is_set():  # the first time, joining the group is not part of the wait
             try:
                 async with asyncio.timeout(self.settings.timeout):
@@ -68,11 +90,18 @@ class Reader:
                 self._complain()
         until = self._loop.time() + wait
         while True:
-            while self._flowing and self.backlog.ready < limit and self._loop.time() < min(until, self._arrived_at + _GATHER):
+            while (
+                self._flowing
+                and self.backlog.ready < limit
+                and self._loop.time() < min(until, self._arrived_at + _GATHER)
+            ):
                 await self._woken(_GATHER)
             if self._ended.done():
                 self._complain()
-                raise StoreUnavailable(f"the reader of {self.plan.topic} has ended", hint="it is closed; subscribe again")
+                raise StoreUnavailable(
+                    f"the reader of {self.plan.topic} has ended",
+                    hint="it is closed; subscribe again",
+                )
             got = self.backlog.take(limit, per_key, self.clock.now())
             if self.plan.ordered:
                 self._arm()  # a key may have been found that waits for its time
@@ -121,12 +150,21 @@ class Reader:
 
     def settled(self) -> dict[tuple[str, int], tuple[int, Any]]:
         """By partition, below which offset all is settled, and what is above it: as it is now, committed or not."""
-        return {at: (part.window.watermark, part.window.ahead) for at, part in self.partitions.items()}
+        return {
+            at: (part.window.watermark, part.window.ahead) for at, part in self.partitions.items()
+        }
 
     def forget(self, ends: Mapping[tuple[str, int], int]) -> None:
         """These were deleted on the server up to there: what was not handed out is done with."""
-        parts = [(part, end) for at, end in ends.items() if (part := self.partitions.get(at)) is not None]
-        gone = [e for part, end in parts for e in part.window.open.values() if e.offset < end and e.holder is None]
+        parts = [
+            (part, end) for at, end in ends.items() if (part := self.partitions.get(at)) is not None
+        ]
+        gone = [
+            e
+            for part, end in parts
+            for e in part.window.open.values()
+            if e.offset < end and e.holder is None
+        ]
         unwanted = set(map(id, gone))
         self.backlog.drop(lambda e: id(e) in unwanted)
         for e in gone:
@@ -139,7 +177,9 @@ class Reader:
 
     # -- settling -------------------------------------------------------------------------------------------------
 
-    def acknowledge(self, items: Sequence[tuple[Delivery, Outcome]]) -> tuple[list[Partition | None], list[tuple[Entry, Outcome]]]:
+    def acknowledge(
+        self, items: Sequence[tuple[Delivery, Outcome]]
+    ) -> tuple[list[Partition | None], list[tuple[Entry, Outcome]]]:
         """Acks are finished, all else is marked as being settled and given back. Also, for each item, its partition; None: it is not ours to settle."""
         parts: list[Partition | None] = []
         others: list[tuple[Entry, Outcome]] = []
@@ -184,7 +224,9 @@ class Reader:
         part = e.part
         if self._take_back(e):
             if e.holder is not None:  # whoever had it has nothing any more
-                e = msgspec.structs.replace(e, token=part.token | next(self._serial), settling=False, holder=None)
+                e = msgspec.structs.replace(
+                    e, token=part.token | next(self._serial), settling=False, holder=None
+                )
                 part.window.open[e.offset] = e
             e.due = due
             if not part.leaving:
@@ -217,13 +259,19 @@ class Reader:
             async with asyncio.timeout(self.settings.timeout):
                 await future
         except TimeoutError:
-            raise running(self.settings, self.member.trouble or KafkaError(KafkaError._TIMED_OUT), f"committing {self.plan.topic}") from None
+            raise running(
+                self.settings,
+                self.member.trouble or KafkaError(KafkaError._TIMED_OUT),
+                f"committing {self.plan.topic}",
+            ) from None
 
     def _commit(self) -> None:
         """One commit at a time; what is finished meanwhile goes with the next."""
         self._scheduled = False
         if self._committing is not None:
-            if self._loop.time() > self._ordered_at + self.settings.timeout:  # its answer was lost with a server
+            if (
+                self._loop.time() > self._ordered_at + self.settings.timeout
+            ):  # its answer was lost with a server
                 self.committed(self._order, KafkaError(KafkaError._TIMED_OUT))
             return
         order = self._positions(part for part in self._dirty if not part.lost)
@@ -254,7 +302,10 @@ class Reader:
             return
         if error.code() == KafkaError.OFFSET_METADATA_TOO_LARGE:
             self._keeps_metadata = False
-            _log.warning("Kafka takes no metadata with the commits of %s: after a crash, what was settled out of order comes again", self.plan.topic)
+            _log.warning(
+                "Kafka takes no metadata with the commits of %s: after a crash, what was settled out of order comes again",
+                self.plan.topic,
+            )
         self._waiting = waiting + self._waiting
         self._dirty.update(part for part, _, _ in order if not part.lost)
         self._loop.call_later(0.2, self._commit)
@@ -293,7 +344,9 @@ class Reader:
         """One that may be known, or is for a certain time or group."""
         if e.offset < part.window.next:
             self._restart(part, e.offset)
-        if not part.window.add(e.offset, e) or (e.meant and e.meant != self.group):  # settled before a restart, or meant for another group
+        if not part.window.add(e.offset, e) or (
+            e.meant and e.meant != self.group
+        ):  # settled before a restart, or meant for another group
             part.window.settle(e.offset, part.window.epoch)
             part.finished += 1
             part.finished_bytes += len(e.body) + FRAMING
@@ -341,7 +394,11 @@ class Reader:
         self._armed = due
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if due is None else self._loop.call_later(max(0.0, due - self.clock.now()) + 0.001, self._ring)
+        self._timer = (
+            None
+            if due is None
+            else self._loop.call_later(max(0.0, due - self.clock.now()) + 0.001, self._ring)
+        )
 
     def _ring(self) -> None:
         self._armed = None
@@ -365,7 +422,10 @@ class Reader:
     async def _part_with(self, parts: Sequence[Partition], answer: Future[Order]) -> None:
         """Work in flight may finish for a while: a request that was sent has cost something already."""
         until = self._loop.time() + (0.0 if self.member.closing else self.settings.grace)
-        while any(e.part in parts for e in self.out.values()) and (left := until - self._loop.time()) > 0:
+        while (
+            any(e.part in parts for e in self.out.values())
+            and (left := until - self._loop.time()) > 0
+        ):
             self._quiet.clear()
             try:
                 async with asyncio.timeout(left):

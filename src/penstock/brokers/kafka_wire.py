@@ -14,11 +14,24 @@ from penstock.brokers.kafka_topics import NORMAL
 from penstock.model import mint
 from penstock.rules.shares import class_of
 
-ID, NOT_BEFORE, GROUP, PRIORITY = "penstock-id", "penstock-not-before", "penstock-group", "penstock-priority"
+ID, NOT_BEFORE, GROUP, PRIORITY = (
+    "penstock-id",
+    "penstock-not-before",
+    "penstock-group",
+    "penstock-priority",
+)
 
 
 def compose(
-    topic: str, id_: str, key: str, body: bytes, headers: Mapping[str, str], *, not_before: float = 0.0, group: str = "", priority: int = NORMAL
+    topic: str,
+    id_: str,
+    key: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    *,
+    not_before: float = 0.0,
+    group: str = "",
+    priority: int = NORMAL,
 ) -> Message:
     """`group`: for that one only. `priority`: where the topic does not tell."""
     extra: dict[str, str | bytes | None] = {ID: id_}
@@ -33,7 +46,11 @@ def compose(
     return topic, body, key if key.isascii() else key.encode("utf-8", "surrogatepass"), extra
 
 
-def read_runs(messages: Sequence[Any], held: Mapping[tuple[str, int], Partition], complain: Callable[[KafkaError], None]) -> list[Run]:
+def read_runs(
+    messages: Sequence[Any],
+    held: Mapping[tuple[str, int], Partition],
+    complain: Callable[[KafkaError], None],
+) -> list[Run]:
     """What the client received, partition by partition as it came. Of partitions that are not held any more, nothing."""
     runs: list[Run] = []
     part: Partition | None = None
@@ -55,7 +72,14 @@ def read_runs(messages: Sequence[Any], held: Mapping[tuple[str, int], Partition]
             at = m.timestamp()[1] / 1000
         headers, key, body = m.headers(), m.key(), m.value()
         e = None
-        if headers and len(headers) == 1 and key and body and headers[0][0] == ID and (id_ := headers[0][1]):  # nearly always, and never in a retry topic
+        if (
+            headers
+            and len(headers) == 1
+            and key
+            and body
+            and headers[0][0] == ID
+            and (id_ := headers[0][1])
+        ):  # nearly always, and never in a retry topic
             offset = m.offset()
             try:
                 e = Entry(

@@ -25,7 +25,9 @@ from penstock.stores.sql import Tx
 
 POLL = 1.0  # what no notification and no known time announced is found by asking
 CONTENDED = 0.02  # seconds before work that others held is asked for again
-TOPIC_REMEMBERED = 5.0  # seconds for which a topic's bound is remembered: another process may set a new one
+TOPIC_REMEMBERED = (
+    5.0  # seconds for which a topic's bound is remembered: another process may set a new one
+)
 
 
 class _Topic(msgspec.Struct, frozen=True):
@@ -60,9 +62,13 @@ class PostgresBroker(Figures):
                 (t.name, t.ordered, t.max_depth, t.retention),
             ).get
             if ordered != t.ordered:
-                drift.append(f"topic {t.name}: ordered is {ordered} in the store and {t.ordered} in the configuration; purge it to change that")
+                drift.append(
+                    f"topic {t.name}: ordered is {ordered} in the store and {t.ordered} in the configuration; purge it to change that"
+                )
             for g in t.groups:
-                tx.execute("INSERT INTO grp(topic, name) VALUES(?,?) ON CONFLICT DO NOTHING", (id_, g))
+                tx.execute(
+                    "INSERT INTO grp(topic, name) VALUES(?,?) ON CONFLICT DO NOTHING", (id_, g)
+                )
         self._topics.clear()
         self._groups.clear()
         return drift
@@ -74,7 +80,10 @@ class PostgresBroker(Figures):
         if known is None or known.until < now:
             row = tx.execute("SELECT id, max_depth FROM topic WHERE name=?", (name,)).get
             if row is None:
-                row = tx.execute("INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,false,NULL,86400) RETURNING id, max_depth", (name,)).get
+                row = tx.execute(
+                    "INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,false,NULL,86400) RETURNING id, max_depth",
+                    (name,),
+                ).get
             known = self._topics[name] = _Topic(row[0], row[1], now + TOPIC_REMEMBERED)
         return known
 
@@ -85,7 +94,10 @@ class PostgresBroker(Figures):
             asked = "SELECT g.id, t.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE t.name=? AND g.name=?"
             row = tx.execute(asked, (topic, group)).get
             if row is None:
-                tx.execute("INSERT INTO grp(topic, name) VALUES(?,?) ON CONFLICT DO NOTHING", (self._topic(tx, topic).id, group))
+                tx.execute(
+                    "INSERT INTO grp(topic, name) VALUES(?,?) ON CONFLICT DO NOTHING",
+                    (self._topic(tx, topic).id, group),
+                )
                 row = tx.execute(asked, (topic, group)).get
             known = self._groups[topic, group] = Group(*row)
         return known
@@ -107,7 +119,9 @@ class PostgresBroker(Figures):
         except StoreUnavailable:
             if not begun:  # nothing was asked of the server
                 raise
-            return [Published.UNKNOWN] * len(batch)  # the answer that was lost may have been the one to COMMIT
+            return [Published.UNKNOWN] * len(
+                batch
+            )  # the answer that was lost may have been the one to COMMIT
         self.wake(m.topic for m in batch)
         return answers
 
@@ -118,7 +132,9 @@ class PostgresBroker(Figures):
         for m in batch:
             if m.topic not in room:
                 topic = self._topic(tx, m.topic)
-                room[m.topic] = None if topic.max_depth is None else topic.max_depth - self._depth(tx, topic.id)
+                room[m.topic] = (
+                    None if topic.max_depth is None else topic.max_depth - self._depth(tx, topic.id)
+                )
             left = room[m.topic]
             if not _storable(m):
                 answers.append((Published.FAILED, 0))
@@ -136,8 +152,15 @@ class PostgresBroker(Figures):
                     bigints([self._topics[m.topic].id for m in outs]),
                     texts([m.id for m in outs]),
                     texts([m.key for m in outs]),
-                    bigints([class_of(m.priority) for m in outs]),  # a number that no class has would never be asked for
-                    texts([msgspec.json.encode(m.headers).decode() if m.headers else None for m in outs]),
+                    bigints(
+                        [class_of(m.priority) for m in outs]
+                    ),  # a number that no class has would never be asked for
+                    texts(
+                        [
+                            msgspec.json.encode(m.headers).decode() if m.headers else None
+                            for m in outs
+                        ]
+                    ),
                     byteas([m.body for m in outs]),
                     doubles([m.not_before for m in outs]),
                     self.clock.now(),
@@ -149,9 +172,7 @@ class PostgresBroker(Figures):
         return answers
 
     def _depth(self, tx: Tx, topic: int) -> int:
-        deepest = (
-            "SELECT max(n) FROM (SELECT sum(k.ready+k.leased+k.delayed)::bigint AS n FROM grp g JOIN keyq k ON k.grp=g.id WHERE g.topic=? GROUP BY g.id) s"
-        )
+        deepest = "SELECT max(n) FROM (SELECT sum(k.ready+k.leased+k.delayed)::bigint AS n FROM grp g JOIN keyq k ON k.grp=g.id WHERE g.topic=? GROUP BY g.id) s"
         return int(tx.execute(deepest, (topic,)).get or 0)
 
     def wake(self, topics: Iterable[str]) -> None:
@@ -163,13 +184,38 @@ class PostgresBroker(Figures):
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         return PostgresSubscription(self, topic, group, owner, lease)
 
-    def receive_in(self, tx: Tx, topic: str, group: str, limit: int, *, owner: str, lease: float, per_key: int | None = None) -> list[Delivery]:
-        return self.take_in(tx, topic, group, limit, owner=owner, lease=lease, per_key=per_key).deliveries
+    def receive_in(
+        self,
+        tx: Tx,
+        topic: str,
+        group: str,
+        limit: int,
+        *,
+        owner: str,
+        lease: float,
+        per_key: int | None = None,
+    ) -> list[Delivery]:
+        return self.take_in(
+            tx, topic, group, limit, owner=owner, lease=lease, per_key=per_key
+        ).deliveries
 
-    def take_in(self, tx: Tx, topic: str, group: str, limit: int, *, owner: str, lease: float, per_key: int | None = None) -> _Received:
+    def take_in(
+        self,
+        tx: Tx,
+        topic: str,
+        group: str,
+        limit: int,
+        *,
+        owner: str,
+        lease: float,
+        per_key: int | None = None,
+    ) -> _Received:
         """As receive, with what is known about the rest. Waits for nobody's lock."""
         g, now = self._group(tx, topic, group), self.clock.now()
-        outlook, listed = tx.execute(sql.OUTLOOK, (g.id, now)), tx.execute(sql.KEYS, (g.id, now, limit))
+        outlook, listed = (
+            tx.execute(sql.OUTLOOK, (g.id, now)),
+            tx.execute(sql.KEYS, (g.id, now, limit)),
+        )
         paused, due = outlook.get
         if paused:
             return _Received([], False, None)
@@ -178,7 +224,9 @@ class PostgresBroker(Figures):
         keys: list[list[tuple[str, int]]] = [[] for _ in WEIGHTS]
         for prio, key, ready in listed.fetchall():
             keys[prio].append((key, ready))
-        chosen = _choose(keys, shares(self._places[g.id], limit), limit, 1 if g.ordered else per_key or limit)
+        chosen = _choose(
+            keys, shares(self._places[g.id], limit), limit, 1 if g.ordered else per_key or limit
+        )
         self._places[g.id] += limit
         if not chosen:
             return _Received([], due, tx.execute(sql.NEXT, (g.id, now)).get)
@@ -219,13 +267,22 @@ class PostgresBroker(Figures):
             "INSERT INTO keyq(grp, prio, key, ready, leased, delayed, next_at)"
             " SELECT ?1, prio, key, 0, 0, 0, at FROM unnest(?2::bigint[], ?3::text[], ?4::float8[]) AS u(prio, key, at)"
             " ON CONFLICT(grp, prio, key) DO UPDATE SET next_at=excluded.next_at WHERE keyq.next_at<excluded.next_at",
-            (g.id, bigints([p for _, p, _ in held]), texts([k for k, _, _ in held]), doubles([at for _, _, at in held])),
+            (
+                g.id,
+                bigints([p for _, p, _ in held]),
+                texts([k for k, _, _ in held]),
+                doubles([at for _, _, at in held]),
+            ),
         )
 
     def reclaim_in(self, tx: Tx, owner: str) -> list[str]:
         """A worker known to be gone: its leases end now. The ids of what it held."""
-        groups = tx.execute("SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic ORDER BY g.id").fetchall()
-        found = [tx.execute(sql.RECLAIM, (g, owner, self.clock.now(), ordered)) for g, ordered in groups]
+        groups = tx.execute(
+            "SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic ORDER BY g.id"
+        ).fetchall()
+        found = [
+            tx.execute(sql.RECLAIM, (g, owner, self.clock.now(), ordered)) for g, ordered in groups
+        ]
         return [id_ for answer in found for (id_,) in answer.fetchall()]
 
     def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
@@ -233,7 +290,14 @@ class PostgresBroker(Figures):
         if not deliveries:
             return []
         groups = [self._group(tx, d.topic, d.group).id for d in deliveries]
-        found = tx.execute(sql.HELD, (bigints(groups), bigints([d.position for d in deliveries]), bigints([d.token for d in deliveries]))).fetchall()
+        found = tx.execute(
+            sql.HELD,
+            (
+                bigints(groups),
+                bigints([d.position for d in deliveries]),
+                bigints([d.token for d in deliveries]),
+            ),
+        ).fetchall()
         held = set(found)
         return [(g, d.position, d.token) in held for g, d in zip(groups, deliveries, strict=True)]
 
@@ -241,9 +305,13 @@ class PostgresBroker(Figures):
 
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
         now = self.clock.now()
-        first: dict[Group, dict[tuple[int, int], int]] = {}  # by position and token: a delivery that is settled twice is settled once
+        first: dict[
+            Group, dict[tuple[int, int], int]
+        ] = {}  # by position and token: a delivery that is settled twice is settled once
         for n, (d, _) in enumerate(items):
-            first.setdefault(self._group(tx, d.topic, d.group), {}).setdefault((d.position, d.token), n)
+            first.setdefault(self._group(tx, d.topic, d.group), {}).setdefault(
+                (d.position, d.token), n
+            )
         asked = []
         for g, numbers in first.items():
             acts = [_act(items[n][1], now) for n in numbers.values()]
@@ -274,9 +342,19 @@ class PostgresBroker(Figures):
             self.listener.owe({d.topic for d, _ in items})
         return answers
 
-    def extend_in(self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float) -> list[bool]:
+    def extend_in(
+        self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float
+    ) -> list[bool]:
         g = self._group(tx, topic, group)
-        found = tx.execute(sql.EXTEND, (g.id, bigints([d.position for d in deliveries]), bigints([d.token for d in deliveries]), until)).fetchall()
+        found = tx.execute(
+            sql.EXTEND,
+            (
+                g.id,
+                bigints([d.position for d in deliveries]),
+                bigints([d.token for d in deliveries]),
+                until,
+            ),
+        ).fetchall()
         kept = set(found)
         return [(d.position, d.token) in kept for d in deliveries]
 
@@ -285,9 +363,16 @@ class PostgresBroker(Figures):
     def purge_in(self, tx: Tx, topic: str) -> int:
         """The keys are locked first: nobody hands out what is about to go."""
         t = self._topic(tx, topic).id
-        tx.execute("SELECT 1 FROM keyq WHERE grp IN (SELECT id FROM grp WHERE topic=?) FOR UPDATE", (t,))
-        tx.execute("DELETE FROM queue WHERE state<>1 AND grp IN (SELECT id FROM grp WHERE topic=?)", (t,))
-        tx.execute("UPDATE keyq SET ready=0, delayed=0 WHERE grp IN (SELECT id FROM grp WHERE topic=?)", (t,))
+        tx.execute(
+            "SELECT 1 FROM keyq WHERE grp IN (SELECT id FROM grp WHERE topic=?) FOR UPDATE", (t,)
+        )
+        tx.execute(
+            "DELETE FROM queue WHERE state<>1 AND grp IN (SELECT id FROM grp WHERE topic=?)", (t,)
+        )
+        tx.execute(
+            "UPDATE keyq SET ready=0, delayed=0 WHERE grp IN (SELECT id FROM grp WHERE topic=?)",
+            (t,),
+        )
         gone = tx.execute(
             "WITH d AS (DELETE FROM message m WHERE m.topic=?1 AND NOT EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=?1)"
             " RETURNING 1) SELECT count(*) FROM d",
@@ -299,14 +384,23 @@ class PostgresBroker(Figures):
     def hasten_in(self, tx: Tx, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
         """The key is held back no longer, and these delayed messages of it are due now."""
         g, now = self._group(tx, topic, group), self.clock.now()
-        tx.execute("UPDATE keyq SET next_at=?1 WHERE grp=?2 AND prio BETWEEN 0 AND 2 AND key=?3 AND next_at>?1", (now, g.id, key))
-        tx.execute("UPDATE queue SET at=?1 WHERE grp=?2 AND seq=ANY(?3::bigint[]) AND state=2 AND at>?1", (now, g.id, bigints(positions)))
+        tx.execute(
+            "UPDATE keyq SET next_at=?1 WHERE grp=?2 AND prio BETWEEN 0 AND 2 AND key=?3 AND next_at>?1",
+            (now, g.id, key),
+        )
+        tx.execute(
+            "UPDATE queue SET at=?1 WHERE grp=?2 AND seq=ANY(?3::bigint[]) AND state=2 AND at>?1",
+            (now, g.id, bigints(positions)),
+        )
         self.listener.owe([topic])
 
     def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool:
         """A reason pauses, None resumes. False: no such topic."""
         self.listener.owe([topic])
-        return tx.execute("UPDATE topic SET paused=? WHERE name=? RETURNING id", (reason, topic)).get is not None
+        return (
+            tx.execute("UPDATE topic SET paused=? WHERE name=? RETURNING id", (reason, topic)).get
+            is not None
+        )
 
     # -- history ---------------------------------------------------------------------------------------------------------
 
@@ -317,7 +411,10 @@ class PostgresBroker(Figures):
 
     def prune_in(self, tx: Tx, limit: int = 2000) -> int:
         """Forget history that every group has settled and retention has passed; a little at a time."""
-        last = tx.execute("SELECT max(seq) FROM (SELECT seq FROM message WHERE seq>? ORDER BY seq LIMIT ?) s", (self._pruned, 4 * limit)).get
+        last = tx.execute(
+            "SELECT max(seq) FROM (SELECT seq FROM message WHERE seq>? ORDER BY seq LIMIT ?) s",
+            (self._pruned, 4 * limit),
+        ).get
         if last is None:
             self._pruned = 0
             return 0
@@ -336,7 +433,9 @@ class PostgresBroker(Figures):
         await self.listener.close()
 
 
-def _choose(keys: list[list[tuple[str, int]]], quotas: list[int], limit: int, per_key: int) -> dict[tuple[int, str], int]:
+def _choose(
+    keys: list[list[tuple[str, int]]], quotas: list[int], limit: int, per_key: int
+) -> dict[tuple[int, str], int]:
     """How many of each key. First each class its part, then whoever still has work fills the batch; between keys, in turns."""
     chosen: dict[tuple[int, str], int] = defaultdict(int)
     left = limit
@@ -378,17 +477,29 @@ def _storable(m: Out) -> bool:
 
 
 class PostgresSubscription(SqlSubscription):
-    def __init__(self, broker: PostgresBroker, topic: str, group: str, owner: str, lease: float) -> None:
+    def __init__(
+        self, broker: PostgresBroker, topic: str, group: str, owner: str, lease: float
+    ) -> None:
         super().__init__(broker, topic, group, owner, lease)
         self.broker = broker
         self._wake = broker.listener.waiter(topic)
 
-    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+    async def receive(
+        self, limit: int, wait: float, *, per_key: int | None = None
+    ) -> Sequence[Delivery]:
         b = self.broker
         until = b.clock.now() + wait
 
         def work(tx: Tx) -> _Received:
-            return b.take_in(tx, self.topic, self.group, limit, owner=self.owner, lease=self.lease, per_key=per_key)
+            return b.take_in(
+                tx,
+                self.topic,
+                self.group,
+                limit,
+                owner=self.owner,
+                lease=self.lease,
+                per_key=per_key,
+            )
 
         while True:
             self._wake.clear()
@@ -401,7 +512,13 @@ class PostgresSubscription(SqlSubscription):
             if now >= until:
                 return []
             b.listener.start()
-            soon = CONTENDED if got.contended else POLL if got.next_at is None else max(0.01, got.next_at - now)
+            soon = (
+                CONTENDED
+                if got.contended
+                else POLL
+                if got.next_at is None
+                else max(0.01, got.next_at - now)
+            )
             await self._pause(min(until - now, POLL, soon))
 
     async def close(self) -> None:

@@ -22,7 +22,8 @@ class Figures(SqlQueue):
 
     def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
         ready, leased, delayed = tx.execute(
-            f"SELECT {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id JOIN keyq k ON k.grp=g.id WHERE t.name=? AND g.name=?", (topic, group)
+            f"SELECT {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id JOIN keyq k ON k.grp=g.id WHERE t.name=? AND g.name=?",
+            (topic, group),
         ).get
         oldest = tx.execute(
             "SELECT m.at FROM topic t JOIN grp g ON g.topic=t.id JOIN LATERAL (SELECT seq FROM queue WHERE grp=g.id ORDER BY seq LIMIT 1) q ON true"
@@ -31,7 +32,9 @@ class Figures(SqlQueue):
         ).get
         return ready, leased, delayed, oldest
 
-    def _waiting(self, tx: Tx, topic: str, limit: int) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
+    def _waiting(
+        self, tx: Tx, topic: str, limit: int
+    ) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
         return tx.execute(
             "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(q.at) FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq"
             " WHERE g.topic=t.id AND q.state=2), 0.0) FROM topic t JOIN message m ON m.topic=t.id WHERE t.name=? AND ("
@@ -41,7 +44,15 @@ class Figures(SqlQueue):
             (topic, limit),
         )
 
-    def depths_in(self, tx: Tx, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000) -> dict[str, int]:
+    def depths_in(
+        self,
+        tx: Tx,
+        topic: str,
+        group: str,
+        keys: Sequence[str] | None = None,
+        *,
+        limit: int = 1000,
+    ) -> dict[str, int]:
         """What is ready, by key: of these keys, or of those with most."""
         g = self._group(tx, topic, group)
         if keys is None:

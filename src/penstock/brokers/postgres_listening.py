@@ -50,7 +50,9 @@ class Listener:
     async def _listen(self) -> None:
         while True:
             with contextlib.suppress(psycopg.Error, OSError):
-                async with await psycopg.AsyncConnection.connect(**self._db.address.options, autocommit=True) as connection:
+                async with await psycopg.AsyncConnection.connect(
+                    **self._db.address.options, autocommit=True
+                ) as connection:
                     await connection.execute(f"LISTEN {self.channel}")
                     self._set(list(self._waiting))  # what was told while nobody listened
                     async for note in connection.notifies():

@@ -13,7 +13,16 @@ from penstock.brokers.rabbitmq_link import ANSWER, Address, Link, read_address
 from penstock.brokers.rabbitmq_message import AT, COUNT, DUE, KEY, Held, number, open_letter
 from penstock.brokers.rabbitmq_publisher import Letter, Publisher, declare_exchange
 from penstock.brokers.rabbitmq_subscription import RabbitSubscription
-from penstock.brokers.rabbitmq_topology import DEAD, LEVELS, NORMAL, Names, Queue, level_for, rank_of, ranks
+from penstock.brokers.rabbitmq_topology import (
+    DEAD,
+    LEVELS,
+    NORMAL,
+    Names,
+    Queue,
+    level_for,
+    rank_of,
+    ranks,
+)
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ports import Capabilities, Clock, Out, Published, Stats, Subscription, TopicSpec
 from penstock.stores.context import Context
@@ -45,7 +54,9 @@ class RabbitBroker:
         self.publisher = Publisher(self.publishing, self.names)
         self.subscriptions: set[RabbitSubscription] = set()
         self.looks: dict[tuple[str, str], int] = {}
-        self._groups: dict[str, dict[str, None]] = {}  # topic → groups whose queues are known to be there
+        self._groups: dict[
+            str, dict[str, None]
+        ] = {}  # topic → groups whose queues are known to be there
         self._specs: dict[str, TopicSpec] = {}
         self._ladders: set[str] = set()
         self._declaring = asyncio.Lock()
@@ -62,7 +73,9 @@ class RabbitBroker:
                 )
         await self.consuming.connect()
         if self.consuming.address.management is not None:
-            await self.consuming.address.management.unacknowledged(self.consuming.address.vhost, self.names.namespace)
+            await self.consuming.address.management.unacknowledged(
+                self.consuming.address.vhost, self.names.namespace
+            )
         try:
             drift: list[str] = []
             for spec in topology:
@@ -110,7 +123,9 @@ class RabbitBroker:
         with self.consuming.outage():
             async with asyncio.timeout(ANSWER):
                 try:
-                    await channel.queue_declare(queue.name, durable=True, arguments=dict(queue.arguments))
+                    await channel.queue_declare(
+                        queue.name, durable=True, arguments=dict(queue.arguments)
+                    )
                 except amqp.ChannelPreconditionFailed as e:
                     drift.append(_drift(queue.name, str(e.args[0] if e.args else e)))
                     channel = await self._channel()
@@ -135,7 +150,9 @@ class RabbitBroker:
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         now = self.clock.now()
-        for topic in {m.topic for m in batch if m.not_before > now and m.topic not in self._ladders}:
+        for topic in {
+            m.topic for m in batch if m.not_before > now and m.topic not in self._ladders
+        }:
             await self._declare_ladder(topic)
         at = f"{now:.3f}"
         return await self.publisher.send([self.letter(m, at=at) for m in batch])
@@ -186,15 +203,31 @@ class RabbitBroker:
         queues = [self.names.queue(topic, group, rank) for rank in ranks(topic)]
         graves = self.names.queue(topic + DEAD, "main", NORMAL)
         ready = await self._depth(queues)
-        delayed = await self._depth([self.names.waiting(topic, level) for _, level in LEVELS]) if not topic.endswith(DEAD) else 0
+        delayed = (
+            await self._depth([self.names.waiting(topic, level) for _, level in LEVELS])
+            if not topic.endswith(DEAD)
+            else 0
+        )
         dead = await self._depth([graves])
         held = await self._unacknowledged()
         here = [s for s in self.subscriptions if s.alive]
         mine = [s for s in here if (s.topic, s.group) == (topic, group)]
         buffered = sum(s.buffered for s in mine)
-        dead += max(held.get(graves, 0), sum(s.buffered + s.in_flight for s in here if s.topic == topic + DEAD))
-        in_flight = max(sum(held.get(name, 0) for name in queues) - buffered, sum(s.in_flight for s in mine))
-        return Stats(ready=ready + buffered, delayed=delayed, in_flight=in_flight, dead=dead, oldest_age=None, exact=False)
+        dead += max(
+            held.get(graves, 0),
+            sum(s.buffered + s.in_flight for s in here if s.topic == topic + DEAD),
+        )
+        in_flight = max(
+            sum(held.get(name, 0) for name in queues) - buffered, sum(s.in_flight for s in mine)
+        )
+        return Stats(
+            ready=ready + buffered,
+            delayed=delayed,
+            in_flight=in_flight,
+            dead=dead,
+            oldest_age=None,
+            exact=False,
+        )
 
     async def _unacknowledged(self) -> dict[str, int]:
         """Nothing where there is no management API, or none now: these figures are estimates with and without it."""
@@ -216,7 +249,9 @@ class RabbitBroker:
             with self.consuming.outage():
                 async with asyncio.timeout(ANSWER):
                     try:
-                        total += (await channel.queue_declare(name, passive=True)).message_count or 0
+                        total += (
+                            await channel.queue_declare(name, passive=True)
+                        ).message_count or 0
                     except amqp.ChannelNotFoundEntity:
                         channel = None
         if channel is not None:
@@ -248,12 +283,26 @@ class RabbitBroker:
                 if len(self.looks) < LOOKS:
                     self.looks[topic, held.id] = self.looks.get((topic, held.id), 0) + 1
         oldest = sorted(seen, key=lambda held: number(held.at))[:limit]
-        return [Out(topic=topic, id=held.id, key=held.key, body=held.body, headers=held.headers, priority=held.rank, not_before=held.due) for held in oldest]
+        return [
+            Out(
+                topic=topic,
+                id=held.id,
+                key=held.key,
+                body=held.body,
+                headers=held.headers,
+                priority=held.rank,
+                not_before=held.due,
+            )
+            for held in oldest
+        ]
 
     async def purge(self, topic: str) -> int:
         most = 0
         for group in [*self._groups.get(topic, {"main": None})]:
-            most = max(most, await self._empty([self.names.queue(topic, group, rank) for rank in ranks(topic)]))
+            most = max(
+                most,
+                await self._empty([self.names.queue(topic, group, rank) for rank in ranks(topic)]),
+            )
         return most + await self._empty([self.names.waiting(topic, level) for _, level in LEVELS])
 
     async def _empty(self, queues: Sequence[str]) -> int:
@@ -270,7 +319,10 @@ class RabbitBroker:
         return gone
 
     async def replay(self, topic: str, group: str, *, since: float) -> int:
-        raise ConfigError("RabbitMQ keeps no history to replay", hint="publish again, or carry the topic by kafka: or sqlite:")
+        raise ConfigError(
+            "RabbitMQ keeps no history to replay",
+            hint="publish again, or carry the topic by kafka: or sqlite:",
+        )
 
     async def close(self) -> None:
         for subscription in list(self.subscriptions):
@@ -284,9 +336,17 @@ def _drift(queue: str, said: str) -> str:
     found = re.search(r"inequivalent arg '([^']+)'.*?received (.+?) but current is (.+)$", said)
     if found is None:
         return f"queue {queue}: {said}"
-    argument, ours, theirs = (part.strip().replace("the value ", "").split(" of type ")[0].strip("'") for part in found.groups())
+    argument, ours, theirs = (
+        part.strip().replace("the value ", "").split(" of type ")[0].strip("'")
+        for part in found.groups()
+    )
     return f"queue {queue}: {argument} is {theirs} on the server and {ours} in the configuration; delete the queue when it is empty to change that"
 
 
 def open_broker(url: str, context: Context) -> RabbitBroker:
-    return RabbitBroker(read_address(url), context.config.namespace or "penstock", context.clock, worker=context.worker)
+    return RabbitBroker(
+        read_address(url),
+        context.config.namespace or "penstock",
+        context.clock,
+        worker=context.worker,
+    )

@@ -48,19 +48,30 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 def read_address(dsn: str) -> Address:
     shown = mask(dsn)
     if "#" in dsn:
-        raise ConfigError(f"{shown!r} has a '#', which ends an address", hint="write it as %23 where it belongs to the password")
+        raise ConfigError(
+            f"{shown!r} has a '#', which ends an address",
+            hint="write it as %23 where it belongs to the password",
+        )
     try:
         parts = urlsplit(dsn)
         port = parts.port
     except ValueError:  # what it says may quote a part of the password
-        raise ConfigError(f"{shown!r} is not an address of a RabbitMQ server", hint=f"{EXAMPLE}; write / @ : in a password as %2F %40 %3A") from None
+        raise ConfigError(
+            f"{shown!r} is not an address of a RabbitMQ server",
+            hint=f"{EXAMPLE}; write / @ : in a password as %2F %40 %3A",
+        ) from None
     if parts.scheme not in ("amqp", "amqps") or not parts.hostname:
         raise ConfigError(f"{shown!r} names no RabbitMQ server", hint=EXAMPLE)
     if "/" in parts.path.lstrip("/"):
-        raise ConfigError(f"{shown!r} names a virtual host with a '/' in it", hint="write that '/' as %2F")
+        raise ConfigError(
+            f"{shown!r} names a virtual host with a '/' in it", hint="write that '/' as %2F"
+        )
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := sorted(set(options) - {"heartbeat", *TLS_OPTIONS, *OWN_OPTIONS}):
-        raise ConfigError(f"{shown!r}: there is no option {unknown[0]!r}", hint=f"there are: heartbeat, {', '.join((*OWN_OPTIONS, *TLS_OPTIONS))}")
+        raise ConfigError(
+            f"{shown!r}: there is no option {unknown[0]!r}",
+            hint=f"there are: heartbeat, {', '.join((*OWN_OPTIONS, *TLS_OPTIONS))}",
+        )
     numbers = {}
     for name, default in (("heartbeat", 30.0), ("publish_timeout", 10.0)):
         try:
@@ -68,7 +79,9 @@ def read_address(dsn: str) -> Address:
         except ValueError:
             numbers[name] = -1.0
         if not 0.1 <= numbers[name] <= 3600:
-            raise ConfigError(f"{shown!r}: {name} is not a number of seconds", hint=f"{name}={default:g}")
+            raise ConfigError(
+                f"{shown!r}: {name} is not a number of seconds", hint=f"{name}={default:g}"
+            )
     api = options.pop("management", "")
     user = unquote(parts.username or "guest")
     options["heartbeat"] = str(max(1, round(numbers["heartbeat"])))
@@ -91,7 +104,9 @@ class _Transport(TransportFactory):
         self._inner = TLSTransportFactory() if tls else TCPTransportFactory()
         self.writer: asyncio.StreamWriter | None = None
 
-    async def create(self, url: Any, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def create(
+        self, url: Any, **more: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, self.writer = await self._inner.create(url, **more)
         return reader, self.writer
 
@@ -124,10 +139,14 @@ class Link:
             if self._closed:
                 raise Unreachable(f"the connection to RabbitMQ at {self.address.place} was closed")
             transport = _Transport(tls=self.address.url.startswith("amqps:"))
-            connection = aiormq.Connection(self.address.url, transport_factory=transport, limit=READ_AHEAD)
+            connection = aiormq.Connection(
+                self.address.url, transport_factory=transport, limit=READ_AHEAD
+            )
             try:
                 async with asyncio.timeout(CONNECT):
-                    await connection.connect(client_properties={"connection_name": self.name, "product": "penstock"})
+                    await connection.connect(
+                        client_properties={"connection_name": self.name, "product": "penstock"}
+                    )
             except BaseException as e:
                 transport.abort()
                 if isinstance(e, asyncio.CancelledError) and not _ours(e):
@@ -139,7 +158,10 @@ class Link:
             if self.version < OLDEST:
                 await connection.close()
                 found = ".".join(map(str, self.version)) or "of an unknown version"
-                raise Unreachable(f"RabbitMQ at {self.address.place} is {found}, and 3.10 is the oldest that can keep what waits", hint="upgrade the server")
+                raise Unreachable(
+                    f"RabbitMQ at {self.address.place} is {found}, and 3.10 is the oldest that can keep what waits",
+                    hint="upgrade the server",
+                )
             self._connection, self._transport = connection, transport
             return connection
 
@@ -163,11 +185,22 @@ class Link:
                 hint="amqp:// or amqps://? its port, ?cafile=FILE for its authority",
             )
         if isinstance(e, TimeoutError):
-            return Unreachable(f"RabbitMQ at {a.place} did not answer within {CONNECT:g} s", hint="is it another server's port? is a firewall in between?")
-        if (isinstance(cause, OSError) and cause.errno is not None and not isinstance(e, amqp.AMQPError)) or isinstance(e.__cause__, OSError):
-            return Unreachable(f"RabbitMQ at {a.place} cannot be reached: {_said(cause)}", hint="start it, or correct the address")
+            return Unreachable(
+                f"RabbitMQ at {a.place} did not answer within {CONNECT:g} s",
+                hint="is it another server's port? is a firewall in between?",
+            )
+        if (
+            isinstance(cause, OSError)
+            and cause.errno is not None
+            and not isinstance(e, amqp.AMQPError)
+        ) or isinstance(e.__cause__, OSError):
+            return Unreachable(
+                f"RabbitMQ at {a.place} cannot be reached: {_said(cause)}",
+                hint="start it, or correct the address",
+            )
         return Unreachable(
-            f"what answers at {a.place} is no RabbitMQ, or closed the connection: {_said(e)}", hint="correct the address: 5672 is its usual port, 5671 with TLS"
+            f"what answers at {a.place} is no RabbitMQ, or closed the connection: {_said(e)}",
+            hint="correct the address: 5672 is its usual port, 5671 with TLS",
         )
 
     async def channel(self, *, confirms: bool = False) -> Channel:
@@ -202,11 +235,15 @@ class Link:
             self.abort()  # half an answer may still come, and would be taken for another's
             raise StoreUnavailable(f"RabbitMQ at {self.address.place} does not answer") from e
         except TROUBLE as e:
-            raise StoreUnavailable(f"the connection to RabbitMQ at {self.address.place} was lost: {_said(e)}") from e
+            raise StoreUnavailable(
+                f"the connection to RabbitMQ at {self.address.place} was lost: {_said(e)}"
+            ) from e
         except asyncio.CancelledError as e:
             if _ours(e):
                 raise
-            raise StoreUnavailable(f"the connection to RabbitMQ at {self.address.place} was lost") from e
+            raise StoreUnavailable(
+                f"the connection to RabbitMQ at {self.address.place} was lost"
+            ) from e
 
     def abort(self) -> None:
         """Drop it without a word: the server gives what was held to others."""
@@ -240,4 +277,6 @@ def _said(e: BaseException) -> str:
 def _version(properties: Any) -> tuple[int, ...]:
     raw = properties.get("version", "")
     text = raw.decode("ascii", "replace") if isinstance(raw, bytes) else str(raw)
-    return tuple(int(part) for part in text.split("+")[0].split("-")[0].split(".") if part.isdigit())
+    return tuple(
+        int(part) for part in text.split("+")[0].split("-")[0].split(".") if part.isdigit()
+    )

@@ -47,7 +47,11 @@ def open_letter(message: DeliveredMessage, rank: int) -> Held:
     """What arrived, whoever sent it. Raises nothing for any headers."""
     properties = message.header.properties
     raw: dict[str, Any] = properties.headers or {}
-    headers = {name: text(value) for name, value in raw.items() if name not in HIDDEN and not name.startswith(DEATHS)}
+    headers = {
+        name: text(value)
+        for name, value in raw.items()
+        if name not in HIDDEN and not name.startswith(DEATHS)
+    }
     if raw.get("x-first-death-reason") == "delivery_limit" and "penstock-reason" not in headers:
         headers["penstock-reason"] = "the server gave it up: handed out too often without an end"
     delivery = message.delivery

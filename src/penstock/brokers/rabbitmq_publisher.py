@@ -15,7 +15,9 @@ from penstock.brokers.rabbitmq_topology import Names
 from penstock.errors import Unreachable
 from penstock.ports import Published
 
-ON_THEIR_WAY = 1000  # confirmations a channel waits for at most; more gains nothing and fills buffers
+ON_THEIR_WAY = (
+    1000  # confirmations a channel waits for at most; more gains nothing and fills buffers
+)
 PERSISTENT = 2
 
 
@@ -49,8 +51,12 @@ class Publisher:
         if not last:
             answers = [await self._one(channel, letters[0], flush=True)]
         else:
-            answers = await asyncio.gather(*(self._one(channel, letter, flush=i == last) for i, letter in enumerate(letters)))
-        if last and None in answers:  # one of them made the server close the channel: it is found by sending them one by one
+            answers = await asyncio.gather(
+                *(self._one(channel, letter, flush=i == last) for i, letter in enumerate(letters))
+            )
+        if (
+            last and None in answers
+        ):  # one of them made the server close the channel: it is found by sending them one by one
             for i, answer in enumerate(answers):
                 if answer is None:
                     answers[i] = (await self.send([letters[i]]))[0]
@@ -62,7 +68,9 @@ class Publisher:
             if channel is None or channel.is_closed or not self.link.up:
                 channel = await self.link.channel(confirms=True)
                 with self.link.outage():
-                    async with asyncio.timeout(ANSWER):  # a connection that is blocked answers nothing
+                    async with asyncio.timeout(
+                        ANSWER
+                    ):  # a connection that is blocked answers nothing
                         for name in self.names.exchanges:  # to publish where there is no exchange costs the channel and all that is on its way
                             await declare_exchange(channel, name)
                 self._channel = channel
@@ -70,7 +78,9 @@ class Publisher:
 
     async def _one(self, channel: Channel, letter: Letter, *, flush: bool) -> Published | None:
         """None: the server closed the channel over something that was sent on it."""
-        while (same := self._flying.get(letter.id)) is not None:  # a message that comes back is known by its id alone
+        while (
+            same := self._flying.get(letter.id)
+        ) is not None:  # a message that comes back is known by its id alone
             await asyncio.wait([same])
         done = self._flying[letter.id] = asyncio.get_running_loop().create_future()
         try:
@@ -80,7 +90,9 @@ class Publisher:
                     exchange=letter.exchange,
                     routing_key=letter.key,
                     mandatory=True,
-                    properties=Basic.Properties(message_id=letter.id, delivery_mode=PERSISTENT, headers=dict(letter.headers)),
+                    properties=Basic.Properties(
+                        message_id=letter.id, delivery_mode=PERSISTENT, headers=dict(letter.headers)
+                    ),
                     timeout=self.link.address.publish_timeout,
                     wait=flush,
                 )
@@ -109,8 +121,12 @@ async def declare_exchange(channel: Channel, name: str) -> None:
     try:
         await channel.exchange_declare(name, exchange_type="topic", durable=True)
     except amqp.ChannelAccessRefused as e:
-        raise Unreachable(f"the user may not declare the exchange {name!r}", hint="rabbitmqctl set_permissions -p VHOST USER '.*' '.*' '.*'") from e
+        raise Unreachable(
+            f"the user may not declare the exchange {name!r}",
+            hint="rabbitmqctl set_permissions -p VHOST USER '.*' '.*' '.*'",
+        ) from e
     except amqp.ChannelPreconditionFailed as e:
         raise Unreachable(
-            f"there is an exchange {name!r} of another kind on the server", hint="choose another namespace (PENSTOCK_NAMESPACE), or delete that exchange"
+            f"there is an exchange {name!r} of another kind on the server",
+            hint="choose another namespace (PENSTOCK_NAMESPACE), or delete that exchange",
         ) from e

@@ -42,7 +42,9 @@ class Home(Protocol):
     looks: dict[tuple[str, str], int]
     subscriptions: set[RabbitSubscription]
 
-    def letter(self, m: Out, *, group: str | None = None, count: int = 0, at: str = "") -> Letter: ...
+    def letter(
+        self, m: Out, *, group: str | None = None, count: int = 0, at: str = ""
+    ) -> Letter: ...
 
     async def declared(self, topic: str, group: str) -> None: ...
 
@@ -70,14 +72,20 @@ class RabbitSubscription:
         """A channel that ended took everything with it."""
         self._epoch = secrets.randbits(30) + 1
         self._channel: Channel | None = None
-        self._consumers: dict[int, list[tuple[str, int]]] = {rank: [] for rank in self.ranks}  # (tag, prefetch)
-        self._ready: dict[int, OrderedDict[str, deque[Held]]] = {rank: OrderedDict() for rank in self.ranks}
+        self._consumers: dict[int, list[tuple[str, int]]] = {
+            rank: [] for rank in self.ranks
+        }  # (tag, prefetch)
+        self._ready: dict[int, OrderedDict[str, deque[Held]]] = {
+            rank: OrderedDict() for rank in self.ranks
+        }
         self._buffered = 0
         self._bytes = 0
         self._soon: dict[int, tuple[Held, asyncio.TimerHandle]] = {}
         self._out: dict[int, Held] = {}  # handed out, by position
         self._busy = dict.fromkeys(self.ranks, 0)  # of each class
-        self._tags: dict[int, None] = {}  # everything unsettled on the channel, in the order of arrival
+        self._tags: dict[
+            int, None
+        ] = {}  # everything unsettled on the channel, in the order of arrival
         self._wake = asyncio.Event()
         self._fresh = False
         self._written = self._known = 0
@@ -85,7 +93,9 @@ class RabbitSubscription:
 
     @property
     def alive(self) -> bool:
-        return self._channel is not None and not self._channel.is_closed and self.broker.consuming.up
+        return (
+            self._channel is not None and not self._channel.is_closed and self.broker.consuming.up
+        )
 
     @property
     def buffered(self) -> int:
@@ -97,7 +107,9 @@ class RabbitSubscription:
 
     # -- receiving -------------------------------------------------------------------------------------------------------
 
-    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+    async def receive(
+        self, limit: int, wait: float, *, per_key: int | None = None
+    ) -> Sequence[Delivery]:
         if limit <= 0:
             return []
         loop = asyncio.get_running_loop()
@@ -110,7 +122,9 @@ class RabbitSubscription:
                 if self._buffered and (self._fresh or self._buffered < limit):
                     await self._gather(limit)
                 if not self.alive:
-                    raise StoreUnavailable(f"the connection to RabbitMQ at {self.broker.consuming.address.place} was lost")
+                    raise StoreUnavailable(
+                        f"the connection to RabbitMQ at {self.broker.consuming.address.place} was lost"
+                    )
                 if got := self._pick(limit, per_key or limit):
                     return got
                 left = until - loop.time()
@@ -129,14 +143,20 @@ class RabbitSubscription:
         """A burst is arriving: a full batch, and a fair one, is worth some milliseconds."""
         loop = asyncio.get_running_loop()
         until, seen = loop.time() + (BURST if self._fresh else QUIET), -1
-        while self._buffered != seen and (self._fresh or self._buffered < limit) and loop.time() < until:
+        while (
+            self._buffered != seen
+            and (self._fresh or self._buffered < limit)
+            and loop.time() < until
+        ):
             seen = self._buffered
             await asyncio.sleep(QUIET)
         self._fresh = False
 
     async def _open(self, limit: int) -> None:
         """See to it that the server may send what is asked for, and somewhat ahead of that."""
-        if self.alive and all(self._wanted(rank, limit) <= self._granted(rank) for rank in self.ranks):
+        if self.alive and all(
+            self._wanted(rank, limit) <= self._granted(rank) for rank in self.ranks
+        ):
             return
         async with self._gate:
             if self._closed:
@@ -151,12 +171,16 @@ class RabbitSubscription:
                         missing = self._wanted(rank, limit) - self._granted(rank)
                         if missing > 0:
                             try:
-                                await self._consume(channel, rank, max(8, 1 << (missing - 1).bit_length()))
+                                await self._consume(
+                                    channel, rank, max(8, 1 << (missing - 1).bit_length())
+                                )
                             except amqp.ChannelNotFoundEntity:
                                 self.broker.forget(self.topic)
                                 raise
             if self._watch is None:
-                self._watch = asyncio.get_running_loop().call_later(self._linger / 2, self._spawn, self._look_after)
+                self._watch = asyncio.get_running_loop().call_later(
+                    self._linger / 2, self._spawn, self._look_after
+                )
 
     def _wanted(self, rank: int, limit: int) -> int:
         return self._busy[rank] + max(limit + min(limit, self._ahead), self._ahead)
@@ -181,7 +205,9 @@ class RabbitSubscription:
         self._fresh = True
         async with self._syncing:  # nobody else may set another prefetch between these two
             await channel.basic_qos(prefetch_count=min(prefetch, MAX_PREFETCH))
-            await channel.basic_consume(queue, partial(self._arrived, self._epoch, rank), consumer_tag=tag)
+            await channel.basic_consume(
+                queue, partial(self._arrived, self._epoch, rank), consumer_tag=tag
+            )
         self._consumers[rank].append((tag, prefetch))
 
     def _cancelled(self, channel: Channel, _: Any) -> None:
@@ -307,8 +333,15 @@ class RabbitSubscription:
         loop = asyncio.get_running_loop()
         now = loop.time()
         resting = not self._asking and now >= self._asked + self._linger
-        stale = min((keys[key][0].arrived for keys in self._ready.values() for key in keys), default=now) < now - self._linger
-        if (resting and now > self._asked + LONGEST) or ((resting or stale) and await self._others()):
+        stale = (
+            min(
+                (keys[key][0].arrived for keys in self._ready.values() for key in keys), default=now
+            )
+            < now - self._linger
+        )
+        if (resting and now > self._asked + LONGEST) or (
+            (resting or stale) and await self._others()
+        ):
             await self._stand_down()
             if not self._ahead:
                 self._linger = min(LONGEST, self._linger * 2)
@@ -322,7 +355,9 @@ class RabbitSubscription:
         with self.broker.consuming.outage():
             async with asyncio.timeout(ANSWER):
                 for rank in self.ranks:
-                    found = await self._channel.queue_declare(self.broker.names.queue(self.topic, self.group, rank), passive=True)
+                    found = await self._channel.queue_declare(
+                        self.broker.names.queue(self.topic, self.group, rank), passive=True
+                    )
                     if (found.consumer_count or 0) > len(self._consumers[rank]):
                         return True
         return False
@@ -336,7 +371,12 @@ class RabbitSubscription:
             await self._cancel(channel)
             with self.broker.consuming.outage():
                 async with asyncio.timeout(ANSWER):
-                    back = [held.tag for keys in self._ready.values() for waiting in keys.values() for held in waiting]
+                    back = [
+                        held.tag
+                        for keys in self._ready.values()
+                        for waiting in keys.values()
+                        for held in waiting
+                    ]
                     back += self._soon
                     self._drop_timers()
                     for keys in self._ready.values():
@@ -388,27 +428,55 @@ class RabbitSubscription:
     def _copy(self, delivery: Delivery, held: Held, outcome: Outcome) -> Letter:
         match outcome:
             case Retry(delay=delay):
-                return self._letter(held, due=self.broker.clock.now() + delay if delay > 0 else 0.0, count=held.deliveries)
+                return self._letter(
+                    held,
+                    due=self.broker.clock.now() + delay if delay > 0 else 0.0,
+                    count=held.deliveries,
+                )
             case Release():
                 return self._letter(held, due=0.0, count=held.deliveries - 1)
             case _:
                 reason = outcome.reason if isinstance(outcome, Dead) else ""
-                headers = {**held.headers, "penstock-reason": reason, "penstock-position": str(delivery.position)}
-                return self.broker.letter(Out(topic=self.topic + DEAD, id=held.id, key=held.key, body=held.body, headers=headers))
+                headers = {
+                    **held.headers,
+                    "penstock-reason": reason,
+                    "penstock-position": str(delivery.position),
+                }
+                return self.broker.letter(
+                    Out(
+                        topic=self.topic + DEAD,
+                        id=held.id,
+                        key=held.key,
+                        body=held.body,
+                        headers=headers,
+                    )
+                )
 
     def _letter(self, held: Held, *, due: float, count: int) -> Letter:
-        out = Out(topic=self.topic, id=held.id, key=held.key, body=held.body, headers=held.headers, priority=held.rank, not_before=due)
+        out = Out(
+            topic=self.topic,
+            id=held.id,
+            key=held.key,
+            body=held.body,
+            headers=held.headers,
+            priority=held.rank,
+            not_before=due,
+        )
         return self.broker.letter(out, group=self.group, count=count, at=held.at)
 
     async def _send(self, copies: Sequence[Letter]) -> None:
         answers = await self.broker.publisher.send(copies)
-        if Published.FAILED in answers:  # its queue is not there, or no longer: make it, and try once more
+        if (
+            Published.FAILED in answers
+        ):  # its queue is not there, or no longer: make it, and try once more
             self.broker.forget(self.topic)
             await self.broker.declared(self.topic, self.group)
             answers = await self.broker.publisher.send(copies)
         if any(answer is not Published.OK for answer in answers):
             worst = next(answer for answer in answers if answer is not Published.OK)
-            raise StoreUnavailable(f"RabbitMQ at {self.broker.consuming.address.place} does not take a message back now ({worst})")
+            raise StoreUnavailable(
+                f"RabbitMQ at {self.broker.consuming.address.place} does not take a message back now ({worst})"
+            )
 
     async def _ack(self, tags: Sequence[int]) -> None:
         """Returns when the server has them: an ack has no answer of its own, but what is asked after it on the same channel is answered after it."""

@@ -18,11 +18,22 @@ from penstock.ports import TopicSpec
 
 CLASSES = ("high", "normal", "low")
 NORMAL = CLASSES.index("normal")
-LEVELS = ((0.2, "200ms"), (1.0, "1s"), (5.0, "5s"), (30.0, "30s"), (120.0, "2m"), (600.0, "10m"), (3600.0, "1h"), (21600.0, "6h"))
+LEVELS = (
+    (0.2, "200ms"),
+    (1.0, "1s"),
+    (5.0, "5s"),
+    (30.0, "30s"),
+    (120.0, "2m"),
+    (600.0, "10m"),
+    (3600.0, "1h"),
+    (21600.0, "6h"),
+)
 DEAD = ".dead"
 # A back-stop far away: the ledger judges poison by its own starts, and up to 4.2 the server counts every return, innocent ones too.
 DELIVERY_LIMIT = 10_000
-DEAD_KEPT = 14 * 86400.0  # seconds; the letters themselves are in the ledger, these are copies for other tools
+DEAD_KEPT = (
+    14 * 86400.0
+)  # seconds; the letters themselves are in the ledger, these are copies for other tools
 MAX_ROUTING_KEY = 255  # bytes, by the protocol
 QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
 # Both are needed for a dead-lettering that loses nothing (the source is told when the target has it), and it exists since 3.10.
@@ -65,7 +76,11 @@ class Names:
         self.namespace = re.sub(r"[^A-Za-z0-9_.-]", "-", namespace)
         if self.namespace.startswith("amq."):  # reserved by the server
             self.namespace = "penstock." + self.namespace
-        self.exchange, self.delay, self.due = self.namespace, self.namespace + ".delay", self.namespace + ".due"
+        self.exchange, self.delay, self.due = (
+            self.namespace,
+            self.namespace + ".delay",
+            self.namespace + ".due",
+        )
         self.exchanges = (self.exchange, self.delay, self.due)
 
     def queue(self, topic: str, group: str, rank: int) -> str:
@@ -74,22 +89,46 @@ class Names:
     def waiting(self, topic: str, level: str) -> str:
         return f"{self.namespace}.{topic}/delay.{level}"
 
-    def key(self, topic: str, rank: int, target: str, *, group: str | None = None, level: str | None = None) -> str:
+    def key(
+        self,
+        topic: str,
+        rank: int,
+        target: str,
+        *,
+        group: str | None = None,
+        level: str | None = None,
+    ) -> str:
         to = CLASSES[rank] if group is None else f"{CLASSES[rank]}@{word(group)}"
-        path = f"{word(topic)}.{to}.{target}" if level is None else f"{level}.{word(topic)}.{to}.{target}"
+        path = (
+            f"{word(topic)}.{to}.{target}"
+            if level is None
+            else f"{level}.{word(topic)}.{to}.{target}"
+        )
         raw = path.encode("utf-8", "replace")
-        return path if len(raw) <= MAX_ROUTING_KEY and path.isascii() else raw[:MAX_ROUTING_KEY].decode("utf-8", "ignore")
+        return (
+            path
+            if len(raw) <= MAX_ROUTING_KEY and path.isascii()
+            else raw[:MAX_ROUTING_KEY].decode("utf-8", "ignore")
+        )
 
     def work(self, spec: TopicSpec) -> Iterator[Queue]:
         """The queues that workers consume: one for each group and class."""
         topic = word(spec.name)
-        arguments = {**QUORUM, "x-delivery-limit": self.delivery_limit, "x-overflow": "reject-publish"}
+        arguments = {
+            **QUORUM,
+            "x-delivery-limit": self.delivery_limit,
+            "x-overflow": "reject-publish",
+        }
         if spec.max_depth is not None:
             arguments["x-max-length"] = spec.max_depth
         if spec.name.endswith(DEAD):
             arguments["x-message-ttl"] = int(DEAD_KEPT * 1000)
         else:
-            arguments |= {**SAFELY, "x-dead-letter-exchange": self.exchange, "x-dead-letter-routing-key": self.key(spec.name + DEAD, NORMAL, "limit")}
+            arguments |= {
+                **SAFELY,
+                "x-dead-letter-exchange": self.exchange,
+                "x-dead-letter-routing-key": self.key(spec.name + DEAD, NORMAL, "limit"),
+            }
         for group in spec.groups:
             for rank in ranks(spec.name):
                 to = CLASSES[rank]
@@ -105,5 +144,12 @@ class Names:
     def ladder(self, topic: str) -> Iterator[Queue]:
         """The queues that nobody consumes: what is in them comes out at the other end when its time is over."""
         for length, level in LEVELS:
-            arguments = {**QUORUM, **SAFELY, "x-message-ttl": int(length * 1000), "x-dead-letter-exchange": self.due}
-            yield Queue(self.waiting(topic, level), arguments, ((self.delay, f"{level}.{word(topic)}.#"),))
+            arguments = {
+                **QUORUM,
+                **SAFELY,
+                "x-message-ttl": int(length * 1000),
+                "x-dead-letter-exchange": self.due,
+            }
+            yield Queue(
+                self.waiting(topic, level), arguments, ((self.delay, f"{level}.{word(topic)}.#"),)
+            )

@@ -19,7 +19,16 @@ from penstock.brokers import redis_looking as looking
 from penstock.brokers import redis_scripts as lua
 from penstock.errors import PenstockError
 from penstock.model import Ack, Dead, Outcome, Release, Retry
-from penstock.ports import Capabilities, Clock, Delivery, Out, Published, Stats, Subscription, TopicSpec
+from penstock.ports import (
+    Capabilities,
+    Clock,
+    Delivery,
+    Out,
+    Published,
+    Stats,
+    Subscription,
+    TopicSpec,
+)
 from penstock.rules.shares import shares
 from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Lost, Server
@@ -91,9 +100,18 @@ class RedisBroker:
         drift = []
         for t in topology:
             depth: Argument = "" if t.max_depth is None else t.max_depth
-            found = await self.server.run(lua.ENSURE, [self.base(t.name)], int(t.ordered), depth, int(t.retention * 1000), *t.groups)
+            found = await self.server.run(
+                lua.ENSURE,
+                [self.base(t.name)],
+                int(t.ordered),
+                depth,
+                int(t.retention * 1000),
+                *t.groups,
+            )
             if (found == b"1") != t.ordered:
-                drift.append(f"topic {t.name}: ordered is {found == b'1'} on the server and {t.ordered} in the configuration; use another name to change that")
+                drift.append(
+                    f"topic {t.name}: ordered is {found == b'1'} on the server and {t.ordered} in the configuration; use another name to change that"
+                )
         return drift
 
     # -- publishing ------------------------------------------------------------------------------------------------------
@@ -112,7 +130,14 @@ class RedisBroker:
                 continue
             places[m.topic].append(i)
             due: Argument = int(m.not_before * 1000) if m.not_before else b""
-            args[m.topic] += (min(max(m.priority, 0), len(CLASSES) - 1), id_, key, headers, due, m.body)
+            args[m.topic] += (
+                min(max(m.priority, 0), len(CLASSES) - 1),
+                id_,
+                key,
+                headers,
+                due,
+                m.body,
+            )
         calls = [(lua.PUBLISH, [self.base(topic)], args[topic]) for topic in places]
         try:
             replies = await self.server.run_all(calls)
@@ -135,17 +160,39 @@ class RedisBroker:
     # -- looking ---------------------------------------------------------------------------------------------------------
 
     async def stats(self, topic: str, group: str) -> Stats:
-        for _ in range(SORTING):  # what is delayed is only known of what was read and sorted: a thousand at a time
-            ready, delayed, in_flight, dead, age, exact = await self.server.run(looking.STATS, [self.base(topic)], group)
+        for _ in range(
+            SORTING
+        ):  # what is delayed is only known of what was read and sorted: a thousand at a time
+            ready, delayed, in_flight, dead, age, exact = await self.server.run(
+                looking.STATS, [self.base(topic)], group
+            )
             if exact:
                 break
-        return Stats(ready=ready, delayed=delayed, in_flight=in_flight, dead=dead, oldest_age=None if age < 0 else age / 1000, exact=bool(exact))
+        return Stats(
+            ready=ready,
+            delayed=delayed,
+            in_flight=in_flight,
+            dead=dead,
+            oldest_age=None if age < 0 else age / 1000,
+            exact=bool(exact),
+        )
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
         flat = await self.server.run(looking.PEEK, [self.base(topic)], limit)
-        rows = sorted((flat[i : i + 7] for i in range(0, len(flat), 7)), key=lambda row: position(row[0], row[1]))
+        rows = sorted(
+            (flat[i : i + 7] for i in range(0, len(flat), 7)),
+            key=lambda row: position(row[0], row[1]),
+        )
         return [
-            Out(topic=topic, id=_text(id_), key=_text(key), body=body, headers=_headers(headers), priority=rank, not_before=due / 1000)
+            Out(
+                topic=topic,
+                id=_text(id_),
+                key=_text(key),
+                body=body,
+                headers=_headers(headers),
+                priority=rank,
+                not_before=due / 1000,
+            )
             for rank, _, id_, key, headers, body, due in rows[:limit]
         ]
 
@@ -164,7 +211,9 @@ class RedisBroker:
         for name in CLASSES:
             start = f"{int(since * 1000)}-0"
             while start:
-                n, following = await self.server.run(looking.REPLAY, [self.base(topic)], group, name, start)
+                n, following = await self.server.run(
+                    looking.REPLAY, [self.base(topic)], group, name, start
+                )
                 added, start = added + n, following.decode()
         return added
 
@@ -173,18 +222,35 @@ class RedisBroker:
 
 
 class RedisSubscription:
-    def __init__(self, broker: RedisBroker, topic: str, group: str, owner: str, lease: float) -> None:
-        self.broker, self.topic, self.group, self.owner, self.lease = broker, topic, group, owner, max(1, int(lease * 1000))
+    def __init__(
+        self, broker: RedisBroker, topic: str, group: str, owner: str, lease: float
+    ) -> None:
+        self.broker, self.topic, self.group, self.owner, self.lease = (
+            broker,
+            topic,
+            group,
+            owner,
+            max(1, int(lease * 1000)),
+        )
         self._server, self._keys = broker.server, [broker.base(topic)]
         self._streams = [f"{broker.base(topic)}:{name}" for name in CLASSES]
         self._place = 0  # handed out so far: whose turn it is
 
-    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+    async def receive(
+        self, limit: int, wait: float, *, per_key: int | None = None
+    ) -> Sequence[Delivery]:
         clock = self.broker.clock
         until = clock.now() + wait
         while limit > 0:
             reply = await self._server.run(
-                lua.RECEIVE, self._keys, self.group, self.owner, self.lease, limit, min(per_key or limit, limit), *shares(self._place, limit)
+                lua.RECEIVE,
+                self._keys,
+                self.group,
+                self.owner,
+                self.lease,
+                limit,
+                min(per_key or limit, limit),
+                *shares(self._place, limit),
             )
             if reply[0]:
                 return self._deliveries(reply)
@@ -193,7 +259,9 @@ class RedisSubscription:
                 break
             pause = int(min(left, reply[1] / 1000, LOOK) * 1000)
             if pause > 0:  # ends early when something is published
-                await self._server.command("XREAD", "COUNT", 1, "BLOCK", pause, "STREAMS", *self._streams, *reply[2:])
+                await self._server.command(
+                    "XREAD", "COUNT", 1, "BLOCK", pause, "STREAMS", *self._streams, *reply[2:]
+                )
         return []
 
     def _deliveries(self, reply: list[Any]) -> list[Delivery]:
@@ -210,7 +278,9 @@ class RedisSubscription:
                 token=token,
                 deliveries=count,
             )
-            for rank, entry, count, id_, key, headers, body in zip(*(reply[i::7] for i in range(2, 9)), strict=True)
+            for rank, entry, count, id_, key, headers, body in zip(
+                *(reply[i::7] for i in range(2, 9)), strict=True
+            )
         ]
         self._place += len(got)
         return got
@@ -228,7 +298,11 @@ class RedisSubscription:
                 case Release():
                     verb, more = "release", ""
                 case Dead(reason=reason):
-                    headers = {**d.headers, "penstock-reason": reason, "penstock-position": str(d.position)}
+                    headers = {
+                        **d.headers,
+                        "penstock-reason": reason,
+                        "penstock-position": str(d.position),
+                    }
                     verb, more = "dead", msgspec.json.encode(headers).decode()
             args += (*entry_of(d.position), d.token, verb, d.deliveries, more)
         reply: bytes = await self._server.run(lua.SETTLE, self._keys, self.group, *args)
@@ -242,7 +316,9 @@ class RedisSubscription:
         for d in deliveries:
             args += (*entry_of(d.position), d.token)
         idle = max(0, self.lease - int(seconds * 1000))
-        reply: bytes = await self._server.run(lua.EXTEND, self._keys, self.group, self.owner, idle, *args)
+        reply: bytes = await self._server.run(
+            lua.EXTEND, self._keys, self.group, self.owner, idle, *args
+        )
         return [letter == ord("1") for letter in reply]
 
     async def hold(self, until: Mapping[str, float]) -> None:
@@ -259,4 +335,6 @@ class RedisSubscription:
 
 def open_broker(url: str, context: Context) -> RedisBroker:
     """No I/O: the server is asked by `ensure`. Our keys never expire, so only a server that evicts any key is a danger to them."""
-    return RedisBroker(Server(url, evictable=False), context.config.namespace or "penstock", context.clock)
+    return RedisBroker(
+        Server(url, evictable=False), context.config.namespace or "penstock", context.clock
+    )

@@ -12,7 +12,18 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.model import Ack, Outcome, Retry
-from penstock.ports import Broker, Capabilities, Clock, Delivery, Out, Published, QueueAudit, Stats, Subscription, TopicSpec
+from penstock.ports import (
+    Broker,
+    Capabilities,
+    Clock,
+    Delivery,
+    Out,
+    Published,
+    QueueAudit,
+    Stats,
+    Subscription,
+    TopicSpec,
+)
 
 SCHEMA = """
 -- What is to be published: entered with the row it belongs to, gone when the broker has confirmed it. `sender` is at it until `claimed`.
@@ -45,12 +56,16 @@ class Relay:
 
     apart = True
 
-    def __init__(self, store: Any, carriers: Mapping[str, Broker], clock: Clock, *, worker: str, lease: float) -> None:
+    def __init__(
+        self, store: Any, carriers: Mapping[str, Broker], clock: Clock, *, worker: str, lease: float
+    ) -> None:
         self.store, self.clock, self.worker, self.lease = store, clock, worker, lease
         self._carriers = dict(carriers)
         self._subscriptions: dict[tuple[str, str], RelayedSubscription] = {}
         self._after: After | None = None
-        self._published: set[int] = set()  # rows of confirmed messages, removed by the next transaction
+        self._published: set[int] = (
+            set()
+        )  # rows of confirmed messages, removed by the next transaction
         self._too_large: list[tuple[int, Out]] = []  # refused for their size
         self._unsettled: list[tuple[Delivery, Outcome]] = []  # decided, and not told yet
         self._next_due = 0.0  # of what was put aside, as far as we know
@@ -102,7 +117,16 @@ class Relay:
             later = m.not_before > now
             tx.execute(
                 "INSERT INTO outgoing(topic, id, key, prio, headers, body, due, claimed) VALUES(?,?,?,?,?,?,?,?)",
-                (m.topic, m.id, m.key, m.priority, headers, m.body, m.not_before if later else now, 0.0 if later else now + PATIENCE),
+                (
+                    m.topic,
+                    m.id,
+                    m.key,
+                    m.priority,
+                    headers,
+                    m.body,
+                    m.not_before if later else now,
+                    0.0 if later else now + PATIENCE,
+                ),
             )
             n = tx.last_insert_rowid()
             if not later and self._after is not None:
@@ -129,17 +153,24 @@ class Relay:
     def busy_in(self, tx: Any, n: int) -> bool:
         """Is a living worker at this event? Then what just arrived is a copy of its message."""
         found = tx.execute(
-            "SELECT 1 FROM event e JOIN member m ON m.worker=e.worker WHERE e.n=? AND e.status IN ('in_flight','writing') AND m.until>?", (n, self.clock.now())
+            "SELECT 1 FROM event e JOIN member m ON m.worker=e.worker WHERE e.n=? AND e.status IN ('in_flight','writing') AND m.until>?",
+            (n, self.clock.now()),
         ).get
         return found is not None
 
     def at_hand_in(self, tx: Any, n: int, id_: str) -> bool:
         """Is its message still to be published, or a living worker at it?"""
-        return self.busy_in(tx, n) or tx.execute("SELECT 1 FROM outgoing WHERE id=? LIMIT 1", (id_,)).get is not None
+        return (
+            self.busy_in(tx, n)
+            or tx.execute("SELECT 1 FROM outgoing WHERE id=? LIMIT 1", (id_,)).get is not None
+        )
 
     def beat_in(self, tx: Any) -> None:
         """We are alive."""
-        tx.execute("INSERT INTO member VALUES(?,?) ON CONFLICT(worker) DO UPDATE SET until=excluded.until", (self.worker, self.clock.now() + self.lease))
+        tx.execute(
+            "INSERT INTO member VALUES(?,?) ON CONFLICT(worker) DO UPDATE SET until=excluded.until",
+            (self.worker, self.clock.now() + self.lease),
+        )
 
     def leave_in(self, tx: Any, worker: str) -> None:
         tx.execute("DELETE FROM member WHERE worker=?", (worker,))
@@ -159,7 +190,10 @@ class Relay:
         if reason is None:
             tx.execute("DELETE FROM pausing WHERE topic=?", (topic,))
         else:
-            tx.execute("INSERT INTO pausing VALUES(?,?) ON CONFLICT(topic) DO UPDATE SET reason=excluded.reason", (topic, reason))
+            tx.execute(
+                "INSERT INTO pausing VALUES(?,?) ON CONFLICT(topic) DO UPDATE SET reason=excluded.reason",
+                (topic, reason),
+            )
         return True
 
     def paused_in(self, tx: Any) -> dict[str, str]:
@@ -167,11 +201,18 @@ class Relay:
 
     def running_in(self, tx: Any, limit: int) -> dict[str, int]:
         """Workers that are alive; how much each holds is the broker's to know."""
-        return {worker: 0 for (worker,) in tx.execute("SELECT worker FROM member WHERE until>? LIMIT ?", (self.clock.now(), limit))}
+        return {
+            worker: 0
+            for (worker,) in tx.execute(
+                "SELECT worker FROM member WHERE until>? LIMIT ?", (self.clock.now(), limit)
+            )
+        }
 
     def oldest_in(self, tx: Any, limit: int) -> float | None:
         """When the oldest message that is due and unconfirmed was; those in the broker's hands are in its own figures."""
-        found: float | None = tx.execute("SELECT min(due) FROM outgoing WHERE due<=?", (self.clock.now(),)).get
+        found: float | None = tx.execute(
+            "SELECT min(due) FROM outgoing WHERE due<=?", (self.clock.now(),)
+        ).get
         return found
 
     def leased_in(self, tx: Any, limit: int) -> list[str]:
@@ -183,17 +224,39 @@ class Relay:
         """The brokers' own queues cannot be counted from here."""
         return QueueAudit(unqueued=[], unqueued_count=0, lingering_count=0, groups=[], expired=0)
 
-    def depths_in(self, tx: Any, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000) -> dict[str, int]:
+    def depths_in(
+        self,
+        tx: Any,
+        topic: str,
+        group: str,
+        keys: Sequence[str] | None = None,
+        *,
+        limit: int = 1000,
+    ) -> dict[str, int]:
         """What is pending, by host, from the books: looks at all events, so it is for people."""
         pending = "SELECT host, count(*) AS n FROM event WHERE topic=? AND status='pending'"
         if keys is None:
-            return dict(tx.execute(f"{pending} GROUP BY host ORDER BY n DESC, host LIMIT ?", (topic, limit)).fetchall())
-        return {key: tx.execute("SELECT count(*) FROM event WHERE topic=? AND status='pending' AND host=?", (topic, key)).get for key in keys}
+            return dict(
+                tx.execute(
+                    f"{pending} GROUP BY host ORDER BY n DESC, host LIMIT ?", (topic, limit)
+                ).fetchall()
+            )
+        return {
+            key: tx.execute(
+                "SELECT count(*) FROM event WHERE topic=? AND status='pending' AND host=?",
+                (topic, key),
+            ).get
+            for key in keys
+        }
 
-    def hasten_in(self, tx: Any, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
+    def hasten_in(
+        self, tx: Any, topic: str, group: str, key: str, positions: Sequence[int]
+    ) -> None:
         """What was put aside for this key is due now."""
         now = self.clock.now()
-        tx.execute("UPDATE outgoing SET due=? WHERE topic=? AND key=? AND due>?", (now, topic, key, now))
+        tx.execute(
+            "UPDATE outgoing SET due=? WHERE topic=? AND key=? AND due>?", (now, topic, key, now)
+        )
 
     def prune_in(self, tx: Any, limit: int = 2000) -> int:
         """Members long gone; the brokers keep their own house."""
@@ -221,7 +284,9 @@ class Relay:
             try:
                 await self._subscriptions[key].carrier.settle(some)
             except PenstockError as e:
-                log.warning("%d deliveries of %s are not settled yet: %s", len(some), key[0], e.message)
+                log.warning(
+                    "%d deliveries of %s are not settled yet: %s", len(some), key[0], e.message
+                )
                 self._unsettled += some
 
     async def _publish(self, rows: Sequence[tuple[int, Out]]) -> None:
@@ -233,12 +298,24 @@ class Relay:
             for i in range(0, len(some), BATCH):
                 batch = some[i : i + BATCH]
                 try:
-                    answers = await self.carrier(batch[0][1].topic).publish([out for _, out in batch])
-                except PenstockError as e:  # away, or it refuses us now: the books have it either way
+                    answers = await self.carrier(batch[0][1].topic).publish(
+                        [out for _, out in batch]
+                    )
+                except (
+                    PenstockError
+                ) as e:  # away, or it refuses us now: the books have it either way
                     log.warning("%d messages wait for the broker: %s", len(batch), e.message)
                     continue
-                self._published.update(n for (n, _), answer in zip(batch, answers, strict=True) if answer is Published.OK)
-                self._too_large += [row for row, answer in zip(batch, answers, strict=True) if answer is Published.FAILED and self._is_too_large(row[1])]
+                self._published.update(
+                    n
+                    for (n, _), answer in zip(batch, answers, strict=True)
+                    if answer is Published.OK
+                )
+                self._too_large += [
+                    row
+                    for row, answer in zip(batch, answers, strict=True)
+                    if answer is Published.FAILED and self._is_too_large(row[1])
+                ]
 
     def _is_too_large(self, out: Out) -> bool:
         """What is larger than the broker always takes, and was refused, is refused for that."""
@@ -271,18 +348,35 @@ class Relay:
 
     def _due(self, tx: Any) -> tuple[bool, float]:
         now = self.clock.now()
-        due = tx.execute("SELECT 1 FROM outgoing WHERE due<=? AND claimed<=? LIMIT 1", (now, now)).get is not None
+        due = (
+            tx.execute("SELECT 1 FROM outgoing WHERE due<=? AND claimed<=? LIMIT 1", (now, now)).get
+            is not None
+        )
         return due, tx.execute("SELECT min(due) FROM outgoing WHERE due>?", (now,)).get or 0.0
 
     def _take(self, tx: Any) -> tuple[list[tuple[int, Out]], After]:
         with self.collecting(tx) as after:
             now = self.clock.now()
             found = tx.execute(
-                "SELECT n, topic, id, key, prio, headers, body FROM outgoing WHERE due<=? AND claimed<=? ORDER BY due LIMIT ?", (now, now, BATCH)
+                "SELECT n, topic, id, key, prio, headers, body FROM outgoing WHERE due<=? AND claimed<=? ORDER BY due LIMIT ?",
+                (now, now, BATCH),
             ).fetchall()
-            tx.executemany("UPDATE outgoing SET claimed=? WHERE n=?", [(now + PATIENCE, row[0]) for row in found])
+            tx.executemany(
+                "UPDATE outgoing SET claimed=? WHERE n=?",
+                [(now + PATIENCE, row[0]) for row in found],
+            )
             rows = [
-                (n, Out(topic=topic, id=id_, key=key, priority=prio, headers=msgspec.json.decode(headers) if headers else {}, body=body))
+                (
+                    n,
+                    Out(
+                        topic=topic,
+                        id=id_,
+                        key=key,
+                        priority=prio,
+                        headers=msgspec.json.decode(headers) if headers else {},
+                        body=body,
+                    ),
+                )
                 for n, topic, id_, key, prio, headers, body in found
             ]
             return rows, after
@@ -301,7 +395,9 @@ class Relay:
     # -- receiving -----------------------------------------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
-        made = RelayedSubscription(self, topic, self.carrier(topic).subscribe(topic, group, owner=owner, lease=lease))
+        made = RelayedSubscription(
+            self, topic, self.carrier(topic).subscribe(topic, group, owner=owner, lease=lease)
+        )
         self._subscriptions[topic, group] = made
         return made
 
@@ -316,7 +412,16 @@ class Relay:
         lag = getattr(self.carrier(topic), "lag", None)
         if lag is None:
             return []
-        return [{"name": r.topic, "partition": r.partition, "end": r.end, "committed": r.committed, "lag": r.lag} for r in await lag(topic, group)]
+        return [
+            {
+                "name": r.topic,
+                "partition": r.partition,
+                "end": r.end,
+                "committed": r.committed,
+                "lag": r.lag,
+            }
+            for r in await lag(topic, group)
+        ]
 
     async def empty(self) -> bool:
         """Do the brokers say that nothing waits, is delayed or in flight on any topic?"""
@@ -356,7 +461,9 @@ class RelayedSubscription:
     def __init__(self, relay: Relay, topic: str, carrier: Subscription) -> None:
         self._relay, self._topic, self.carrier = relay, topic, carrier
 
-    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+    async def receive(
+        self, limit: int, wait: float, *, per_key: int | None = None
+    ) -> Sequence[Delivery]:
         if await self._relay.paused(self._topic):
             await self._relay.clock.sleep(wait)
             return []
@@ -380,4 +487,12 @@ class RelayedSubscription:
 
 
 def _again(d: Delivery, due: float) -> Out:
-    return Out(topic=d.topic, id=d.id, key=d.key, body=d.body, headers=d.headers, priority=d.priority, not_before=due)
+    return Out(
+        topic=d.topic,
+        id=d.id,
+        key=d.key,
+        body=d.body,
+        headers=d.headers,
+        priority=d.priority,
+        not_before=due,
+    )

@@ -11,7 +11,16 @@ import msgspec
 
 from penstock.clock import nap
 from penstock.model import Outcome
-from penstock.ports import Capabilities, Clock, Delivery, Out, Published, QueueAudit, Stats, TopicSpec
+from penstock.ports import (
+    Capabilities,
+    Clock,
+    Delivery,
+    Out,
+    Published,
+    QueueAudit,
+    Stats,
+    TopicSpec,
+)
 from penstock.stores.sql import SqlStore, Tx
 
 CAPS = Capabilities(
@@ -76,39 +85,68 @@ class SqlQueue(ABC):
         ready, leased, delayed, oldest = self._figures(tx, topic, group)
         dead = tx.execute("SELECT letters FROM topic WHERE name=?", (topic + ".dead",)).get or 0
         age = None if oldest is None else max(0.0, self.clock.now() - oldest)
-        return Stats(ready=ready, delayed=delayed, in_flight=leased, dead=dead, oldest_age=age, exact=True)
+        return Stats(
+            ready=ready, delayed=delayed, in_flight=leased, dead=dead, oldest_age=age, exact=True
+        )
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
         return await self.db.read(lambda tx: self.peek_in(tx, topic, limit))
 
     def peek_in(self, tx: Tx, topic: str, limit: int) -> list[Out]:
         return [
-            Out(topic=topic, id=id_, key=key, body=body, headers=msgspec.json.decode(headers) if headers else {}, priority=prio, not_before=at)
+            Out(
+                topic=topic,
+                id=id_,
+                key=key,
+                body=body,
+                headers=msgspec.json.decode(headers) if headers else {},
+                priority=prio,
+                not_before=at,
+            )
             for id_, key, body, headers, prio, at in self._waiting(tx, topic, limit)
         ]
 
     def groups_in(self, tx: Tx) -> list[tuple[str, str]]:
         """(topic, group) of everything that is handed out."""
-        return tx.execute("SELECT t.name, g.name FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name").fetchall()
+        return tx.execute(
+            "SELECT t.name, g.name FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name"
+        ).fetchall()
 
     def paused_in(self, tx: Tx) -> dict[str, str]:
         """Topic → why."""
-        return dict(tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall())
+        return dict(
+            tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall()
+        )
 
     def audit_in(self, tx: Tx, now: float) -> QueueAudit:
         groups = []
         for topic, group, gid, ready, leased, delayed in self._noted(tx):
-            counted: dict[int, int] = dict(tx.execute("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (gid,)).fetchall())
-            groups.append((topic, group, (ready, leased, delayed), (counted.get(0, 0), counted.get(1, 0), counted.get(2, 0))))
+            counted: dict[int, int] = dict(
+                tx.execute(
+                    "SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (gid,)
+                ).fetchall()
+            )
+            groups.append(
+                (
+                    topic,
+                    group,
+                    (ready, leased, delayed),
+                    (counted.get(0, 0), counted.get(1, 0), counted.get(2, 0)),
+                )
+            )
         open_ = "SELECT id FROM event WHERE status IN ('pending','delayed','in_flight','writing')"
         queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp IN (SELECT id FROM grp WHERE name='main')"
         unqueued = [id_ for (id_,) in tx.execute(f"{open_} EXCEPT {queued}")]
         return QueueAudit(
             unqueued=unqueued[:5],
             unqueued_count=len(unqueued),
-            lingering_count=int(tx.execute(f"SELECT count(*) FROM ({queued} EXCEPT {open_}) s").get),
+            lingering_count=int(
+                tx.execute(f"SELECT count(*) FROM ({queued} EXCEPT {open_}) s").get
+            ),
             groups=groups,
-            expired=int(tx.execute("SELECT count(*) FROM queue WHERE state=1 AND at<?", (now,)).get),
+            expired=int(
+                tx.execute("SELECT count(*) FROM queue WHERE state=1 AND at<?", (now,)).get
+            ),
         )
 
     # -- changing --------------------------------------------------------------------------------------------------------
@@ -148,7 +186,9 @@ class SqlQueue(ABC):
     def hold_in(self, tx: Tx, topic: str, group: str, until: Mapping[str, float]) -> None: ...
 
     @abstractmethod
-    def extend_in(self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float) -> list[bool]: ...
+    def extend_in(
+        self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float
+    ) -> list[bool]: ...
 
     @abstractmethod
     def purge_in(self, tx: Tx, topic: str) -> int:
@@ -162,7 +202,9 @@ class SqlQueue(ABC):
         """Ready, leased, delayed, and since when the oldest is there."""
 
     @abstractmethod
-    def _waiting(self, tx: Tx, topic: str, limit: int) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
+    def _waiting(
+        self, tx: Tx, topic: str, limit: int
+    ) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
         """(id, key, body, headers, priority, not before), oldest first."""
 
     @abstractmethod
@@ -182,7 +224,13 @@ class SqlSubscription:
     _wake: asyncio.Event
 
     def __init__(self, queue: SqlQueue, topic: str, group: str, owner: str, lease: float) -> None:
-        self._queue, self.topic, self.group, self.owner, self.lease = queue, topic, group, owner, lease
+        self._queue, self.topic, self.group, self.owner, self.lease = (
+            queue,
+            topic,
+            group,
+            owner,
+            lease,
+        )
 
     async def _pause(self, seconds: float) -> None:
         await nap(self._queue.clock, seconds, self._wake)
@@ -194,8 +242,13 @@ class SqlSubscription:
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
         until = self._queue.clock.now() + seconds
-        return await self._queue.db.write(lambda tx: self._queue.extend_in(tx, self.topic, self.group, deliveries, until), durable=False)
+        return await self._queue.db.write(
+            lambda tx: self._queue.extend_in(tx, self.topic, self.group, deliveries, until),
+            durable=False,
+        )
 
     async def hold(self, until: Mapping[str, float]) -> None:
         if until:
-            await self._queue.db.write(lambda tx: self._queue.hold_in(tx, self.topic, self.group, until), durable=False)
+            await self._queue.db.write(
+                lambda tx: self._queue.hold_in(tx, self.topic, self.group, until), durable=False
+            )

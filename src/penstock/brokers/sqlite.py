@@ -51,20 +51,32 @@ class SqliteBroker(SqlQueue):
         self.db: Database = db
         super().__init__(db, clock, SCHEMA)
         self._wakes: dict[str, list[asyncio.Event]] = defaultdict(list)
-        self._places: dict[int, int] = defaultdict(int)  # handed out so far, by group: whose turn it is
+        self._places: dict[int, int] = defaultdict(
+            int
+        )  # handed out so far, by group: whose turn it is
 
     # -- topology --------------------------------------------------------------------------------------------------------
 
     def ensure_in(self, tx: Tx, topology: Sequence[TopicSpec]) -> list[str]:
         drift = []
         for t in topology:
-            found = tx.execute("SELECT id, ordered, max_depth FROM topic WHERE name=?", (t.name,)).get
+            found = tx.execute(
+                "SELECT id, ordered, max_depth FROM topic WHERE name=?", (t.name,)
+            ).get
             if found is None:
-                tx.execute("INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,?,?,?)", (t.name, t.ordered, t.max_depth, t.retention))
+                tx.execute(
+                    "INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,?,?,?)",
+                    (t.name, t.ordered, t.max_depth, t.retention),
+                )
                 found = (tx.last_insert_rowid(), t.ordered, t.max_depth)
             if bool(found[1]) != t.ordered:
-                drift.append(f"topic {t.name}: ordered is {bool(found[1])} in the store and {t.ordered} in the configuration; purge it to change that")
-            tx.execute("UPDATE topic SET max_depth=?, retention=? WHERE id=?", (t.max_depth, t.retention, found[0]))
+                drift.append(
+                    f"topic {t.name}: ordered is {bool(found[1])} in the store and {t.ordered} in the configuration; purge it to change that"
+                )
+            tx.execute(
+                "UPDATE topic SET max_depth=?, retention=? WHERE id=?",
+                (t.max_depth, t.retention, found[0]),
+            )
             for g in t.groups:
                 tx.execute("INSERT OR IGNORE INTO grp(topic, name) VALUES(?,?)", (found[0], g))
         self._topics.clear()
@@ -77,7 +89,10 @@ class SqliteBroker(SqlQueue):
         if known is None:
             known = tx.execute("SELECT id FROM topic WHERE name=?", (name,)).get
             if known is None:
-                tx.execute("INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,0,NULL,86400)", (name,))
+                tx.execute(
+                    "INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,0,NULL,86400)",
+                    (name,),
+                )
                 return tx.last_insert_rowid()
             self._topics[name] = known
         return known
@@ -87,10 +102,17 @@ class SqliteBroker(SqlQueue):
         known = self._groups.get((topic, group))
         if known is None:
             t = self._topic(tx, topic)
-            row = tx.execute("SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.topic=? AND g.name=?", (t, group)).get
+            row = tx.execute(
+                "SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.topic=? AND g.name=?",
+                (t, group),
+            ).get
             if row is None:
                 tx.execute("INSERT INTO grp(topic, name) VALUES(?,?)", (t, group))
-                return Group(tx.last_insert_rowid(), t, bool(tx.execute("SELECT ordered FROM topic WHERE id=?", (t,)).get))
+                return Group(
+                    tx.last_insert_rowid(),
+                    t,
+                    bool(tx.execute("SELECT ordered FROM topic WHERE id=?", (t,)).get),
+                )
             known = self._groups[topic, group] = Group(row[0], t, bool(row[1]))
         return known
 
@@ -105,9 +127,24 @@ class SqliteBroker(SqlQueue):
         for m in batch:
             if m.topic not in topics:
                 t = self._topic(tx, m.topic)
-                limit, ordered = tx.execute("SELECT max_depth, ordered FROM topic WHERE id=?", (t,)).get
-                groups = [(g, bool(ordered)) for (g,) in tx.execute("SELECT id FROM grp WHERE topic=?", (t,))]
-                room = None if limit is None else limit - (tx.execute("SELECT max(ready+leased+delayed) FROM grp WHERE topic=?", (t,)).get or 0)
+                limit, ordered = tx.execute(
+                    "SELECT max_depth, ordered FROM topic WHERE id=?", (t,)
+                ).get
+                groups = [
+                    (g, bool(ordered))
+                    for (g,) in tx.execute("SELECT id FROM grp WHERE topic=?", (t,))
+                ]
+                room = (
+                    None
+                    if limit is None
+                    else limit
+                    - (
+                        tx.execute(
+                            "SELECT max(ready+leased+delayed) FROM grp WHERE topic=?", (t,)
+                        ).get
+                        or 0
+                    )
+                )
                 topics[m.topic] = (t, groups, room)
             t, groups, room = topics[m.topic]
             if room is not None:
@@ -117,14 +154,24 @@ class SqliteBroker(SqlQueue):
                 topics[m.topic] = (t, groups, room - 1)
             headers = msgspec.json.encode(m.headers).decode() if m.headers else None
             rank = class_of(m.priority)
-            tx.execute("INSERT INTO message(topic, id, key, prio, headers, body, at) VALUES(?,?,?,?,?,?,?)", (t, m.id, m.key, rank, headers, m.body, now))
+            tx.execute(
+                "INSERT INTO message(topic, id, key, prio, headers, body, at) VALUES(?,?,?,?,?,?,?)",
+                (t, m.id, m.key, rank, headers, m.body, now),
+            )
             seq = tx.last_insert_rowid()
             later = m.not_before > now
             for g, ordered in groups:
                 prio = ONE_CLASS if ordered else rank
                 tx.execute(
                     "INSERT INTO queue(grp, seq, prio, key, state, at) VALUES(?,?,?,?,?,?)",
-                    (g, seq, prio, m.key, DELAYED if later else READY, m.not_before if later else 0.0),
+                    (
+                        g,
+                        seq,
+                        prio,
+                        m.key,
+                        DELAYED if later else READY,
+                        m.not_before if later else 0.0,
+                    ),
                 )
                 counts = added.setdefault(g, [0, 0])
                 counts[later] += 1
@@ -132,7 +179,9 @@ class SqliteBroker(SqlQueue):
                     keys[g, prio, m.key] += 1
             answers.append((Published.OK, seq))
         for g, (ready, delayed) in added.items():
-            tx.execute("UPDATE grp SET ready=ready+?, delayed=delayed+? WHERE id=?", (ready, delayed, g))
+            tx.execute(
+                "UPDATE grp SET ready=ready+?, delayed=delayed+? WHERE id=?", (ready, delayed, g)
+            )
         self._add_ready(tx, keys)
         return answers
 
@@ -171,7 +220,17 @@ class SqliteBroker(SqlQueue):
         ).get
         return bool(found)
 
-    def receive_in(self, tx: Tx, topic: str, group: str, limit: int, *, owner: str, lease: float, per_key: int | None = None) -> list[Delivery]:
+    def receive_in(
+        self,
+        tx: Tx,
+        topic: str,
+        group: str,
+        limit: int,
+        *,
+        owner: str,
+        lease: float,
+        per_key: int | None = None,
+    ) -> list[Delivery]:
         g = self._group(tx, topic, group)
         if tx.execute("SELECT paused FROM topic WHERE id=?", (g.topic,)).get is not None:
             return []
@@ -182,7 +241,10 @@ class SqliteBroker(SqlQueue):
         self._places[g.id] += limit
         left = limit
         allotted: dict[tuple[int, str], int] = {}
-        for share in (True, False):  # first each class its part, then whoever still has work fills the batch
+        for share in (
+            True,
+            False,
+        ):  # first each class its part, then whoever still has work fills the batch
             for prio in CLASSES:
                 if left <= 0:
                     break
@@ -206,9 +268,14 @@ class SqliteBroker(SqlQueue):
         )
         tx.executemany(
             "UPDATE keyq SET ready=ready-?, next_at=? WHERE grp=? AND prio=? AND key=?",
-            [(n, NEVER if g.ordered else now, g.id, prio, key) for (prio, key), n in allotted.items()],
+            [
+                (n, NEVER if g.ordered else now, g.id, prio, key)
+                for (prio, key), n in allotted.items()
+            ],
         )
-        tx.execute("UPDATE grp SET ready=ready-?1, leased=leased+?1 WHERE id=?2", (len(picked), g.id))
+        tx.execute(
+            "UPDATE grp SET ready=ready-?1, leased=leased+?1 WHERE id=?2", (len(picked), g.id)
+        )
         return [
             Delivery(
                 topic=topic,
@@ -224,11 +291,23 @@ class SqliteBroker(SqlQueue):
             for _, seq, key, id_, headers, body, before in picked
         ]
 
-    def _allot(self, tx: Tx, g: int, prio: int, quota: int, per_key: int, now: float, allotted: dict[tuple[int, str], int]) -> int:
+    def _allot(
+        self,
+        tx: Tx,
+        g: int,
+        prio: int,
+        quota: int,
+        per_key: int,
+        now: float,
+        allotted: dict[tuple[int, str], int],
+    ) -> int:
         """How many of each key are handed out: in turns, beginning with the one that waits longest. Returns their sum."""
-        known = sum(p == prio for p, _ in allotted)  # keys that gave what they had in the first round must not take the places of others
+        known = sum(
+            p == prio for p, _ in allotted
+        )  # keys that gave what they had in the first round must not take the places of others
         keys = tx.execute(
-            "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?", (g, prio, now, quota + known)
+            "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?",
+            (g, prio, now, quota + known),
         ).fetchall()
         left = quota
         waiting = [(key, min(ready, per_key) - allotted.get((prio, key), 0)) for key, ready in keys]
@@ -250,24 +329,34 @@ class SqliteBroker(SqlQueue):
         for state, counter in ((DELAYED, "delayed"), (LEASED, "leased")):
             # The state is part of the text: a partial index serves only a query that repeats its condition.
             rows = tx.execute(
-                f"SELECT seq, prio, key, deliveries FROM queue WHERE grp=? AND state={state} AND at<=? ORDER BY at LIMIT 1000", (g.id, now)
+                f"SELECT seq, prio, key, deliveries FROM queue WHERE grp=? AND state={state} AND at<=? ORDER BY at LIMIT 1000",
+                (g.id, now),
             ).fetchall()
             if rows:
                 self._make_ready(tx, g, rows, counter)
 
-    def _make_ready(self, tx: Tx, g: Group, rows: Sequence[tuple[int, int, str, int]], counter: str) -> None:
-        tx.executemany("UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp=? AND seq=?", [(g.id, seq) for seq, *_ in rows])
+    def _make_ready(
+        self, tx: Tx, g: Group, rows: Sequence[tuple[int, int, str, int]], counter: str
+    ) -> None:
+        tx.executemany(
+            "UPDATE queue SET state=0, at=0, owner=NULL, token=0 WHERE grp=? AND seq=?",
+            [(g.id, seq) for seq, *_ in rows],
+        )
         keys: dict[tuple[int, int, str], int] = defaultdict(int)
         for _, prio, key, _ in rows:
             keys[g.id, prio, key] += 1
         self._add_ready(tx, keys)
         if g.ordered:  # only by what was handed out: a message that merely waited for its time must not set free a key of which another is out
             self._unlock(tx, [(g.id, prio, key) for _, prio, key, deliveries in rows if deliveries])
-        tx.execute(f"UPDATE grp SET ready=ready+?1, {counter}={counter}-?1 WHERE id=?2", (len(rows), g.id))
+        tx.execute(
+            f"UPDATE grp SET ready=ready+?1, {counter}={counter}-?1 WHERE id=?2", (len(rows), g.id)
+        )
 
     def _unlock(self, tx: Tx, keys: Iterable[tuple[int, int, str]]) -> None:
         now = self.clock.now()
-        tx.executemany("UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=?", [(now, *k) for k in keys])
+        tx.executemany(
+            "UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=?", [(now, *k) for k in keys]
+        )
 
     def hold_in(self, tx: Tx, topic: str, group: str, until: Mapping[str, float]) -> None:
         g = self._group(tx, topic, group)
@@ -279,13 +368,17 @@ class SqliteBroker(SqlQueue):
     def reclaim_in(self, tx: Tx, owner: str) -> list[str]:
         """A worker known to be gone: its leases end now. The ids of what it held."""
         ids: list[str] = []
-        for gid, topic, ordered in tx.execute("SELECT g.id, g.topic, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.leased>0").fetchall():
+        for gid, topic, ordered in tx.execute(
+            "SELECT g.id, g.topic, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.leased>0"
+        ).fetchall():
             rows = tx.execute(
                 "SELECT q.seq, q.prio, q.key, q.deliveries, m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? AND q.state=1 AND q.owner=?",
                 (gid, owner),
             ).fetchall()
             if rows:
-                self._make_ready(tx, Group(gid, topic, bool(ordered)), [r[:4] for r in rows], "leased")
+                self._make_ready(
+                    tx, Group(gid, topic, bool(ordered)), [r[:4] for r in rows], "leased"
+                )
                 ids += [r[4] for r in rows]
         return ids
 
@@ -294,7 +387,9 @@ class SqliteBroker(SqlQueue):
         held: dict[int, set[int]] = {}
         for token, (g, positions) in self._lots(tx, deliveries).items():
             ours = "SELECT json_group_array(q.seq) FROM json_each(?) CROSS JOIN queue q ON q.grp=? AND q.seq=value WHERE q.token=? AND q.state=1"
-            held[token] = set(msgspec.json.decode(tx.execute(ours, (str(positions), g.id, token)).get))
+            held[token] = set(
+                msgspec.json.decode(tx.execute(ours, (str(positions), g.id, token)).get)
+            )
         return [d.position in held[d.token] for d in deliveries]
 
     def _lots(self, tx: Tx, deliveries: Iterable[Delivery]) -> dict[int, tuple[Group, list[int]]]:
@@ -309,7 +404,9 @@ class SqliteBroker(SqlQueue):
     # -- settling --------------------------------------------------------------------------------------------------------
 
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
-        if all(type(outcome) is Ack for _, outcome in items) and self._ack(tx, [d for d, _ in items]):
+        if all(type(outcome) is Ack for _, outcome in items) and self._ack(
+            tx, [d for d, _ in items]
+        ):
             return [True] * len(items)
         now = self.clock.now()
         answers: list[bool] = []
@@ -320,7 +417,10 @@ class SqliteBroker(SqlQueue):
             g = self._group(tx, d.topic, d.group)
             match outcome:
                 case Ack() | Dead():
-                    tx.execute("DELETE FROM queue WHERE grp=? AND seq=? AND token=? AND state=1", (g.id, d.position, d.token))
+                    tx.execute(
+                        "DELETE FROM queue WHERE grp=? AND seq=? AND token=? AND state=1",
+                        (g.id, d.position, d.token),
+                    )
                     delta = (0, -1, 0)
                 case Retry(delay=delay):
                     tx.execute(
@@ -342,25 +442,37 @@ class SqliteBroker(SqlQueue):
             for i in range(3):
                 sums[i] += delta[i]
             if isinstance(outcome, Release):
-                prio = tx.execute("SELECT prio FROM queue WHERE grp=? AND seq=?", (g.id, d.position)).get
+                prio = tx.execute(
+                    "SELECT prio FROM queue WHERE grp=? AND seq=?", (g.id, d.position)
+                ).get
                 keys[g.id, prio, d.key] += 1
             if isinstance(outcome, Dead):
                 copy = letter(d, outcome.reason)
                 self.publish_in(tx, [copy])
                 tx.execute("UPDATE topic SET letters=letters+1 WHERE name=?", (copy.topic,))
-            if g.ordered and not isinstance(outcome, Retry):  # a retry keeps its key: the next one waits behind it
+            if g.ordered and not isinstance(
+                outcome, Retry
+            ):  # a retry keeps its key: the next one waits behind it
                 unlock.append((g.id, ONE_CLASS, d.key))
         for g, (ready, leased, delayed) in gone.items():
-            tx.execute("UPDATE grp SET ready=ready+?, leased=leased+?, delayed=delayed+? WHERE id=?", (ready, leased, delayed, g.id))
+            tx.execute(
+                "UPDATE grp SET ready=ready+?, leased=leased+?, delayed=delayed+? WHERE id=?",
+                (ready, leased, delayed, g.id),
+            )
         self._add_ready(tx, keys)
         self._unlock(tx, unlock)
         return answers
 
-    def extend_in(self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float) -> list[bool]:
+    def extend_in(
+        self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float
+    ) -> list[bool]:
         g = self._group(tx, topic, group)
         answers = []
         for d in deliveries:
-            tx.execute("UPDATE queue SET at=? WHERE grp=? AND seq=? AND token=? AND state=1", (until, g.id, d.position, d.token))
+            tx.execute(
+                "UPDATE queue SET at=? WHERE grp=? AND seq=? AND token=? AND state=1",
+                (until, g.id, d.position, d.token),
+            )
             answers.append(tx.changes() == 1)
         return answers
 
@@ -369,7 +481,10 @@ class SqliteBroker(SqlQueue):
         tx.execute("SAVEPOINT ack")
         lots = self._lots(tx, deliveries)
         for token, (g, positions) in lots.items():
-            tx.execute("DELETE FROM queue WHERE grp=? AND token=? AND state=1 AND seq IN (SELECT value FROM json_each(?))", (g.id, token, str(positions)))
+            tx.execute(
+                "DELETE FROM queue WHERE grp=? AND token=? AND state=1 AND seq IN (SELECT value FROM json_each(?))",
+                (g.id, token, str(positions)),
+            )
             if tx.changes() < len(positions):
                 tx.execute("ROLLBACK TO ack; RELEASE ack")
                 return False
@@ -377,19 +492,34 @@ class SqliteBroker(SqlQueue):
         for g, positions in lots.values():
             tx.execute("UPDATE grp SET leased=leased-? WHERE id=?", (len(positions), g.id))
         if any(g.ordered for g, _ in lots.values()):
-            self._unlock(tx, [(lots[d.token][0].id, ONE_CLASS, d.key) for d in deliveries if lots[d.token][0].ordered])
+            self._unlock(
+                tx,
+                [
+                    (lots[d.token][0].id, ONE_CLASS, d.key)
+                    for d in deliveries
+                    if lots[d.token][0].ordered
+                ],
+            )
         return True
 
     # -- looking ---------------------------------------------------------------------------------------------------------
 
     def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
-        row = tx.execute("SELECT g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic WHERE t.name=? AND g.name=?", (topic, group)).get
+        row = tx.execute(
+            "SELECT g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic WHERE t.name=? AND g.name=?",
+            (topic, group),
+        ).get
         if row is None:
             return 0, 0, 0, None
-        oldest = tx.execute("SELECT m.at FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? ORDER BY q.seq LIMIT 1", (row[0],)).get
+        oldest = tx.execute(
+            "SELECT m.at FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? ORDER BY q.seq LIMIT 1",
+            (row[0],),
+        ).get
         return row[1], row[2], row[3], oldest
 
-    def _waiting(self, tx: Tx, topic: str, limit: int) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
+    def _waiting(
+        self, tx: Tx, topic: str, limit: int
+    ) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
         return tx.execute(
             "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(at) FROM queue q WHERE q.seq=m.seq AND q.state=2), 0.0) FROM message m"
             " JOIN topic t ON t.id=m.topic WHERE t.name=? AND (EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=t.id)"
@@ -398,24 +528,42 @@ class SqliteBroker(SqlQueue):
         )
 
     def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
-        return tx.execute("SELECT t.name, g.name, g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic ORDER BY 1, 2").fetchall()
+        return tx.execute(
+            "SELECT t.name, g.name, g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic ORDER BY 1, 2"
+        ).fetchall()
 
     def purge_in(self, tx: Tx, topic: str) -> int:
         t = self._topic(tx, topic)
-        gone = tx.execute("SELECT count(*) FROM message WHERE topic=?1 AND seq NOT IN (SELECT seq FROM queue WHERE state=1)", (t,)).get
-        tx.execute("DELETE FROM queue WHERE state<>1 AND grp IN (SELECT id FROM grp WHERE topic=?)", (t,))
+        gone = tx.execute(
+            "SELECT count(*) FROM message WHERE topic=?1 AND seq NOT IN (SELECT seq FROM queue WHERE state=1)",
+            (t,),
+        ).get
+        tx.execute(
+            "DELETE FROM queue WHERE state<>1 AND grp IN (SELECT id FROM grp WHERE topic=?)", (t,)
+        )
         tx.execute("DELETE FROM keyq WHERE grp IN (SELECT id FROM grp WHERE topic=?)", (t,))
         tx.execute("DELETE FROM message WHERE topic=? AND seq NOT IN (SELECT seq FROM queue)", (t,))
         tx.execute("UPDATE grp SET ready=0, delayed=0 WHERE topic=?", (t,))
         tx.execute("UPDATE topic SET letters=0 WHERE id=?", (t,))
         return int(gone)
 
-    def depths_in(self, tx: Tx, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000) -> dict[str, int]:
+    def depths_in(
+        self,
+        tx: Tx,
+        topic: str,
+        group: str,
+        keys: Sequence[str] | None = None,
+        *,
+        limit: int = 1000,
+    ) -> dict[str, int]:
         """What is ready, by key: of these keys, or of those with most."""
         g = self._group(tx, topic, group)
         if keys is None:
             return dict(
-                tx.execute("SELECT key, sum(ready) AS n FROM keyq WHERE grp=? AND ready>0 GROUP BY key ORDER BY n DESC, key LIMIT ?", (g.id, limit)).fetchall()
+                tx.execute(
+                    "SELECT key, sum(ready) AS n FROM keyq WHERE grp=? AND ready>0 GROUP BY key ORDER BY n DESC, key LIMIT ?",
+                    (g.id, limit),
+                ).fetchall()
             )
         total = "SELECT coalesce(sum(ready), 0) FROM keyq WHERE grp=? AND prio BETWEEN 0 AND ? AND key=?"
         return {key: tx.execute(total, (g.id, LOWEST, key)).get for key in keys}
@@ -423,8 +571,14 @@ class SqliteBroker(SqlQueue):
     def hasten_in(self, tx: Tx, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
         """The key is held back no longer, and these delayed messages of it are due now."""
         g, now = self._group(tx, topic, group), self.clock.now()
-        tx.executemany("UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=? AND next_at>?1", [(now, g.id, prio, key) for prio in CLASSES])
-        tx.executemany("UPDATE queue SET at=? WHERE grp=? AND seq=? AND state=2 AND at>?1", [(now, g.id, seq) for seq in positions])
+        tx.executemany(
+            "UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=? AND next_at>?1",
+            [(now, g.id, prio, key) for prio in CLASSES],
+        )
+        tx.executemany(
+            "UPDATE queue SET at=? WHERE grp=? AND seq=? AND state=2 AND at>?1",
+            [(now, g.id, seq) for seq in positions],
+        )
 
     def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool:
         """A reason pauses, None resumes. False: no such topic."""
@@ -435,7 +589,12 @@ class SqliteBroker(SqlQueue):
         """How many deliveries each worker holds, looking at `limit` of a group; there are never more than the fleet's windows together."""
         held: Counter[str] = Counter()
         for (group,) in tx.execute("SELECT id FROM grp WHERE leased>0").fetchall():
-            held.update(owner for (owner,) in tx.execute("SELECT owner FROM queue WHERE grp=? AND state=1 LIMIT ?", (group, limit)))
+            held.update(
+                owner
+                for (owner,) in tx.execute(
+                    "SELECT owner FROM queue WHERE grp=? AND state=1 LIMIT ?", (group, limit)
+                )
+            )
         return dict(held)
 
     def leased_in(self, tx: Tx, limit: int) -> list[str]:
@@ -446,10 +605,20 @@ class SqliteBroker(SqlQueue):
     def oldest_in(self, tx: Tx, limit: int) -> float | None:
         """When the oldest message that is ready or leased was queued; behind more than `limit` delayed ones, the oldest of these."""
         found: float | None = None
-        for (group,) in tx.execute("SELECT g.id FROM grp g JOIN topic t ON t.id=g.topic WHERE g.name='main' AND g.ready+g.leased>0").fetchall():
-            rows = tx.execute("SELECT seq, state FROM queue WHERE grp=? ORDER BY seq LIMIT ?", (group, limit)).fetchall()
-            seq = next((seq for seq, state in rows if state != DELAYED), rows[0][0] if rows else None)
-            at = None if seq is None else tx.execute("SELECT at FROM message WHERE seq=?", (seq,)).get
+        for (group,) in tx.execute(
+            "SELECT g.id FROM grp g JOIN topic t ON t.id=g.topic WHERE g.name='main' AND g.ready+g.leased>0"
+        ).fetchall():
+            rows = tx.execute(
+                "SELECT seq, state FROM queue WHERE grp=? ORDER BY seq LIMIT ?", (group, limit)
+            ).fetchall()
+            seq = next(
+                (seq for seq, state in rows if state != DELAYED), rows[0][0] if rows else None
+            )
+            at = (
+                None
+                if seq is None
+                else tx.execute("SELECT at FROM message WHERE seq=?", (seq,)).get
+            )
             if at is not None and (found is None or at < found):
                 found = at
         return found
@@ -463,7 +632,10 @@ class SqliteBroker(SqlQueue):
             "SELECT seq, coalesce(?, prio), key FROM message m WHERE topic=? AND at>=? AND NOT EXISTS(SELECT 1 FROM queue q WHERE q.grp=? AND q.seq=m.seq)",
             (prio, g.topic, since, g.id),
         ).fetchall()
-        tx.executemany("INSERT INTO queue(grp, seq, prio, key, state) VALUES(?,?,?,?,0)", [(g.id, *r) for r in rows])
+        tx.executemany(
+            "INSERT INTO queue(grp, seq, prio, key, state) VALUES(?,?,?,?,0)",
+            [(g.id, *r) for r in rows],
+        )
         keys: dict[tuple[int, int, str], int] = defaultdict(int)
         for _, p, key in rows:
             keys[g.id, p, key] += 1
@@ -476,20 +648,34 @@ class SqliteBroker(SqlQueue):
         now = self.clock.now()
         keep: dict[int, float] = dict(tx.execute("SELECT id, retention FROM topic").fetchall())
         youngest = now - min(keep.values(), default=0.0)
-        rows = tx.execute("SELECT seq, topic, at FROM message WHERE seq>? ORDER BY seq LIMIT ?", (self._pruned, 4 * limit)).fetchall()
+        rows = tx.execute(
+            "SELECT seq, topic, at FROM message WHERE seq>? ORDER BY seq LIMIT ?",
+            (self._pruned, 4 * limit),
+        ).fetchall()
         gone = []
         self._pruned = rows[-1][0] if len(rows) == 4 * limit else 0
         for seq, topic, at in rows:
             if at > youngest:  # published in order of time: what follows is younger still
                 self._pruned = 0
                 break
-            if at < now - keep[topic] and tx.execute("SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=? WHERE g.topic=?", (seq, topic)).get is None:
+            if (
+                at < now - keep[topic]
+                and tx.execute(
+                    "SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=? WHERE g.topic=?",
+                    (seq, topic),
+                ).get
+                is None
+            ):
                 gone.append((seq, topic))
         tx.executemany("DELETE FROM message WHERE seq=?", [(seq,) for seq, _ in gone])
-        tx.executemany("UPDATE topic SET letters=letters-1 WHERE id=? AND letters>0", [(topic,) for _, topic in gone])
+        tx.executemany(
+            "UPDATE topic SET letters=letters-1 WHERE id=? AND letters>0",
+            [(topic,) for _, topic in gone],
+        )
         n = len(gone)
         tx.execute(
-            "DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq WHERE ready<=0 AND next_at<? LIMIT ?)", (self.clock.now() - 60, limit)
+            "DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq WHERE ready<=0 AND next_at<? LIMIT ?)",
+            (self.clock.now() - 60, limit),
         )
         return n
 
@@ -498,23 +684,38 @@ class SqliteBroker(SqlQueue):
 
 
 class SqliteSubscription(SqlSubscription):
-    def __init__(self, broker: SqliteBroker, topic: str, group: str, owner: str, lease: float) -> None:
+    def __init__(
+        self, broker: SqliteBroker, topic: str, group: str, owner: str, lease: float
+    ) -> None:
         super().__init__(broker, topic, group, owner, lease)
         self.broker = broker
         self._wake = asyncio.Event()
         self._more = False
         broker._wakes[topic].append(self._wake)
 
-    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+    async def receive(
+        self, limit: int, wait: float, *, per_key: int | None = None
+    ) -> Sequence[Delivery]:
         b = self.broker
         until = b.clock.now() + wait
         while True:
             self._wake.clear()
             if self._more or await b.db.read(lambda tx: b.has_work(tx, self.topic, self.group)):
                 got = await b.db.write(
-                    lambda tx: b.receive_in(tx, self.topic, self.group, limit, owner=self.owner, lease=self.lease, per_key=per_key), durable=False
+                    lambda tx: b.receive_in(
+                        tx,
+                        self.topic,
+                        self.group,
+                        limit,
+                        owner=self.owner,
+                        lease=self.lease,
+                        per_key=per_key,
+                    ),
+                    durable=False,
                 )
-                self._more = len(got) == limit  # then there is likely more: no need to look before the next claim
+                self._more = (
+                    len(got) == limit
+                )  # then there is likely more: no need to look before the next claim
                 if got:
                     return got
             left = until - b.clock.now()

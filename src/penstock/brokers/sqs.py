@@ -43,11 +43,17 @@ CAPS = Capabilities(
 )
 BATCH = 10  # what SQS takes and gives at once
 AT_ONCE = 32  # requests of one kind
-LONGEST_DELAY = 900  # seconds that a new message can be kept back; longer waits are checked on arrival
+LONGEST_DELAY = (
+    900  # seconds that a new message can be kept back; longer waits are checked on arrival
+)
 KEEP = 14 * 86400  # the longest that SQS keeps anything
 GROUPS_KNOWN = 30.0  # seconds for which another process's new group may go unnoticed
 PURGED = 60.0  # seconds for which AWS may still remove what comes after a purge
-COUNTS = ("ApproximateNumberOfMessages", "ApproximateNumberOfMessagesDelayed", "ApproximateNumberOfMessagesNotVisible")
+COUNTS = (
+    "ApproximateNumberOfMessages",
+    "ApproximateNumberOfMessagesDelayed",
+    "ApproximateNumberOfMessagesNotVisible",
+)
 log = logging.getLogger("penstock.sqs")
 
 
@@ -63,7 +69,9 @@ class SqsBroker:
         self._connecting = asyncio.Lock()
         self._urls: dict[Where, str] = {}
         self._limits: dict[Where, int] = {}
-        self._groups: dict[str, dict[str, str]] = defaultdict(dict)  # topic → group as SQS spells it → as we do
+        self._groups: dict[str, dict[str, str]] = defaultdict(
+            dict
+        )  # topic → group as SQS spells it → as we do
         self._looked: dict[str, float] = {}
         self._subscriptions: list[SqsSubscription] = []
         self._seq = 0
@@ -81,7 +89,12 @@ class SqsBroker:
                 )  # fmt: skip
                 self._client = await self._stack.enter_async_context(
                     get_session().create_client(
-                        "sqs", region_name=p.region, endpoint_url=p.endpoint, aws_access_key_id=p.key, aws_secret_access_key=p.secret, config=config
+                        "sqs",
+                        region_name=p.region,
+                        endpoint_url=p.endpoint,
+                        aws_access_key_id=p.key,
+                        aws_secret_access_key=p.secret,
+                        config=config,
                     )
                 )
         return self._client
@@ -98,18 +111,27 @@ class SqsBroker:
     async def on(self, where: Where, operation: str, **arguments: Any) -> dict[str, Any]:
         """One request to a queue, which is made (again) if it is not there."""
         try:
-            return await self.call(operation, QueueUrl=self._urls.get(where) or await self.declare(where), **arguments)
+            return await self.call(
+                operation, QueueUrl=self._urls.get(where) or await self.declare(where), **arguments
+            )
         except Gone:
-            for gone in (where, wire.dead_queue(where.topic)):  # the other may have gone with it, and the new one refers to it
+            for gone in (
+                where,
+                wire.dead_queue(where.topic),
+            ):  # the other may have gone with it, and the new one refers to it
                 self._urls.pop(gone, None)
             return await self.call(operation, QueueUrl=await self.declare(where), **arguments)
 
-    async def each(self, where: Where, operation: str, entries: Sequence[dict[str, Any]]) -> list[bool | None]:
+    async def each(
+        self, where: Where, operation: str, entries: Sequence[dict[str, Any]]
+    ) -> list[bool | None]:
         """A request for many receipts of a queue, by tens. True: done. False: refused for good. None: not known."""
         done: list[bool | None] = [None] * len(entries)
 
         async def ten(start: int) -> None:
-            some = [{"Id": str(i), **e} for i, e in enumerate(entries[start : start + BATCH], start)]
+            some = [
+                {"Id": str(i), **e} for i, e in enumerate(entries[start : start + BATCH], start)
+            ]
             try:
                 async with self._gate:
                     answer = await self.call(operation, QueueUrl=self._urls[where], Entries=some)
@@ -139,14 +161,20 @@ class SqsBroker:
         for t in topology:
             if t.ordered:
                 raise ConfigError(
-                    f"topic {t.name} asks for order, and standard queues of SQS have none", hint="leave out `ordered`, or use another broker for it"
+                    f"topic {t.name} asks for order, and standard queues of SQS have none",
+                    hint="leave out `ordered`, or use another broker for it",
                 )
         dead = {wire.dead_queue(t.name) for t in topology}
         rest = {w for t in topology for g in t.groups for w in wire.lanes(t.name, g)} - dead
         drift: list[str] = []
         try:
             for some in (dead, rest):  # the others refer to the dead ones
-                found = await asyncio.gather(*[self._check(w) for w in sorted(some, key=lambda w: (w.topic, w.group, w.rank))])
+                found = await asyncio.gather(
+                    *[
+                        self._check(w)
+                        for w in sorted(some, key=lambda w: (w.topic, w.group, w.rank))
+                    ]
+                )
                 drift += [sentence for sentences in found for sentence in sentences]
         except (StoreUnavailable, BotoCoreError) as e:
             raise wire.at_start(e, self.place) from e
@@ -158,19 +186,31 @@ class SqsBroker:
         """Make it if need be; what is there already and is not as we would make it, in sentences."""
         async with self._gate:
             url = await self.declare(where)
-            found = (await self.call("get_queue_attributes", QueueUrl=url, AttributeNames=["All"]))["Attributes"]
+            found = (await self.call("get_queue_attributes", QueueUrl=url, AttributeNames=["All"]))[
+                "Attributes"
+            ]
         self._limits[where] = int(found.get("MaximumMessageSize", wire.LEAST_LIMIT))
         name, drift = wire.queue_name(self.place.prefix, where), []
         kept = int(found.get("MessageRetentionPeriod", KEEP))
         if kept < KEEP:
-            drift.append(f"queue {name} forgets messages after {kept // 3600} h; set its MessageRetentionPeriod to {KEEP}")
+            drift.append(
+                f"queue {name} forgets messages after {kept // 3600} h; set its MessageRetentionPeriod to {KEEP}"
+            )
         if int(found.get("DelaySeconds", 0)):
-            drift.append(f"queue {name} delays every message by {found['DelaySeconds']} s; set its DelaySeconds to 0")
+            drift.append(
+                f"queue {name} delays every message by {found['DelaySeconds']} s; set its DelaySeconds to 0"
+            )
         if policy := found.get("RedrivePolicy"):
             most = int(msgspec.json.decode(policy)["maxReceiveCount"])
             if self.place.receives == 0 or most < self.place.receives:
-                wanted = f"raise maxReceiveCount to {self.place.receives}" if self.place.receives else "remove its RedrivePolicy"
-                drift.append(f"queue {name} gives a message up after {most} receives, while Penstock counts attempts itself; {wanted}")
+                wanted = (
+                    f"raise maxReceiveCount to {self.place.receives}"
+                    if self.place.receives
+                    else "remove its RedrivePolicy"
+                )
+                drift.append(
+                    f"queue {name} gives a message up after {most} receives, while Penstock counts attempts itself; {wanted}"
+                )
         return drift
 
     async def declare(self, where: Where) -> str:
@@ -179,11 +219,17 @@ class SqsBroker:
             attributes = {"MessageRetentionPeriod": str(KEEP)}
             if self.place.receives and where != wire.dead_queue(where.topic):
                 dead = await self.declare(wire.dead_queue(where.topic))
-                arn = (await self.call("get_queue_attributes", QueueUrl=dead, AttributeNames=["QueueArn"]))["Attributes"]["QueueArn"]
+                arn = (
+                    await self.call(
+                        "get_queue_attributes", QueueUrl=dead, AttributeNames=["QueueArn"]
+                    )
+                )["Attributes"]["QueueArn"]
                 policy = {"deadLetterTargetArn": arn, "maxReceiveCount": str(self.place.receives)}
                 attributes["RedrivePolicy"] = msgspec.json.encode(policy).decode()
             name = wire.queue_name(self.place.prefix, where)
-            url = self._url_in(await self.call("create_queue", QueueName=name, Attributes=attributes))
+            url = self._url_in(
+                await self.call("create_queue", QueueName=name, Attributes=attributes)
+            )
         self._urls[where] = url
         return url
 
@@ -191,7 +237,11 @@ class SqsBroker:
         if known := self._urls.get(where):
             return known
         with contextlib.suppress(Gone):
-            self._urls[where] = self._url_in(await self.call("get_queue_url", QueueName=wire.queue_name(self.place.prefix, where)))
+            self._urls[where] = self._url_in(
+                await self.call(
+                    "get_queue_url", QueueName=wire.queue_name(self.place.prefix, where)
+                )
+            )
         return self._urls.get(where)
 
     def _url_in(self, answer: dict[str, Any]) -> str:
@@ -209,7 +259,9 @@ class SqsBroker:
             try:
                 urls = (await self.call("list_queues", QueueNamePrefix=start)).get("QueueUrls", [])
             except Rejected as e:
-                log.warning("groups that only other processes know of get nothing from here: %s", e.message)
+                log.warning(
+                    "groups that only other processes know of get nothing from here: %s", e.message
+                )
             else:
                 for group in wire.groups_of([url.rpartition("/")[2] for url in urls], start):
                     self._groups[topic].setdefault(group, group)
@@ -232,25 +284,43 @@ class SqsBroker:
             parcel = wire.pack(m, self._seq, m.not_before if late > 0 else 0.0)
             for where in queues:
                 if parcel.size > (most := self._limits.get(where, wire.LEAST_LIMIT)):
-                    log.error("message %s of %s has %d bytes after compression, and SQS takes %d", m.id, m.topic, parcel.size, most)
+                    log.error(
+                        "message %s of %s has %d bytes after compression, and SQS takes %d",
+                        m.id,
+                        m.topic,
+                        parcel.size,
+                        most,
+                    )
                     answers[i] = Published.FAILED
                 else:
                     loads[where].append(_Entry(i, _entry(parcel, late), parcel.size))
-        parts = [(where, some) for where, load in loads.items() for some in _batches(load, self._limits.get(where, wire.LEAST_LIMIT))]
+        parts = [
+            (where, some)
+            for where, load in loads.items()
+            for some in _batches(load, self._limits.get(where, wire.LEAST_LIMIT))
+        ]
         sent = await asyncio.gather(*[self._send(where, some) for where, some in parts])
         for (_, some), (results, _) in zip(parts, sent, strict=True):
             for entry, result in zip(some, results, strict=True):
-                answers[entry.of] = max(answers[entry.of], result, key=WORSE.index)  # of all its groups
+                answers[entry.of] = max(
+                    answers[entry.of], result, key=WORSE.index
+                )  # of all its groups
         unsent = [trouble for _, trouble in sent if trouble is not None]
         if unsent and len(unsent) == len(parts):
             raise unsent[0]
         return answers
 
-    async def _send(self, where: Where, some: Sequence[_Entry]) -> tuple[list[Published], NotSent | None]:
+    async def _send(
+        self, where: Where, some: Sequence[_Entry]
+    ) -> tuple[list[Published], NotSent | None]:
         """Ten at most. The second: there was nobody to send them to."""
         try:
             async with self._gate:
-                answer = await self.on(where, "send_message_batch", Entries=[{"Id": str(i), **e.fields} for i, e in enumerate(some)])
+                answer = await self.on(
+                    where,
+                    "send_message_batch",
+                    Entries=[{"Id": str(i), **e.fields} for i, e in enumerate(some)],
+                )
         except Rejected as e:
             log.error("%d messages of %s were refused: %s", len(some), where.topic, e.message)
             return [Published.FAILED] * len(some), None
@@ -261,7 +331,13 @@ class SqsBroker:
             results[int(ok["Id"])] = Published.OK
         for failed in answer.get("Failed", ()):
             if failed.get("SenderFault"):
-                log.error("message %s of %s was refused: %s %s", failed["Id"], where.topic, failed.get("Code"), failed.get("Message", ""))
+                log.error(
+                    "message %s of %s was refused: %s %s",
+                    failed["Id"],
+                    where.topic,
+                    failed.get("Code"),
+                    failed.get("Message", ""),
+                )
                 results[int(failed["Id"])] = Published.FAILED
         return results, None
 
@@ -283,7 +359,9 @@ class SqsBroker:
         if (url := await self._find(where)) is None:
             return 0, 0, 0
         try:
-            found = (await self.call("get_queue_attributes", QueueUrl=url, AttributeNames=list(COUNTS)))["Attributes"]
+            found = (
+                await self.call("get_queue_attributes", QueueUrl=url, AttributeNames=list(COUNTS))
+            )["Attributes"]
         except Gone:
             self._urls.pop(where, None)
             return 0, 0, 0
@@ -291,10 +369,19 @@ class SqsBroker:
         return ready, delayed, in_flight
 
     async def stats(self, topic: str, group: str) -> Stats:
-        dead, *rest = await asyncio.gather(*[self._counts(w) for w in [wire.dead_queue(topic), *wire.lanes(topic, group)]])
+        dead, *rest = await asyncio.gather(
+            *[self._counts(w) for w in [wire.dead_queue(topic), *wire.lanes(topic, group)]]
+        )
         ready, delayed, in_flight = (sum(column) for column in zip(*rest, strict=True))
         letters = 0 if topic.endswith(wire.DEAD) else sum(dead)
-        return Stats(ready=ready, delayed=delayed, in_flight=in_flight, dead=letters, oldest_age=None, exact=False)
+        return Stats(
+            ready=ready,
+            delayed=delayed,
+            in_flight=in_flight,
+            dead=letters,
+            oldest_age=None,
+            exact=False,
+        )
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
         """SQS shows only what it hands out, so this takes some and gives it back in the same request: a sample, sorted by age.
@@ -306,10 +393,24 @@ class SqsBroker:
                 continue
             for _ in range(3 + 3 * math.ceil(limit / BATCH)):
                 before = len(seen)
-                answer = await self.call("receive_message", QueueUrl=url, MaxNumberOfMessages=BATCH, VisibilityTimeout=0, MessageAttributeNames=[NOTE])
+                answer = await self.call(
+                    "receive_message",
+                    QueueUrl=url,
+                    MaxNumberOfMessages=BATCH,
+                    VisibilityTimeout=0,
+                    MessageAttributeNames=[NOTE],
+                )
                 for message in answer.get("Messages", ()):
                     note, body = wire.unpack(message)
-                    out = Out(topic=topic, id=note.id, key=note.key, body=body, headers=note.headers, priority=note.prio, not_before=note.after)
+                    out = Out(
+                        topic=topic,
+                        id=note.id,
+                        key=note.key,
+                        body=body,
+                        headers=note.headers,
+                        priority=note.prio,
+                        not_before=note.after,
+                    )
                     seen[message["MessageId"]] = note.seq, out
                 if len(seen) == before:
                     break
@@ -326,7 +427,10 @@ class SqsBroker:
         return sum(ready + delayed for _, (ready, delayed, _) in found)
 
     async def replay(self, topic: str, group: str, *, since: float) -> int:
-        raise ConfigError("SQS keeps no history to hand out again", hint="penstock dlq redrive for dead letters, penstock push --force for URLs")
+        raise ConfigError(
+            "SQS keeps no history to hand out again",
+            hint="penstock dlq redrive for dead letters, penstock push --force for URLs",
+        )
 
 
 class _Entry(msgspec.Struct):
@@ -341,12 +445,17 @@ WORSE = (Published.OK, Published.FULL, Published.UNKNOWN, Published.FAILED)
 
 
 def _queue(m: Out, group: str) -> Where:
-    rank = wire.NORMAL if m.topic.endswith(wire.DEAD) else min(max(m.priority, 0), len(CLASSES) - 1)  # a number that no class has
+    rank = (
+        wire.NORMAL if m.topic.endswith(wire.DEAD) else min(max(m.priority, 0), len(CLASSES) - 1)
+    )  # a number that no class has
     return Where(m.topic, group, rank)
 
 
 def _entry(parcel: wire.Parcel, late: float) -> dict[str, Any]:
-    fields: dict[str, Any] = {"MessageBody": parcel.body, "MessageAttributes": {NOTE: {"DataType": "String", "StringValue": parcel.note}}}
+    fields: dict[str, Any] = {
+        "MessageBody": parcel.body,
+        "MessageAttributes": {NOTE: {"DataType": "String", "StringValue": parcel.note}},
+    }
     if parcel.group:
         fields["MessageGroupId"] = parcel.group
     if late > 0:

@@ -21,7 +21,9 @@ from penstock.rules.shares import shares
 
 BATCH = 10  # what SQS gives at once
 WIDEST = 16  # polls of one queue at once, while it is full
-SURPLUS = 256  # messages looked at beyond what was asked for, to find other keys behind a crowded one
+SURPLUS = (
+    256  # messages looked at beyond what was asked for, to find other keys behind a crowded one
+)
 KEPT = 64  # of those, kept for the next call
 ASIDE = 5  # seconds for which the rest of them is hidden: at once they would only come again
 SITTING = 2.0  # seconds for which something stays here that nobody asks for
@@ -36,7 +38,9 @@ class Queues(Protocol):
     clock: Clock
 
     async def on(self, where: Where, operation: str, **arguments: Any) -> dict[str, Any]: ...
-    async def each(self, where: Where, operation: str, entries: Sequence[dict[str, Any]]) -> list[bool | None]: ...
+    async def each(
+        self, where: Where, operation: str, entries: Sequence[dict[str, Any]]
+    ) -> list[bool | None]: ...
     async def send(self, items: Sequence[tuple[Out, Sequence[Where]]]) -> list[Published]: ...
     def left(self, sub: Any) -> None: ...
 
@@ -70,7 +74,9 @@ class SqsSubscription:
         self._lanes = [_Lane(w, spare=[]) for w in wire.lanes(topic, group)]
         self._tokens = itertools.count(1)
         self._out: dict[int, _Held] = {}
-        self._done: set[int] = set()  # settled by a call that failed for others: the next one is told so
+        self._done: set[int] = (
+            set()
+        )  # settled by a call that failed for others: the next one is told so
         self._places = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._landed = asyncio.Event()
@@ -80,7 +86,9 @@ class SqsSubscription:
 
     # -- receiving ---------------------------------------------------------------------------------------------------------------
 
-    async def receive(self, limit: int, wait: float, *, per_key: int | None = None) -> Sequence[Delivery]:
+    async def receive(
+        self, limit: int, wait: float, *, per_key: int | None = None
+    ) -> Sequence[Delivery]:
         now = asyncio.get_running_loop().time
         until = now() + wait
         self._stay()
@@ -137,7 +145,11 @@ class SqsSubscription:
             return [(lane, batch.left) for lane in wet[:1]]
         if len(wet) == 1:
             return []  # nobody to share with
-        return [(lane, min(batch.left, quota)) for lane in wet if (quota := batch.quotas.get(lane.where.rank, 0)) > 0]
+        return [
+            (lane, min(batch.left, quota))
+            for lane in wet
+            if (quota := batch.quotas.get(lane.where.rank, 0)) > 0
+        ]
 
     def _pick(self, batch: _Batch, share: bool) -> None:
         for lane in self._lanes:
@@ -182,7 +194,12 @@ class SqsSubscription:
     async def _poll(self, lane: _Lane, most: int, wait: int) -> int:
         hidden = math.ceil(self.lease)
         answer = await self.broker.on(
-            lane.where, "receive_message", MaxNumberOfMessages=most, WaitTimeSeconds=wait, VisibilityTimeout=hidden, MessageAttributeNames=[NOTE]
+            lane.where,
+            "receive_message",
+            MaxNumberOfMessages=most,
+            WaitTimeSeconds=wait,
+            VisibilityTimeout=hidden,
+            MessageAttributeNames=[NOTE],
         )
         messages = answer.get("Messages", ())
         self._land(lane, messages)
@@ -195,7 +212,10 @@ class SqsSubscription:
             note, body = wire.unpack(message)
             headers = note.headers
             if self.topic.endswith(wire.DEAD) and "penstock-reason" not in headers:
-                headers = {**headers, "penstock-reason": "given up by SQS: received too often without an end"}
+                headers = {
+                    **headers,
+                    "penstock-reason": "given up by SQS: received too often without an end",
+                }
             held = _Held(
                 where=lane.where, receipt=message["ReceiptHandle"], taken=loop, until=loop + self._sure(self.lease), seq=note.seq,
                 delivery=Delivery(
@@ -209,7 +229,9 @@ class SqsSubscription:
                 lane.spare.append(held)
         lane.spare.sort(key=_by_class_and_age)
         if early:
-            self._start(self._show([(held, min(math.ceil(delay), LONGEST)) for held, delay in early]))
+            self._start(
+                self._show([(held, min(math.ceil(delay), LONGEST)) for held, delay in early])
+            )
 
     def _sure(self, lease: float) -> float:
         """A lease ends here a little before it ends there: a receipt that is another's already may be accepted by AWS."""
@@ -240,7 +262,9 @@ class SqsSubscription:
     def _leave(self) -> None:
         """What is left over, or comes in from a long poll, is kept for the next call, but not for long."""
         self._stay()
-        self._tidy = asyncio.get_running_loop().call_later(min(SITTING, self.lease / 4), self._give_back)
+        self._tidy = asyncio.get_running_loop().call_later(
+            min(SITTING, self.lease / 4), self._give_back
+        )
 
     def _give_back(self) -> None:
         spare = [held for lane in self._lanes for held in lane.spare]
@@ -319,42 +343,76 @@ class SqsSubscription:
                 case Retry(delay=delay) if now - held.taken + delay <= LONGEST:
                     shows.append((i, math.ceil(delay)))
                 case Retry(delay=delay):
-                    moves.append((i, _copy(d, d.topic, held.where.rank, self.broker.clock.now() + delay), held.where))
+                    moves.append(
+                        (
+                            i,
+                            _copy(d, d.topic, held.where.rank, self.broker.clock.now() + delay),
+                            held.where,
+                        )
+                    )
                 case Dead(reason=reason):
                     marks = {"penstock-reason": reason, "penstock-position": str(d.position)}
-                    moves.append((i, _copy(d, d.topic + wire.DEAD, wire.NORMAL, 0.0, marks), wire.dead_queue(d.topic)))
+                    moves.append(
+                        (
+                            i,
+                            _copy(d, d.topic + wire.DEAD, wire.NORMAL, 0.0, marks),
+                            wire.dead_queue(d.topic),
+                        )
+                    )
         done, shown, moved = await asyncio.gather(
-            self._delete([mine[i] for i in deletes]), self._show([(mine[i], seconds) for i, seconds in shows]), self._move(mine, moves)
+            self._delete([mine[i] for i in deletes]),
+            self._show([(mine[i], seconds) for i, seconds in shows]),
+            self._move(mine, moves),
         )
-        for indices, results in ((deletes, done), ([i for i, _ in shows], shown), ([i for i, *_ in moves], moved)):
+        for indices, results in (
+            (deletes, done),
+            ([i for i, _ in shows], shown),
+            ([i for i, *_ in moves], moved),
+        ):
             for i, result in zip(indices, results, strict=True):
                 answers[i] = result
         unknown = [i for i, answer in enumerate(answers) if answer is None]
         if unknown:
             self._out.update({items[i][0].token: mine[i] for i in unknown})
             self._done.update(items[i][0].token for i in mine if answers[i])
-            raise StoreUnavailable(f"{self.broker.place.shown} has not confirmed what became of {len(unknown)} messages")
+            raise StoreUnavailable(
+                f"{self.broker.place.shown} has not confirmed what became of {len(unknown)} messages"
+            )
         return [bool(answer) for answer in answers]
 
     async def _delete(self, helds: Sequence[_Held]) -> list[bool | None]:
-        return await self._each("delete_message_batch", [(held, {"ReceiptHandle": held.receipt}) for held in helds])
+        return await self._each(
+            "delete_message_batch", [(held, {"ReceiptHandle": held.receipt}) for held in helds]
+        )
 
     async def _show(self, helds: Sequence[tuple[_Held, int]]) -> list[bool | None]:
         """Hide them for so many seconds from now."""
-        return await self._each("change_message_visibility_batch", [(held, {"ReceiptHandle": held.receipt, "VisibilityTimeout": s}) for held, s in helds])
+        return await self._each(
+            "change_message_visibility_batch",
+            [(held, {"ReceiptHandle": held.receipt, "VisibilityTimeout": s}) for held, s in helds],
+        )
 
-    async def _each(self, operation: str, entries: Sequence[tuple[_Held, dict[str, Any]]]) -> list[bool | None]:
+    async def _each(
+        self, operation: str, entries: Sequence[tuple[_Held, dict[str, Any]]]
+    ) -> list[bool | None]:
         answers: list[bool | None] = [None] * len(entries)
         queues: dict[Where, list[int]] = defaultdict(list)
         for i, (held, _) in enumerate(entries):
             queues[held.where].append(i)
-        results = await asyncio.gather(*[self.broker.each(where, operation, [entries[i][1] for i in some]) for where, some in queues.items()])
+        results = await asyncio.gather(
+            *[
+                self.broker.each(where, operation, [entries[i][1] for i in some])
+                for where, some in queues.items()
+            ]
+        )
         for some, result in zip(queues.values(), results, strict=True):
             for i, answer in zip(some, result, strict=True):
                 answers[i] = answer
         return answers
 
-    async def _move(self, mine: Mapping[int, _Held], moves: Sequence[tuple[int, Out, Where]]) -> list[bool | None]:
+    async def _move(
+        self, mine: Mapping[int, _Held], moves: Sequence[tuple[int, Out, Where]]
+    ) -> list[bool | None]:
         """Is it still ours? Then the copy first, and only then is the original removed."""
         if not moves:
             return []
@@ -366,15 +424,23 @@ class SqsSubscription:
             sent = [Published.UNKNOWN] * len(ours)
         safe = [n for n, answer in zip(ours, sent, strict=True) if answer is Published.OK]
         answers = [None if n in ours else answer for n, answer in enumerate(answers)]
-        for n, answer in zip(safe, await self._delete([mine[moves[n][0]] for n in safe]), strict=True):
+        for n, answer in zip(
+            safe, await self._delete([mine[moves[n][0]] for n in safe]), strict=True
+        ):
             answers[n] = answer
         return answers
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
         now = asyncio.get_running_loop().time()
-        mine = [(i, held) for i, d in enumerate(deliveries) if (held := self._out.get(d.token)) is not None and held.until > now]
+        mine = [
+            (i, held)
+            for i, d in enumerate(deliveries)
+            if (held := self._out.get(d.token)) is not None and held.until > now
+        ]
         answers = [False] * len(deliveries)
-        for (i, held), answer in zip(mine, await self._show([(held, math.ceil(seconds)) for _, held in mine]), strict=True):
+        for (i, held), answer in zip(
+            mine, await self._show([(held, math.ceil(seconds)) for _, held in mine]), strict=True
+        ):
             if answer:
                 held.until = now + self._sure(seconds)
             answers[i] = answer is not False  # not known: it is ours for as long as it was
@@ -409,5 +475,15 @@ def _by_class_and_age(held: _Held) -> tuple[int, int]:
     return held.where.rank, held.seq
 
 
-def _copy(d: Delivery, topic: str, rank: int, not_before: float, marks: Mapping[str, str] | None = None) -> Out:
-    return Out(topic=topic, id=d.id, key=d.key, body=d.body, headers={**d.headers, **(marks or {})}, priority=rank, not_before=not_before)
+def _copy(
+    d: Delivery, topic: str, rank: int, not_before: float, marks: Mapping[str, str] | None = None
+) -> Out:
+    return Out(
+        topic=topic,
+        id=d.id,
+        key=d.key,
+        body=d.body,
+        headers={**d.headers, **(marks or {})},
+        priority=rank,
+        not_before=not_before,
+    )

@@ -34,7 +34,9 @@ CLASSES = ("high", "normal", "low")
 NORMAL = 1
 DEAD = ".dead"
 NOTE = "penstock"  # the one message attribute that is ours
-LEAST_LIMIT = 256 << 10  # bytes of a message or a batch that every server takes; where a queue says more, more is used
+LEAST_LIMIT = (
+    256 << 10
+)  # bytes of a message or a batch that every server takes; where a queue says more, more is used
 SQUEEZE = 32 << 10  # larger bodies are compressed
 EXPANDED = 64 << 20  # and none is larger than that
 EXAMPLE = "sqs://?region=eu-west-1, or sqs://key:secret@localhost:9324/?tls=false for a server of your own"
@@ -56,7 +58,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown(self) -> str:
-        return f"SQS at {self.endpoint}" if self.endpoint else f"SQS in {self.region}" if self.region else "SQS"
+        return (
+            f"SQS at {self.endpoint}"
+            if self.endpoint
+            else f"SQS in {self.region}"
+            if self.region
+            else "SQS"
+        )
 
 
 _OPTIONS = ("region", "tls", "poll", "max_receives")
@@ -68,23 +76,32 @@ def parse(url: str, namespace: str) -> Place:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as e:
-        raise ConfigError(f"{mask(url)} is no SQS URL: {e}", hint=f"{EXAMPLE}; write / + @ : in a secret as %2F %2B %40 %3A") from e
+        raise ConfigError(
+            f"{mask(url)} is no SQS URL: {e}",
+            hint=f"{EXAMPLE}; write / + @ : in a secret as %2F %2B %40 %3A",
+        ) from e
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options:
         if name not in _OPTIONS:
             near = difflib.get_close_matches(name, _OPTIONS, 1)
             raise ConfigError(
-                f"{mask(url)}: {name!r} is no option of an SQS URL", hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(_OPTIONS)
+                f"{mask(url)}: {name!r} is no option of an SQS URL",
+                hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(_OPTIONS),
             )
     if bool(parts.username) != bool(parts.password):
-        raise ConfigError(f"{mask(url)} has half of its credentials", hint="sqs://key:secret@…, or neither for the usual AWS credentials")
+        raise ConfigError(
+            f"{mask(url)} has half of its credentials",
+            hint="sqs://key:secret@…, or neither for the usual AWS credentials",
+        )
     tls = options.get("tls", "true")
     if tls not in ("true", "false"):
         raise ConfigError(f"{mask(url)}: tls is {tls!r}", hint="tls=true or tls=false")
     name = parts.path.strip("/") or namespace or "penstock"
     own = f"[{host}]" if host and ":" in host else host
     return Place(
-        endpoint=None if own is None else f"{'https' if tls == 'true' else 'http'}://{own}{f':{port}' if port else ''}",
+        endpoint=None
+        if own is None
+        else f"{'https' if tls == 'true' else 'http'}://{own}{f':{port}' if port else ''}",
         region=options.get("region") or ("elasticmq" if own else None),
         key=unquote(parts.username) if parts.username else None,
         secret=unquote(parts.password) if parts.password else None,
@@ -97,7 +114,9 @@ def parse(url: str, namespace: str) -> Place:
 def _number(url: str, options: dict[str, str], name: str, default: int, low: int, high: int) -> int:
     text = options.get(name, str(default))
     if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-        raise ConfigError(f"{mask(url)}: {name} is {text!r}", hint=f"a whole number from {low} to {high}")
+        raise ConfigError(
+            f"{mask(url)}: {name} is {text!r}", hint=f"a whole number from {low} to {high}"
+        )
     return int(text)
 
 
@@ -114,7 +133,11 @@ class Where(msgspec.Struct, frozen=True):
 
 def lanes(topic: str, group: str) -> list[Where]:
     """The queues of a group, most urgent first. Dead letters are all alike."""
-    return [Where(topic, group, NORMAL)] if topic.endswith(DEAD) else [Where(topic, group, rank) for rank in range(len(CLASSES))]
+    return (
+        [Where(topic, group, NORMAL)]
+        if topic.endswith(DEAD)
+        else [Where(topic, group, rank) for rank in range(len(CLASSES))]
+    )
 
 
 def dead_queue(topic: str) -> Where:
@@ -123,7 +146,11 @@ def dead_queue(topic: str) -> Where:
 
 def queue_name(prefix: str, where: Where) -> str:
     """`shop-requests-main`, `shop-requests-main-high`: at most 80 of the characters SQS takes, and never the same for two."""
-    return topic_prefix(prefix, where.topic) + group_name(where.group) + ("" if where.rank == NORMAL else "-" + CLASSES[where.rank])
+    return (
+        topic_prefix(prefix, where.topic)
+        + group_name(where.group)
+        + ("" if where.rank == NORMAL else "-" + CLASSES[where.rank])
+    )
 
 
 def topic_prefix(prefix: str, topic: str) -> str:
@@ -148,11 +175,17 @@ def groups_of(names: list[str], start: str) -> set[str]:
 
 def _part(text: str, most: int) -> str:
     """`-` stays free to separate parts."""
-    return text if re.fullmatch(rf"[A-Za-z0-9_]{{1,{most}}}(?<!_dead)", text) else _short(text, most)
+    return (
+        text if re.fullmatch(rf"[A-Za-z0-9_]{{1,{most}}}(?<!_dead)", text) else _short(text, most)
+    )
 
 
 def _short(text: str, most: int) -> str:
-    return re.sub(r"[^A-Za-z0-9]", "_", text)[: most - 7] + "_" + hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
+    return (
+        re.sub(r"[^A-Za-z0-9]", "_", text)[: most - 7]
+        + "_"
+        + hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
+    )
 
 
 # -- messages ------------------------------------------------------------------------------------------------------------------
@@ -187,10 +220,21 @@ _write = msgspec.json.Encoder().encode
 
 def pack(m: Out, seq: int, after: float) -> Parcel:
     text, code = _text(m.body)
-    note = _write(Note(id=m.id, key=m.key, prio=m.priority, seq=seq, after=after, code=code, headers=m.headers)).decode()
+    note = _write(
+        Note(
+            id=m.id, key=m.key, prio=m.priority, seq=seq, after=after, code=code, headers=m.headers
+        )
+    ).decode()
     if _UNSAFE.search(note):
-        note = json.dumps(json.loads(note))  # escaped: a few characters of Unicode are no text for SQS
-    size = len(text if text.isascii() else text.encode()) + len(note.encode()) + len(NOTE) + len("String")
+        note = json.dumps(
+            json.loads(note)
+        )  # escaped: a few characters of Unicode are no text for SQS
+    size = (
+        len(text if text.isascii() else text.encode())
+        + len(note.encode())
+        + len(NOTE)
+        + len("String")
+    )
     return Parcel(text, note, size, m.key if _GROUP.fullmatch(m.key) else "")
 
 
@@ -214,7 +258,14 @@ def unpack(message: dict[str, Any]) -> tuple[Note, bytes]:
     try:
         note = _note(message["MessageAttributes"][NOTE]["StringValue"])
         return note, _bytes(text, note.code)
-    except (KeyError, msgspec.MsgspecError, UnicodeError, binascii.Error, zstandard.ZstdError, ValueError):
+    except (
+        KeyError,
+        msgspec.MsgspecError,
+        UnicodeError,
+        binascii.Error,
+        zstandard.ZstdError,
+        ValueError,
+    ):
         return Note(id=message["MessageId"]), text.encode("utf-8", "surrogatepass")
 
 
@@ -239,9 +290,26 @@ _REFUSED = (
     "IncompleteSignature", "MissingAuthenticationToken", "InvalidSecurity", "AuthFailure",
 )  # fmt: skip
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
-_DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "NotAuthorized", "KmsAccessDenied")
-_BUSY = ("Throttling", "ThrottlingException", "RequestThrottled", "OverLimit", "TooManyRequestsException")
-_STALE = ("ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight", "InvalidParameterValueException")
+_DENIED = (
+    "AccessDenied",
+    "AccessDeniedException",
+    "AuthorizationError",
+    "NotAuthorized",
+    "KmsAccessDenied",
+)
+_BUSY = (
+    "Throttling",
+    "ThrottlingException",
+    "RequestThrottled",
+    "OverLimit",
+    "TooManyRequestsException",
+)
+_STALE = (
+    "ReceiptHandleIsInvalid",
+    "InvalidParameterValue",
+    "MessageNotInflight",
+    "InvalidParameterValueException",
+)
 
 
 class Gone(StoreUnavailable):
@@ -259,13 +327,17 @@ class Rejected(StoreUnavailable):
 def code_of(e: ClientError) -> str:
     """Without the service's name, which some servers and older protocols put before it."""
     error = e.response.get("Error", {})
-    named = re.search(r"<Code>(\w+)</Code>", str(error.get("Message", "")))  # the answer of an older protocol, taken for a text
+    named = re.search(
+        r"<Code>(\w+)</Code>", str(error.get("Message", ""))
+    )  # the answer of an older protocol, taken for a text
     return named[1] if named else str(error.get("Code", "")).rpartition(".")[2]
 
 
 def stale(failed: dict[str, Any]) -> bool:
     """Is this entry of a batch refused for good (the receipt is another's, or the message is gone), or may it be tried again?"""
-    return bool(failed.get("SenderFault")) or str(failed.get("Code", "")).rpartition(".")[2] in _STALE
+    return (
+        bool(failed.get("SenderFault")) or str(failed.get("Code", "")).rpartition(".")[2] in _STALE
+    )
 
 
 def outage(e: Exception, place: Place) -> StoreUnavailable:
@@ -286,35 +358,78 @@ def at_start(e: Exception, place: Place) -> PenstockError:
     cause = e.__cause__ if isinstance(e, StoreUnavailable) and e.__cause__ is not None else e
     match cause:
         case NoCredentialsError() | PartialCredentialsError():
-            return ConfigError("there are no AWS credentials for SQS", hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or write sqs://key:secret@…")
+            return ConfigError(
+                "there are no AWS credentials for SQS",
+                hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or write sqs://key:secret@…",
+            )
         case NoRegionError() | InvalidRegionError():
-            return ConfigError(f"{cause}" if isinstance(cause, InvalidRegionError) else "SQS needs a region", hint="sqs://?region=eu-west-1, or set AWS_REGION")
+            return ConfigError(
+                f"{cause}" if isinstance(cause, InvalidRegionError) else "SQS needs a region",
+                hint="sqs://?region=eu-west-1, or set AWS_REGION",
+            )
         case ProfileNotFound():
-            return ConfigError(f"{cause}", hint="set AWS_PROFILE to one of `aws configure list-profiles`")
+            return ConfigError(
+                f"{cause}", hint="set AWS_PROFILE to one of `aws configure list-profiles`"
+            )
         case SSLError() if "CERTIFICATE_VERIFY_FAILED" in str(cause):
-            return Unreachable(f"the certificate of {place.shown} is not trusted here", hint="set AWS_CA_BUNDLE to a file with its certificate authority")
+            return Unreachable(
+                f"the certificate of {place.shown} is not trusted here",
+                hint="set AWS_CA_BUNDLE to a file with its certificate authority",
+            )
         case SSLError():
-            return Unreachable(f"{place.shown} does not answer with TLS", hint="add tls=false to the URL if it speaks plain HTTP")
+            return Unreachable(
+                f"{place.shown} does not answer with TLS",
+                hint="add tls=false to the URL if it speaks plain HTTP",
+            )
         case ClientError():
             return _refusal(cause, place)
         case EndpointConnectionError() | ConnectTimeoutError():
-            return Unreachable(f"{place.shown} cannot be reached", hint="check host and port, and that it runs; for AWS, check region and network")
+            return Unreachable(
+                f"{place.shown} cannot be reached",
+                hint="check host and port, and that it runs; for AWS, check region and network",
+            )
         case BotoCoreError() | StoreUnavailable():
-            return Unreachable(f"{place.shown} does not answer as SQS does", hint="check host, port and tls=; the server's log may tell more")
-    return Unreachable(f"{place.shown} cannot be used: {cause}", hint="check host and port, and that it runs")
+            return Unreachable(
+                f"{place.shown} does not answer as SQS does",
+                hint="check host, port and tls=; the server's log may tell more",
+            )
+    return Unreachable(
+        f"{place.shown} cannot be used: {cause}", hint="check host and port, and that it runs"
+    )
 
 
 def _refusal(e: ClientError, place: Place) -> PenstockError:
     code = code_of(e)
     if code in _REFUSED:
-        return Unreachable(f"{place.shown} does not know these credentials ({code})", hint="check key and secret, in the URL or in AWS_ACCESS_KEY_ID and so on")
-    if code in _EXPIRED:
-        return Unreachable(f"{place.shown} says that the credentials have expired", hint="log in again (aws sso login), or renew AWS_SESSION_TOKEN")
-    if code in _DENIED:
-        actions = (
-            "sqs:GetQueueUrl, CreateQueue, ListQueues, GetQueueAttributes, SendMessage, ReceiveMessage, ChangeMessageVisibility, DeleteMessage, PurgeQueue"
+        return Unreachable(
+            f"{place.shown} does not know these credentials ({code})",
+            hint="check key and secret, in the URL or in AWS_ACCESS_KEY_ID and so on",
         )
-        return Unreachable(f"{place.shown} does not allow sqs:{e.operation_name}", hint=f"allow {actions} on {place.prefix}-*")
-    if code in ("", "404", "NotFound", "Not Found", "400", "InvalidAction", "UnknownOperationException"):
-        return Unreachable(f"{place.shown} does not answer as SQS does ({code or 'no error code'})", hint="check host, port and tls=")
-    return Unreachable(f"{place.shown} answers {e.operation_name} with {code}: {e.response['Error'].get('Message', '')}", hint="check the URL of the broker")
+    if code in _EXPIRED:
+        return Unreachable(
+            f"{place.shown} says that the credentials have expired",
+            hint="log in again (aws sso login), or renew AWS_SESSION_TOKEN",
+        )
+    if code in _DENIED:
+        actions = "sqs:GetQueueUrl, CreateQueue, ListQueues, GetQueueAttributes, SendMessage, ReceiveMessage, ChangeMessageVisibility, DeleteMessage, PurgeQueue"
+        return Unreachable(
+            f"{place.shown} does not allow sqs:{e.operation_name}",
+            hint=f"allow {actions} on {place.prefix}-*",
+        )
+    if code in (
+        "",
+        "404",
+        "NotFound",
+        "Not Found",
+        "400",
+        "InvalidAction",
+        "UnknownOperationException",
+    ):
+        return Unreachable(
+            f"{place.shown} does not answer as SQS does ({code or 'no error code'})",
+            hint="check host, port and tls=",
+        )
+    return Unreachable(
+        f"{place.shown} answers {e.operation_name} with {code}: {e.response['Error'].get('Message', '')}",
+        hint="check the URL of the broker",
+    )

@@ -28,14 +28,20 @@ class Hosts(ABC):
     """`tx` is the ledger's transaction; claims that lie apart take no part in it."""
 
     @abstractmethod
-    def change_in(self, tx: Any, host: str, change: Callable[[pace.HostState], pace.HostState]) -> pace.HostState: ...
+    def change_in(
+        self, tx: Any, host: str, change: Callable[[pace.HostState], pace.HostState]
+    ) -> pace.HostState: ...
 
     @abstractmethod
-    def exceptions_in(self, tx: Any, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000) -> list[Exempt]:
+    def exceptions_in(
+        self, tx: Any, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000
+    ) -> list[Exempt]:
         """Of these hosts, or of all; those that hold, or with `ended` the past ones too. The newest first."""
 
     @abstractmethod
-    def note_in(self, tx: Any, kind: str, host: str, reason: str, who: str, *, at_once: bool = False) -> None:
+    def note_in(
+        self, tx: Any, kind: str, host: str, reason: str, who: str, *, at_once: bool = False
+    ) -> None:
         """From now on, in place of one that holds; `at_once`: for this one time only."""
 
     @abstractmethod

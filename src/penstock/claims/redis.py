@@ -45,7 +45,10 @@ class FleetClock:
         """The server's clock stood at `server` at some moment between `asked` and `answered`. The narrowest of these counts for a while."""
         if answered - asked <= self._width or answered - self._at > MEASURED:
             self._width, self._at = answered - asked, answered
-            ahead, behind = server - answered, server - asked  # it is at least, and at most, so far ahead of us
+            ahead, behind = (
+                server - answered,
+                server - asked,
+            )  # it is at least, and at most, so far ahead of us
             self.offset = 0.0 if ahead <= 0.0 <= behind else ahead if ahead > 0.0 else behind
 
 
@@ -54,7 +57,9 @@ class RedisClaims:
 
     apart = True  # from the ledger's store
 
-    def __init__(self, server: Server, prefix: str, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
+    def __init__(
+        self, server: Server, prefix: str, clock: Clock, limits: pace.Limits, rng: random.Random
+    ) -> None:
         self.server, self.clock, self.limits, self.rng = server, FleetClock(clock), limits, rng
         self.base = lua.base_of(prefix)
         self.hosts = RedisHosts(server, self.base, clock)
@@ -101,7 +106,9 @@ class RedisClaims:
 
     # -- pace --------------------------------------------------------------------------------------------------------------
 
-    async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
+    async def reserve(
+        self, wants: Mapping[str, int], *, within: float | None = None
+    ) -> Mapping[str, Sequence[float]]:
         slots: dict[str, Sequence[float]] = {}
 
         def change(host: str, state: pace.HostState) -> pace.HostState:
@@ -109,16 +116,25 @@ class RedisClaims:
                 self._gaps.clear()
             self._gaps[host] = pace.interval(state, self.limits)
             jitter = [self.rng.random() for _ in range(wants[host])]
-            after, slots[host] = pace.reserve(state, self.limits, self.clock.now(), wants[host], jitter, within)
+            after, slots[host] = pace.reserve(
+                state, self.limits, self.clock.now(), wants[host], jitter, within
+            )
             return after
 
         await self._change(list(wants), change)
         return {host: [self.clock.local(slot) for slot in slots[host]] for host in wants}
 
-    async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
+    async def report(
+        self, host: str, *, status: int, retry_after: float | None, seconds: float
+    ) -> None:
         """Free of any write while the host is content: only throttling, and recovery from it, are news."""
         if status in (429, 503) or host in self._slowed:
-            states = await self._change([host], lambda _, state: pace.report(state, self.limits, self.clock.now(), status, retry_after, seconds))
+            states = await self._change(
+                [host],
+                lambda _, state: pace.report(
+                    state, self.limits, self.clock.now(), status, retry_after, seconds
+                ),
+            )
             self._slowed[host] = pace.held_until(states[host])
             self._void(host, states[host].slower_since)
 
@@ -129,14 +145,18 @@ class RedisClaims:
             now = self.clock.now()
             state = msgspec.structs.replace(state, crawl_delay=seconds, slower_since=now)
             if seconds:  # robots.txt itself was a request, a moment ago
-                state = msgspec.structs.replace(state, tat=max(state.tat, now + pace.interval(state, self.limits)))
+                state = msgspec.structs.replace(
+                    state, tat=max(state.tat, now + pace.interval(state, self.limits))
+                )
             return state
 
         states = await self._change([host], change)
         if seconds:
             self._void(host, states[host].slower_since)
 
-    async def _change(self, hosts: Sequence[str], decide: Callable[[str, pace.HostState], pace.HostState]) -> dict[str, pace.HostState]:
+    async def _change(
+        self, hosts: Sequence[str], decide: Callable[[str, pace.HostState], pace.HostState]
+    ) -> dict[str, pace.HostState]:
         """Decided on what we last saw of each; where that is old, on what it has become, until it is kept."""
         if not self._version:
             await self.refresh()
@@ -155,7 +175,9 @@ class RedisClaims:
                 written.append(raw)
                 args += (host, seen, raw, *aside(after[host], self.clock.now()))
             lost = []
-            for host, raw, answer in zip(left, written, await self.server.run(lua.KEEP, [self.base], *args), strict=True):
+            for host, raw, answer in zip(
+                left, written, await self.server.run(lua.KEEP, [self.base], *args), strict=True
+            ):
                 self._known[host] = raw if answer == 1 else answer
                 if answer != 1:
                     lost.append(host)
@@ -186,7 +208,9 @@ class RedisClaims:
     async def refresh(self) -> None:
         """Bring the local view up to date; the worker calls it several times a second."""
         asked = self._own_clock.now()
-        seconds, micros, version, *view = await self.server.run(lua.LOOK, [self.base], self._version)
+        seconds, micros, version, *view = await self.server.run(
+            lua.LOOK, [self.base], self._version
+        )
         self.clock.compared(asked, int(seconds) + int(micros) / 1e6, self._own_clock.now())
         self._version = version
         if not view:
@@ -197,13 +221,19 @@ class RedisClaims:
             self._slowed[host] = until
             if until > before.get(host, 0.0):  # by another worker, it may be
                 self._void(host, since)
-        self._own = {host.decode(): int(n) for host, n in zip(view[1][::2], view[1][1::2], strict=True) if n != b"-"}
+        self._own = {
+            host.decode(): int(n)
+            for host, n in zip(view[1][::2], view[1][1::2], strict=True)
+            if n != b"-"
+        }
         self._exempt = frozenset(host.decode() for host in view[2])
 
     # -- robots ------------------------------------------------------------------------------------------------------------
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
-        body, status, until = await self.server.command("HMGET", f"{self.base}:robots:{origin}", "body", "status", "until")
+        body, status, until = await self.server.command(
+            "HMGET", f"{self.base}:robots:{origin}", "body", "status", "until"
+        )
         return None if status is None else (body, int(status), float(until))
 
     def exempt(self, host: str) -> bool:
@@ -211,7 +241,15 @@ class RedisClaims:
 
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
         gone = until + KEPT_ROBOTS
-        await self.server.run(lua.ROBOTS, [self.base], origin, status, repr(until), int(min(gone, 1e11) * 1000), *([] if body is None else [body]))
+        await self.server.run(
+            lua.ROBOTS,
+            [self.base],
+            origin,
+            status,
+            repr(until),
+            int(min(gone, 1e11) * 1000),
+            *([] if body is None else [body]),
+        )
 
     async def close(self) -> None:
         self.hosts.close()
@@ -222,5 +260,13 @@ class RedisClaims:
 def open_claims(url: str, context: Context) -> RedisClaims:
     """No I/O. What expires here is only a cache, so a server that evicts what expires does no harm."""
     c = context.config.pace
-    limits = pace.Limits(rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency)
-    return RedisClaims(Server(url, evictable=False), context.config.namespace or "penstock", context.clock, limits, context.rng)
+    limits = pace.Limits(
+        rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency
+    )
+    return RedisClaims(
+        Server(url, evictable=False),
+        context.config.namespace or "penstock",
+        context.clock,
+        limits,
+        context.rng,
+    )

@@ -37,11 +37,15 @@ class RedisHosts(Hosts):
         raw = self._server.command("HGET", self.base + ":host", host)
         return pace.HostState() if raw is None else _state(raw)
 
-    def change_in(self, tx: Any, host: str, change: Callable[[pace.HostState], pace.HostState]) -> pace.HostState:
+    def change_in(
+        self, tx: Any, host: str, change: Callable[[pace.HostState], pace.HostState]
+    ) -> pace.HostState:
         seen: bytes = self._server.command("HGET", self.base + ":host", host) or b""
         while True:
             after = change(_state(seen) if seen else pace.HostState())
-            (answer,) = self._server.run(lua.KEEP, [self.base], host, seen, _encode(after), *aside(after, self.clock.now()))
+            (answer,) = self._server.run(
+                lua.KEEP, [self.base], host, seen, _encode(after), *aside(after, self.clock.now())
+            )
             if answer == 1:
                 return after
             seen = answer
@@ -61,25 +65,43 @@ class RedisHosts(Hosts):
         if not chosen:
             return {}
         states = self._server.command("HMGET", self.base + ":host", *chosen)
-        return {name.decode(): _state(raw) for name, raw in zip(chosen, states, strict=True) if raw is not None}
+        return {
+            name.decode(): _state(raw)
+            for name, raw in zip(chosen, states, strict=True)
+            if raw is not None
+        }
 
     def robots_in(self, tx: Any, host: str) -> list[Kept]:
         found = []
         for origin in (f"{scheme}://{host}" for scheme in ("https", "http")):
-            body, status, until = self._server.command("HMGET", f"{self.base}:robots:{origin}", "body", "status", "until")
+            body, status, until = self._server.command(
+                "HMGET", f"{self.base}:robots:{origin}", "body", "status", "until"
+            )
             if status is not None:
                 found.append(Kept(origin, int(status), float(until), body or b""))
         return found
 
     # -- exceptions --------------------------------------------------------------------------------------------------------
 
-    def exceptions_in(self, tx: Any, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000) -> list[Exempt]:
+    def exceptions_in(
+        self, tx: Any, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000
+    ) -> list[Exempt]:
         rows = self._server.command("HGETALL", self.base + ":noted")
-        numbered = sorted(((int(n), _noted(raw)) for n, raw in rows.items() if n != b"n"), reverse=True, key=lambda pair: pair[0])
-        chosen = [r for _, r in numbered if (ended or r.ended is None) and (hosts is None or r.host in hosts)]
+        numbered = sorted(
+            ((int(n), _noted(raw)) for n, raw in rows.items() if n != b"n"),
+            reverse=True,
+            key=lambda pair: pair[0],
+        )
+        chosen = [
+            r
+            for _, r in numbered
+            if (ended or r.ended is None) and (hosts is None or r.host in hosts)
+        ]
         return chosen[:limit]
 
-    def note_in(self, tx: Any, kind: str, host: str, reason: str, who: str, *, at_once: bool = False) -> None:
+    def note_in(
+        self, tx: Any, kind: str, host: str, reason: str, who: str, *, at_once: bool = False
+    ) -> None:
         now = self.clock.now()
         row = _encode(Exempt(kind, host, reason, who, now, now if at_once else None))
         self._server.run(lua.NOTE, [self.base], kind, host, repr(now), row, int(not at_once))

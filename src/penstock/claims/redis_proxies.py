@@ -38,16 +38,35 @@ class RedisProxies:
         self.server, self.base, self.clock = server, base, clock
         self._blocking = Blocking(server)
         self._view: dict[tuple[str, str], rules.Health] = {}
-        self._raw: dict[tuple[str, str], bytes] = {}  # as it was last seen, to be changed if it still is so
+        self._raw: dict[
+            tuple[str, str], bytes
+        ] = {}  # as it was last seen, to be changed if it still is so
         self._seen = 0.0
 
     @property
     def view(self) -> Mapping[tuple[str, str], rules.Health]:
         return self._view
 
-    async def failed(self, proxy: str, host: str, label: str, *, cooldown: float, longest: float, reason: str, least: float = 0.0) -> None:
+    async def failed(
+        self,
+        proxy: str,
+        host: str,
+        label: str,
+        *,
+        cooldown: float,
+        longest: float,
+        reason: str,
+        least: float = 0.0,
+    ) -> None:
         def decide(before: rules.Health | None) -> rules.Health:
-            return rules.failed(before, self.clock.now(), cooldown=cooldown, longest=longest, reason=reason[:200], least=least)
+            return rules.failed(
+                before,
+                self.clock.now(),
+                cooldown=cooldown,
+                longest=longest,
+                reason=reason[:200],
+                least=least,
+            )
 
         await self._change(proxy, host, label, decide)
 
@@ -56,15 +75,30 @@ class RedisProxies:
         for where in (host, rules.ANY_HOST):
             known = self._view.get((proxy, where))
             if known is not None and known.until <= self.clock.now():
-                await self._change(proxy, where, label, lambda before: None if before is None else rules.worked(before, self.clock.now()))
+                await self._change(
+                    proxy,
+                    where,
+                    label,
+                    lambda before: (
+                        None if before is None else rules.worked(before, self.clock.now())
+                    ),
+                )
 
-    async def _change(self, proxy: str, host: str, label: str, decide: Callable[[rules.Health | None], rules.Health | None]) -> None:
+    async def _change(
+        self,
+        proxy: str,
+        host: str,
+        label: str,
+        decide: Callable[[rules.Health | None], rules.Health | None],
+    ) -> None:
         seen = self._raw.get((proxy, host), b"")
         while True:
             before = _row(seen).health if seen else None
             after = decide(before)
             raw = seen if after is None or after == before else _encode(_Row(label, after))
-            answer = await self.server.run(lua.HEALTH, [self.base], f"{proxy}\n{host}", seen, raw, self.clock.now())
+            answer = await self.server.run(
+                lua.HEALTH, [self.base], f"{proxy}\n{host}", seen, raw, self.clock.now()
+            )
             if answer == 1:
                 self._take((proxy, host), raw)
                 return
@@ -88,7 +122,9 @@ class RedisProxies:
             self._view[key] = health
 
     async def listed(self, pool: str, members: int, error: str) -> None:
-        await self.server.command("HSET", self.base + ":pools", pool, _encode(_List(self.clock.now(), members, error)))
+        await self.server.command(
+            "HSET", self.base + ":pools", pool, _encode(_List(self.clock.now(), members, error))
+        )
 
     async def prune(self) -> None:
         before = self.clock.now() - rules.FORGET
@@ -100,7 +136,9 @@ class RedisProxies:
                 old += (name, raw)
         if old:
             await self.server.run(lua.FORGET, [self.base], *old)
-        self._view = {key: h for key, h in self._view.items() if h.at >= before or h.until >= before}
+        self._view = {
+            key: h for key, h in self._view.items() if h.at >= before or h.until >= before
+        }
         self._raw = {key: raw for key, raw in self._raw.items() if key in self._view}
 
     # -- for `penstock proxies ls`
@@ -112,11 +150,24 @@ class RedisProxies:
             proxy, _, host = name.decode().partition("\n")
             row = _row(raw)
             if row.health.failures:
-                found.append((proxy, host, row.label, row.health.failures, row.health.until, row.health.at, row.health.reason))
+                found.append(
+                    (
+                        proxy,
+                        host,
+                        row.label,
+                        row.health.failures,
+                        row.health.until,
+                        row.health.at,
+                        row.health.reason,
+                    )
+                )
         return sorted(found, key=lambda r: (-r[4], r[0], r[1]))
 
     def lists_in(self, tx: Any) -> dict[str, tuple[float, int, str]]:
-        rows = {pool.decode(): _list(raw) for pool, raw in self._blocking.command("HGETALL", self.base + ":pools").items()}
+        rows = {
+            pool.decode(): _list(raw)
+            for pool, raw in self._blocking.command("HGETALL", self.base + ":pools").items()
+        }
         return {pool: (row.at, row.members, row.error) for pool, row in rows.items()}
 
     def close(self) -> None:

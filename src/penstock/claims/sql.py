@@ -41,8 +41,12 @@ class SqlClaims:
         self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
         self._pruned = b""
         self._gaps: dict[str, float] = {}
-        self._slowed: dict[str, float] = {}  # hosts that throttled us or are paused, and until when they are left alone
-        self._voided: dict[str, float] = {}  # hosts that were found to want more time, and when: slots of before are too close together
+        self._slowed: dict[
+            str, float
+        ] = {}  # hosts that throttled us or are paused, and until when they are left alone
+        self._voided: dict[
+            str, float
+        ] = {}  # hosts that were found to want more time, and when: slots of before are too close together
         self._own: dict[str, int] = {}  # hosts with a limit of their own to requests in flight
         self._exempt: frozenset[str] = frozenset()  # hosts whose robots.txt is not obeyed
         db.part("claims", 1, SCHEMA)
@@ -56,7 +60,10 @@ class SqlClaims:
     def holders_in(self, tx: Tx, url_keys: Iterable[bytes]) -> dict[bytes, Holder | None]:
         """Of many at once."""
         holders: dict[bytes, Holder | None] = dict.fromkeys(url_keys)
-        for key, *row in tx.executemany("SELECT url_key, owner, good, next FROM claim WHERE url_key=?", [(key,) for key in holders]).fetchall():
+        for key, *row in tx.executemany(
+            "SELECT url_key, owner, good, next FROM claim WHERE url_key=?",
+            [(key,) for key in holders],
+        ).fetchall():
             holders[bytes(key)] = Holder(*row)
         return holders
 
@@ -67,7 +74,10 @@ class SqlClaims:
     def claim_in(self, tx: Tx, wanted: Mapping[bytes, str], now: float) -> list[bytes]:
         """URL → owner; those that were nobody's are theirs now."""
         rows = [(key, owner, now) for key, owner in wanted.items()]
-        won = tx.each("INSERT INTO claim(url_key, owner, at) VALUES(?,?,?) ON CONFLICT(url_key) DO NOTHING", rows)
+        won = tx.each(
+            "INSERT INTO claim(url_key, owner, at) VALUES(?,?,?) ON CONFLICT(url_key) DO NOTHING",
+            rows,
+        )
         return [key for key, ours in zip(wanted, won, strict=True) if ours]
 
     def take_in(self, tx: Tx, rows: Sequence[tuple[bytes, str, str | None]], now: float) -> None:
@@ -83,40 +93,66 @@ class SqlClaims:
 
     def prune_in(self, tx: Tx, before: float, limit: int = 5000) -> None:
         """A stretch of the table at a time; the next call goes on where this one ended."""
-        stretch = tx.execute("SELECT url_key FROM claim WHERE url_key>? ORDER BY url_key LIMIT ?", (self._pruned, limit)).fetchall()
+        stretch = tx.execute(
+            "SELECT url_key FROM claim WHERE url_key>? ORDER BY url_key LIMIT ?",
+            (self._pruned, limit),
+        ).fetchall()
         if stretch:
-            tx.execute("DELETE FROM claim WHERE url_key>? AND url_key<=? AND at<?", (self._pruned, stretch[-1][0], before))
+            tx.execute(
+                "DELETE FROM claim WHERE url_key>? AND url_key<=? AND at<?",
+                (self._pruned, stretch[-1][0], before),
+            )
         tx.execute("DELETE FROM exception WHERE ended<?", (before,))
         self._pruned = stretch[-1][0] if stretch else b""
 
     # -- pace --------------------------------------------------------------------------------------------------------------
 
-    async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
-        return await self.db.write(lambda tx: self.reserve_in(tx, wants, within=within), durable=False)
+    async def reserve(
+        self, wants: Mapping[str, int], *, within: float | None = None
+    ) -> Mapping[str, Sequence[float]]:
+        return await self.db.write(
+            lambda tx: self.reserve_in(tx, wants, within=within), durable=False
+        )
 
-    def reserve_in(self, tx: Tx, wants: Mapping[str, int], *, within: float | None = None) -> dict[str, Sequence[float]]:
+    def reserve_in(
+        self, tx: Tx, wants: Mapping[str, int], *, within: float | None = None
+    ) -> dict[str, Sequence[float]]:
         now = self.clock.now()
         slots: dict[str, Sequence[float]] = {}
-        known = dict(tx.executemany("SELECT host, state FROM host WHERE host=?", [(host,) for host in wants]).fetchall())
+        known = dict(
+            tx.executemany(
+                "SELECT host, state FROM host WHERE host=?", [(host,) for host in wants]
+            ).fetchall()
+        )
         for host, n in wants.items():
             state = _decode(known[host]) if host in known else pace.HostState()
             if len(self._gaps) > 8192:
                 self._gaps.clear()
             self._gaps[host] = pace.interval(state, self.limits)
-            after, slots[host] = pace.reserve(state, self.limits, now, n, [self.rng.random() for _ in range(n)], within)
+            after, slots[host] = pace.reserve(
+                state, self.limits, now, n, [self.rng.random() for _ in range(n)], within
+            )
             if after != state:
                 self.keep_in(tx, host, after)
         return slots
 
-    async def report(self, host: str, *, status: int, retry_after: float | None, seconds: float) -> None:
+    async def report(
+        self, host: str, *, status: int, retry_after: float | None, seconds: float
+    ) -> None:
         """Free of any write while the host is content: only throttling, and recovery from it, are news."""
         if status in (429, 503) or host in self._slowed:
-            state = await self.db.write(lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False)
+            state = await self.db.write(
+                lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False
+            )
             self._slowed[host] = pace.held_until(state)
             self._void(host, state.slower_since)
 
-    def _report(self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float) -> pace.HostState:
-        state = pace.report(self.state_in(tx, host), self.limits, self.clock.now(), status, retry_after, seconds)
+    def _report(
+        self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float
+    ) -> pace.HostState:
+        state = pace.report(
+            self.state_in(tx, host), self.limits, self.clock.now(), status, retry_after, seconds
+        )
         self.keep_in(tx, host, state)
         return state
 
@@ -126,7 +162,9 @@ class SqlClaims:
             if state.crawl_delay != seconds:
                 state = msgspec.structs.replace(state, crawl_delay=seconds, slower_since=now)
                 if seconds:  # robots.txt itself was a request, a moment ago
-                    state = msgspec.structs.replace(state, tat=max(state.tat, now + pace.interval(state, self.limits)))
+                    state = msgspec.structs.replace(
+                        state, tat=max(state.tat, now + pace.interval(state, self.limits))
+                    )
                 self.keep_in(tx, host, state)
             return state.slower_since
 
@@ -157,7 +195,14 @@ class SqlClaims:
         tx.execute(
             "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT(host) DO UPDATE SET state=excluded.state, blocked_until=excluded.blocked_until,"
             " slowed=excluded.slowed, own=excluded.own, concurrency=excluded.concurrency",
-            (host, _encode(state), held, int(state.penalty > 1 or held > self.clock.now()), int(own), state.concurrency),
+            (
+                host,
+                _encode(state),
+                held,
+                int(state.penalty > 1 or held > self.clock.now()),
+                int(own),
+                state.concurrency,
+            ),
         )
 
     def blocked_until(self, host: str) -> float:
@@ -170,33 +215,54 @@ class SqlClaims:
         """Bring the local view up to date; the worker calls it several times a second."""
         before = self._slowed
         self._slowed, self._own, self._exempt = await self.db.read(_look)
-        told = [host for host, until in self._slowed.items() if until > before.get(host, 0.0)]  # by another worker, it may be
+        told = [
+            host for host, until in self._slowed.items() if until > before.get(host, 0.0)
+        ]  # by another worker, it may be
         if told:
-            for host, since in await self.db.read(lambda tx: [(name, self.state_in(tx, name).slower_since) for name in told]):
+            for host, since in await self.db.read(
+                lambda tx: [(name, self.state_in(tx, name).slower_since) for name in told]
+            ):
                 self._void(host, since)
 
     # -- robots ------------------------------------------------------------------------------------------------------------
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
-        return await self.db.read(lambda tx: tx.execute("SELECT body, status, until FROM robots WHERE origin=?", (origin,)).get)
+        return await self.db.read(
+            lambda tx: (
+                tx.execute("SELECT body, status, until FROM robots WHERE origin=?", (origin,)).get
+            )
+        )
 
     def exempt(self, host: str) -> bool:
         return host in self._exempt
 
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
         sql = "INSERT INTO robots VALUES(?,?,?,?) ON CONFLICT(origin) DO UPDATE SET body=excluded.body, status=excluded.status, until=excluded.until"
-        await self.db.write(lambda tx: tx.execute(sql, (origin, body, status, until)), durable=False)
+        await self.db.write(
+            lambda tx: tx.execute(sql, (origin, body, status, until)), durable=False
+        )
 
 
 def _look(tx: Tx) -> tuple[dict[str, float], dict[str, int], frozenset[str]]:
     return (
         dict(tx.execute("SELECT host, blocked_until FROM host WHERE slowed=1").fetchall()),
-        dict(tx.execute("SELECT host, concurrency FROM host WHERE own=1 AND concurrency IS NOT NULL").fetchall()),
-        frozenset(host for (host,) in tx.execute("SELECT host FROM exception WHERE kind='robots' AND ended IS NULL")),
+        dict(
+            tx.execute(
+                "SELECT host, concurrency FROM host WHERE own=1 AND concurrency IS NOT NULL"
+            ).fetchall()
+        ),
+        frozenset(
+            host
+            for (host,) in tx.execute(
+                "SELECT host FROM exception WHERE kind='robots' AND ended IS NULL"
+            )
+        ),
     )
 
 
 def claims_on(store: SqlStore, context: Context) -> SqlClaims:
     c = context.config.pace
-    limits = pace.Limits(rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency)
+    limits = pace.Limits(
+        rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency
+    )
     return SqlClaims(store, context.clock, limits, context.rng)

@@ -31,10 +31,27 @@ class SqlProxies:
     def view(self) -> Mapping[tuple[str, str], rules.Health]:
         return self._view
 
-    async def failed(self, proxy: str, host: str, label: str, *, cooldown: float, longest: float, reason: str, least: float = 0.0) -> None:
+    async def failed(
+        self,
+        proxy: str,
+        host: str,
+        label: str,
+        *,
+        cooldown: float,
+        longest: float,
+        reason: str,
+        least: float = 0.0,
+    ) -> None:
         def work(tx: Tx) -> rules.Health:
             now = self.clock.now()
-            health = rules.failed(_health(tx, proxy, host), now, cooldown=cooldown, longest=longest, reason=reason, least=least)
+            health = rules.failed(
+                _health(tx, proxy, host),
+                now,
+                cooldown=cooldown,
+                longest=longest,
+                reason=reason,
+                least=least,
+            )
             _keep(tx, proxy, host, label, health, now)
             return health
 
@@ -65,7 +82,9 @@ class SqlProxies:
         sql = "SELECT proxy, host, failures, until, at, reason, changed FROM proxy_health WHERE changed>? ORDER BY changed"
         rows = await self.db.read(lambda tx: tx.execute(sql, (self._seen - _OVERLAP,)).fetchall())
         for proxy, host, failures, until, at, reason, changed in rows:
-            self._take(proxy, host, rules.Health(failures=failures, until=until, at=at, reason=reason))
+            self._take(
+                proxy, host, rules.Health(failures=failures, until=until, at=at, reason=reason)
+            )
             self._seen = max(self._seen, changed)
 
     def _take(self, proxy: str, host: str, health: rules.Health | None) -> None:
@@ -76,12 +95,21 @@ class SqlProxies:
 
     async def listed(self, pool: str, members: int, error: str) -> None:
         sql = "INSERT INTO proxy_list VALUES(?,?,?,?) ON CONFLICT(pool) DO UPDATE SET at=excluded.at, members=excluded.members, error=excluded.error"
-        await self.db.write(lambda tx: tx.execute(sql, (pool, self.clock.now(), members, error)), durable=False)
+        await self.db.write(
+            lambda tx: tx.execute(sql, (pool, self.clock.now(), members, error)), durable=False
+        )
 
     async def prune(self) -> None:
         before = self.clock.now() - rules.FORGET
-        await self.db.write(lambda tx: tx.execute("DELETE FROM proxy_health WHERE changed<? AND until<?", (before, before)), durable=False)
-        self._view = {key: h for key, h in self._view.items() if h.at >= before or h.until >= before}
+        await self.db.write(
+            lambda tx: tx.execute(
+                "DELETE FROM proxy_health WHERE changed<? AND until<?", (before, before)
+            ),
+            durable=False,
+        )
+        self._view = {
+            key: h for key, h in self._view.items() if h.at >= before or h.until >= before
+        }
 
     # -- for `penstock proxies ls`
 
@@ -93,12 +121,24 @@ class SqlProxies:
         return found
 
     def lists_in(self, tx: Tx) -> dict[str, tuple[float, int, str]]:
-        return {pool: (at, members, error) for pool, at, members, error in tx.execute("SELECT pool, at, members, error FROM proxy_list")}
+        return {
+            pool: (at, members, error)
+            for pool, at, members, error in tx.execute(
+                "SELECT pool, at, members, error FROM proxy_list"
+            )
+        }
 
 
 def _health(tx: Tx, proxy: str, host: str) -> rules.Health | None:
-    row = tx.execute("SELECT failures, until, at, reason FROM proxy_health WHERE proxy=? AND host=?", (proxy, host)).get
-    return None if row is None else rules.Health(failures=row[0], until=row[1], at=row[2], reason=row[3])
+    row = tx.execute(
+        "SELECT failures, until, at, reason FROM proxy_health WHERE proxy=? AND host=?",
+        (proxy, host),
+    ).get
+    return (
+        None
+        if row is None
+        else rules.Health(failures=row[0], until=row[1], at=row[2], reason=row[3])
+    )
 
 
 def _keep(tx: Tx, proxy: str, host: str, label: str, health: rules.Health, now: float) -> None:

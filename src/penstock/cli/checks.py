@@ -20,7 +20,12 @@ from penstock.cli.options import ask
 from penstock.cli.output import joined, lasting, plural, short, size
 from penstock.errors import PenstockError
 from penstock.ledgers import sql_queries
-from penstock.stores.sqlite import NETWORK_FILE_SYSTEMS, file_system_of, has_wal_reset_bug, sqlite_version
+from penstock.stores.sqlite import (
+    NETWORK_FILE_SYSTEMS,
+    file_system_of,
+    has_wal_reset_bug,
+    sqlite_version,
+)
 
 if TYPE_CHECKING:
     from penstock.config import Loaded
@@ -46,7 +51,12 @@ def machine(config: Config) -> Iterator[Finding]:
     version = sqlite_version()
     shown = ".".join(map(str, version))
     if has_wal_reset_bug(version):
-        yield Finding("sqlite", "warn", f"SQLite {shown} has the WAL-reset bug, so only one process may write", "pip install --upgrade apsw (3.51.3 or newer)")
+        yield Finding(
+            "sqlite",
+            "warn",
+            f"SQLite {shown} has the WAL-reset bug, so only one process may write",
+            "pip install --upgrade apsw (3.51.3 or newer)",
+        )
     else:
         yield Finding("sqlite", "ok", f"SQLite {shown}, free of the WAL-reset bug")
     there = _existing(config.state.dir)
@@ -66,18 +76,28 @@ def machine(config: Config) -> Iterator[Finding]:
             "permissions",
             "fail",
             f"{there} is not writable for this user",
-            f"chown it, or run as its owner ({there.owner()})" if hasattr(there, "owner") else "chown it",
+            f"chown it, or run as its owner ({there.owner()})"
+            if hasattr(there, "owner")
+            else "chown it",
         )
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     file_encoding = sys.getfilesystemencoding().lower().replace("-", "")
     if "utf8" in (encoding, file_encoding) and file_encoding == "utf8":
         yield Finding("locale", "ok", "UTF-8")
     else:
-        yield Finding("locale", "warn", f"output is {sys.stdout.encoding}, file names are {sys.getfilesystemencoding()}", "export LANG=C.UTF-8")
+        yield Finding(
+            "locale",
+            "warn",
+            f"output is {sys.stdout.encoding}, file names are {sys.getfilesystemencoding()}",
+            "export LANG=C.UTF-8",
+        )
     now = time.time()
     if now < 1_700_000_000:
         yield Finding(
-            "clock", "fail", f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}", "set it, e.g. with NTP: leases and windows depend on it"
+            "clock",
+            "fail",
+            f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}",
+            "set it, e.g. with NTP: leases and windows depend on it",
         )
 
 
@@ -90,9 +110,19 @@ def _existing(path: Path) -> Path:
 def _space(there: Path) -> Finding:
     free = shutil.disk_usage(there).free
     if free < VERY_LOW:
-        return Finding("disk", "fail", f"{size(free)} free under {there}", "free some: without room nothing is accepted or ended (nothing is lost either)")
+        return Finding(
+            "disk",
+            "fail",
+            f"{size(free)} free under {there}",
+            "free some: without room nothing is accepted or ended (nothing is lost either)",
+        )
     if free < LOW:
-        return Finding("disk", "warn", f"{size(free)} free under {there}", "free some, or lower pages.max_bytes and pages.keep")
+        return Finding(
+            "disk",
+            "warn",
+            f"{size(free)} free under {there}",
+            "free some, or lower pages.max_bytes and pages.keep",
+        )
     return Finding("disk", "ok", f"{size(free)} free")
 
 
@@ -100,7 +130,13 @@ def _space(there: Path) -> Finding:
 
 
 def settings(loaded: Loaded, file: str | None) -> Iterator[Finding]:
-    yield Finding("configuration", "ok", str(loaded.file) if loaded.file else "no penstock.toml: defaults, environment, command line")
+    yield Finding(
+        "configuration",
+        "ok",
+        str(loaded.file)
+        if loaded.file
+        else "no penstock.toml: defaults, environment, command line",
+    )
     chosen = file or loaded.config.pipeline
     with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as scratch:
         path = Path(chosen) if chosen else Path(scratch) / "probe.py"
@@ -111,7 +147,11 @@ def settings(loaded: Loaded, file: str | None) -> Iterator[Finding]:
 
                 pipeline = load(path)
                 open_sinks(pipeline, Path.cwd())
-                yield Finding("pipeline", "ok", f"{chosen}: {plural(len(pipeline.extractors), 'extractor')}, {plural(len(pipeline.sinks), 'sink')}")
+                yield Finding(
+                    "pipeline",
+                    "ok",
+                    f"{chosen}: {plural(len(pipeline.extractors), 'extractor')}, {plural(len(pipeline.sinks), 'sink')}",
+                )
             except PenstockError as e:
                 yield Finding("pipeline", "fail", e.message, e.hint)
                 return
@@ -128,11 +168,18 @@ async def _sandbox(path: Path) -> Finding:
     try:
         started = time.monotonic()
         await sandbox.start()
-        return Finding("extraction", "ok", f"child processes start ({lasting(time.monotonic() - started)})")
+        return Finding(
+            "extraction", "ok", f"child processes start ({lasting(time.monotonic() - started)})"
+        )
     except PenstockError as e:
         return Finding("extraction", "fail", e.message, e.hint)
     except OSError as e:
-        return Finding("extraction", "fail", f"no child process can be started: {e}", 'check limits on processes (ulimit -u), or extract.isolation = "none"')
+        return Finding(
+            "extraction",
+            "fail",
+            f"no child process can be started: {e}",
+            'check limits on processes (ulimit -u), or extract.isolation = "none"',
+        )
     finally:
         await sandbox.close()
 
@@ -143,19 +190,38 @@ async def _sandbox(path: Path) -> Finding:
 def store(stores: Stores) -> Iterator[Finding]:
     problems = stores.db.check()
     if problems:
-        yield Finding("integrity", "fail", joined(problems, 3), "stop all workers, keep a copy, restore a backup or use the sqlite3 shell's .recover")
+        yield Finding(
+            "integrity",
+            "fail",
+            joined(problems, 3),
+            "stop all workers, keep a copy, restore a backup or use the sqlite3 shell's .recover",
+        )
         return
     file = stores.db.file
-    yield Finding("integrity", "ok", stores.db.path if file is None else f"{file.name}, {size(file.stat().st_size)}")
+    yield Finding(
+        "integrity",
+        "ok",
+        stores.db.path if file is None else f"{file.name}, {size(file.stat().st_size)}",
+    )
     now = stores.clock.now()
-    audit = ask(stores, lambda tx: sql_queries.audit(tx, stores.broker.audit_in(tx, now), entered=stores.ledger.entered_in(tx)))
+    audit = ask(
+        stores,
+        lambda tx: sql_queries.audit(
+            tx, stores.broker.audit_in(tx, now), entered=stores.ledger.entered_in(tx)
+        ),
+    )
     yield _accounting(audit)
     yield _queue(audit)
     yield from _workers(stores, audit)
     yield from _sinks(stores, audit)
     yield from _pages(stores)
     if audit.future > now + 5:
-        yield Finding("clock", "fail", f"events were accepted {lasting(audit.future - now)} in the future", "set the clocks of all machines by NTP")
+        yield Finding(
+            "clock",
+            "fail",
+            f"events were accepted {lasting(audit.future - now)} in the future",
+            "set the clocks of all machines by NTP",
+        )
     else:
         yield Finding("clock", "ok", "not behind what is in the books")
     for topic, reason in ask(stores, stores.broker.paused_in).items():
@@ -173,25 +239,50 @@ def _accounting(a: Audit) -> Finding:
         elif noted != counted:
             wrong.append(f"{key[0]}: {noted:,} {key[1]} in the counters, {counted:,} in the rows")
     accepted = sum(a.counters.values())
-    if a.entered is not None and (accepted != a.entered or forgotten != a.entered - sum(a.rows.values())):
-        wrong.append(f"{a.entered:,} events were entered, {accepted:,} are counted, {sum(a.rows.values()):,} are there")
+    if a.entered is not None and (
+        accepted != a.entered or forgotten != a.entered - sum(a.rows.values())
+    ):
+        wrong.append(
+            f"{a.entered:,} events were entered, {accepted:,} are counted, {sum(a.rows.values()):,} are there"
+        )
     if wrong:
-        return Finding("accounting", "fail", joined(wrong, 3), "please report it; keep a copy of the state directory")
+        return Finding(
+            "accounting",
+            "fail",
+            joined(wrong, 3),
+            "please report it; keep a copy of the state directory",
+        )
     more = f" ({forgotten:,} of them forgotten by retention)" if forgotten else ""
-    return Finding("accounting", "ok", f"{accepted:,} accepted, and every one is accounted for{more}")
+    return Finding(
+        "accounting", "ok", f"{accepted:,} accepted, and every one is accounted for{more}"
+    )
 
 
 def _queue(a: Audit) -> Finding:
-    wrong = [f"{topic}/{group} notes {noted} ready, leased, delayed and has {counted}" for topic, group, noted, counted in a.queue.groups if noted != counted]
+    wrong = [
+        f"{topic}/{group} notes {noted} ready, leased, delayed and has {counted}"
+        for topic, group, noted, counted in a.queue.groups
+        if noted != counted
+    ]
     if a.queue.unqueued_count:
-        wrong.append(f"{plural(a.queue.unqueued_count, 'open event')} in no queue: {joined(short(i) for i in a.queue.unqueued)}")
+        wrong.append(
+            f"{plural(a.queue.unqueued_count, 'open event')} in no queue: {joined(short(i) for i in a.queue.unqueued)}"
+        )
     if a.letterless:
         wrong.append(f"{plural(a.letterless, 'dead letter')} of events that are not dead")
     if wrong:
-        return Finding("queue", "fail", joined(wrong, 3), "please report it; penstock push --force queues a URL again")
+        return Finding(
+            "queue",
+            "fail",
+            joined(wrong, 3),
+            "please report it; penstock push --force queues a URL again",
+        )
     if a.queue.lingering_count:
         return Finding(
-            "queue", "warn", f"{plural(a.queue.lingering_count, 'queued message')} of events that have ended", "a worker removes them when it meets them"
+            "queue",
+            "warn",
+            f"{plural(a.queue.lingering_count, 'queued message')} of events that have ended",
+            "a worker removes them when it meets them",
         )
     return Finding("queue", "ok", "every open event is queued once")
 
@@ -209,21 +300,39 @@ def _workers(stores: Stores, a: Audit) -> Iterator[Finding]:
             "the next `penstock run` takes the work back",
         )
     elif a.queue.expired and not alive:
-        yield Finding("leases", "warn", f"{plural(a.queue.expired, 'lease')} that ran out", "the next `penstock run` takes the work back")
+        yield Finding(
+            "leases",
+            "warn",
+            f"{plural(a.queue.expired, 'lease')} that ran out",
+            "the next `penstock run` takes the work back",
+        )
     else:
-        yield Finding("leases", "ok", f"{plural(len(alive), 'worker')} running, no lease without its worker")
+        yield Finding(
+            "leases", "ok", f"{plural(len(alive), 'worker')} running, no lease without its worker"
+        )
 
 
 def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
     for name, noted, rows in a.outbox:
         if noted != rows:
-            yield Finding("outbox", "fail", f"{name}: {noted:,} rows should wait and {rows:,} do", "please report it; keep a copy of the state directory")
+            yield Finding(
+                "outbox",
+                "fail",
+                f"{name}: {noted:,} rows should wait and {rows:,} do",
+                "please report it; keep a copy of the state directory",
+            )
     for sink in ask(stores, sql_queries.sinks):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
-        end = _noted_end(sink.mark) if stores.db.file is not None or path is None else _noted_end_here(sink.mark, path)
+        end = (
+            _noted_end(sink.mark)
+            if stores.db.file is not None or path is None
+            else _noted_end_here(sink.mark, path)
+        )
         if path is None or end is None:
-            yield Finding("sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')} written{waiting}")
+            yield Finding(
+                "sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')} written{waiting}"
+            )
             continue
         try:
             there = path.stat().st_size
@@ -251,7 +360,11 @@ def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
                 "a write was interrupted, or is under way; the next `penstock run` puts it right",
             )
         else:
-            yield Finding("sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')}, at its noted end{waiting}")
+            yield Finding(
+                "sink",
+                "ok",
+                f"{sink.name}: {plural(sink.flushed, 'row')}, at its noted end{waiting}",
+            )
 
 
 def _noted_end_here(mark: str, path: Path) -> int | None:
@@ -280,8 +393,15 @@ def _file_of(name: str) -> Path | None:
 
 
 def _pages(stores: Stores) -> Iterator[Finding]:
-    (pages, total), problems = ask(stores, lambda tx: (stores.pages.totals_in(tx), stores.pages.problems_in(tx)))
+    (pages, total), problems = ask(
+        stores, lambda tx: (stores.pages.totals_in(tx), stores.pages.problems_in(tx))
+    )
     if problems:
-        yield Finding("pages", "fail", joined(problems, 3), "restore them from a backup; their URLs can be pushed again with --force")
+        yield Finding(
+            "pages",
+            "fail",
+            joined(problems, 3),
+            "restore them from a backup; their URLs can be pushed again with --force",
+        )
     else:
         yield Finding("pages", "ok", f"{plural(pages, 'page')}, {size(total)}")

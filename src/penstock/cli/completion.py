@@ -11,7 +11,9 @@ from penstock.cli.output import say
 from penstock.errors import UsageError
 
 app = App(name="completion", help="completion for bash, zsh and fish")
-Shell = Annotated[Literal["bash", "zsh", "fish"] | None, Parameter(help="which shell (else the one you use)")]
+Shell = Annotated[
+    Literal["bash", "zsh", "fish"] | None, Parameter(help="which shell (else the one you use)")
+]
 
 
 @app.command
@@ -25,7 +27,13 @@ def show(shell: Shell = None, /) -> int:
 
 @app.command
 def install(
-    shell: Shell = None, /, *, output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="where to (else where the shell looks)")] = None
+    shell: Shell = None,
+    /,
+    *,
+    output: Annotated[
+        Path | None,
+        Parameter(name=["--output", "-o"], help="where to (else where the shell looks)"),
+    ] = None,
 ) -> int:
     """Write the script where the shell looks for it; your start-up files are not touched."""
     from penstock.cli.main import build
@@ -34,7 +42,9 @@ def install(
     path = build().install_completion(shell=chosen, output=output, add_to_startup=False)
     say(f"completion for {chosen} is in {path}")
     if chosen == "zsh":
-        say(f"zsh finds it if its directory is in fpath: fpath=({Path(path).parent} $fpath), before compinit in ~/.zshrc")
+        say(
+            f"zsh finds it if its directory is in fpath: fpath=({Path(path).parent} $fpath), before compinit in ~/.zshrc"
+        )
     else:
         say("it works in the next shell you open")
     return 0

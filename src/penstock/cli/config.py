@@ -36,13 +36,25 @@ def show(
     rows = [
         row
         for row in config.show(loaded)
-        if (only is None or row.path == only or row.path.startswith(only.rstrip(".") + ".")) and not (changed and row.origin == "default")
+        if (only is None or row.path == only or row.path.startswith(only.rstrip(".") + "."))
+        and not (changed and row.origin == "default")
     ]
     if json:
-        options = [{"path": r.path, "value": r.value, "origin": r.origin, "variable": by_path[r.path].env, "help": by_path[r.path].help} for r in rows]
+        options = [
+            {
+                "path": r.path,
+                "value": r.value,
+                "origin": r.origin,
+                "variable": by_path[r.path].env,
+                "help": by_path[r.path].help,
+            }
+            for r in rows
+        ]
         print_json({"file": str(loaded.file) if loaded.file else None, "options": options})
         return 0
-    made = table(("option", FIXED), ("value", FOLD), *([("origin", FIXED)] if origin else []), ("", FOLD))
+    made = table(
+        ("option", FIXED), ("value", FOLD), *([("origin", FIXED)] if origin else []), ("", FOLD)
+    )
     for r in rows:
         cells: list[str | Text] = [
             styled(r.path, "bold" if r.origin != "default" else ""),
@@ -56,7 +68,9 @@ def show(
 
 @app.command
 def check(
-    file: Annotated[str | None, Parameter(help="a pipeline to check as well (else `pipeline` of penstock.toml)")] = None,
+    file: Annotated[
+        str | None, Parameter(help="a pipeline to check as well (else `pipeline` of penstock.toml)")
+    ] = None,
     /,
     *,
     json: Json = False,
@@ -65,7 +79,10 @@ def check(
     """Read the configuration and the pipeline as `run` would, and open nothing. Exit code 3 says that something is wrong."""
     loaded = common.load()
     chosen = file or loaded.config.pipeline
-    found: dict[str, object] = {"config": str(loaded.file) if loaded.file else None, "pipeline": None}
+    found: dict[str, object] = {
+        "config": str(loaded.file) if loaded.file else None,
+        "pipeline": None,
+    }
     if chosen:
         from penstock.app import check_sources, open_sinks
         from penstock.pipeline import load
@@ -83,8 +100,17 @@ def check(
     if json:
         print_json(found)
         return 0
-    say(f"{loaded.file.name}: good" if loaded.file else "no penstock.toml here: defaults, environment and command line are good")
+    say(
+        f"{loaded.file.name}: good"
+        if loaded.file
+        else "no penstock.toml here: defaults, environment and command line are good"
+    )
     if chosen:
-        extractors, sinks = plural(len(pipeline.extractors), "extractor"), plural(len(pipeline.sinks), "sink")
-        say(f"{chosen}: good: pipeline {pipeline.name}, {extractors}, {sinks}, {plural(len(pipeline.sources), 'source')}")
+        extractors, sinks = (
+            plural(len(pipeline.extractors), "extractor"),
+            plural(len(pipeline.sinks), "sink"),
+        )
+        say(
+            f"{chosen}: good: pipeline {pipeline.name}, {extractors}, {sinks}, {plural(len(pipeline.sources), 'source')}"
+        )
     return 0

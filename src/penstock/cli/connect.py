@@ -16,23 +16,53 @@ if TYPE_CHECKING:
     from penstock.connect.rest import Known, Status, Worker
     from penstock.pipeline import Pipeline
 
-app = App(name="connect", help="Kafka Connect: connectors rendered from the pipeline, compared, applied, watched.")
+app = App(
+    name="connect",
+    help="Kafka Connect: connectors rendered from the pipeline, compared, applied, watched.",
+)
 
-File = Annotated[str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")]
-Url = Annotated[str | None, Parameter(name="--url", help="the Connect worker's REST interface (else connect.url, PENSTOCK_CONNECT_URL)")]
-Of = Annotated[str | None, Parameter(name="--pipeline", help="only connectors of this pipeline, by its name or its file (else of every one)")]
+File = Annotated[
+    str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")
+]
+Url = Annotated[
+    str | None,
+    Parameter(
+        name="--url",
+        help="the Connect worker's REST interface (else connect.url, PENSTOCK_CONNECT_URL)",
+    ),
+]
+Of = Annotated[
+    str | None,
+    Parameter(
+        name="--pipeline",
+        help="only connectors of this pipeline, by its name or its file (else of every one)",
+    ),
+]
 Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask")]
-ACTIONS = {"create": ("+", "green"), "change": ("~", "yellow"), "delete": ("-", "red"), "keep": ("=", "dim"), "foreign": ("!", "bold red")}
+ACTIONS = {
+    "create": ("+", "green"),
+    "change": ("~", "yellow"),
+    "delete": ("-", "red"),
+    "keep": ("=", "dim"),
+    "foreign": ("!", "bold red"),
+}
 STATES = {"RUNNING": "green", "FAILED": "bold red", "PAUSED": "yellow", "STOPPED": "yellow"}
 
 
 @app.command
 def init(
-    kind: Annotated[str, Parameter(help="debezium-postgres, http-source, s3-source; jdbc-postgres, snowflake, bigquery, s3")],
+    kind: Annotated[
+        str,
+        Parameter(
+            help="debezium-postgres, http-source, s3-source; jdbc-postgres, snowflake, bigquery, s3"
+        ),
+    ],
     /,
     *,
     toml: Annotated[bool, Parameter(help="show it as a TOML pipeline has it")] = False,
-    directory: Annotated[Path, Parameter(name=["--directory", "-C"], help="where to (else ./connect)")] = Path("connect"),
+    directory: Annotated[
+        Path, Parameter(name=["--directory", "-C"], help="where to (else ./connect)")
+    ] = Path("connect"),
 ) -> int:
     """Write a connector's options to start from, and show what to put into the pipeline. Nothing that exists is touched."""
     import msgspec
@@ -47,10 +77,19 @@ def init(
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with open(file, "xb") as f:
-            f.write(msgspec.json.format(msgspec.json.encode(document(template(chosen))), indent=2) + b"\n")
+            f.write(
+                msgspec.json.format(msgspec.json.encode(document(template(chosen))), indent=2)
+                + b"\n"
+            )
     except FileExistsError:
-        raise UsageError(f"{file} is there already", hint="move it away, or -C ANOTHER-DIRECTORY") from None
-    say(styled("wrote ", "dim"), str(file), styled(f"   {chosen.plugin.title} {chosen.plugin.version}: {chosen.about}", "dim"))
+        raise UsageError(
+            f"{file} is there already", hint="move it away, or -C ANOTHER-DIRECTORY"
+        ) from None
+    say(
+        styled("wrote ", "dim"),
+        str(file),
+        styled(f"   {chosen.plugin.title} {chosen.plugin.version}: {chosen.about}", "dim"),
+    )
     say("")
     say("The same from a pipeline, which `penstock connect plan` and `apply` read:")
     say("")
@@ -60,11 +99,19 @@ def init(
 
 
 @app.command
-def plan(file: File = None, /, *, url: Url = None, json: Json = False, common: Common = DEFAULTS) -> int:
+def plan(
+    file: File = None, /, *, url: Url = None, json: Json = False, common: Common = DEFAULTS
+) -> int:
     """What `apply` would change, each connector checked. Sends nothing. Exit code 5 where something differs, 3 where a check failed."""
     _, made, _ = _planned(common, file, url)
     if json:
-        print_json({"pipeline": made.pipeline, "worker": made.worker, "connectors": [step.document() for step in made.steps]})
+        print_json(
+            {
+                "pipeline": made.pipeline,
+                "worker": made.worker,
+                "connectors": [step.document() for step in made.steps],
+            }
+        )
     else:
         for step in made.steps:
             _show_step(step)
@@ -77,7 +124,9 @@ def apply(
     file: File = None,
     /,
     *,
-    prune: Annotated[bool, Parameter(help="delete connectors of this pipeline that it declares no more")] = False,
+    prune: Annotated[
+        bool, Parameter(help="delete connectors of this pipeline that it declares no more")
+    ] = False,
     wait: Annotated[str, Parameter(help="how long they may take to run")] = "60s",
     url: Url = None,
     json: Json = False,
@@ -92,10 +141,19 @@ def apply(
     except ValueError:
         raise UsageError(f"--wait {wait!r} is no length of time", hint="30s, 2m") from None
     worker, made, _ = _planned(common, file, url)
-    done = carry_out(made, worker, prune=prune, patience=patience, told=(lambda text: None) if json else say)
+    done = carry_out(
+        made, worker, prune=prune, patience=patience, told=(lambda text: None) if json else say
+    )
     left = [step.name for step in made.steps if step.action == "delete"] if not prune else []
     if json:
-        print_json({"pipeline": made.pipeline, "worker": made.worker, "connectors": [d.document() for d in done], "left": left})
+        print_json(
+            {
+                "pipeline": made.pipeline,
+                "worker": made.worker,
+                "connectors": [d.document() for d in done],
+                "left": left,
+            }
+        )
     else:
         for each in done:
             if each.action != "delete":
@@ -103,7 +161,11 @@ def apply(
         for name in left:
             say(styled(f"{name} is no more declared; --prune deletes it", "yellow"))
         sent = sum(d.action != "keep" for d in done)
-        say(f"{plural(sent, 'connector')} sent, {plural(len(done) - sent, 'connector')} as they were" if sent else "nothing differs; nothing was sent")
+        say(
+            f"{plural(sent, 'connector')} sent, {plural(len(done) - sent, 'connector')} as they were"
+            if sent
+            else "nothing differs; nothing was sent"
+        )
     return OK if all(d.ok for d in done) else RAN_WITH_FAILURES
 
 
@@ -124,13 +186,24 @@ def status(
     known = worker.connectors()
     found = dict(sorted(known.items())) if all else ours(known, _pipeline_name(pipeline))
     if json:
-        listed = [{"name": name, "pipeline": owner(k), "class": k.info.config.get("connector.class"), **state_of(k.status)} for name, k in found.items()]
+        listed = [
+            {
+                "name": name,
+                "pipeline": owner(k),
+                "class": k.info.config.get("connector.class"),
+                **state_of(k.status),
+            }
+            for name, k in found.items()
+        ]
         print_json({"worker": worker.shown, "connectors": listed})
     else:
         for name, k in found.items():
             _show_status(name, k.status)
         if not found:
-            say(f"no connector of ours on {worker.shown}" + (f", and {plural(len(known), 'other')}" if known else ""))
+            say(
+                f"no connector of ours on {worker.shown}"
+                + (f", and {plural(len(known), 'other')}" if known else "")
+            )
     return RAN_WITH_FAILURES if any(k.status.failed() for k in found.values()) else OK
 
 
@@ -159,7 +232,11 @@ def restart(
         print_json({"worker": worker.shown, "restarted": list(chosen)})
     else:
         for each, k in chosen.items():
-            what = plural(sum(t.state == "FAILED" for t in k.status.tasks), "failed task") if failed else plural(len(k.status.tasks), "task")
+            what = (
+                plural(sum(t.state == "FAILED" for t in k.status.tasks), "failed task")
+                if failed
+                else plural(len(k.status.tasks), "task")
+            )
             say(f"{each}: restarted, with {what}")
         if not chosen:
             say("none has failed" if failed else "there is none of ours")
@@ -171,7 +248,9 @@ def delete(
     name: Annotated[str | None, Parameter(help="one connector")] = None,
     /,
     *,
-    all: Annotated[bool, Parameter(name="--all", help="all of ours (with --pipeline: of that one)")] = False,
+    all: Annotated[
+        bool, Parameter(name="--all", help="all of ours (with --pipeline: of that one)")
+    ] = False,
     yes: Yes = False,
     pipeline: Of = None,
     url: Url = None,
@@ -192,12 +271,23 @@ def delete(
     for each in chosen:
         worker.delete(each)
     if json:
-        print_json({"worker": worker.shown, "deleted": list(chosen), "slots": [s for k in chosen.values() if (s := _slot(k))]})
+        print_json(
+            {
+                "worker": worker.shown,
+                "deleted": list(chosen),
+                "slots": [s for k in chosen.values() if (s := _slot(k))],
+            }
+        )
         return OK
     for each, k in chosen.items():
         say(f"{each}: deleted")
         if slot := _slot(k):
-            say(styled(f"  its replication slot stays and holds the log back: SELECT pg_drop_replication_slot('{slot}')", "yellow"))
+            say(
+                styled(
+                    f"  its replication slot stays and holds the log back: SELECT pg_drop_replication_slot('{slot}')",
+                    "yellow",
+                )
+            )
     if not chosen:
         say("there is none of ours")
     return OK
@@ -221,7 +311,10 @@ def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker,
     config = common.load().config
     chosen = file or config.pipeline
     if not chosen:
-        raise UsageError("which pipeline?", hint='penstock connect plan FILE, or pipeline = "shop.py" in penstock.toml')
+        raise UsageError(
+            "which pipeline?",
+            hint='penstock connect plan FILE, or pipeline = "shop.py" in penstock.toml',
+        )
     pipeline = load(chosen)
     connectors = render(pipeline)
     worker = Worker(url or config.connect.url)
@@ -246,7 +339,9 @@ def _show_step(step: Step) -> None:
     about = f"   {step.connector.kind.name}, for {step.connector.where}" if step.connector else ""
     say(styled(f"{sign} {step.name}", style), styled(about, "dim"))
     for d in step.differences:
-        change = f"{d.new}" if d.old is None else "(removed)" if d.new is None else f"{d.old} → {d.new}"
+        change = (
+            f"{d.new}" if d.old is None else "(removed)" if d.new is None else f"{d.old} → {d.new}"
+        )
         say(f"    {d.option} = {change}")
     for note in step.notes:
         say(styled(f"    {note}", "dim"))
@@ -260,9 +355,17 @@ def _sum(made: Plan) -> str:
         counts[step.action] = counts.get(step.action, 0) + 1
     if not made.steps:
         return f"pipeline {made.pipeline} declares no connector: connect={{…}} on a kafka:// source or sink does"
-    words = {"create": "to create", "change": "to change", "delete": "to delete (apply --prune)", "keep": "as declared", "foreign": "not ours"}
+    words = {
+        "create": "to create",
+        "change": "to change",
+        "delete": "to delete (apply --prune)",
+        "keep": "as declared",
+        "foreign": "not ours",
+    }
     listed = ", ".join(f"{n} {words[action]}" for action, n in counts.items())
-    wrong = f"; {plural(sum(len(s.problems) for s in made.steps), 'problem')}" if made.problems else ""
+    wrong = (
+        f"; {plural(sum(len(s.problems) for s in made.steps), 'problem')}" if made.problems else ""
+    )
     return f"{listed} on {made.worker}{wrong}"
 
 
@@ -270,7 +373,10 @@ def _show_status(name: str, status: Status) -> None:
     from penstock.connect.applying import first_lines
 
     made = table((plain(name), FIXED), ("state", FIXED), ("worker", FOLD))
-    states: list[tuple[str, Any]] = [("connector", status.connector), *((f"task {t.id}", t) for t in status.tasks)]
+    states: list[tuple[str, Any]] = [
+        ("connector", status.connector),
+        *((f"task {t.id}", t) for t in status.tasks),
+    ]
     for what, state in states:
         made.add_row(what, styled(state.state, STATES.get(state.state, "")), plain(state.worker_id))
     show(made)

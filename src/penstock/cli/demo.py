@@ -12,10 +12,22 @@ from penstock.errors import UsageError
 
 def demo(
     *,
-    seconds: Annotated[float | None, Parameter(help="end by itself after so long (else Ctrl-C)")] = None,
-    break_: Annotated[bool, Parameter(name="--break", help="redesign the shop on the way, to see what selectors that find nothing look like")] = False,
-    out: Annotated[Path | None, Parameter(help="where state and results go (else ./penstock-demo)")] = None,
-    plain: Annotated[bool, Parameter(help="lines of text instead of a live display, as without a terminal")] = False,
+    seconds: Annotated[
+        float | None, Parameter(help="end by itself after so long (else Ctrl-C)")
+    ] = None,
+    break_: Annotated[
+        bool,
+        Parameter(
+            name="--break",
+            help="redesign the shop on the way, to see what selectors that find nothing look like",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, Parameter(help="where state and results go (else ./penstock-demo)")
+    ] = None,
+    plain: Annotated[
+        bool, Parameter(help="lines of text instead of a live display, as without a terminal")
+    ] = False,
 ) -> int:
     """A shop on this machine, scraped live: prices move, one page turns us away, one is broken."""
     if seconds is not None and not 0 < seconds <= 86400:

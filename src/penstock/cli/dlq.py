@@ -17,8 +17,32 @@ from cyclopts import App, Parameter
 
 from penstock import units
 from penstock.cli import find
-from penstock.cli.options import DEFAULTS, WITH_OUTPUT, Common, CommonWithOutput, Json, ask, confirmed
-from penstock.cli.output import FIXED, FOLD, RIGHT, console, count, iso, lasting, moment, plain, plural, print_json, say, short, styled, table
+from penstock.cli.options import (
+    DEFAULTS,
+    WITH_OUTPUT,
+    Common,
+    CommonWithOutput,
+    Json,
+    ask,
+    confirmed,
+)
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    RIGHT,
+    console,
+    count,
+    iso,
+    lasting,
+    moment,
+    plain,
+    plural,
+    print_json,
+    say,
+    short,
+    styled,
+    table,
+)
 from penstock.cli.output import show as show_table
 from penstock.cli.trace import step_document
 from penstock.errors import BadEnvelope, UsageError
@@ -35,16 +59,26 @@ SECRET = ("authorization", "cookie", "token", "secret", "password", "api-key", "
 
 Reason = Annotated[str | None, Parameter(help="only where the reason contains this text")]
 Host = Annotated[str | None, Parameter(help="only of this host")]
-Class = Annotated[str | None, Parameter(name="--class", help="only of this class: throttled, transient, blocked, permanent, poison, ours")]
+Class = Annotated[
+    str | None,
+    Parameter(
+        name="--class",
+        help="only of this class: throttled, transient, blocked, permanent, poison, ours",
+    ),
+]
 Stage = Annotated[str | None, Parameter(help="only from this stage: intake, fetch, extract, sink")]
-Fingerprint = Annotated[str | None, Parameter(help="only of this cause (as `dlq ls` shows it; a beginning will do)")]
+Fingerprint = Annotated[
+    str | None, Parameter(help="only of this cause (as `dlq ls` shows it; a beginning will do)")
+]
 Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask")]
 
 
 @app.command
 def ls(
     *,
-    all: Annotated[bool, Parameter(name="--all", help="single letters, newest first, instead of causes")] = False,
+    all: Annotated[
+        bool, Parameter(name="--all", help="single letters, newest first, instead of causes")
+    ] = False,
     reason: Reason = None,
     host: Host = None,
     class_: Class = None,
@@ -55,16 +89,39 @@ def ls(
     common: Common = DEFAULTS,
 ) -> int:
     """Causes of death, the largest first, each with its newest letter."""
-    which = Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint)
+    which = Filter(
+        reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint
+    )
     now = time.time()
     if all:
-        letters, total = common.read(lambda tx: (queries.letters(tx, which, limit=max(1, limit), newest_first=True), queries.letter_count(tx, which)))
+        letters, total = common.read(
+            lambda tx: (
+                queries.letters(tx, which, limit=max(1, limit), newest_first=True),
+                queries.letter_count(tx, which),
+            )
+        )
         if json:
             print_json({"total": total, "letters": [_summary(letter) for letter in letters]})
             return 0
-        made = table(("event", FIXED), ("died", FIXED), ("cause", FIXED), "stage", "class", ("url", FOLD), ("reason", FOLD))
+        made = table(
+            ("event", FIXED),
+            ("died", FIXED),
+            ("cause", FIXED),
+            "stage",
+            "class",
+            ("url", FOLD),
+            ("reason", FOLD),
+        )
         for x in letters:
-            made.add_row(short(x.event), moment(x.at, now), short(x.fingerprint), plain(x.stage), plain(x.error_class), plain(x.url), plain(x.reason))
+            made.add_row(
+                short(x.event),
+                moment(x.at, now),
+                short(x.fingerprint),
+                plain(x.stage),
+                plain(x.error_class),
+                plain(x.url),
+                plain(x.reason),
+            )
     else:
         causes, total = common.read(lambda tx: queries.letter_groups(tx, which, max(1, limit)))
         if json:
@@ -83,11 +140,27 @@ def ls(
             ]
             print_json({"total": total, "groups": groups})
             return 0
-        made = table(("letters", RIGHT), ("cause", FIXED), "stage", "class", ("last", RIGHT), ("newest", FIXED), ("url", FOLD), ("reason", FOLD))
+        made = table(
+            ("letters", RIGHT),
+            ("cause", FIXED),
+            "stage",
+            "class",
+            ("last", RIGHT),
+            ("newest", FIXED),
+            ("url", FOLD),
+            ("reason", FOLD),
+        )
         for c in causes:
             ago = lasting(max(0.0, now - c.newest)) + " ago"
             made.add_row(
-                styled(count(c.letters), "bold red"), c.fingerprint, plain(c.stage), plain(c.error_class), ago, short(c.event_id), plain(c.url), plain(c.reason)
+                styled(count(c.letters), "bold red"),
+                c.fingerprint,
+                plain(c.stage),
+                plain(c.error_class),
+                ago,
+                short(c.event_id),
+                plain(c.url),
+                plain(c.reason),
             )
     if not total:
         say("no dead letters" + (" of that kind" if which != Filter() else ""))
@@ -103,7 +176,13 @@ def ls(
 
 
 @app.command
-def show(id: Annotated[str, Parameter(help="event id or its unique beginning, or a URL")], /, *, json: Json = False, common: Common = DEFAULTS) -> int:
+def show(
+    id: Annotated[str, Parameter(help="event id or its unique beginning, or a URL")],
+    /,
+    *,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
     """One dead letter in full: reason, traceback, every attempt, headers, the event as it was queued."""
 
     with common.stores() as stores:
@@ -145,7 +224,12 @@ def show(id: Annotated[str, Parameter(help="event id or its unique beginning, or
         say(styled("\ndetail", "dim"))
         say("\n".join("  " + line for line in letter.detail.rstrip().splitlines()))
     say(styled("\nenvelope", "dim"))
-    say("  " + (_pretty(event) if event else letter.envelope.decode("utf-8", "replace")).replace("\n", "\n  "))
+    say(
+        "  "
+        + (_pretty(event) if event else letter.envelope.decode("utf-8", "replace")).replace(
+            "\n", "\n  "
+        )
+    )
     again = f"penstock dlq retry {short(letter.event)} puts it back to work, with --geo, --pool, --account, --priority or --force if you like"
     mended = "there is no event in it: mend the source's mapping, then `penstock sources reset NAME --to …` reads it again"
     say(styled("\n" + (mended if letter.stage == "source" else again), "dim"))
@@ -161,7 +245,9 @@ def retry(
     class_: Class = None,
     stage: Stage = None,
     fingerprint: Fingerprint = None,
-    rate: Annotated[str, Parameter(help="how fast, e.g. 5/s or 100/m (else at once)")] = "unlimited",
+    rate: Annotated[
+        str, Parameter(help="how fast, e.g. 5/s or 100/m (else at once)")
+    ] = "unlimited",
     geo: Annotated[str | None, Parameter(help="another geo")] = None,
     pool: Annotated[str | None, Parameter(help="another proxy pool")] = None,
     account: Annotated[str | None, Parameter(help="another account")] = None,
@@ -172,29 +258,56 @@ def retry(
     common: Common = DEFAULTS,
 ) -> int:
     """Put dead letters back to work with a new budget: each is queued and removed in one transaction."""
-    which = _which(ids, all, Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint), "retry")
+    which = _which(
+        ids,
+        all,
+        Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint),
+        "retry",
+    )
     try:
         pace = units.rate(rate)
         rank = None if priority is None else Priority.named(priority)
     except ValueError:
         raise UsageError(f"--rate {rate!r} is no rate", hint="5/s, 100/m or unlimited") from None
     except KeyError:
-        raise UsageError(f"--priority {priority!r} is not known", hint="high, normal or low") from None
+        raise UsageError(
+            f"--priority {priority!r} is not known", hint="high, normal or low"
+        ) from None
 
     def change(event: Event) -> Event:
-        given = {k: v for k, v in (("geo", geo), ("pool", pool), ("account", account)) if v is not None}
-        event = msgspec.structs.replace(event, route=msgspec.structs.replace(event.route, **given), force=event.force or force)
+        given = {
+            k: v for k, v in (("geo", geo), ("pool", pool), ("account", account)) if v is not None
+        }
+        event = msgspec.structs.replace(
+            event, route=msgspec.structs.replace(event.route, **given), force=event.force or force
+        )
         return event if rank is None else msgspec.structs.replace(event, priority=rank)
 
     with common.stores(create=not dry_run) as stores:
         chosen, total = _choose(stores, ids, which)
         if dry_run:
-            _told(json, {"would_retry": total, "retried": 0, "skipped": 0}, f"would retry {plural(total, 'dead letter')}")
+            _told(
+                json,
+                {"would_retry": total, "retried": 0, "skipped": 0},
+                f"would retry {plural(total, 'dead letter')}",
+            )
             return 0
-        done = stores.perform(lambda: _paced(chosen, total, pace, lambda batch: stores.books.redrive(batch, change), "retrying"))
+        done = stores.perform(
+            lambda: _paced(
+                chosen, total, pace, lambda batch: stores.books.redrive(batch, change), "retrying"
+            )
+        )
     skipped = total - done
-    more = f"; {plural(skipped, 'letter')} could not be (no readable event in it)" if skipped > 0 else ""
-    _told(json, {"would_retry": total, "retried": done, "skipped": max(0, skipped)}, f"retried {plural(done, 'dead letter')}{more}")
+    more = (
+        f"; {plural(skipped, 'letter')} could not be (no readable event in it)"
+        if skipped > 0
+        else ""
+    )
+    _told(
+        json,
+        {"would_retry": total, "retried": done, "skipped": max(0, skipped)},
+        f"retried {plural(done, 'dead letter')}{more}",
+    )
     return 0
 
 
@@ -212,10 +325,19 @@ def drop(
     common: Common = DEFAULTS,
 ) -> int:
     """Forget dead letters for good; their events stay dead in the books. Asks first."""
-    which = _which(ids, all, Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint), "drop")
+    which = _which(
+        ids,
+        all,
+        Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint),
+        "drop",
+    )
     with common.stores(create=True) as stores:
         chosen, total = _choose(stores, ids, which)
-        if total and not confirmed(f"forget {plural(total, 'dead letter')} for good", yes=yes, hint="; penstock dlq export keeps a copy"):
+        if total and not confirmed(
+            f"forget {plural(total, 'dead letter')} for good",
+            yes=yes,
+            hint="; penstock dlq export keeps a copy",
+        ):
             say("nothing dropped")
             return 0
         done = asyncio.run(_paced(chosen, total, math.inf, stores.books.drop, "dropping"))
@@ -231,11 +353,15 @@ def export(
     class_: Class = None,
     stage: Stage = None,
     fingerprint: Fingerprint = None,
-    output: Annotated[str | None, Parameter(name=["--output", "-o"], help="a file (else stdout)")] = None,
+    output: Annotated[
+        str | None, Parameter(name=["--output", "-o"], help="a file (else stdout)")
+    ] = None,
     common: CommonWithOutput = WITH_OUTPUT,
 ) -> int:
     """Dead letters as JSON lines, the queued bytes in base64."""
-    which = Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint)
+    which = Filter(
+        reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint
+    )
     written = 0
     with common.stores() as stores:
         chosen, _ = _choose(stores, ids, which)
@@ -257,7 +383,10 @@ def export(
 def _which(ids: tuple[str, ...], all: bool, which: Filter, verb: str) -> Filter:
     ways = bool(ids) + all + (which != Filter())
     if ways == 0:
-        raise UsageError(f"{verb} which dead letters?", hint=f"penstock dlq {verb} ID, or --fingerprint, --reason, --host, --class, --stage, or --all")
+        raise UsageError(
+            f"{verb} which dead letters?",
+            hint=f"penstock dlq {verb} ID, or --fingerprint, --reason, --host, --class, --stage, or --all",
+        )
     if ids and ways > 1:
         raise UsageError("ids and filters do not go together", hint="give either")
     return which
@@ -268,8 +397,19 @@ def _letter(stores: Stores, tx: Any, text: str) -> Letter:
         for row in queries.of_url(tx, find.key_of(stores, text), 100):
             if row.status == "dead" and (found := queries.letter(tx, row.id)):
                 return found
-        raise find.NotFound(f"no dead letter for {text}", hint="penstock trace it; penstock dlq ls lists the letters")
-    found = queries.letter(tx, find.one(queries.letters_like(tx, text, find.MOST), text, "dead letter", "penstock dlq ls lists them"))
+        raise find.NotFound(
+            f"no dead letter for {text}",
+            hint="penstock trace it; penstock dlq ls lists the letters",
+        )
+    found = queries.letter(
+        tx,
+        find.one(
+            queries.letters_like(tx, text, find.MOST),
+            text,
+            "dead letter",
+            "penstock dlq ls lists them",
+        ),
+    )
     assert found is not None
     return found
 
@@ -277,14 +417,18 @@ def _letter(stores: Stores, tx: Any, text: str) -> Letter:
 def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterator[list[str]], int]:
     """Batches of event ids and how many there are. Letters that come while we work are not among them."""
     if ids:
-        named = list(dict.fromkeys(ask(stores, lambda tx: [_letter(stores, tx, text).event for text in ids])))
+        named = list(
+            dict.fromkeys(ask(stores, lambda tx: [_letter(stores, tx, text).event for text in ids]))
+        )
         return iter([named]), len(named)
     last, total = ask(stores, lambda tx: (queries.last_letter(tx), queries.letter_count(tx, which)))
 
     def batches() -> Iterator[list[str]]:
         after = 0
         while True:
-            found = ask(stores, partial(queries.letters, which=which, after=after, upto=last, limit=BATCH))
+            found = ask(
+                stores, partial(queries.letters, which=which, after=after, upto=last, limit=BATCH)
+            )
             if not found:
                 return
             after = found[-1].n
@@ -293,7 +437,13 @@ def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterat
     return batches(), total
 
 
-async def _paced(chosen: Iterator[list[str]], total: int, rate: float, work: Callable[[list[str]], Any], verb: str) -> int:
+async def _paced(
+    chosen: Iterator[list[str]],
+    total: int,
+    rate: float,
+    work: Callable[[list[str]], Any],
+    verb: str,
+) -> int:
     """At most `rate` a second, in small steps, with progress where somebody watches."""
     done, started, sent = 0, time.monotonic(), 0
     with _progress(total, verb) as advance:
@@ -340,7 +490,9 @@ def _headers(letter: Letter) -> dict[str, str]:
 
 
 def _masked(headers: dict[str, str]) -> dict[str, str]:
-    return {k: "***" if any(word in k.lower() for word in SECRET) else v for k, v in headers.items()}
+    return {
+        k: "***" if any(word in k.lower() for word in SECRET) else v for k, v in headers.items()
+    }
 
 
 def _shown(event: Event) -> dict[str, Any]:

@@ -7,12 +7,24 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import FOLD, plain, plural, print_json, say, show, status_text, styled, table
+from penstock.cli.output import (
+    FOLD,
+    plain,
+    plural,
+    print_json,
+    say,
+    show,
+    status_text,
+    styled,
+    table,
+)
 from penstock.errors import DIFFERENCES, OK, UNREACHABLE, PenstockError
 
 
 def doctor(
-    file: Annotated[str | None, Parameter(help="a pipeline to load as well (else `pipeline` of penstock.toml)")] = None,
+    file: Annotated[
+        str | None, Parameter(help="a pipeline to load as well (else `pipeline` of penstock.toml)")
+    ] = None,
     /,
     *,
     json: Json = False,
@@ -34,7 +46,16 @@ def doctor(
     failed = sum(f.result == "fail" for f in found)
     code = UNREACHABLE if unreachable else DIFFERENCES if failed else OK
     if json:
-        print_json({"ok": code == OK, "exit_code": code, "checks": [{"check": f.check, "result": f.result, "found": f.found, "fix": f.fix} for f in found]})
+        print_json(
+            {
+                "ok": code == OK,
+                "exit_code": code,
+                "checks": [
+                    {"check": f.check, "result": f.result, "found": f.found, "fix": f.fix}
+                    for f in found
+                ],
+            }
+        )
         return code
     made = table("", "check", ("found", FOLD))
     for f in found:
@@ -44,5 +65,12 @@ def doctor(
     show(made)
     warned = sum(f.result == "warn" for f in found)
     say("")
-    say(styled("all is well" if not failed and not warned else f"{plural(failed, 'failure')}, {plural(warned, 'warning')}", "bold"))
+    say(
+        styled(
+            "all is well"
+            if not failed and not warned
+            else f"{plural(failed, 'failure')}, {plural(warned, 'warning')}",
+            "bold",
+        )
+    )
     return code

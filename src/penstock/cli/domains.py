@@ -11,7 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from penstock.cli.options import DEFAULTS, Common, Json, ask
-from penstock.cli.output import FIXED, FOLD, RIGHT, console, count, iso, lasting, moment, plain, plural, print_json, say, show, size, styled, table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    RIGHT,
+    console,
+    count,
+    iso,
+    lasting,
+    moment,
+    plain,
+    plural,
+    print_json,
+    say,
+    show,
+    size,
+    styled,
+    table,
+)
 from penstock.errors import OK, ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -26,13 +43,25 @@ SHOWN = 8  # past exceptions
 
 
 @app.command
-def ls(*, limit: Annotated[int, Parameter(help="hosts listed")] = 50, json: Json = False, common: Common = DEFAULTS) -> int:
+def ls(
+    *,
+    limit: Annotated[int, Parameter(help="hosts listed")] = 50,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
     """Hosts: those that are held back or have rules of their own first, then those with most in the queue."""
     with _open(common, create=False) as (domains, stores):
-        found, everywhere = ask(stores, lambda tx: (domains.listed_in(tx, max(1, limit)), domains.everywhere_in(tx)))
+        found, everywhere = ask(
+            stores, lambda tx: (domains.listed_in(tx, max(1, limit)), domains.everywhere_in(tx))
+        )
     now = time.time()
     if json:
-        print_json({"domains": [_document(d) for d in found], "exceptions": [_exception(e) for e in everywhere]})
+        print_json(
+            {
+                "domains": [_document(d) for d in found],
+                "exceptions": [_exception(e) for e in everywhere],
+            }
+        )
         return OK
     for e in everywhere:
         say(styled("everywhere: ", "yellow"), f"{e.reason} (since {moment(e.at, now)}, {e.who})")
@@ -64,11 +93,18 @@ def show_one(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) ->
 @app.command
 def limit(
     host: Host,
-    rate: Annotated[str | None, Parameter(help="requests a second: 2, 0.5, 30/m, unlimited; default: no limits of its own any more")] = None,
+    rate: Annotated[
+        str | None,
+        Parameter(
+            help="requests a second: 2, 0.5, 30/m, unlimited; default: no limits of its own any more"
+        ),
+    ] = None,
     /,
     *,
     burst: Annotated[int | None, Parameter(help="requests it may get at once after a rest")] = None,
-    concurrency: Annotated[int | None, Parameter(help="requests in flight to it in one worker")] = None,
+    concurrency: Annotated[
+        int | None, Parameter(help="requests in flight to it in one worker")
+    ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
@@ -97,7 +133,9 @@ def pause(
     host: Host,
     /,
     *,
-    for_: Annotated[str | None, Parameter(name="--for", help="how long: 10m, 1h, 2d; else until it is resumed")] = None,
+    for_: Annotated[
+        str | None, Parameter(name="--for", help="how long: 10m, 1h, 2d; else until it is resumed")
+    ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
@@ -114,7 +152,9 @@ def pause(
         until = domains.pause(key, seconds)
     if json:
         return _report(common, host, json=True)
-    say(f"{key} is paused {'until it is resumed' if until == math.inf else 'until ' + moment(until)}; penstock domains resume {key} goes on")
+    say(
+        f"{key} is paused {'until it is resumed' if until == math.inf else 'until ' + moment(until)}; penstock domains resume {key} goes on"
+    )
     return OK
 
 
@@ -136,19 +176,30 @@ def resume(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> i
 @app.command
 def robots(
     host: Host,
-    what: Annotated[Literal["obey", "ignore"] | None, Parameter(help="obey, or ignore with a reason; without it, what is known")] = None,
+    what: Annotated[
+        Literal["obey", "ignore"] | None,
+        Parameter(help="obey, or ignore with a reason; without it, what is known"),
+    ] = None,
     /,
     *,
-    reason: Annotated[str, Parameter(help="why it may be ignored; recorded with your name and the time")] = "",
+    reason: Annotated[
+        str, Parameter(help="why it may be ignored; recorded with your name and the time")
+    ] = "",
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
     """What is known of a host's robots.txt, and whether it is obeyed."""
     key = _key(host, common)
     if what == "ignore" and not reason.strip():
-        raise UsageError("an exception needs a reason", hint=f'penstock domains robots {key} ignore --reason "our own shop"')
+        raise UsageError(
+            "an exception needs a reason",
+            hint=f'penstock domains robots {key} ignore --reason "our own shop"',
+        )
     if what != "ignore" and reason:
-        raise UsageError("a reason is for ignoring it", hint=f'penstock domains robots {key} ignore --reason "{reason}"')
+        raise UsageError(
+            "a reason is for ignoring it",
+            hint=f'penstock domains robots {key} ignore --reason "{reason}"',
+        )
     if what is not None:
         with _open(common, create=True) as (domains, _):
             if what == "ignore":
@@ -180,7 +231,10 @@ def _key(host: str, common: Common) -> str:
     try:
         return host_of(host, common.load().config.pace.by)
     except BadUrl as e:
-        raise UsageError(f"{host!r} is no host: {e.reason}", hint="shop.example, shop.example:8080, or a URL of it") from None
+        raise UsageError(
+            f"{host!r} is no host: {e.reason}",
+            hint="shop.example, shop.example:8080, or a URL of it",
+        ) from None
 
 
 def _parse_rate(text: str) -> float:
@@ -201,7 +255,10 @@ def _report(common: Common, host: str, *, json: bool, create: bool = True) -> in
         print_json(_document(d))
         return OK
     now = time.time()
-    say(styled(d.host, "bold"), "" if d.known else ": nothing is known of it yet, so the usual limits hold")
+    say(
+        styled(d.host, "bold"),
+        "" if d.known else ": nothing is known of it yet, so the usual limits hold",
+    )
     made = table(("", FIXED), ("", FOLD))
     made.show_header = False
     for name, text in _lines(d, now):
@@ -215,23 +272,48 @@ def _lines(d: Domain, now: float) -> Iterator[tuple[str, Text | str]]:
     own = {"rate": s.rate, "burst": s.burst, "concurrency": s.concurrency}
     given = [name for name, value in own.items() if value is not None]
     yield "state", _standing(d, now)
-    yield "rate", f"{_rate(d)}, burst {d.burst}, {d.concurrency} at once in one worker" + (f" (its own: {', '.join(given)})" if given else "")
+    yield (
+        "rate",
+        f"{_rate(d)}, burst {d.burst}, {d.concurrency} at once in one worker"
+        + (f" (its own: {', '.join(given)})" if given else ""),
+    )
     if s.crawl_delay:
         yield "crawl delay", lasting(s.crawl_delay) + (" (ignored)" if s.ignores_robots else "")
     if s.penalty > 1:
         yield "slowed down", f"{s.penalty:g} times: it throttled us"
     if s.throttles or s.last_status:
-        yield "throttled", f"{plural(s.throttles, 'time')}, last status {s.last_status or 'unknown'}, answers in {lasting(s.latency)}"
+        yield (
+            "throttled",
+            f"{plural(s.throttles, 'time')}, last status {s.last_status or 'unknown'}, answers in {lasting(s.latency)}",
+        )
     yield "queued", count(d.queued)
     for r in d.robots:
-        what = size(r.size) if 200 <= r.status < 300 else f"status {r.status}" if r.status else "not reachable"
+        what = (
+            size(r.size)
+            if 200 <= r.status < 300
+            else f"status {r.status}"
+            if r.status
+            else "not reachable"
+        )
         more = [f"crawl delay {lasting(r.crawl_delay)}"] if r.crawl_delay else []
         more += [plural(r.sitemaps, "sitemap")] if r.sitemaps else []
         kept = f"known until {moment(r.until, now)}" if r.until > now else "to be fetched again"
         yield "robots.txt", plain(f"{r.origin}: {what}, {kept}{''.join(', ' + m for m in more)}")
     for e in d.exceptions[:SHOWN]:
-        span = f"since {moment(e.at, now)}" if e.ended is None else f"{moment(e.at, now)} to {moment(e.ended, now)}" if e.ended > e.at else moment(e.at, now)
-        yield "exception", styled(f"{e.kind} ignored, {span}, {e.who}: {e.reason}", "yellow" if e.ended is None else "dim")
+        span = (
+            f"since {moment(e.at, now)}"
+            if e.ended is None
+            else f"{moment(e.at, now)} to {moment(e.ended, now)}"
+            if e.ended > e.at
+            else moment(e.at, now)
+        )
+        yield (
+            "exception",
+            styled(
+                f"{e.kind} ignored, {span}, {e.who}: {e.reason}",
+                "yellow" if e.ended is None else "dim",
+            ),
+        )
 
 
 def _ignored(d: Domain) -> Exempt | None:
@@ -241,7 +323,12 @@ def _ignored(d: Domain) -> Exempt | None:
 def _standing(d: Domain, now: float) -> Text:
     s = d.state
     if s.paused_until > now:
-        return styled("paused" if s.paused_until == math.inf else f"paused for {lasting(s.paused_until - now)}", "bold red")
+        return styled(
+            "paused"
+            if s.paused_until == math.inf
+            else f"paused for {lasting(s.paused_until - now)}",
+            "bold red",
+        )
     if s.blocked_until > now:
         return styled(f"blocked for {lasting(s.blocked_until - now)}", "yellow")
     return styled(f"slowed {s.penalty:g}×", "yellow") if s.penalty > 1 else styled("ok", "green")
@@ -261,7 +348,13 @@ def _robots_word(d: Domain, now: float) -> str:
     good = [r for r in d.robots if r.until > now]
     if not good:
         return "not known"
-    return "obeyed" if any(200 <= r.status < 300 for r in good) else "not readable" if any(not r.status or r.status >= 500 for r in good) else "none"
+    return (
+        "obeyed"
+        if any(200 <= r.status < 300 for r in good)
+        else "not readable"
+        if any(not r.status or r.status >= 500 for r in good)
+        else "none"
+    )
 
 
 def _document(d: Domain) -> dict[str, Any]:
@@ -269,13 +362,23 @@ def _document(d: Domain) -> dict[str, Any]:
     paused, blocked = s.paused_until > now, s.blocked_until > now
     return {
         "host": d.host,
-        "state": "paused" if paused else "blocked" if blocked else "slowed" if s.penalty > 1 else "ok",
+        "state": "paused"
+        if paused
+        else "blocked"
+        if blocked
+        else "slowed"
+        if s.penalty > 1
+        else "ok",
         "queued": d.queued,
         "rate": 1 / d.interval if d.interval else None,
         "interval": d.interval,
         "burst": d.burst,
         "concurrency": d.concurrency,
-        "own": {"rate": "unlimited" if s.rate == math.inf else s.rate, "burst": s.burst, "concurrency": s.concurrency},
+        "own": {
+            "rate": "unlimited" if s.rate == math.inf else s.rate,
+            "burst": s.burst,
+            "concurrency": s.concurrency,
+        },
         "crawl_delay": s.crawl_delay,
         "penalty": s.penalty,
         "paused": paused,
@@ -286,7 +389,14 @@ def _document(d: Domain) -> dict[str, Any]:
         "latency": s.latency or None,
         "robots": "ignore" if s.ignores_robots else "obey",
         "robots_txt": [
-            {"origin": r.origin, "status": r.status, "until": iso(r.until), "bytes": r.size, "crawl_delay": r.crawl_delay, "sitemaps": r.sitemaps}
+            {
+                "origin": r.origin,
+                "status": r.status,
+                "until": iso(r.until),
+                "bytes": r.size,
+                "crawl_delay": r.crawl_delay,
+                "sitemaps": r.sitemaps,
+            }
             for r in d.robots
         ],
         "exceptions": [_exception(e) for e in d.exceptions],
@@ -294,4 +404,11 @@ def _document(d: Domain) -> dict[str, Any]:
 
 
 def _exception(e: Exempt) -> dict[str, Any]:
-    return {"kind": e.kind, "host": e.host, "reason": e.reason, "who": e.who, "at": iso(e.at), "ended": iso(e.ended)}
+    return {
+        "kind": e.kind,
+        "host": e.host,
+        "reason": e.reason,
+        "who": e.who,
+        "at": iso(e.at),
+        "ended": iso(e.ended),
+    }

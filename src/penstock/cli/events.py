@@ -9,7 +9,21 @@ from cyclopts import App, Parameter
 
 from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json, ask
-from penstock.cli.output import FIXED, FOLD, RIGHT, lasting, moment, plain, print_json, say, short, show, status_text, styled, table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    RIGHT,
+    lasting,
+    moment,
+    plain,
+    print_json,
+    say,
+    short,
+    show,
+    status_text,
+    styled,
+    table,
+)
 from penstock.cli.trace import row_document
 from penstock.errors import UsageError
 from penstock.ledgers import sql_queries as queries
@@ -26,7 +40,9 @@ def ls(
     source: Annotated[str | None, Parameter(help="only from this source, e.g. push")] = None,
     url: Annotated[str | None, Parameter(help="only for this URL")] = None,
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most so many (50)")] = 50,
-    everything: Annotated[bool, Parameter(name="--all", help="filters look at every event, not at the newest 200,000")] = False,
+    everything: Annotated[
+        bool, Parameter(name="--all", help="filters look at every event, not at the newest 200,000")
+    ] = False,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
@@ -38,14 +54,32 @@ def ls(
         listing = ask(
             stores,
             lambda tx: queries.events(
-                tx, status=status, host=host, source=source, url_key=key, limit=max(1, limit), everything=everything, broker=stores.broker
+                tx,
+                status=status,
+                host=host,
+                source=source,
+                url_key=key,
+                limit=max(1, limit),
+                everything=everything,
+                broker=stores.broker,
             ),
         )
     if json:
-        print_json({"events": [row_document(row) for row in listing.events], "complete": listing.complete})
+        print_json(
+            {"events": [row_document(row) for row in listing.events], "complete": listing.complete}
+        )
         return 0
     now = time.time()
-    made = table(("event", FIXED), "status", ("accepted", FIXED), ("took", RIGHT), ("http", RIGHT), ("tries", RIGHT), ("url", FOLD), ("reason", FOLD))
+    made = table(
+        ("event", FIXED),
+        "status",
+        ("accepted", FIXED),
+        ("took", RIGHT),
+        ("http", RIGHT),
+        ("tries", RIGHT),
+        ("url", FOLD),
+        ("reason", FOLD),
+    )
     for row in listing.events:
         took = (
             lasting(row.finished_at - row.accepted_at)
@@ -70,5 +104,7 @@ def ls(
     else:
         say("no such events" if status or host or source or url else "no events yet")
     if not listing.complete:
-        say(styled(f"looked at the newest {queries.SCAN:,} events; --all looks at every one", "dim"))
+        say(
+            styled(f"looked at the newest {queries.SCAN:,} events; --all looks at every one", "dim")
+        )
     return 0

@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from penstock.cli.options import WITH_OUTPUT, CommonWithOutput, Json
-from penstock.cli.output import FIXED, FOLD, RIGHT, lasting, plain, plural, print_json, say, show, size, styled, table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    RIGHT,
+    lasting,
+    plain,
+    plural,
+    print_json,
+    say,
+    show,
+    size,
+    styled,
+    table,
+)
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
 
 if TYPE_CHECKING:
@@ -32,11 +45,22 @@ def fetch(
     /,
     *,
     head: Annotated[bool, Parameter(help="ask for the headers only")] = False,
-    output: Annotated[str | None, Parameter(name=["--output", "-o"], help="write the body to this file")] = None,
-    geo: Annotated[str | None, Parameter(help="through a proxy pool that serves this place")] = None,
+    output: Annotated[
+        str | None, Parameter(name=["--output", "-o"], help="write the body to this file")
+    ] = None,
+    geo: Annotated[
+        str | None, Parameter(help="through a proxy pool that serves this place")
+    ] = None,
     pool: Annotated[str | None, Parameter(help="through this proxy pool")] = None,
-    account: Annotated[str | None, Parameter(help="through a proxy pool that serves this account")] = None,
-    ignore_robots: Annotated[str | None, Parameter(help="do not obey robots.txt this time; the value is the reason, which is recorded")] = None,
+    account: Annotated[
+        str | None, Parameter(help="through a proxy pool that serves this account")
+    ] = None,
+    ignore_robots: Annotated[
+        str | None,
+        Parameter(
+            help="do not obey robots.txt this time; the value is the reason, which is recorded"
+        ),
+    ] = None,
     wait: Annotated[str, Parameter(help="how long to wait for a slot of the host at most")] = "30s",
     json: Json = False,
     common: CommonWithOutput = WITH_OUTPUT,
@@ -57,14 +81,28 @@ def fetch(
         raise UsageError(f"{wait!r} is no duration", hint="--wait 10s") from None
     config = common.load().config
     if pool is not None and pool not in config.proxies:
-        raise UsageError(f"there is no proxy pool {pool!r}", hint=f"pools: {', '.join(config.proxies) or 'none; [proxies.NAME] in penstock.toml makes one'}")
+        raise UsageError(
+            f"there is no proxy pool {pool!r}",
+            hint=f"pools: {', '.join(config.proxies) or 'none; [proxies.NAME] in penstock.toml makes one'}",
+        )
     try:
-        event = event_of(url, source="fetch", route=Route(geo=geo, pool=pool, account=account), force=True, host_by=config.pace.by)
+        event = event_of(
+            url,
+            source="fetch",
+            route=Route(geo=geo, pool=pool, account=account),
+            force=True,
+            host_by=config.pace.by,
+        )
     except BadUrl as e:
-        raise UsageError(f"this is no URL that can be fetched: {e.reason}", hint="penstock fetch https://shop.example/") from None
+        raise UsageError(
+            f"this is no URL that can be fetched: {e.reason}",
+            hint="penstock fetch https://shop.example/",
+        ) from None
     if head:
         event = msgspec.structs.replace(event, ask=Ask(method="HEAD"))
-    seen = asyncio.run(_run(config, event, patience, " ".join(ignore_robots.split()) if ignore_robots else ""))
+    seen = asyncio.run(
+        _run(config, event, patience, " ".join(ignore_robots.split()) if ignore_robots else "")
+    )
     saved = output if output is not None and seen.last is not None else None
     if saved is not None and seen.last is not None:
         Path(saved).write_bytes(seen.last.body)
@@ -87,13 +125,23 @@ class _Pace:
         self.waits: list[tuple[str, float]] = []  # (host, seconds)
         self.sources: dict[str, str] = {}  # origin → cache or site
         self.loading = False  # robots.txt is being fetched, with its own redirects
-        self.report, self.crawl_delay, self.blocked_until = claims.report, claims.crawl_delay, claims.blocked_until
+        self.report, self.crawl_delay, self.blocked_until = (
+            claims.report,
+            claims.crawl_delay,
+            claims.blocked_until,
+        )
         self.refresh = claims.refresh
         self.concurrency, self.exempt = claims.concurrency, claims.exempt
 
-    async def reserve(self, wants: Mapping[str, int], *, within: float | None = None) -> Mapping[str, Sequence[float]]:
+    async def reserve(
+        self, wants: Mapping[str, int], *, within: float | None = None
+    ) -> Mapping[str, Sequence[float]]:
         slots: Mapping[str, Sequence[float]] = await self._claims.reserve(wants, within=within)
-        self.waits += [(host, max(0.0, slot - self._clock.now())) for host, times in slots.items() for slot in times]
+        self.waits += [
+            (host, max(0.0, slot - self._clock.now()))
+            for host, times in slots.items()
+            for slot in times
+        ]
         return slots
 
     def voided(self, host: str) -> float:
@@ -120,25 +168,59 @@ class _Fetcher:
         self.last: Response | None = None  # of the page, whatever its status
 
     async def fetch(
-        self, url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None, body: bytes | None = None, proxy: str | None = None
+        self,
+        url: str,
+        *,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        proxy: str | None = None,
     ) -> Response:
         from penstock.model import Failure
         from penstock.rules.proxies import parse_member, scrub
 
-        noted: dict[str, Any] = {"for": "robots.txt" if self._pace.loading else "page", "method": method, "url": url, "status": None, "peer": None}
-        noted |= {"proxy": parse_member(proxy).label if proxy else None, "guard": None, "dns": None, "connect": None, "first_byte": None, "total": None}
+        noted: dict[str, Any] = {
+            "for": "robots.txt" if self._pace.loading else "page",
+            "method": method,
+            "url": url,
+            "status": None,
+            "peer": None,
+        }
+        noted |= {
+            "proxy": parse_member(proxy).label if proxy else None,
+            "guard": None,
+            "dns": None,
+            "connect": None,
+            "first_byte": None,
+            "total": None,
+        }
         self.exchanges.append(noted)
         if noted["for"] == "page":
             self.last = None
-        noted["dns"], noted["guard"], _ = await _guarded(self._fetcher, url, through_proxy=proxy is not None)
+        noted["dns"], noted["guard"], _ = await _guarded(
+            self._fetcher, url, through_proxy=proxy is not None
+        )
         start = time.monotonic()
         try:
-            response = await self._fetcher.fetch(url, method=method, headers=headers, body=body, proxy=proxy)
+            response = await self._fetcher.fetch(
+                url, method=method, headers=headers, body=body, proxy=proxy
+            )
         except Failure as e:
-            noted |= {"error": scrub(e.reason, proxy) if proxy else e.reason, "total": time.monotonic() - start}
+            noted |= {
+                "error": scrub(e.reason, proxy) if proxy else e.reason,
+                "total": time.monotonic() - start,
+            }
             raise
-        noted |= {"status": response.status, "peer": response.peer, "http_version": response.http_version}
-        noted |= {"connect": response.connect, "first_byte": response.first_byte, "total": response.seconds}
+        noted |= {
+            "status": response.status,
+            "peer": response.peer,
+            "http_version": response.http_version,
+        }
+        noted |= {
+            "connect": response.connect,
+            "first_byte": response.first_byte,
+            "total": response.seconds,
+        }
         if noted["for"] == "page":
             self.last = response
         return response
@@ -147,7 +229,9 @@ class _Fetcher:
         await self._fetcher.close()
 
 
-async def _guarded(fetcher: CurlFetcher, url: str, *, through_proxy: bool = False) -> tuple[float, dict[str, Any], Failure | None]:
+async def _guarded(
+    fetcher: CurlFetcher, url: str, *, through_proxy: bool = False
+) -> tuple[float, dict[str, Any], Failure | None]:
     """(seconds, verdict, the failure if it is none). What is found here is what the client dials: the guard keeps its answers for a while."""
     from penstock.model import ErrorClass, Failure
 
@@ -155,7 +239,11 @@ async def _guarded(fetcher: CurlFetcher, url: str, *, through_proxy: bool = Fals
     try:
         unchecked = through_proxy and fetcher.options.remote_dns
         target = fetcher.guard.check_url(url) if unchecked else await fetcher.guard.resolve(url)
-        verdict = {"verdict": "allowed", "addresses": list(target.addresses), "reason": "the proxy resolves the name" if unchecked else ""}
+        verdict = {
+            "verdict": "allowed",
+            "addresses": list(target.addresses),
+            "reason": "the proxy resolves the name" if unchecked else "",
+        }
     except Failure as e:
         word, failure = "refused" if e.kind is ErrorClass.PERMANENT else "unresolved", e
         verdict = {"verdict": word, "addresses": [], "reason": e.reason}
@@ -179,17 +267,30 @@ async def _run(config: Config, event: Event, patience: float, ignoring: str) -> 
         pace = _Pace(store.claims, store.clock)
         told = _Fetcher(fetcher, pace)
         proxies = Proxies(config.proxies, store.proxies, fetcher, store.clock, store.context.rng)
-        stage = FetchStage(told, pace, pace, store.clock, fetch_options(config, ignore_robots=bool(ignoring)), proxies)
+        stage = FetchStage(
+            told,
+            pace,
+            pace,
+            store.clock,
+            fetch_options(config, ignore_robots=bool(ignoring)),
+            proxies,
+        )
         seen = _Seen(event, told, pace, stage, config, ignoring)
         try:
             await store.claims.refresh()
             await store.proxies.refresh()
-            seen.dns, seen.guard, refused = await _guarded(fetcher, event.url, through_proxy=needs_proxy(event.route))
+            seen.dns, seen.guard, refused = await _guarded(
+                fetcher, event.url, through_proxy=needs_proxy(event.route)
+            )
             if refused is not None:  # nothing will be sent, so no slot is spent on it
                 raise refused
             await _slot(store, pace, event.key, patience)
             if ignoring:
-                await store.note(lambda tx: store.hosts.note_in(tx, "robots", event.key, ignoring, _who(), at_once=True))
+                await store.note(
+                    lambda tx: store.hosts.note_in(
+                        tx, "robots", event.key, ignoring, _who(), at_once=True
+                    )
+                )
             await stage.fetch(event, None)
         except Failure as e:
             seen.failure = e
@@ -211,7 +312,12 @@ async def _slot(store: Politeness, pace: _Pace, host: str, patience: float) -> N
     slots = await store.claims.reserve({host: 1}, within=patience)
     wait = slots[host][0] - store.clock.now()
     if wait > patience:
-        raise Failure(ErrorClass.THROTTLED, f"the next slot of {host} is {lasting(wait)} away", after=wait, detail="--wait, or penstock domains show")
+        raise Failure(
+            ErrorClass.THROTTLED,
+            f"the next slot of {host} is {lasting(wait)} away",
+            after=wait,
+            detail="--wait, or penstock domains show",
+        )
     pace.waits.append((host, max(0.0, wait)))
     if wait > 0:
         await store.clock.sleep(wait)
@@ -227,8 +333,23 @@ def _who() -> str:
 
 
 class _Seen:
-    def __init__(self, event: Event, told: _Fetcher, pace: _Pace, stage: FetchStage, config: Config, ignoring: str) -> None:
-        self.event, self._told, self._pace, self._stage, self._config, self._ignoring = event, told, pace, stage, config, ignoring
+    def __init__(
+        self,
+        event: Event,
+        told: _Fetcher,
+        pace: _Pace,
+        stage: FetchStage,
+        config: Config,
+        ignoring: str,
+    ) -> None:
+        self.event, self._told, self._pace, self._stage, self._config, self._ignoring = (
+            event,
+            told,
+            pace,
+            stage,
+            config,
+            ignoring,
+        )
         self.guard: dict[str, Any] = {"verdict": "allowed", "addresses": [], "reason": ""}
         self.dns = 0.0
         self.failure: Failure | None = None
@@ -249,8 +370,17 @@ class _Seen:
             "ok": f is None,
             "status": last.status if last else f.status if f else None,
             "final_url": last.url if last else None,
-            "error": None if f is None else {"class": str(f.kind), "reason": f.reason, "detail": f.detail, "retry_after": f.after},
-            "guard": next((x["guard"] for x in pages if x["guard"]["verdict"] != "allowed"), self.guard),
+            "error": None
+            if f is None
+            else {
+                "class": str(f.kind),
+                "reason": f.reason,
+                "detail": f.detail,
+                "retry_after": f.after,
+            },
+            "guard": next(
+                (x["guard"] for x in pages if x["guard"]["verdict"] != "allowed"), self.guard
+            ),
             "robots": [self._robots(url) for url in self._urls(pages)],
             "slots": [{"host": host, "waited": seconds} for host, seconds in self._pace.waits],
             "exchanges": self._told.exchanges,
@@ -273,7 +403,11 @@ class _Seen:
         from penstock.rules.identity import BadUrl, canonical_url
 
         found = list(dict.fromkeys([self.event.url, *(x["url"] for x in pages)]))
-        if self.last is not None and 300 <= self.last.status < 400 and (location := self.last.headers.get("location")):
+        if (
+            self.last is not None
+            and 300 <= self.last.status < 400
+            and (location := self.last.headers.get("location"))
+        ):
             try:
                 found.append(canonical_url(location, self.last.url))
             except BadUrl:
@@ -285,15 +419,38 @@ class _Seen:
         from penstock.rules.robots import product_token
 
         agent = product_token(self._config.net.user_agent)
-        about = {"url": url, "agent": agent, "verdict": "not asked", "rule": "", "status": None, "from": self._pace.sources.get(origin(url))}
-        if self._ignoring or self._config.robots == "ignore" or self._pace.exempt(host_key(url, self._config.pace.by)):
-            why = self._ignoring or ("a recorded exception" if self._config.robots == "obey" else 'robots = "ignore"')
+        about = {
+            "url": url,
+            "agent": agent,
+            "verdict": "not asked",
+            "rule": "",
+            "status": None,
+            "from": self._pace.sources.get(origin(url)),
+        }
+        if (
+            self._ignoring
+            or self._config.robots == "ignore"
+            or self._pace.exempt(host_key(url, self._config.pace.by))
+        ):
+            why = self._ignoring or (
+                "a recorded exception" if self._config.robots == "obey" else 'robots = "ignore"'
+            )
             return about | {"verdict": "ignored", "rule": why}
         if (known := self._stage.remembered(url)) is None:
             return about
         rules, status = known
-        verdict = "unreadable" if not status or status >= 500 else "allowed" if rules.allows(agent, url) else "disallowed"
-        return about | {"verdict": verdict, "status": status, "rule": rules.deciding(agent, url) if verdict != "unreadable" else ""}
+        verdict = (
+            "unreadable"
+            if not status or status >= 500
+            else "allowed"
+            if rules.allows(agent, url)
+            else "disallowed"
+        )
+        return about | {
+            "verdict": verdict,
+            "status": status,
+            "rule": rules.deciding(agent, url) if verdict != "unreadable" else "",
+        }
 
 
 def _masked(headers: Mapping[str, str]) -> dict[str, str]:
@@ -303,7 +460,9 @@ def _masked(headers: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for name, value in headers.items():
         if name == "set-cookie":
-            value = "\n".join(re.sub(r"^([^=;]*)=[^;]*", r"\1=***", line) for line in value.split("\n"))
+            value = "\n".join(
+                re.sub(r"^([^=;]*)=[^;]*", r"\1=***", line) for line in value.split("\n")
+            )
         elif _SECRET.search(name) and name not in ("www-authenticate", "proxy-authenticate"):
             value = "***"
         elif name in ("location", "content-location", "refresh", "link"):
@@ -326,11 +485,28 @@ def _tell(d: Mapping[str, Any]) -> None:
     for name, text, style in _lines(d):
         say(styled(f"{name:<9}", "dim"), styled(text, style))
     if d["exchanges"]:
-        made = table(("for", FIXED), ("status", RIGHT), ("peer", FIXED), ("connect", RIGHT), ("first byte", RIGHT), ("total", RIGHT), ("url", FOLD))
+        made = table(
+            ("for", FIXED),
+            ("status", RIGHT),
+            ("peer", FIXED),
+            ("connect", RIGHT),
+            ("first byte", RIGHT),
+            ("total", RIGHT),
+            ("url", FOLD),
+        )
         for x in d["exchanges"]:
             peer = f"{x['peer'] or ''}{' via ' + x['proxy'] if x['proxy'] else ''}"
-            times = (lasting(x[part]) if x[part] is not None else "" for part in ("connect", "first_byte", "total"))
-            made.add_row(x["for"], str(x["status"] or x.get("error", "")), plain(peer), *times, plain(x["url"]))
+            times = (
+                lasting(x[part]) if x[part] is not None else ""
+                for part in ("connect", "first_byte", "total")
+            )
+            made.add_row(
+                x["for"],
+                str(x["status"] or x.get("error", "")),
+                plain(peer),
+                *times,
+                plain(x["url"]),
+            )
         show(made)
     for name, value in d["headers"].items():
         for line in value.split("\n"):
@@ -341,7 +517,10 @@ def _tell(d: Mapping[str, Any]) -> None:
         more += [size(d["size"])] if d["size"] is not None else []
         more += [d["charset"]] if d["charset"] else []
         more += [f"written to {d['output']}"] if d["output"] else []
-        say(styled(str(d["status"]), "bold green" if good else "bold red"), "".join(f", {m}" for m in more))
+        say(
+            styled(str(d["status"]), "bold green" if good else "bold red"),
+            "".join(f", {m}" for m in more),
+        )
     if d["error"]:
         e = d["error"]
         say(styled(f"{e['class']}: {e['reason']}", "bold red"))
@@ -352,18 +531,41 @@ def _tell(d: Mapping[str, Any]) -> None:
 def _lines(d: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     g, t = d["guard"], d["timing"]
     where = f"{', '.join(g['addresses'])} " if g["addresses"] else ""
-    yield "guard", f"{g['verdict']} {where}{g['reason']}".strip(), "" if g["verdict"] == "allowed" else "bold red"
+    yield (
+        "guard",
+        f"{g['verdict']} {where}{g['reason']}".strip(),
+        "" if g["verdict"] == "allowed" else "bold red",
+    )
     for r in d["robots"]:
-        said = {"cache": "known already", "site": f"answered {r['status']}" if r["status"] else "just asked"}.get(r["from"] or "", "")
-        parts = [p for p in (r["rule"] or ("no rule is about it" if r["verdict"] == "allowed" else ""), said) if p]
+        said = {
+            "cache": "known already",
+            "site": f"answered {r['status']}" if r["status"] else "just asked",
+        }.get(r["from"] or "", "")
+        parts = [
+            p
+            for p in (
+                r["rule"] or ("no rule is about it" if r["verdict"] == "allowed" else ""),
+                said,
+            )
+            if p
+        ]
         about = "" if len(d["robots"]) == 1 else f"{r['url']} "
-        yield "robots", f"{about}{r['verdict']}" + (f" ({'; '.join(parts)})" if parts else ""), "" if r["verdict"] in ("allowed", "not asked") else "yellow"
+        yield (
+            "robots",
+            f"{about}{r['verdict']}" + (f" ({'; '.join(parts)})" if parts else ""),
+            "" if r["verdict"] in ("allowed", "not asked") else "yellow",
+        )
     for host in dict.fromkeys(s["host"] for s in d["slots"]):
         waits = [s["waited"] for s in d["slots"] if s["host"] == host]
         yield "slot", f"waited {lasting(sum(waits))} for {plural(len(waits), 'slot')} of {host}", ""
     parts = [
         f"{name} {lasting(t[key])}"
-        for name, key in (("name", "dns"), ("connect", "connect"), ("first byte", "first_byte"), ("answer", "answer"))
+        for name, key in (
+            ("name", "dns"),
+            ("connect", "connect"),
+            ("first byte", "first_byte"),
+            ("answer", "answer"),
+        )
         if t[key] is not None
     ]
     yield "time", f"{', '.join(parts)}; {lasting(t['total'])} in all", ""

@@ -28,7 +28,10 @@ def key_of(stores: Stores, text: str) -> bytes:
         key: bytes = stores.ledger.url_key(canonical_url(text))
         return key
     except BadUrl as e:
-        raise UsageError(f"{text!r} is no URL: {e.reason}", hint="an http or https URL, or the beginning of an id") from None
+        raise UsageError(
+            f"{text!r} is no URL: {e.reason}",
+            hint="an http or https URL, or the beginning of an id",
+        ) from None
 
 
 def is_url(text: str) -> bool:
@@ -47,8 +50,12 @@ def one(found: Sequence[str], text: str, what: str, hint: str) -> str:
 
 
 def ambiguous(text: str, what: str, found: Sequence[str]) -> NoReturn:
-    listed = joined([short(f, 16) for f in found[: MOST - 1]]) + (", …" if len(found) >= MOST else "")
-    raise UsageError(f"{text!r} is the beginning of more than one {what}: {listed}", hint="type more of it")
+    listed = joined([short(f, 16) for f in found[: MOST - 1]]) + (
+        ", …" if len(found) >= MOST else ""
+    )
+    raise UsageError(
+        f"{text!r} is the beginning of more than one {what}: {listed}", hint="type more of it"
+    )
 
 
 def event_for(stores: Stores, tx: Any, text: str) -> EventRow:
@@ -61,8 +68,13 @@ def event_for(stores: Stores, tx: Any, text: str) -> EventRow:
     if is_url(text):
         rows = queries.of_url(tx, key_of(stores, text), 1)
         if not rows:
-            raise NotFound(f"no event for {text}", hint="penstock push it; `penstock events ls` lists what there is")
+            raise NotFound(
+                f"no event for {text}",
+                hint="penstock push it; `penstock events ls` lists what there is",
+            )
         return rows[0]
-    row = queries.event(tx, one(queries.ids_like(tx, text, MOST), text, "event", "penstock events ls lists them"))
+    row = queries.event(
+        tx, one(queries.ids_like(tx, text, MOST), text, "event", "penstock events ls lists them")
+    )
     assert row is not None
     return row

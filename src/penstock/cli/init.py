@@ -58,12 +58,19 @@ def init(
     name: Annotated[str, Parameter(help="what the pipeline is called")] = "shop",
     /,
     *,
-    toml: Annotated[bool, Parameter(help="a declarative pipeline instead of a Python file")] = False,
-    directory: Annotated[Path, Parameter(name=["--directory", "-C"], help="where to (else here)")] = Path(),
+    toml: Annotated[
+        bool, Parameter(help="a declarative pipeline instead of a Python file")
+    ] = False,
+    directory: Annotated[
+        Path, Parameter(name=["--directory", "-C"], help="where to (else here)")
+    ] = Path(),
 ) -> int:
     """Write NAME.py (or NAME.toml) and a commented penstock.toml. Nothing that exists is touched."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,40}", name) or name == "penstock":
-        raise UsageError(f"{name!r} is no name for a pipeline", hint="letters, digits, _ and -: penstock init shop")
+        raise UsageError(
+            f"{name!r} is no name for a pipeline",
+            hint="letters, digits, _ and -: penstock init shop",
+        )
     file = directory / f"{name}.{'toml' if toml else 'py'}"
     variable = name.replace("-", "_").lower()
     if keyword.iskeyword(variable) or variable in ("page", "product"):
@@ -73,7 +80,9 @@ def init(
         with open(file, "x", encoding="utf-8") as f:
             f.write((TOML if toml else PYTHON).format(name=name, variable=variable))
     except FileExistsError:
-        raise UsageError(f"{file} is there already", hint="penstock init ANOTHER-NAME, or move it away") from None
+        raise UsageError(
+            f"{file} is there already", hint="penstock init ANOTHER-NAME, or move it away"
+        ) from None
     say(styled("wrote ", "dim"), str(file))
     settings = directory / "penstock.toml"
     try:
@@ -83,8 +92,16 @@ def init(
     except FileExistsError:
         say(styled("kept  ", "dim"), str(settings), styled("  as it was", "dim"))
     say("")
-    say("next: ", styled("penstock push https://example.com/product/1", "cyan"), styled("   have a URL scraped", "dim"))
-    say("      ", styled(f"penstock run {file.name} --until-idle", "cyan"), styled("   do it", "dim"))
+    say(
+        "next: ",
+        styled("penstock push https://example.com/product/1", "cyan"),
+        styled("   have a URL scraped", "dim"),
+    )
+    say(
+        "      ",
+        styled(f"penstock run {file.name} --until-idle", "cyan"),
+        styled("   do it", "dim"),
+    )
     say("      ", styled("penstock status", "cyan"), styled("   see what became of it", "dim"))
     return 0
 
@@ -97,7 +114,11 @@ def settings_text(pipeline: str) -> str:
 
     def line(option: Option) -> str:
         # A derived default is a sentence, not a value.
-        value = option.example if option.default is msgspec.NODEFAULT or not option.default_text else option.default_text
+        value = (
+            option.example
+            if option.default is msgspec.NODEFAULT or not option.default_text
+            else option.default_text
+        )
         key = option.path.rpartition(".")[2]
         return f"# {key} = " + (f'"{value}"' if option.kind.quoted else value)
 

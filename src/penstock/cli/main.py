@@ -13,26 +13,96 @@ if TYPE_CHECKING:
 
 # (name, where, group, one line of help). Help for the whole is printed from here, so it costs no import.
 COMMANDS: tuple[tuple[str, str, str, str], ...] = (
-    ("demo", "penstock.cli.demo:demo", "Begin", "a shop on this machine, scraped live, to see everything at work"),
-    ("init", "penstock.cli.init:init", "Begin", "write a pipeline and a commented penstock.toml to start from"),
-    ("run", "penstock.cli.run:run", "Begin", "run a pipeline: all roles in one process, or some of them"),
-    ("serve", "penstock.cli.serve:serve", "Begin", "serve a pipeline's webhooks, and nothing else of it"),
+    (
+        "demo",
+        "penstock.cli.demo:demo",
+        "Begin",
+        "a shop on this machine, scraped live, to see everything at work",
+    ),
+    (
+        "init",
+        "penstock.cli.init:init",
+        "Begin",
+        "write a pipeline and a commented penstock.toml to start from",
+    ),
+    (
+        "run",
+        "penstock.cli.run:run",
+        "Begin",
+        "run a pipeline: all roles in one process, or some of them",
+    ),
+    (
+        "serve",
+        "penstock.cli.serve:serve",
+        "Begin",
+        "serve a pipeline's webhooks, and nothing else of it",
+    ),
     ("push", "penstock.cli.push:push", "Begin", "have URLs scraped"),
-    ("fetch", "penstock.cli.fetch:fetch", "Look", "fetch one URL as a worker would, and tell what happened on the way"),
-    ("status", "penstock.cli.status:status", "Look", "how much is pending, in flight, delayed, done, dead"),
-    ("trace", "penstock.cli.trace:trace", "Look", "what happened to an event or a URL, step by step"),
+    (
+        "fetch",
+        "penstock.cli.fetch:fetch",
+        "Look",
+        "fetch one URL as a worker would, and tell what happened on the way",
+    ),
+    (
+        "status",
+        "penstock.cli.status:status",
+        "Look",
+        "how much is pending, in flight, delayed, done, dead",
+    ),
+    (
+        "trace",
+        "penstock.cli.trace:trace",
+        "Look",
+        "what happened to an event or a URL, step by step",
+    ),
     ("events", "penstock.cli.events:app", "Look", "list events"),
     ("pages", "penstock.cli.pages:app", "Look", "stored pages: show, list, prune"),
-    ("sources", "penstock.cli.sources:app", "Look", "what tells us of changes: list, try, reset, pause, resume"),
-    ("domains", "penstock.cli.domains:app", "Look", "hosts: their limits, pauses, robots.txt and exceptions"),
-    ("proxies", "penstock.cli.proxies:app", "Look", "pools of proxies: list them with their health, try them"),
-    ("connect", "penstock.cli.connect:app", "Look", "plan, apply and watch the Kafka Connect connectors around a pipeline"),
+    (
+        "sources",
+        "penstock.cli.sources:app",
+        "Look",
+        "what tells us of changes: list, try, reset, pause, resume",
+    ),
+    (
+        "domains",
+        "penstock.cli.domains:app",
+        "Look",
+        "hosts: their limits, pauses, robots.txt and exceptions",
+    ),
+    (
+        "proxies",
+        "penstock.cli.proxies:app",
+        "Look",
+        "pools of proxies: list them with their health, try them",
+    ),
+    (
+        "connect",
+        "penstock.cli.connect:app",
+        "Look",
+        "plan, apply and watch the Kafka Connect connectors around a pipeline",
+    ),
     ("dlq", "penstock.cli.dlq:app", "Repair", "dead letters: list, show, retry, drop, export"),
     ("topics", "penstock.cli.topics:app", "Repair", "list, pause and resume topics"),
-    ("doctor", "penstock.cli.doctor:doctor", "Repair", "check the store, the books and the machine"),
-    ("config", "penstock.cli.config:app", "Settings", "show where each option comes from; check files"),
+    (
+        "doctor",
+        "penstock.cli.doctor:doctor",
+        "Repair",
+        "check the store, the books and the machine",
+    ),
+    (
+        "config",
+        "penstock.cli.config:app",
+        "Settings",
+        "show where each option comes from; check files",
+    ),
     ("completion", "penstock.cli.completion:app", "Settings", "completion for bash, zsh and fish"),
-    ("version", "penstock.cli.version:version", "Settings", "versions of Penstock and of what it stands on"),
+    (
+        "version",
+        "penstock.cli.version:version",
+        "Settings",
+        "versions of Penstock and of what it stands on",
+    ),
 )
 EPILOGUE = """\
 Exit codes: 0 ok · 1 ran, but something ended dead, was refused or was not found · 2 usage · 3 configuration · 4 store or server
@@ -84,7 +154,10 @@ def _dispatch(tokens: list[str]) -> int:
             raise UsageError("which command?", hint="penstock --help lists them")
         near = difflib.get_close_matches(tokens[0], names, 1, 0.6)
         what = "option" if tokens[0].startswith("-") else "command"
-        raise UsageError(f"there is no {what} {tokens[0]!r}", hint=f"did you mean penstock {near[0]}?" if near else "penstock --help lists them")
+        raise UsageError(
+            f"there is no {what} {tokens[0]!r}",
+            hint=f"did you mean penstock {near[0]}?" if near else "penstock --help lists them",
+        )
     if tokens[0] == "push":
         tokens = [STDIN if token == "-" else token for token in tokens]
     result = build()(tokens, exit_on_error=False, print_error=False, console=_help_console())
@@ -136,7 +209,11 @@ def _common_last(tokens: list[str]) -> list[str]:
 
 def help_text(styled: bool = False) -> str:
     bold, dim, end = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if styled else ("", "", "")
-    lines = [f"{bold}Usage:{end} penstock COMMAND [ARGS]", "", "Event-driven web scraping: something changed goes in, one correct row comes out."]
+    lines = [
+        f"{bold}Usage:{end} penstock COMMAND [ARGS]",
+        "",
+        "Event-driven web scraping: something changed goes in, one correct row comes out.",
+    ]
     group = ""
     for name, _, of, text in COMMANDS:
         if of != group:
@@ -147,17 +224,29 @@ def help_text(styled: bool = False) -> str:
 
 
 def _styled() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
 def complain(message: str, hint: str = "") -> None:
     """`Error: …` / `Try: …` on stderr, whatever may be in them."""
     from penstock.cli.output import plain
 
-    bold, red, end = ("\x1b[1m", "\x1b[1;31m", "\x1b[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "", "")
-    text = f"{red}Error:{end} {plain(message)}\n" + (f"{bold}Try:{end}   {plain(hint)}\n" if hint else "")
+    bold, red, end = (
+        ("\x1b[1m", "\x1b[1;31m", "\x1b[0m")
+        if sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        else ("", "", "")
+    )
+    text = f"{red}Error:{end} {plain(message)}\n" + (
+        f"{bold}Try:{end}   {plain(hint)}\n" if hint else ""
+    )
     try:
-        sys.stderr.write(text.encode(sys.stderr.encoding or "utf-8", "replace").decode(sys.stderr.encoding or "utf-8", "replace"))
+        sys.stderr.write(
+            text.encode(sys.stderr.encoding or "utf-8", "replace").decode(
+                sys.stderr.encoding or "utf-8", "replace"
+            )
+        )
         sys.stderr.flush()
     except OSError:
         pass  # nobody is listening; the exit code still tells
@@ -183,7 +272,10 @@ def _explain(e: Exception, debug: bool) -> int:
 
     where = traceback.extract_tb(e.__traceback__)[-1]
     place = f"{os.path.basename(os.path.dirname(where.filename))}/{os.path.basename(where.filename)}:{where.lineno}"
-    complain(f"this should not happen: {type(e).__name__}: {e} ({place})", "" if debug else "PENSTOCK_DEBUG=1 shows the traceback; please report it")
+    complain(
+        f"this should not happen: {type(e).__name__}: {e} ({place})",
+        "" if debug else "PENSTOCK_DEBUG=1 shows the traceback; please report it",
+    )
     return RAN_WITH_FAILURES
 
 

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
-OURS = ("PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL")  # variables of the command line itself, not of the configuration
+OURS = (
+    "PENSTOCK_DEBUG",
+    "PENSTOCK_LOG_LEVEL",
+)  # variables of the command line itself, not of the configuration
 _COMMON = Group("Common options", sort_key=90)
 
 
@@ -37,12 +40,26 @@ class SafeFormatter(logging.Formatter):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    config: Annotated[str | None, Parameter(group=_COMMON, help="configuration file (else PENSTOCK_CONFIG, else ./penstock.toml)")] = None
-    state: Annotated[str | None, Parameter(group=_COMMON, help="directory of the embedded stores (else ./.penstock)")] = None
-    overrides: Annotated[list[str], Parameter(name=["--set", "-o"], group=_COMMON, help="one option: pace.rate=5; may be repeated")] = field(
-        default_factory=list
-    )
-    log_level: Annotated[str | None, Parameter(group=_COMMON, help="debug, info, warning or error; logs go to stderr")] = None
+    config: Annotated[
+        str | None,
+        Parameter(
+            group=_COMMON, help="configuration file (else PENSTOCK_CONFIG, else ./penstock.toml)"
+        ),
+    ] = None
+    state: Annotated[
+        str | None,
+        Parameter(group=_COMMON, help="directory of the embedded stores (else ./.penstock)"),
+    ] = None
+    overrides: Annotated[
+        list[str],
+        Parameter(
+            name=["--set", "-o"], group=_COMMON, help="one option: pace.rate=5; may be repeated"
+        ),
+    ] = field(default_factory=list)
+    log_level: Annotated[
+        str | None,
+        Parameter(group=_COMMON, help="debug, info, warning or error; logs go to stderr"),
+    ] = None
     debug: Annotated[bool, Parameter(group=_COMMON, help="show tracebacks")] = False
 
     # -- configuration -------------------------------------------------------------------------------------------------
@@ -65,10 +82,18 @@ class Common:
         from penstock import config
 
         self.start_logging()
-        return config.load(self.texts(), {name: value for name, value in os.environ.items() if name not in OURS}, Path.cwd())
+        return config.load(
+            self.texts(),
+            {name: value for name, value in os.environ.items() if name not in OURS},
+            Path.cwd(),
+        )
 
     def start_logging(self, default: str = "warning") -> None:
-        level = (self.log_level or os.environ.get("PENSTOCK_LOG_LEVEL") or ("debug" if self.debug else default)).lower()
+        level = (
+            self.log_level
+            or os.environ.get("PENSTOCK_LOG_LEVEL")
+            or ("debug" if self.debug else default)
+        ).lower()
         if level not in LEVELS:
             raise UsageError(f"there is no log level {level!r}", hint=", ".join(LEVELS))
         handler = logging.StreamHandler()  # stderr: stdout belongs to the answer
@@ -99,7 +124,10 @@ class Common:
 class CommonWithOutput(Common):
     """Where -o is a file to write to."""
 
-    overrides: Annotated[list[str], Parameter(name=["--set"], group=_COMMON, help="one option: pace.rate=5; may be repeated")] = field(default_factory=list)
+    overrides: Annotated[
+        list[str],
+        Parameter(name=["--set"], group=_COMMON, help="one option: pace.rate=5; may be repeated"),
+    ] = field(default_factory=list)
 
 
 DEFAULTS, WITH_OUTPUT = Common(), CommonWithOutput()

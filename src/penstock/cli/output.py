@@ -34,7 +34,13 @@ STATUS_STYLE = {
 
 def plain(text: str) -> str:
     """Safe to print: control characters shown, not obeyed; lone surrogates replaced."""
-    return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text).encode("utf-8", "replace").decode()
+    return (
+        _CONTROL.sub(
+            lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text
+        )
+        .encode("utf-8", "replace")
+        .decode()
+    )
 
 
 @functools.cache
@@ -49,7 +55,15 @@ def console(stderr: bool = False) -> Console:
     piped = not stream.isatty()
     # With NO_COLOR nothing at all, not even bold: who sets it wants text.
     system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Ours(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=piped, width=PIPED_WIDTH if piped else None, color_system=system)
+    return Ours(
+        stderr=stderr,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=piped,
+        width=PIPED_WIDTH if piped else None,
+        color_system=system,
+    )
 
 
 def say(*parts: str | Text) -> None:
@@ -81,7 +95,15 @@ def table(*columns: str | tuple[str, dict[str, Any]], title: str = "") -> Table:
     """A quiet table: no box, header in dim."""
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, header_style="dim", title=title or None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
+    made = Table(
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        padding=(0, 2, 0, 0),
+    )
     for column in columns:
         name, options = (column, {}) if isinstance(column, str) else column
         made.add_column(name, **options)
@@ -128,13 +150,21 @@ def lasting(seconds: float) -> str:
         if seconds < length:
             whole, rest = divmod(seconds, below)
             part = rest / (below / 60) if unit == "h" else rest
-            return f"{whole:.0f} {unit}" + (f" {part:.0f} {small}" if round(part) and round(part) < 60 and whole < 10 else "")
+            return f"{whole:.0f} {unit}" + (
+                f" {part:.0f} {small}" if round(part) and round(part) < 60 and whole < 10 else ""
+            )
     return f"{seconds / 86400:.1f} d"
 
 
 def iso(at: float | None) -> str | None:
     """RFC 3339 in UTC, for JSON."""
-    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        None
+        if at is None
+        else datetime.fromtimestamp(at, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def moment(at: float | None, now: float | None = None) -> str:
@@ -143,7 +173,9 @@ def moment(at: float | None, now: float | None = None) -> str:
         return "–"
     local = datetime.fromtimestamp(at).astimezone()
     today = datetime.fromtimestamp(now).astimezone() if now else datetime.now().astimezone()
-    return local.strftime("%H:%M:%S.%f" if local.date() == today.date() else "%Y-%m-%d %H:%M:%S.%f")[:-3]
+    return local.strftime(
+        "%H:%M:%S.%f" if local.date() == today.date() else "%Y-%m-%d %H:%M:%S.%f"
+    )[:-3]
 
 
 def short(id_: str, length: int = 12) -> str:
@@ -153,4 +185,6 @@ def short(id_: str, length: int = 12) -> str:
 
 def joined(items: Iterable[str], most: int = 5) -> str:
     listed: Sequence[str] = list(items)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+    return ", ".join(listed[:most]) + (
+        f" and {len(listed) - most} more" if len(listed) > most else ""
+    )

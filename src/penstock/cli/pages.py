@@ -14,7 +14,22 @@ from cyclopts import App, Parameter
 from penstock import units
 from penstock.cli import find
 from penstock.cli.options import DEFAULTS, WITH_OUTPUT, Common, CommonWithOutput, Json, ask
-from penstock.cli.output import FIXED, FOLD, RIGHT, console, iso, moment, plain, plural, print_json, say, short, size, styled, table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    RIGHT,
+    console,
+    iso,
+    moment,
+    plain,
+    plural,
+    print_json,
+    say,
+    short,
+    size,
+    styled,
+    table,
+)
 from penstock.cli.output import show as show_table
 from penstock.errors import PenstockError, UsageError
 from penstock.ledgers import sql_queries as queries
@@ -27,10 +42,15 @@ app = App(name="pages", help="stored pages: show, list, prune")
 
 @app.command
 def show(
-    what: Annotated[str, Parameter(help="a page id or an event id (a unique beginning will do), a URL, or `last`")],
+    what: Annotated[
+        str,
+        Parameter(help="a page id or an event id (a unique beginning will do), a URL, or `last`"),
+    ],
     /,
     *,
-    output: Annotated[str | None, Parameter(name=["--output", "-o"], help="a file (else stdout)")] = None,
+    output: Annotated[
+        str | None, Parameter(name=["--output", "-o"], help="a file (else stdout)")
+    ] = None,
     headers: Annotated[bool, Parameter(help="what is known of it, instead of its bytes")] = False,
     json: Json = False,
     common: CommonWithOutput = WITH_OUTPUT,
@@ -43,7 +63,8 @@ def show(
             row = ask(stores, lambda tx: queries.event_of_page(tx, page))
     if body is None:
         raise find.NotFound(
-            f"page {short(page)} is not stored any more: retention took it", hint="push the URL again with --force; `pages.keep` says how long pages stay"
+            f"page {short(page)} is not stored any more: retention took it",
+            hint="push the URL again with --force; `pages.keep` says how long pages stay",
         )
     if json or headers:
         meta = row.meta if row else None
@@ -62,7 +83,10 @@ def show(
         else:
             for name, value in about.items():
                 lines = [f"  {k}: {v}" for k, v in value.items()] if isinstance(value, dict) else []
-                say(styled(f"{name:<14}", "dim"), "" if lines else str(value if value is not None else ""))
+                say(
+                    styled(f"{name:<14}", "dim"),
+                    "" if lines else str(value if value is not None else ""),
+                )
                 for line in lines:
                     say(line)
         if output is None:
@@ -88,7 +112,15 @@ def ls(
     """The newest pages, and how much is stored in all."""
     with common.stores() as stores:
         rows, (pages, on_disk) = ask(
-            stores, lambda tx: (list(queries.paged_events(tx, max(1, limit), partial(stores.pages.sizes_in, tx), host)), stores.pages.totals_in(tx))
+            stores,
+            lambda tx: (
+                list(
+                    queries.paged_events(
+                        tx, max(1, limit), partial(stores.pages.sizes_in, tx), host
+                    )
+                ),
+                stores.pages.totals_in(tx),
+            ),
         )
     if json:
         listed = [
@@ -106,7 +138,9 @@ def ls(
         print_json({"pages": listed, "total": {"pages": pages, "bytes_on_disk": on_disk}})
         return 0
     now = time.time()
-    made = table(("page", FIXED), ("size", RIGHT), ("http", RIGHT), ("fetched", FIXED), ("url", FOLD), "")
+    made = table(
+        ("page", FIXED), ("size", RIGHT), ("http", RIGHT), ("fetched", FIXED), ("url", FOLD), ""
+    )
     for row, stored in rows:
         m = row.meta
         made.add_row(
@@ -126,19 +160,31 @@ def ls(
 @app.command
 def prune(
     *,
-    keep: Annotated[str | None, Parameter(help="remove what was last seen longer ago, e.g. 30d (else pages.keep)")] = None,
-    max_bytes: Annotated[str | None, Parameter(help="remove the oldest beyond this size, e.g. 10GiB (else pages.max_bytes)")] = None,
+    keep: Annotated[
+        str | None,
+        Parameter(help="remove what was last seen longer ago, e.g. 30d (else pages.keep)"),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        Parameter(help="remove the oldest beyond this size, e.g. 10GiB (else pages.max_bytes)"),
+    ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
     """Remove old pages now; never one that an open event still needs. A running worker does it every minute."""
     config = common.load().config
     age = config.pages.keep if keep is None else _read(units.KEEP, keep, "--keep")
-    most = config.pages.max_bytes if max_bytes is None else _read(units.sizes(0), max_bytes, "--max-bytes")
+    most = (
+        config.pages.max_bytes
+        if max_bytes is None
+        else _read(units.sizes(0), max_bytes, "--max-bytes")
+    )
     from penstock.app import retain
 
     with common.stores(create=True, config=config) as stores:
-        pages, freed = asyncio.run(retain(stores, pages_keep=age, pages_bytes=most, history_keep=None))
+        pages, freed = asyncio.run(
+            retain(stores, pages_keep=age, pages_bytes=most, history_keep=None)
+        )
         stores.db.write_now(stores.pages.sweep_in)
     if json:
         print_json({"removed": pages, "freed_bytes": freed})
@@ -158,18 +204,34 @@ def _find(stores: Stores, tx: Any, what: str) -> tuple[str, queries.EventRow | N
     """(page id, the event that fetched it, where it was asked for by one)."""
     if what == "last" or find.is_url(what):
         row = find.event_for(stores, tx, what)
-        page = queries.page_of_url(tx, find.key_of(stores, row.url), partial(stores.pages.sizes_in, tx)) or row.page
+        page = (
+            queries.page_of_url(
+                tx, find.key_of(stores, row.url), partial(stores.pages.sizes_in, tx)
+            )
+            or row.page
+        )
         if page is None:
-            raise PenstockError(f"no page of {row.url} is stored; its newest event is {row.status}", hint=f"penstock trace {short(row.id)}")
-        return page, next((r for r in queries.of_url(tx, find.key_of(stores, row.url), 100) if r.page == page), row)
+            raise PenstockError(
+                f"no page of {row.url} is stored; its newest event is {row.status}",
+                hint=f"penstock trace {short(row.id)}",
+            )
+        return page, next(
+            (r for r in queries.of_url(tx, find.key_of(stores, row.url), 100) if r.page == page),
+            row,
+        )
     pages = stores.pages.find_in(tx, what) if set(what) <= set("0123456789abcdef") else []
     events = queries.ids_like(tx, what, find.MOST)
     if what in pages or not events:
-        page = find.one(pages, what, "page", "penstock pages ls lists them; a URL or an event id does too")
+        page = find.one(
+            pages, what, "page", "penstock pages ls lists them; a URL or an event id does too"
+        )
         return page, None
     if pages:
         find.ambiguous(what, "page or event", [*pages, *events])
     row = find.event_for(stores, tx, find.one(events, what, "event", ""))
     if row.page is None:
-        raise PenstockError(f"event {short(row.id)} has no page; it is {row.status}", hint=f"penstock trace {short(row.id)}")
+        raise PenstockError(
+            f"event {short(row.id)} has no page; it is {row.status}",
+            hint=f"penstock trace {short(row.id)}",
+        )
     return row.page, row

@@ -21,7 +21,14 @@ def bar(verb: str, total: int | None) -> Iterator[Callable[[int], None]]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    progress = Progress(TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err, transient=True)
+    progress = Progress(
+        TextColumn(verb),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+    )
     task = progress.add_task(verb, total=total)
     started, shown = time.monotonic(), False
 

@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from penstock.cli.options import DEFAULTS, Common, Json, ask
-from penstock.cli.output import FIXED, FOLD, RIGHT, iso, lasting, moment, plain, plural, print_json, say, show, styled, table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    RIGHT,
+    iso,
+    lasting,
+    moment,
+    plain,
+    plural,
+    print_json,
+    say,
+    show,
+    styled,
+    table,
+)
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +37,9 @@ if TYPE_CHECKING:
 
 app = App(name="proxies", help="pools of proxies: list them with their health, try them")
 AT_ONCE = 16
-_ADDRESS = re.compile(rb"(?<![0-9A-Za-z:.])(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}|[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7})(?![0-9A-Za-z:.])")
+_ADDRESS = re.compile(
+    rb"(?<![0-9A-Za-z:.])(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}|[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7})(?![0-9A-Za-z:.])"
+)
 
 
 @app.command
@@ -34,20 +50,44 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
     troubled, lists = _known(common, config)
     pools = [_pool(name, config, troubled, lists.get(name), now) for name in config.proxies]
     named = {member["id"] for pool in pools for member in pool["members"]}
-    listed = [_trouble(row, now) | {"id": row[0], "proxy": row[2]} for row in troubled if row[0] not in named]
+    listed = [
+        _trouble(row, now) | {"id": row[0], "proxy": row[2]}
+        for row in troubled
+        if row[0] not in named
+    ]
     if json:
         print_json({"pools": pools, "listed": listed})
         return OK
     if not pools:
         say("no proxies are configured: [proxies.NAME] in penstock.toml makes a pool")
         return OK
-    made = table(("pool", FIXED), ("serves", FOLD), ("proxy", FOLD), ("weight", RIGHT), ("state", FIXED), ("where", FOLD), ("why", FOLD))
+    made = table(
+        ("pool", FIXED),
+        ("serves", FOLD),
+        ("proxy", FOLD),
+        ("weight", RIGHT),
+        ("state", FIXED),
+        ("where", FOLD),
+        ("why", FOLD),
+    )
     for pool in pools:
         first: tuple[Text | str, str] = styled(pool["pool"], "bold"), plain(_serves(pool))
         if pool["list"] is not None:
             had = pool["list"]
-            state = "not fetched yet" if had["at"] is None else had["error"] or f"{plural(had['members'], 'proxy', 'proxies')} at {moment(had['seen'], now)}"
-            made.add_row(*first, plain(had["url"]), "", styled(state, "yellow" if had["error"] else ""), "", "")
+            state = (
+                "not fetched yet"
+                if had["at"] is None
+                else had["error"]
+                or f"{plural(had['members'], 'proxy', 'proxies')} at {moment(had['seen'], now)}"
+            )
+            made.add_row(
+                *first,
+                plain(had["url"]),
+                "",
+                styled(state, "yellow" if had["error"] else ""),
+                "",
+                "",
+            )
             first = "", ""
         for member in pool["members"]:
             for i, trouble in enumerate(member["trouble"] or [None]):
@@ -55,7 +95,9 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
                 made.add_row(*first, *label, *_state(trouble))
                 first = "", ""
     for trouble in listed:
-        made.add_row(styled("(list)", "dim"), "", plain(str(trouble["proxy"])), "", *_state(trouble))
+        made.add_row(
+            styled("(list)", "dim"), "", plain(str(trouble["proxy"])), "", *_state(trouble)
+        )
     show(made)
     return OK
 
@@ -65,7 +107,9 @@ def try_them(
     name: Annotated[str | None, Parameter(help="only this pool")] = None,
     /,
     *,
-    url: Annotated[str, Parameter(help="what to ask for; a page that tells your address shows each exit's")] = "https://example.com/",
+    url: Annotated[
+        str, Parameter(help="what to ask for; a page that tells your address shows each exit's")
+    ] = "https://example.com/",
     limit: Annotated[int, Parameter(help="members of each pool that are tried")] = 100,
     json: Json = False,
     common: Common = DEFAULTS,
@@ -73,18 +117,40 @@ def try_them(
     """One request through each proxy: time, exit address if the target tells it, verdict. Exit code 1 if one of them failed."""
     config = common.load().config
     if name is not None and name not in config.proxies:
-        raise UsageError(f"there is no proxy pool {name!r}", hint=f"pools: {', '.join(config.proxies) or 'none; [proxies.NAME] in penstock.toml makes one'}")
+        raise UsageError(
+            f"there is no proxy pool {name!r}",
+            hint=f"pools: {', '.join(config.proxies) or 'none; [proxies.NAME] in penstock.toml makes one'}",
+        )
     if not config.proxies:
-        raise ConfigError("no proxies are configured", hint='[proxies.main] urls = ["http://user:password@proxy.example:8080"]')
+        raise ConfigError(
+            "no proxies are configured",
+            hint='[proxies.main] urls = ["http://user:password@proxy.example:8080"]',
+        )
     results = asyncio.run(_try_all(config, [name] if name else list(config.proxies), url, limit))
     if json:
         print_json({"url": url, "results": results})
     else:
-        made = table(("pool", FIXED), ("proxy", FOLD), ("verdict", FIXED), ("status", RIGHT), ("time", RIGHT), ("exit", FIXED), ("why", FOLD))
+        made = table(
+            ("pool", FIXED),
+            ("proxy", FOLD),
+            ("verdict", FIXED),
+            ("status", RIGHT),
+            ("time", RIGHT),
+            ("exit", FIXED),
+            ("why", FOLD),
+        )
         for r in results:
             seconds = lasting(r["seconds"]) if r["seconds"] is not None else ""
             verdict = styled(r["verdict"], "green" if r["verdict"] == "ok" else "bold red")
-            made.add_row(styled(r["pool"], "bold"), plain(r["proxy"]), verdict, str(r["status"] or ""), seconds, plain(r["exit"] or ""), plain(r["reason"]))
+            made.add_row(
+                styled(r["pool"], "bold"),
+                plain(r["proxy"]),
+                verdict,
+                str(r["status"] or ""),
+                seconds,
+                plain(r["exit"] or ""),
+                plain(r["reason"]),
+            )
         show(made)
     return OK if all(r["verdict"] == "ok" for r in results) else RAN_WITH_FAILURES
 
@@ -107,16 +173,31 @@ def _known(common: Common, config: Config) -> tuple[list[Row], dict[str, tuple[f
         return [], {}
 
 
-def _pool(name: str, config: Config, troubled: list[Row], had: tuple[float, int, str] | None, now: float) -> dict[str, Any]:
+def _pool(
+    name: str, config: Config, troubled: list[Row], had: tuple[float, int, str] | None, now: float
+) -> dict[str, Any]:
     from penstock.rules.proxies import masked_list, parse_members
 
     c = config.proxies[name]
     by_member: dict[str, list[dict[str, Any]]] = {}
     for row in troubled:
         by_member.setdefault(row[0], []).append(_trouble(row, now))
-    members = [{"id": m.id, "proxy": m.label, "weight": m.weight, "trouble": by_member.get(m.id, [])} for m in parse_members(c.urls)]
+    members = [
+        {"id": m.id, "proxy": m.label, "weight": m.weight, "trouble": by_member.get(m.id, [])}
+        for m in parse_members(c.urls)
+    ]
     at, count, error = had or (None, 0, "")
-    listed = {"url": masked_list(c.list_url), "at": iso(at), "seen": at, "members": count, "error": error} if c.list_url else None
+    listed = (
+        {
+            "url": masked_list(c.list_url),
+            "at": iso(at),
+            "seen": at,
+            "members": count,
+            "error": error,
+        }
+        if c.list_url
+        else None
+    )
     return {
         "pool": name, "geo": list(c.geo), "account": list(c.account), "weight": c.weight, "sticky": c.sticky, "cooldown": c.cooldown, "next": c.next or None,
         "list": listed, "members": members,
@@ -141,7 +222,11 @@ def _state(trouble: dict[str, Any] | None) -> tuple[Any, str, str]:
         return styled("well", "green"), "", ""
     where = "everywhere" if trouble["host"] == "*" else plain(trouble["host"])
     if trouble["state"] == "cooling":
-        return styled(f"cools {lasting(trouble['seconds'])}", "yellow"), where, plain(trouble["reason"])
+        return (
+            styled(f"cools {lasting(trouble['seconds'])}", "yellow"),
+            where,
+            plain(trouble["reason"]),
+        )
     return styled("recovering", "cyan"), where, plain(trouble["reason"])
 
 
@@ -165,15 +250,23 @@ async def _try_all(config: Config, names: list[str], url: str, limit: int) -> li
                 try:
                     members |= {m.id: m for m in await fetch_list(fetcher, c.list_url)}
                 except Failure as e:
-                    results.append(_result(name, masked_list(c.list_url), "failed", reason=f"the list: {e.reason}"))
-            work += [_try(fetcher, gate, name, member, url) for member in list(members.values())[:limit]]
+                    results.append(
+                        _result(
+                            name, masked_list(c.list_url), "failed", reason=f"the list: {e.reason}"
+                        )
+                    )
+            work += [
+                _try(fetcher, gate, name, member, url) for member in list(members.values())[:limit]
+            ]
         return [*results, *await asyncio.gather(*work)]
     finally:
         await fetcher.close()
         fetcher.guard.close()
 
 
-async def _try(fetcher: Fetcher, gate: asyncio.Semaphore, pool: str, member: Member, url: str) -> dict[str, Any]:
+async def _try(
+    fetcher: Fetcher, gate: asyncio.Semaphore, pool: str, member: Member, url: str
+) -> dict[str, Any]:
     from penstock.model import Failure
     from penstock.rules.proxies import scrub
 
@@ -182,16 +275,52 @@ async def _try(fetcher: Fetcher, gate: asyncio.Semaphore, pool: str, member: Mem
         try:
             answer = await fetcher.fetch(url, proxy=member.dsn)
         except Failure as e:
-            return _result(pool, member.label, "failed", seconds=time.monotonic() - start, reason=scrub(e.reason, member.dsn), status=e.status)
+            return _result(
+                pool,
+                member.label,
+                "failed",
+                seconds=time.monotonic() - start,
+                reason=scrub(e.reason, member.dsn),
+                status=e.status,
+            )
     if answer.status == 407:
-        return _result(pool, member.label, "failed", seconds=answer.seconds, status=407, reason="the proxy does not accept our user and password")
-    return _result(pool, member.label, "ok", seconds=answer.seconds, status=answer.status, exit_=_exit(answer.body))
+        return _result(
+            pool,
+            member.label,
+            "failed",
+            seconds=answer.seconds,
+            status=407,
+            reason="the proxy does not accept our user and password",
+        )
+    return _result(
+        pool,
+        member.label,
+        "ok",
+        seconds=answer.seconds,
+        status=answer.status,
+        exit_=_exit(answer.body),
+    )
 
 
 def _result(
-    pool: str, proxy: str, verdict: str, *, seconds: float | None = None, status: int | None = None, reason: str = "", exit_: str | None = None
+    pool: str,
+    proxy: str,
+    verdict: str,
+    *,
+    seconds: float | None = None,
+    status: int | None = None,
+    reason: str = "",
+    exit_: str | None = None,
 ) -> dict[str, Any]:
-    return {"pool": pool, "proxy": proxy, "verdict": verdict, "status": status, "seconds": seconds, "exit": exit_ or None, "reason": reason}
+    return {
+        "pool": pool,
+        "proxy": proxy,
+        "verdict": verdict,
+        "status": status,
+        "seconds": seconds,
+        "exit": exit_ or None,
+        "reason": reason,
+    }
 
 
 def _exit(body: bytes) -> str:

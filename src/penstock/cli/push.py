@@ -71,7 +71,9 @@ def _lines(name: str, stream: BinaryIO) -> Iterator[tuple[str, str]]:
     while line := stream.readline(LONGEST):
         number += 1
         whole = line
-        while not whole.endswith(b"\n") and (whole := stream.readline(LONGEST)):  # the rest of a line that is too long
+        while not whole.endswith(b"\n") and (
+            whole := stream.readline(LONGEST)
+        ):  # the rest of a line that is too long
             pass
         text = line.decode("utf-8-sig" if number == 1 else "utf-8", "replace").strip()
         if text and not text.startswith("#"):
@@ -84,20 +86,31 @@ def _without_password(text: str) -> str:
 
 def push(
     *urls: Annotated[str, Parameter(help="URLs, or - for stdin")],
-    file: Annotated[list[str], Parameter(name=["--file", "-f"], help="a file with one URL on each line; - is stdin")] = [],  # noqa: B006
+    file: Annotated[
+        list[str],
+        Parameter(name=["--file", "-f"], help="a file with one URL on each line; - is stdin"),
+    ] = [],  # noqa: B006
     geo: Annotated[str | None, Parameter(help="where to fetch from")] = None,
     pool: Annotated[str | None, Parameter(help="proxy pool")] = None,
     account: Annotated[str | None, Parameter(help="account to fetch as")] = None,
     priority: Annotated[str, Parameter(help="high, normal or low")] = "normal",
-    force: Annotated[bool, Parameter(help="fetch even what was fetched a moment ago, and write what has not changed")] = False,
+    force: Annotated[
+        bool,
+        Parameter(help="fetch even what was fetched a moment ago, and write what has not changed"),
+    ] = False,
     window: Annotated[str | None, Parameter(help="freshness window of its own, e.g. 1h")] = None,
-    trace: Annotated[str | None, Parameter(help="one trace id for all of them (else one each)")] = None,
+    trace: Annotated[
+        str | None, Parameter(help="one trace id for all of them (else one each)")
+    ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
     """Have URLs scraped. Durable when it returns; `penstock run` does the work. Exit code 1 if any was refused."""
     if not urls and not file:
-        raise UsageError("push what?", hint="penstock push URL, penstock push -f FILE, or penstock push - to read stdin")
+        raise UsageError(
+            "push what?",
+            hint="penstock push URL, penstock push -f FILE, or penstock push - to read stdin",
+        )
     if priority not in ("high", "normal", "low"):
         raise UsageError(f"--priority {priority!r} is not known", hint="high, normal or low")
     if trace is not None and not (0 < len(trace) <= 128 and trace.isprintable()):
@@ -105,7 +118,9 @@ def push(
     try:
         seconds = None if window is None else units.duration(window)
     except ValueError:
-        raise UsageError(f"--window {window!r} is no length of time", hint="30s, 5m, 1h, 1d") from None
+        raise UsageError(
+            f"--window {window!r} is no length of time", hint="30s, 5m, 1h, 1d"
+        ) from None
     for name in file:
         if name not in (STDIN, "-"):
             _readable(name)
@@ -134,7 +149,10 @@ def push(
         inputs.refused_count += 1
         inputs.refused.append(Refused("", _without_password(text), reason))
     if not inputs.read:
-        raise UsageError("there was no URL in the input", hint="one URL on each line; lines that begin with # are left out")
+        raise UsageError(
+            "there was no URL in the input",
+            hint="one URL on each line; lines that begin with # are left out",
+        )
     if json:
         print_json(
             {
@@ -179,9 +197,20 @@ def _tell(inputs: Inputs, done: Pushed, running: bool) -> None:
     for r in inputs.refused[:TOLD]:
         err.print(styled(f"refused {r.where}: {r.input!r}: {r.reason}", "yellow"))
     if inputs.refused_count > TOLD:
-        err.print(styled(f"… and {inputs.refused_count - TOLD:,} more (--json lists the first {LISTED:,})", "yellow"))
+        err.print(
+            styled(
+                f"… and {inputs.refused_count - TOLD:,} more (--json lists the first {LISTED:,})",
+                "yellow",
+            )
+        )
     known = f", {done.known:,} known already" if done.known else ""
     refused = f", {inputs.refused_count:,} refused" if inputs.refused_count else ""
     say(f"accepted {plural(done.new, 'URL')}{known}{refused}")
     if done.first and sys.stdout.isatty():
-        say(styled(f"penstock trace {short(done.first)} follows the first" + ("" if running else "; penstock run FILE does the work"), "dim"))
+        say(
+            styled(
+                f"penstock trace {short(done.first)} follows the first"
+                + ("" if running else "; penstock run FILE does the work"),
+                "dim",
+            )
+        )

@@ -12,12 +12,25 @@ from penstock.errors import UsageError
 
 
 def run(
-    file: Annotated[str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")] = None,
+    file: Annotated[
+        str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")
+    ] = None,
     /,
     *,
-    role: Annotated[list[str], Parameter(name=["--role", "--roles"], help="source, serve, fetch, extract, sink; with commas or repeated (else all)")] = [],  # noqa: B006
+    role: Annotated[
+        list[str],
+        Parameter(
+            name=["--role", "--roles"],
+            help="source, serve, fetch, extract, sink; with commas or repeated (else all)",
+        ),
+    ] = [],  # noqa: B006
     workers: Annotated[int, Parameter(help="processes, each with all the roles (1)")] = 1,
-    until_idle: Annotated[bool, Parameter(help="end when everything accepted has ended and is written; exit 1 if something died")] = False,
+    until_idle: Annotated[
+        bool,
+        Parameter(
+            help="end when everything accepted has ended and is written; exit 1 if something died"
+        ),
+    ] = False,
     common: Common = DEFAULTS,
 ) -> int:
     """Run a pipeline until Ctrl-C or SIGTERM, which finish what is in flight; a second one leaves at once."""
@@ -29,10 +42,21 @@ def run(
     if unknown := sorted(roles - set(ROLES)):
         raise UsageError(f"there is no role {unknown[0]!r}", hint=", ".join(ROLES))
     if not 1 <= workers <= 256:
-        raise UsageError(f"--workers {workers} is no number of processes", hint="a number from 1 to 256")
+        raise UsageError(
+            f"--workers {workers} is no number of processes", hint="a number from 1 to 256"
+        )
     chosen = file or config.pipeline
     if not chosen:
-        raise UsageError("which pipeline?", hint='penstock run FILE, or pipeline = "shop.py" in penstock.toml; `penstock init` writes both')
+        raise UsageError(
+            "which pipeline?",
+            hint='penstock run FILE, or pipeline = "shop.py" in penstock.toml; `penstock init` writes both',
+        )
     from penstock.supervisor import run_command
 
-    return run_command(config, Path(chosen), roles=roles or frozenset(ROLES), workers=workers, until_idle=until_idle)
+    return run_command(
+        config,
+        Path(chosen),
+        roles=roles or frozenset(ROLES),
+        workers=workers,
+        until_idle=until_idle,
+    )

@@ -13,20 +13,31 @@ from penstock.errors import UsageError
 
 
 def serve(
-    file: Annotated[str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")] = None,
+    file: Annotated[
+        str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")
+    ] = None,
     /,
     *,
-    host: Annotated[str | None, Parameter(help="address to listen on (else serve.host: 127.0.0.1)")] = None,
+    host: Annotated[
+        str | None, Parameter(help="address to listen on (else serve.host: 127.0.0.1)")
+    ] = None,
     port: Annotated[str | None, Parameter(help="port (else serve.port: 8787)")] = None,
     common: Common = DEFAULTS,
 ) -> int:
     """Serve the pipeline's webhooks until Ctrl-C or SIGTERM: what they are told is accepted, and `penstock run` elsewhere does the work."""
     common.start_logging("info")
-    given = [f"serve.{name}={value}" for name, value in (("host", host), ("port", port)) if value is not None]
+    given = [
+        f"serve.{name}={value}"
+        for name, value in (("host", host), ("port", port))
+        if value is not None
+    ]
     config = replace(common, overrides=[*common.overrides, *given]).load().config
     chosen = file or config.pipeline
     if not chosen:
-        raise UsageError("which pipeline?", hint='penstock serve FILE, or pipeline = "shop.py" in penstock.toml; `penstock init` writes both')
+        raise UsageError(
+            "which pipeline?",
+            hint='penstock serve FILE, or pipeline = "shop.py" in penstock.toml; `penstock init` writes both',
+        )
     from penstock.supervisor import run_command
 
     return run_command(config, Path(chosen), roles=frozenset({"serve"}))

@@ -22,17 +22,48 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 app = App(name="slots", help="replication slots of the pipeline's databases: list, create, drop")
-Name = Annotated[str | None, Parameter(help="the source, as `sources ls` calls it; none: every source that has a slot")]
-PipelineFile = Annotated[str | None, Parameter(name=["--pipeline", "-p"], help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")]
+Name = Annotated[
+    str | None,
+    Parameter(help="the source, as `sources ls` calls it; none: every source that has a slot"),
+]
+PipelineFile = Annotated[
+    str | None,
+    Parameter(
+        name=["--pipeline", "-p"],
+        help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)",
+    ),
+]
 
 
 @app.command
-def ls(name: Name = None, /, *, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> int:
+def ls(
+    name: Name = None,
+    /,
+    *,
+    pipeline: PipelineFile = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
     """Slots on the servers of the sources, with the log that each server must keep for them. One that nobody reads fills its disk."""
     config = common.load().config
-    found = [(spec.name, slot) for spec in _chosen(config, pipeline, name) for slot in _ask(config, spec, lambda source: source.slots())]
+    found = [
+        (spec.name, slot)
+        for spec in _chosen(config, pipeline, name)
+        for slot in _ask(config, spec, lambda source: source.slots())
+    ]
     if json:
-        print_json({"slots": [{"source": source if slot.own else None, "asked": source, **msgspec.to_builtins(slot)} for source, slot in found]})
+        print_json(
+            {
+                "slots": [
+                    {
+                        "source": source if slot.own else None,
+                        "asked": source,
+                        **msgspec.to_builtins(slot),
+                    }
+                    for source, slot in found
+                ]
+            }
+        )
         return OK
     if not found:
         say("no slots: `penstock run` makes them, and so does `penstock sources slots create`")
@@ -56,12 +87,24 @@ def ls(name: Name = None, /, *, pipeline: PipelineFile = None, json: Json = Fals
 
 
 @app.command
-def create(name: Name = None, /, *, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> int:
+def create(
+    name: Name = None,
+    /,
+    *,
+    pipeline: PipelineFile = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
     """Make slot and publication before the first run: changes are kept from now on. It waits until transactions that are open have ended."""
     config = common.load().config
-    made = [(spec.name, _ask(config, spec, lambda source: source.create_slot())) for spec in _chosen(config, pipeline, name)]
+    made = [
+        (spec.name, _ask(config, spec, lambda source: source.create_slot()))
+        for spec in _chosen(config, pipeline, name)
+    ]
     if json:
-        print_json({"slots": [{"source": source, **msgspec.to_builtins(slot)} for source, slot in made]})
+        print_json(
+            {"slots": [{"source": source, **msgspec.to_builtins(slot)} for source, slot in made]}
+        )
         return OK
     for source, slot in made:
         say(f"{source}: slot {slot.name} keeps changes from {slot.position} on")
@@ -101,14 +144,21 @@ def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSp
 
     chosen = file or config.pipeline
     if not chosen:
-        raise UsageError("which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml')
-    specs = [spec for spec in load(Path(chosen)).sources if spec.url.partition(":")[0].endswith("+cdc")]
+        raise UsageError(
+            "which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml'
+        )
+    specs = [
+        spec for spec in load(Path(chosen)).sources if spec.url.partition(":")[0].endswith("+cdc")
+    ]
     if name is None:
         return specs
     found = [spec for spec in specs if spec.name == name]
     if not found:
         names = ", ".join(spec.name for spec in specs)
-        raise UsageError(f"there is no source {name!r} with a slot", hint=f"there are: {names}" if names else "only postgres+cdc: sources have one")
+        raise UsageError(
+            f"there is no source {name!r} with a slot",
+            hint=f"there are: {names}" if names else "only postgres+cdc: sources have one",
+        )
     return found
 
 

@@ -13,7 +13,21 @@ from cyclopts import App, Parameter
 from penstock import units
 from penstock.cli import slots
 from penstock.cli.options import DEFAULTS, Common, Json, ask
-from penstock.cli.output import FOLD, RIGHT, count, iso, lasting, moment, plain, plural, print_json, say, show, styled, table
+from penstock.cli.output import (
+    FOLD,
+    RIGHT,
+    count,
+    iso,
+    lasting,
+    moment,
+    plain,
+    plural,
+    print_json,
+    say,
+    show,
+    styled,
+    table,
+)
 from penstock.errors import OK, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +40,13 @@ app = App(name="sources", help="what tells us of changes: list, try, reset, paus
 app.command(slots.app)
 Name = Annotated[str, Parameter(help="the source, as `sources ls` calls it")]
 SILENT = 300.0  # seconds without a word from whoever reads it; one page may take long
-PipelineFile = Annotated[str | None, Parameter(name=["--pipeline", "-p"], help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")]
+PipelineFile = Annotated[
+    str | None,
+    Parameter(
+        name=["--pipeline", "-p"],
+        help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)",
+    ),
+]
 
 
 @app.command
@@ -37,12 +57,24 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
     states = _states(common, config)
     names = [*specs, *(name for name in states if name not in specs)]
     if json:
-        print_json({"sources": [_document(name, specs.get(name), states.get(name)) for name in names]})
+        print_json(
+            {"sources": [_document(name, specs.get(name), states.get(name)) for name in names]}
+        )
         return OK
     if not names:
-        say('no sources: shop.source("feed+https://…") in a pipeline, or [[source]] in a TOML one, declares one')
+        say(
+            'no sources: shop.source("feed+https://…") in a pipeline, or [[source]] in a TOML one, declares one'
+        )
         return OK
-    made = table("source", "state", ("events", RIGHT), ("refused", RIGHT), "last event", ("behind", RIGHT), ("position", FOLD))
+    made = table(
+        "source",
+        "state",
+        ("events", RIGHT),
+        ("refused", RIGHT),
+        "last event",
+        ("behind", RIGHT),
+        ("position", FOLD),
+    )
     for name in names:
         state = states.get(name)
         made.add_row(
@@ -67,7 +99,9 @@ def try_(
     /,
     *,
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="findings to show")] = 10,
-    start: Annotated[bool, Parameter(name="--start", help="from the beginning, not from where it was read to")] = False,
+    start: Annotated[
+        bool, Parameter(name="--start", help="from the beginning, not from where it was read to")
+    ] = False,
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
@@ -81,7 +115,10 @@ def try_(
         document = {
             "source": name,
             "events": [msgspec.to_builtins(e) for e in judged.events],
-            "refused": [{"finding": msgspec.to_builtins(f), "reason": reason} for f, reason in judged.refused],
+            "refused": [
+                {"finding": msgspec.to_builtins(f), "reason": reason}
+                for f, reason in judged.refused
+            ],
             "skipped": judged.skipped,
         }
         print_json(document)
@@ -103,7 +140,10 @@ def reset(
     name: Name,
     /,
     *,
-    to: Annotated[str, Parameter(help="start, now, or a position of the source's own: an LSN, an offset, a time")],
+    to: Annotated[
+        str,
+        Parameter(help="start, now, or a position of the source's own: an LSN, an offset, a time"),
+    ],
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
@@ -111,7 +151,9 @@ def reset(
     """Set where a source goes on reading. Events that are in the books already keep their ids and are not made again."""
     config = common.load().config
     spec = _one(_declared(config, pipeline), name)
-    cursor, words = (None, "at the start") if to == "start" else asyncio.run(_place(config, spec, to))
+    cursor, words = (
+        (None, "at the start") if to == "start" else asyncio.run(_place(config, spec, to))
+    )
     with common.stores(create=True, config=config) as stores:
         books = stores.sources
 
@@ -173,7 +215,9 @@ def _declared(config: Config, file: str | None, *, required: bool = True) -> lis
     chosen = file or config.pipeline
     if not chosen:
         if required:
-            raise UsageError("which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml')
+            raise UsageError(
+                "which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml'
+            )
         return []
     from penstock.pipeline import load
 
@@ -188,11 +232,19 @@ def _one(specs: list[SourceSpec], name: str) -> SourceSpec:
 
 
 def _unknown(name: str, known: list[str]) -> UsageError:
-    return UsageError(f"there is no source {name!r}", hint=f"there are: {', '.join(dict.fromkeys(known))}" if known else "the pipeline declares none")
+    return UsageError(
+        f"there is no source {name!r}",
+        hint=f"there are: {', '.join(dict.fromkeys(known))}"
+        if known
+        else "the pipeline declares none",
+    )
 
 
 def _has_state(config: Config) -> bool:
-    return not config.ledger.url.startswith("sqlite:") or Path(config.ledger.url.removeprefix("sqlite:")).exists()
+    return (
+        not config.ledger.url.startswith("sqlite:")
+        or Path(config.ledger.url.removeprefix("sqlite:")).exists()
+    )
 
 
 def _states(common: Common, config: Config) -> dict[str, SourceState]:
@@ -220,8 +272,14 @@ def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> 
         "paused": state.paused if state else None,
         "position": state.position if state else None,
         "worker": state.worker if state else None,
-        **{key: getattr(state, key) if state else 0 for key in ("events", "known", "skipped", "refused")},
-        **{key: iso(at) if state and (at := getattr(state, key)) is not None else None for key in times},
+        **{
+            key: getattr(state, key) if state else 0
+            for key in ("events", "known", "skipped", "refused")
+        },
+        **{
+            key: iso(at) if state and (at := getattr(state, key)) is not None else None
+            for key in times
+        },
         "error": state.error if state else None,
         "lag_seconds": state.lag if state else None,
         "backlog": state.backlog if state else None,
@@ -237,7 +295,9 @@ def _standing(state: SourceState | None, *, declared: bool, now: float) -> Any:
         return styled("failing", "yellow")
     if not declared:
         return styled("not in this pipeline", "dim")
-    word = max(state.settled_at or 0.0, state.looked_at or 0.0)  # readers give one every few seconds; hooks only when they are told
+    word = max(
+        state.settled_at or 0.0, state.looked_at or 0.0
+    )  # readers give one every few seconds; hooks only when they are told
     return (
         "read"
         if state.url.startswith("webhook:") or now - word < SILENT

@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from penstock.cli.options import DEFAULTS, Common, Json, ask
-from penstock.cli.output import FOLD, RIGHT, console, count, iso, lasting, plain, plural, print_json, short, status_text, styled, table
+from penstock.cli.output import (
+    FOLD,
+    RIGHT,
+    console,
+    count,
+    iso,
+    lasting,
+    plain,
+    plural,
+    print_json,
+    short,
+    status_text,
+    styled,
+    table,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,13 +32,24 @@ if TYPE_CHECKING:
     from penstock.ports import SourceState
 
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
-COUNTERS = ("records", "records_unchanged", "changes", "unchanged", "empty", "unmatched", "followed", "unreadable")
+COUNTERS = (
+    "records",
+    "records_unchanged",
+    "changes",
+    "unchanged",
+    "empty",
+    "unmatched",
+    "followed",
+    "unreadable",
+)
 
 
 def status(
     *,
     json: Json = False,
-    watch: Annotated[bool, Parameter(name=["--watch", "-w"], help="look again every second, until Ctrl-C")] = False,
+    watch: Annotated[
+        bool, Parameter(name=["--watch", "-w"], help="look again every second, until Ctrl-C")
+    ] = False,
     common: Common = DEFAULTS,
 ) -> int:
     """How much is pending, in flight, delayed, done and dead; they add up to what was accepted.
@@ -60,7 +85,13 @@ def _watch(stores: Stores, json: bool) -> int:
         return 0
 
 
-Look = tuple["Standing", list[dict[str, Any]], dict[str, tuple[int, int]], dict[str, str], "list[SourceState]"]
+Look = tuple[
+    "Standing",
+    list[dict[str, Any]],
+    dict[str, tuple[int, int]],
+    dict[str, str],
+    "list[SourceState]",
+]
 
 
 def look(stores: Stores) -> tuple[Look, float]:
@@ -71,25 +102,46 @@ def look(stores: Stores) -> tuple[Look, float]:
     found = ask(stores, lambda tx: queries.standing(tx, stores.broker))
     alerts, sources = ask(stores, stores.books.alerts_in), ask(stores, stores.sources.all_in)
     directory = stores.workers_directory
-    signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(found.running)
-    workers = [{"id": worker, "alive": worker_alive(directory, worker), "holds": found.running.get(worker, 0)} for worker in sorted(signs)]
+    signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(
+        found.running
+    )
+    workers = [
+        {
+            "id": worker,
+            "alive": worker_alive(directory, worker),
+            "holds": found.running.get(worker, 0),
+        }
+        for worker in sorted(signs)
+    ]
     locks = {s.name: sink_lock(stores.config, s.name) for s in found.sinks}
-    down = {name: note for name, lock in locks.items() if holder_alive(lock) and (note := note_of(lock))}
+    down = {
+        name: note for name, lock in locks.items() if holder_alive(lock) and (note := note_of(lock))
+    }
     return (found, workers, alerts, down, sources), time.time()
 
 
 def document(looked: Look, now: float) -> dict[str, Any]:
     found, workers, alerts, down, sources = looked
-    total = {name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)}
-    breaker = {topic: reason for topic, reason in found.paused.items() if reason.startswith("breaker:")}
+    total = {
+        name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)
+    }
+    breaker = {
+        topic: reason for topic, reason in found.paused.items() if reason.startswith("breaker:")
+    }
     return {
         "topics": found.topics,
         "total": total,
         "breaker": "open" if breaker else "closed",
         "paused": found.paused,
-        "alerts": [{"topic": topic, "ended": ended, "dead": dead} for topic, (ended, dead) in alerts.items()],
+        "alerts": [
+            {"topic": topic, "ended": ended, "dead": dead}
+            for topic, (ended, dead) in alerts.items()
+        ],
         "counters": {**dict.fromkeys(COUNTERS, 0), **found.counters},
-        "delays": [{"reason": w.reason, "events": w.events, "next_at": iso(w.next_at)} for w in found.waiting],
+        "delays": [
+            {"reason": w.reason, "events": w.events, "next_at": iso(w.next_at)}
+            for w in found.waiting
+        ],
         "dead_causes": [
             {
                 "fingerprint": c.fingerprint,
@@ -103,7 +155,10 @@ def document(looked: Look, now: float) -> dict[str, Any]:
             }
             for c in found.causes
         ],
-        "sinks": [{"name": s.name, "flushed": s.flushed, "backlog": s.backlog, "down": down.get(s.name)} for s in found.sinks],
+        "sinks": [
+            {"name": s.name, "flushed": s.flushed, "backlog": s.backlog, "down": down.get(s.name)}
+            for s in found.sinks
+        ],
         "sources": [
             {
                 "name": s.name,
@@ -118,7 +173,9 @@ def document(looked: Look, now: float) -> dict[str, Any]:
         ],
         "hooks_waiting": found.changes_waiting,
         "workers": workers,
-        "oldest_pending_age": None if found.oldest is None else round(max(0.0, now - found.oldest), 3),
+        "oldest_pending_age": None
+        if found.oldest is None
+        else round(max(0.0, now - found.oldest), 3),
     }
 
 
@@ -133,21 +190,46 @@ def picture(looked: Look, now: float) -> RenderableType:
     parts: list[RenderableType] = []
     for topic, (ended, dead) in alerts.items():
         parts += [
-            Text.assemble((" alert ", "black on yellow"), " ", (plain(topic), "bold"), f": {count(dead)} of the last {count(ended)} events ended dead"),
+            Text.assemble(
+                (" alert ", "black on yellow"),
+                " ",
+                (plain(topic), "bold"),
+                f": {count(dead)} of the last {count(ended)} events ended dead",
+            ),
             "",
         ]
     for topic, reason in found.paused.items():
         parts += [
             Text.assemble(
-                (" paused ", "bold white on red"), " ", (plain(topic), "bold"), f": {plain(reason)}  ", (f"penstock topics resume {plain(topic)}", "cyan")
+                (" paused ", "bold white on red"),
+                " ",
+                (plain(topic), "bold"),
+                f": {plain(reason)}  ",
+                (f"penstock topics resume {plain(topic)}", "cyan"),
             ),
             "",
         ]
     for name, reason in down.items():
-        parts += [Text.assemble((" sink down ", "bold white on red"), " ", (plain(name), "bold"), f": {plain(reason)}; nothing is lost, it waits"), ""]
+        parts += [
+            Text.assemble(
+                (" sink down ", "bold white on red"),
+                " ",
+                (plain(name), "bold"),
+                f": {plain(reason)}; nothing is lost, it waits",
+            ),
+            "",
+        ]
     for source in sources:
         if wrong := f"paused: {source.paused}" if source.paused else source.error:
-            parts += [Text.assemble((" source ", "black on yellow"), " ", (plain(source.name), "bold"), f": {plain(wrong)}"), ""]
+            parts += [
+                Text.assemble(
+                    (" source ", "black on yellow"),
+                    " ",
+                    (plain(source.name), "bold"),
+                    f": {plain(wrong)}",
+                ),
+                "",
+            ]
     parts += [_figures(found), "", _workers(found, workers, now)]
     for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
         if part is not None:
@@ -159,7 +241,9 @@ def _figures(found: Standing) -> RenderableType:
     made = table("topic", *((name.replace("_", " "), RIGHT) for name in ("accepted", *STATES)))
     rows = dict(found.topics)
     if len(rows) > 1:
-        rows["total"] = {name: sum(row[name] for row in rows.values()) for name in ("accepted", *STATES)}
+        rows["total"] = {
+            name: sum(row[name] for row in rows.values()) for name in ("accepted", *STATES)
+        }
     for topic, row in rows.items():
         cells = [styled(count(row["accepted"]), "bold")]
         for state in STATES:
@@ -174,9 +258,14 @@ def _workers(found: Standing, workers: list[dict[str, Any]], now: float) -> Rend
     from rich.text import Text
 
     alive, gone = [w for w in workers if w["alive"]], [w for w in workers if not w["alive"]]
-    line = Text.assemble(("workers ", "dim"), plural(len(alive), "worker") + " running" if alive else "none running")
+    line = Text.assemble(
+        ("workers ", "dim"), plural(len(alive), "worker") + " running" if alive else "none running"
+    )
     if gone:
-        line.append(f", {plural(len(gone), 'worker')} gone without a word (the next one takes their work back)", "yellow")
+        line.append(
+            f", {plural(len(gone), 'worker')} gone without a word (the next one takes their work back)",
+            "yellow",
+        )
     if found.oldest is not None:
         line.append("   oldest ", "dim").append(lasting(now - found.oldest))
     open_ = sum(row[name] for row in found.topics.values() for name in ("pending", "delayed"))
@@ -190,18 +279,24 @@ def _yield(found: Standing) -> RenderableType | None:
 
     c = found.counters
     line = Text.assemble(("records ", "dim"), count(c.get("records", 0)))
-    for name, label in (("changes", "changes"), ("unchanged", "pages unchanged"), ("records_unchanged", "records unchanged"), ("followed", "links followed")):
+    for name, label in (
+        ("changes", "changes"),
+        ("unchanged", "pages unchanged"),
+        ("records_unchanged", "records unchanged"),
+        ("followed", "links followed"),
+    ):
         if c.get(name):
             line.append(f"   {label} ", "dim").append(count(c[name]))
     for name, text in (("unmatched", "no extractor matched"), ("empty", "yielded nothing")):
         if c.get(name):
             line.append(f"\n{plural(c[name], 'page')}: {text}", "yellow").append(
-                f"   {'check match=' if name == 'unmatched' else 'a redesigned page? check the selectors'}", "dim"
+                f"   {'check match=' if name == 'unmatched' else 'a redesigned page? check the selectors'}",
+                "dim",
             )
     if c.get("unreadable"):
-        line.append(f"\n{plural(c['unreadable'], 'message')} could not be read as an event", "yellow").append(
-            "   penstock dlq ls --stage intake, or --stage source", "dim"
-        )
+        line.append(
+            f"\n{plural(c['unreadable'], 'message')} could not be read as an event", "yellow"
+        ).append("   penstock dlq ls --stage intake, or --stage source", "dim")
     if not any(c.get(name) for name in COUNTERS):
         return None
     return line
@@ -211,9 +306,18 @@ def _delays(found: Standing, now: float) -> RenderableType | None:
     if not found.waiting:
         return None
     total = sum(row["delayed"] for row in found.topics.values())
-    made = table(("delayed", RIGHT), ("next in", RIGHT), (f"why{f' (of the next {count(found.waiting_seen)})' if total > found.waiting_seen else ''}", FOLD))
+    made = table(
+        ("delayed", RIGHT),
+        ("next in", RIGHT),
+        (
+            f"why{f' (of the next {count(found.waiting_seen)})' if total > found.waiting_seen else ''}",
+            FOLD,
+        ),
+    )
     for w in found.waiting[:5]:
-        made.add_row(styled(count(w.events), "yellow"), lasting(max(0.0, w.next_at - now)), plain(w.reason))
+        made.add_row(
+            styled(count(w.events), "yellow"), lasting(max(0.0, w.next_at - now)), plain(w.reason)
+        )
     if len(found.waiting) > 5:
         made.add_row("", "", styled(f"and {plural(len(found.waiting) - 5, 'other reason')}", "dim"))
     return made
@@ -222,11 +326,23 @@ def _delays(found: Standing, now: float) -> RenderableType | None:
 def _causes(found: Standing, now: float) -> RenderableType | None:
     if not found.causes:
         return None
-    made = table(("dead", RIGHT), ("last", RIGHT), "stage", ("cause", FOLD), ("look closer", {"no_wrap": True}))
+    made = table(
+        ("dead", RIGHT),
+        ("last", RIGHT),
+        "stage",
+        ("cause", FOLD),
+        ("look closer", {"no_wrap": True}),
+    )
     for c in found.causes:
         letters = count(c.letters) + ("" if c.exact else "+")
         command = styled(f"penstock dlq show {short(c.event_id)}", "cyan")
-        made.add_row(styled(letters, "bold red"), lasting(max(0.0, now - c.newest)) + " ago", plain(c.stage), plain(f"{c.error_class}: {c.reason}"), command)
+        made.add_row(
+            styled(letters, "bold red"),
+            lasting(max(0.0, now - c.newest)) + " ago",
+            plain(c.stage),
+            plain(f"{c.error_class}: {c.reason}"),
+            command,
+        )
     return made
 
 
@@ -235,5 +351,9 @@ def _sinks(found: Standing) -> RenderableType | None:
         return None
     made = table("sink", ("written", RIGHT), ("waiting", RIGHT))
     for s in found.sinks:
-        made.add_row(plain(s.name), count(s.flushed), styled(count(s.backlog), "yellow" if s.backlog else "dim"))
+        made.add_row(
+            plain(s.name),
+            count(s.flushed),
+            styled(count(s.backlog), "yellow" if s.backlog else "dim"),
+        )
     return made

@@ -11,7 +11,22 @@ from cyclopts import App, Parameter
 from penstock import units
 from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json, ask, confirmed
-from penstock.cli.output import FOLD, RIGHT, count, iso, lasting, moment, plain, plural, print_json, say, short, show, styled, table
+from penstock.cli.output import (
+    FOLD,
+    RIGHT,
+    count,
+    iso,
+    lasting,
+    moment,
+    plain,
+    plural,
+    print_json,
+    say,
+    short,
+    show,
+    styled,
+    table,
+)
 from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +61,15 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
             }
         )
         return OK
-    made = table("topic", "group", ("ready", RIGHT), ("leased", RIGHT), ("delayed", RIGHT), "broker", ("paused", FOLD))
+    made = table(
+        "topic",
+        "group",
+        ("ready", RIGHT),
+        ("leased", RIGHT),
+        ("delayed", RIGHT),
+        "broker",
+        ("paused", FOLD),
+    )
     for topic, group, s in rows:
         made.add_row(
             styled(topic, "bold"),
@@ -62,19 +85,52 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
 
 
 @app.command
-def stats(topic: Annotated[str | None, Parameter(help="one topic (else all)")] = None, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
+def stats(
+    topic: Annotated[str | None, Parameter(help="one topic (else all)")] = None,
+    /,
+    *,
+    json: Json = False,
+    common: Common = DEFAULTS,
+) -> int:
     """The brokers' own figures; `~` marks those that are estimates. On Kafka, --json has the lag of each partition. The books count apart: penstock status."""
     with common.stores() as stores:
         _known(stores, topic)
-        found = stores.perform(lambda: _with_partitions(stores)) if json else [(*row, []) for row in _figures(stores)]
+        found = (
+            stores.perform(lambda: _with_partitions(stores))
+            if json
+            else [(*row, []) for row in _figures(stores)]
+        )
     rows = [row for row in found if topic in (None, row[0])]
     if json:
-        print_json({"topics": [{"topic": name, "group": group, **msgspec.to_builtins(s), "partitions": parts} for name, group, s, parts in rows]})
+        print_json(
+            {
+                "topics": [
+                    {"topic": name, "group": group, **msgspec.to_builtins(s), "partitions": parts}
+                    for name, group, s, parts in rows
+                ]
+            }
+        )
         return OK
-    made = table("topic", "group", ("ready", RIGHT), ("in flight", RIGHT), ("delayed", RIGHT), ("dead", RIGHT), ("oldest", RIGHT))
+    made = table(
+        "topic",
+        "group",
+        ("ready", RIGHT),
+        ("in flight", RIGHT),
+        ("delayed", RIGHT),
+        ("dead", RIGHT),
+        ("oldest", RIGHT),
+    )
     for name, group, s, _ in rows:
         age = "" if s.oldest_age is None else lasting(s.oldest_age)
-        made.add_row(styled(name, "bold"), plain(group), _count(s.ready, s), _count(s.in_flight, s), _count(s.delayed, s), _count(s.dead, s), age)
+        made.add_row(
+            styled(name, "bold"),
+            plain(group),
+            _count(s.ready, s),
+            _count(s.in_flight, s),
+            _count(s.delayed, s),
+            _count(s.dead, s),
+            age,
+        )
     show(made)
     return OK
 
@@ -91,7 +147,10 @@ def ensure(*, json: Json = False, common: Common = DEFAULTS) -> int:
     else:
         for sentence in drift:
             say(styled(plain(sentence), "yellow"))
-        say(f"{plural(len(TOPOLOGY), 'topic')} there" + (f", {plural(len(drift), 'difference')}" if drift else ""))
+        say(
+            f"{plural(len(TOPOLOGY), 'topic')} there"
+            + (f", {plural(len(drift), 'difference')}" if drift else "")
+        )
     return DIFFERENCES if drift else OK
 
 
@@ -113,7 +172,13 @@ def peek(
         return OK
     made = table("event", "key", ("size", RIGHT), "not before", ("url", FOLD))
     for m in found:
-        made.add_row(short(m.id), plain(m.key), count(len(m.body)), moment(m.not_before) if m.not_before else "", plain(_url(m) or "no event"))
+        made.add_row(
+            short(m.id),
+            plain(m.key),
+            count(len(m.body)),
+            moment(m.not_before) if m.not_before else "",
+            plain(_url(m) or "no event"),
+        )
     show(made)
     if not found:
         say(f"nothing waits on {topic}")
@@ -121,7 +186,13 @@ def peek(
 
 
 @app.command
-def pause(topic: Name = "requests", /, *, reason: Annotated[str, Parameter(help="shown by status")] = "paused by hand", common: Common = DEFAULTS) -> int:
+def pause(
+    topic: Name = "requests",
+    /,
+    *,
+    reason: Annotated[str, Parameter(help="shown by status")] = "paused by hand",
+    common: Common = DEFAULTS,
+) -> int:
     """Hand out nothing of a topic; what is in flight is finished, what is pushed waits."""
     _set(common, topic, reason)
     say(f"{topic} is paused; penstock topics resume {topic} goes on")
@@ -164,9 +235,19 @@ def rewind(
     topic: Topic,
     /,
     *,
-    group: Annotated[str, Parameter(help="the group that is to see it again; `main` is the pipeline's own")],
-    since: Annotated[str, Parameter(help="how long ago (1h, 2d), a time (2026-11-16T08:00:00+00:00), or `beginning`")] = "beginning",
-    offset: Annotated[list[str], Parameter(help="Kafka: from this offset of a partition on, as PARTITION:OFFSET; may be repeated")] = [],  # noqa: B006
+    group: Annotated[
+        str, Parameter(help="the group that is to see it again; `main` is the pipeline's own")
+    ],
+    since: Annotated[
+        str,
+        Parameter(help="how long ago (1h, 2d), a time (2026-11-16T08:00:00+00:00), or `beginning`"),
+    ] = "beginning",
+    offset: Annotated[
+        list[str],
+        Parameter(
+            help="Kafka: from this offset of a partition on, as PARTITION:OFFSET; may be repeated"
+        ),
+    ] = [],  # noqa: B006
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
@@ -175,10 +256,15 @@ def rewind(
         _known(stores, topic)
         at = _moment(since, stores.clock.now())
         if not stores.broker.caps_of(topic).replay:
-            raise UsageError(f"{_broker(common, topic)} keeps no history to go back to", hint="a Kafka, Redis, Postgres or SQLite broker does")
+            raise UsageError(
+                f"{_broker(common, topic)} keeps no history to go back to",
+                hint="a Kafka, Redis, Postgres or SQLite broker does",
+            )
         more = {"offsets": _offsets(offset)} if offset else {}
         if more and not _broker(common, topic).startswith("kafka"):
-            raise UsageError(f"--offset is for Kafka, and {topic} is on {_broker(common, topic)}", hint="--since")
+            raise UsageError(
+                f"--offset is for Kafka, and {topic} is on {_broker(common, topic)}", hint="--since"
+            )
         n = stores.perform(lambda: stores.broker.replay(topic, group, since=at, **more))
     if json:
         print_json({"topic": topic, "group": group, "since": iso(at), "messages": n})
@@ -216,14 +302,23 @@ def _figures(stores: Stores) -> list[tuple[str, str, Stats]]:
 async def _with_partitions(stores: Stores) -> list[tuple[str, str, Stats, list[dict[str, Any]]]]:
     found = []
     for topic, group in await stores.db.read(stores.broker.groups_in):
-        found.append((topic, group, await stores.broker.stats(topic, group), await stores.broker.partitions(topic, group)))
+        found.append(
+            (
+                topic,
+                group,
+                await stores.broker.stats(topic, group),
+                await stores.broker.partitions(topic, group),
+            )
+        )
     return found
 
 
 def _known(stores: Stores, topic: str | None) -> None:
     from penstock.opening import TOPOLOGY
 
-    if topic is not None and topic not in {t.name for t in TOPOLOGY} | {name for name, _ in ask(stores, stores.broker.groups_in)}:
+    if topic is not None and topic not in {t.name for t in TOPOLOGY} | {
+        name for name, _ in ask(stores, stores.broker.groups_in)
+    }:
         raise _no_such(topic)
 
 
@@ -253,14 +348,21 @@ def _moment(text: str, now: float) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise UsageError(f"--since {text!r} is no time", hint="1h, 2d, 2026-11-16T08:00:00+00:00 or beginning") from None
+        raise UsageError(
+            f"--since {text!r} is no time", hint="1h, 2d, 2026-11-16T08:00:00+00:00 or beginning"
+        ) from None
 
 
 def _offsets(given: list[str]) -> dict[int, int]:
     try:
-        return {int(partition): int(offset) for partition, _, offset in (text.partition(":") for text in given)}
+        return {
+            int(partition): int(offset)
+            for partition, _, offset in (text.partition(":") for text in given)
+        }
     except ValueError:
-        raise UsageError("--offset wants a partition and an offset", hint="--offset 0:1500 --offset 1:0") from None
+        raise UsageError(
+            "--offset wants a partition and an offset", hint="--offset 0:1500 --offset 1:0"
+        ) from None
 
 
 def _url(m: Out) -> str | None:

@@ -10,7 +10,19 @@ from cyclopts import Parameter
 
 from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json, ask
-from penstock.cli.output import console, iso, lasting, moment, plain, plural, print_json, short, size, status_text, styled
+from penstock.cli.output import (
+    console,
+    iso,
+    lasting,
+    moment,
+    plain,
+    plural,
+    print_json,
+    short,
+    size,
+    status_text,
+    styled,
+)
 from penstock.errors import BadEnvelope
 from penstock.ledgers import sql_queries as queries
 from penstock.model import Event, decode_event
@@ -44,10 +56,15 @@ class Traced(msgspec.Struct, kw_only=True):
 
 
 def trace(
-    what: Annotated[str, Parameter(help="an event id or a trace id (a unique beginning will do), a URL, or `last`")] = "last",
+    what: Annotated[
+        str,
+        Parameter(help="an event id or a trace id (a unique beginning will do), a URL, or `last`"),
+    ] = "last",
     /,
     *,
-    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="events shown of a large trace")] = 100,
+    limit: Annotated[
+        int, Parameter(name=["--limit", "-n"], help="events shown of a large trace")
+    ] = 100,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
@@ -65,11 +82,16 @@ def gather(stores: Stores, tx: Any, what: str, limit: int) -> Traced:
     asked: EventRow | None = None
     if what == "last" or find.is_url(what):
         asked = find.event_for(stores, tx, what)
-        if asked.status == "duplicate" and asked.duplicate_of:  # its story is told by the one that was fetched
+        if (
+            asked.status == "duplicate" and asked.duplicate_of
+        ):  # its story is told by the one that was fetched
             asked = queries.event(tx, asked.duplicate_of) or asked
         trace_id = asked.trace
     else:
-        events, traces = queries.ids_like(tx, what, find.MOST), queries.traces_like(tx, what, find.MOST)
+        events, traces = (
+            queries.ids_like(tx, what, find.MOST),
+            queries.traces_like(tx, what, find.MOST),
+        )
         if what in traces:
             trace_id = what
             asked = queries.event(tx, what)
@@ -79,7 +101,10 @@ def gather(stores: Stores, tx: Any, what: str, limit: int) -> Traced:
             trace_id = asked.trace
         else:
             trace_id = find.one(
-                sorted(set(events) | set(traces)), what, "event or trace", "penstock events ls lists them; `penstock trace last` shows the newest"
+                sorted(set(events) | set(traces)),
+                what,
+                "event or trace",
+                "penstock events ls lists them; `penstock trace last` shows the newest",
             )
             if trace_id not in traces:
                 asked = queries.event(tx, trace_id)
@@ -89,8 +114,20 @@ def gather(stores: Stores, tx: Any, what: str, limit: int) -> Traced:
         rows = [*rows[: limit - 1], asked]
     total = len(rows) if len(rows) < limit else queries.trace_size(tx, trace_id)
     records = queries.records_of(tx, [row.n for row in rows])
-    others = [row for row in queries.of_url(tx, find.key_of(stores, what), 11) if row.trace != trace_id][:10] if find.is_url(what) else []
-    return Traced(trace=trace_id, asked=asked.id if asked else None, events=[_found(tx, row, records) for row in rows], total=total, others=others)
+    others = (
+        [row for row in queries.of_url(tx, find.key_of(stores, what), 11) if row.trace != trace_id][
+            :10
+        ]
+        if find.is_url(what)
+        else []
+    )
+    return Traced(
+        trace=trace_id,
+        asked=asked.id if asked else None,
+        events=[_found(tx, row, records) for row in rows],
+        total=total,
+        others=others,
+    )
 
 
 def _found(tx: Any, row: EventRow, records: dict[int, list[tuple[str, str]]] | None) -> Found:
@@ -119,7 +156,15 @@ def document(found: Traced) -> dict[str, Any]:
         "asked": found.asked,
         "total": found.total,
         "events": [event_document(f) for f in found.events],
-        "other_events_of_url": [{"event_id": row.id, "trace_id": row.trace, "status": row.status, "accepted_at": iso(row.accepted_at)} for row in found.others],
+        "other_events_of_url": [
+            {
+                "event_id": row.id,
+                "trace_id": row.trace,
+                "status": row.status,
+                "accepted_at": iso(row.accepted_at),
+            }
+            for row in found.others
+        ],
     }
 
 
@@ -163,16 +208,30 @@ def event_document(f: Found) -> dict[str, Any]:
         "promoted": bool(f.row.promoted),
         "duplicate_of_trace": f.original_trace,
         "duplicates": [{"event_id": id_, "trace_id": trace_id} for id_, trace_id in f.duplicates],
-        "records": None if f.records is None else [{"extractor": extractor, "key": key} for extractor, key in f.records],
+        "records": None
+        if f.records is None
+        else [{"extractor": extractor, "key": key} for extractor, key in f.records],
         "dead_letter": None
         if f.letter is None
-        else {"stage": f.letter.stage, "class": f.letter.error_class, "reason": f.letter.reason, "fingerprint": f.letter.fingerprint},
+        else {
+            "stage": f.letter.stage,
+            "class": f.letter.error_class,
+            "reason": f.letter.reason,
+            "fingerprint": f.letter.fingerprint,
+        },
         "history": [step_document(s) for s in f.history],
     }
 
 
 def step_document(s: Step) -> dict[str, Any]:
-    return {"at": iso(s.at), "status": s.status, "worker": s.worker, "stage": s.stage, "class": s.error_class, "reason": s.reason}
+    return {
+        "at": iso(s.at),
+        "status": s.status,
+        "worker": s.worker,
+        "stage": s.stage,
+        "class": s.error_class,
+        "reason": s.reason,
+    }
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
@@ -183,7 +242,14 @@ def show(found: Traced) -> None:
     from rich.tree import Tree
 
     now = time.time()
-    root = Tree(Text.assemble(("trace ", "dim"), (plain(found.trace), "bold"), (f"  {plural(found.total, 'event')}", "dim")), guide_style="dim")
+    root = Tree(
+        Text.assemble(
+            ("trace ", "dim"),
+            (plain(found.trace), "bold"),
+            (f"  {plural(found.total, 'event')}", "dim"),
+        ),
+        guide_style="dim",
+    )
     by_id: dict[str, Tree] = {}
     for f in found.events:
         parent = f.event.parent if f.event else None
@@ -199,7 +265,12 @@ def show(found: Traced) -> None:
         for row in found.others:
             console().print(
                 Text.assemble(
-                    "  ", short(row.id), "  ", status_text(row.status), f"  {moment(row.accepted_at, now)}  ", (f"penstock trace {short(row.id)}", "cyan")
+                    "  ",
+                    short(row.id),
+                    "  ",
+                    status_text(row.status),
+                    f"  {moment(row.accepted_at, now)}  ",
+                    (f"penstock trace {short(row.id)}", "cyan"),
                 )
             )
 
@@ -208,7 +279,13 @@ def _headline(f: Found, *, asked: bool) -> Text:
     from rich.text import Text
 
     took = f" in {lasting(f.row.finished_at - f.row.accepted_at)}" if f.row.finished_at else ""
-    return Text.assemble(status_text(f.row.status), took, "  ", (plain(f.row.url), "bold" if asked else ""), (f"  {short(f.row.id)}", "dim"))
+    return Text.assemble(
+        status_text(f.row.status),
+        took,
+        "  ",
+        (plain(f.row.url), "bold" if asked else ""),
+        (f"  {short(f.row.id)}", "dim"),
+    )
 
 
 def _lines(f: Found, now: float) -> list[Text]:
@@ -219,7 +296,12 @@ def _lines(f: Found, now: float) -> list[Text]:
     for s in f.history:
         place = " · ".join(plain(p) for p in (s.stage, s.error_class, s.reason) if p)
         after = f"+{lasting(max(0.0, s.at - start))}" if s.at - start >= 0.0005 else "      "
-        line = Text.assemble((moment(s.at, now), "dim"), f"  {after:>10}  ", status_text(s.status), f"  {place}" if place else "")
+        line = Text.assemble(
+            (moment(s.at, now), "dim"),
+            f"  {after:>10}  ",
+            status_text(s.status),
+            f"  {place}" if place else "",
+        )
         if s.worker:
             line.append(f"  by {plain(s.worker)}", "dim")
         lines.append(line)
@@ -230,25 +312,58 @@ def _lines(f: Found, now: float) -> list[Text]:
         facts.append(f"{plural(row.starts, 'start')}, {plural(row.attempts, 'failure')}")
     if row.status == "delayed" and row.not_before:
         facts.append(f"again in {lasting(max(0.0, row.not_before - now))}")
-    if f.event and (route := ", ".join(f"{k} {v}" for k, v in msgspec.to_builtins(f.event.route).items())):
+    if f.event and (
+        route := ", ".join(f"{k} {v}" for k, v in msgspec.to_builtins(f.event.route).items())
+    ):
         facts.append(f"route {route}")
     if f.event and f.event.force:
         facts.append("forced")
     lines.append(Text(plain(" · ".join(facts)), "dim"))
     if row.duplicate_of:
-        other = f" (trace {short(f.original_trace)})" if f.original_trace and f.original_trace != row.trace else ""
-        lines.append(Text.assemble("duplicate of ", (short(row.duplicate_of), "magenta"), other, (f"  penstock trace {short(row.duplicate_of)}", "cyan")))
+        other = (
+            f" (trace {short(f.original_trace)})"
+            if f.original_trace and f.original_trace != row.trace
+            else ""
+        )
+        lines.append(
+            Text.assemble(
+                "duplicate of ",
+                (short(row.duplicate_of), "magenta"),
+                other,
+                (f"  penstock trace {short(row.duplicate_of)}", "cyan"),
+            )
+        )
     for id_, trace_id in f.duplicates:
-        lines.append(Text.assemble("its duplicate: ", (short(id_), "magenta"), f" (trace {short(trace_id)})" if trace_id != row.trace else ""))
+        lines.append(
+            Text.assemble(
+                "its duplicate: ",
+                (short(id_), "magenta"),
+                f" (trace {short(trace_id)})" if trace_id != row.trace else "",
+            )
+        )
     if row.page:
         meta = row.meta
         about = f"{meta.status}, {size(meta.size)}, " if meta else ""
-        lines.append(Text.assemble(f"page: {about}", (short(row.page), "bold"), (f"  penstock pages show {short(row.page)}", "cyan")))
+        lines.append(
+            Text.assemble(
+                f"page: {about}",
+                (short(row.page), "bold"),
+                (f"  penstock pages show {short(row.page)}", "cyan"),
+            )
+        )
     if f.records:
-        listed = ", ".join(f"{extractor}:{key}" for extractor, key in f.records[:5]) + (", …" if len(f.records) > 5 else "")
+        listed = ", ".join(f"{extractor}:{key}" for extractor, key in f.records[:5]) + (
+            ", …" if len(f.records) > 5 else ""
+        )
         lines.append(Text(plain(f"{plural(len(f.records), 'record')}: {listed}")))
     if row.extractors and not f.records and row.status == "success":
         lines.append(Text(plain(f"extractors {row.extractors}"), "dim"))
     if f.letter:
-        lines.append(Text.assemble(("dead letter", "bold red"), f" at {plain(f.letter.stage)}", (f"  penstock dlq show {short(row.id)}", "cyan")))
+        lines.append(
+            Text.assemble(
+                ("dead letter", "bold red"),
+                f" at {plain(f.letter.stage)}",
+                (f"  penstock dlq show {short(row.id)}", "cyan"),
+            )
+        )
     return lines

@@ -10,7 +10,17 @@ from penstock import __version__
 from penstock.cli.options import Json
 from penstock.cli.output import print_json, say, styled
 
-PARTS = ("apsw", "pycurl", "turbohtml", "ada-url", "msgspec", "uvloop", "zstandard", "cyclopts", "rich")
+PARTS = (
+    "apsw",
+    "pycurl",
+    "turbohtml",
+    "ada-url",
+    "msgspec",
+    "uvloop",
+    "zstandard",
+    "cyclopts",
+    "rich",
+)
 
 
 def version(*, json: Json = False) -> int:

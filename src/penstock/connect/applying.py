@@ -12,7 +12,10 @@ from penstock.connect.rest import Refused, State, Status, Worker
 from penstock.errors import ConfigError
 
 EVERY = 0.5  # seconds between looks
-SETTLED, LOOKS = 2.0, 4  # seconds and looks: a task may report that it runs, and fail at its first step
+SETTLED, LOOKS = (
+    2.0,
+    4,
+)  # seconds and looks: a task may report that it runs, and fail at its first step
 STALE = 15.0  # seconds after which a failure that was there before is the new configuration's too
 
 
@@ -27,16 +30,26 @@ class Applied:
         return {"name": self.name, "action": self.action, "ok": self.ok, **state_of(self.status)}
 
 
-def apply(plan: Plan, worker: Worker, *, prune: bool, patience: float, told: Callable[[str], None] = lambda text: None) -> list[Applied]:
+def apply(
+    plan: Plan,
+    worker: Worker,
+    *,
+    prune: bool,
+    patience: float,
+    told: Callable[[str], None] = lambda text: None,
+) -> list[Applied]:
     """Raises ConfigError before anything is sent if a check failed."""
     if wrong := plan.problems:
         first = wrong[0].problems[0]
         more = sum(len(s.problems) for s in wrong) - 1
         raise ConfigError(
-            f"connector {wrong[0].name}: {first.option}: {first.says}" + (f" (and {more} more)" if more else ""),
+            f"connector {wrong[0].name}: {first.option}: {first.says}"
+            + (f" (and {more} more)" if more else ""),
             hint="penstock connect plan shows all of them; nothing was sent",
         )
-    if absent := next((s for s in plan.changes if s.connector is not None and not s.installed), None):
+    if absent := next(
+        (s for s in plan.changes if s.connector is not None and not s.installed), None
+    ):
         assert absent.connector is not None
         plugin = absent.connector.plugin
         raise ConfigError(
@@ -72,8 +85,12 @@ def _waited(worker: Worker, step: Step, began: float, before: Status, patience: 
         if verdict != last:
             since, looks = now, 0
         looks += 1
-        stale = verdict == "failed" and all((s.id, s.trace) in old for s in status.failed())  # a busy worker has not come to what we sent
-        if (verdict and looks > LOOKS and now - since >= (STALE if stale else SETTLED)) or now - began > patience:
+        stale = verdict == "failed" and all(
+            (s.id, s.trace) in old for s in status.failed()
+        )  # a busy worker has not come to what we sent
+        if (
+            verdict and looks > LOOKS and now - since >= (STALE if stale else SETTLED)
+        ) or now - began > patience:
             return Applied(step.name, step.action, status, verdict == "runs")
         time.sleep(EVERY)
 
@@ -92,7 +109,10 @@ def state_of(status: Status) -> dict[str, Any]:
         "state": status.connector.state,
         "worker": status.connector.worker_id,
         "type": status.type,
-        "tasks": [{"id": t.id, "state": t.state, "worker": t.worker_id, "trace": first_lines(t)} for t in status.tasks],
+        "tasks": [
+            {"id": t.id, "state": t.state, "worker": t.worker_id, "trace": first_lines(t)}
+            for t in status.tasks
+        ],
         "trace": first_lines(status.connector),
     }
 
@@ -100,5 +120,7 @@ def state_of(status: Status) -> dict[str, Any]:
 def first_lines(state: State, most: int = 6) -> list[str]:
     """Of a Java trace, what a person reads: the messages, not the frames."""
     lines = [line.strip() for line in state.trace.splitlines() if line.strip()]
-    told: Sequence[str] = [line for line in lines if not line.startswith(("at ", "...", "Suppressed:"))]
+    told: Sequence[str] = [
+        line for line in lines if not line.startswith(("at ", "...", "Suppressed:"))
+    ]
     return [line[:400] for line in told[:most]]

@@ -41,7 +41,9 @@ _EVERY = frozenset(
     ).split()
 )
 _OF_SIDE = {
-    "source": frozenset("topic.creation.groups exactly.once.support transaction.boundary transaction.boundary.interval.ms offsets.storage.topic".split()),
+    "source": frozenset(
+        "topic.creation.groups exactly.once.support transaction.boundary transaction.boundary.interval.ms offsets.storage.topic".split()
+    ),
     "sink": frozenset(
         (
             "topics topics.regex errors.deadletterqueue.topic.name errors.deadletterqueue.topic.replication.factor "
@@ -133,7 +135,14 @@ HTTP_SOURCE = Plugin(
             "http.timer.catchup.interval.millis http.throttler.interval.millis http.throttler.catchup.interval.millis"
         ).split()
     ),
-    secrets=frozenset(("http.auth.password", "http.client.proxy.password", "http.client.keystore.password", "http.request.headers")),
+    secrets=frozenset(
+        (
+            "http.auth.password",
+            "http.client.proxy.password",
+            "http.client.keystore.password",
+            "http.request.headers",
+        )
+    ),
 )
 
 _AIVEN_S3 = frozenset(
@@ -186,7 +195,9 @@ SNOWFLAKE = Plugin(
     side="sink",
     version="4.1",
     documented="snowflakedb/snowflake-kafka-connector 4.1, configuration definition",
-    required=frozenset("snowflake.url.name snowflake.user.name snowflake.database.name snowflake.schema.name snowflake.role.name".split()),
+    required=frozenset(
+        "snowflake.url.name snowflake.user.name snowflake.database.name snowflake.schema.name snowflake.role.name".split()
+    ),
     options=frozenset(
         (
             "snowflake.url.name snowflake.user.name snowflake.private.key snowflake.private.key.passphrase snowflake.database.name snowflake.schema.name "
@@ -231,23 +242,45 @@ BIGQUERY = Plugin(
     secrets=frozenset(("keyfile",)),
 )
 
-PLUGINS = {p.cls: p for p in (DEBEZIUM_POSTGRES, DEBEZIUM_JDBC, HTTP_SOURCE, S3_SOURCE, S3_SINK, SNOWFLAKE, BIGQUERY)}
+PLUGINS = {
+    p.cls: p
+    for p in (
+        DEBEZIUM_POSTGRES,
+        DEBEZIUM_JDBC,
+        HTTP_SOURCE,
+        S3_SOURCE,
+        S3_SINK,
+        SNOWFLAKE,
+        BIGQUERY,
+    )
+}
 
 
 def check(plugin: Plugin, config: Mapping[str, str]) -> list[Problem]:
     """Against the documentation: what is missing, and what it does not know."""
-    missing = [Problem(name, "is required") for name in sorted(plugin.required) if not config.get(name)]
+    missing = [
+        Problem(name, "is required") for name in sorted(plugin.required) if not config.get(name)
+    ]
     if plugin.side == "sink" and not (config.get("topics") or config.get("topics.regex")):
         missing.append(Problem("topics", "is required"))
-    return missing + unknown(config, plugin.options | _EVERY | _OF_SIDE[plugin.side], plugin.prefixes)
+    return missing + unknown(
+        config, plugin.options | _EVERY | _OF_SIDE[plugin.side], plugin.prefixes
+    )
 
 
-def unknown(config: Mapping[str, str], known: Collection[str], prefixes: tuple[str, ...] = ()) -> list[Problem]:
+def unknown(
+    config: Mapping[str, str], known: Collection[str], prefixes: tuple[str, ...] = ()
+) -> list[Problem]:
     """Options that the connector would pass over in silence: a slip of the pen, mostly."""
     found = []
     for name in config:
         if name in known or name == MARK or name.startswith(_PREFIXES + prefixes):
             continue
         near = difflib.get_close_matches(name, list(known), 1, 0.75)
-        found.append(Problem(name, "is no option of this connector" + (f"; did you mean {near[0]}?" if near else "")))
+        found.append(
+            Problem(
+                name,
+                "is no option of this connector" + (f"; did you mean {near[0]}?" if near else ""),
+            )
+        )
     return found

@@ -13,7 +13,12 @@ from penstock.connect.table import Table
 
 JSON = "org.apache.kafka.connect.json.JsonConverter"
 STRING = "org.apache.kafka.connect.storage.StringConverter"
-HINTS = ("geo", "pool", "account", "priority")  # what a connector may put on a record, as the header penstock-geo …
+HINTS = (
+    "geo",
+    "pool",
+    "account",
+    "priority",
+)  # what a connector may put on a record, as the header penstock-geo …
 _OPERATIONS = {"insert": "c", "update": "u", "delete": "d"}
 _SNAPSHOTS = ("no_data", "initial", "always", "when_needed")
 
@@ -36,7 +41,9 @@ class Kind:
     about: str
     subject: Callable[[Table, str], str]  # what the connector is called after, beside its pipeline
     build: Callable[[Table, Place], dict[str, str]]
-    example: dict[str, object]  # a table to start from: what `init` shows and deploy/connect is made of
+    example: dict[
+        str, object
+    ]  # a table to start from: what `init` shows and deploy/connect is made of
     topic: str
 
 
@@ -99,7 +106,9 @@ def _debezium_postgres(table: Table, place: Place) -> dict[str, str]:
         "skipped.operations": ",".join([*skipped, "t"]),
         "tombstones.on.delete": "false",
         "extended.headers.enabled": "false",  # four more on every record, of no use to us
-        "poll.interval.ms": table.milliseconds("poll", "20ms"),  # its default, half a second, is most of the time from INSERT to topic
+        "poll.interval.ms": table.milliseconds(
+            "poll", "20ms"
+        ),  # its default, half a second, is most of the time from INSERT to topic
         # Confirms what it has read on a quiet table too: or the slot keeps the log of all the others.
         "heartbeat.interval.ms": table.milliseconds("heartbeat", "10s"),
         # A slot is still taken for a moment after its reader was killed.
@@ -118,7 +127,9 @@ def _debezium_postgres(table: Table, place: Place) -> dict[str, str]:
         config |= {
             "transforms.unwrap.type": "io.debezium.transforms.ExtractNewRecordState",
             "transforms.unwrap.add.fields": "op,lsn,txId,source.ts_ms",
-            "transforms.unwrap.delete.tombstone.handling.mode": "rewrite" if "delete" in operations else "drop",
+            "transforms.unwrap.delete.tombstone.handling.mode": "rewrite"
+            if "delete" in operations
+            else "drop",
         }
     if not routed:
         first.append("topic")
@@ -139,14 +150,22 @@ def _http_source(table: Table, place: Place) -> dict[str, str]:
         "http.timer.interval.millis": table.milliseconds("every", "60s"),
         "http.timer.catchup.interval.millis": table.milliseconds("catch_up", "1s"),
         "http.response.list.pointer": table.text("items", "/"),
-        "http.response.record.offset.pointer": table.text("offset", example="key=/id, timestamp=/updated_at"),
+        "http.response.record.offset.pointer": table.text(
+            "offset", example="key=/id, timestamp=/updated_at"
+        ),
         **json_converters(schemas=False),
     }
     optional = {"params": "http.request.params", "headers": "http.request.headers", "key": "http.response.record.key.pointer",
                 "timestamp": "http.response.record.timestamp.pointer", "initial": "http.offset.initial"}  # fmt: skip
-    config |= {option: value for name, option in optional.items() if (value := table.text(name, ""))}
+    config |= {
+        option: value for name, option in optional.items() if (value := table.text(name, ""))
+    }
     if user := table.text("user", ""):
-        config |= {"http.auth.type": "BASIC", "http.auth.user": user, "http.auth.password": table.text("password", example="${env:API_PASSWORD}")}
+        config |= {
+            "http.auth.type": "BASIC",
+            "http.auth.user": user,
+            "http.auth.password": table.text("password", example="${env:API_PASSWORD}"),
+        }
     # Its records are a struct with the item as text in `value`; taken out, the topic holds the items themselves.
     config |= {
         "value.converter": STRING,
@@ -164,7 +183,9 @@ def _aws(table: Table) -> dict[str, str]:
     }
     optional = {"prefix": "aws.s3.prefix", "endpoint": "aws.s3.endpoint", "key": "aws.access.key.id", "secret": "aws.secret.access.key",
                 "role": "aws.sts.role.arn"}  # fmt: skip
-    return config | {option: value for name, option in optional.items() if (value := table.text(name, ""))}
+    return config | {
+        option: value for name, option in optional.items() if (value := table.text(name, ""))
+    }
 
 
 def _s3_source(table: Table, place: Place) -> dict[str, str]:
@@ -175,7 +196,9 @@ def _s3_source(table: Table, place: Place) -> dict[str, str]:
         "input.format": table.choice("format", "jsonl", ("jsonl", "avro", "parquet", "bytes")),
         "file.name.template": table.text("files", ".*"),
         "distribution.type": "object_hash",
-        "file.compression.type": table.choice("compression", "none", ("none", "gzip", "snappy", "zstd")),
+        "file.compression.type": table.choice(
+            "compression", "none", ("none", "gzip", "snappy", "zstd")
+        ),
         **json_converters(schemas=False),
         **hints(table, []),
     }
@@ -185,13 +208,19 @@ def _s3_source(table: Table, place: Place) -> dict[str, str]:
 
 
 def _sink(table: Table, place: Place, *, schemas: bool = True) -> dict[str, str]:
-    config = {"tasks.max": str(table.number("tasks", 1, 1, 1000)), "topics": place.topic, **json_converters(schemas=schemas)}
+    config = {
+        "tasks.max": str(table.number("tasks", 1, 1, 1000)),
+        "topics": place.topic,
+        **json_converters(schemas=schemas),
+    }
     # Without it a record that cannot be written stops the task, visibly: nothing is passed over unless it is asked for.
     if topic := table.text("dead_letters", ""):
         config |= {
             "errors.tolerance": "all",
             "errors.deadletterqueue.topic.name": topic,
-            "errors.deadletterqueue.topic.replication.factor": str(table.number("replication", -1, -1, 100)),
+            "errors.deadletterqueue.topic.replication.factor": str(
+                table.number("replication", -1, -1, 100)
+            ),
             "errors.deadletterqueue.context.headers.enable": "true",
         }
     return config
@@ -200,7 +229,9 @@ def _sink(table: Table, place: Place, *, schemas: bool = True) -> dict[str, str]
 def _jdbc_postgres(table: Table, place: Place) -> dict[str, str]:
     database = table.database()
     target = table.text("table", place.topic.rpartition(".")[2])
-    url = f"jdbc:postgresql://{database.host}:{database.port}/{database.name}" + (f"?sslmode={database.sslmode}" if database.sslmode else "")
+    url = f"jdbc:postgresql://{database.host}:{database.port}/{database.name}" + (
+        f"?sslmode={database.sslmode}" if database.sslmode else ""
+    )
     config = {
         **_sink(table, place),
         "connection.url": url,
@@ -230,7 +261,9 @@ def _snowflake(table: Table, place: Place) -> dict[str, str]:
     target = table.text("table", place.topic.rpartition(".")[2])
     config = {
         **_sink(table, place, schemas=True),
-        "snowflake.url.name": table.text("account", example="myorg-myaccount.snowflakecomputing.com:443"),
+        "snowflake.url.name": table.text(
+            "account", example="myorg-myaccount.snowflakecomputing.com:443"
+        ),
         "snowflake.user.name": table.text("user", example="PENSTOCK"),
         "snowflake.private.key": table.text("private_key", example="${env:SNOWFLAKE_PRIVATE_KEY}"),
         "snowflake.role.name": table.text("role", example="PENSTOCK_ROLE"),
@@ -275,12 +308,18 @@ def _s3_sink(table: Table, place: Place) -> dict[str, str]:
     return {
         **_sink(table, place),
         **_aws(table),
-        "format.output.type": table.choice("format", "jsonl", ("jsonl", "json", "csv", "parquet", "avro")),
+        "format.output.type": table.choice(
+            "format", "jsonl", ("jsonl", "json", "csv", "parquet", "avro")
+        ),
         "format.output.fields": "value",
         "format.output.envelope": "false",
-        "file.compression.type": table.choice("compression", "gzip", ("none", "gzip", "snappy", "zstd")),
+        "file.compression.type": table.choice(
+            "compression", "gzip", ("none", "gzip", "snappy", "zstd")
+        ),
         "file.max.records": str(table.number("records", 0, 0, 100_000_000)),
-        "file.name.template": table.text("files", "{{topic}}-{{partition:padding=true}}-{{start_offset:padding=true}}.jsonl.gz"),
+        "file.name.template": table.text(
+            "files", "{{topic}}-{{partition:padding=true}}-{{start_offset:padding=true}}.jsonl.gz"
+        ),
     }
 
 

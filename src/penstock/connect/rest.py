@@ -82,7 +82,11 @@ class Validation(msgspec.Struct):
     configs: list[_Checked] = msgspec.field(default_factory=list)
 
     def errors(self) -> list[tuple[str, str]]:
-        return [(c.value.name or c.definition.name, sentence) for c in self.configs for sentence in c.value.errors]
+        return [
+            (c.value.name or c.definition.name, sentence)
+            for c in self.configs
+            for sentence in c.value.errors
+        ]
 
     def names(self) -> set[str]:
         return {c.definition.name for c in self.configs}
@@ -103,7 +107,13 @@ class _Said(msgspec.Struct):
 class Worker:
     """Synchronous: one command, a few questions. `wait` and `now` are the clock that retries go by."""
 
-    def __init__(self, url: str, *, wait: Callable[[float], None] = time.sleep, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        wait: Callable[[float], None] = time.sleep,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Raises ConfigError for what is no address."""
         try:
             parts = urlsplit(url)
@@ -111,9 +121,15 @@ class Worker:
         except ValueError:
             parts, self._port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{mask(url)!r} is no address of a Connect worker", hint="http://127.0.0.1:8083")
+            raise ConfigError(
+                f"{mask(url)!r} is no address of a Connect worker", hint="http://127.0.0.1:8083"
+            )
         self.shown = mask(url)
-        self._tls, self._host, self._path = parts.scheme == "https", parts.hostname, parts.path.rstrip("/")
+        self._tls, self._host, self._path = (
+            parts.scheme == "https",
+            parts.hostname,
+            parts.path.rstrip("/"),
+        )
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if parts.username:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -124,10 +140,15 @@ class Worker:
 
     def plugins(self) -> dict[str, str]:
         """Class → version of the connectors that are installed."""
-        return {p.cls: p.version or "" for p in self._ask("GET", "/connector-plugins", type=list[_Plugin])}
+        return {
+            p.cls: p.version or ""
+            for p in self._ask("GET", "/connector-plugins", type=list[_Plugin])
+        }
 
     def connectors(self) -> dict[str, Known]:
-        found: dict[str, Known] = self._ask("GET", "/connectors?expand=info&expand=status", type=dict[str, Known])
+        found: dict[str, Known] = self._ask(
+            "GET", "/connectors?expand=info&expand=status", type=dict[str, Known]
+        )
         return found
 
     def status(self, name: str) -> Status:
@@ -136,7 +157,9 @@ class Worker:
 
     def validate(self, cls: str, config: Mapping[str, str]) -> Validation:
         path = f"/connector-plugins/{_quoted(cls)}/config/validate"
-        found: Validation = self._ask("PUT", path, dict(config), type=Validation, patience=VALIDATING)
+        found: Validation = self._ask(
+            "PUT", path, dict(config), type=Validation, patience=VALIDATING
+        )
         return found
 
     # -- changes -------------------------------------------------------------------------------------------------------------
@@ -145,14 +168,25 @@ class Worker:
         self._ask("PUT", f"/connectors/{_quoted(name)}/config", dict(config), patience=VALIDATING)
 
     def restart(self, name: str, *, only_failed: bool) -> None:
-        self._ask("POST", f"/connectors/{_quoted(name)}/restart?includeTasks=true&onlyFailed={str(only_failed).lower()}")
+        self._ask(
+            "POST",
+            f"/connectors/{_quoted(name)}/restart?includeTasks=true&onlyFailed={str(only_failed).lower()}",
+        )
 
     def delete(self, name: str) -> None:
         self._ask("DELETE", f"/connectors/{_quoted(name)}")
 
     # -- the wire ------------------------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, path: str, body: Any = None, *, type: Any = Any, patience: float = PATIENCE) -> Any:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        type: Any = Any,
+        patience: float = PATIENCE,
+    ) -> Any:
         until = self._now() + REBALANCING
         pause = 0.25
         while True:
@@ -168,26 +202,43 @@ class Worker:
         try:
             return msgspec.json.decode(raw, type=type)
         except msgspec.MsgspecError:
-            raise Unreachable(f"what answers at {self.shown} is no Kafka Connect worker", hint=HINT) from None
+            raise Unreachable(
+                f"what answers at {self.shown} is no Kafka Connect worker", hint=HINT
+            ) from None
 
     def _exchange(self, method: str, path: str, body: Any, patience: float) -> tuple[int, bytes]:
         if self._tls:
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(self._host, self._port, timeout=patience, context=ssl.create_default_context())
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=patience, context=ssl.create_default_context()
+            )
         else:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=patience)
         try:
-            connection.request(method, self._path + path, body=None if body is None else msgspec.json.encode(body), headers=self._headers)
+            connection.request(
+                method,
+                self._path + path,
+                body=None if body is None else msgspec.json.encode(body),
+                headers=self._headers,
+            )
             answer = connection.getresponse()
             raw = answer.read(LARGEST + 1)
         except TimeoutError:
-            raise Unreachable(f"the Connect worker at {self.shown} did not answer within {patience:.0f} s", hint=HINT) from None
+            raise Unreachable(
+                f"the Connect worker at {self.shown} did not answer within {patience:.0f} s",
+                hint=HINT,
+            ) from None
         except (OSError, http.client.HTTPException) as e:
             reason = (e.strerror if isinstance(e, OSError) else None) or str(e) or type(e).__name__
-            raise Unreachable(f"the Connect worker at {self.shown} cannot be reached: {reason}", hint=HINT) from None
+            raise Unreachable(
+                f"the Connect worker at {self.shown} cannot be reached: {reason}", hint=HINT
+            ) from None
         finally:
             connection.close()
         if len(raw) > LARGEST:
-            raise Unreachable(f"the Connect worker at {self.shown} answers with more than {LARGEST >> 20} MiB", hint="is it one?")
+            raise Unreachable(
+                f"the Connect worker at {self.shown} answers with more than {LARGEST >> 20} MiB",
+                hint="is it one?",
+            )
         return answer.status, raw
 
     def _refusal(self, status: int, raw: bytes) -> PenstockError:
@@ -196,10 +247,20 @@ class Worker:
         except msgspec.MsgspecError:
             said = ""
         if status in (401, 403):
-            return Unreachable(f"the Connect worker at {self.shown} refuses us ({status})", hint="--url http://user:password@connect.example:8083")
+            return Unreachable(
+                f"the Connect worker at {self.shown} refuses us ({status})",
+                hint="--url http://user:password@connect.example:8083",
+            )
         if not said:
-            return Unreachable(f"what answers at {self.shown} is no Kafka Connect worker (status {status})", hint=HINT)
-        return Refused(f"the Connect worker says: {' '.join(said.split())[:600]}", status=status, hint="penstock connect plan checks each option")
+            return Unreachable(
+                f"what answers at {self.shown} is no Kafka Connect worker (status {status})",
+                hint=HINT,
+            )
+        return Refused(
+            f"the Connect worker says: {' '.join(said.split())[:600]}",
+            status=status,
+            hint="penstock connect plan checks each option",
+        )
 
 
 def _quoted(name: str) -> str:

@@ -15,7 +15,9 @@ from penstock.errors import ConfigError
 
 # Resolved by the Connect worker's own configuration providers, so that the value never passes through us: ${env:NAME}, ${file:PATH:KEY}.
 PLACEHOLDER = re.compile(r"\$\{[A-Za-z0-9_-]+:[^{}]+\}")
-_SECRET = re.compile(r"(?i)pass|secret|token|credential|private.?key|keyfile|access.?key|authorization|jaas")
+_SECRET = re.compile(
+    r"(?i)pass|secret|token|credential|private.?key|keyfile|access.?key|authorization|jaas"
+)
 MASKED = "***"
 
 
@@ -50,7 +52,9 @@ class Database:
 class Table:
     """One while it is read; `done` refuses what nobody asked for."""
 
-    def __init__(self, where: str, given: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, where: str, given: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> None:
         self.where, self._given, self._known = where, given, ["kind"]
         self._environment = os.environ if environment is None else environment
 
@@ -80,7 +84,9 @@ class Table:
         found = self._environment.get(value.removeprefix("env:"), "")
         if not found:
             hint = f"export {value.removeprefix('env:')}=…, or ${{{value}}} to have the Connect worker read its own"
-            raise self.wrong(name, f"asks for the variable {value.removeprefix('env:')}, which is not set", hint)
+            raise self.wrong(
+                name, f"asks for the variable {value.removeprefix('env:')}, which is not set", hint
+            )
         return found
 
     def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
@@ -117,7 +123,11 @@ class Table:
         if value is None:
             return list(default)
         values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list | tuple) or not values or not all(isinstance(v, str) and v for v in values):
+        if (
+            not isinstance(values, list | tuple)
+            or not values
+            or not all(isinstance(v, str) and v for v in values)
+        ):
             raise self.wrong(name, "is no list of names", f'"{name}": ["…"]')
         return list(values)
 
@@ -126,9 +136,14 @@ class Table:
         value = self._value(name)
         if value is None:
             return {}
-        if not isinstance(value, Mapping) or not all(isinstance(k, str) and k and isinstance(v, str | int | float | bool) for k, v in value.items()):
+        if not isinstance(value, Mapping) or not all(
+            isinstance(k, str) and k and isinstance(v, str | int | float | bool)
+            for k, v in value.items()
+        ):
             raise self.wrong(name, "is no table of plain values", f'"{name}": {{"…": "…"}}')
-        return {key: self._from_environment(f"{name}.{key}", _written(v)) for key, v in value.items()}
+        return {
+            key: self._from_environment(f"{name}.{key}", _written(v)) for key, v in value.items()
+        }
 
     def database(self, name: str = "database") -> Database:
         """`postgres://user:password@host:port/name`; the password may be a placeholder, there or as `password`."""
@@ -141,8 +156,16 @@ class Table:
         except ValueError:
             parts, port = urlsplit(""), 0
         database = unquote(parts.path.strip("/"))
-        if parts.scheme not in ("postgres", "postgresql") or not parts.hostname or not parts.username or not database or "/" in database:
-            raise self.wrong(name, f"is {units.mask(url)!r}, which names no user, host and database", example)
+        if (
+            parts.scheme not in ("postgres", "postgresql")
+            or not parts.hostname
+            or not parts.username
+            or not database
+            or "/" in database
+        ):
+            raise self.wrong(
+                name, f"is {units.mask(url)!r}, which names no user, host and database", example
+            )
         if not password and parts.password:
             password = parts.password if is_placeholder(parts.password) else unquote(parts.password)
         sslmode = parse_qs(parts.query).get("sslmode", [""])[-1]
@@ -152,7 +175,13 @@ class Table:
         for name in self._given:
             if name not in self._known:
                 near = difflib.get_close_matches(str(name), self._known, 1)
-                raise self.wrong(str(name), "is no option of this kind", f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(self._known))}")
+                raise self.wrong(
+                    str(name),
+                    "is no option of this kind",
+                    f"did you mean {near[0]}?"
+                    if near
+                    else f"it has {', '.join(sorted(self._known))}",
+                )
 
 
 def _written(value: str | float | bool) -> str:

@@ -32,9 +32,14 @@ from penstock.opening import open_stores
 FRAME, LINE = 0.25, 2.0  # seconds between two pictures, between two lines
 FINISH = 3.0  # seconds that open events get after the end of the run
 PATIENCE = 60.0  # seconds until a demo counts as begun though nothing was accepted
-REDESIGN = 15.0  # when `--break` breaks a run without an end, and at the latest after 0.6 of one that has
+REDESIGN = (
+    15.0  # when `--break` breaks a run without an end, and at the latest after 0.6 of one that has
+)
 PRICES = ("0.5", "2.0")  # seconds between two price changes, from and to
-PLACES = tuple(f"PENSTOCK_{name}" for name in ("BROKER_URL", "TOPICS_", "LEDGER_URL", "CLAIMS_URL", "PAGES_URL", "NAMESPACE"))
+PLACES = tuple(
+    f"PENSTOCK_{name}"
+    for name in ("BROKER_URL", "TOPICS_", "LEDGER_URL", "CLAIMS_URL", "PAGES_URL", "NAMESPACE")
+)
 SETTINGS = """\
 # The demo's settings. Everything else is as always; `penstock config show` lists it.
 pipeline = "shop.py"
@@ -55,7 +60,15 @@ def run(seconds: float | None, break_: bool, out: Path | None, lines: bool) -> i
     try:
         os.chdir(where)  # sinks and hooks of a pipeline write where it runs
         with _logging(where / "demo.log"):
-            return asyncio.run(_demo(where, cwd, seconds, break_, lines or not console().is_terminal or console().is_dumb_terminal))
+            return asyncio.run(
+                _demo(
+                    where,
+                    cwd,
+                    seconds,
+                    break_,
+                    lines or not console().is_terminal or console().is_dumb_terminal,
+                )
+            )
     finally:
         os.chdir(cwd)
         lock.release()
@@ -71,13 +84,27 @@ def _fresh(where: Path) -> FileLock:
     if where.exists() and not where.is_dir():
         raise UsageError(f"{where} is there and is no directory", hint="--out DIR")
     if where.exists() and any(where.iterdir()) and not lock.path.exists():
-        raise UsageError(f"{where} is there and is not from a demo", hint="--out DIR, a new or empty one")
-    if not lock.try_acquire() or any(locks.holder_alive(sign) for sign in (state / "workers").glob("*.alive")):
-        raise UsageError(f"a demo or a worker is running in {where}", hint="--out DIR for another one")
+        raise UsageError(
+            f"{where} is there and is not from a demo", hint="--out DIR, a new or empty one"
+        )
+    if not lock.try_acquire() or any(
+        locks.holder_alive(sign) for sign in (state / "workers").glob("*.alive")
+    ):
+        raise UsageError(
+            f"a demo or a worker is running in {where}", hint="--out DIR for another one"
+        )
     for path in state.iterdir():
         if path != lock.path:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    for name in ("records.jsonl", "products.db", "products.db-wal", "products.db-shm", "changes.txt", "shop.log", "demo.log"):
+    for name in (
+        "records.jsonl",
+        "products.db",
+        "products.db-wal",
+        "products.db-shm",
+        "changes.txt",
+        "shop.log",
+        "demo.log",
+    ):
         (where / name).unlink(missing_ok=True)
     return lock
 
@@ -115,13 +142,30 @@ class _Shop:
 @contextlib.asynccontextmanager
 async def _shop(log: Path) -> AsyncIterator[_Shop]:
     """In a process of its own: it answers at its own pace, and Ctrl-C on the terminal is not meant for it."""
-    command = (sys.executable, "-P", "-m", "penstock.demo.shop", "--with-parent", "--every", *PRICES, "--log", str(log))
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True)
+    command = (
+        sys.executable,
+        "-P",
+        "-m",
+        "penstock.demo.shop",
+        "--with-parent",
+        "--every",
+        *PRICES,
+        "--log",
+        str(log),
+    )
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
         assert process.stdout is not None
         said = await process.stdout.readline()
         if not said:
-            raise PenstockError("the demo's shop did not open", hint=f"{' '.join(command[:4])} says why")
+            raise PenstockError(
+                "the demo's shop did not open", hint=f"{' '.join(command[:4])} says why"
+            )
         found = json.loads(said)
         yield _Shop(process, found["url"], found["limited"])
     finally:
@@ -139,7 +183,13 @@ class _Screen:
     def __init__(self, lines: bool) -> None:
         self._before: Snapshot | None = None
         self._due = 0.0
-        self._live = None if lines else Live(console=console(), auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._live = (
+            None
+            if lines
+            else Live(
+                console=console(), auto_refresh=False, transient=True, vertical_overflow="crop"
+            )
+        )
 
     def __enter__(self) -> _Screen:
         if self._live is not None:
@@ -153,7 +203,11 @@ class _Screen:
     def show(self, snapshot: Snapshot, *, last: bool = False) -> None:
         if self._live is not None:
             self._live.update(render(snapshot, console().width), refresh=True)
-        elif last or snapshot.elapsed >= self._due or bool(snapshot.records) > bool(self._before and self._before.records):
+        elif (
+            last
+            or snapshot.elapsed >= self._due
+            or bool(snapshot.records) > bool(self._before and self._before.records)
+        ):
             print(plain(snapshot, self._before), flush=True)
             self._before, self._due = snapshot, snapshot.elapsed + LINE
 
@@ -166,15 +220,26 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
         async with _shop(where / "shop.log") as shop:
             settings = _settings(where, shop)
             if lines:
-                print(f"penstock demo: the shop is at {shop.url}, results go to {where}", flush=True)
+                print(
+                    f"penstock demo: the shop is at {shop.url}, results go to {where}", flush=True
+                )
             running = Running(settings, where / "shop.py", roles=frozenset(ROLES))
             stop, opened = asyncio.Event(), asyncio.Event()
             work = asyncio.create_task(running.run(stop, opened=lambda _: opened.set()))
             try:
                 await _either(work, opened)
-                watch = Watch(running, shop=shop.url, limited=shop.limited, changes=where / "changes.txt", started=started, total=seconds)
+                watch = Watch(
+                    running,
+                    shop=shop.url,
+                    limited=shop.limited,
+                    changes=where / "changes.txt",
+                    started=started,
+                    total=seconds,
+                )
                 watch.notice = "" if lines else f"results in {where.name}/ · Ctrl-C ends it"
-                redesigned = await _watch(watch, running, screen, work, shop, asked_to_end, seconds, break_)
+                redesigned = await _watch(
+                    watch, running, screen, work, shop, asked_to_end, seconds, break_
+                )
             finally:
                 stop.set()
                 await work
@@ -199,9 +264,15 @@ def _settings(where: Path, shop: _Shop) -> config.Config:
     """Of the environment only what says where things lie; on a server under a name of this demo's own, so that it touches nobody else's."""
     places = {name: value for name, value in os.environ.items() if name.startswith(PLACES)}
     allow = json.dumps([url.removeprefix("http://") for url in (shop.url, shop.limited)])
-    own = f'namespace = "demo-{secrets.token_hex(4)}" # on servers\n' if places and "PENSTOCK_NAMESPACE" not in places else ""
+    own = (
+        f'namespace = "demo-{secrets.token_hex(4)}" # on servers\n'
+        if places and "PENSTOCK_NAMESPACE" not in places
+        else ""
+    )
     pipeline = Path(__file__).with_name("pipeline.py").read_text("utf-8")
-    (where / "shop.py").write_text(pipeline.replace('"http://127.0.0.1:8000"', json.dumps(shop.url)), encoding="utf-8")
+    (where / "shop.py").write_text(
+        pipeline.replace('"http://127.0.0.1:8000"', json.dumps(shop.url)), encoding="utf-8"
+    )
     (where / config.FILE_NAME).write_text(SETTINGS.format(allow=allow) + own, encoding="utf-8")
     return config.load({}, places, where).config
 
@@ -217,7 +288,9 @@ def _on_signals(asked_to_end: asyncio.Event, screen: _Screen) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
 
 
-async def _either(work: asyncio.Task[int], event: asyncio.Event, seconds: float | None = None) -> None:
+async def _either(
+    work: asyncio.Task[int], event: asyncio.Event, seconds: float | None = None
+) -> None:
     """Wait for `event`, at most so long, but not for a worker that has failed."""
     happens = asyncio.create_task(event.wait())
     try:
@@ -230,7 +303,14 @@ async def _either(work: asyncio.Task[int], event: asyncio.Event, seconds: float 
 
 
 async def _watch(
-    watch: Watch, running: Running, screen: _Screen, work: asyncio.Task[int], shop: _Shop, asked_to_end: asyncio.Event, seconds: float | None, break_: bool
+    watch: Watch,
+    running: Running,
+    screen: _Screen,
+    work: asyncio.Task[int],
+    shop: _Shop,
+    asked_to_end: asyncio.Event,
+    seconds: float | None,
+    break_: bool,
 ) -> float | None:
     """Look and show until the end. Returns when the shop was redesigned, if it was.
 
@@ -238,7 +318,9 @@ async def _watch(
     """
     redesigned: float | None = None
     begun = float("inf")
-    break_at = (REDESIGN if seconds is None else min(REDESIGN, seconds * 0.6)) if break_ else float("inf")
+    break_at = (
+        (REDESIGN if seconds is None else min(REDESIGN, seconds * 0.6)) if break_ else float("inf")
+    )
     finishing = float("inf")
     while True:
         snapshot = await watch.look()
@@ -247,17 +329,27 @@ async def _watch(
             begun = elapsed
             watch.total = None if seconds is None else begun + seconds
         lasted = max(0.0, elapsed - begun)
-        if redesigned is None and lasted >= break_at and snapshot.records:  # a break shows only where something worked
+        if (
+            redesigned is None and lasted >= break_at and snapshot.records
+        ):  # a break shows only where something worked
             shop.redesign()
             redesigned, watch.notice = elapsed, f"the shop was redesigned after {elapsed:.0f} s"
         if seconds is not None and lasted >= seconds and finishing == float("inf"):
             await _stop_reading(running)
             finishing, watch.notice = elapsed + FINISH, "finishing what is open"
-        over = asked_to_end.is_set() or elapsed >= finishing or (finishing < float("inf") and watch.idle)
+        over = (
+            asked_to_end.is_set()
+            or elapsed >= finishing
+            or (finishing < float("inf") and watch.idle)
+        )
         screen.show(snapshot, last=over)
         if over:
             return redesigned
-        nap = min(FRAME, max(0.01, seconds - lasted)) if seconds is not None and lasted < seconds else FRAME
+        nap = (
+            min(FRAME, max(0.01, seconds - lasted))
+            if seconds is not None and lasted < seconds
+            else FRAME
+        )
         await _either(work, asked_to_end, nap)
 
 

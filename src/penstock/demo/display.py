@@ -118,7 +118,11 @@ def _path(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:
         return _clean(url)
-    return _clean(parts.path + ("?" + parts.query if parts.query else "")) if parts.netloc and parts.path not in ("", "/") else _clean(url)
+    return (
+        _clean(parts.path + ("?" + parts.query if parts.query else ""))
+        if parts.netloc and parts.path not in ("", "/")
+        else _clean(url)
+    )
 
 
 def _span(seconds: float) -> str:
@@ -126,7 +130,11 @@ def _span(seconds: float) -> str:
         return f"{max(seconds, 0) * 1000:.0f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    return f"{seconds:.0f} s" if seconds < 99.5 else f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 99.5
+        else f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
+    )
 
 
 def _ago(age: float | None) -> str:
@@ -144,9 +152,20 @@ def render(snapshot: Snapshot, width: int) -> RenderableType:
     """For rich.live.Live. The height depends on the width and on how many sources and hosts there are, not on what happens, so nothing jumps."""
     s, inner = snapshot, max(width, 42) - 2
     wide = inner >= 74
-    lines: list[Text] = [_header(s, inner), Text(), *_beside(s, inner, wide), Text(), *_events(s, inner, wide), Text()]
+    lines: list[Text] = [
+        _header(s, inner),
+        Text(),
+        *_beside(s, inner, wide),
+        Text(),
+        *_events(s, inner, wide),
+        Text(),
+    ]
     lines += [_outputs(s, inner), *_fill(_changes(s, inner, 3), 3), Text()]
-    lines += [_heading("delayed", f"{s.counts.delayed}   ") + _heading("dead", f"{s.counts.dead}"), *_fill(_set_aside(s, inner, 4), 4), _remark(s, inner)]
+    lines += [
+        _heading("delayed", f"{s.counts.delayed}   ") + _heading("dead", f"{s.counts.dead}"),
+        *_fill(_set_aside(s, inner, 4), 4),
+        _remark(s, inner),
+    ]
     picture = Text("\n").join(lines)
     picture.no_wrap, picture.overflow = True, "ellipsis"
     return Padding(picture, (0, 1))
@@ -174,12 +193,18 @@ def _row(width: int, mark: Text, what: str, why: Text) -> Text:
     """The three columns that records and what is set aside share."""
     name = min(44, (width - 8) * 2 // 5)
     # assembled, not added: the first part's style would colour the whole row
-    return Text.assemble(_line(8, mark), _line(name, Text(what)), "  ", _line(width - 10 - name, why))
+    return Text.assemble(
+        _line(8, mark), _line(name, Text(what)), "  ", _line(width - 10 - name, why)
+    )
 
 
 def _header(s: Snapshot, width: int) -> Text:
     running = _clock(s.elapsed) + (f" of {_clock(s.total)}" if s.total is not None else "")
-    return _line(width, Text.assemble((s.title, "bold cyan"), ("   " + _clean(s.address), _SOFT)), Text(running, "bold"))
+    return _line(
+        width,
+        Text.assemble((s.title, "bold cyan"), ("   " + _clean(s.address), _SOFT)),
+        Text(running, "bold"),
+    )
 
 
 def _beside(s: Snapshot, inner: int, wide: bool) -> Iterable[Text]:
@@ -189,14 +214,26 @@ def _beside(s: Snapshot, inner: int, wide: bool) -> Iterable[Text]:
     if not wide:
         return (*left, *right)
     rows = max(len(left), len(right))
-    return (_line(half, a) + Text("    ") + b for a, b in zip(_fill(left, rows), _fill(right, rows), strict=True))
+    return (
+        _line(half, a) + Text("    ") + b
+        for a, b in zip(_fill(left, rows), _fill(right, rows), strict=True)
+    )
 
 
 def _sources(s: Snapshot, width: int) -> Iterable[Text]:
     for source in s.sources:
         fresh = source.age is not None and source.age < 1
-        right = Text.assemble((f"{source.events:>6}", "bold"), (f"  {_ago(source.age):>9}", "cyan" if fresh else _SOFT))
-        yield _line(width, Text.assemble(("● " if fresh else "○ ", "cyan" if fresh else _SOFT), _clean(source.name)), right)
+        right = Text.assemble(
+            (f"{source.events:>6}", "bold"),
+            (f"  {_ago(source.age):>9}", "cyan" if fresh else _SOFT),
+        )
+        yield _line(
+            width,
+            Text.assemble(
+                ("● " if fresh else "○ ", "cyan" if fresh else _SOFT), _clean(source.name)
+            ),
+            right,
+        )
 
 
 def _hosts(s: Snapshot, width: int) -> Iterable[Text]:
@@ -219,17 +256,33 @@ def _events(s: Snapshot, inner: int, wide: bool) -> Iterable[Text]:
     cells = [(getattr(s.counts, name), label, style) for name, label, style in _STATES]
     if wide:  # figures above their names, each in a place of its own
         size = inner // len(cells)
-        yield Text().join(_line(size, Text(f"{count}", f"bold {style}" if count else _SOFT)) for count, _, style in cells)
-        yield Text().join(_line(size, Text(label, "" if count else _SOFT)) for count, label, _ in cells)
+        yield Text().join(
+            _line(size, Text(f"{count}", f"bold {style}" if count else _SOFT))
+            for count, _, style in cells
+        )
+        yield Text().join(
+            _line(size, Text(label, "" if count else _SOFT)) for count, label, _ in cells
+        )
         return
     for part in (cells[:3], cells[3:]):
-        yield Text().join(_line(inner // 3, Text.assemble((f"{count} ", f"bold {style}" if count else _SOFT), (label, _SOFT))) for count, label, style in part)
+        yield Text().join(
+            _line(
+                inner // 3,
+                Text.assemble((f"{count} ", f"bold {style}" if count else _SOFT), (label, _SOFT)),
+            )
+            for count, label, style in part
+        )
 
 
 def _latency(s: Snapshot) -> Text:
     if s.p50 is None or s.p95 is None:
         return Text("event → row", _SOFT)
-    return Text.assemble(("event → row  p50 ", _SOFT), (_span(s.p50), "bold"), ("  p95 ", _SOFT), (_span(s.p95), "bold"))
+    return Text.assemble(
+        ("event → row  p50 ", _SOFT),
+        (_span(s.p50), "bold"),
+        ("  p95 ", _SOFT),
+        (_span(s.p95), "bold"),
+    )
 
 
 def _stacked(counts: Counts, width: int) -> Text:
@@ -244,15 +297,26 @@ def _stacked(counts: Counts, width: int) -> Text:
 
 
 def _outputs(s: Snapshot, width: int) -> Text:
-    silent = [(f" · {count} {label}", "yellow" if count else _SOFT) for count, label in ((s.empty, "empty"), (s.unmatched, "unmatched"))]
-    return _line(width, _heading("records", f"{s.records} rows · {s.changes} changes · {s.unchanged} unchanged") + Text.assemble(*silent))
+    silent = [
+        (f" · {count} {label}", "yellow" if count else _SOFT)
+        for count, label in ((s.empty, "empty"), (s.unmatched, "unmatched"))
+    ]
+    return _line(
+        width,
+        _heading("records", f"{s.records} rows · {s.changes} changes · {s.unchanged} unchanged")
+        + Text.assemble(*silent),
+    )
 
 
 def _changes(s: Snapshot, width: int, count: int) -> Iterable[Text]:
     if not s.moved:
         yield _line(width, Text("no price has moved yet", _SOFT))
     for n, moved in enumerate(s.moved[:count]):
-        arrow = Text.assemble((_clean(moved.old), _SOFT), (" → ", _SOFT), (_clean(moved.new), "bold green" if n == 0 else "green"))
+        arrow = Text.assemble(
+            (_clean(moved.old), _SOFT),
+            (" → ", _SOFT),
+            (_clean(moved.new), "bold green" if n == 0 else "green"),
+        )
         yield _row(width, Text(_clean(moved.field), _SOFT), _clean(moved.what), arrow)
 
 
@@ -265,7 +329,12 @@ def _set_aside(s: Snapshot, width: int, count: int) -> Iterable[Text]:
     for item in dead:
         yield _row(width, Text("dead", "red"), _path(item.url), Text(_clean(item.reason)))
     for delayed in waiting:
-        yield _row(width, Text(_span(delayed.left), "yellow"), _path(delayed.url), Text(_clean(delayed.reason)))
+        yield _row(
+            width,
+            Text(_span(delayed.left), "yellow"),
+            _path(delayed.url),
+            Text(_clean(delayed.reason)),
+        )
 
 
 def _remark(s: Snapshot, width: int) -> Text:
@@ -273,8 +342,17 @@ def _remark(s: Snapshot, width: int) -> Text:
     if s.breaker:
         return _line(width, Text.assemble(("■ stopped  ", "bold red"), _clean(s.breaker)))
     if s.empty or s.unmatched:
-        found = [f"{s.empty} gave nothing"] * bool(s.empty) + [f"{s.unmatched} fit no extractor"] * bool(s.unmatched)
-        return _line(width, Text.assemble(("▲ pages without a row: ", "bold yellow"), (", ".join(found), "yellow"), (f"   {_clean(s.notice)}", _SOFT)))
+        found = [f"{s.empty} gave nothing"] * bool(s.empty) + [
+            f"{s.unmatched} fit no extractor"
+        ] * bool(s.unmatched)
+        return _line(
+            width,
+            Text.assemble(
+                ("▲ pages without a row: ", "bold yellow"),
+                (", ".join(found), "yellow"),
+                (f"   {_clean(s.notice)}", _SOFT),
+            ),
+        )
     return _line(width, Text(_clean(s.notice), _SOFT))
 
 
@@ -284,16 +362,40 @@ def _remark(s: Snapshot, width: int) -> Text:
 def plain(snapshot: Snapshot, before: Snapshot | None = None) -> str:
     """For logs and pipes: one line of figures, and a line for everything that is new since `before`."""
     s, was = snapshot, before or Snapshot(elapsed=0)
-    figures = [f"{getattr(s.counts, name)} {label}" for name, label, _ in _STATES if getattr(s.counts, name)]
-    line = f"{s.elapsed:6.1f} s  {s.counts.accepted} accepted" + (f" ({', '.join(figures)})" if figures else "")
+    figures = [
+        f"{getattr(s.counts, name)} {label}"
+        for name, label, _ in _STATES
+        if getattr(s.counts, name)
+    ]
+    line = f"{s.elapsed:6.1f} s  {s.counts.accepted} accepted" + (
+        f" ({', '.join(figures)})" if figures else ""
+    )
     line += f"  {s.records} {'row' if s.records == 1 else 'rows'}, {s.changes} {'change' if s.changes == 1 else 'changes'}"
-    line += "".join(f", {count} {label}" for count, label in ((s.unchanged, "unchanged"), (s.empty, "empty"), (s.unmatched, "unmatched")) if count)
+    line += "".join(
+        f", {count} {label}"
+        for count, label in (
+            (s.unchanged, "unchanged"),
+            (s.empty, "empty"),
+            (s.unmatched, "unmatched"),
+        )
+        if count
+    )
     if s.p50 is not None and s.p95 is not None:
         line += f"  event→row p50 {_span(s.p50)}, p95 {_span(s.p95)}"
     seen, known, buried = {m.id for m in was.moved}, {w.url for w in was.waiting}, set(was.dead)
-    news = [f"changed  {_clean(m.what)}: {_clean(m.field)} {_clean(m.old)} → {_clean(m.new)}" for m in reversed(s.moved) if m.id not in seen]
-    news += [f"delayed  {_clean(w.url)}: {_clean(w.reason)}, {_span(w.left)} left" for w in s.waiting if w.url not in known]
-    news += [f"dead     {_clean(d.url)}: {_clean(d.reason)}" for d in reversed(s.dead) if d not in buried]
+    news = [
+        f"changed  {_clean(m.what)}: {_clean(m.field)} {_clean(m.old)} → {_clean(m.new)}"
+        for m in reversed(s.moved)
+        if m.id not in seen
+    ]
+    news += [
+        f"delayed  {_clean(w.url)}: {_clean(w.reason)}, {_span(w.left)} left"
+        for w in s.waiting
+        if w.url not in known
+    ]
+    news += [
+        f"dead     {_clean(d.url)}: {_clean(d.reason)}" for d in reversed(s.dead) if d not in buried
+    ]
     news += [f"stopped  {_clean(s.breaker)}"] * bool(s.breaker and s.breaker != was.breaker)
     news += [f"note     {_clean(s.notice)}"] * bool(s.notice and s.notice != was.notice)
     return "\n".join([line, *("          " + item for item in news)])

@@ -42,7 +42,10 @@ def text(e: Ending) -> tuple[Text, Text]:
         to.append_text(Text.assemble(*parts)).append("\n")
 
     first = f"; the first row came after {e.first_row:.1f} s" if e.first_row is not None else ""
-    line(("Done", "bold green") if n.get("records") else ("No record was written", "bold red"), f" after {e.elapsed:.1f} s{first}.")
+    line(
+        ("Done", "bold green") if n.get("records") else ("No record was written", "bold red"),
+        f" after {e.elapsed:.1f} s{first}.",
+    )
     line(f"{c.accepted} events: {', '.join(states) or 'none'}.")
     line()
     line("In ", (_place(e), "bold"), ":")
@@ -55,7 +58,11 @@ def text(e: Ending) -> tuple[Text, Text]:
     again = program(e.out)
     line(("Try:", "bold"), to=typed)
     line("  ", (f"cd {shlex.quote(_place(e))}", "cyan"), to=typed)
-    for command, about in (("status", "how much of everything"), ("trace last", "what happened to the newest event"), ("dlq ls", "what is dead, and why")):
+    for command, about in (
+        ("status", "how much of everything"),
+        ("trace last", "what happened to the newest event"),
+        ("dlq ls", "what is dead, and why"),
+    ):
         line("  ", (f"{again} {command:<12}", "cyan"), (about, "dim"), to=typed)
     typed.rstrip()
     return made, typed
@@ -65,7 +72,11 @@ def text(e: Ending) -> tuple[Text, Text]:
 
 
 def _place(e: Ending) -> str:
-    return str(e.out.relative_to(e.cwd)) if e.out.is_relative_to(e.cwd) and e.out != e.cwd else str(e.out)
+    return (
+        str(e.out.relative_to(e.cwd))
+        if e.out.is_relative_to(e.cwd) and e.out != e.cwd
+        else str(e.out)
+    )
 
 
 def _files(out: Path) -> list[tuple[str, str, str]]:
@@ -77,7 +88,9 @@ def _files(out: Path) -> list[tuple[str, str, str]]:
     if (file := out / "changes.txt").exists():
         found.append((file.name, f"{_lines(file)} lines", "what the on_change hook wrote"))
     found.append(("shop.py", "", "the pipeline; penstock.toml has its settings"))
-    found.append(("shop.log", f"{_lines(out / 'shop.log')} lines", "what the shop was asked, by its own log"))
+    found.append(
+        ("shop.log", f"{_lines(out / 'shop.log')} lines", "what the shop was asked, by its own log")
+    )
     return found
 
 
@@ -102,7 +115,15 @@ def _rows(file: Path) -> int:
 def visits(requests: Path, limited: str) -> list[Entry]:
     """When the limited edition's page was asked for, by the shop's log."""
     port = urlsplit(limited).port
-    return [entry for entry in read_log(requests) if entry.port == port and entry.path.startswith("/product/")] if requests.exists() else []
+    return (
+        [
+            entry
+            for entry in read_log(requests)
+            if entry.port == port and entry.path.startswith("/product/")
+        ]
+        if requests.exists()
+        else []
+    )
 
 
 def _limited(e: Ending) -> list[str]:
@@ -112,13 +133,17 @@ def _limited(e: Ending) -> list[str]:
     said = f"{asked[0].path} answered 429 with Retry-After"
     if len(asked) == 1:
         return [f"{said}; the demo ended before it was asked again."]
-    return [f"{said}; it was asked again {(asked[1].at - asked[0].at) / 1e6:.1f} s later and answered {asked[-1].status}."]
+    return [
+        f"{said}; it was asked again {(asked[1].at - asked[0].at) / 1e6:.1f} s later and answered {asked[-1].status}."
+    ]
 
 
 def _dead(e: Ending) -> list[str]:
     shown = e.look.dead[:3]
     said = [f"{urlsplit(letter.url).path} is dead: {letter.reason}." for letter in shown]
-    return said + [f"… and {e.look.counts.dead - len(shown)} more are dead."] * (e.look.counts.dead > len(shown))
+    return said + [f"… and {e.look.counts.dead - len(shown)} more are dead."] * (
+        e.look.counts.dead > len(shown)
+    )
 
 
 def _redesigned(e: Ending) -> list[str]:
@@ -126,7 +151,9 @@ def _redesigned(e: Ending) -> list[str]:
         return []
     empty = e.look.counters.get("empty", 0)
     pages = "1 page" if empty == 1 else f"{empty} pages"
-    return [f"The shop was redesigned after {e.redesigned:.0f} s; since then {pages} gave no row: `empty` in `status`. The last good rows stay."]
+    return [
+        f"The shop was redesigned after {e.redesigned:.0f} s; since then {pages} gave no row: `empty` in `status`. The last good rows stay."
+    ]
 
 
 # -- what to try -------------------------------------------------------------------------------------------------------
@@ -140,7 +167,11 @@ def program(out: Path) -> str:
     if called.name != "penstock":
         return f"{shlex.quote(sys.executable)} -m penstock.cli.main"
     found = shutil.which("penstock")
-    return "penstock" if found and called.exists() and os.path.samefile(found, called) else shlex.quote(_shorter(called.absolute(), out))
+    return (
+        "penstock"
+        if found and called.exists() and os.path.samefile(found, called)
+        else shlex.quote(_shorter(called.absolute(), out))
+    )
 
 
 def _shorter(path: Path, start: Path) -> str:

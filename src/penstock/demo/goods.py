@@ -100,13 +100,39 @@ def _catalogue() -> tuple[Product, ...]:
     products = []
     for category, goods in _LISTED.items():
         for n, (name, price, blurb) in enumerate(goods, 1):
-            products.append(Product(f"{category[:3].upper()}-{n:03d}", slug(name), name, category, Decimal(price), blurb, stock=3 + (n * 7 + len(name)) % 40))
+            products.append(
+                Product(
+                    f"{category[:3].upper()}-{n:03d}",
+                    slug(name),
+                    name,
+                    category,
+                    Decimal(price),
+                    blurb,
+                    stock=3 + (n * 7 + len(name)) % 40,
+                )
+            )
     # The listing somebody saved half-finished: a fine page with an empty SKU, so the extractor's key is empty and the event ends dead, with that reason.
-    products.append(Product("", BROKEN, "Mystery Box", "Garden", Decimal("25.00"), "We are still deciding what goes into it.", stock=1))
+    products.append(
+        Product(
+            "",
+            BROKEN,
+            "Mystery Box",
+            "Garden",
+            Decimal("25.00"),
+            "We are still deciding what goes into it.",
+            stock=1,
+        )
+    )
     return tuple(products)
 
 
 PRODUCTS = _catalogue()
 LIMITED = Product(
-    "LTD-001", "founders-kettle", "The Founder's Kettle", "Coffee", Decimal("180.00"), "Fifty were made. Please do not all knock at once.", stock=50
+    "LTD-001",
+    "founders-kettle",
+    "The Founder's Kettle",
+    "Coffee",
+    Decimal("180.00"),
+    "Fifty were made. Please do not all knock at once.",
+    stock=50,
 )

@@ -7,8 +7,12 @@ from penstock import Change, Page, Pipeline
 SHOP = "http://127.0.0.1:8000"
 
 shop = Pipeline("shop")
-shop.source(f"sitemap+{SHOP}/seeds.txt", name="seeds")  # a list of URLs is a sitemap too; the rest is found by following links
-shop.source(f"feed+{SHOP}/feed.xml", name="changes", every="1s", priority="high")  # an entry for every price that moved
+shop.source(
+    f"sitemap+{SHOP}/seeds.txt", name="seeds"
+)  # a list of URLs is a sitemap too; the rest is found by following links
+shop.source(
+    f"feed+{SHOP}/feed.xml", name="changes", every="1s", priority="high"
+)  # an entry for every price that moved
 
 
 @shop.extract(match="*/product/*", version=1, key="sku")

@@ -46,7 +46,13 @@ class Shop:
     """
 
     def __init__(
-        self, *, seed: int = 7, clock: Callable[[], float] = time.time, every: tuple[float, float] = (1.0, 3.0), retry_after: float = 3.0, refusals: int = 1
+        self,
+        *,
+        seed: int = 7,
+        clock: Callable[[], float] = time.time,
+        every: tuple[float, float] = (1.0, 3.0),
+        retry_after: float = 3.0,
+        refusals: int = 1,
     ) -> None:
         self._clock, self._every = clock, every
         self._random = random.Random(seed)
@@ -82,8 +88,14 @@ class Shop:
         """A few per cent up or down, pulled back towards the list price, ending as shops' prices do; never the same as before."""
         listed = _LIST_PRICES[product.slug]
         pull = float(listed - product.price) / float(listed)
-        cents = round(float(product.price) * (1 + self._random.uniform(-0.12, 0.12) + pull / 3) * 100)
-        new = Decimal(cents - cents % 10 + 9) / 100 if cents < 2000 else Decimal(cents - cents % 50 + 49) / 100
+        cents = round(
+            float(product.price) * (1 + self._random.uniform(-0.12, 0.12) + pull / 3) * 100
+        )
+        new = (
+            Decimal(cents - cents % 10 + 9) / 100
+            if cents < 2000
+            else Decimal(cents - cents % 50 + 49) / 100
+        )
         return new if new != product.price else new + Decimal("0.50")
 
     def redesign(self, slugs: Iterable[str] | None = None) -> None:
@@ -104,8 +116,16 @@ class Shop:
 
     def seeds(self) -> list[str]:
         """Two products of every category, the broken and the limited one; the rest is found by following `a.related`."""
-        first = [p.slug for category in CATEGORIES for p in [p for p in PRODUCTS if p.category == category and p.slug != BROKEN][:2]]
-        early = (*first[:2], BROKEN, *first[2:])  # before a redesign could hide what is wrong with it
+        first = [
+            p.slug
+            for category in CATEGORIES
+            for p in [p for p in PRODUCTS if p.category == category and p.slug != BROKEN][:2]
+        ]
+        early = (
+            *first[:2],
+            BROKEN,
+            *first[2:],
+        )  # before a redesign could hide what is wrong with it
         return [*(self.url(slug) for slug in early), f"{self.limited}/product/{LIMITED.slug}"]
 
     def url(self, slug: str) -> str:
@@ -127,18 +147,42 @@ class Shop:
                 return reply(self._page(self._goods[slug]), HTML)
             case ["category", slug] if any(storefront.slug(c) == slug for c in CATEGORIES):
                 name = next(c for c in CATEGORIES if storefront.slug(c) == slug)
-                return reply(storefront.category(name, [p for p in self.products if p.category == name]), HTML)
+                return reply(
+                    storefront.category(name, [p for p in self.products if p.category == name]),
+                    HTML,
+                )
             case ["seeds.txt"]:
                 return reply("".join(url + "\n" for url in self.seeds()), TEXT)
             case ["changes.json"]:
                 return self._change_list(request)
             case ["feed.xml"]:
-                return reply(storefront.feed(self.base, [(c.id, c.at, c.product, c.old, c.new) for c in list(self._changes)[-IN_FEED:][::-1]]), XML)
+                return reply(
+                    storefront.feed(
+                        self.base,
+                        [
+                            (c.id, c.at, c.product, c.old, c.new)
+                            for c in list(self._changes)[-IN_FEED:][::-1]
+                        ],
+                    ),
+                    XML,
+                )
             case ["sitemap.xml"]:
-                return reply(storefront.sitemap_index([(self.base + path, max(at for _, at in pages)) for path, pages in self._sitemaps().items()]), XML)
+                return reply(
+                    storefront.sitemap_index(
+                        [
+                            (self.base + path, max(at for _, at in pages))
+                            for path, pages in self._sitemaps().items()
+                        ]
+                    ),
+                    XML,
+                )
             case [name] if f"/{name}" in (maps := self._sitemaps()):
                 made = storefront.sitemap(maps[f"/{name}"]).encode()
-                return reply(gzip.compress(made, mtime=0), "application/gzip") if name.endswith(".gz") else reply(made, XML)
+                return (
+                    reply(gzip.compress(made, mtime=0), "application/gzip")
+                    if name.endswith(".gz")
+                    else reply(made, XML)
+                )
             case ["api", "products.json"]:
                 return self._products(request)
             case ["robots.txt"]:
@@ -148,12 +192,20 @@ class Shop:
 
     def _page(self, product: Product) -> str:
         related = [self._goods[slug] for slug in _related(product.slug)]
-        return storefront.product(product, related, broken=product.slug == BROKEN, redesigned=product.slug in self._redesigned)
+        return storefront.product(
+            product,
+            related,
+            broken=product.slug == BROKEN,
+            redesigned=product.slug in self._redesigned,
+        )
 
     def _sitemaps(self) -> dict[str, list[tuple[str, float]]]:
         """The products in two parts, as large shops have them: one packed, one plain."""
         pages = [(self.url(slug), at) for slug, at in self._moved.items()]
-        return {"/sitemap-1.xml.gz": pages[: len(pages) // 2], "/sitemap-2.xml": pages[len(pages) // 2 :]}
+        return {
+            "/sitemap-1.xml.gz": pages[: len(pages) // 2],
+            "/sitemap-2.xml": pages[len(pages) // 2 :],
+        }
 
     def _products(self, request: Request) -> Reply:
         """Page by page, the next one named in the body and in the Link header. What has no number yet is not for sale."""
@@ -162,14 +214,20 @@ class Shop:
             return json_reply({"error": "page must be a number from 1 up"}, 400)
         listed = [p for p in self._goods.values() if p.sku]
         at = (int(page) - 1) * PAGE_OF_PRODUCTS
-        following = f"/api/products.json?page={int(page) + 1}" if at + PAGE_OF_PRODUCTS < len(listed) else None
+        following = (
+            f"/api/products.json?page={int(page) + 1}"
+            if at + PAGE_OF_PRODUCTS < len(listed)
+            else None
+        )
         products = [
             {"sku": p.sku, "name": p.name, "url": f"/product/{p.slug}", "price": str(p.price), "currency": CURRENCY, "stock": p.stock,
              "changed": storefront.iso(self._moved[p.slug])}
             for p in listed[at : at + PAGE_OF_PRODUCTS]
         ]  # fmt: skip
         body = {"products": products, "next": following}
-        return json_reply(body, link=f'<{following}>; rel="next"') if following else json_reply(body)
+        return (
+            json_reply(body, link=f'<{following}>; rel="next"') if following else json_reply(body)
+        )
 
     def _change_list(self, request: Request) -> Reply:
         after = request.params.get("after", "0")
@@ -198,7 +256,12 @@ class Shop:
                 self._open_again = now + self._retry_after
             wait = max(1, math.ceil(self._open_again - now))
             return reply(storefront.busy(wait), HTML, 429, retry_after=str(wait))
-        return tagged(request, reply(storefront.product(LIMITED, [], redesigned=LIMITED.slug in self._redesigned), HTML))
+        return tagged(
+            request,
+            reply(
+                storefront.product(LIMITED, [], redesigned=LIMITED.slug in self._redesigned), HTML
+            ),
+        )
 
 
 def _related(slug: str) -> list[str]:
@@ -207,16 +270,24 @@ def _related(slug: str) -> list[str]:
     here = slugs.index(slug)
     siblings = [p.slug for p in PRODUCTS if p.category == PRODUCTS[here].category]
     mine = siblings.index(slug)
-    wanted = [siblings[(mine + 1) % len(siblings)], siblings[(mine + 2) % len(siblings)], slugs[(here + 7) % len(slugs)]]
+    wanted = [
+        siblings[(mine + 1) % len(siblings)],
+        siblings[(mine + 2) % len(siblings)],
+        slugs[(here + 7) % len(slugs)],
+    ]
     return list(dict.fromkeys(s for s in wanted if s not in (slug, BROKEN)))
 
 
 @contextlib.asynccontextmanager
-async def serve(shop: Shop, *, port: int = 0, limited_port: int = 0, log: str | os.PathLike[str] | None = None) -> AsyncIterator[Web]:
+async def serve(
+    shop: Shop, *, port: int = 0, limited_port: int = 0, log: str | os.PathLike[str] | None = None
+) -> AsyncIterator[Web]:
     """The shop on two ports of loopback; its addresses are in `shop.base` and `shop.limited`."""
     async with Web(shop.answer, port=port, log=log) as web:
         shop.base = web.url("")
-        shop.limited = web.url("", port=await web.listen(port=limited_port, handler=shop.answer_limited))
+        shop.limited = web.url(
+            "", port=await web.listen(port=limited_port, handler=shop.answer_limited)
+        )
         yield web
 
 
@@ -228,22 +299,45 @@ async def _main(options: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGUSR1, shop.redesign)
     async with serve(shop, port=options.port, limited_port=options.limited_port, log=options.log):
-        print(json.dumps({"url": shop.base, "limited": shop.limited, "pid": os.getpid()}), flush=True)
+        print(
+            json.dumps({"url": shop.base, "limited": shop.limited, "pid": os.getpid()}), flush=True
+        )
         while not stop.is_set():
-            if options.with_parent and os.getppid() != parent:  # the demo that started us was killed
+            if (
+                options.with_parent and os.getppid() != parent
+            ):  # the demo that started us was killed
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), 1)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m penstock.demo.shop", description="The demo's shop, to look at or to scrape. SIGUSR1 redesigns it.")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one; the addresses are printed as one JSON line")
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.demo.shop",
+        description="The demo's shop, to look at or to scrape. SIGUSR1 redesigns it.",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        help="0: any free one; the addresses are printed as one JSON line",
+    )
     parser.add_argument("--limited-port", type=int, default=0)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--every", type=float, nargs=2, default=(1.0, 3.0), metavar=("FROM", "TO"), help="seconds between two price changes")
+    parser.add_argument(
+        "--every",
+        type=float,
+        nargs=2,
+        default=(1.0, 3.0),
+        metavar=("FROM", "TO"),
+        help="seconds between two price changes",
+    )
     parser.add_argument("--log", help="append one JSON line per request to this file")
-    parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one has ended")
+    parser.add_argument(
+        "--with-parent",
+        action="store_true",
+        help="end when the process that started this one has ended",
+    )
     asyncio.run(_main(parser.parse_args(argv)))
 
 

@@ -13,7 +13,18 @@ from xml.sax.saxutils import escape as xml
 
 from penstock.demo.goods import CATEGORIES, CURRENCY, LIMITED, SHOP, Product, slug
 
-__all__ = ["busy", "category", "feed", "front", "iso", "missing", "product", "sitemap", "sitemap_index", "slug"]
+__all__ = [
+    "busy",
+    "category",
+    "feed",
+    "front",
+    "iso",
+    "missing",
+    "product",
+    "sitemap",
+    "sitemap_index",
+    "slug",
+]
 
 _CSS = """
 :root{color-scheme:light dark;--paper:#fbf9f4;--card:#fff;--ink:#22282b;--soft:#6b7478;--line:#e4dfd3;--accent:#0f6e6e}
@@ -77,14 +88,22 @@ def _card(item: Product, *, related: bool = False) -> str:
 
 def front(products: Sequence[Product], limited: str) -> str:
     banner = f'<p><a class="card banner" href="{escape(limited)}/product/{LIMITED.slug}">{escape(LIMITED.name)} · {escape(LIMITED.blurb)}</a></p>'
-    return _document(SHOP, f"{banner}<h1>Good things, few of them</h1>\n<ul class=grid>{''.join(_card(p) for p in products)}</ul>")
+    return _document(
+        SHOP,
+        f"{banner}<h1>Good things, few of them</h1>\n<ul class=grid>{''.join(_card(p) for p in products)}</ul>",
+    )
 
 
 def category(name: str, products: Sequence[Product]) -> str:
-    return _document(f"{name} · {SHOP}", f"<h1>{escape(name)}</h1>\n<ul class=grid>{''.join(_card(p) for p in products)}</ul>")
+    return _document(
+        f"{name} · {SHOP}",
+        f"<h1>{escape(name)}</h1>\n<ul class=grid>{''.join(_card(p) for p in products)}</ul>",
+    )
 
 
-def product(item: Product, related: Sequence[Product], *, broken: bool = False, redesigned: bool = False) -> str:
+def product(
+    item: Product, related: Sequence[Product], *, broken: bool = False, redesigned: bool = False
+) -> str:
     described = {
         "@context": "https://schema.org", "@type": "Product", "sku": item.sku, "name": item.name, "category": item.category, "description": item.blurb,
         "offers": {"@type": "Offer", "price": str(item.price), "priceCurrency": CURRENCY, "availability": "https://schema.org/InStock"},
@@ -96,7 +115,11 @@ def product(item: Product, related: Sequence[Product], *, broken: bool = False, 
         price = f'<p class="cost__now"><data value="{item.price}">{money(item.price)}</data></p>'
     else:
         price = f'<p class="price" data-price="{item.price}">{money(item.price)}</p>'
-    shelf = f"<h2>Goes well with</h2>\n<ul class=grid>{''.join(_card(p, related=True) for p in related)}</ul>" if related else ""
+    shelf = (
+        f"<h2>Goes well with</h2>\n<ul class=grid>{''.join(_card(p, related=True) for p in related)}</ul>"
+        if related
+        else ""
+    )
     return _document(
         f"{item.name} · {SHOP}",
         f'<article data-sku="{escape(item.sku)}">\n{_picture(item)}\n<div>\n'
@@ -108,11 +131,17 @@ def product(item: Product, related: Sequence[Product], *, broken: bool = False, 
 
 
 def missing() -> str:
-    return _document(f"Not here · {SHOP}", "<h1>We do not have that</h1><p>It may have been sold, or never made.</p>")
+    return _document(
+        f"Not here · {SHOP}",
+        "<h1>We do not have that</h1><p>It may have been sold, or never made.</p>",
+    )
 
 
 def busy(seconds: int) -> str:
-    return _document(f"One at a time · {SHOP}", f"<h1>One at a time, please</h1><p>Come back in {seconds} seconds.</p>")
+    return _document(
+        f"One at a time · {SHOP}",
+        f"<h1>One at a time, please</h1><p>Come back in {seconds} seconds.</p>",
+    )
 
 
 def feed(base: str, changes: Sequence[tuple[int, float, Product, Decimal, Decimal]]) -> str:
@@ -133,10 +162,15 @@ def _rfc822(at: float) -> str:
 
 
 def sitemap(pages: Sequence[tuple[str, float]]) -> str:
-    entries = "".join(f"<url><loc>{xml(url)}</loc><lastmod>{iso(at)}</lastmod></url>\n" for url, at in pages)
+    entries = "".join(
+        f"<url><loc>{xml(url)}</loc><lastmod>{iso(at)}</lastmod></url>\n" for url, at in pages
+    )
     return f'<?xml version="1.0" encoding="utf-8"?>\n<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n{entries}</urlset>\n'
 
 
 def sitemap_index(parts: Sequence[tuple[str, float]]) -> str:
-    entries = "".join(f"<sitemap><loc>{xml(url)}</loc><lastmod>{iso(at)}</lastmod></sitemap>\n" for url, at in parts)
+    entries = "".join(
+        f"<sitemap><loc>{xml(url)}</loc><lastmod>{iso(at)}</lastmod></sitemap>\n"
+        for url, at in parts
+    )
     return f'<?xml version="1.0" encoding="utf-8"?>\n<sitemapindex xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n{entries}</sitemapindex>\n'

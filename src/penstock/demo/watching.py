@@ -28,7 +28,9 @@ class Look:
         self.sources = {state.name: state for state in sources}
         found = queries.standing(tx, broker)
         self.counters = found.counters
-        self.counts = Counts(**{name: sum(row[name] for row in found.topics.values()) for name in _STATES})
+        self.counts = Counts(
+            **{name: sum(row[name] for row in found.topics.values()) for name in _STATES}
+        )
         self.breaker = next(iter(found.paused.values()), "")
         self.hooks_waiting = found.changes_waiting
         self.delayed = queries.events(tx, status="delayed", limit=LISTED, broker=broker).events
@@ -42,7 +44,16 @@ class Look:
 class Watch:
     """Takes snapshots of one run. What it remembers: where it is in the hook's file, and when links were last followed."""
 
-    def __init__(self, running: Running, *, shop: str, limited: str, changes: Path, started: float, total: float | None) -> None:
+    def __init__(
+        self,
+        running: Running,
+        *,
+        shop: str,
+        limited: str,
+        changes: Path,
+        started: float,
+        total: float | None,
+    ) -> None:
         self._running, self._clock = running, running.clock
         self._shop, self._changes, self._started = shop, changes, started
         self.total = total  # seconds after which it ends by itself
@@ -85,15 +96,29 @@ class Watch:
         if followed > self._followed:
             self._followed, self._followed_at = followed, now
         read = ((title, look.sources.get(name)) for name, title in SOURCES.items())
-        made = [(title, state.events if state else 0, state.event_at if state else None) for title, state in read]
+        made = [
+            (title, state.events if state else 0, state.event_at if state else None)
+            for title, state in read
+        ]
         made.append(("links followed", followed, self._followed_at))
-        return tuple(Source(name, events, None if at is None else max(0.0, now - at)) for name, events, at in made)
+        return tuple(
+            Source(name, events, None if at is None else max(0.0, now - at))
+            for name, events, at in made
+        )
 
     def _rates(self, now: float) -> tuple[Host, ...]:
         asked = [host for at, host in self._running.signals.asked if at > now - LATELY]
         span = min(LATELY, max(1.0, self.elapsed))
         blocked = self._running.stores.claims.blocked_until
-        return tuple(Host(host, asked.count(host) / span, self._running.config.pace.rate, max(0.0, blocked(host) - now)) for host in self._hosts)
+        return tuple(
+            Host(
+                host,
+                asked.count(host) / span,
+                self._running.config.pace.rate,
+                max(0.0, blocked(host) - now),
+            )
+            for host in self._hosts
+        )
 
     def _tail(self) -> None:
         """`Title: €9.99 → €8.49`, a line for every change that a hook was told of; a half-written one waits."""

@@ -26,7 +26,9 @@ ALTER TABLE event SET (fillfactor=70);
 
 
 class PostgresLedger(SqlLedger):
-    def __init__(self, db: PostgresStore, clock: Clock, tracking: tuple[str, ...] = DEFAULT_TRACKING) -> None:
+    def __init__(
+        self, db: PostgresStore, clock: Clock, tracking: tuple[str, ...] = DEFAULT_TRACKING
+    ) -> None:
         week = int(clock.now() * 1e6) // WEEK
         self.schema = SCHEMA + HISTORY + ";".join([_making(week), _making(week + 1)])
         super().__init__(db, clock, tracking)
@@ -39,16 +41,29 @@ class PostgresLedger(SqlLedger):
         if looked == self._looked:
             return
         week = now // WEEK
-        tx.execute("SET LOCAL lock_timeout TO '2s'")  # everybody waits for us, so we do not wait for a reader
+        tx.execute(
+            "SET LOCAL lock_timeout TO '2s'"
+        )  # everybody waits for us, so we do not wait for a reader
         there = {int(name.removeprefix("history_w")) for name in _weeks(tx)}
         for missing in {week, week + 1} - there:
-            if tx.execute("SELECT 1 FROM history_rest WHERE at>=? AND at<? LIMIT 1", (missing * WEEK, (missing + 1) * WEEK)).get is None:
+            if (
+                tx.execute(
+                    "SELECT 1 FROM history_rest WHERE at>=? AND at<? LIMIT 1",
+                    (missing * WEEK, (missing + 1) * WEEK),
+                ).get
+                is None
+            ):
                 tx.execute(_making(missing))
         for passed in sorted(w for w in there if (w + 1) * WEEK <= before * 1e6):
             tx.execute(f"ALTER TABLE history DETACH PARTITION history_w{passed}")
-            tx.execute(f"INSERT INTO history_rest SELECT h.* FROM history_w{passed} h WHERE EXISTS(SELECT 1 FROM event e WHERE e.n=h.event)")
+            tx.execute(
+                f"INSERT INTO history_rest SELECT h.* FROM history_w{passed} h WHERE EXISTS(SELECT 1 FROM event e WHERE e.n=h.event)"
+            )
             tx.execute(f"DROP TABLE history_w{passed}")
-        tx.execute("DELETE FROM history_rest h WHERE at<? AND NOT EXISTS(SELECT 1 FROM event e WHERE e.n=h.event)", (int(before * 1e6),))
+        tx.execute(
+            "DELETE FROM history_rest h WHERE at<? AND NOT EXISTS(SELECT 1 FROM event e WHERE e.n=h.event)",
+            (int(before * 1e6),),
+        )
         tx.execute("SET LOCAL lock_timeout TO '30s'")
         self._looked = looked
 
@@ -62,9 +77,13 @@ def _making(week: int) -> str:
 
 
 def _weeks(tx: Tx) -> list[str]:
-    children = tx.execute("SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid=inhrelid WHERE inhparent='history'::regclass")
+    children = tx.execute(
+        "SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid=inhrelid WHERE inhparent='history'::regclass"
+    )
     return [name for (name,) in children if name.startswith("history_w")]
 
 
 def open_ledger(url: str, context: Context) -> PostgresLedger:
-    return PostgresLedger(context.server(url), context.clock, tracking(context.config.dedup.tracking))
+    return PostgresLedger(
+        context.server(url), context.clock, tracking(context.config.dedup.tracking)
+    )

@@ -57,7 +57,9 @@ _FETCHED = "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET p
 _BEGIN = "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?"
 _FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing')"
 _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"  # a recorded end takes back what its start counted as lost
-STANDING = "e.id, e.n, e.status, e.attempts, e.starts, e.crashes, e.accepted_at, e.not_before, e.fence"
+STANDING = (
+    "e.id, e.n, e.status, e.attempts, e.starts, e.crashes, e.accepted_at, e.not_before, e.fence"
+)
 OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
 decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
@@ -83,7 +85,9 @@ class SqlLedger:
 
     schema = SCHEMA + HISTORY
 
-    def __init__(self, db: SqlStore, clock: Clock, tracking: tuple[str, ...] = DEFAULT_TRACKING) -> None:
+    def __init__(
+        self, db: SqlStore, clock: Clock, tracking: tuple[str, ...] = DEFAULT_TRACKING
+    ) -> None:
         self.db, self.clock = db, clock
         # The key of a canonical URL, the same in every row and claim. Asked at every step of an event.
         self.url_key = lru_cache(1 << 13)(partial(url_key, tracking=tracking, canonical=True))
@@ -98,31 +102,75 @@ class SqlLedger:
 
     def known_in(self, tx: Tx, event_ids: Sequence[str]) -> set[str]:
         """Which of these were accepted before."""
-        return {id_ for (id_,) in tx.executemany("SELECT id FROM event WHERE id=?", [(id_,) for id_ in event_ids]).fetchall()}
+        return {
+            id_
+            for (id_,) in tx.executemany(
+                "SELECT id FROM event WHERE id=?", [(id_,) for id_ in event_ids]
+            ).fetchall()
+        }
 
     def enter_in(
-        self, tx: Tx, rows: Sequence[tuple[Event, bytes, int]], now: float, *, status: Status = Status.PENDING, not_before: float | None = None
+        self,
+        tx: Tx,
+        rows: Sequence[tuple[Event, bytes, int]],
+        now: float,
+        *,
+        status: Status = Status.PENDING,
+        not_before: float | None = None,
     ) -> None:
         """(event, envelope, position) of events that are new."""
         at = int(now * 1e6)
         numbers = tx.executemany(
             "INSERT INTO event(id, topic, position, source, trace, url, url_key, host, status, accepted_at, not_before) VALUES(?,?,?,?,?,?,?,?,?,?,?)"
             " RETURNING n",
-            [(e.id, e.topic, position, e.source, e.trace, e.url, self.url_key(e.url), e.key, status, e.accepted_at, not_before) for e, _, position in rows],
+            [
+                (
+                    e.id,
+                    e.topic,
+                    position,
+                    e.source,
+                    e.trace,
+                    e.url,
+                    self.url_key(e.url),
+                    e.key,
+                    status,
+                    e.accepted_at,
+                    not_before,
+                )
+                for e, _, position in rows
+            ],
         ).fetchall()
-        tx.executemany("INSERT INTO envelope VALUES(?,?)", [(n, envelope) for (n,), (_, envelope, _) in zip(numbers, rows, strict=True)])
-        tx.executemany("INSERT INTO history(event, at, status) VALUES(?,?,?)", [(n, at, status) for (n,) in numbers])
+        tx.executemany(
+            "INSERT INTO envelope VALUES(?,?)",
+            [(n, envelope) for (n,), (_, envelope, _) in zip(numbers, rows, strict=True)],
+        )
+        tx.executemany(
+            "INSERT INTO history(event, at, status) VALUES(?,?,?)",
+            [(n, at, status) for (n,) in numbers],
+        )
         for topic, n in Counter(e.topic for e, _, _ in rows).items():
             self.count_in(tx, topic, {status: n})
 
     def pending_in(self, tx: Tx, topic: str) -> int:
         """Accepted and not yet ended; O(1)."""
-        return tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE topic=? AND name IN ('pending','delayed','in_flight','writing')", (topic,)).get or 0
+        return (
+            tx.execute(
+                "SELECT coalesce(sum(n), 0) FROM counter WHERE topic=? AND name IN ('pending','delayed','in_flight','writing')",
+                (topic,),
+            ).get
+            or 0
+        )
 
     def has_open_in(self, tx: Tx, key: bytes) -> bool:
         """Is an event for this URL still to be fetched?"""
         newest = "SELECT status FROM event WHERE url_key=? ORDER BY n DESC LIMIT 8"
-        return tx.execute(f"SELECT 1 FROM ({newest}) AS newest WHERE status IN ('pending','delayed') LIMIT 1", (key,)).get is not None
+        return (
+            tx.execute(
+                f"SELECT 1 FROM ({newest}) AS newest WHERE status IN ('pending','delayed') LIMIT 1",
+                (key,),
+            ).get
+            is not None
+        )
 
     def owner_in(self, tx: Tx, event_id: str, next_: str | None) -> Claim | None:
         """How far the owner of a claim has come; None where it died or is forgotten, and the claim is free."""
@@ -130,24 +178,42 @@ class SqlLedger:
         if row is None or row[1] in ("dead", "duplicate") or row[2] is None:
             return None
         n, status, asked_at = row
-        waits = status in ("pending", "delayed") and tx.execute("SELECT 1 FROM fetched WHERE event=?", (n,)).get is None
+        waits = (
+            status in ("pending", "delayed")
+            and tx.execute("SELECT 1 FROM fetched WHERE event=?", (n,)).get is None
+        )
         return Claim(event_id, 0.0 if waits else asked_at, status == "success", next_)
 
     def baseline_in(self, tx: Tx, event_id: str) -> Baseline | None:
         """What a success left behind: for conditional requests and change detection."""
-        row = tx.execute("SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n WHERE e.id=? AND e.status='success'", (event_id,)).get
+        row = tx.execute(
+            "SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n WHERE e.id=? AND e.status='success'",
+            (event_id,),
+        ).get
         if row is None:
             return None
         headers = decode_meta(row[1]).headers
-        return Baseline(etag=headers.get("etag"), last_modified=headers.get("last-modified"), response_hash=row[0], page=row[0], extractors=row[2] or "")
+        return Baseline(
+            etag=headers.get("etag"),
+            last_modified=headers.get("last-modified"),
+            response_hash=row[0],
+            page=row[0],
+            extractors=row[2] or "",
+        )
 
     def is_fresh_in(self, tx: Tx, owner: str, since: float) -> bool:
         """Is the claim's owner still at it, or did it ask since then?"""
         row = tx.execute("SELECT status, asked_at FROM event WHERE id=?", (owner,)).get
-        return row is not None and (row[0] in ("pending", "delayed", "in_flight", "writing") or (row[0] == "success" and (row[1] or 0.0) >= since))
+        return row is not None and (
+            row[0] in ("pending", "delayed", "in_flight", "writing")
+            or (row[0] == "success" and (row[1] or 0.0) >= since)
+        )
 
     def first_in_trace_in(self, tx: Tx, trace: str, key: bytes, now: float) -> bool:
-        tx.execute("INSERT INTO seen VALUES(?,?,?) ON CONFLICT(trace, url_key) DO NOTHING", (trace, key, now))
+        tx.execute(
+            "INSERT INTO seen VALUES(?,?,?) ON CONFLICT(trace, url_key) DO NOTHING",
+            (trace, key, now),
+        )
         return tx.changes() == 1
 
     # -- on the way --------------------------------------------------------------------------------------------------------
@@ -158,13 +224,29 @@ class SqlLedger:
     def standings_in(self, tx: Tx, event_ids: Sequence[str]) -> dict[str, Standing]:
         """Of those that are known."""
         found: dict[str, Standing] = {}
-        for id_, n, status, attempts, starts, crashes, accepted_at, not_before, fence in self._standing_rows(tx, event_ids):
-            page, meta = (starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get) or (None, None)
-            found[id_] = Standing(n, status, attempts, starts, crashes, page, meta, accepted_at, not_before, fence)
+        for (
+            id_,
+            n,
+            status,
+            attempts,
+            starts,
+            crashes,
+            accepted_at,
+            not_before,
+            fence,
+        ) in self._standing_rows(tx, event_ids):
+            page, meta = (
+                starts and tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get
+            ) or (None, None)
+            found[id_] = Standing(
+                n, status, attempts, starts, crashes, page, meta, accepted_at, not_before, fence
+            )
         return found
 
     def _standing_rows(self, tx: Tx, event_ids: Sequence[str]) -> list[Any]:
-        rows: list[Any] = tx.executemany(f"SELECT {STANDING} FROM event e WHERE e.id=?", [(id_,) for id_ in event_ids]).fetchall()
+        rows: list[Any] = tx.executemany(
+            f"SELECT {STANDING} FROM event e WHERE e.id=?", [(id_,) for id_ in event_ids]
+        ).fetchall()
         return rows
 
     def found_at_in(self, tx: Tx, n: int, position: int) -> None:
@@ -173,37 +255,71 @@ class SqlLedger:
 
     def failures_in(self, tx: Tx, n: int) -> dict[str, int]:
         """Failures put on record by class, since the event was last given a new budget."""
-        since = tx.execute("SELECT coalesce(max(at), 0) FROM history WHERE event=? AND status='dead'", (n,)).get
-        return dict(tx.execute("SELECT class, count(*) FROM history WHERE event=? AND at>? AND status='delayed' AND class<>'' GROUP BY class", (n, since)))
+        since = tx.execute(
+            "SELECT coalesce(max(at), 0) FROM history WHERE event=? AND status='dead'", (n,)
+        ).get
+        return dict(
+            tx.execute(
+                "SELECT class, count(*) FROM history WHERE event=? AND at>? AND status='delayed' AND class<>'' GROUP BY class",
+                (n, since),
+            )
+        )
 
     def duplicate_in(self, tx: Tx, event: Event, was: Standing, of: str, now: float) -> None:
         reason = f"duplicate of {of}"
-        tx.execute("UPDATE event SET status='duplicate', duplicate_of=?, finished_at=?, reason=? WHERE n=?", (of, now, reason, was.n))
+        tx.execute(
+            "UPDATE event SET status='duplicate', duplicate_of=?, finished_at=?, reason=? WHERE n=?",
+            (of, now, reason, was.n),
+        )
         self._note(tx, was.n, now, "duplicate", reason=reason)
         self.count_in(tx, event.topic, {was.status: -1, "duplicate": 1})
 
-    def delay_in(self, tx: Tx, event: Event, was: Standing, until: float, reason: str, now: float) -> None:
-        tx.execute("UPDATE event SET status='delayed', not_before=?, reason=? WHERE n=?", (until, reason, was.n))
+    def delay_in(
+        self, tx: Tx, event: Event, was: Standing, until: float, reason: str, now: float
+    ) -> None:
+        tx.execute(
+            "UPDATE event SET status='delayed', not_before=?, reason=? WHERE n=?",
+            (until, reason, was.n),
+        )
         self._note(tx, was.n, now, "delayed", reason=reason)
         if was.status != "delayed":  # put off once more: it was counted when it was put off first
             self.count_in(tx, event.topic, {was.status: -1, "delayed": 1})
 
     def begin_in(
-        self, tx: Tx, events: Sequence[tuple[int, Event, int | None]], worker: str, now: float, *, asks: Sequence[bool], status: str = "in_flight"
+        self,
+        tx: Tx,
+        events: Sequence[tuple[int, Event, int | None]],
+        worker: str,
+        now: float,
+        *,
+        asks: Sequence[bool],
+        status: str = "in_flight",
     ) -> list[int | None]:
         """Counts the start, before the work, of (number, event, its fence if it was pending a moment ago).
         The fence of each, or None where it has ended meanwhile."""
         asked = [now if asking else None for asking in asks]
         pending = [i for i, (_, _, fence) in enumerate(events) if fence is not None]
-        rows = [(status, fence + 1, worker, now, asked[i], n, fence) for i, (n, _, fence) in enumerate(events) if fence is not None]
+        rows = [
+            (status, fence + 1, worker, now, asked[i], n, fence)
+            for i, (n, _, fence) in enumerate(events)
+            if fence is not None
+        ]
         fences: list[int | None] = [None] * len(events)
         delta: Counter[tuple[str, str]] = Counter()
-        for i, row, ours in zip(pending, rows, tx.each(f"{_BEGIN} AND fence=? AND status='pending'", rows), strict=True):
+        for i, row, ours in zip(
+            pending, rows, tx.each(f"{_BEGIN} AND fence=? AND status='pending'", rows), strict=True
+        ):
             if ours:
                 fences[i] = row[1]
                 delta[events[i][1].topic, "pending"] -= 1
         others = [i for i, fence in enumerate(fences) if fence is None]
-        seen = tx.executemany("SELECT n, status, fence FROM event WHERE n=?", [(events[i][0],) for i in others]).fetchall() if others else []
+        seen = (
+            tx.executemany(
+                "SELECT n, status, fence FROM event WHERE n=?", [(events[i][0],) for i in others]
+            ).fetchall()
+            if others
+            else []
+        )
         standing = {n: (was, fence) for n, was, fence in seen}
         for i in others:
             n, e, _ = events[i]
@@ -212,8 +328,23 @@ class SqlLedger:
                 standing[n] = status, fence + 1  # it may be here twice
                 fences[i] = fence + 1
                 delta[e.topic, was] -= 1
-        tx.executemany(_BEGIN, [(status, fences[i], worker, now, asked[i], events[i][0]) for i in others if fences[i] is not None])
-        self._note_all(tx, [n for (n, _, _), fence in zip(events, fences, strict=True) if fence is not None], now, status, worker, None, None)
+        tx.executemany(
+            _BEGIN,
+            [
+                (status, fences[i], worker, now, asked[i], events[i][0])
+                for i in others
+                if fences[i] is not None
+            ],
+        )
+        self._note_all(
+            tx,
+            [n for (n, _, _), fence in zip(events, fences, strict=True) if fence is not None],
+            now,
+            status,
+            worker,
+            None,
+            None,
+        )
         for (topic, _), n in list(delta.items()):
             delta[topic, status] -= n
         self._count_all(tx, delta)
@@ -224,14 +355,23 @@ class SqlLedger:
         tx.execute(
             f"UPDATE event SET status='writing', finished_at=NULL, reason=?, response_status=?, response_hash=?, extractors=?, {_ENDED}"
             " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
-            (end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence),
+            (
+                end.reason,
+                end.response_status,
+                end.response_hash,
+                end.extractors,
+                end.row,
+                end.fence,
+            ),
         )
         n = self._touched(tx, end)
         if n is None:
             return False
         self._keep_meta(tx, n, end)
         self._note(tx, n, now, "writing", end=end)
-        tx.execute("UPDATE event SET worker=NULL WHERE n=?", (n,))  # nobody is at it until the sink begins
+        tx.execute(
+            "UPDATE event SET worker=NULL WHERE n=?", (n,)
+        )  # nobody is at it until the sink begins
         return True
 
     # -- ending ------------------------------------------------------------------------------------------------------------
@@ -241,11 +381,27 @@ class SqlLedger:
         touched = tx.each(
             f"UPDATE event SET status='success', finished_at=?, reason=?, response_status=?, response_hash=?, extractors=?, {_ENDED}"
             " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
-            [(now, end.reason, end.response_status, end.response_hash, end.extractors, end.row, end.fence) for end in ends],
+            [
+                (
+                    now,
+                    end.reason,
+                    end.response_status,
+                    end.response_hash,
+                    end.extractors,
+                    end.row,
+                    end.fence,
+                )
+                for end in ends
+            ],
         )
         done = [end for end, ours in zip(ends, touched, strict=True) if ours]
-        tx.executemany(_FETCHED, [(end.row, end.meta.page, _encode(end.meta)) for end in done if end.meta is not None])
-        tx.executemany("DELETE FROM needed WHERE event=?", [(end.row,) for end in done if end.restarted])
+        tx.executemany(
+            _FETCHED,
+            [(end.row, end.meta.page, _encode(end.meta)) for end in done if end.meta is not None],
+        )
+        tx.executemany(
+            "DELETE FROM needed WHERE event=?", [(end.row,) for end in done if end.restarted]
+        )
         alike: dict[tuple[str, str], list[int]] = {}
         for end in done:
             alike.setdefault((end.stage, end.reason), []).append(end.row)
@@ -255,7 +411,9 @@ class SqlLedger:
 
     def look_ahead_in(self, tx: Tx, ends: Iterable[End]) -> None:
         """These are concluded in a moment, without success; then it is known already whose fence is old."""
-        self._fences = {end.row: tx.execute(_FENCE, (end.row,)) for end in ends} if self.db.pipelined else {}
+        self._fences = (
+            {end.row: tx.execute(_FENCE, (end.row,)) for end in ends} if self.db.pipelined else {}
+        )
 
     def _touched(self, tx: Tx, end: End) -> int | None:
         """The event's number, or None: the fence is old, and the statement before this touched nothing."""
@@ -268,14 +426,27 @@ class SqlLedger:
         """From now on the ledger knows the page, and no redelivery fetches it again."""
         if end.meta is not None:
             tx.execute(_FETCHED, (n, end.meta.page, _encode(end.meta)))
-            tx.execute("INSERT INTO needed VALUES(?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page", (n, end.meta.page))
+            tx.execute(
+                "INSERT INTO needed VALUES(?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page",
+                (n, end.meta.page),
+            )
 
-    def put_off_in(self, tx: Tx, end: End, now: float, *, status: Literal["delayed", "pending"]) -> int | None:
+    def put_off_in(
+        self, tx: Tx, end: End, now: float, *, status: Literal["delayed", "pending"]
+    ) -> int | None:
         """Retry (charged or not), park and release: the event goes on later."""
         tx.execute(
             f"UPDATE event SET status=?, not_before=?, reason=?, attempts=attempts+?, {_ENDED}, response_status=coalesce(?, response_status)"
             " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
-            (status, end.until, end.reason, int(end.outcome == "retry" and end.charged), end.response_status, end.row, end.fence),
+            (
+                status,
+                end.until,
+                end.reason,
+                int(end.outcome == "retry" and end.charged),
+                end.response_status,
+                end.row,
+                end.fence,
+            ),
         )
         n = self._touched(tx, end)
         if n is not None:
@@ -327,10 +498,25 @@ class SqlLedger:
         envelope: bytes,
         headers: str,
     ) -> None:
-        tx.execute("DELETE FROM dead WHERE event=?", (event_id,))  # a new letter has a new number: it is the newest
+        tx.execute(
+            "DELETE FROM dead WHERE event=?", (event_id,)
+        )  # a new letter has a new number: it is the newest
         tx.execute(
             "INSERT INTO dead(event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
-            (event_id, topic, url, host, now, stage, kind, reason, fingerprint, detail, envelope, headers),
+            (
+                event_id,
+                topic,
+                url,
+                host,
+                now,
+                stage,
+                kind,
+                reason,
+                fingerprint,
+                detail,
+                envelope,
+                headers,
+            ),
         )
 
     def topics_in(self, tx: Tx) -> list[str]:
@@ -339,12 +525,19 @@ class SqlLedger:
 
     def total_in(self, tx: Tx, *names: str) -> int:
         """The sum of these counters over all topics."""
-        return tx.execute(f"SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ({','.join('?' * len(names))})", names).get or 0
+        return (
+            tx.execute(
+                f"SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ({','.join('?' * len(names))})",
+                names,
+            ).get
+            or 0
+        )
 
     def redrivable_in(self, tx: Tx, event_id: str) -> tuple[int, bytes] | None:
         """(n, envelope) of a dead event whose letter is there."""
         found: tuple[int, bytes] | None = tx.execute(
-            "SELECT e.n, d.envelope FROM dead d JOIN event e ON e.id=d.event WHERE d.event=? AND e.status='dead'", (event_id,)
+            "SELECT e.n, d.envelope FROM dead d JOIN event e ON e.id=d.event WHERE d.event=? AND e.status='dead'",
+            (event_id,),
         ).get
         return found
 
@@ -353,21 +546,32 @@ class SqlLedger:
         tx.execute("DELETE FROM dead WHERE event=?", (event_id,))
         gone = tx.changes()
         if page:
-            tx.execute("DELETE FROM needed WHERE event=(SELECT n FROM event WHERE id=?)", (event_id,))
+            tx.execute(
+                "DELETE FROM needed WHERE event=(SELECT n FROM event WHERE id=?)", (event_id,)
+            )
         return gone
 
     def needed_in(self, tx: Tx, pages: Iterable[str]) -> set[str]:
         """Of these, the pages that retention leaves alone."""
-        return {page for (page,) in tx.execute("SELECT DISTINCT page FROM needed")}.intersection(pages)
+        return {page for (page,) in tx.execute("SELECT DISTINCT page FROM needed")}.intersection(
+            pages
+        )
 
     def has_due_in(self, tx: Tx, now: float) -> bool:
         """Has a delay ended that the books still have as one?"""
-        return tx.execute("SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)).get is not None
+        return (
+            tx.execute(
+                "SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)
+            ).get
+            is not None
+        )
 
     def has_letter_in(self, tx: Tx, event_id: str) -> bool:
         return tx.execute("SELECT 1 FROM dead WHERE event=?", (event_id,)).get is not None
 
-    def waiting_in(self, tx: Tx, topic: str, limit: int) -> list[tuple[int, str, str, str, str, str, bytes]]:
+    def waiting_in(
+        self, tx: Tx, topic: str, limit: int
+    ) -> list[tuple[int, str, str, str, str, str, bytes]]:
         """(n, id, topic, status, URL, host, envelope) of open events whose next message is on this topic. Looks at all events: for a purge."""
         known = "EXISTS(SELECT 1 FROM fetched f WHERE f.event=e.n)"
         which = {
@@ -378,7 +582,9 @@ class SqlLedger:
         query = f"SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE {which} ORDER BY e.n LIMIT ?"
         return tx.execute(query, (limit,)).fetchall()
 
-    def waiting_one_in(self, tx: Tx, event_id: str) -> tuple[int, str, str, str, str, str, bytes] | None:
+    def waiting_one_in(
+        self, tx: Tx, event_id: str
+    ) -> tuple[int, str, str, str, str, str, bytes] | None:
         """As `waiting_in`, of one event, if it is open and nobody is at it."""
         found: tuple[int, str, str, str, str, str, bytes] | None = tx.execute(
             "SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body FROM event e JOIN envelope v ON v.event=e.n"
@@ -387,10 +593,19 @@ class SqlLedger:
         ).get
         return found
 
-    def give_up_in(self, tx: Tx, row: tuple[int, str, str, str, str, str, bytes], reason: str, fingerprint: str, now: float) -> None:
+    def give_up_in(
+        self,
+        tx: Tx,
+        row: tuple[int, str, str, str, str, str, bytes],
+        reason: str,
+        fingerprint: str,
+        now: float,
+    ) -> None:
         """By hand: the event ends dead without having failed, and its letter can be redriven."""
         n, id_, topic, was, url, host, envelope = row
-        tx.execute("UPDATE event SET status='dead', finished_at=?, reason=? WHERE n=?", (now, reason, n))
+        tx.execute(
+            "UPDATE event SET status='dead', finished_at=?, reason=? WHERE n=?", (now, reason, n)
+        )
         self._note(tx, n, now, "dead", reason=reason)
         self.letter_in(
             tx, event_id=id_, topic=topic, url=url, host=host, now=now, stage="intake", kind="permanent", reason=reason, fingerprint=fingerprint, detail="",
@@ -439,7 +654,8 @@ class SqlLedger:
         delta: Counter[tuple[str, str]] = Counter()
         for id_ in ids:
             row = tx.execute(
-                "UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=? AND status='in_flight' RETURNING n, topic", (id_, worker)
+                "UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=? AND status='in_flight' RETURNING n, topic",
+                (id_, worker),
             ).get
             if row is not None:
                 n, topic = row
@@ -463,7 +679,9 @@ class SqlLedger:
 
     def due_in(self, tx: Tx, now: float) -> None:
         """Delays that have ended are pending again (the broker hands them out by itself)."""
-        rows = tx.execute("SELECT n, topic FROM event WHERE status='delayed' AND not_before<=? LIMIT 1000", (now,)).fetchall()
+        rows = tx.execute(
+            "SELECT n, topic FROM event WHERE status='delayed' AND not_before<=? LIMIT 1000", (now,)
+        ).fetchall()
         delta: Counter[tuple[str, str]] = Counter()
         for n, topic in rows:
             tx.execute("UPDATE event SET status='pending' WHERE n=?", (n,))
@@ -475,11 +693,17 @@ class SqlLedger:
     def parked_in(self, tx: Tx, host: str, reasons: Sequence[str]) -> list[tuple[int, int]]:
         """(number, position) of delayed events of a host that wait for one of these reasons. Looks at all that is delayed: for people."""
         wanted = ",".join("?" * len(reasons))
-        return tx.execute(f"SELECT n, position FROM event WHERE status='delayed' AND host=? AND reason IN ({wanted})", (host, *reasons)).fetchall()
+        return tx.execute(
+            f"SELECT n, position FROM event WHERE status='delayed' AND host=? AND reason IN ({wanted})",
+            (host, *reasons),
+        ).fetchall()
 
     def hasten_in(self, tx: Tx, events: Sequence[int], now: float) -> None:
         """Their delay ends now."""
-        tx.executemany("UPDATE event SET not_before=? WHERE n=? AND status='delayed'", [(now, n) for n in events])
+        tx.executemany(
+            "UPDATE event SET not_before=? WHERE n=? AND status='delayed'",
+            [(now, n) for n in events],
+        )
 
     # -- counting ----------------------------------------------------------------------------------------------------------
 
@@ -498,18 +722,46 @@ class SqlLedger:
     def recent_in(self, tx: Tx, topic: str, seconds: float, now: float) -> tuple[int, int]:
         """(ended, dead) in the last seconds."""
         row = tx.execute(
-            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?", (topic, int((now - seconds) / TALLY_SECONDS))
+            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?",
+            (topic, int((now - seconds) / TALLY_SECONDS)),
         ).get
         return int(row[0]), int(row[1])
 
-    def _note(self, tx: Tx, n: int, now: float, status: str, *, reason: str | None = None, worker: str | None = None, end: End | None = None) -> None:
+    def _note(
+        self,
+        tx: Tx,
+        n: int,
+        now: float,
+        status: str,
+        *,
+        reason: str | None = None,
+        worker: str | None = None,
+        end: End | None = None,
+    ) -> None:
         if end is not None:
-            row: Iterable[Any] = (n, int(now * 1e6), status, worker, end.stage, end.error_class or None, end.reason)
+            row: Iterable[Any] = (
+                n,
+                int(now * 1e6),
+                status,
+                worker,
+                end.stage,
+                end.error_class or None,
+                end.reason,
+            )
         else:
             row = (n, int(now * 1e6), status, worker, None, None, reason)
         tx.execute(_NOTE, tuple(row))
 
-    def _note_all(self, tx: Tx, events: Sequence[int], now: float, status: str, worker: str | None, stage: str | None, reason: str | None) -> None:
+    def _note_all(
+        self,
+        tx: Tx,
+        events: Sequence[int],
+        now: float,
+        status: str,
+        worker: str | None,
+        stage: str | None,
+        reason: str | None,
+    ) -> None:
         """The same of many."""
         at = int(now * 1e6)
         tx.executemany(_NOTE, [(n, at, status, worker, stage, None, reason) for n in events])
@@ -521,25 +773,40 @@ class SqlLedger:
         return body
 
     def move_cursor_in(self, tx: Tx, source: str, body: bytes | None, now: float) -> None:
-        tx.execute("INSERT INTO cursor VALUES(?,?,?) ON CONFLICT(source) DO UPDATE SET body=excluded.body, at=excluded.at", (source, body, now))
+        tx.execute(
+            "INSERT INTO cursor VALUES(?,?,?) ON CONFLICT(source) DO UPDATE SET body=excluded.body, at=excluded.at",
+            (source, body, now),
+        )
 
     # -- retention ---------------------------------------------------------------------------------------------------------
 
-    def prune_in(self, tx: Tx, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000) -> int:
+    def prune_in(
+        self, tx: Tx, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000
+    ) -> int:
         """Forget ended events (never dead ones) and their history; the counters keep counting them. `keep(URL, id)` says which success is still a baseline."""
         # A stretch at a time, the next call goes on behind it: what must stay at the head of the table does not stop the rest.
         stretch = tx.execute(
-            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>? ORDER BY n LIMIT ?", (self._pruned, limit)
+            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>? ORDER BY n LIMIT ?",
+            (self._pruned, limit),
         ).fetchall()
         self._pruned = stretch[-1][0] if len(stretch) == limit and stretch[-1][3] < before else 0
         ended = [row for row in stretch if row[1] in ("success", "duplicate") and row[2] < before]
-        rows = [(n,) for n, status, _, _, key, id_ in ended if status == "duplicate" or not keep(key, id_)]
+        rows = [
+            (n,)
+            for n, status, _, _, key, id_ in ended
+            if status == "duplicate" or not keep(key, id_)
+        ]
         for table in ("envelope", "fetched", "needed"):
             tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
         self.forget_in(tx, rows, before)
         tx.executemany("DELETE FROM event WHERE n=?", rows)
-        tx.execute("DELETE FROM tally WHERE bucket<?", (int((self.clock.now() - 3600) / TALLY_SECONDS),))
-        tx.execute("DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen WHERE at<? LIMIT ?)", (before, limit))
+        tx.execute(
+            "DELETE FROM tally WHERE bucket<?", (int((self.clock.now() - 3600) / TALLY_SECONDS),)
+        )
+        tx.execute(
+            "DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen WHERE at<? LIMIT ?)",
+            (before, limit),
+        )
         return len(rows)
 
     def forget_in(self, tx: Tx, rows: Sequence[tuple[int]], before: float) -> None:
@@ -548,4 +815,8 @@ class SqlLedger:
 
     def entered_in(self, tx: Tx) -> int | None:
         """Events ever entered, counted by the store itself and not by us; None where it cannot tell."""
-        return int(tx.execute("SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)").get)
+        return int(
+            tx.execute(
+                "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)"
+            ).get
+        )

@@ -33,22 +33,46 @@ def causes(tx: Tx, *, most: int = 5) -> list[Cause]:
     """The largest causes of death, by stepping over the index: counts beyond COUNTED are not exact."""
     fingerprint, found = "", []
     for _ in range(CAUSES):
-        fingerprint = tx.execute("SELECT min(fingerprint) FROM dead WHERE fingerprint>?", (fingerprint,)).get
+        fingerprint = tx.execute(
+            "SELECT min(fingerprint) FROM dead WHERE fingerprint>?", (fingerprint,)
+        ).get
         if fingerprint is None:
             break
-        n = tx.execute("SELECT count(*) FROM (SELECT 1 FROM dead WHERE fingerprint=? LIMIT ?) AS found", (fingerprint, COUNTED)).get
+        n = tx.execute(
+            "SELECT count(*) FROM (SELECT 1 FROM dead WHERE fingerprint=? LIMIT ?) AS found",
+            (fingerprint, COUNTED),
+        ).get
         found.append((n, fingerprint))
     found.sort(reverse=True)
     return [_cause(tx, f, n, exact=n < COUNTED) for n, f in found[:most]]
 
 
-def _cause(tx: Tx, fingerprint: str, letters: int, *, exact: bool, newest: int | None = None, eldest: int | None = None) -> Cause:
+def _cause(
+    tx: Tx,
+    fingerprint: str,
+    letters: int,
+    *,
+    exact: bool,
+    newest: int | None = None,
+    eldest: int | None = None,
+) -> Cause:
     newest = newest or tx.execute("SELECT max(n) FROM dead WHERE fingerprint=?", (fingerprint,)).get
     eldest = eldest or tx.execute("SELECT min(n) FROM dead WHERE fingerprint=?", (fingerprint,)).get
-    stage, kind, reason, at, event, url = tx.execute("SELECT stage, class, reason, at, event, url FROM dead WHERE n=?", (newest,)).get
+    stage, kind, reason, at, event, url = tx.execute(
+        "SELECT stage, class, reason, at, event, url FROM dead WHERE n=?", (newest,)
+    ).get
     first = tx.execute("SELECT at FROM dead WHERE n=?", (eldest,)).get
     return Cause(
-        fingerprint=fingerprint, letters=letters, exact=exact, stage=stage, error_class=kind, reason=reason, newest=at, first=first, event_id=event, url=url
+        fingerprint=fingerprint,
+        letters=letters,
+        exact=exact,
+        stage=stage,
+        error_class=kind,
+        reason=reason,
+        newest=at,
+        first=first,
+        event_id=event,
+        url=url,
     )
 
 
@@ -79,7 +103,11 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 
     def where(self) -> tuple[str, list[Any]]:
         conditions, bindings = [], []
-        for column, value in (("host", self.host), ("class", self.error_class), ("stage", self.stage)):
+        for column, value in (
+            ("host", self.host),
+            ("class", self.error_class),
+            ("stage", self.stage),
+        ):
             if value is not None:
                 conditions.append(f"{column}=?")
                 bindings.append(value)
@@ -92,7 +120,9 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
         return " AND ".join(conditions) or "1=1", bindings
 
 
-_LETTER = "n, event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers"
+_LETTER = (
+    "n, event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers"
+)
 _LETTER_FIELDS = tuple(f.name for f in msgspec.structs.fields(Letter))
 
 
@@ -100,16 +130,29 @@ def letter_groups(tx: Tx, which: Filter, most: int) -> tuple[list[Cause], int]:
     """(causes, letters in all), the largest cause first. Without filters it is answered from an index alone."""
     where, bindings = which.where()
     groups = tx.execute(
-        f"SELECT count(*), fingerprint, max(n), min(n) FROM dead WHERE {where} GROUP BY fingerprint ORDER BY 1 DESC, 3 DESC", bindings
+        f"SELECT count(*), fingerprint, max(n), min(n) FROM dead WHERE {where} GROUP BY fingerprint ORDER BY 1 DESC, 3 DESC",
+        bindings,
     ).fetchall()
-    return [_cause(tx, f, n, exact=True, newest=last, eldest=first) for n, f, last, first in groups[:most]], sum(g[0] for g in groups)
+    return [
+        _cause(tx, f, n, exact=True, newest=last, eldest=first)
+        for n, f, last, first in groups[:most]
+    ], sum(g[0] for g in groups)
 
 
-def letters(tx: Tx, which: Filter, *, after: int = 0, upto: int | None = None, limit: int = 100, newest_first: bool = False) -> list[Letter]:
+def letters(
+    tx: Tx,
+    which: Filter,
+    *,
+    after: int = 0,
+    upto: int | None = None,
+    limit: int = 100,
+    newest_first: bool = False,
+) -> list[Letter]:
     where, bindings = which.where()
     bounds, order = ("n>? AND n<=?", "DESC" if newest_first else "ASC")
     rows = tx.execute(
-        f"SELECT {_LETTER} FROM dead WHERE {where} AND {bounds} ORDER BY n {order} LIMIT ?", (*bindings, after, upto if upto is not None else 2**62, limit)
+        f"SELECT {_LETTER} FROM dead WHERE {where} AND {bounds} ORDER BY n {order} LIMIT ?",
+        (*bindings, after, upto if upto is not None else 2**62, limit),
     )
     return [Letter(**dict(zip(_LETTER_FIELDS, row, strict=True))) for row in rows]
 
@@ -130,4 +173,10 @@ def letter(tx: Tx, event_id: str) -> Letter | None:
 
 def letters_like(tx: Tx, prefix: str, most: int = 6) -> list[str]:
     """Events with a letter whose id begins so."""
-    return [i for (i,) in tx.execute("SELECT event FROM dead WHERE event>=? AND event<? ORDER BY event LIMIT ?", (prefix, prefix + _END, most))]
+    return [
+        i
+        for (i,) in tx.execute(
+            "SELECT event FROM dead WHERE event>=? AND event<? ORDER BY event LIMIT ?",
+            (prefix, prefix + _END, most),
+        )
+    ]

@@ -51,28 +51,55 @@ class SqlOutbox:
     # -- records -----------------------------------------------------------------------------------------------------------
 
     def emit_in(
-        self, tx: Tx, ends: Sequence[tuple[End, bytes]], counts: Mapping[str, Counter[str]], *, emit_unchanged: bool, hooks: bool
+        self,
+        tx: Tx,
+        ends: Sequence[tuple[End, bytes]],
+        counts: Mapping[str, Counter[str]],
+        *,
+        emit_unchanged: bool,
+        hooks: bool,
     ) -> list[tuple[str, str, bytes, int]]:
         """(extractor, key, line, order) of what leaves for the sinks from each (success, its URL's key), after change detection against the books.
         It is counted by topic."""
-        groups = [((g[0].extractor, _shelf(g[0].key)), g, end, url_key) for end, url_key in ends for g in _by_key(end.records)]
+        groups = [
+            ((g[0].extractor, _shelf(g[0].key)), g, end, url_key)
+            for end, url_key in ends
+            for g in _by_key(end.records)
+        ]
         places = dict.fromkeys([group[0] for group in groups])
-        rows = tx.executemany("SELECT extractor, key, url_key, hash, fields, n FROM record WHERE extractor=? AND key=?", places).fetchall()
+        rows = tx.executemany(
+            "SELECT extractor, key, url_key, hash, fields, n FROM record WHERE extractor=? AND key=?",
+            places,
+        ).fetchall()
         known: dict[tuple[str, str], tuple[Any, ...]] = {(row[0], row[1]): row for row in rows}
         fresh: dict[tuple[str, str], tuple[Any, ...]] = {}  # the last of a key that is here twice
         lines: list[tuple[str, str, bytes, int]] = []
         for place, group, end, url_key in groups:
-            event, n, last, old, count = end.event, end.row, group[-1], known.get(place), counts[end.event.topic]
-            hash_ = last.hash if len(group) == 1 else blake2b(b"".join([r.hash for r in group]), digest_size=16).digest()
+            event, n, last, old, count = (
+                end.event,
+                end.row,
+                group[-1],
+                known.get(place),
+                counts[end.event.topic],
+            )
+            hash_ = (
+                last.hash
+                if len(group) == 1
+                else blake2b(b"".join([r.hash for r in group]), digest_size=16).digest()
+            )
             if old is not None:
                 same = old[3] == hash_ and old[2] == url_key and not (emit_unchanged or event.force)
-                if same or (old[3] == REMOVED and n < old[5]):  # a newer event removed it: no sink may get it back from an older one
+                if same or (
+                    old[3] == REMOVED and n < old[5]
+                ):  # a newer event removed it: no sink may get it back from an older one
                     count["records_unchanged"] += len(group)
                     continue
                 if old[3] != hash_ and n >= old[5]:
                     count["changes"] += 1
                     if hooks:
-                        tx.execute("INSERT INTO change(body) VALUES(?)", (_change(event, last, old[4]),))
+                        tx.execute(
+                            "INSERT INTO change(body) VALUES(?)", (_change(event, last, old[4]),)
+                        )
             fetched_at = end.meta.fetched_at if end.meta else 0.0
             lines += [(last.extractor, last.key, render(event, r, fetched_at), n) for r in group]
             count["records"] += len(group)
@@ -97,11 +124,18 @@ class SqlOutbox:
     def put_in(self, tx: Tx, name: str, rows: Sequence[tuple[str, bytes, int]]) -> None:
         """(key, line, order) in the order in which the file will have them."""
         sink = self.sink_id_in(tx, name)
-        first = tx.execute("UPDATE sink SET next=next+? WHERE id=? RETURNING next", (len(rows), sink)).get - len(rows)
-        tx.executemany("INSERT INTO outbox VALUES(?,?,?,?,?)", [(sink, first + i, key, body, order) for i, (key, body, order) in enumerate(rows)])
+        first = tx.execute(
+            "UPDATE sink SET next=next+? WHERE id=? RETURNING next", (len(rows), sink)
+        ).get - len(rows)
+        tx.executemany(
+            "INSERT INTO outbox VALUES(?,?,?,?,?)",
+            [(sink, first + i, key, body, order) for i, (key, body, order) in enumerate(rows)],
+        )
 
     async def position(self, sink: str) -> tuple[int, str]:
-        row = await self.db.read(lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get)
+        row = await self.db.read(
+            lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get
+        )
         return (0, "") if row is None else (row[0], row[1])
 
     async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> list[Row]:
@@ -119,10 +153,15 @@ class SqlOutbox:
         return await self.db.read(work)
 
     async def settled(self, sink: str) -> tuple[int, str]:
-        row = await self.db.write(lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get, durable=False)
+        row = await self.db.write(
+            lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get,
+            durable=False,
+        )
         return (0, "") if row is None else (row[0], row[1])
 
-    async def flushed(self, sink: str, *, upto: int, mark: str, guard: Callable[[Tx], None]) -> None:
+    async def flushed(
+        self, sink: str, *, upto: int, mark: str, guard: Callable[[Tx], None]
+    ) -> None:
         def work(tx: Tx) -> None:
             guard(tx)
             id_ = self.sink_id_in(tx, sink)
@@ -132,7 +171,12 @@ class SqlOutbox:
         await self.db.write(work, synced=True)
 
     async def backlog(self, sink: str) -> int:
-        return int(await self.db.read(lambda tx: tx.execute("SELECT next-1-flushed FROM sink WHERE name=?", (sink,)).get) or 0)
+        return int(
+            await self.db.read(
+                lambda tx: tx.execute("SELECT next-1-flushed FROM sink WHERE name=?", (sink,)).get
+            )
+            or 0
+        )
 
     # -- changes waiting for their hooks -------------------------------------------------------------------------------------
 
@@ -141,9 +185,15 @@ class SqlOutbox:
         return tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is not None
 
     async def changes(self, limit: int) -> list[tuple[int, bytes]]:
-        return await self.db.read(lambda tx: tx.execute("SELECT n, body FROM change WHERE tries<5 ORDER BY n LIMIT ?", (limit,)).fetchall())
+        return await self.db.read(
+            lambda tx: tx.execute(
+                "SELECT n, body FROM change WHERE tries<5 ORDER BY n LIMIT ?", (limit,)
+            ).fetchall()
+        )
 
-    async def hooked(self, done: Sequence[int], failed: Sequence[tuple[str, int]], guard: Callable[[Tx], None]) -> None:
+    async def hooked(
+        self, done: Sequence[int], failed: Sequence[tuple[str, int]], guard: Callable[[Tx], None]
+    ) -> None:
         def work(tx: Tx) -> None:
             guard(tx)
             tx.executemany("DELETE FROM change WHERE n=?", [(n,) for n in done])
@@ -154,7 +204,11 @@ class SqlOutbox:
 
 def _shelf(key: str) -> str:
     """Where the last record with this key lies. An entry of PostgreSQL's indexes holds 2,704 bytes, and a key may be four thousand characters."""
-    return key if len(key) <= 500 else f"{key[:400]}…{blake2b(key.encode(), digest_size=16).hexdigest()}"
+    return (
+        key
+        if len(key) <= 500
+        else f"{key[:400]}…{blake2b(key.encode(), digest_size=16).hexdigest()}"
+    )
 
 
 def _by_key(records: Sequence[Record]) -> Iterable[Sequence[Record]]:
@@ -169,8 +223,21 @@ def _by_key(records: Sequence[Record]) -> Iterable[Sequence[Record]]:
 
 def render(event: Event, r: Record, fetched_at: float) -> bytes:
     """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus `_penstock`."""
-    origin = _json(_Origin(event.id, event.trace, event.url, r.key, r.extractor, r.version, _time(int(fetched_at * 1000)), r.deleted))
-    return b"".join((r.fields[:-1], b',"_penstock":' if len(r.fields) > 2 else b'"_penstock":', origin, b"}"))
+    origin = _json(
+        _Origin(
+            event.id,
+            event.trace,
+            event.url,
+            r.key,
+            r.extractor,
+            r.version,
+            _time(int(fetched_at * 1000)),
+            r.deleted,
+        )
+    )
+    return b"".join(
+        (r.fields[:-1], b',"_penstock":' if len(r.fields) > 2 else b'"_penstock":', origin, b"}")
+    )
 
 
 @lru_cache(512)
@@ -190,4 +257,15 @@ def _change(event: Event, r: Record, old_fields: bytes) -> bytes:
 
     old, new = msgspec.json.decode(old_fields), msgspec.json.decode(r.fields)
     fields = {name: [a, b] for name, (a, b) in diff(old, new).items()}
-    return _pack(Change(event_id=event.id, trace_id=event.trace, url=event.url, extractor=r.extractor, key=r.key, old=old, new=new, fields=fields))
+    return _pack(
+        Change(
+            event_id=event.id,
+            trace_id=event.trace,
+            url=event.url,
+            extractor=r.extractor,
+            key=r.key,
+            old=old,
+            new=new,
+            fields=fields,
+        )
+    )

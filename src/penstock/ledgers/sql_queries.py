@@ -10,7 +10,18 @@ import msgspec
 
 from penstock.ledgers.sql import decode_meta
 from penstock.ledgers.sql_audit import Audit, audit
-from penstock.ledgers.sql_letters import Cause, Filter, Letter, causes, last_letter, letter, letter_count, letter_groups, letters, letters_like
+from penstock.ledgers.sql_letters import (
+    Cause,
+    Filter,
+    Letter,
+    causes,
+    last_letter,
+    letter,
+    letter_count,
+    letter_groups,
+    letters,
+    letters_like,
+)
 from penstock.ports import PageMeta
 from penstock.stores.sql import Tx
 
@@ -91,7 +102,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 def counts_of(row: dict[str, int]) -> dict[str, int]:
     """A record on its way to a sink in another process is work in flight."""
-    states = {name: row.get(name, 0) + (row.get("writing", 0) if name == "in_flight" else 0) for name in STATES}
+    states = {
+        name: row.get(name, 0) + (row.get("writing", 0) if name == "in_flight" else 0)
+        for name in STATES
+    }
     return {"accepted": sum(states.values()), **states}
 
 
@@ -102,7 +116,9 @@ def standing(tx: Tx, broker: Any) -> Standing:
         per_topic.setdefault(topic, {})[name] = n
     others: Counter[str] = Counter()
     for row in per_topic.values():
-        others.update({name: n for name, n in row.items() if name not in STATES and name != "writing"})
+        others.update(
+            {name: n for name, n in row.items() if name not in STATES and name != "writing"}
+        )
     waiting, seen = delays(tx)
     return Standing(
         topics={topic: counts_of(row) for topic, row in per_topic.items()},
@@ -122,7 +138,10 @@ def delays(tx: Tx) -> tuple[list[Waiting], int]:
     """Why delayed events wait, the most frequent reason first, from those that are due next."""
     found: dict[str, tuple[int, float]] = {}
     seen = 0
-    for reason, at in tx.execute("SELECT reason, not_before FROM event WHERE status='delayed' ORDER BY not_before LIMIT ?", (SAMPLE,)):
+    for reason, at in tx.execute(
+        "SELECT reason, not_before FROM event WHERE status='delayed' ORDER BY not_before LIMIT ?",
+        (SAMPLE,),
+    ):
         seen += 1
         n, first = found.get(reason or "", (0, at))
         found[reason or ""] = (n + 1, min(first, at))
@@ -133,7 +152,9 @@ def delays(tx: Tx) -> tuple[list[Waiting], int]:
 def sinks(tx: Tx) -> list[SinkState]:
     return [
         SinkState(name=name, flushed=flushed, backlog=next_ - 1 - flushed, mark=mark)
-        for name, next_, flushed, mark in tx.execute("SELECT name, next, flushed, mark FROM sink ORDER BY id")
+        for name, next_, flushed, mark in tx.execute(
+            "SELECT name, next, flushed, mark FROM sink ORDER BY id"
+        )
     ]
 
 
@@ -208,7 +229,13 @@ def event(tx: Tx, id_: str) -> EventRow | None:
 
 def ids_like(tx: Tx, prefix: str, most: int = 6) -> list[str]:
     """Event ids that begin so."""
-    return [i for (i,) in tx.execute("SELECT id FROM event WHERE id>=? AND id<? ORDER BY id LIMIT ?", (prefix, prefix + _END, most))]
+    return [
+        i
+        for (i,) in tx.execute(
+            "SELECT id FROM event WHERE id>=? AND id<? ORDER BY id LIMIT ?",
+            (prefix, prefix + _END, most),
+        )
+    ]
 
 
 def traces_like(tx: Tx, prefix: str, most: int = 6) -> list[str]:
@@ -237,17 +264,32 @@ def of_trace(tx: Tx, trace: str, most: int) -> list[EventRow]:
 
 
 def trace_size(tx: Tx, trace: str) -> int:
-    return int(tx.execute("SELECT count(*) FROM (SELECT 1 FROM event WHERE trace=? LIMIT ?) AS found", (trace, SCAN)).get)
+    return int(
+        tx.execute(
+            "SELECT count(*) FROM (SELECT 1 FROM event WHERE trace=? LIMIT ?) AS found",
+            (trace, SCAN),
+        ).get
+    )
 
 
 def history(tx: Tx, n: int) -> list[Step]:
-    rows = tx.execute("SELECT at, status, worker, stage, class, reason FROM history WHERE event=? ORDER BY at LIMIT ?", (n, SAMPLE))
-    return [Step(at=at / 1e6, status=status, worker=worker, stage=stage, error_class=kind, reason=reason) for at, status, worker, stage, kind, reason in rows]
+    rows = tx.execute(
+        "SELECT at, status, worker, stage, class, reason FROM history WHERE event=? ORDER BY at LIMIT ?",
+        (n, SAMPLE),
+    )
+    return [
+        Step(
+            at=at / 1e6, status=status, worker=worker, stage=stage, error_class=kind, reason=reason
+        )
+        for at, status, worker, stage, kind, reason in rows
+    ]
 
 
 def duplicates_of(tx: Tx, id_: str, most: int = 20) -> list[tuple[str, str]]:
     """(event, trace) of what ended as a duplicate of it."""
-    return tx.execute("SELECT id, trace FROM event WHERE duplicate_of=? ORDER BY n LIMIT ?", (id_, most)).fetchall()
+    return tx.execute(
+        "SELECT id, trace FROM event WHERE duplicate_of=? ORDER BY n LIMIT ?", (id_, most)
+    ).fetchall()
 
 
 def records_of(tx: Tx, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
@@ -258,7 +300,9 @@ def records_of(tx: Tx, events: Iterable[int]) -> dict[int, list[tuple[str, str]]
     found: dict[int, list[tuple[str, str]]] = {}
     for start in range(0, len(wanted), 500):
         some = wanted[start : start + 500]
-        for n, extractor, key in tx.execute(f"SELECT n, extractor, key FROM record WHERE n IN ({','.join('?' * len(some))})", some):
+        for n, extractor, key in tx.execute(
+            f"SELECT n, extractor, key FROM record WHERE n IN ({','.join('?' * len(some))})", some
+        ):
             found.setdefault(n, []).append((extractor, key))
     return found
 
@@ -288,7 +332,9 @@ def events(
     order, index, indexed, bounded = "e.n DESC", "", url_key is not None, False
     if url_key is None and status == "in_flight":  # whatever is in flight is leased
         leased = broker.leased_in(tx, LEASES)
-        conditions.append(f"e.status='in_flight' AND e.id IN ({','.join('?' * len(leased)) or 'NULL'})")
+        conditions.append(
+            f"e.status='in_flight' AND e.id IN ({','.join('?' * len(leased)) or 'NULL'})"
+        )
         bindings += leased
         indexed = True
     elif url_key is None and status == "delayed":
@@ -301,18 +347,28 @@ def events(
         first = (tx.execute("SELECT max(n) FROM event").get or 0) - SCAN
         bounded = first > 0
         conditions.append(f"e.n>{first}")
-    found = _rows(tx, f"WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?", (*bindings, limit), index=index)
+    found = _rows(
+        tx,
+        f"WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?",
+        (*bindings, limit),
+        index=index,
+    )
     return Listing(found, len(found) == limit or not bounded)
 
 
-Sizes = Callable[[Sequence[str]], Mapping[str, int]]  # the page store's: of these pages, the ones that are stored
+Sizes = Callable[
+    [Sequence[str]], Mapping[str, int]
+]  # the page store's: of these pages, the ones that are stored
 
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
 def page_of_url(tx: Tx, key: bytes, sizes: Sizes) -> str | None:
     """The newest page of a URL that is still stored."""
-    found = tx.execute("SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100", (key,)).fetchall()
+    found = tx.execute(
+        "SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100",
+        (key,),
+    ).fetchall()
     pages = [str(page) for (page,) in found]
     stored = sizes(list(dict.fromkeys(pages)))
     return next((page for page in pages if page in stored), None)
@@ -320,11 +376,17 @@ def page_of_url(tx: Tx, key: bytes, sizes: Sizes) -> str | None:
 
 def event_of_page(tx: Tx, page: str) -> EventRow | None:
     """The newest event that fetched it, among the newest SCAN."""
-    found = _rows(tx, "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=? AND event>(SELECT max(event) FROM fetched)-?)", (page, SCAN))
+    found = _rows(
+        tx,
+        "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=? AND event>(SELECT max(event) FROM fetched)-?)",
+        (page, SCAN),
+    )
     return found[0] if found else None
 
 
-def paged_events(tx: Tx, limit: int, sizes: Sizes, host: str | None = None) -> Iterator[tuple[EventRow, int | None]]:
+def paged_events(
+    tx: Tx, limit: int, sizes: Sizes, host: str | None = None
+) -> Iterator[tuple[EventRow, int | None]]:
     """The newest events that have a page, each page once, with its size (None: retention took it), of the newest SCAN that were fetched."""
     condition, bindings = ("", ()) if host is None else ("WHERE e.host=?", (host,))
     stretch = "SELECT event, page, meta FROM fetched WHERE event<? ORDER BY event DESC LIMIT ?"

@@ -23,7 +23,16 @@ class SqliteLedger(SqlLedger):
     def _standing_rows(self, tx: Tx, event_ids: Sequence[str]) -> list[Any]:
         return tx.execute(_STANDINGS, (msgspec.json.encode(event_ids).decode(),)).fetchall()
 
-    def _note_all(self, tx: Tx, events: Sequence[int], now: float, status: str, worker: str | None, stage: str | None, reason: str | None) -> None:
+    def _note_all(
+        self,
+        tx: Tx,
+        events: Sequence[int],
+        now: float,
+        status: str,
+        worker: str | None,
+        stage: str | None,
+        reason: str | None,
+    ) -> None:
         tx.execute(_NOTE_ALL, (int(now * 1e6), status, worker, stage, reason, str(events)))
 
 

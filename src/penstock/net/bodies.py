@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-SMALL = 1 << 16  # bytes: bodies up to that are not counted; there are many of them, and all together they are little
+SMALL = (
+    1 << 16
+)  # bytes: bodies up to that are not counted; there are many of them, and all together they are little
 
 
 class Held(Protocol):

@@ -50,7 +50,11 @@ class Jar:
         for key, c in list(self._cookies.items()):
             if c.expires <= now:
                 del self._cookies[key]
-            elif (host == c.domain if c.host_only else _within(host, c.domain)) and _covers(c.path, path) and (not c.secure or scheme == "https"):
+            elif (
+                (host == c.domain if c.host_only else _within(host, c.domain))
+                and _covers(c.path, path)
+                and (not c.secure or scheme == "https")
+            ):
                 fit.append(c)
         fit.sort(key=lambda c: (-len(c.path), c.n))
         return "; ".join(f"{c.name}={c.value}" if c.name else c.value for c in fit)
@@ -62,7 +66,9 @@ class Jar:
                 key = cookie.domain, cookie.path, cookie.name
                 old = self._cookies.pop(key, None)
                 if cookie.expires > now:
-                    self._cookies[key] = cookie if old is None else msgspec.structs.replace(cookie, n=old.n)
+                    self._cookies[key] = (
+                        cookie if old is None else msgspec.structs.replace(cookie, n=old.n)
+                    )
                     self._n += 1
                     self._trim(cookie.domain)
 
@@ -113,7 +119,16 @@ def _parse(line: str, url: str, now: float, n: int) -> Cookie | None:
         return None
     if low.startswith("__host-") and not (secure and host_only and path == "/"):
         return None
-    return Cookie(name, value, domain, path, host_only, secure, expires if expires == math.inf else min(expires, now + MAX_AGE), n)
+    return Cookie(
+        name,
+        value,
+        domain,
+        path,
+        host_only,
+        secure,
+        expires if expires == math.inf else min(expires, now + MAX_AGE),
+        n,
+    )
 
 
 def _path(url: str) -> str:
@@ -139,4 +154,6 @@ def _may_share(domain: str) -> bool:
 
 
 def _covers(cookie: str, path: str) -> bool:
-    return path == cookie or (path.startswith(cookie) and (cookie.endswith("/") or path[len(cookie)] == "/"))
+    return path == cookie or (
+        path.startswith(cookie) and (cookie.endswith("/") or path[len(cookie)] == "/")
+    )

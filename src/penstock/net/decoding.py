@@ -120,7 +120,11 @@ class _Zstd:
 
     def __init__(self, out: Out) -> None:
         self._blocks, self._seen = _Blocks(out), False
-        self._w = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_writer(self._blocks, write_size=_STEP, closefd=False)  # type: ignore[arg-type]
+        self._w = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_writer(
+            self._blocks,  # type: ignore[arg-type]
+            write_size=_STEP,
+            closefd=False,
+        )
 
     def feed(self, data: bytes) -> None:
         self._seen = True
@@ -170,7 +174,9 @@ _STAGES: dict[str, Callable[[Out], _Stage]] = {
 def codings(header: str) -> tuple[str, ...]:
     """What Content-Encoding asks us to undo, in the order it was applied. One we do not know leaves the body as it came, as in browsers
     (servers put charsets there). Raises TooManyCodings."""
-    names = [n for n in (part.strip().lower() for part in header.split(",")) if n and n != "identity"]
+    names = [
+        n for n in (part.strip().lower() for part in header.split(",")) if n and n != "identity"
+    ]
     if not all(n in _STAGES for n in names):
         return ()
     if len(names) > MAX_NESTED:

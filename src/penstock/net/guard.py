@@ -44,11 +44,17 @@ _NOT_PUBLIC_V6 = (
     "3ffe::/16",  # 6bone, returned
     "3fff::/20",  # documentation
 )
-_ISATAP = (0x00005EFE, 0x02005EFE)  # the interface id that says "an IPv4 address follows", under any prefix
+_ISATAP = (
+    0x00005EFE,
+    0x02005EFE,
+)  # the interface id that says "an IPv4 address follows", under any prefix
 
 
 def _ranges(networks: Iterable[str]) -> tuple[list[int], list[int]]:
-    spans = sorted((int(n.network_address), int(n.broadcast_address)) for n in map(ipaddress.ip_network, networks))
+    spans = sorted(
+        (int(n.network_address), int(n.broadcast_address))
+        for n in map(ipaddress.ip_network, networks)
+    )
     return [lo for lo, _ in spans], [hi for _, hi in spans]
 
 
@@ -66,7 +72,9 @@ def is_public(address: str | Address) -> bool:
     parsed: object = _address(address) if isinstance(address, str) else address
     if isinstance(parsed, ipaddress.IPv4Address):
         n = int(parsed)
-        return n > _V4_HIGH[bisect_right(_V4_LOW, n) - 1]  # the table starts at 0.0.0.0: there is always one before
+        return (
+            n > _V4_HIGH[bisect_right(_V4_LOW, n) - 1]
+        )  # the table starts at 0.0.0.0: there is always one before
     if not isinstance(parsed, ipaddress.IPv6Address) or parsed.scope_id is not None:
         return False
     n = int(parsed)
@@ -91,7 +99,9 @@ def is_own(ip: str) -> bool:
 
 def _can_bind(ip: str) -> bool:
     try:
-        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as s:
+        with socket.socket(
+            socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM
+        ) as s:
             s.bind((ip, 0))
         return True
     except OSError:
@@ -128,7 +138,12 @@ class Allow:
             return False
         if self.network is None:
             return self.host == host
-        return address is not None and address.version == self.network.version and address in self.network and not getattr(address, "scope_id", None)
+        return (
+            address is not None
+            and address.version == self.network.version
+            and address in self.network
+            and not getattr(address, "scope_id", None)
+        )
 
 
 _HINT = "write address:port, network/bits:port, [ipv6]:port or name:port, separated by commas; * is any port: 127.0.0.1:8000,10.0.0.0/8:443"
@@ -143,8 +158,12 @@ def _entry(text: str) -> Allow:
     what, colon, port_text = text.rpartition(":")
     if not colon or not what or port_text.endswith("]"):
         raise ConfigError(f"allow-list entry {text!r} has no port", hint=_HINT)
-    if port_text != "*" and not (re.fullmatch(r"[0-9]{1,5}", port_text) and 0 < int(port_text) < 65536):
-        raise ConfigError(f"allow-list entry {text!r}: the port is not a number from 1 to 65535 or *", hint=_HINT)
+    if port_text != "*" and not (
+        re.fullmatch(r"[0-9]{1,5}", port_text) and 0 < int(port_text) < 65536
+    ):
+        raise ConfigError(
+            f"allow-list entry {text!r}: the port is not a number from 1 to 65535 or *", hint=_HINT
+        )
     port = None if port_text == "*" else int(port_text)
     bracketed = what.startswith("[") and what.endswith("]")
     bare = what[1:-1] if bracketed else what
@@ -154,12 +173,17 @@ def _entry(text: str) -> Allow:
         except ValueError as e:
             raise ConfigError(f"allow-list entry {text!r}: {e}", hint=_HINT) from None
         if (network.version == 6) is not bracketed or "%" in bare:
-            raise ConfigError(f"allow-list entry {text!r}: IPv6 goes in brackets, without a zone; IPv4 without brackets", hint=_HINT)
+            raise ConfigError(
+                f"allow-list entry {text!r}: IPv6 goes in brackets, without a zone; IPv4 without brackets",
+                hint=_HINT,
+            )
         return Allow(port, network=network)
     try:
         host = identity.authority(f"http://{what}/").host
     except identity.BadUrl as e:
-        raise ConfigError(f"allow-list entry {text!r} is neither an address nor a name: {e.reason}", hint=_HINT) from None
+        raise ConfigError(
+            f"allow-list entry {text!r} is neither an address nor a name: {e.reason}", hint=_HINT
+        ) from None
     if (address := _address(host)) is not None:
         return Allow(port, network=ipaddress.ip_network(address))
     if not _name(host):
@@ -169,7 +193,9 @@ def _entry(text: str) -> Allow:
 
 # -- the guard -------------------------------------------------------------------------------------------------------------
 
-_name = re.compile(r"(?=.{1,254}\Z)[a-z0-9_](?:[a-z0-9_-]{0,62})(?:\.[a-z0-9_-]{1,63})*\.?").fullmatch
+_name = re.compile(
+    r"(?=.{1,254}\Z)[a-z0-9_](?:[a-z0-9_-]{0,62})(?:\.[a-z0-9_-]{1,63})*\.?"
+).fullmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +215,9 @@ class Target:
     @property
     def pin(self) -> str:
         """For libcurl's RESOLVE list: only the checked addresses are ever dialled under this name."""
-        return f"{self.host}:{self.port}:" + ",".join(f"[{a}]" if ":" in a else a for a in self.addresses)
+        return f"{self.host}:{self.port}:" + ",".join(
+            f"[{a}]" if ":" in a else a for a in self.addresses
+        )
 
 
 @dataclass(slots=True)
@@ -213,7 +241,10 @@ class _System:
 
     @staticmethod
     def _ask(host: str, port: int) -> list[str]:
-        return [str(sockaddr[0]) for *_, sockaddr in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        return [
+            str(sockaddr[0])
+            for *_, sockaddr in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ]
 
     def close(self) -> None:
         if self.pool is not None:
@@ -262,14 +293,18 @@ class Guard:
             host = identity.authority(f"http://{f'[{host}]' if ':' in host else host}/").host
         except identity.BadUrl as e:
             raise Failure(ErrorClass.PERMANENT, f"bad proxy address: {e.reason}") from None
-        return await self._resolved(self._first_look(scheme, host, port, any_port=True), any_port=True)
+        return await self._resolved(
+            self._first_look(scheme, host, port, any_port=True), any_port=True
+        )
 
     def check_peer(self, ip: str, port: int, target: Target | None = None) -> None:
         """After connect: are we where we wanted to be? With a target, only its own addresses will do."""
         if target is not None:
             if port == target.port and ip in target.addresses:
                 return
-            raise _forbidden("connected elsewhere than checked", f"{target.host} answered from {ip}:{port}")
+            raise _forbidden(
+                "connected elsewhere than checked", f"{target.host} answered from {ip}:{port}"
+            )
         if (why := self._refusal("", ip, port, any_port=False)) is not None:
             raise _forbidden(why, f"{ip}:{port}")
 
@@ -288,7 +323,14 @@ class Guard:
             return Target(scheme, host, port, (host,))
         if not _name(host):
             raise Failure(ErrorClass.PERMANENT, "bad URL: the host is no DNS name")
-        if not any_port and port not in self._ports and not any(a.port in (None, port) and a.host in (None, host.removesuffix(".")) for a in self._allow):
+        if (
+            not any_port
+            and port not in self._ports
+            and not any(
+                a.port in (None, port) and a.host in (None, host.removesuffix("."))
+                for a in self._allow
+            )
+        ):
             raise _forbidden(f"port {port} is not allowed", f"{host}:{port}")
         return Target(scheme, host, port)
 
@@ -317,7 +359,9 @@ class Guard:
             answer = await asyncio.shield(task)
         if answer.failure is not None:
             kind, reason, detail = answer.failure
-            raise (NotResolved if kind is ErrorClass.TRANSIENT else Failure)(kind, reason, detail=detail)
+            raise (NotResolved if kind is ErrorClass.TRANSIENT else Failure)(
+                kind, reason, detail=detail
+            )
         return Target(target.scheme, target.host, target.port, answer.addresses)
 
     def _keep(self, key: tuple[str, int], task: asyncio.Task[_Answer]) -> None:
@@ -337,8 +381,14 @@ class Guard:
         except TimeoutError:
             return self._failed("the name server did not answer in time", host)
         except socket.gaierror as e:
-            missing = e.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
-            return self._failed("the name does not exist" if missing else "the name could not be resolved", f"{host}: {e.strerror}")
+            missing = e.errno in (
+                socket.EAI_NONAME,
+                getattr(socket, "EAI_NODATA", socket.EAI_NONAME),
+            )
+            return self._failed(
+                "the name does not exist" if missing else "the name could not be resolved",
+                f"{host}: {e.strerror}",
+            )
         except (OSError, UnicodeError, RuntimeError) as e:
             return self._failed("the name could not be resolved", f"{host}: {e}")
         if not found:
@@ -351,7 +401,9 @@ class Guard:
         return _Answer(self._clock() + self._ttl, tuple(found))
 
     def _failed(self, reason: str, detail: str) -> _Answer:
-        return _Answer(self._clock() + self._failure_ttl, failure=(ErrorClass.TRANSIENT, reason, detail))
+        return _Answer(
+            self._clock() + self._failure_ttl, failure=(ErrorClass.TRANSIENT, reason, detail)
+        )
 
     def _refused(self, why: str, detail: str) -> _Answer:
         f = _forbidden(why, detail)
@@ -360,4 +412,8 @@ class Guard:
 
 def _forbidden(why: str, detail: str) -> Failure:
     """The reason is the same for all addresses of a kind, so dead letters group; the particulars are in the detail."""
-    return Failure(ErrorClass.PERMANENT, f"forbidden address: {why}", detail=f"{detail}; private targets need an entry in net.allow (PENSTOCK_NET_ALLOW)")
+    return Failure(
+        ErrorClass.PERMANENT,
+        f"forbidden address: {why}",
+        detail=f"{detail}; private targets need an entry in net.allow (PENSTOCK_NET_ALLOW)",
+    )

@@ -9,14 +9,18 @@ from penstock.rules.verdict import Breach, breach
 
 _END = [b"\r\n"]
 _USUAL, _KEPT = 200, 4096  # bytes of a line that is worth remembering, and how many are
-_seen: dict[bytes, tuple[str, str]] = {}  # servers repeat most of their lines in answer after answer
+_seen: dict[
+    bytes, tuple[str, str]
+] = {}  # servers repeat most of their lines in answer after answer
 _fold = re.compile(r"\n[ \t]+").sub
 
 
 def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
     """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line feed) of the last head in `lines`.
     Raises Failure where that is not all there: libcurl takes a connection that ends in the middle for the end of the head."""
-    if lines[-1:] == _END and lines.index(b"\r\n") == len(lines) - 1:  # one head and nothing else, as nearly always
+    if (
+        lines[-1:] == _END and lines.index(b"\r\n") == len(lines) - 1
+    ):  # one head and nothing else, as nearly always
         plain: dict[str, str] = {}
         known = _seen.get
         for line in lines[1:-1]:

@@ -31,7 +31,19 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 # Set by the connection or by us; a value from outside could split the message or turn it elsewhere.
 _RESERVED = frozenset(
-    {"host", "connection", "content-length", "transfer-encoding", "te", "trailer", "upgrade", "expect", "keep-alive", "proxy-authorization", "proxy-connection"}
+    {
+        "host",
+        "connection",
+        "content-length",
+        "transfer-encoding",
+        "te",
+        "trailer",
+        "upgrade",
+        "expect",
+        "keep-alive",
+        "proxy-authorization",
+        "proxy-connection",
+    }
 )
 _name = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}").fullmatch
 _value = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*").fullmatch
@@ -64,7 +76,13 @@ def parse_proxy(dsn: str) -> _Proxy:
         raise breach(Breach.BAD_PROXY, "its scheme is not http, https, socks5 or socks5h")
     if not parts.hostname or not port:
         raise breach(Breach.BAD_PROXY, "its URL has no host or no port")
-    return _Proxy(parts.scheme, parts.hostname, port, unquote(parts.username or ""), unquote(parts.password or ""))
+    return _Proxy(
+        parts.scheme,
+        parts.hostname,
+        port,
+        unquote(parts.username or ""),
+        unquote(parts.password or ""),
+    )
 
 
 class _Via(msgspec.Struct, frozen=True):
@@ -78,7 +96,13 @@ class _Via(msgspec.Struct, frozen=True):
 def _ca_file(options: HttpOptions) -> str:
     """libcurl's wheel does not know where this system keeps its certificate authorities."""
     paths = ssl.get_default_verify_paths()
-    for path in (options.ca_file, paths.cafile, "/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem"):
+    for path in (
+        options.ca_file,
+        paths.cafile,
+        "/etc/ssl/certs/ca-certificates.crt",
+        "/etc/pki/tls/certs/ca-bundle.crt",
+        "/etc/ssl/cert.pem",
+    ):
         if path and Path(path).is_file():
             return path
     return certifi.where()
@@ -97,7 +121,13 @@ class CurlFetcher:
         self._closed = False
 
     async def fetch(
-        self, url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None, body: bytes | None = None, proxy: str | None = None
+        self,
+        url: str,
+        *,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        proxy: str | None = None,
     ) -> Response:
         try:
             url = canonical_url(url)
@@ -108,13 +138,21 @@ class CurlFetcher:
         via: _Via | None = None
         if proxy is None:
             known = self._targets.get(url[: url.index("/", 8)])
-            target = known[1] if known is not None and known[0] > set_up.now() else await self._resolve(url, set_up)
+            target = (
+                known[1]
+                if known is not None and known[0] > set_up.now()
+                else await self._resolve(url, set_up)
+            )
         else:
             via, target, engine = await self._through(proxy, url)
         self._check_open()  # again: we may have waited for an address
-        answer: asyncio.Future[Response | BaseException] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Response | BaseException] = (
+            asyncio.get_running_loop().create_future()
+        )
         done = partial(_settle, answer)
-        ex = self._send(engine, url, target, done, method=method, headers=headers, body=body, via=via)
+        ex = self._send(
+            engine, url, target, done, method=method, headers=headers, body=body, via=via
+        )
         try:
             response = await answer
         except asyncio.CancelledError:
@@ -149,7 +187,11 @@ class CurlFetcher:
         try:
             if headers or method != "GET" or body is not None or via is not None:
                 _dress(ex, set_up, method, headers, body, via, target)
-            pins = _NO_PIN if not target.addresses or target.addresses[0] == target.host else self._pins(target)
+            pins = (
+                _NO_PIN
+                if not target.addresses or target.addresses[0] == target.host
+                else self._pins(target)
+            )
             ex.url, ex.pins, ex.proxied, ex.done = url, pins, via is not None, done
             ex.aim(url, target if via is None else via.target, pins[0])
             engine.start(ex, self._ended)
@@ -170,7 +212,12 @@ class CurlFetcher:
                 answer = _response(ex, ex.url)
             else:
                 answer = failure = _failure(ex, error, ex.proxied)
-                if len(ex.pins) > 1 and not ex.ready_at and failure.kind is ErrorClass.TRANSIENT and not self._closed:
+                if (
+                    len(ex.pins) > 1
+                    and not ex.ready_at
+                    and failure.kind is ErrorClass.TRANSIENT
+                    and not self._closed
+                ):
                     self._try_next(ex)
                     return
         except Failure as e:
@@ -178,7 +225,9 @@ class CurlFetcher:
         except pycurl.error as e:
             answer = _refused_by_libcurl(e)
         except Exception as e:  # whoever waits must hear of it
-            answer = Failure(ErrorClass.OURS, f"the answer could not be read: {type(e).__name__}: {e}")
+            answer = Failure(
+                ErrorClass.OURS, f"the answer could not be read: {type(e).__name__}: {e}"
+            )
         done = ex.done
         self._take_back(ex)
         done(answer)
@@ -232,7 +281,10 @@ class CurlFetcher:
         loop = asyncio.get_running_loop()
         headers = [f"Accept: {self.options.accept}", f"Accept-Encoding: {ACCEPT_ENCODING}"]
         bodies = Bodies(self.options.max_held_bytes, loop.time)
-        self._opened = SetUp(self.guard, self.options, headers, _ca_file(self.options), loop.time, bodies), Engine(loop, self.options)
+        self._opened = (
+            SetUp(self.guard, self.options, headers, _ca_file(self.options), loop.time, bodies),
+            Engine(loop, self.options),
+        )
         return self._opened
 
     async def _resolve(self, url: str, set_up: SetUp) -> Target:
@@ -245,12 +297,21 @@ class CurlFetcher:
     async def _through(self, dsn: str, url: str) -> tuple[_Via, Target, Engine]:
         proxy = parse_proxy(dsn)
         if proxy.scheme == "socks5h" and not self.options.remote_dns:
-            raise breach(Breach.BAD_PROXY, "socks5h resolves names at the proxy; use socks5, or allow it with remote_dns")
-        target = self.guard.check_url(url) if self.options.remote_dns else await self.guard.resolve(url)
+            raise breach(
+                Breach.BAD_PROXY,
+                "socks5h resolves names at the proxy; use socks5, or allow it with remote_dns",
+            )
+        target = (
+            self.guard.check_url(url) if self.options.remote_dns else await self.guard.resolve(url)
+        )
         try:
-            via = _Via(proxy, await self.guard.resolve_proxy(proxy.host, proxy.port, scheme=proxy.scheme))
+            via = _Via(
+                proxy, await self.guard.resolve_proxy(proxy.host, proxy.port, scheme=proxy.scheme)
+            )
         except Failure as e:
-            raise ProxyFailed(e.kind, f"the proxy's own address: {e.reason}", own=True, detail=e.detail) from None
+            raise ProxyFailed(
+                e.kind, f"the proxy's own address: {e.reason}", own=True, detail=e.detail
+            ) from None
         self._check_open()
         # A pool for each DSN: libcurl would hand a tunnel made with one user name to a request with another.
         engine = self._proxied.get(dsn)
@@ -264,7 +325,15 @@ class CurlFetcher:
         return via, target, engine
 
 
-def _dress(ex: Exchange, set_up: SetUp, method: str, headers: Mapping[str, str] | None, body: bytes | None, via: _Via | None, target: Target) -> None:
+def _dress(
+    ex: Exchange,
+    set_up: SetUp,
+    method: str,
+    headers: Mapping[str, str] | None,
+    body: bytes | None,
+    via: _Via | None,
+    target: Target,
+) -> None:
     """Everything beyond a plain GET. What is set here, `Exchange.restore` takes back."""
     opt = ex.curl.setopt
     given: dict[str, tuple[str, str | None]] = {}  # None: not even libcurl's own
@@ -290,7 +359,9 @@ def _dress(ex: Exchange, set_up: SetUp, method: str, headers: Mapping[str, str] 
         ex.plain_headers = False
         lines = [line for line in set_up.headers if line.partition(":")[0].lower() not in given]
         for name, sent in given.values():
-            lines.append(f"{name}:" if sent is None else f"{name}: {sent}" if sent.strip() else f"{name};")
+            lines.append(
+                f"{name}:" if sent is None else f"{name}: {sent}" if sent.strip() else f"{name};"
+            )
         try:
             opt(pycurl.HTTPHEADER, [line.encode() for line in lines])
         except UnicodeEncodeError:
@@ -314,7 +385,9 @@ def _dress(ex: Exchange, set_up: SetUp, method: str, headers: Mapping[str, str] 
             opt(pycurl.PROXYPASSWORD, proxy.password)
 
 
-def _settle(future: asyncio.Future[Response | BaseException], answer: Response | BaseException) -> None:
+def _settle(
+    future: asyncio.Future[Response | BaseException], answer: Response | BaseException
+) -> None:
     if not future.done():
         future.set_result(answer)
 
@@ -333,7 +406,9 @@ def _response(ex: Exchange, url: str) -> Response:
     except TooManyCodings as e:
         raise breach(Breach.CODINGS, str(e), status=ex.status) from None
     info = ex.curl.getinfo
-    first_byte = info(pycurl.STARTTRANSFER_TIME)  # by libcurl's clock, which begins a moment after ours
+    first_byte = info(
+        pycurl.STARTTRANSFER_TIME
+    )  # by libcurl's clock, which begins a moment after ours
     return Response(
         url=url, status=ex.status, headers=headers, body=body, peer=ex.peer, seconds=info(pycurl.TOTAL_TIME), first_byte=first_byte,
         http_version=ex.version, connect=min(ex.ready_at - ex.started, first_byte),
@@ -351,13 +426,36 @@ def _failure(ex: Exchange, error: tuple[int, str] | None, proxied: bool) -> Fail
     if proxied and ex.failure is None:
         if m := _refused(message):
             kind = ErrorClass.BLOCKED if m[1] in ("401", "403", "407") else ErrorClass.TRANSIENT
-            return ProxyFailed(kind, f"{Breach.PROXY.sentence}: it answered {m[1]}", own=m[1] in ("401", "407"), detail=message)
+            return ProxyFailed(
+                kind,
+                f"{Breach.PROXY.sentence}: it answered {m[1]}",
+                own=m[1] in ("401", "407"),
+                detail=message,
+            )
         if code == _E_PROXY:
-            return ProxyFailed(Breach.PROXY.kind, Breach.PROXY.sentence, own=ex.curl.getinfo(pycurl.PROXY_ERROR) not in _ABOUT_TARGET, detail=message)
-        if code in (pycurl.E_COULDNT_RESOLVE_PROXY, pycurl.E_COULDNT_CONNECT) or "CONNECT aborted" in message:
+            return ProxyFailed(
+                Breach.PROXY.kind,
+                Breach.PROXY.sentence,
+                own=ex.curl.getinfo(pycurl.PROXY_ERROR) not in _ABOUT_TARGET,
+                detail=message,
+            )
+        if (
+            code in (pycurl.E_COULDNT_RESOLVE_PROXY, pycurl.E_COULDNT_CONNECT)
+            or "CONNECT aborted" in message
+        ):
             return ProxyFailed(Breach.PROXY.kind, Breach.PROXY.sentence, own=True, detail=message)
     if ex.failure is not None:
-        if proxied and ex.failure.kind is ErrorClass.TRANSIENT and not ex.ready_at and not ex.curl.getinfo(pycurl.CONNECT_TIME):
-            return ProxyFailed(ex.failure.kind, f"{Breach.PROXY.sentence}: {ex.failure.reason}", own=True, detail=ex.failure.detail)
+        if (
+            proxied
+            and ex.failure.kind is ErrorClass.TRANSIENT
+            and not ex.ready_at
+            and not ex.curl.getinfo(pycurl.CONNECT_TIME)
+        ):
+            return ProxyFailed(
+                ex.failure.kind,
+                f"{Breach.PROXY.sentence}: {ex.failure.reason}",
+                own=True,
+                detail=ex.failure.detail,
+            )
         return ex.failure
     return transport(code, message).failure(detail=message)

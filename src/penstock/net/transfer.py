@@ -15,7 +15,15 @@ import pycurl
 
 from penstock.model import Failure
 from penstock.net.bodies import SMALL, Bodies
-from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder, TooManyCodings, add, codings, joined
+from penstock.net.decoding import (
+    BrokenCoding,
+    DecodedTooLarge,
+    Decoder,
+    TooManyCodings,
+    add,
+    codings,
+    joined,
+)
 from penstock.net.guard import Guard, Target
 from penstock.net.heads import parse_head
 from penstock.ports import Done
@@ -33,7 +41,9 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and identity; every one of them holds for each exchange."""
 
     user_agent: str = "Penstock/0.1 (+https://penstock.invalid/bot)"
-    accept: str = "text/html,application/xhtml+xml,application/xml;q=0.9,application/json;q=0.8,*/*;q=0.5"
+    accept: str = (
+        "text/html,application/xhtml+xml,application/xml;q=0.9,application/json;q=0.8,*/*;q=0.5"
+    )
     connect_timeout: float = 10.0  # until the request can be sent: TCP, proxy and TLS
     first_byte_timeout: float = 30.0
     total_timeout: float = 90.0
@@ -79,7 +89,9 @@ class _Lent:
         os.close(self._fd)
 
 
-Ended: TypeAlias = Callable[["Exchange", "tuple[int, str] | None"], None]  # with libcurl's error, if there is one
+Ended: TypeAlias = Callable[
+    ["Exchange", "tuple[int, str] | None"], None
+]  # with libcurl's error, if there is one
 
 
 def nobody(*_: object) -> None:
@@ -118,11 +130,16 @@ class Exchange:
         opt(pycurl.PROXY, "")  # not even one from the environment
         opt(pycurl.HTTP09_ALLOWED, 0)
         opt(pycurl.PATH_AS_IS, 1)  # the URL is canonical already, by our parser
-        opt(pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_2TLS if o.http2 else pycurl.CURL_HTTP_VERSION_1_1)
+        opt(
+            pycurl.HTTP_VERSION,
+            pycurl.CURL_HTTP_VERSION_2TLS if o.http2 else pycurl.CURL_HTTP_VERSION_1_1,
+        )
         opt(pycurl.BUFFERSIZE, 131072)
         opt(pycurl.MAXFILESIZE_LARGE, o.max_encoded_bytes)
         opt(pycurl.MAXAGE_CONN, o.idle_seconds)
-        if o.connect_timeout > _PATIENCE:  # the sweep comes first and says what was late; else a timer for each request is for nothing
+        if (
+            o.connect_timeout > _PATIENCE
+        ):  # the sweep comes first and says what was late; else a timer for each request is for nothing
             opt(pycurl.CONNECTTIMEOUT_MS, int(o.connect_timeout * 1000) + 5000)
         opt(pycurl.USERAGENT, o.user_agent)
         opt(pycurl.HTTPHEADER, self.set_up.headers)
@@ -130,7 +147,9 @@ class Exchange:
         opt(pycurl.PROXY_CAINFO, self.set_up.ca_file)
         opt(pycurl.SSL_VERIFYPEER, 1)
         opt(pycurl.SSL_VERIFYHOST, 2)
-        opt(pycurl.HEADERFUNCTION, self.lines.append)  # ten calls a page: no frame of ours for each. Their size is looked at below
+        opt(
+            pycurl.HEADERFUNCTION, self.lines.append
+        )  # ten calls a page: no frame of ours for each. Their size is looked at below
         opt(pycurl.WRITEFUNCTION, self._on_body)
         opt(pycurl.OPENSOCKETFUNCTION, self._on_open)
         opt(pycurl.PREREQFUNCTION, self._on_ready)
@@ -290,13 +309,24 @@ class Engine:
         self._loop, self._options = loop, options
         self.active: dict[pycurl.Curl, Exchange] = {}
         self._watched: dict[int, int] = {}  # descriptor → events
-        self._idle: set[int] = set()  # of these, the ones that libcurl does not wait for now: with keep-alive it will again in a moment
+        self._idle: set[int] = (
+            set()
+        )  # of these, the ones that libcurl does not wait for now: with keep-alive it will again in a moment
         self._kicked, self._deadline = False, 0.0
         self._turn_ends = math.inf
         self._resting: dict[Exchange, None] = {}  # in the order in which they go on
         self._alarm: asyncio.TimerHandle | None = None
         self._sweep: asyncio.TimerHandle | None = None
-        self._tick = max(0.01, min(0.25, options.connect_timeout / 4, options.first_byte_timeout / 4, options.total_timeout / 4, options.min_rate_span / 4))
+        self._tick = max(
+            0.01,
+            min(
+                0.25,
+                options.connect_timeout / 4,
+                options.first_byte_timeout / 4,
+                options.total_timeout / 4,
+                options.min_rate_span / 4,
+            ),
+        )
         self._epoll = select.epoll()
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._on_socket)
@@ -340,7 +370,9 @@ class Engine:
             if fd in self._watched:
                 self._idle.add(fd)
             return
-        mask = (select.EPOLLIN if what & _POLL_IN else 0) | (select.EPOLLOUT if what & _POLL_OUT else 0)
+        mask = (select.EPOLLIN if what & _POLL_IN else 0) | (
+            select.EPOLLOUT if what & _POLL_OUT else 0
+        )
         known = self._watched.get(fd)
         if known == mask and fd in self._idle:
             self._idle.discard(fd)
@@ -414,7 +446,9 @@ class Engine:
                 self._idle.discard(fd)
                 self._forget(fd)
                 continue
-            running = action(fd, (1 if event & 25 else 0) | (2 if event & 4 else 0))[1]  # ERR and HUP are found by reading
+            running = action(fd, (1 if event & 25 else 0) | (2 if event & 4 else 0))[
+                1
+            ]  # ERR and HUP are found by reading
             if now() > until:
                 break  # what is left stays readable
         if running != len(self.active):
@@ -473,14 +507,18 @@ class Engine:
             try:
                 ex.ended(ex, error)
             except Exception as e:  # a bug: the others must not suffer
-                self._loop.call_exception_handler({"message": "an answer could not be passed on", "exception": e})
+                self._loop.call_exception_handler(
+                    {"message": "an answer could not be passed on", "exception": e}
+                )
 
     def _on_sweep(self) -> None:
         """Time-outs, all of them: libcurl has none for the first byte, and a timer for each request costs more than this walk."""
         now, o = self._loop.time(), self._options
         behind = now - self._sweep.when() if self._sweep is not None else 0.0
         self._sweep = None
-        if behind > _LATE:  # suspended, starved or blocked: what was answered meanwhile is still to be read
+        if (
+            behind > _LATE
+        ):  # suspended, starved or blocked: what was answered meanwhile is still to be read
             for ex in self.active.values():
                 ex.put_off(behind, now)
         late: list[tuple[Exchange, Failure]] = []
@@ -503,7 +541,15 @@ class Engine:
             elif now - ex.mark >= o.min_rate_span:
                 got = ex.size + ex.head_size()
                 if got - ex.mark_size < o.min_rate * (now - ex.mark):
-                    late.append((ex, breach(Breach.RATE, f"{o.min_rate:g} bytes a second over {o.min_rate_span:g} s")))
+                    late.append(
+                        (
+                            ex,
+                            breach(
+                                Breach.RATE,
+                                f"{o.min_rate:g} bytes a second over {o.min_rate_span:g} s",
+                            ),
+                        )
+                    )
                 ex.mark, ex.mark_size = now, got
         for ex, why in late:
             ex.failure = why

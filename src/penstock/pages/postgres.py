@@ -67,7 +67,9 @@ class PostgresPages:
     async def send(self, staged: Staged) -> None:
         """There when it returns. Raises StoreUnavailable; what was sent then without being named by anybody goes with retention."""
         if staged.new or staged.again:
-            await self.db.write(lambda tx: self._send(tx, staged), durable=not self.shared, alone=False)
+            await self.db.write(
+                lambda tx: self._send(tx, staged), durable=not self.shared, alone=False
+            )
             if len(self._known) > REMEMBERED:
                 self._known.clear()
             self._known.update(dict.fromkeys(staged.new))
@@ -77,15 +79,29 @@ class PostgresPages:
         new = dict(staged.new)
         if staged.again:
             ids = byteas([bytes.fromhex(h) for h in staged.again])
-            tx.execute("UPDATE page_body SET seen=? WHERE hash=ANY(?::bytea[]) AND seen<?", (now, ids, now - SEEN_AGAIN))
-            there = {h for (h,) in tx.execute("SELECT hash FROM page_body WHERE hash=ANY(?::bytea[])", (ids,))}
+            tx.execute(
+                "UPDATE page_body SET seen=? WHERE hash=ANY(?::bytea[]) AND seen<?",
+                (now, ids, now - SEEN_AGAIN),
+            )
+            there = {
+                h
+                for (h,) in tx.execute(
+                    "SELECT hash FROM page_body WHERE hash=ANY(?::bytea[])", (ids,)
+                )
+            }
             for h, body in staged.again.items():
                 if bytes.fromhex(h) not in there:
-                    new[h] = (zstandard.compress(body, LEVEL), len(body))  # on the store's thread, so not with the loop's compressor
+                    new[h] = (
+                        zstandard.compress(body, LEVEL),
+                        len(body),
+                    )  # on the store's thread, so not with the loop's compressor
         # Sorted: two who store the same pages wait for each other in one order.
         tx.executemany(
             "INSERT INTO page_body(hash, body, size, packed, seen) VALUES(?,?,?,?,?) ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
-            [(bytes.fromhex(h), packed, size, len(packed), now) for h, (packed, size) in sorted(new.items())],
+            [
+                (bytes.fromhex(h), packed, size, len(packed), now)
+                for h, (packed, size) in sorted(new.items())
+            ],
         )
 
     def index_in(self, tx: Tx, staged: Staged) -> list[str]:
@@ -93,7 +109,13 @@ class PostgresPages:
         ids = [*staged.new, *staged.again]
         if not ids or not self.shared:
             return []
-        found = {h.hex() for (h,) in tx.execute("SELECT hash FROM page_body WHERE hash=ANY(?::bytea[])", (byteas([bytes.fromhex(h) for h in ids]),))}
+        found = {
+            h.hex()
+            for (h,) in tx.execute(
+                "SELECT hash FROM page_body WHERE hash=ANY(?::bytea[])",
+                (byteas([bytes.fromhex(h) for h in ids]),),
+            )
+        }
         return [h for h in ids if h not in found]
 
     def forget(self, staged: Staged) -> None:
@@ -109,7 +131,9 @@ class PostgresPages:
         return self._asked(tx, lambda own: self._get(own, page))
 
     def _get(self, tx: Tx, page: str) -> bytes | None:
-        packed: bytes | None = tx.execute("SELECT body FROM page_body WHERE hash=?", (_raw(page),)).get
+        packed: bytes | None = tx.execute(
+            "SELECT body FROM page_body WHERE hash=?", (_raw(page),)
+        ).get
         if packed is None:
             return None
         try:
@@ -118,7 +142,8 @@ class PostgresPages:
             body = b""
         if page_id(body) != page:
             raise Unreachable(
-                f"page {page} in {self.db.path} does not have its hash any more", hint="restore it from a backup, or push the URL again with --force"
+                f"page {page} in {self.db.path} does not have its hash any more",
+                hint="restore it from a backup, or push the URL again with --force",
             )
         return body
 
@@ -131,12 +156,20 @@ class PostgresPages:
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         """Of these, the ones that are stored, with the size of their bodies."""
         ids = byteas([_raw(page) for page in pages])
-        found = self._asked(tx, lambda own: own.execute("SELECT hash, size FROM page_body WHERE hash=ANY(?::bytea[])", (ids,)).fetchall())
+        found = self._asked(
+            tx,
+            lambda own: own.execute(
+                "SELECT hash, size FROM page_body WHERE hash=ANY(?::bytea[])", (ids,)
+            ).fetchall(),
+        )
         return {h.hex(): size for h, size in found}
 
     def totals_in(self, tx: Tx) -> tuple[int, int]:
         """(pages, bytes they take)."""
-        pages, size = self._asked(tx, lambda own: own.execute("SELECT count(*), coalesce(sum(packed), 0) FROM page_body").get)
+        pages, size = self._asked(
+            tx,
+            lambda own: own.execute("SELECT count(*), coalesce(sum(packed), 0) FROM page_body").get,
+        )
         return pages, size
 
     def problems_in(self, tx: Tx) -> list[str]:
@@ -149,24 +182,42 @@ class PostgresPages:
 
     # -- retention ---------------------------------------------------------------------------------------------------------
 
-    def prune_in(self, tx: Tx, *, older_than: float | None, max_bytes: int | None, keep: Callable[[Sequence[str]], set[str]]) -> tuple[int, int]:
+    def prune_in(
+        self,
+        tx: Tx,
+        *,
+        older_than: float | None,
+        max_bytes: int | None,
+        keep: Callable[[Sequence[str]], set[str]],
+    ) -> tuple[int, int]:
         """(pages removed, bytes freed). `keep` answers which of these pages an open event still needs."""
 
         def work(own: Tx) -> tuple[int, int]:
             removed = freed = 0
-            excess = None if max_bytes is None else own.execute("SELECT coalesce(sum(packed), 0) FROM page_body").get - max_bytes
+            excess = (
+                None
+                if max_bytes is None
+                else own.execute("SELECT coalesce(sum(packed), 0) FROM page_body").get - max_bytes
+            )
             at: tuple[float, bytes] = (-1.0, b"")
             for _ in range(PRUNES):
-                rows = own.execute("SELECT seen, hash, packed FROM page_body WHERE (seen, hash)>(?, ?) ORDER BY seen, hash LIMIT ?", (*at, PRUNE)).fetchall()
+                rows = own.execute(
+                    "SELECT seen, hash, packed FROM page_body WHERE (seen, hash)>(?, ?) ORDER BY seen, hash LIMIT ?",
+                    (*at, PRUNE),
+                ).fetchall()
                 doomed = []
                 for seen, h, packed in rows:
-                    if (older_than is None or seen >= older_than) and (excess is None or excess <= 0):
+                    if (older_than is None or seen >= older_than) and (
+                        excess is None or excess <= 0
+                    ):
                         break
                     doomed.append((h, packed))
                     excess = None if excess is None else excess - packed
                 wanted = keep([h.hex() for h, _ in doomed])
                 gone = {h: packed for h, packed in doomed if h.hex() not in wanted}
-                own.execute("DELETE FROM page_body WHERE hash=ANY(?::bytea[])", (byteas(list(gone)),))
+                own.execute(
+                    "DELETE FROM page_body WHERE hash=ANY(?::bytea[])", (byteas(list(gone)),)
+                )
                 for h in gone:
                     self._known.pop(h.hex(), None)
                 removed, freed = removed + len(gone), freed + sum(gone.values())

@@ -78,19 +78,30 @@ class S3Pages:
         return staged
 
     def _parcel(self, id_: str, body: bytes) -> tuple[str, bytes, int]:
-        return f"{id_[:2]}/{id_}-{secrets.token_hex(4)}.zst", self._squeeze.compress(body), len(body)
+        return (
+            f"{id_[:2]}/{id_}-{secrets.token_hex(4)}.zst",
+            self._squeeze.compress(body),
+            len(body),
+        )
 
     async def send(self, staged: Staged) -> None:
         """Objects that no row names yet. Raises StoreUnavailable."""
         if not staged.new and not staged.again:
             return
-        there = await self.db.read(lambda tx: set(self._rows(tx, "hash", [*staged.new, *staged.again])))
-        for id_ in [id_ for id_ in staged.new if id_ in there]:  # stored by another, or before we started
+        there = await self.db.read(
+            lambda tx: set(self._rows(tx, "hash", [*staged.new, *staged.again]))
+        )
+        for id_ in [
+            id_ for id_ in staged.new if id_ in there
+        ]:  # stored by another, or before we started
             del staged.new[id_]
             staged.again[id_] = b""
         for id_ in [id_ for id_ in staged.again if id_ not in there]:
             staged.new[id_] = self._parcel(id_, staged.again.pop(id_))
-        sent = await asyncio.gather(*[self._put(name, packed) for name, packed, _ in staged.new.values()], return_exceptions=True)
+        sent = await asyncio.gather(
+            *[self._put(name, packed) for name, packed, _ in staged.new.values()],
+            return_exceptions=True,
+        )
         for failure in sent:
             if isinstance(failure, BaseException):
                 raise failure
@@ -103,7 +114,10 @@ class S3Pages:
             async with self._gate:
                 await obstore.put_async(self.bucket, name, packed, use_multipart=False)
         except (BaseError, OSError) as e:
-            raise StoreUnavailable(f"a page could not be stored in {self.place}: {said(e)}", hint="see that the bucket can be reached and written") from e
+            raise StoreUnavailable(
+                f"a page could not be stored in {self.place}: {said(e)}",
+                hint="see that the bucket can be reached and written",
+            ) from e
 
     def index_in(self, tx: Tx, staged: Staged) -> list[str]:
         """Name what was sent. Returns what was taken for stored but is gone: retention, in another process perhaps, was quicker."""
@@ -111,13 +125,24 @@ class S3Pages:
         if staged.new:
             tx.executemany(
                 "INSERT INTO page_object(hash, name, size, packed, seen) VALUES(?,?,?,?,?) ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
-                [(bytes.fromhex(h), name, size, len(packed), now) for h, (name, packed, size) in sorted(staged.new.items())],
+                [
+                    (bytes.fromhex(h), name, size, len(packed), now)
+                    for h, (name, packed, size) in sorted(staged.new.items())
+                ],
             )
             named = self._rows(tx, "hash, name", list(staged.new))
-            spare = [name for h, (name, _, _) in staged.new.items() if named[h][0] != name]  # somebody stored the same page at the same time
-            tx.executemany("INSERT INTO page_object_doomed(name) VALUES(?) ON CONFLICT DO NOTHING", [(name,) for name in spare])
+            spare = [
+                name for h, (name, _, _) in staged.new.items() if named[h][0] != name
+            ]  # somebody stored the same page at the same time
+            tx.executemany(
+                "INSERT INTO page_object_doomed(name) VALUES(?) ON CONFLICT DO NOTHING",
+                [(name,) for name in spare],
+            )
         for some in _by(list(staged.again)):
-            tx.execute(f"UPDATE page_object SET seen=? WHERE hash IN ({_marks(some)})", (now, *map(bytes.fromhex, some)))
+            tx.execute(
+                f"UPDATE page_object SET seen=? WHERE hash IN ({_marks(some)})",
+                (now, *map(bytes.fromhex, some)),
+            )
         there = self._rows(tx, "hash", list(staged.again))
         return [h for h in staged.again if h not in there]
 
@@ -131,7 +156,10 @@ class S3Pages:
         """By page; `columns` begins with its hash."""
         found: dict[str, tuple[Any, ...]] = {}
         for some in _by(pages):
-            rows = tx.execute(f"SELECT {columns}, 0 FROM page_object WHERE hash IN ({_marks(some)})", [_raw(page) for page in some]).fetchall()
+            rows = tx.execute(
+                f"SELECT {columns}, 0 FROM page_object WHERE hash IN ({_marks(some)})",
+                [_raw(page) for page in some],
+            ).fetchall()
             found.update({bytes(h).hex(): tuple(rest) for h, *rest in rows})
         return found
 
@@ -158,11 +186,22 @@ class S3Pages:
 
     def _unread(self, page: str, e: Exception) -> PenstockError:
         if isinstance(e, FileNotFoundError):
-            return Unreachable(f"page {page} is not in {self.place} any more", hint="restore the bucket, or push the URL again with --force")
-        return StoreUnavailable(f"page {page} cannot be read from {self.place}: {said(e)}", hint="see that the bucket can be reached")
+            return Unreachable(
+                f"page {page} is not in {self.place} any more",
+                hint="restore the bucket, or push the URL again with --force",
+            )
+        return StoreUnavailable(
+            f"page {page} cannot be read from {self.place}: {said(e)}",
+            hint="see that the bucket can be reached",
+        )
 
     def _refused(self, e: Exception) -> PenstockError:
-        return refused(e, self.place, setting="PENSTOCK_PAGES_URL", rights="s3:PutObject, s3:GetObject and s3:DeleteObject")
+        return refused(
+            e,
+            self.place,
+            setting="PENSTOCK_PAGES_URL",
+            rights="s3:PutObject, s3:GetObject and s3:DeleteObject",
+        )
 
     def _expanded(self, page: str, packed: bytes) -> bytes:
         try:
@@ -170,13 +209,22 @@ class S3Pages:
         except zstandard.ZstdError:
             body = b""
         if page_id(body) != page:
-            raise Unreachable(f"page {page} in {self.place} does not have its hash any more", hint="restore the bucket, or push the URL again with --force")
+            raise Unreachable(
+                f"page {page} in {self.place} does not have its hash any more",
+                hint="restore the bucket, or push the URL again with --force",
+            )
         return body
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
         """Ids that begin so; ten at most."""
         low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
-        return [bytes(h).hex() for (h,) in tx.execute("SELECT hash FROM page_object WHERE hash>=? AND hash<=? ORDER BY hash LIMIT 10", (low, high))]
+        return [
+            bytes(h).hex()
+            for (h,) in tx.execute(
+                "SELECT hash FROM page_object WHERE hash>=? AND hash<=? ORDER BY hash LIMIT 10",
+                (low, high),
+            )
+        ]
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         return {page: size for page, (size, _) in self._rows(tx, "hash, size", pages).items()}
@@ -189,14 +237,23 @@ class S3Pages:
         try:
             obstore.get(self.bucket, MARK).bytes()
         except FileNotFoundError as e:
-            return [self._refused(e).message] if "NoSuchBucket" in str(e) else []  # no worker has started yet
+            return (
+                [self._refused(e).message] if "NoSuchBucket" in str(e) else []
+            )  # no worker has started yet
         except (BaseError, OSError) as e:
             return [self._refused(e).message]
         return []
 
     # -- retention ---------------------------------------------------------------------------------------------------------
 
-    def prune_in(self, tx: Tx, *, older_than: float | None, max_bytes: int | None, keep: Callable[[Sequence[str]], set[str]]) -> tuple[int, int]:
+    def prune_in(
+        self,
+        tx: Tx,
+        *,
+        older_than: float | None,
+        max_bytes: int | None,
+        keep: Callable[[Sequence[str]], set[str]],
+    ) -> tuple[int, int]:
         """(pages removed, bytes freed). Their objects go when this is committed, with a later `sweep_in`."""
         excess = 0 if max_bytes is None else self.totals_in(tx)[1] - max_bytes
         at: tuple[float, bytes] = (-1.0, b"")
@@ -214,8 +271,13 @@ class S3Pages:
             if gone or len(doomed) < PRUNE:  # a whole page of pages that are needed: look behind it
                 break
             at = rows[-1][:2]
-        tx.executemany("DELETE FROM page_object WHERE hash=?", [(bytes.fromhex(h),) for h, _, _ in gone])
-        tx.executemany("INSERT INTO page_object_doomed(name) VALUES(?) ON CONFLICT DO NOTHING", [(name,) for _, name, _ in gone])
+        tx.executemany(
+            "DELETE FROM page_object WHERE hash=?", [(bytes.fromhex(h),) for h, _, _ in gone]
+        )
+        tx.executemany(
+            "INSERT INTO page_object_doomed(name) VALUES(?) ON CONFLICT DO NOTHING",
+            [(name,) for _, name, _ in gone],
+        )
         for h, _, _ in gone:
             self._known.pop(h, None)
         return len(gone), sum(packed for _, _, packed in gone)
@@ -225,8 +287,14 @@ class S3Pages:
         with self._guard:
             done, self._removed = self._removed, set()
             busy = set(self._removing)
-        tx.executemany("DELETE FROM page_object_doomed WHERE name=?", [(name,) for name in sorted(done)])
-        names = [name for (name,) in tx.execute("SELECT name FROM page_object_doomed LIMIT ?", (PRUNE,)) if name not in busy]
+        tx.executemany(
+            "DELETE FROM page_object_doomed WHERE name=?", [(name,) for name in sorted(done)]
+        )
+        names = [
+            name
+            for (name,) in tx.execute("SELECT name FROM page_object_doomed LIMIT ?", (PRUNE,))
+            if name not in busy
+        ]
         if names:
             with self._guard:
                 self._removing.update(names)
@@ -238,7 +306,9 @@ class S3Pages:
         except FileNotFoundError:
             done = True  # some servers say so
         except (BaseError, OSError) as e:
-            log.warning("%d objects of removed pages are still in %s: %s", len(names), self.place, said(e))
+            log.warning(
+                "%d objects of removed pages are still in %s: %s", len(names), self.place, said(e)
+            )
             done = False
         else:
             done = True

@@ -64,10 +64,16 @@ class SegmentStore:
         self._file: int = -1
         self._name, self._end, self._count = "", 0, 0
         self._lock: FileLock | None = None
-        self._last_lock: FileLock | None = None  # of the segment before: what was staged there may not be committed yet
+        self._last_lock: FileLock | None = (
+            None  # of the segment before: what was staged there may not be committed yet
+        )
         self._closing = threading.Lock()
-        self._staging = threading.Lock()  # retention stages what it moves, on the store's thread where it has one
-        self._lost: set[str] = set()  # segments that a sync failed for: the kernel tells once, then forgets the bytes
+        self._staging = (
+            threading.Lock()
+        )  # retention stages what it moves, on the store's thread where it has one
+        self._lost: set[str] = (
+            set()
+        )  # segments that a sync failed for: the kernel tells once, then forgets the bytes
         self._known: dict[str, None] = {}
         self._disk = ThreadPoolExecutor(1, "penstock-pages")  # where it can be waited for
         self._squeeze = zstandard.ZstdCompressor(level=1)
@@ -111,7 +117,9 @@ class SegmentStore:
             self._append(frame, staged)
 
     def _append(self, frame: Sequence[tuple[str, bytes]], staged: Staged) -> None:
-        if self._file < 0 or (not staged.rows and (self._end >= SEGMENT_BYTES or self._name in self._lost)):
+        if self._file < 0 or (
+            not staged.rows and (self._end >= SEGMENT_BYTES or self._name in self._lost)
+        ):
             self._rotate()
         staged.segment = self._name
         packed = self._squeeze.compress(b"".join([body for _, body in frame]))
@@ -137,7 +145,9 @@ class SegmentStore:
             if not lock.try_acquire():
                 continue
             try:
-                self._file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                self._file = os.open(
+                    self.directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+                )
                 fd = os.open(self.directory, os.O_RDONLY)
                 os.fsync(fd)
                 os.close(fd)
@@ -154,13 +164,18 @@ class SegmentStore:
         """Syncs ahead of the transaction: nobody should hold that open while the disk works."""
         if staged.rows and self.db.durability == "full":
             try:
-                await asyncio.get_running_loop().run_in_executor(self._disk, self._sync, staged.segment)
+                await asyncio.get_running_loop().run_in_executor(
+                    self._disk, self._sync, staged.segment
+                )
             except OSError as e:
                 raise self._unavailable(e) from e
             staged.synced = True
 
     def _unavailable(self, e: OSError) -> StoreUnavailable:
-        return StoreUnavailable(f"cannot write pages to {self.directory}: {e}", hint="free space or set PENSTOCK_PAGES_URL=file:DIR")
+        return StoreUnavailable(
+            f"cannot write pages to {self.directory}: {e}",
+            hint="free space or set PENSTOCK_PAGES_URL=file:DIR",
+        )
 
     def _sync(self, segment: str) -> None:
         """A segment that was closed meanwhile was synced then."""
@@ -190,11 +205,17 @@ class SegmentStore:
                 segment = tx.last_insert_rowid()
             tx.executemany(
                 "INSERT INTO page VALUES(?,?,?,?,?,?,?) ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
-                [(bytes.fromhex(h), segment, frame, packed, start, size, now) for h, frame, packed, start, size in staged.rows],
+                [
+                    (bytes.fromhex(h), segment, frame, packed, start, size, now)
+                    for h, frame, packed, start, size in staged.rows
+                ],
             )
         if not staged.again:
             return []
-        found = tx.executemany("UPDATE page SET seen=? WHERE hash=? RETURNING hash", [(now, bytes.fromhex(h)) for h in staged.again]).fetchall()
+        found = tx.executemany(
+            "UPDATE page SET seen=? WHERE hash=? RETURNING hash",
+            [(now, bytes.fromhex(h)) for h in staged.again],
+        ).fetchall()
         there = {h.hex() for (h,) in found}
         return [h for h in staged.again if h not in there]
 
@@ -209,14 +230,18 @@ class SegmentStore:
         return await self.db.read(lambda tx: self.get_in(tx, page))
 
     def get_in(self, tx: Tx, page: str) -> bytes | None:
-        row = tx.execute("SELECT s.name, p.frame, p.packed, p.start, p.size FROM page p JOIN segment s ON s.id=p.segment WHERE p.hash=?", (_raw(page),)).get
+        row = tx.execute(
+            "SELECT s.name, p.frame, p.packed, p.start, p.size FROM page p JOIN segment s ON s.id=p.segment WHERE p.hash=?",
+            (_raw(page),),
+        ).get
         if row is None:
             return None
         name, frame, packed, start, size = row
         body = self._frame(name, frame, packed)[start : start + size]
         if page_id(body) != page:
             raise Unreachable(
-                f"page {page} in {name} does not have its hash any more", hint="restore the pages directory from a backup, or push the URL again with --force"
+                f"page {page} in {name} does not have its hash any more",
+                hint="restore the pages directory from a backup, or push the URL again with --force",
             )
         return body
 
@@ -227,17 +252,26 @@ class SegmentStore:
                 return self._expand.decompress(f.read(packed))
         except (OSError, zstandard.ZstdError) as e:
             raise Unreachable(
-                f"pages cannot be read from {name}: {e}", hint="restore the pages directory from a backup, or push the URL again with --force"
+                f"pages cannot be read from {name}: {e}",
+                hint="restore the pages directory from a backup, or push the URL again with --force",
             ) from e
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
         """Ids that begin so; ten at most."""
         low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
-        return [h.hex() for (h,) in tx.execute("SELECT hash FROM page WHERE hash>=? AND hash<=? LIMIT 10", (low, high))]
+        return [
+            h.hex()
+            for (h,) in tx.execute(
+                "SELECT hash FROM page WHERE hash>=? AND hash<=? LIMIT 10", (low, high)
+            )
+        ]
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         """Of these, the ones that are stored, with the sizes of their bodies."""
-        found = {page: tx.execute("SELECT size FROM page WHERE hash=?", (_raw(page),)).get for page in pages}
+        found = {
+            page: tx.execute("SELECT size FROM page WHERE hash=?", (_raw(page),)).get
+            for page in pages
+        }
         return {page: size for page, size in found.items() if size is not None}
 
     def totals_in(self, tx: Tx) -> tuple[int, int]:
@@ -245,12 +279,23 @@ class SegmentStore:
         return int(tx.execute("SELECT count(*) FROM page").get), sum(self._sizes(tx).values())
 
     def problems_in(self, tx: Tx) -> list[str]:
-        gone = [name for (name,) in tx.execute("SELECT name FROM segment ORDER BY id") if not (self.directory / name).exists()]
+        gone = [
+            name
+            for (name,) in tx.execute("SELECT name FROM segment ORDER BY id")
+            if not (self.directory / name).exists()
+        ]
         return [f"{name} is missing in {self.directory}" for name in gone]
 
     # -- retention ---------------------------------------------------------------------------------------------------------
 
-    def prune_in(self, tx: Tx, *, older_than: float | None, max_bytes: int | None, keep: Callable[[Sequence[str]], set[str]]) -> tuple[int, int]:
+    def prune_in(
+        self,
+        tx: Tx,
+        *,
+        older_than: float | None,
+        max_bytes: int | None,
+        keep: Callable[[Sequence[str]], set[str]],
+    ) -> tuple[int, int]:
         """(pages removed, bytes freed). `keep` answers which of these pages an open event still needs."""
         removed = 0
         if older_than is not None:
@@ -263,12 +308,17 @@ class SegmentStore:
             for segment in sorted(sizes):
                 if total <= max_bytes:
                     break
-                pages = [h.hex() for (h,) in tx.execute("SELECT hash FROM page WHERE segment=?", (segment,))]
+                pages = [
+                    h.hex()
+                    for (h,) in tx.execute("SELECT hash FROM page WHERE segment=?", (segment,))
+                ]
                 removed += self._remove(tx, pages, keep)
                 total -= sizes[segment]
         return removed, self._reclaim(tx)
 
-    def _remove(self, tx: Tx, pages: Sequence[str], keep: Callable[[Sequence[str]], set[str]]) -> int:
+    def _remove(
+        self, tx: Tx, pages: Sequence[str], keep: Callable[[Sequence[str]], set[str]]
+    ) -> int:
         wanted = keep(pages)
         gone = [h for h in pages if h not in wanted]
         tx.executemany("DELETE FROM page WHERE hash=?", [(bytes.fromhex(h),) for h in gone])
@@ -290,11 +340,15 @@ class SegmentStore:
             name = tx.execute("SELECT name FROM segment WHERE id=?", (id_,)).get
             if self._in_use(name):
                 continue
-            frames = tx.execute("SELECT DISTINCT frame, packed FROM page WHERE segment=? ORDER BY frame", (id_,)).fetchall()
+            frames = tx.execute(
+                "SELECT DISTINCT frame, packed FROM page WHERE segment=? ORDER BY frame", (id_,)
+            ).fetchall()
             if frames and sum(packed for _, packed in frames) >= size * LIVE_SHARE:
                 continue
             moved = 0
-            with contextlib.suppress(Unreachable):  # a damaged segment stays as it is: whoever asks for its pages is told
+            with contextlib.suppress(
+                Unreachable
+            ):  # a damaged segment stays as it is: whoever asks for its pages is told
                 for frame, packed in frames:
                     if budget <= 0:
                         break
@@ -309,7 +363,9 @@ class SegmentStore:
 
     def _move(self, tx: Tx, segment: int, name: str, frame: int, packed: int) -> None:
         """Write what is left of a frame again, elsewhere."""
-        rows = tx.execute("SELECT hash, start, size, seen FROM page WHERE segment=? AND frame=?", (segment, frame)).fetchall()
+        rows = tx.execute(
+            "SELECT hash, start, size, seen FROM page WHERE segment=? AND frame=?", (segment, frame)
+        ).fetchall()
         whole = self._frame(name, frame, packed)
         pages = [(h.hex(), whole[start : start + size]) for h, start, size, _ in rows]
         for h, body in pages:
@@ -320,7 +376,9 @@ class SegmentStore:
         self.index_in(tx, self.stage(pages))
         tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(seen, h) for h, _, _, seen in rows])
         oldest = min(seen for *_, seen in rows)  # or age would pass them over
-        tx.execute("UPDATE segment SET made=? WHERE name=? AND made>?", (oldest, self._name, oldest))
+        tx.execute(
+            "UPDATE segment SET made=? WHERE name=? AND made>?", (oldest, self._name, oldest)
+        )
 
     def sweep_in(self, tx: Tx) -> None:
         """Unlink what an earlier, committed transaction doomed: a rolled-back one must find its files again."""
@@ -330,9 +388,15 @@ class SegmentStore:
                     (self.directory / (name + suffix)).unlink()
         tx.execute("DELETE FROM doomed")
         named = {name for (name,) in tx.execute("SELECT name FROM segment")}
-        for path in self.directory.glob("*.seg"):  # of a process that was killed before its first commit
+        for path in self.directory.glob(
+            "*.seg"
+        ):  # of a process that was killed before its first commit
             with contextlib.suppress(FileNotFoundError):
-                if path.name not in named and path.stat().st_mtime < self.clock.now() - ORPHANED and not self._in_use(path.name):
+                if (
+                    path.name not in named
+                    and path.stat().st_mtime < self.clock.now() - ORPHANED
+                    and not self._in_use(path.name)
+                ):
                     path.unlink()
                     path.with_name(path.name + ".lock").unlink()
 
@@ -348,7 +412,9 @@ class SegmentStore:
     def _close_segment(self) -> None:
         if self._file >= 0:
             with self._closing:
-                if self.db.durability == "full":  # what was staged here is committed later, when this descriptor is gone
+                if (
+                    self.db.durability == "full"
+                ):  # what was staged here is committed later, when this descriptor is gone
                     os.fdatasync(self._file)
                 os.close(self._file)
                 self._file = -1
@@ -365,4 +431,6 @@ class SegmentStore:
 def open_pages(url: str, context: Context) -> SegmentStore:
     """`file:DIR`: the bytes there, the index in the ledger's store, so that a page and its event are committed together."""
     directory = Path(url.removeprefix("file:"))
-    return SegmentStore(context.store(context.config.ledger.url), directory, context.clock, writer=context.worker)
+    return SegmentStore(
+        context.store(context.config.ledger.url), directory, context.clock, writer=context.worker
+    )

@@ -11,8 +11,18 @@ def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any,
 
     A field that is absent counts as null, since a selector that finds nothing may yield either. Order inside objects is no difference.
     """
-    changed = {name: (old.get(name), value) for name, value in new.items() if not _same(old.get(name), value)}
-    changed.update({name: (value, None) for name, value in old.items() if name not in new and value is not None})
+    changed = {
+        name: (old.get(name), value)
+        for name, value in new.items()
+        if not _same(old.get(name), value)
+    }
+    changed.update(
+        {
+            name: (value, None)
+            for name, value in old.items()
+            if name not in new and value is not None
+        }
+    )
     return changed
 
 

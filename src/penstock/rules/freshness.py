@@ -31,7 +31,16 @@ Verdict = Take | Duplicate | Delay
 BUSY_AGAIN = 1.0  # the owner is still at it beyond the window: look again
 
 
-def decide(claim: Claim | None, event_id: str, *, accepted: float, now: float, window: float, settle: float, drop: bool = False) -> Verdict:
+def decide(
+    claim: Claim | None,
+    event_id: str,
+    *,
+    accepted: float,
+    now: float,
+    window: float,
+    settle: float,
+    drop: bool = False,
+) -> Verdict:
     """An event accepted before the owner's GET (or within `settle` after it) learns nothing new from another GET."""
     if claim is None or claim.owner == event_id:
         return Take()

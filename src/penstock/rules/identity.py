@@ -166,7 +166,9 @@ def registrable_domain(host: str) -> str:
 
 _UNRESERVED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _percent = re.compile(r"%([0-9A-Fa-f]{2})?")
-_rooted_name = re.compile(r"(https?://[^/:]*[^/:.])\.(?=[:/]|$)").match  # `shop.test.` is the same server as `shop.test`; `shop.test..` is none
+_rooted_name = re.compile(
+    r"(https?://[^/:]*[^/:.])\.(?=[:/]|$)"
+).match  # `shop.test.` is the same server as `shop.test`; `shop.test..` is none
 
 
 def _plain(m: re.Match[str]) -> str:
@@ -180,16 +182,23 @@ def _plain(m: re.Match[str]) -> str:
 def tracking(changes: tuple[str, ...]) -> tuple[str, ...]:
     """The usual list with these beside it; without those that have a `-` before them."""
     less = {name[1:].lower() for name in changes if name.startswith("-")}
-    return (*(name for name in DEFAULT_TRACKING if name not in less), *(name for name in changes if not name.startswith("-")))
+    return (
+        *(name for name in DEFAULT_TRACKING if name not in less),
+        *(name for name in changes if not name.startswith("-")),
+    )
 
 
 @lru_cache(maxsize=64)
 def _listed(tracking: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     names = [t.lower() for t in tracking]
-    return frozenset(n for n in names if not n.endswith("*")), tuple(n[:-1] for n in names if n.endswith("*"))
+    return frozenset(n for n in names if not n.endswith("*")), tuple(
+        n[:-1] for n in names if n.endswith("*")
+    )
 
 
-def dedup_key(url: str, *, tracking: tuple[str, ...] = DEFAULT_TRACKING, canonical: bool = False) -> str:
+def dedup_key(
+    url: str, *, tracking: tuple[str, ...] = DEFAULT_TRACKING, canonical: bool = False
+) -> str:
     """One string for all spellings of a URL: canonical, percent-encoding normalised, tracking parameters gone, query sorted by name.
 
     Values of a repeated name keep their order (`a=2&a=1` may mean something else than `a=1&a=2`). Idempotent. Raises BadUrl.
@@ -223,6 +232,10 @@ def _first(pair: tuple[str, str]) -> str:
     return pair[0]
 
 
-def url_key(url: str, *, tracking: tuple[str, ...] = DEFAULT_TRACKING, canonical: bool = False) -> bytes:
+def url_key(
+    url: str, *, tracking: tuple[str, ...] = DEFAULT_TRACKING, canonical: bool = False
+) -> bytes:
     """16 bytes of the dedup key, for stores."""
-    return hashlib.blake2b(dedup_key(url, tracking=tracking, canonical=canonical).encode(), digest_size=16).digest()
+    return hashlib.blake2b(
+        dedup_key(url, tracking=tracking, canonical=canonical).encode(), digest_size=16
+    ).digest()

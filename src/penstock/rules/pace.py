@@ -12,11 +12,15 @@ import msgspec
 from penstock.errors import ConfigError
 
 MAX_RETRY_AFTER = 24 * 3600.0
-MAX_CRAWL_DELAY = 3600.0  # a file that asks for more has a typing slip, or means "not at all" and should say that
+MAX_CRAWL_DELAY = (
+    3600.0  # a file that asks for more has a typing slip, or means "not at all" and should say that
+)
 MAX_PENALTY = 64.0
 LATE = 0.1  # seconds after its slot, beyond which a request needs a new one: those behind it have theirs
 RECOVERY = 5  # successes in a row that halve a penalty
-_STEP = 0.5  # seconds: what a penalty multiplies where the rate alone would give less, or is unlimited
+_STEP = (
+    0.5  # seconds: what a penalty multiplies where the rate alone would give less, or is unlimited
+)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +40,9 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tat: float = 0.0  # theoretical arrival time of the next request (GCRA)
     blocked_until: float = 0.0  # nothing is sent before: the host's own wish
-    paused_until: float = 0.0  # nothing is sent before: the operator's wish; inf until it is resumed
+    paused_until: float = (
+        0.0  # nothing is sent before: the operator's wish; inf until it is resumed
+    )
     penalty: float = 1.0  # multiplies the interval
     crawl_delay: float | None = None  # from robots.txt
     slower_since: float = 0.0  # when it was last found to want more time: a slot given out before that is not to be used
@@ -55,10 +61,14 @@ def held_until(state: HostState) -> float:
     return max(state.blocked_until, state.paused_until)
 
 
-def limited(state: HostState, limits: Limits, rate: float | None, burst: int | None, concurrency: int | None) -> HostState:
+def limited(
+    state: HostState, limits: Limits, rate: float | None, burst: int | None, concurrency: int | None
+) -> HostState:
     """With limits of its own (None: the usual ones) from now on: the next slot keeps the new distance from the last one given out."""
     after = msgspec.structs.replace(state, rate=rate, burst=burst, concurrency=concurrency)
-    return msgspec.structs.replace(after, tat=state.tat - interval(state, limits) + interval(after, limits))
+    return msgspec.structs.replace(
+        after, tat=state.tat - interval(state, limits) + interval(after, limits)
+    )
 
 
 def interval(state: HostState, limits: Limits) -> float:
@@ -85,19 +95,27 @@ def reserve(
         jitter = [within / 2 / spread * j for j in jitter]
     after, slots = _next(state, limits, now, n, jitter)
     if within is not None and slots and slots[-1] > now + within:
-        after, given = _next(state, limits, now, sum(slot <= now + within for slot in slots), jitter)
+        after, given = _next(
+            state, limits, now, sum(slot <= now + within for slot in slots), jitter
+        )
         slots[: len(given)] = given
     return after, slots
 
 
-def _next(state: HostState, limits: Limits, now: float, n: int, jitter: Sequence[float]) -> tuple[HostState, list[float]]:
+def _next(
+    state: HostState, limits: Limits, now: float, n: int, jitter: Sequence[float]
+) -> tuple[HostState, list[float]]:
     start = max(now, min(held_until(state), now + MAX_RETRY_AFTER))
     gap = interval(state, limits)
     if gap == 0.0:
         return state, [start] * n
     burst = state.burst if state.burst is not None else limits.burst
     # A crawl delay is a delay between any two requests, and a host that asked us to slow down gets no bursts.
-    slack = 0.0 if (state.crawl_delay and not state.ignores_robots) or state.penalty > 1.0 else (max(burst, 1) - 1) * gap
+    slack = (
+        0.0
+        if (state.crawl_delay and not state.ignores_robots) or state.penalty > 1.0
+        else (max(burst, 1) - 1) * gap
+    )
     spread = limits.jitter * gap
     tat, slots = state.tat, []
     for i in range(n):
@@ -115,18 +133,32 @@ def holds(state: HostState, slot: float) -> bool:
     return slot >= held_until(state)
 
 
-def report(state: HostState, limits: Limits, now: float, status: int | None, retry_after: float | None = None, seconds: float | None = None) -> HostState:
+def report(
+    state: HostState,
+    limits: Limits,
+    now: float,
+    status: int | None,
+    retry_after: float | None = None,
+    seconds: float | None = None,
+) -> HostState:
     """What an answer changes for the host, for every worker. `status` None: no answer came (that is the event's trouble, not a throttle)."""
     latency = state.latency
     if seconds is not None and seconds >= 0:
         latency = seconds if latency == 0.0 else 0.8 * latency + 0.2 * seconds
-    penalty, blocked, successes, throttles = state.penalty, state.blocked_until, state.successes, state.throttles
+    penalty, blocked, successes, throttles = (
+        state.penalty,
+        state.blocked_until,
+        state.successes,
+        state.throttles,
+    )
     slower = state.slower_since
     if status in (429, 503):
         throttles, successes, slower = throttles + 1, 0, now
         if retry_after:
             blocked = max(blocked, now + min(retry_after, MAX_RETRY_AFTER))
-        elif blocked <= now:  # else the same incident, seen by the requests that were under way together
+        elif (
+            blocked <= now
+        ):  # else the same incident, seen by the requests that were under way together
             penalty = min(penalty * 2.0, MAX_PENALTY)
             blocked = now + interval(msgspec.structs.replace(state, penalty=penalty), limits)
     elif status is None or status >= 500:
@@ -143,7 +175,12 @@ def report(state: HostState, limits: Limits, now: float, status: int | None, ret
 
 # -- reading ---------------------------------------------------------------------------------------------------------------
 
-_MONTHS = {m: i for i, m in enumerate(("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"), 1)}
+_MONTHS = {
+    m: i
+    for i, m in enumerate(
+        ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"), 1
+    )
+}
 _number = re.compile(r"[0-9]+(?:\.[0-9]*)?").fullmatch
 _date = re.compile(  # RFC 9110 5.6.7: the fixed form and RFC 850's
     r"(?:[a-z]{3,9},? +)?(?P<day>[0-9]{1,2})[ -](?P<month>[a-z]{3})[ -](?P<year>[0-9]{4}|[0-9]{2}) +"
@@ -174,9 +211,17 @@ def parse_date(value: str) -> float | None:
     year, day = int(m["year"]), int(m["day"])
     if len(m["year"]) == 2:
         year += 2000 if year < 70 else 1900
-    if not (year >= 1970 and 1 <= day <= 31 and int(m["h"]) < 24 and int(m["m"]) < 60 and int(m["s"]) <= 60):
+    if not (
+        year >= 1970
+        and 1 <= day <= 31
+        and int(m["h"]) < 24
+        and int(m["m"]) < 60
+        and int(m["s"]) <= 60
+    ):
         return None
-    return float(calendar.timegm((year, _MONTHS[m["month"]], day, int(m["h"]), int(m["m"]), int(m["s"]))))
+    return float(
+        calendar.timegm((year, _MONTHS[m["month"]], day, int(m["h"]), int(m["m"]), int(m["s"])))
+    )
 
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -192,5 +237,8 @@ def parse_rate(text: str) -> float | None:
     unit = _UNITS.get(m[2] or "s") if m else None
     rate = float(m[1]) / unit if m and unit else 0.0
     if not 1e-6 <= rate <= 1e6:
-        raise ConfigError(f"{text!r} is not a rate", hint="write requests a second (2, 0.5), or per minute, hour or day (30/m, 100/h, 1/d), or unlimited")
+        raise ConfigError(
+            f"{text!r} is not a rate",
+            hint="write requests a second (2, 0.5), or per minute, hour or day (30/m, 100/h, 1/d), or unlimited",
+        )
     return rate

@@ -15,12 +15,16 @@ from penstock.model import ErrorClass, Failure, Route, mint
 from penstock.rules.identity import canonical_url, origin
 
 SCHEMES = ("http", "https", "socks5")
-ANY_HOST = "*"  # health of the proxy itself: it cannot be reached or does not let us in, whatever the host
+ANY_HOST = (
+    "*"  # health of the proxy itself: it cannot be reached or does not let us in, whatever the host
+)
 ANY_ACCOUNT = "*"
 FORGET = 86400.0  # seconds after which an old failure says nothing any more
 EMPTY_WAIT = 30.0  # until a pool without members is looked at again
 MAX_MEMBERS = 10_000
-_host_port = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})(?::([^:\s]+):(\S*))?").fullmatch
+_host_port = re.compile(
+    r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})(?::([^:\s]+):(\S*))?"
+).fullmatch
 
 
 # -- members -----------------------------------------------------------------------------------------------------------------
@@ -92,7 +96,9 @@ def parse_members(lines: Iterable[str]) -> tuple[Member, ...]:
 def scrub(text: str, dsn: str) -> str:
     """`text` without this proxy's credentials, in whatever spelling: libraries put into a message what they like."""
     parts = urlsplit(dsn)
-    secrets = {dsn} | {form for s in (parts.username, parts.password) if s for form in (s, unquote(s))}
+    secrets = {dsn} | {
+        form for s in (parts.username, parts.password) if s for form in (s, unquote(s))
+    }
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) > 2:
             text = text.replace(secret, "***")
@@ -142,11 +148,19 @@ def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) ->
         if first is None:
             raise Failure(ErrorClass.PERMANENT, f"there is no proxy pool {route.pool!r}")
         if not _serves(first, route, named=True):
-            raise Failure(ErrorClass.PERMANENT, f"proxy pool {route.pool!r} does not serve {_wish(route)}")
+            raise Failure(
+                ErrorClass.PERMANENT, f"proxy pool {route.pool!r} does not serve {_wish(route)}"
+            )
         chain = [first]
-        while (then := pools.get(chain[-1].next)) is not None and then not in chain and _serves(then, route, named=True):
+        while (
+            (then := pools.get(chain[-1].next)) is not None
+            and then not in chain
+            and _serves(then, route, named=True)
+        ):
             chain.append(then)
-        return (chain[turn % len(chain)],)  # alone: being exhausted is no reason to use a pool that was not asked for
+        return (
+            chain[turn % len(chain)],
+        )  # alone: being exhausted is no reason to use a pool that was not asked for
     fit = [p for p in pools.values() if _serves(p, route, named=False)]
     if not fit:
         raise Failure(ErrorClass.PERMANENT, f"no proxy pool serves {_wish(route)}")
@@ -159,12 +173,18 @@ def _serves(pool: Pool, route: Route, *, named: bool) -> bool:
     if route.geo and route.geo.lower() not in pool.geo:
         return False
     if pool.account:
-        return bool(route.account) and (route.account in pool.account or ANY_ACCOUNT in pool.account)
+        return bool(route.account) and (
+            route.account in pool.account or ANY_ACCOUNT in pool.account
+        )
     return named or bool(route.geo)
 
 
 def _wish(route: Route) -> str:
-    wishes = [f"{what} {value!r}" for what, value in (("geo", route.geo), ("account", route.account)) if value]
+    wishes = [
+        f"{what} {value!r}"
+        for what, value in (("geo", route.geo), ("account", route.account))
+        if value
+    ]
     return " and ".join(wishes) or "a route without an account"
 
 
@@ -203,7 +223,15 @@ def cooling(view: View, member: str, host: str, now: float) -> float:
     return until
 
 
-def pick(pools: Sequence[Pool], host: str, view: View, now: float, random: float, *, session: str | None = None) -> Choice | Exhausted:
+def pick(
+    pools: Sequence[Pool],
+    host: str,
+    view: View,
+    now: float,
+    random: float,
+    *,
+    session: str | None = None,
+) -> Choice | Exhausted:
     """From the first of these pools that has a proxy to give. `random` in [0, 1) decides by weight; a session decides by itself, always alike.
 
     The same session gets the same proxy as long as that one is well, in every process and after a restart, and without a table: each proxy
@@ -216,19 +244,31 @@ def pick(pools: Sequence[Pool], host: str, view: View, now: float, random: float
             until = cooling(view, member.id, host, now)
             if until:
                 soonest = min(soonest, until)
-                last = max(last, view.get((member.id, host), last), view.get((member.id, ANY_HOST), last), key=lambda h: h.at)
+                last = max(
+                    last,
+                    view.get((member.id, host), last),
+                    view.get((member.id, ANY_HOST), last),
+                    key=lambda h: h.at,
+                )
             else:
                 free.append(member)
         if free:
             if session and pool.sticky:
-                return Choice(pool, max(free, key=lambda m: (_score(session, m.id, m.weight), m.id)))
+                return Choice(
+                    pool, max(free, key=lambda m: (_score(session, m.id, m.weight), m.id))
+                )
             return Choice(pool, _weighted(free, random))
     names = " and ".join(repr(p.name) for p in pools)
     word = "pool" if len(pools) == 1 else "pools"
     if soonest < math.inf:
-        return Exhausted(soonest, f"proxy {word} {names} exhausted: every proxy cools down for {host}{f' (last: {last.reason})' if last.reason else ''}")
+        return Exhausted(
+            soonest,
+            f"proxy {word} {names} exhausted: every proxy cools down for {host}{f' (last: {last.reason})' if last.reason else ''}",
+        )
     why = "; ".join(dict.fromkeys(p.trouble for p in pools if p.trouble))
-    return Exhausted(now + EMPTY_WAIT, f"proxy {word} {names} exhausted: no proxies{f' ({why})' if why else ''}")
+    return Exhausted(
+        now + EMPTY_WAIT, f"proxy {word} {names} exhausted: no proxies{f' ({why})' if why else ''}"
+    )
 
 
 def _weighted(members: Sequence[Member], random: float) -> Member:
@@ -242,7 +282,11 @@ def _weighted(members: Sequence[Member], random: float) -> Member:
 
 def _score(key: str, name: str, weight: float) -> float:
     """Weighted rendezvous: the share of keys a name wins is its share of the weight."""
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), key=hashlib.blake2b(key.encode("utf-8", "surrogatepass")).digest(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        name.encode("utf-8", "surrogatepass"),
+        key=hashlib.blake2b(key.encode("utf-8", "surrogatepass")).digest(),
+        digest_size=8,
+    ).digest()
     return -weight / math.log((int.from_bytes(digest, "big") + 1) / (2**64 + 1))
 
 
@@ -252,7 +296,15 @@ def _score(key: str, name: str, weight: float) -> float:
 class ProxyFailed(Failure):
     """The proxy, not the target. `own`: it would have happened with any target, and none was contacted."""
 
-    def __init__(self, kind: ErrorClass, reason: str, *, own: bool, detail: str = "", status: int | None = None) -> None:
+    def __init__(
+        self,
+        kind: ErrorClass,
+        reason: str,
+        *,
+        own: bool,
+        detail: str = "",
+        status: int | None = None,
+    ) -> None:
         super().__init__(kind, reason, detail=detail, status=status)
         self.own = own
 
@@ -273,11 +325,21 @@ def blames(failure: Failure) -> str | None:
     if failure.kind is ErrorClass.THROTTLED:
         return "" if failure.status == 429 else None
     if failure.kind is ErrorClass.TRANSIENT:
-        return "" if failure.status is None else None  # an answer came through: a 5xx is the target's
+        return (
+            "" if failure.status is None else None
+        )  # an answer came through: a 5xx is the target's
     return "" if failure.kind is ErrorClass.BLOCKED else None
 
 
-def failed(health: Health | None, now: float, *, cooldown: float, longest: float, reason: str, least: float = 0.0) -> Health:
+def failed(
+    health: Health | None,
+    now: float,
+    *,
+    cooldown: float,
+    longest: float,
+    reason: str,
+    least: float = 0.0,
+) -> Health:
     """After one more failure. Those that were under way together are one incident; `least` is what the host asked for."""
     known = health if health is not None and now - health.at < FORGET else Health()
     if known.until > now:

@@ -23,13 +23,19 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     charged: bool = True
 
 
-def table(*, base: float, cap: float, budget: int, next_pool: bool = True) -> dict[tuple[str, ErrorClass], Policy]:
+def table(
+    *, base: float, cap: float, budget: int, next_pool: bool = True
+) -> dict[tuple[str, ErrorClass], Policy]:
     """The default table; a `("*", class)` row serves every stage that has none of its own."""
     usual = Policy(budget=budget, base=base, cap=cap)
     return {
         ("*", ErrorClass.TRANSIENT): usual,
-        ("*", ErrorClass.THROTTLED): Policy(budget=max(budget, 2 * budget), base=base, cap=cap),  # the host said wait: patience, not guilt
-        ("*", ErrorClass.BLOCKED): Policy(budget=budget, base=3 * base, cap=cap, next_route=next_pool),
+        ("*", ErrorClass.THROTTLED): Policy(
+            budget=max(budget, 2 * budget), base=base, cap=cap
+        ),  # the host said wait: patience, not guilt
+        ("*", ErrorClass.BLOCKED): Policy(
+            budget=budget, base=3 * base, cap=cap, next_route=next_pool
+        ),
         ("*", ErrorClass.PERMANENT): Policy(budget=0, base=base, cap=cap),
         ("*", ErrorClass.POISON): Policy(budget=0, base=base, cap=cap),  # it already died alone
         ("*", ErrorClass.OURS): Policy(budget=0, base=1.0, cap=30.0, free=True),
@@ -59,10 +65,16 @@ def decide(
     return Decision(dead=False, delay=wait)
 
 
-def turns(policies: Mapping[tuple[str, ErrorClass], Policy], stage: str, failures: Mapping[str, int]) -> int:
+def turns(
+    policies: Mapping[tuple[str, ErrorClass], Policy], stage: str, failures: Mapping[str, int]
+) -> int:
     """How many pools an event has moved on by: the recorded failures of those classes whose policy says so. Read from the books at each
     attempt, so the event is published again as it was, and a redrive (whose count is new) starts from its first pool."""
-    return sum(n for name, n in failures.items() if (policies.get((stage, ErrorClass(name))) or policies["*", ErrorClass(name)]).next_route)
+    return sum(
+        n
+        for name, n in failures.items()
+        if (policies.get((stage, ErrorClass(name))) or policies["*", ErrorClass(name)]).next_route
+    )
 
 
 def _backoff(policy: Policy, failures: int, jitter: float) -> float:

@@ -45,7 +45,9 @@ def _norm(text: str, in_query: bool = False) -> str:
 
 
 _plain = re.compile(r"[A-Za-z0-9/._~?&=:;,+@!'()\[\]-]*").fullmatch
-_unsafe = re.compile(r'["<>`{}^|\\]')  # browsers and our canonical URLs encode some of these, sites write them raw
+_unsafe = re.compile(
+    r'["<>`{}^|\\]'
+)  # browsers and our canonical URLs encode some of these, sites write them raw
 
 
 def _encode(m: re.Match[str]) -> str:
@@ -132,7 +134,14 @@ class Robots:
 
     __slots__ = ("_anyone", "_compiled", "_delays", "_refuse_all", "_rules", "sitemaps")
 
-    def __init__(self, rules: dict[str, list[tuple[str, bool]]], delays: dict[str, float], sitemaps: tuple[str, ...], *, refuse_all: bool = False) -> None:
+    def __init__(
+        self,
+        rules: dict[str, list[tuple[str, bool]]],
+        delays: dict[str, float],
+        sitemaps: tuple[str, ...],
+        *,
+        refuse_all: bool = False,
+    ) -> None:
         self._rules, self._delays, self._refuse_all = rules, delays, refuse_all
         self.sitemaps = sitemaps
         self._compiled: dict[str, _Group] = {}

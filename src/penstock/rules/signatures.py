@@ -10,11 +10,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-Headers = Mapping[str, Sequence[str]]  # lower-case name → values as they came (latin-1: a byte is a character)
+Headers = Mapping[
+    str, Sequence[str]
+]  # lower-case name → values as they came (latin-1: a byte is a character)
 LONGEST = 4096  # characters of a header that is looked at
 MOST = 16  # signatures in one header; rotation needs two
 SHORTEST_SECRET = 24  # bytes
-DIGESTS: dict[str, Callable[..., hashlib._Hash]] = {"sha256": hashlib.sha256, "sha384": hashlib.sha384, "sha512": hashlib.sha512}
+DIGESTS: dict[str, Callable[..., hashlib._Hash]] = {
+    "sha256": hashlib.sha256,
+    "sha384": hashlib.sha384,
+    "sha512": hashlib.sha512,
+}
 _PLACE = re.compile(r"\{([A-Za-z0-9-]+)\}")
 _TIME = re.compile(r"[0-9]{1,11}")
 _STANDARD = re.compile(r"(v[0-9a-z]+),([\x21-\x7e]+)")
@@ -44,13 +50,21 @@ def only(headers: Headers, name: str) -> str:
     """A header that decides must be there once: of two, the sender may have signed the other."""
     values = headers.get(name, ())
     if len(values) != 1 or not 0 < len(values[0]) <= LONGEST:
-        raise Forged(f"{name} is there {len(values)} times" if len(values) != 1 else f"{name} is empty or too long")
+        raise Forged(
+            f"{name} is there {len(values)} times"
+            if len(values) != 1
+            else f"{name} is empty or too long"
+        )
     return values[0]
 
 
-def standard(keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float) -> str:
+def standard(
+    keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float
+) -> str:
     """Standard Webhooks 1.0, symmetric (`v1`); its forerunner Svix calls the headers svix-…. Returns the signed id."""
-    family = "svix" if "svix-signature" in headers and "webhook-signature" not in headers else "webhook"
+    family = (
+        "svix" if "svix-signature" in headers and "webhook-signature" not in headers else "webhook"
+    )
     id_, at = only(headers, f"{family}-id"), only(headers, f"{family}-timestamp")
     if not _ID.fullmatch(id_):
         raise Forged("its id is no id")
@@ -68,22 +82,33 @@ def standard(keys: Sequence[bytes], headers: Headers, body: bytes, now: float, t
 
 def github(keys: Sequence[bytes], headers: Headers, body: bytes) -> str:
     """X-Hub-Signature-256. The body is all it covers, so the body is what names the event."""
-    _judge(keys, body, hashlib.sha256, [_hex(_behind(only(headers, "x-hub-signature-256"), "sha256="))])
+    _judge(
+        keys, body, hashlib.sha256, [_hex(_behind(only(headers, "x-hub-signature-256"), "sha256="))]
+    )
     return _named(body)
 
 
-def stripe(keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float) -> str:
+def stripe(
+    keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float
+) -> str:
     """Stripe-Signature: t=…,v1=…. A repeated delivery is signed anew with another time, so the body names the event."""
     pairs = [part.partition("=") for part in only(headers, "stripe-signature").split(",")]
     times = [value for name, _, value in pairs if name.strip() == "t"]
     if len(times) != 1:
         raise Forged("its signature has no time, or several")
     _timely(times[0], now, tolerance)
-    _judge(keys, times[0].encode() + b"." + body, hashlib.sha256, [_hex(value) for name, _, value in pairs if name.strip() == "v1"])
+    _judge(
+        keys,
+        times[0].encode() + b"." + body,
+        hashlib.sha256,
+        [_hex(value) for name, _, value in pairs if name.strip() == "v1"],
+    )
     return _named(body)
 
 
-def house(keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float, shape: Shape) -> str:
+def house(
+    keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float, shape: Shape
+) -> str:
     """Any other HMAC over the body, and over headers where `shape.signed` names them. What is signed names the event."""
     text = _behind(only(headers, shape.header), shape.prefix)
     given = _hex(text) if shape.encoding == "hex" else canonical_base64(text)
@@ -91,7 +116,13 @@ def house(keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tole
         _timely(only(headers, shape.timestamp), now, tolerance)
     signed = b""
     for i, part in enumerate(_PLACE.split(shape.signed)):  # odd ones are names
-        signed += part.encode() if i % 2 == 0 else body if part.lower() == "body" else only(headers, part.lower()).encode("latin-1")
+        signed += (
+            part.encode()
+            if i % 2 == 0
+            else body
+            if part.lower() == "body"
+            else only(headers, part.lower()).encode("latin-1")
+        )
     _judge(keys, signed, DIGESTS[shape.algorithm], [given])
     return _named(signed)
 
@@ -104,7 +135,12 @@ def bearer(keys: Sequence[bytes], headers: Headers) -> None:
         raise Forged("its bearer token is none of ours")
 
 
-def _judge(keys: Sequence[bytes], signed: bytes, digest: Callable[..., hashlib._Hash], given: Sequence[bytes]) -> None:
+def _judge(
+    keys: Sequence[bytes],
+    signed: bytes,
+    digest: Callable[..., hashlib._Hash],
+    given: Sequence[bytes],
+) -> None:
     """Every pair is compared, whichever fits, so that the time it takes says nothing."""
     if not 0 < len(given) <= MOST:
         raise Forged(f"it has {len(given)} signatures of a kind we know")

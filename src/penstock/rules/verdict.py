@@ -10,7 +10,13 @@ import msgspec
 from penstock.model import ErrorClass, Failure
 from penstock.rules.pace import parse_retry_after
 
-_T, _X, _B, _P, _O = ErrorClass.THROTTLED, ErrorClass.TRANSIENT, ErrorClass.BLOCKED, ErrorClass.PERMANENT, ErrorClass.OURS
+_T, _X, _B, _P, _O = (
+    ErrorClass.THROTTLED,
+    ErrorClass.TRANSIENT,
+    ErrorClass.BLOCKED,
+    ErrorClass.PERMANENT,
+    ErrorClass.OURS,
+)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -50,7 +56,14 @@ CHALLENGES: tuple[tuple[bytes, str], ...] = (
 )
 # Weaker marks: a challenge only where there is next to nothing else on the page.
 SMALL = 4096
-SMALL_MARKS: tuple[bytes, ...] = (b"access denied", b"captcha", b"are you a robot", b"unusual traffic", b"request blocked", b"enable javascript and cookies")
+SMALL_MARKS: tuple[bytes, ...] = (
+    b"access denied",
+    b"captcha",
+    b"are you a robot",
+    b"unusual traffic",
+    b"request blocked",
+    b"enable javascript and cookies",
+)
 SOFT_404: tuple[bytes, ...] = (b"page not found", b"404 not found", b"error 404", b"<title>404")
 # Challenges are short, or say so at the top: a long page is only looked at there, since every page pays for the look.
 _SHORT, _TOP = 8192, 1024
@@ -84,23 +97,40 @@ def _is_html(headers: Mapping[str, str]) -> bool:
 
 
 def judge(
-    status: int, headers: Mapping[str, str], body: bytes, *, now: float, method: str = "GET", conditional: bool = True, soft_404: bool = False
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    *,
+    now: float,
+    method: str = "GET",
+    conditional: bool = True,
+    soft_404: bool = False,
 ) -> Verdict | None:
     """None for an answer to go on with. `headers` in lower case; `now` is for a Retry-After that is a date; `conditional`: a 304 was asked for."""
     if 200 <= status < 300:
         if not _is_html(headers) or method == "HEAD":
             return None
         if len(body) < SMALL and not body.strip():
-            return Verdict(_B, f"HTTP {status} with an empty body", status=status) if status == 200 else None
+            return (
+                Verdict(_B, f"HTTP {status} with an empty body", status=status)
+                if status == 200
+                else None
+            )
         if who := challenge(headers, body):
             return Verdict(_B, f"HTTP {status}, but a challenge page ({who})", status=status)
         if soft_404 and len(body) <= SMALL:
             low = body.lower()
             if any(mark in low for mark in SOFT_404):
-                return Verdict(_B, f"HTTP {status}, but the page says that there is none", status=status)
+                return Verdict(
+                    _B, f"HTTP {status}, but the page says that there is none", status=status
+                )
         return None
     if status == 304:
-        return None if conditional else Verdict(_X, "HTTP 304, though nothing was asked conditionally", status=status)
+        return (
+            None
+            if conditional
+            else Verdict(_X, "HTTP 304, though nothing was asked conditionally", status=status)
+        )
     if status < 200:
         return Verdict(_X, f"HTTP {status} is no final answer", status=status)
     if status < 400:
@@ -112,7 +142,12 @@ def judge(
         # An old kind of challenge comes as 503; with a Retry-After the server means what it says.
         if after is None and (who := challenge(headers, body)):
             return Verdict(_B, f"HTTP {status} with a challenge page ({who})", status=status)
-        return Verdict(_T, f"HTTP {status}" + (f", retry after {after:.0f} s" if after is not None else ""), after, status)
+        return Verdict(
+            _T,
+            f"HTTP {status}" + (f", retry after {after:.0f} s" if after is not None else ""),
+            after,
+            status,
+        )
     if kind is _B and (who := challenge(headers, body)):
         return Verdict(_B, f"HTTP {status} with a challenge page ({who})", status=status)
     return Verdict(kind, f"HTTP {status}", status=status)
@@ -209,7 +244,11 @@ class Breach(enum.Enum):
         return self.value[1]
 
 
-_OVERSIZED = (*(b.sentence for b in (Breach.HEADERS, Breach.BODY, Breach.DECODED, Breach.CODINGS)), CURL[63][1], CURL[100][1])
+_OVERSIZED = (
+    *(b.sentence for b in (Breach.HEADERS, Breach.BODY, Breach.DECODED, Breach.CODINGS)),
+    CURL[63][1],
+    CURL[100][1],
+)
 
 
 def oversized(failure: Failure) -> bool:
@@ -217,5 +256,12 @@ def oversized(failure: Failure) -> bool:
     return failure.reason.startswith(_OVERSIZED)
 
 
-def breach(what: Breach, detail: str = "", *, after: float | None = None, status: int | None = None) -> Failure:
-    return Failure(what.kind, f"{what.sentence}: {detail}" if detail else what.sentence, after=after, status=status)
+def breach(
+    what: Breach, detail: str = "", *, after: float | None = None, status: int | None = None
+) -> Failure:
+    return Failure(
+        what.kind,
+        f"{what.sentence}: {detail}" if detail else what.sentence,
+        after=after,
+        status=status,
+    )

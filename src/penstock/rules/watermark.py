@@ -22,10 +22,16 @@ class Window(Generic[T]):
     __slots__ = ("_before", "epoch", "next", "open")
 
     def __init__(self, epoch: int, start: int, settled: Iterable[int] = ()) -> None:
-        self.epoch = epoch  # of the assignment: what was handed out under another one changes nothing
+        self.epoch = (
+            epoch  # of the assignment: what was handed out under another one changes nothing
+        )
         self.next = start  # the lowest offset that was not received yet
-        self.open: dict[int, T] = {}  # received and not settled, ascending; to settle one is to delete it
-        self._before = set(settled)  # settled before this assignment, and perhaps not received again yet
+        self.open: dict[
+            int, T
+        ] = {}  # received and not settled, ascending; to settle one is to delete it
+        self._before = set(
+            settled
+        )  # settled before this assignment, and perhaps not received again yet
 
     @property
     def watermark(self) -> int:
@@ -35,7 +41,9 @@ class Window(Generic[T]):
     @property
     def ahead(self) -> frozenset[int]:
         """What is settled above the watermark."""
-        return frozenset(self._passed()) | {offset for offset in range(self.watermark, self.next) if offset not in self.open}
+        return frozenset(self._passed()) | {
+            offset for offset in range(self.watermark, self.next) if offset not in self.open
+        }
 
     def _passed(self) -> set[int]:
         """Settled before this assignment, and still to come. What is below `next` is one of the window's own by now."""
@@ -103,9 +111,17 @@ def settled_ahead(watermark: int, metadata: str | None) -> frozenset[int]:
         return frozenset()
     try:
         unpack = zlib.decompressobj()
-        bits = unpack.decompress(base64.b64decode(metadata[len(_VERSION) :], validate=True), SPAN // 8)
+        bits = unpack.decompress(
+            base64.b64decode(metadata[len(_VERSION) :], validate=True), SPAN // 8
+        )
     except (binascii.Error, zlib.error, ValueError):
         return frozenset()
     if not unpack.eof:  # longer than anything we write, or cut off
         return frozenset()
-    return frozenset(watermark + 8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1)
+    return frozenset(
+        watermark + 8 * place + bit
+        for place, byte in enumerate(bits)
+        if byte
+        for bit in range(8)
+        if byte >> bit & 1
+    )

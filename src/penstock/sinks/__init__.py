@@ -16,7 +16,9 @@ from penstock.errors import ConfigError
 PROVENANCE = ("event_id", "trace_id", "url", "key", "extractor", "version", "fetched_at")
 PREFIX = "_penstock_"
 PROVENANCE_COLUMNS = tuple(PREFIX + name for name in PROVENANCE)
-REST = PREFIX + "rest"  # what has no column of its own, as a JSON object: a row that is accepted must never be what blocks a sink
+REST = (
+    PREFIX + "rest"
+)  # what has no column of its own, as a JSON object: a row that is accepted must never be what blocks a sink
 DELETED = PREFIX + "deleted"
 MAX_COLUMNS = 1000
 
@@ -25,14 +27,19 @@ class Reopen(OSError):
     """Nothing was written; the target is not in the noted state any more (moved, rewritten). Open it again and write then."""
 
 
-def file_url(url: str, options: Mapping[str, Any], base: Path, *, scheme: str, known: tuple[str, ...]) -> tuple[Path, dict[str, Any]]:
+def file_url(
+    url: str, options: Mapping[str, Any], base: Path, *, scheme: str, known: tuple[str, ...]
+) -> tuple[Path, dict[str, Any]]:
     """The path and the checked options of `scheme:path?option=value`. Reads no disk. Raises ConfigError."""
     example = f"write {scheme}:products.{'db' if scheme == 'sqlite' else scheme}"
     if not url.startswith(scheme + ":"):
         raise ConfigError(f"sink {url!r} is no {scheme} URL", hint=example)
     path, _, query = url.removeprefix(scheme + ":").partition("?")
     if path.startswith("//") and not path.startswith("///"):
-        raise ConfigError(f"sink {url!r} names a host where a path belongs", hint=f"{scheme}:relative/path or {scheme}:///absolute/path")
+        raise ConfigError(
+            f"sink {url!r} names a host where a path belongs",
+            hint=f"{scheme}:relative/path or {scheme}:///absolute/path",
+        )
     path = unquote(path.removeprefix("//"))
     if not path or path.endswith("/") or path in (".", "..", "-", ":memory:") or "\0" in path:
         raise ConfigError(f"sink {url!r} names no file", hint=example)
@@ -40,7 +47,11 @@ def file_url(url: str, options: Mapping[str, Any], base: Path, *, scheme: str, k
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"{scheme} sinks know: {', '.join(known) or 'no options'}"
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"{scheme} sinks know: {', '.join(known) or 'no options'}"
+            )
             raise ConfigError(f"sink {url!r}: unknown option {name!r}", hint=hint)
     return Path(os.path.abspath(base / Path(path).expanduser())), given
 
@@ -53,7 +64,9 @@ def option_max_columns(url: str, given: Mapping[str, Any], *, most: int) -> int:
     except ValueError:
         value = -1
     if not least <= value <= most:
-        raise ConfigError(f"sink {url!r}: max_columns is {raw!r}", hint=f"a number from {least} to {most}")
+        raise ConfigError(
+            f"sink {url!r}: max_columns is {raw!r}", hint=f"a number from {least} to {most}"
+        )
     return value
 
 

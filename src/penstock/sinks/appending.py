@@ -27,7 +27,9 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     ino: int = 0
     columns: tuple[str, ...] = ()  # CSV
     host: str = ""
-    others: tuple[Mark, ...] = ()  # of the files that other machines wrote, for when they go on with theirs; the newest first
+    others: tuple[
+        Mark, ...
+    ] = ()  # of the files that other machines wrote, for when they go on with theirs; the newest first
 
     def text(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -61,9 +63,15 @@ class AppendFile:
             fd = self._descriptor()
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise ConfigError(f"{self.path} is no ordinary file", hint="name a file; its end must be seekable to survive a crash")
+                    raise ConfigError(
+                        f"{self.path} is no ordinary file",
+                        hint="name a file; its end must be seekable to survive a crash",
+                    )
                 if not lock_descriptor(fd):
-                    raise Unreachable(f"another process or sink writes to {self.path}", hint="give every sink a file of its own")
+                    raise Unreachable(
+                        f"another process or sink writes to {self.path}",
+                        hint="give every sink a file of its own",
+                    )
             except BaseException:
                 os.close(fd)
                 raise
@@ -100,16 +108,22 @@ class AppendFile:
     def own(self, noted: Mark | None) -> Mark | None:
         """Which of the noted marks is this file's. The others are kept in those we make."""
         known = [] if noted is None else [msgspec.structs.replace(noted, others=()), *noted.others]
-        fit = [mark for mark in known if self.is_at(mark) and (mark is known[0] or self._is_old(mark))]
+        fit = [
+            mark for mark in known if self.is_at(mark) and (mark is known[0] or self._is_old(mark))
+        ]
         ino, host = os.fstat(self._fd).st_ino, socket.gethostname()
         # Bytes alone do not tell: rows that were written here and not noted may have been noted of another machine's file since.
-        found = max(fit, key=lambda mark: (mark.host == host, mark.ino == ino, mark.at > 0), default=None)
+        found = max(
+            fit, key=lambda mark: (mark.host == host, mark.ino == ino, mark.at > 0), default=None
+        )
         self._others = tuple([mark for mark in known if mark is not found][:_FILES])
         return found
 
     def _is_old(self, mark: Mark) -> bool:
         """More is asked of a mark that is not the last: a file somebody put together from older ones may begin like one of them."""
-        return mark.ino == os.fstat(self._fd).st_ino and (mark.at > 0 or mark.host == socket.gethostname())
+        return mark.ino == os.fstat(self._fd).st_ino and (
+            mark.at > 0 or mark.host == socket.gethostname()
+        )
 
     def restore(self, text: str) -> None:
         """As ports.FileSink.restore."""
@@ -167,7 +181,14 @@ class AppendFile:
             raise Reopen(f"{self.path} was changed by somebody else")
 
     def mark(self, columns: tuple[str, ...] = ()) -> str:
-        return Mark(self.at, zlib.crc32(self._tail), os.fstat(self._fd).st_ino, columns, socket.gethostname(), self._others).text()
+        return Mark(
+            self.at,
+            zlib.crc32(self._tail),
+            os.fstat(self._fd).st_ino,
+            columns,
+            socket.gethostname(),
+            self._others,
+        ).text()
 
     def lines(self, end: int) -> contextlib.closing[Lines]:
         return contextlib.closing(Lines(self._fd, end))
@@ -186,7 +207,9 @@ class AppendFile:
     def _read_tail(self, at: int) -> bytes:
         start = max(0, at - _TAIL)
         tail = b""
-        while len(tail) < at - start and (piece := os.pread(self._fd, at - start - len(tail), start + len(tail))):
+        while len(tail) < at - start and (
+            piece := os.pread(self._fd, at - start - len(tail), start + len(tail))
+        ):
             tail += piece
         return tail
 
@@ -202,13 +225,19 @@ class Lines:
         searched = 0
         while (found := self._buffer.find(b"\n", searched)) < 0 and len(self._buffer) < limit:
             searched = len(self._buffer)
-            piece = os.pread(self._fd, min(1 << 18, self._end - self._at), self._at) if self._at < self._end else b""
+            piece = (
+                os.pread(self._fd, min(1 << 18, self._end - self._at), self._at)
+                if self._at < self._end
+                else b""
+            )
             if not piece:
                 found = len(self._buffer) - 1
                 break
             self._at += len(piece)
             self._buffer += piece
-        cut = found + 1 if found >= 0 else len(self._buffer) - self._buffer.endswith(b"\r")  # CRLF stays together
+        cut = (
+            found + 1 if found >= 0 else len(self._buffer) - self._buffer.endswith(b"\r")
+        )  # CRLF stays together
         line, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return line
 

@@ -17,7 +17,17 @@ from typing import Any
 
 from penstock.errors import Unreachable
 from penstock.ports import Row
-from penstock.sinks import DELETED, PROVENANCE_COLUMNS, REST, Flat, Reopen, file_url, flatten, json_text, option_max_columns
+from penstock.sinks import (
+    DELETED,
+    PROVENANCE_COLUMNS,
+    REST,
+    Flat,
+    Reopen,
+    file_url,
+    flatten,
+    json_text,
+    option_max_columns,
+)
 from penstock.sinks.appending import AppendFile, Mark, read_mark, sync_directory
 
 _HEADER_LIMIT = 4 << 20
@@ -55,7 +65,10 @@ class CsvSink:
     def _was_widened(self, noted: Mark) -> bool:
         # `write` asks to be opened again after it added a column, and nothing is appended before the mark of that open is noted.
         # So a header that goes on after the noted one means: rewritten as a whole, and nothing behind it.
-        return len(self._columns) > len(noted.columns) > 0 and self._columns[: len(noted.columns)] == noted.columns
+        return (
+            len(self._columns) > len(noted.columns) > 0
+            and self._columns[: len(noted.columns)] == noted.columns
+        )
 
     def write(self, rows: Sequence[Row]) -> str:
         self._file.check()
@@ -113,11 +126,19 @@ class CsvSink:
                 if (line.endswith(b"\n") and quotes % 2 == 0) or len(raw) > _HEADER_LIMIT:
                     break
         try:
-            names = tuple(next(csv.reader(io.StringIO(raw.decode("utf-8-sig"), newline=""), strict=True), ()))
+            names = tuple(
+                next(csv.reader(io.StringIO(raw.decode("utf-8-sig"), newline=""), strict=True), ())
+            )
         except (csv.Error, UnicodeDecodeError) as e:
-            raise Unreachable(f"{self.path} is there and is no CSV file: {e}", hint="move it away, or write to another file") from e
+            raise Unreachable(
+                f"{self.path} is there and is no CSV file: {e}",
+                hint="move it away, or write to another file",
+            ) from e
         if raw and not names:
-            raise Unreachable(f"{self.path} is there and has no header", hint="move it away, or write to another file")
+            raise Unreachable(
+                f"{self.path} is there and has no header",
+                hint="move it away, or write to another file",
+            )
         return names
 
     def _widen(self, columns: tuple[str, ...]) -> None:
@@ -127,7 +148,10 @@ class CsvSink:
         quotes, first = 0, True
         was = os.stat(target)
         try:
-            with open(draft, "wb", buffering=1 << 18) as out, self._file.lines(self._file.at) as lines:
+            with (
+                open(draft, "wb", buffering=1 << 18) as out,
+                self._file.lines(self._file.at) as lines,
+            ):
                 os.fchmod(out.fileno(), stat.S_IMODE(was.st_mode))
                 with contextlib.suppress(PermissionError):
                     os.fchown(out.fileno(), was.st_uid, was.st_gid)

@@ -33,7 +33,12 @@ _api: Any = _admin  # the library does not export these names to type checkers
 MAX_MESSAGE = 20 << 20  # of a topic that we make: more than all records of a page together
 _REMEMBERED = 100_000  # keys whose last order is known, so that an older record does not come behind a newer one
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
-_IMPOSSIBLE = (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.POLICY_VIOLATION, KafkaError.INVALID_CONFIG, KafkaError.TOPIC_EXCEPTION)
+_IMPOSSIBLE = (
+    KafkaError.INVALID_REPLICATION_FACTOR,
+    KafkaError.POLICY_VIOLATION,
+    KafkaError.INVALID_CONFIG,
+    KafkaError.TOPIC_EXCEPTION,
+)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +55,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _types(value: object) -> dict[str, str]:
-    pairs = value.items() if isinstance(value, dict) else [word.rpartition(":")[::2] for word in units.words(value)]
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else [word.rpartition(":")[::2] for word in units.words(value)]
+    )
     found = {str(name): str(kind) for name, kind in pairs}
-    if not found or not all(name and not name.startswith(PREFIX) and kind in TYPES for name, kind in found.items()):
+    if not found or not all(
+        name and not name.startswith(PREFIX) and kind in TYPES for name, kind in found.items()
+    ):
         raise ValueError(value)
     return found
 
@@ -65,8 +76,16 @@ def _names(value: object) -> tuple[str, ...]:
 
 
 OPTIONS: dict[str, units.Kind] = {
-    "key": units.Kind(name="list of fields", expected="the field that names a record, or several with commas between them", read=_names),
-    "types": units.Kind(name="types", expected=f"fields with their types: stock:int64,sold:boolean ({', '.join(TYPES)})", read=_types),
+    "key": units.Kind(
+        name="list of fields",
+        expected="the field that names a record, or several with commas between them",
+        read=_names,
+    ),
+    "types": units.Kind(
+        name="types",
+        expected=f"fields with their types: stock:int64,sold:boolean ({', '.join(TYPES)})",
+        read=_types,
+    ),
     "schemas": units.FLAG,
     "provenance": units.FLAG,
     "mode": units.choices("upsert", "append"),
@@ -94,7 +113,9 @@ class KafkaSink:
         self._trouble: KafkaError | None = None
         self._newest: OrderedDict[str, int] = OrderedDict()
         self._id = ""
-        self._group: Consumer | None = None  # only for its name: the position is committed in the transaction, as a group's offset
+        self._group: Consumer | None = (
+            None  # only for its name: the position is committed in the transaction, as a group's offset
+        )
         self._reached = 0  # the last row that was committed, where there are transactions
 
     # -- opening -----------------------------------------------------------------------------------------------------------
@@ -135,7 +156,10 @@ class KafkaSink:
                 admin.poll(0.1)  # it tells its own complaints only when it is asked
             raise self._down(error_of(e), "opening") from None
         except (TypeError, ValueError) as e:
-            raise ConfigError(f"sink {self.name}: {e}", hint="check its options, those that begin with rdkafka. above all") from None
+            raise ConfigError(
+                f"sink {self.name}: {e}",
+                hint="check its options, those that begin with rdkafka. above all",
+            ) from None
         return self._mark()
 
     def _ensure(self, admin: Any) -> None:
@@ -148,9 +172,16 @@ class KafkaSink:
             config["cleanup.policy"] = "compact"
         if o.retention != 0.0:
             config["retention.ms"] = "-1" if o.retention is None else str(int(o.retention * 1000))
-        new = _api.NewTopic(topic.name, num_partitions=o.partitions, replication_factor=min(o.replication, max(1, len(cluster.brokers))), config=config)
+        new = _api.NewTopic(
+            topic.name,
+            num_partitions=o.partitions,
+            replication_factor=min(o.replication, max(1, len(cluster.brokers))),
+            config=config,
+        )
         try:
-            admin.create_topics([new], operation_timeout=topic.timeout)[topic.name].result(topic.timeout + 5)
+            admin.create_topics([new], operation_timeout=topic.timeout)[topic.name].result(
+                topic.timeout + 5
+            )
         except TimeoutError:
             raise self._down(KafkaError(KafkaError._TIMED_OUT), "making the topic") from None
         except KafkaException as e:
@@ -159,16 +190,28 @@ class KafkaSink:
                 return
             if error.code() in _IMPOSSIBLE:
                 raise ConfigError(
-                    f"Kafka refuses to make topic {topic.name} ({error.str()})", hint="check partitions and replication, or make it by hand"
+                    f"Kafka refuses to make topic {topic.name} ({error.str()})",
+                    hint="check partitions and replication, or make it by hand",
                 ) from None
             raise self._down(error, f"making the topic {topic.name}") from None
 
     def _resume(self, producer: Producer, client: Mapping[str, Any], position: int) -> int:
         """From here on no other process can commit under our name, and what one left open is undone."""
         producer.init_transactions(max(30.0, self.topic.timeout))
-        self._group = Consumer({**client, "group.id": f"penstock-sink-{self._id}", "enable.auto.commit": False, **self.topic.rdkafka})
-        (found,) = self._group.committed([TopicPartition(self.topic.name, 0)], timeout=self.topic.timeout)
-        return max(position, found.offset)  # servers forget it after a week without a write; then the noted one holds
+        self._group = Consumer(
+            {
+                **client,
+                "group.id": f"penstock-sink-{self._id}",
+                "enable.auto.commit": False,
+                **self.topic.rdkafka,
+            }
+        )
+        (found,) = self._group.committed(
+            [TopicPartition(self.topic.name, 0)], timeout=self.topic.timeout
+        )
+        return max(
+            position, found.offset
+        )  # servers forget it after a week without a write; then the noted one holds
 
     def close(self) -> None:
         producer, self._producer = self._producer, None
@@ -195,7 +238,9 @@ class KafkaSink:
                 producer.begin_transaction()
                 self._send(producer, rows)
                 position = [TopicPartition(self.topic.name, 0, rows[-1].n)]
-                producer.send_offsets_to_transaction(position, group.consumer_group_metadata(), max(30.0, self.topic.timeout))
+                producer.send_offsets_to_transaction(
+                    position, group.consumer_group_metadata(), max(30.0, self.topic.timeout)
+                )
                 producer.commit_transaction(max(30.0, self.topic.timeout))
             except KafkaException as e:  # opened again, it is seen whether it was committed
                 self._abort(producer)
@@ -229,11 +274,15 @@ class KafkaSink:
         newest = dict[str, int]()
         sent = 0
         for row in rows:
-            if self.options.mode == "upsert" and row.order < newest.get(row.key, self._newest.get(row.key, row.order)):
+            if self.options.mode == "upsert" and row.order < newest.get(
+                row.key, self._newest.get(row.key, row.order)
+            ):
                 continue  # a newer event has written this record already
             newest[row.key] = row.order
             key, value, origin = self.shape.message(row, schemas=self.options.schemas)
-            if row.n <= self._reached:  # committed before its position was noted; only its types are still to be learnt
+            if (
+                row.n <= self._reached
+            ):  # committed before its position was noted; only its types are still to be learnt
                 continue
             headers: list[tuple[str, str | bytes | None]] = [
                 ("penstock-id", f"{origin.get(PREFIX + 'event_id') or ''}-{row.n}"),
@@ -243,12 +292,20 @@ class KafkaSink:
             ]
             while True:
                 try:
-                    producer.produce(self.topic.name, value, key, headers=headers, on_delivery=partial(report, row.key))
+                    producer.produce(
+                        self.topic.name,
+                        value,
+                        key,
+                        headers=headers,
+                        on_delivery=partial(report, row.key),
+                    )
                     break
                 except BufferError:
                     producer.poll(0.1)
                     if time.monotonic() > until:
-                        raise self._down(self._trouble or KafkaError(KafkaError._TIMED_OUT), "writing") from None
+                        raise self._down(
+                            self._trouble or KafkaError(KafkaError._TIMED_OUT), "writing"
+                        ) from None
                 except KafkaException as e:
                     raise self._down(error_of(e), "writing") from None
             sent += 1

@@ -24,7 +24,13 @@ class Shape:
     `double` too, since a price of 10 is followed by one of 9.99; `types` says otherwise. A value that does not fit goes to `_penstock_rest`.
     """
 
-    def __init__(self, keys: Sequence[str] = (), types: Mapping[str, str] | None = None, *, provenance: bool = False) -> None:
+    def __init__(
+        self,
+        keys: Sequence[str] = (),
+        types: Mapping[str, str] | None = None,
+        *,
+        provenance: bool = False,
+    ) -> None:
         self.keys = tuple(keys)
         self.types = dict(types or {})
         self.provenance = provenance
@@ -37,7 +43,11 @@ class Shape:
 
     def restore(self, fields: Mapping[str, str]) -> None:
         """As they were noted; what the options say comes before it."""
-        fixed = {**self.types, **dict.fromkeys(self.keys, "string"), **(_PROVENANCE if self.provenance else {})}
+        fixed = {
+            **self.types,
+            **dict.fromkeys(self.keys, "string"),
+            **(_PROVENANCE if self.provenance else {}),
+        }
         self.fields = {**{name: kind for name, kind in fields.items() if kind in TYPES}, **fixed}
         self._value_schema = b""
 
@@ -47,8 +57,19 @@ class Shape:
         key = self._key(row, flat)
         if not schemas:
             plain = _encode(key) if self.keys else row.key.encode("utf-8", "surrogatepass")
-            return plain, None if flat.deleted else row.body if self.provenance else _encode(flat.fields | flat.rest), flat.provenance
-        framed = b'{"schema":%s,"payload":%s}' % (self._key_schema, _encode({name: _clean(text) for name, text in key.items()}))
+            return (
+                plain,
+                None
+                if flat.deleted
+                else row.body
+                if self.provenance
+                else _encode(flat.fields | flat.rest),
+                flat.provenance,
+            )
+        framed = b'{"schema":%s,"payload":%s}' % (
+            self._key_schema,
+            _encode({name: _clean(text) for name, text in key.items()}),
+        )
         return framed, None if flat.deleted else self._value(flat, key), flat.provenance
 
     def _key(self, row: Row, flat: Flat) -> dict[str, str]:
@@ -74,18 +95,28 @@ class Shape:
             kind = self.fields.get(name) or self._learn(name, value)
             if kind is None or not _fits(value, kind):
                 rest[name] = value
-                self.notice = "some values do not have the type of their field's first value (or there are too many fields) and are kept as JSON in " + REST
+                self.notice = (
+                    "some values do not have the type of their field's first value (or there are too many fields) and are kept as JSON in "
+                    + REST
+                )
             else:
                 payload[name] = _as(value, kind)
         if self.provenance:
-            payload |= {name: value for name, value in flat.provenance.items() if value is not None and _fits(value, _PROVENANCE[name])}
+            payload |= {
+                name: value
+                for name, value in flat.provenance.items()
+                if value is not None and _fits(value, _PROVENANCE[name])
+            }
         if rest:
             self._learn(REST, "")
             payload[REST] = _clean(json_text(rest))
         if not self._value_schema:
             self._value_schema = _schema(self.fields, optional=True)
         # Fields that this record lacks are there as null: a sink would leave an older value in the column otherwise.
-        return b'{"schema":%s,"payload":%s}' % (self._value_schema, _encode({name: payload.get(name) for name in self.fields}))
+        return b'{"schema":%s,"payload":%s}' % (
+            self._value_schema,
+            _encode({name: payload.get(name) for name in self.fields}),
+        )
 
     def _learn(self, name: str, value: Any) -> str | None:
         if name not in self.fields:
@@ -105,7 +136,13 @@ def _type(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int):
-        return "double" if abs(value) <= _EXACT else "int64" if -(1 << 63) <= value < 1 << 63 else "string"
+        return (
+            "double"
+            if abs(value) <= _EXACT
+            else "int64"
+            if -(1 << 63) <= value < 1 << 63
+            else "string"
+        )
     return "double" if isinstance(value, float) else "string"
 
 
@@ -116,7 +153,9 @@ def _fits(value: Any, kind: str) -> bool:
         case "boolean":
             return isinstance(value, bool)
         case "double":
-            return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _EXACT)
+            return isinstance(value, float) or (
+                isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _EXACT
+            )
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return whole and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
 
@@ -133,4 +172,6 @@ def _as(value: Any, kind: str) -> Any:
 
 
 def _clean(text: str) -> str:
-    return text.replace("\0", "\ufffd")  # PostgreSQL's texts cannot hold it, and one row would stop the connector
+    return text.replace(
+        "\0", "\ufffd"
+    )  # PostgreSQL's texts cannot hold it, and one row would stop the connector

@@ -32,11 +32,19 @@ class PostgresSink:
     It is kept under an id that the ledger notes as the mark: a ledger that starts anew counts from one again, and is a stranger here.
     """
 
-    def __init__(self, address: Address, table: Table, *, new_id: Callable[[], str] = lambda: secrets.token_hex(8)) -> None:
+    def __init__(
+        self,
+        address: Address,
+        table: Table,
+        *,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(8),
+    ) -> None:
         self.address, self.table, self.notice = address, table, ""
         self.name = f"{address.label}?table={table.name if table.schema == PUBLIC else f'{table.schema}.{table.name}'}"
         self._new_id = new_id
-        self._wire = Wire(address.options, {"synchronous_commit": "on"})  # the outbox forgets what we say is written
+        self._wire = Wire(
+            address.options, {"synchronous_commit": "on"}
+        )  # the outbox forgets what we say is written
         self._id = ""
         self._sql: dict[str, str] = {}
         self._prepared = False
@@ -52,8 +60,13 @@ class PostgresSink:
             raise StoreUnavailable(told.message, hint=told.hint) from e
         with self._transaction() as tx:
             self.table.prepare(tx, adopt=True)
-            with contextlib.suppress(errors.UniqueViolation), savepoint(tx):  # another process makes it at this very moment
-                tx.execute(f"CREATE TABLE IF NOT EXISTS {positions} (sink text, id text, n bigint NOT NULL, PRIMARY KEY (sink, id))")
+            with (
+                contextlib.suppress(errors.UniqueViolation),
+                savepoint(tx),
+            ):  # another process makes it at this very moment
+                tx.execute(
+                    f"CREATE TABLE IF NOT EXISTS {positions} (sink text, id text, n bigint NOT NULL, PRIMARY KEY (sink, id))"
+                )
             self._sql = {
                 "reached": f"SELECT n FROM {positions} WHERE sink = ? AND id = ? FOR UPDATE",
                 "note": f"INSERT INTO {positions} (sink, id, n) VALUES (?, ?, ?) ON CONFLICT (sink, id) DO UPDATE SET n = excluded.n",
@@ -105,14 +118,18 @@ class PostgresSink:
         except errors.UndefinedTable as e:
             raise Reopen(f"{self.name}: its tables were removed ({_line(e)})") from e
         except psycopg.Error as e:
-            hint = "check that server's log, its free space and its permissions; rows wait until then"
+            hint = (
+                "check that server's log, its free space and its permissions; rows wait until then"
+            )
             raise StoreUnavailable(f"{self.name}: {_line(e)}", hint=hint) from e
 
     # -- in the books' transaction -------------------------------------------------------------------------------------
 
     def shares(self, url: str) -> bool:
         """The table lies in the database of this store, so both may commit at once."""
-        return url.startswith(("postgres:", "postgresql:")) and _place(Address.parse(url)) == _place(self.address)
+        return url.startswith(("postgres:", "postgresql:")) and _place(
+            Address.parse(url)
+        ) == _place(self.address)
 
     def prepare_in(self, tx: Tx) -> None:
         """Before the first `write_in`, in a transaction of the ledger's database. Raises ConfigError: the table is somebody else's."""
@@ -127,9 +144,14 @@ class PostgresSink:
             if not self._prepared:
                 self.prepare_in(tx)
             self.table.write(tx, rows)
-        except psycopg.ProgrammingError as e:  # somebody changed the tables under us: the next try looks at them anew
+        except (
+            psycopg.ProgrammingError
+        ) as e:  # somebody changed the tables under us: the next try looks at them anew
             self._prepared = False
-            raise StoreUnavailable(f"{self.name}: {_line(e)}", hint="leave the tables of a sink and their _penstock columns as they are") from e
+            raise StoreUnavailable(
+                f"{self.name}: {_line(e)}",
+                hint="leave the tables of a sink and their _penstock columns as they are",
+            ) from e
         self.notice = self.table.notice or self.notice
 
 
@@ -140,24 +162,59 @@ def _line(e: BaseException) -> str:
 def _place(address: Address) -> tuple[str, str, str]:
     """Which database it is. The same one under two names is taken for two."""
     o = address.options
-    return str(o.get("host") or o.get("hostaddr") or "localhost"), str(o.get("port") or "5432"), str(o.get("dbname") or o.get("user") or "")
+    return (
+        str(o.get("host") or o.get("hostaddr") or "localhost"),
+        str(o.get("port") or "5432"),
+        str(o.get("dbname") or o.get("user") or ""),
+    )
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
     """`postgres://user@host/db?table=products`. Checks, and connects to nothing yet. Raises ConfigError."""
     server, _, query = url.partition("?")
     parts = parse_qsl(query, keep_blank_values=True)
-    theirs = urlencode([(name, value) for name, value in parts if name not in _OPTIONS], quote_via=quote)
+    theirs = urlencode(
+        [(name, value) for name, value in parts if name not in _OPTIONS], quote_via=quote
+    )
     address = Address.parse(f"{server}?{theirs}" if theirs else server)
-    given: dict[str, Any] = {"max_columns": MAX_COLUMNS} | {name: value for name, value in parts if name in _OPTIONS} | dict(options)
+    given: dict[str, Any] = (
+        {"max_columns": MAX_COLUMNS}
+        | {name: value for name, value in parts if name in _OPTIONS}
+        | dict(options)
+    )
     for name in given:
         if name not in _OPTIONS:
-            raise ConfigError(f"sink {address.label}: unknown option {name!r}", hint=f"postgres sinks know: {', '.join(_OPTIONS)}")
-    table, schema, mode = str(given.get("table", "records")), str(given.get("schema", PUBLIC)), given.get("mode", "upsert")
+            raise ConfigError(
+                f"sink {address.label}: unknown option {name!r}",
+                hint=f"postgres sinks know: {', '.join(_OPTIONS)}",
+            )
+    table, schema, mode = (
+        str(given.get("table", "records")),
+        str(given.get("schema", PUBLIC)),
+        given.get("mode", "upsert"),
+    )
     for what, name in (("table", table), ("schema", schema)):
-        if not name or "\0" in name or len(name.encode("utf-8", "surrogatepass")) > 63 or name.startswith(("pg_", PREFIX)):
+        if (
+            not name
+            or "\0" in name
+            or len(name.encode("utf-8", "surrogatepass")) > 63
+            or name.startswith(("pg_", PREFIX))
+        ):
             hint = f"add ?{what}=products; 63 bytes at most, and names that begin with pg_ or {PREFIX} are taken"
-            raise ConfigError(f"sink {address.label}: {name!r} cannot be the name of its {what}", hint=hint)
+            raise ConfigError(
+                f"sink {address.label}: {name!r} cannot be the name of its {what}", hint=hint
+            )
     if mode not in ("upsert", "append"):
-        raise ConfigError(f"sink {address.label}: mode is {mode!r}", hint="upsert (one row per key, the newest) or append (one row per record)")
-    return PostgresSink(address, Table(schema, table, append=mode == "append", max_columns=option_max_columns(address.label, given, most=1590)))
+        raise ConfigError(
+            f"sink {address.label}: mode is {mode!r}",
+            hint="upsert (one row per key, the newest) or append (one row per record)",
+        )
+    return PostgresSink(
+        address,
+        Table(
+            schema,
+            table,
+            append=mode == "append",
+            max_columns=option_max_columns(address.label, given, most=1590),
+        ),
+    )

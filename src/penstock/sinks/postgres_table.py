@@ -22,19 +22,40 @@ from penstock.stores.sql import Tx
 _ORDER = PREFIX + "order"
 _KEY = PREFIX + "key"
 # json, not jsonb, for the rest: it keeps the text as it is, and only it may hold a \u0000.
-_OURS = dict.fromkeys(PROVENANCE_COLUMNS, "text") | {PREFIX + "version": "bigint", PREFIX + "fetched_at": "double precision", _ORDER: "bigint", REST: "json"}
+_OURS = dict.fromkeys(PROVENANCE_COLUMNS, "text") | {
+    PREFIX + "version": "bigint",
+    PREFIX + "fetched_at": "double precision",
+    _ORDER: "bigint",
+    REST: "json",
+}
 _BOOKS = "_penstock_columns"
 _LONGEST_NAME = 63  # bytes; the server would cut a longer one and let two fields meet in one column
 _LONGEST_KEY = 1000  # characters; an index entry must fit a third of a block
 _TAKEN = frozenset({"ctid", "xmin", "xmax", "cmin", "cmax", "tableoid", ""})
 _INTEGERS = {"int2": 1 << 15, "int4": 1 << 31, "int8": 1 << 63}
-_KINDS = dict.fromkeys(_INTEGERS, "int") | {"numeric": "numeric", "float4": "float", "float8": "float", "bool": "bool", "json": "json", "jsonb": "json"}
+_KINDS = dict.fromkeys(_INTEGERS, "int") | {
+    "numeric": "numeric",
+    "float4": "float",
+    "float8": "float",
+    "bool": "bool",
+    "json": "json",
+    "jsonb": "json",
+}
 _KINDS |= dict.fromkeys(("text", "varchar", "bpchar"), "text")
-_NUMBER = re.compile(r"\s*[+-]?(\d{1,1000}\.?\d{0,1000}|\.\d{1,1000})([eE][+-]?\d{1,3})?\s*", re.ASCII)
+_NUMBER = re.compile(
+    r"\s*[+-]?(\d{1,1000}\.?\d{0,1000}|\.\d{1,1000})([eE][+-]?\d{1,3})?\s*", re.ASCII
+)
 _EXACT = 1 << 53  # beyond it a double rounds an integer
 _BUSY = "3s"  # how long a change of the table waits for those who read it
 # What the table itself has against a row: a check, a domain, a row that is wider than a block. Not an outage.
-_REFUSED = (psycopg.DataError, psycopg.IntegrityError, errors.ProgramLimitExceeded, errors.RaiseException, errors.CannotCoerce, errors.DatatypeMismatch)
+_REFUSED = (
+    psycopg.DataError,
+    psycopg.IntegrityError,
+    errors.ProgramLimitExceeded,
+    errors.RaiseException,
+    errors.CannotCoerce,
+    errors.DatatypeMismatch,
+)
 
 
 class Table:
@@ -42,9 +63,13 @@ class Table:
         self.schema, self.name, self.append, self.max_columns = schema, name, append, max_columns
         self.notice = ""
         self._types: dict[str, str] = {}  # by name: the server's name of the type
-        self._managed: list[str] = []  # columns that records fill: a newer row sets those it lacks to null, and no others
+        self._managed: list[
+            str
+        ] = []  # columns that records fill: a newer row sets those it lacks to null, and no others
         self._made: set[str] = set()  # of these, the ones we made: only their type is ours to widen
-        self._unbending: set[str] = set()  # columns that could not be widened or added when we tried
+        self._unbending: set[str] = (
+            set()
+        )  # columns that could not be widened or added when we tried
         self._insert = ""
 
     @property
@@ -60,12 +85,18 @@ class Table:
         self._unbending.clear()
         try:
             with savepoint(tx):
-                tx.execute(f"CREATE TABLE IF NOT EXISTS {self._books} (of text, name text, made boolean NOT NULL, PRIMARY KEY (of, name))")
+                tx.execute(
+                    f"CREATE TABLE IF NOT EXISTS {self._books} (of text, name text, made boolean NOT NULL, PRIMARY KEY (of, name))"
+                )
         except errors.InvalidSchemaName as e:
-            raise ConfigError(f"there is no schema {self.schema!r} for the table {self.name}", hint=f"CREATE SCHEMA {self.schema}, or another ?schema=") from e
+            raise ConfigError(
+                f"there is no schema {self.schema!r} for the table {self.name}",
+                hint=f"CREATE SCHEMA {self.schema}, or another ?schema=",
+            ) from e
         except errors.InsufficientPrivilege as e:
             raise ConfigError(
-                f"no permission to make tables in the schema {self.schema!r}", hint=f"GRANT CREATE, USAGE ON SCHEMA {self.schema} TO this user"
+                f"no permission to make tables in the schema {self.schema!r}",
+                hint=f"GRANT CREATE, USAGE ON SCHEMA {self.schema} TO this user",
             ) from e
         except errors.UniqueViolation:  # another process makes it at this very moment
             pass
@@ -73,7 +104,10 @@ class Table:
         if kind is None:
             return
         if kind not in ("r", "p"):
-            raise ConfigError(f"{self.name} is a view or something else that is no table; a sink fills a table", hint="choose another name with ?table=")
+            raise ConfigError(
+                f"{self.name} is a view or something else that is no table; a sink fills a table",
+                hint="choose another name with ?table=",
+            )
         if not adopt:
             self._refuse_strangers()
         try:
@@ -95,9 +129,13 @@ class Table:
         if new or wider or not self._managed:
             self._change(tx, new, wider)
             for _, flat in flats:
-                for name in [n for n in flat.fields if n not in self._types and flat.fields[n] is not None]:
+                for name in [
+                    n for n in flat.fields if n not in self._types and flat.fields[n] is not None
+                ]:
                     flat.rest[name] = flat.fields.pop(name)
-        for removes, some in itertools.groupby(flats, lambda pair: pair[1].deleted and not self.append):
+        for removes, some in itertools.groupby(
+            flats, lambda pair: pair[1].deleted and not self.append
+        ):
             if removes:
                 delete = f"DELETE FROM {self._target} WHERE {quoted(_KEY)} = ? AND coalesce({quoted(_ORDER)}, 0) <= ?"
                 tx.executemany(delete, [(key_text(row.key), row.order) for row, _ in some])
@@ -120,7 +158,9 @@ class Table:
             return
         except _REFUSED as e:
             first = _line(e)
-        self.notice = f"table {self.name}: it refuses some values ({first}); they are kept as JSON in {REST}"
+        self.notice = (
+            f"table {self.name}: it refuses some values ({first}); they are kept as JSON in {REST}"
+        )
         flat.rest.update(flat.fields)
         flat.fields.clear()
         try:
@@ -134,7 +174,10 @@ class Table:
 
     def _refuse_strangers(self) -> None:
         if self._types and not self._managed:
-            raise ConfigError(f"the table {self.name} belongs to somebody else", hint="choose another name with ?table=")
+            raise ConfigError(
+                f"the table {self.name} belongs to somebody else",
+                hint="choose another name with ?table=",
+            )
 
     # -- schema --------------------------------------------------------------------------------------------------------
 
@@ -148,8 +191,12 @@ class Table:
             f" LEFT JOIN {self._books} b ON b.of = c.relname AND b.name = a.attname WHERE n.nspname = ? AND c.relname = ? ORDER BY a.attnum",
             (self.schema, self.name),
         ).fetchall()
-        self._types = {name: "" if fixed else kind for _, name, kind, fixed, _ in found if name is not None}
-        self._managed = [name for _, name, _, fixed, made in found if made is not None and not fixed]
+        self._types = {
+            name: "" if fixed else kind for _, name, kind, fixed, _ in found if name is not None
+        }
+        self._managed = [
+            name for _, name, _, fixed, made in found if made is not None and not fixed
+        ]
         self._made = {name for _, name, _, _, made in found if made}
         self._prepare_insert()
         return found[0][0] if found else None
@@ -162,7 +209,12 @@ class Table:
             for name in list(flat.fields):
                 value = flat.fields[name]
                 if name in managed:
-                    if self._types[name] == "int8" and name in self._made and name not in self._unbending and _outgrows(value):
+                    if (
+                        self._types[name] == "int8"
+                        and name in self._made
+                        and name not in self._unbending
+                        and _outgrows(value)
+                    ):
                         wider[name] = "numeric"
                 elif value is None:  # no column before there is a value that says which
                     pass
@@ -171,7 +223,12 @@ class Table:
                         new[name] = "numeric"
                 elif self._types.get(name):  # a column somebody else made, filled from now on
                     new[name] = ""
-                elif name not in self._types and room > 0 and name not in self._unbending and _may_be_a_name(name):
+                elif (
+                    name not in self._types
+                    and room > 0
+                    and name not in self._unbending
+                    and _may_be_a_name(name)
+                ):
                     new[name] = _declared(value)
                     room -= 1
                 else:
@@ -187,12 +244,23 @@ class Table:
                 patience = tx.execute("SELECT current_setting('lock_timeout')").get
                 tx.execute(f"SET LOCAL lock_timeout = '{_BUSY}'")
                 for name, kind in wider.items():
-                    tx.execute(f"ALTER TABLE {self._target} ALTER COLUMN {quoted(name)} TYPE {kind}")
+                    tx.execute(
+                        f"ALTER TABLE {self._target} ALTER COLUMN {quoted(name)} TYPE {kind}"
+                    )
                 self._widen(tx, new)
                 tx.execute("SELECT set_config('lock_timeout', ?, true)", (patience,))
-        except (errors.LockNotAvailable, errors.FeatureNotSupported, errors.InsufficientPrivilege, errors.ProgramLimitExceeded, errors.TooManyColumns) as e:
+        except (
+            errors.LockNotAvailable,
+            errors.FeatureNotSupported,
+            errors.InsufficientPrivilege,
+            errors.ProgramLimitExceeded,
+            errors.TooManyColumns,
+        ) as e:
             if not self._managed:
-                raise StoreUnavailable(f"the table {self.name} cannot be made or changed: {_line(e)}", hint="free it, or give this user the right to") from e
+                raise StoreUnavailable(
+                    f"the table {self.name} cannot be made or changed: {_line(e)}",
+                    hint="free it, or give this user the right to",
+                ) from e
             self._unbending |= {*new, *wider}
             self.notice = f"table {self.name} could not be changed ({_line(e)}): new fields are kept as JSON in {REST} until the next start"
             self._load(tx)
@@ -201,22 +269,32 @@ class Table:
         wanted = dict(new) | _OURS
         missing = {name: declared for name, declared in wanted.items() if name not in self._types}
         if not self._types:
-            tx.execute(f"CREATE TABLE {self._target} ({', '.join(f'{quoted(name)} {declared}' for name, declared in missing.items())})")
+            tx.execute(
+                f"CREATE TABLE {self._target} ({', '.join(f'{quoted(name)} {declared}' for name, declared in missing.items())})"
+            )
         elif missing:
-            tx.execute(f"ALTER TABLE {self._target} {', '.join(f'ADD COLUMN {quoted(name)} {declared}' for name, declared in missing.items())}")
+            tx.execute(
+                f"ALTER TABLE {self._target} {', '.join(f'ADD COLUMN {quoted(name)} {declared}' for name, declared in missing.items())}"
+            )
         tx.executemany(
             f"INSERT INTO {self._books} (of, name, made) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
             [(self.name, name, name in missing) for name in wanted if name not in self._managed],
         )
-        index = PREFIX + hashlib.sha256(self.name.encode()).hexdigest()[:16] + "_key"  # made from the name, never longer than a name may be
+        index = (
+            PREFIX + hashlib.sha256(self.name.encode()).hexdigest()[:16] + "_key"
+        )  # made from the name, never longer than a name may be
         if self.append:
             tx.execute(f"DROP INDEX IF EXISTS {quoted(self.schema)}.{index}")
         else:
             try:
-                tx.execute(f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ON {self._target} ({quoted(_KEY)})").fetchall()
+                tx.execute(
+                    f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ON {self._target} ({quoted(_KEY)})"
+                ).fetchall()
             except errors.UniqueViolation as e:
                 hint = "it was filled with mode=append: keep that mode, or choose another ?table="
-                raise ConfigError(f"the table {self.name} holds several rows of one key", hint=hint) from e
+                raise ConfigError(
+                    f"the table {self.name} holds several rows of one key", hint=hint
+                ) from e
         self._load(tx)
 
     def _prepare_insert(self) -> None:
@@ -227,7 +305,9 @@ class Table:
         insert = f"/* {types:08x} */ INSERT INTO {self._target} AS _penstock_row ({', '.join(map(quoted, names))}) VALUES"
         self._insert = f"{insert} ({', '.join('?' * len(names))})"
         if not self.append:
-            taken = ", ".join(f"{quoted(name)} = excluded.{quoted(name)}" for name in names if name != _KEY)
+            taken = ", ".join(
+                f"{quoted(name)} = excluded.{quoted(name)}" for name in names if name != _KEY
+            )
             order = quoted(_ORDER)
             self._insert += f" ON CONFLICT ({quoted(_KEY)}) DO UPDATE SET {taken} WHERE excluded.{order} >= coalesce(_penstock_row.{order}, excluded.{order})"
 
@@ -259,7 +339,9 @@ def _cell(value: Any, kind: str) -> tuple[str | None, bool]:
     match _KINDS.get(kind, "other"):
         case "json":
             text = json_text(value)
-            clean = re.sub(r"(?<!\\)((?:\\\\)*)\\u0000", r"\1�", text) if "\\u0000" in text else text
+            clean = (
+                re.sub(r"(?<!\\)((?:\\\\)*)\\u0000", r"\1�", text) if "\\u0000" in text else text
+            )
             return clean, clean == text
         case "int" | "numeric" | "float" as family:
             return _number(value, family, _INTEGERS.get(kind, 0))
@@ -274,10 +356,16 @@ def _number(value: Any, family: str, bound: int) -> tuple[str | None, bool]:
     if isinstance(value, str):
         if not _NUMBER.fullmatch(value):
             return None, False
-        value = float(value) if family == "float" or not re.fullmatch(r"\s*[+-]?\d+\s*", value) else int(value)
+        value = (
+            float(value)
+            if family == "float" or not re.fullmatch(r"\s*[+-]?\d+\s*", value)
+            else int(value)
+        )
     if isinstance(value, bool):
         value = int(value)
-    if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+    if not isinstance(value, int | float) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
         return None, False
     if family == "int":
         if isinstance(value, float) and not value.is_integer():
@@ -289,7 +377,10 @@ def _number(value: Any, family: str, bound: int) -> tuple[str | None, bool]:
             return repr(float(value)), exact and abs(value) <= _EXACT
         except OverflowError:
             return None, False
-    return json_text(value), exact  # digits as JSON has them: no limit on their number, and floats as short as they can be
+    return (
+        json_text(value),
+        exact,
+    )  # digits as JSON has them: no limit on their number, and floats as short as they can be
 
 
 def _outgrows(value: Any) -> bool:
@@ -313,7 +404,11 @@ def _declared(value: Any) -> str:
 
 
 def _may_be_a_name(name: str) -> bool:
-    return name not in _TAKEN and "\0" not in name and len(name.encode("utf-8", "surrogatepass")) <= _LONGEST_NAME
+    return (
+        name not in _TAKEN
+        and "\0" not in name
+        and len(name.encode("utf-8", "surrogatepass")) <= _LONGEST_NAME
+    )
 
 
 def quoted(name: str) -> str:

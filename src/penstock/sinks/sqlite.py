@@ -15,11 +15,26 @@ import apsw
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Row
-from penstock.sinks import PREFIX, PROVENANCE_COLUMNS, REST, Flat, Reopen, file_url, flatten, json_text, option_max_columns
+from penstock.sinks import (
+    PREFIX,
+    PROVENANCE_COLUMNS,
+    REST,
+    Flat,
+    Reopen,
+    file_url,
+    flatten,
+    json_text,
+    option_max_columns,
+)
 
 _ORDER = PREFIX + "order"
 _KEY = PREFIX + "key"
-_OURS = dict.fromkeys(PROVENANCE_COLUMNS, "TEXT") | {PREFIX + "version": "INTEGER", PREFIX + "fetched_at": "", _ORDER: "INTEGER", REST: "TEXT"}
+_OURS = dict.fromkeys(PROVENANCE_COLUMNS, "TEXT") | {
+    PREFIX + "version": "INTEGER",
+    PREFIX + "fetched_at": "",
+    _ORDER: "INTEGER",
+    REST: "TEXT",
+}
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 _EXACT = 1 << 53  # beyond it a REAL column rounds an integer
 
@@ -33,21 +48,31 @@ class Table:
         self._version: int | None = None  # the schema the rest was read from; None: read it again
         self._types: dict[str, str] = {}  # by exact name: affinity, "" for none
         self._folded: set[bytes] = set()  # every name the table has, as SQLite compares them
-        self._managed: list[str] = []  # columns that records fill: a newer row sets those it lacks to null, and no others
+        self._managed: list[
+            str
+        ] = []  # columns that records fill: a newer row sets those it lacks to null, and no others
         self._insert = ""
         order = _q(_ORDER)
         self._delete = f"DELETE FROM {_q(name)} WHERE {_q(_KEY)} = ?1 AND ifnull({order}, ?2) <= ?2"
 
     def prepare(self, cursor: apsw.Cursor, *, adopt: bool) -> None:
         """Bookkeeping, and the index that fits the mode. `adopt`: a table somebody else made may be filled too. Raises ConfigError."""
-        cursor.execute("CREATE TABLE IF NOT EXISTS _penstock_columns (of TEXT, name TEXT, PRIMARY KEY (of, name)) WITHOUT ROWID")
+        cursor.execute(
+            "CREATE TABLE IF NOT EXISTS _penstock_columns (of TEXT, name TEXT, PRIMARY KEY (of, name)) WITHOUT ROWID"
+        )
         self._version = None
-        kind = cursor.execute("SELECT type FROM sqlite_schema WHERE name = ?1 COLLATE NOCASE AND type IN ('table', 'view')", (self.name,)).get
+        kind = cursor.execute(
+            "SELECT type FROM sqlite_schema WHERE name = ?1 COLLATE NOCASE AND type IN ('table', 'view')",
+            (self.name,),
+        ).get
         if kind is None:
             return
         self._load(cursor)
         if kind != "table":
-            raise ConfigError(f"{self.name} is a view; a sink fills a table", hint="choose another name with ?table=")
+            raise ConfigError(
+                f"{self.name} is a view; a sink fills a table",
+                hint="choose another name with ?table=",
+            )
         if not adopt:
             self._refuse_strangers()
         self._widen(cursor, {})
@@ -56,7 +81,9 @@ class Table:
         """In order. A rolled back transaction leaves nothing behind, not even here."""
         try:
             self._write(cursor, rows)
-        except apsw.SQLError:  # the schema moved under us (another process; our own change, rolled back)
+        except (
+            apsw.SQLError
+        ):  # the schema moved under us (another process; our own change, rolled back)
             self._version = None
             self._write(cursor, rows)
 
@@ -69,7 +96,9 @@ class Table:
         if new or not self._managed:
             self._widen(cursor, new)
             self._version = None  # until the caller commits this is only what may become true
-        for removes, some in itertools.groupby(flats, lambda pair: pair[1].deleted and not self.append):
+        for removes, some in itertools.groupby(
+            flats, lambda pair: pair[1].deleted and not self.append
+        ):
             if removes:
                 cursor.executemany(self._delete, [(row.key, row.order) for row, _ in some])
             else:
@@ -77,16 +106,27 @@ class Table:
 
     def _refuse_strangers(self) -> None:
         if self._types and not self._managed:
-            raise ConfigError(f"the table {self.name} belongs to somebody else", hint="choose another name with ?table=")
+            raise ConfigError(
+                f"the table {self.name} belongs to somebody else",
+                hint="choose another name with ?table=",
+            )
 
     # -- schema --------------------------------------------------------------------------------------------------------
 
     def _load(self, cursor: apsw.Cursor) -> None:
-        found = list(cursor.execute("SELECT name, type, hidden FROM pragma_table_xinfo(?)", (self.name,)))
+        found = list(
+            cursor.execute("SELECT name, type, hidden FROM pragma_table_xinfo(?)", (self.name,))
+        )
         self._types = {name: _affinity(declared) for name, declared, hidden in found if hidden == 0}
         self._folded = {_fold(name) for name, _, _ in found}
-        has_books = cursor.execute("SELECT 1 FROM sqlite_schema WHERE name = '_penstock_columns'").get
-        mine = list(cursor.execute("SELECT name FROM _penstock_columns WHERE of = ?", (self.name,))) if has_books else []
+        has_books = cursor.execute(
+            "SELECT 1 FROM sqlite_schema WHERE name = '_penstock_columns'"
+        ).get
+        mine = (
+            list(cursor.execute("SELECT name FROM _penstock_columns WHERE of = ?", (self.name,)))
+            if has_books
+            else []
+        )
         self._managed = [name for (name,) in mine if name in self._types]
         self._prepare_insert()
         self._version = cursor.execute("PRAGMA schema_version").get
@@ -124,21 +164,32 @@ class Table:
         wanted = dict(new) | _OURS
         missing = {name: declared for name, declared in wanted.items() if name not in self._types}
         if not self._types:
-            cursor.execute(f"CREATE TABLE {_q(self.name)} ({', '.join(f'{_q(name)} {declared}' for name, declared in missing.items())})")
+            cursor.execute(
+                f"CREATE TABLE {_q(self.name)} ({', '.join(f'{_q(name)} {declared}' for name, declared in missing.items())})"
+            )
         else:
             for name, declared in missing.items():
                 cursor.execute(f"ALTER TABLE {_q(self.name)} ADD COLUMN {_q(name)} {declared}")
-        cursor.execute("CREATE TABLE IF NOT EXISTS _penstock_columns (of TEXT, name TEXT, PRIMARY KEY (of, name)) WITHOUT ROWID")
-        cursor.executemany("INSERT OR IGNORE INTO _penstock_columns (of, name) VALUES (?, ?)", [(self.name, name) for name in wanted])
+        cursor.execute(
+            "CREATE TABLE IF NOT EXISTS _penstock_columns (of TEXT, name TEXT, PRIMARY KEY (of, name)) WITHOUT ROWID"
+        )
+        cursor.executemany(
+            "INSERT OR IGNORE INTO _penstock_columns (of, name) VALUES (?, ?)",
+            [(self.name, name) for name in wanted],
+        )
         index = _q(f"{PREFIX}{self.name}_key")
         if self.append:
             cursor.execute(f"DROP INDEX IF EXISTS {index}")
         else:
             try:
-                cursor.execute(f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ON {_q(self.name)} ({_q(_KEY)})")
+                cursor.execute(
+                    f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ON {_q(self.name)} ({_q(_KEY)})"
+                )
             except apsw.ConstraintError as e:
                 hint = "it was filled with mode=append: keep that mode, or choose another ?table="
-                raise ConfigError(f"the table {self.name} holds several rows of one key", hint=hint) from e
+                raise ConfigError(
+                    f"the table {self.name} holds several rows of one key", hint=hint
+                ) from e
         self._load(cursor)
 
     def _prepare_insert(self) -> None:
@@ -163,7 +214,9 @@ class Table:
             elif isinstance(value, bool):
                 value = int(value)
             elif value is not None and name in flat.fields and _altered(value, self._types[name]):
-                rest[name] = value  # the cell holds what SQLite makes of it; the rest, what was extracted
+                rest[name] = (
+                    value  # the cell holds what SQLite makes of it; the rest, what was extracted
+                )
             if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
                 value = str(value)
             bound[name] = value
@@ -203,7 +256,9 @@ def _altered(value: Any, affinity: str) -> bool:
         return False
     if isinstance(value, str):
         return _NUMBER.fullmatch(value) is not None
-    return isinstance(value, int) and (abs(value) >= 1 << 63 or (affinity == "REAL" and abs(value) > _EXACT))
+    return isinstance(value, int) and (
+        abs(value) >= 1 << 63 or (affinity == "REAL" and abs(value) > _EXACT)
+    )
 
 
 class SqliteSink:
@@ -213,7 +268,16 @@ class SqliteSink:
     It is kept under an id that the ledger notes as the mark: a ledger that starts anew counts from one again, and is a stranger here.
     """
 
-    def __init__(self, name: str, path: Path, table: str, *, append: bool, max_columns: int, new_id: Callable[[], str] = lambda: secrets.token_hex(8)) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        table: str,
+        *,
+        append: bool,
+        max_columns: int,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(8),
+    ) -> None:
         self.name, self.path, self.notice = name, path, ""
         self.table = Table(table, append=append, max_columns=max_columns)
         self._new_id = new_id
@@ -228,17 +292,31 @@ class SqliteSink:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._db = db = apsw.Connection(str(self.path))
             db.set_busy_timeout(5000)
-            db.execute("PRAGMA synchronous = EXTRA")  # the file's own journal mode stays; with a rollback journal only EXTRA survives a power cut
+            db.execute(
+                "PRAGMA synchronous = EXTRA"
+            )  # the file's own journal mode stays; with a rollback journal only EXTRA survives a power cut
             with _transaction(db) as cursor:
-                cursor.execute("CREATE TABLE IF NOT EXISTS _penstock_position (sink TEXT, id TEXT, n INTEGER NOT NULL, PRIMARY KEY (sink, id)) WITHOUT ROWID")
-                reached = cursor.execute("SELECT n FROM _penstock_position WHERE sink = ? AND id = ?", (self.name, mark)).get if mark else None
+                cursor.execute(
+                    "CREATE TABLE IF NOT EXISTS _penstock_position (sink TEXT, id TEXT, n INTEGER NOT NULL, PRIMARY KEY (sink, id)) WITHOUT ROWID"
+                )
+                reached = (
+                    cursor.execute(
+                        "SELECT n FROM _penstock_position WHERE sink = ? AND id = ?",
+                        (self.name, mark),
+                    ).get
+                    if mark
+                    else None
+                )
                 self._id = mark if reached is not None else self._new_id()
                 if mark and reached is None:
                     self.notice = f"{self.path} is not the database that row {position} was written to: going on from there"
                 elif reached is not None and reached < position:
                     self.notice = f"{self.path} is older than row {position} (it has {reached}): going on from there"
                 if reached is None or reached < position:
-                    cursor.execute("INSERT OR REPLACE INTO _penstock_position (sink, id, n) VALUES (?, ?, ?)", (self.name, self._id, position))
+                    cursor.execute(
+                        "INSERT OR REPLACE INTO _penstock_position (sink, id, n) VALUES (?, ?, ?)",
+                        (self.name, self._id, position),
+                    )
                 self.table.prepare(cursor, adopt=True)
             self._is = os.stat(self.path)
         return self._id
@@ -254,13 +332,19 @@ class SqliteSink:
             if not in_place:
                 raise Reopen(f"{self.path} was moved or removed")
             with _transaction(self._db) as cursor:
-                reached = cursor.execute("SELECT n FROM _penstock_position WHERE sink = ? AND id = ?", (self.name, self._id)).get
+                reached = cursor.execute(
+                    "SELECT n FROM _penstock_position WHERE sink = ? AND id = ?",
+                    (self.name, self._id),
+                ).get
                 if reached is None:
                     raise Reopen(f"{self.path} forgot its position")
                 fresh = [row for row in rows if row.n > reached]
                 if fresh:
                     self.table.write(cursor, fresh)
-                    cursor.execute("UPDATE _penstock_position SET n = ? WHERE sink = ? AND id = ?", (fresh[-1].n, self.name, self._id))
+                    cursor.execute(
+                        "UPDATE _penstock_position SET n = ? WHERE sink = ? AND id = ?",
+                        (fresh[-1].n, self.name, self._id),
+                    )
         self.notice = self.notice or self.table.notice
         return self._id
 
@@ -285,8 +369,14 @@ def _outages(path: Path) -> Iterator[None]:
     try:
         yield
     except apsw.Error as e:
-        hint = "choose another file" if isinstance(e, apsw.NotADBError) else "check free space, permissions and who else has it open"
-        raise StoreUnavailable(f"{path}: {type(e).__name__.removesuffix('Error')}: {e}", hint=hint) from e
+        hint = (
+            "choose another file"
+            if isinstance(e, apsw.NotADBError)
+            else "check free space, permissions and who else has it open"
+        )
+        raise StoreUnavailable(
+            f"{path}: {type(e).__name__.removesuffix('Error')}: {e}", hint=hint
+        ) from e
 
 
 @contextlib.contextmanager
@@ -307,7 +397,9 @@ def is_transactional(url: str, store_path: Path, base: Path) -> bool:
     if not url.startswith("sqlite:"):
         return False
     path, _ = file_url(url, {}, base, scheme="sqlite", known=_OPTIONS)
-    return os.path.realpath(path) == os.path.realpath(store_path) or (path.exists() and store_path.exists() and path.samefile(store_path))
+    return os.path.realpath(path) == os.path.realpath(store_path) or (
+        path.exists() and store_path.exists() and path.samefile(store_path)
+    )
 
 
 _OPTIONS = ("table", "mode", "max_columns")
@@ -321,5 +413,14 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> SqliteSink:
         hint = f"add ?table=products; names that begin with sqlite_ or {PREFIX} are taken"
         raise ConfigError(f"sink {url!r}: {table!r} cannot be the name of its table", hint=hint)
     if mode not in ("upsert", "append"):
-        raise ConfigError(f"sink {url!r}: mode is {mode!r}", hint="upsert (one row per key, the newest) or append (one row per record)")
-    return SqliteSink(url, path, table, append=mode == "append", max_columns=option_max_columns(url, given, most=1990))
+        raise ConfigError(
+            f"sink {url!r}: mode is {mode!r}",
+            hint="upsert (one row per key, the newest) or append (one row per record)",
+        )
+    return SqliteSink(
+        url,
+        path,
+        table,
+        append=mode == "append",
+        max_columns=option_max_columns(url, given, most=1990),
+    )

@@ -18,14 +18,21 @@ from penstock.sources.markup import Unreadable, encoding_of, unpacked
 
 MAX_BYTES = 16 << 20  # of one page, decoded
 MAX_VALUES = 2_000_000  # of one page: what is many small values takes a hundred bytes for each
-_link = re.compile(r'<([^<>]{1,8192})>((?:\s*;\s*[\w*-]+\s*=\s*(?:"[^"]{0,1000}"|[^\s",;]{0,1000}))*)')
+_link = re.compile(
+    r'<([^<>]{1,8192})>((?:\s*;\s*[\w*-]+\s*=\s*(?:"[^"]{0,1000}"|[^\s",;]{0,1000}))*)'
+)
 _delimiters = ",;\t|"
 
 
 class ApiError(PenstockError):
     """What was given is no page of items; the reason finishes the sentence "it …"."""
 
-    def __init__(self, reason: str, *, hint: str = "look at the address in a browser: it should show JSON or CSV") -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        hint: str = "look at the address in a browser: it should show JSON or CSV",
+    ) -> None:
         super().__init__(f"no page of items: it {reason}", hint=hint)
         self.reason = reason
 
@@ -46,12 +53,22 @@ class Shape:
     """What an endpoint's pages look like, by the source's options. Raises ConfigError for a slip in an expression."""
 
     def __init__(
-        self, spec: SourceSpec, *, format: str | None, items: str, key: str | None, ignore: list[str], next: str | None, delimiter: str | None
+        self,
+        spec: SourceSpec,
+        *,
+        format: str | None,
+        items: str,
+        key: str | None,
+        ignore: list[str],
+        next: str | None,
+        delimiter: str | None,
     ) -> None:
         self._format, self._delimiter = format, delimiter
         self._items = Expression(items, f"source {spec.name}: items", "data.items")
         self._key = None if key is None else Expression(key, f"source {spec.name}: key", "sku")
-        self._next = None if next is None else Expression(next, f"source {spec.name}: next", "links.next")
+        self._next = (
+            None if next is None else Expression(next, f"source {spec.name}: next", "links.next")
+        )
         self._ignore = [path.split(".") for path in ignore]
 
     def page(self, body: bytes, content_type: str | None) -> Page:
@@ -63,14 +80,26 @@ class Shape:
             document = _json(body)
             found = self._items.search(document)
             if not isinstance(found, list):
-                lists = [name for name, value in document.items() if isinstance(value, list)] if isinstance(document, dict) else []
+                lists = (
+                    [name for name, value in document.items() if isinstance(value, list)]
+                    if isinstance(document, dict)
+                    else []
+                )
                 what = "nothing" if found is None else "no list"
-                raise ApiError(f"has {what} where the items should be", hint=f'items = "{lists[0] if lists else "data.items"}", a JMESPath expression')
-            return Page([self._item(item) for item in found], self._next.search(document) if self._next is not None else None)
+                raise ApiError(
+                    f"has {what} where the items should be",
+                    hint=f'items = "{lists[0] if lists else "data.items"}", a JMESPath expression',
+                )
+            return Page(
+                [self._item(item) for item in found],
+                self._next.search(document) if self._next is not None else None,
+            )
         except Unreadable as e:
             raise ApiError(e.reason) from None
         except (Unfit, RecursionError, TypeError, ValueError) as e:
-            raise ApiError(f"does not fit the source's expressions: {' '.join(str(e).split())[:200]}") from None
+            raise ApiError(
+                f"does not fit the source's expressions: {' '.join(str(e).split())[:200]}"
+            ) from None
 
     def _is_csv(self, body: bytes, content_type: str | None) -> bool:
         if self._format is not None:
@@ -81,7 +110,11 @@ class Shape:
         return body.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"{", b"[", b"<", b"")
 
     def _rows(self, body: bytes, content_type: str | None) -> list[dict[str, Any]]:
-        text = body.decode(encoding_of(body, content_type), "replace").lstrip("\ufeff").replace("\0", "")
+        text = (
+            body.decode(encoding_of(body, content_type), "replace")
+            .lstrip("\ufeff")
+            .replace("\0", "")
+        )
         head = text[:65536].lstrip().partition("\n")[0]
         if not head.strip() or head.startswith("<"):
             raise Unreadable("is an HTML page or XML, and no CSV" if head else "is empty")
@@ -90,23 +123,45 @@ class Shape:
             raise Unreadable(f"has more than {MAX_VALUES} values")
         try:
             rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-            return [{name.strip(): value for name, value in row.items() if isinstance(name, str)} for row in rows]
+            return [
+                {name.strip(): value for name, value in row.items() if isinstance(name, str)}
+                for row in rows
+            ]
         except csv.Error as e:
             raise Unreadable(f"is broken CSV: {e}") from None
 
     def _item(self, item: Any) -> Item:
-        payload: dict[str, Any] = item if isinstance(item, dict) else {"url": item} if isinstance(item, str) else {"value": item}
+        payload: dict[str, Any] = (
+            item
+            if isinstance(item, dict)
+            else {"url": item}
+            if isinstance(item, str)
+            else {"value": item}
+        )
         counted = payload
         for path in self._ignore:
             counted = _without(counted, path)
         digest = blake2b(msgspec.json.encode(counted, order="sorted"), digest_size=16).hexdigest()
         if self._key is None:
-            found = next((value for name in ("id", "sku", "url") if (value := payload.get(name)) not in (None, "")), digest)
+            found = next(
+                (
+                    value
+                    for name in ("id", "sku", "url")
+                    if (value := payload.get(name)) not in (None, "")
+                ),
+                digest,
+            )
         else:
             found = self._key.search(item)
         if found is None or found in ("", [], {}):
             return Item(f"without a key {digest}", digest, payload, "its key is empty")
-        return Item(found if isinstance(found, str) else msgspec.json.encode(found, order="sorted").decode(), digest, payload)
+        return Item(
+            found
+            if isinstance(found, str)
+            else msgspec.json.encode(found, order="sorted").decode(),
+            digest,
+            payload,
+        )
 
 
 def next_link(headers: Mapping[str, str]) -> str | None:
@@ -125,10 +180,16 @@ def _json(body: bytes) -> Any:
         raise Unreadable(f"has more than {MAX_VALUES} values")
     encoding = encoding_of(body, None)
     try:
-        return msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf") if encoding == "utf-8" else body.decode(encoding, "replace").lstrip("\ufeff"))
+        return msgspec.json.decode(
+            body.removeprefix(b"\xef\xbb\xbf")
+            if encoding == "utf-8"
+            else body.decode(encoding, "replace").lstrip("\ufeff")
+        )
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         html = re.match(rb"\s*<(!doctype|html)", body[:200], re.I)
-        raise Unreadable("is an HTML page" if html else f"is no JSON: {' '.join(str(e).split())[:200]}") from None
+        raise Unreadable(
+            "is an HTML page" if html else f"is no JSON: {' '.join(str(e).split())[:200]}"
+        ) from None
 
 
 def _without(value: Any, path: list[str]) -> Any:
@@ -139,4 +200,6 @@ def _without(value: Any, path: list[str]) -> Any:
         return value
     if len(path) == 1:
         return {name: item for name, item in value.items() if name != path[0]}
-    return {name: _without(item, path[1:]) if name == path[0] else item for name, item in value.items()}
+    return {
+        name: _without(item, path[1:]) if name == path[0] else item for name, item in value.items()
+    }

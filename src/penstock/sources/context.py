@@ -23,7 +23,14 @@ BATCH = 1000  # findings; what is accepted in one transaction
 class Web(Protocol):
     """The one way out for sources: guard, robots.txt, the host's slot, redirects hop by hop, caps."""
 
-    async def get(self, url: str, *, etag: str | None = None, last_modified: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
+    async def get(
+        self,
+        url: str,
+        *,
+        etag: str | None = None,
+        last_modified: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
         """A good answer, or a 304 where a validator was given. Raises model.Failure for everything else."""
 
 
@@ -77,9 +84,18 @@ def options(spec: SourceSpec, known: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in spec.options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none of its own'}"
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"it has {', '.join(known) or 'none of its own'}"
+            )
             raise ConfigError(f"source {spec.name}: there is no option {name!r}", hint=hint)
         default = known[name]
-        if default is not None and not isinstance(value, int | float if isinstance(default, float) else type(default)):
-            raise ConfigError(f"source {spec.name}: {name} is {value!r}", hint=f"for example {name} = {msgspec.json.encode(default).decode()}")
+        if default is not None and not isinstance(
+            value, int | float if isinstance(default, float) else type(default)
+        ):
+            raise ConfigError(
+                f"source {spec.name}: {name} is {value!r}",
+                hint=f"for example {name} = {msgspec.json.encode(default).decode()}",
+            )
     return {**known, **spec.options}

@@ -19,7 +19,9 @@ from penstock.units import mask
 __all__ = ["Feed", "FeedEntry", "FeedError", "Hints", "open_source", "parse"]
 
 EVERY = 900.0
-ROOM = 2 * MAX_ENTRIES  # entries that are remembered: those of the feed, and as many that are gone from it
+ROOM = (
+    2 * MAX_ENTRIES
+)  # entries that are remembered: those of the feed, and as many that are gone from it
 ACCEPT = "application/atom+xml, application/rss+xml, application/feed+json, application/rdf+xml, application/xml;q=0.9, application/json;q=0.8, */*;q=0.5"
 
 
@@ -48,7 +50,10 @@ class FeedSource(Polling):
             yield Batch(idle=True)
             return
         response = await self.context.web.get(
-            self._url, etag=state.etag if state else None, last_modified=state.modified if state else None, headers={"accept": ACCEPT}
+            self._url,
+            etag=state.etag if state else None,
+            last_modified=state.modified if state else None,
+            headers={"accept": ACCEPT},
         )
         now = self.context.clock.now()
         if response.status == 304 and state is not None:
@@ -56,18 +61,32 @@ class FeedSource(Polling):
             yield Batch(cursor=pack(state) if state.not_before else None, idle=True)
             return
         try:
-            feed = await asyncio.to_thread(parse, response.body, response.headers.get("content-type"))
+            feed = await asyncio.to_thread(
+                parse, response.body, response.headers.get("content-type")
+            )
         except FeedError as e:
             raise SourceDown(f"{mask(self._url)} is no feed: it {e.reason}", hint=e.hint) from None
         memory = Memory(state.memory if state else Kept(), ROOM)
         found = self._news(feed, memory, response.url)
         if state is None and self._first != "all":
             newest = max(feed, key=lambda e: e.updated or e.published or 0.0, default=None)
-            found = [f for f in found if self._first == "latest" and newest is not None and f.cause == newest.id]
+            found = [
+                f
+                for f in found
+                if self._first == "latest" and newest is not None and f.cause == newest.id
+            ]
         for n in range(0, len(found), BATCH):
             yield Batch(findings=found[n : n + BATCH])
-        etag, modified = (value if value and len(value) <= 1000 else None for value in map(response.headers.get, ("etag", "last-modified")))
-        yield Batch(cursor=pack(_State(1, etag, modified, self._plan(feed.hints, now), feed.hints, memory.kept())), idle=True)
+        etag, modified = (
+            value if value and len(value) <= 1000 else None
+            for value in map(response.headers.get, ("etag", "last-modified"))
+        )
+        yield Batch(
+            cursor=pack(
+                _State(1, etag, modified, self._plan(feed.hints, now), feed.hints, memory.kept())
+            ),
+            idle=True,
+        )
 
     def _news(self, feed: Feed, memory: Memory, base: str) -> list[Finding]:
         """Oldest first, as they happened: feeds begin with the newest."""
@@ -77,9 +96,20 @@ class FeedSource(Polling):
             times = memory.sees(entry.id, short(version))
             if times is None:
                 continue
-            payload = {name: value for name, value in msgspec.to_builtins(entry).items() if name != "hash"}
+            payload = {
+                name: value for name, value in msgspec.to_builtins(entry).items() if name != "hash"
+            }
             id_ = mint("feed", self._url, entry.id, version, *([str(times)] if times else []))
-            found.append(Finding(id=id_, url=entry.url, base=base, cause=entry.id, payload=payload, at=entry.updated or entry.published))
+            found.append(
+                Finding(
+                    id=id_,
+                    url=entry.url,
+                    base=base,
+                    cause=entry.id,
+                    payload=payload,
+                    at=entry.updated or entry.published,
+                )
+            )
         return found
 
     def _plan(self, hints: Hints, now: float) -> float:

@@ -31,7 +31,13 @@ _PREFIXES = {
     "http://purl.org/rss/1.0/modules/syndication/": "sy", "http://search.yahoo.com/mrss/": "media",
     "http://www.itunes.com/dtds/podcast-1.0.dtd": "itunes", "http://www.w3.org/1999/xhtml": "xhtml",
 }  # fmt: skip
-_PERIODS = {"hourly": HOUR, "daily": 86400.0, "weekly": 7 * 86400.0, "monthly": 30 * 86400.0, "yearly": 365 * 86400.0}
+_PERIODS = {
+    "hourly": HOUR,
+    "daily": 86400.0,
+    "weekly": 7 * 86400.0,
+    "monthly": 30 * 86400.0,
+    "yearly": 365 * 86400.0,
+}
 _DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 _BASE = "{http://www.w3.org/XML/1998/namespace}base"
 _PLAIN = {"resolve_relative_uris": False, "sanitize_html": False}
@@ -43,7 +49,10 @@ class FeedError(PenstockError):
     """What was given is no feed that can be read; the reason finishes the sentence "it …"."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"no feed: it {reason}", hint="look at the address in a browser: it should show RSS, Atom or JSON Feed")
+        super().__init__(
+            f"no feed: it {reason}",
+            hint="look at the address in a browser: it should show RSS, Atom or JSON Feed",
+        )
         self.reason = reason
 
 
@@ -77,13 +86,22 @@ class Hints(msgspec.Struct, frozen=True, array_like=True):
             if moment.hour not in self.skip_hours and moment.weekday() not in self.skip_days:
                 return at
             at = (at // HOUR + 1) * HOUR
-        return now + max(every, min(self.least, LONGEST_HINT))  # every hour of the week is to be skipped: it cannot mean that
+        return now + max(
+            every, min(self.least, LONGEST_HINT)
+        )  # every hour of the week is to be skipped: it cannot mean that
 
 
 class Feed(list[FeedEntry]):
     """The entries in their order, and what the feed says of itself."""
 
-    def __init__(self, entries: Iterator[FeedEntry], *, kind: str, title: str = "", hints: Hints | None = None) -> None:
+    def __init__(
+        self,
+        entries: Iterator[FeedEntry],
+        *,
+        kind: str,
+        title: str = "",
+        hints: Hints | None = None,
+    ) -> None:
         super().__init__(entries)
         self.kind, self.title, self.hints = kind, title, hints or Hints()
 
@@ -109,7 +127,11 @@ def _xml(text: str) -> Feed:
     if name == "html":
         raise Unreadable("is an HTML page")
     atom = name == "feed"
-    head = root if name in ("feed", "channel") else next((e for e in root if _local(e) == "channel"), root)
+    head = (
+        root
+        if name in ("feed", "channel")
+        else next((e for e in root if _local(e) == "channel"), root)
+    )
     wanted = "entry" if atom else "item"
     items = [e for place in dict.fromkeys((head, root)) for e in place if _local(e) == wanted]
     if not items and (found := _loosely(text)):
@@ -119,7 +141,12 @@ def _xml(text: str) -> Feed:
     about = _fields(head, atom)
     entries = (_atom_entry(e) if atom else _rss_item(e) for e in items[:MAX_ENTRIES])
     kind = "atom" if atom else "rdf" if name == "rdf" else "rss"
-    return Feed(iter(_apart(entries)), kind=kind, title=_first(about, "title")[:MAX_NAME], hints=_hints(about))
+    return Feed(
+        iter(_apart(entries)),
+        kind=kind,
+        title=_first(about, "title")[:MAX_NAME],
+        hints=_hints(about),
+    )
 
 
 def _tree(text: str) -> Any:
@@ -130,7 +157,11 @@ def _tree(text: str) -> Any:
         pass
     begin = _beginning.search(text[:65536])
     if begin is None:
-        raise Unreadable("is an HTML page" if re.search(r"<(?:html|head|body)\b", text[:4096], re.I) else "is no XML")
+        raise Unreadable(
+            "is an HTML page"
+            if re.search(r"<(?:html|head|body)\b", text[:4096], re.I)
+            else "is no XML"
+        )
     whole = re.sub(r"^<\?xml[^>]{0,300}\?>\s*", "", mended(text[begin.start() :]))
     parser = _parser(True)
     try:
@@ -139,8 +170,17 @@ def _tree(text: str) -> Any:
         raise Unreadable(f"is no XML: {' '.join(str(e).split())[:200]}") from None
     if root is None:
         raise Unreadable("is no XML")
-    if deep := next((e for e in parser.error_log if "depth" in e.message.lower() or "huge" in e.message.lower()), None):
-        raise Unreadable(f"is nested too deeply, or has a text that is too long ({' '.join(deep.message.split())[:100]})")
+    if deep := next(
+        (
+            e
+            for e in parser.error_log
+            if "depth" in e.message.lower() or "huge" in e.message.lower()
+        ),
+        None,
+    ):
+        raise Unreadable(
+            f"is nested too deeply, or has a text that is too long ({' '.join(deep.message.split())[:100]})"
+        )
     if not _ending.search(whole[-4096:]):
         _drop_last(root)
     return root
@@ -170,9 +210,15 @@ def _loosely(text: str) -> list[FeedEntry]:
     import feedparser  # here: it is slow to import, and hardly ever needed
 
     try:  # a stream, and never a string: that it would take for an address, and open it
-        found = feedparser.parse(io.BytesIO(text.encode("utf-8", "replace")), response_headers={"content-type": "text/xml; charset=utf-8"}, **_PLAIN)
+        found = feedparser.parse(
+            io.BytesIO(text.encode("utf-8", "replace")),
+            response_headers={"content-type": "text/xml; charset=utf-8"},
+            **_PLAIN,
+        )
     except Exception as e:  # it has been seen to raise anything
-        raise Unreadable(f"is no XML, and no feed that can be guessed at ({type(e).__name__})") from None
+        raise Unreadable(
+            f"is no XML, and no feed that can be guessed at ({type(e).__name__})"
+        ) from None
     return [
         _entry(
             id_=_word(e, "id"), url=_word(e, "link") or None, title=_word(e, "title"), updated=_word(e, "updated"), published=_word(e, "published"),
@@ -197,7 +243,9 @@ def _fields(element: Any, atom: bool) -> dict[str, list[Any]]:
         space, _, name = tag.rpartition("}")
         prefix = _PREFIXES.get(space[1:], "") if space else ""
         name = name.lower()
-        found.setdefault(f"{prefix}:{name}" if prefix and not (atom and prefix == "atom") else name, []).append(child)
+        found.setdefault(
+            f"{prefix}:{name}" if prefix and not (atom and prefix == "atom") else name, []
+        ).append(child)
     return found
 
 
@@ -207,14 +255,26 @@ def _text(element: Any) -> str:
 
 def _first(fields: dict[str, list[Any]], *names: str) -> str:
     """The first of these that says something."""
-    return next((text for name in names for element in fields.get(name, ()) if (text := _text(element))), "")
+    return next(
+        (text for name in names for element in fields.get(name, ()) if (text := _text(element))), ""
+    )
 
 
 def _atom_entry(element: Any) -> FeedEntry:
     f = _fields(element, True)
-    links = [(e.get("rel", "alternate").lower(), e.get("type", ""), _joined(e, e.get("href", ""))) for e in f.get("link", ()) if e.get("href")]
-    pages = [url for rel, kind, url in links if rel == "alternate" and kind in ("", "text/html", "application/xhtml+xml")]
-    others = [url for rel, _, url in links if rel == "alternate"] + [_joined(e, e.get("src")) for e in f.get("content", ()) if e.get("src")]
+    links = [
+        (e.get("rel", "alternate").lower(), e.get("type", ""), _joined(e, e.get("href", "")))
+        for e in f.get("link", ())
+        if e.get("href")
+    ]
+    pages = [
+        url
+        for rel, kind, url in links
+        if rel == "alternate" and kind in ("", "text/html", "application/xhtml+xml")
+    ]
+    others = [url for rel, _, url in links if rel == "alternate"] + [
+        _joined(e, e.get("src")) for e in f.get("content", ()) if e.get("src")
+    ]
     return _entry(
         id_=_first(f, "id"), url=next(iter(pages + others), None), title=_first(f, "title"), updated=_first(f, "updated", "modified"),
         published=_first(f, "published", "issued", "created"), summary=_first(f, "summary"), content=_first(f, "content"),
@@ -227,9 +287,18 @@ def _rss_item(element: Any) -> FeedEntry:
     f = _fields(element, False)
     guid = next(iter(f.get("guid", ())), None)
     id_ = _text(guid) if guid is not None else ""
-    links = [(_text(e) or e.get("href", ""), e) for e in (*f.get("link", ()), *f.get("atom:link", ())) if e.get("rel", "alternate") == "alternate"]
+    links = [
+        (_text(e) or e.get("href", ""), e)
+        for e in (*f.get("link", ()), *f.get("atom:link", ()))
+        if e.get("rel", "alternate") == "alternate"
+    ]
     url = next((_joined(e, link) for link, e in links if link), None)
-    if url is None and guid is not None and re.match(r"https?://", id_, re.I) and guid.get("isPermaLink", "true").lower() != "false":
+    if (
+        url is None
+        and guid is not None
+        and re.match(r"https?://", id_, re.I)
+        and guid.get("isPermaLink", "true").lower() != "false"
+    ):
         url = id_
     about = element.get("{http://www.w3.org/1999/02/22-rdf-syntax-ns#}about", "")
     return _entry(
@@ -261,9 +330,21 @@ def _hints(about: dict[str, list[Any]]) -> Hints:
         least = int(ttl) * 60.0
     elif (period := _PERIODS.get(_first(about, "sy:updateperiod").lower())) is not None:
         often = _first(about, "sy:updatefrequency")
-        least = period / max(1, int(often) if often.isascii() and often.isdigit() and len(often) < 10 else 1)
-    hours = {int(t) % 24 for e in about.get("skiphours", ()) for h in e if (t := _text(h)).isascii() and t.isdigit() and len(t) < 3}
-    days = {_DAYS.index(t) for e in about.get("skipdays", ()) for d in e if (t := _text(d).lower()) in _DAYS}
+        least = period / max(
+            1, int(often) if often.isascii() and often.isdigit() and len(often) < 10 else 1
+        )
+    hours = {
+        int(t) % 24
+        for e in about.get("skiphours", ())
+        for h in e
+        if (t := _text(h)).isascii() and t.isdigit() and len(t) < 3
+    }
+    days = {
+        _DAYS.index(t)
+        for e in about.get("skipdays", ())
+        for d in e
+        if (t := _text(d).lower()) in _DAYS
+    }
     return Hints(least, tuple(sorted(hours)), tuple(sorted(days)))
 
 
@@ -276,7 +357,11 @@ def _json(text: str) -> Feed:
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         raise Unreadable(f"is no JSON: {' '.join(str(e).split())[:200]}") from None
     items = found.get("items") if isinstance(found, dict) else None
-    if not isinstance(items, list) or not isinstance(version := found.get("version"), str) or "jsonfeed.org" not in version:
+    if (
+        not isinstance(items, list)
+        or not isinstance(version := found.get("version"), str)
+        or "jsonfeed.org" not in version
+    ):
         raise Unreadable("is JSON, but no JSON Feed")
     entries = (_json_item(item) for item in items[:MAX_ENTRIES] if isinstance(item, dict))
     return Feed(iter(_apart(entries)), kind="json", title=_word(found, "title")[:MAX_NAME])
@@ -297,14 +382,30 @@ def _json_item(item: dict[str, Any]) -> FeedEntry:
 
 def _word(table: dict[str, Any], name: str) -> str:
     value = table.get(name)
-    return value.strip() if isinstance(value, str) else str(value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    return (
+        value.strip()
+        if isinstance(value, str)
+        else str(value)
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else ""
+    )
 
 
 # -- entries ---------------------------------------------------------------------------------------------------------------
 
 
 def _entry(
-    *, id_: str, url: str | None, title: str, updated: str, published: str, summary: str, content: str, author: str, tags: list[str], enclosures: list[str]
+    *,
+    id_: str,
+    url: str | None,
+    title: str,
+    updated: str,
+    published: str,
+    summary: str,
+    content: str,
+    author: str,
+    tags: list[str],
+    enclosures: list[str],
 ) -> FeedEntry:
     digest = blake2b(digest_size=16)
     for part in (title, url or "", updated, published, summary, content, *enclosures):
@@ -326,6 +427,10 @@ def _apart(entries: Iterator[FeedEntry]) -> list[FeedEntry]:
         links.setdefault(e.id, set()).add(e.url)
     kept: dict[str, FeedEntry] = {}
     for e in found:
-        entry = e if len(links[e.id]) == 1 else msgspec.structs.replace(e, id=f"{e.id} {e.url or e.hash}")
+        entry = (
+            e
+            if len(links[e.id]) == 1
+            else msgspec.structs.replace(e, id=f"{e.id} {e.url or e.hash}")
+        )
         kept.setdefault(entry.id, entry)
     return list(kept.values())

@@ -43,8 +43,12 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True):
     lost: int = 0  # messages that retention deleted before they were read
 
     def text(self) -> str:
-        places = ", ".join(f"{p}:{offset}" for p, offset in sorted(self.at.items())[:32]) + (", …" if len(self.at) > 32 else "")
-        return f"at {places or 'no partition'}" + (f"; {self.lost} messages were deleted unread" if self.lost else "")
+        places = ", ".join(f"{p}:{offset}" for p, offset in sorted(self.at.items())[:32]) + (
+            ", …" if len(self.at) > 32 else ""
+        )
+        return f"at {places or 'no partition'}" + (
+            f"; {self.lost} messages were deleted unread" if self.lost else ""
+        )
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -68,7 +72,11 @@ def _operations(value: object) -> frozenset[str]:
 
 OPTIONS: dict[str, units.Kind] = {
     "format": units.choices(*FORMATS),
-    "operations": units.Kind(name="list of operations", expected="some of c, r, u, d, t, m with commas between them", read=_operations),
+    "operations": units.Kind(
+        name="list of operations",
+        expected="some of c, r, u, d, t, m with commas between them",
+        read=_operations,
+    ),
     "tombstones": units.FLAG,
     "group": units.texts(r"[^\s,]{1,249}", "the name of a consumer group"),
     "start": units.choices("earliest", "latest"),
@@ -76,7 +84,9 @@ OPTIONS: dict[str, units.Kind] = {
 
 
 class KafkaSource(BaseSource):
-    def __init__(self, spec: SourceSpec, context: SourceContext, topic: Topic, chosen: Options) -> None:
+    def __init__(
+        self, spec: SourceSpec, context: SourceContext, topic: Topic, chosen: Options
+    ) -> None:
         super().__init__(spec, context)
         self.topic, self.options = topic, chosen
         self.every = None
@@ -123,9 +133,17 @@ class KafkaSource(BaseSource):
                 noted = msgspec.structs.replace(noted, at=at)
                 idle = not messages and client.is_at_the_end
                 now = self.context.clock.now()
-                lag = 0.0 if idle else max((now - m.at for m in messages[-1:] if m.at is not None), default=None)
+                lag = (
+                    0.0
+                    if idle
+                    else max((now - m.at for m in messages[-1:] if m.at is not None), default=None)
+                )
                 yield Batch(
-                    findings=findings, cursor=_pack(noted) if moved else None, idle=idle, lag=None if lag is None else max(0.0, lag), backlog=client.backlog()
+                    findings=findings,
+                    cursor=_pack(noted) if moved else None,
+                    idle=idle,
+                    lag=None if lag is None else max(0.0, lag),
+                    backlog=client.backlog(),
                 )
                 if commit and at != committed:
                     committed = at
@@ -138,7 +156,13 @@ class KafkaSource(BaseSource):
 
     def _reading(self, at: Cursor) -> Reading:
         o = self.options
-        return Reading(format=o.format, operations=o.operations, tombstones=o.tombstones, cluster=at.cluster, topic_id=at.topic)
+        return Reading(
+            format=o.format,
+            operations=o.operations,
+            tombstones=o.tombstones,
+            cluster=at.cluster,
+            topic_id=at.topic,
+        )
 
     # -- where to begin: in the client's thread -------------------------------------------------------------------------------
 
@@ -157,11 +181,15 @@ class KafkaSource(BaseSource):
             elif p not in noted.at:  # added since: everything in it is new
                 at[p] = low
             elif noted.at[p] < low:
-                gaps.append(f"partition {p} begins with offset {low} and was read up to {noted.at[p]}: {low - noted.at[p]} messages were deleted unread")
+                gaps.append(
+                    f"partition {p} begins with offset {low} and was read up to {noted.at[p]}: {low - noted.at[p]} messages were deleted unread"
+                )
                 lost += low - noted.at[p]
                 at[p] = low
             elif noted.at[p] > high:
-                gaps.append(f"partition {p} ends with offset {high} and was read up to {noted.at[p]}: it was cut")
+                gaps.append(
+                    f"partition {p} ends with offset {high} and was read up to {noted.at[p]}: it was cut"
+                )
                 at[p] = high
             else:
                 at[p] = noted.at[p]
@@ -200,11 +228,17 @@ class KafkaSource(BaseSource):
         example = ",".join(f"{p}:{low}" for p, (low, _) in sorted(spans.items())[:8])
         if at.keys() != spans.keys():
             odd = sorted(at.keys() ^ spans.keys())[0]
-            raise UsageError(f"{self.topic.label} has {len(spans)} partitions, and {to!r} is no place for partition {odd}", hint=f"--to {example}")
+            raise UsageError(
+                f"{self.topic.label} has {len(spans)} partitions, and {to!r} is no place for partition {odd}",
+                hint=f"--to {example}",
+            )
         for p, offset in at.items():
             low, high = spans[p]
             if not low <= offset <= high:
-                raise UsageError(f"partition {p} of {self.topic.label} has the offsets {low} to {high}, not {offset}", hint=f"--to {example}")
+                raise UsageError(
+                    f"partition {p} of {self.topic.label} has the offsets {low} to {high}, not {offset}",
+                    hint=f"--to {example}",
+                )
         return at
 
     def _time(self, to: str) -> float:
@@ -216,13 +250,18 @@ class KafkaSource(BaseSource):
             when = datetime.fromisoformat(to)
         except ValueError:
             raise UsageError(
-                f"{to!r} is no place in a topic", hint="now, end, 0:1500,1:1498 (partition:offset), 2026-11-16T04:00 (UTC), or how long ago: 2h"
+                f"{to!r} is no place in a topic",
+                hint="now, end, 0:1500,1:1498 (partition:offset), 2026-11-16T04:00 (UTC), or how long ago: 2h",
             ) from None
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
     def describe(self, cursor: bytes | None) -> str:
         if cursor is None:
-            return "at the start" if self.options.start == "earliest" else "not read yet; begins with what comes next"
+            return (
+                "at the start"
+                if self.options.start == "earliest"
+                else "not read yet; begins with what comes next"
+            )
         return _read_cursor(cursor, self.name).text()  # type: ignore[union-attr]
 
 
@@ -237,7 +276,8 @@ def _read_cursor(raw: bytes | None, name: str) -> Cursor | None:
         return None if raw is None else _unpack(raw)
     except msgspec.MsgspecError:
         raise SourceDown(
-            f"the position of source {name} is none of a Kafka topic", hint=f"penstock sources reset {name} --to start, or give it another name"
+            f"the position of source {name} is none of a Kafka topic",
+            hint=f"penstock sources reset {name} --to start, or give it another name",
         ) from None
 
 
@@ -245,5 +285,8 @@ def open_source(spec: SourceSpec, context: SourceContext) -> KafkaSource:
     """Connects to nothing yet. Raises ConfigError."""
     topic, given = parse(spec.url, spec.options, OPTIONS, where=f"source {spec.name}")
     if spec.every is not None:
-        raise ConfigError(f"source {spec.name}: a topic is read as it grows, and has no rounds", hint="leave out every")
+        raise ConfigError(
+            f"source {spec.name}: a topic is read as it grows, and has no rounds",
+            hint="leave out every",
+        )
     return KafkaSource(spec, context, topic, Options(**given))

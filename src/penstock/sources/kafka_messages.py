@@ -14,13 +14,43 @@ from penstock.model import mint
 from penstock.ports import Finding
 
 FORMATS = ("auto", "json", "debezium", "cloudevents")
-OPERATIONS = ("c", "r", "u", "d", "t", "m")  # create, read (snapshot), update, delete, truncate, message
+OPERATIONS = (
+    "c",
+    "r",
+    "u",
+    "d",
+    "t",
+    "m",
+)  # create, read (snapshot), update, delete, truncate, message
 # What says where in its database's log a change lies: PostgreSQL, MySQL, SQL Server, Oracle, MongoDB.
-_POSITION = ("lsn", "txId", "file", "pos", "row", "change_lsn", "commit_lsn", "event_serial_no", "scn", "commit_scn", "rs_id", "ssn", "ord")
+_POSITION = (
+    "lsn",
+    "txId",
+    "file",
+    "pos",
+    "row",
+    "change_lsn",
+    "commit_lsn",
+    "event_serial_no",
+    "scn",
+    "commit_scn",
+    "rs_id",
+    "ssn",
+    "ord",
+)
 # One of these must be whole, or it says too little: MongoDB counts anew with every second, and a `pos` is one of its file.
 _ENOUGH = (("lsn",), ("file", "pos"), ("commit_lsn",), ("scn",), ("ord", "ts_ms"))
 _PLACE = ("connector", "name", "db", "schema", "table", "collection", "server_id")
-_MARKS = ("__deleted", "__op", "__lsn", "__source_lsn", "__table", "__source_table", "__ts_ms", "__source_ts_ms")
+_MARKS = (
+    "__deleted",
+    "__op",
+    "__lsn",
+    "__source_lsn",
+    "__table",
+    "__source_table",
+    "__ts_ms",
+    "__source_ts_ms",
+)
 _LATEST = 10**14  # milliseconds, three thousand years from now: beyond it, it is no time
 _MAX_HEADERS = 8192  # bytes that travel with the payload
 _decode = msgspec.json.Decoder().decode
@@ -65,7 +95,13 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
             return self._read(m)
         except Unreadable as e:
             payload = {"_kafka": {**_kafka(m), "value": as_text(m.value or b"")}}
-            return Finding(id=self._by_place(m), cause=_cause(m), payload=payload, at=m.at, refused=f"message {_cause(m)}: {e}")
+            return Finding(
+                id=self._by_place(m),
+                cause=_cause(m),
+                payload=payload,
+                at=m.at,
+                refused=f"message {_cause(m)}: {e}",
+            )
 
     def _by_place(self, m: Message) -> str:
         return mint("kafka", self.cluster, self.topic_id, m.topic, str(m.partition), str(m.offset))
@@ -78,7 +114,11 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
             if not self.tombstones:
                 return None
             key = _key(m.key)
-            payload = {**(key if isinstance(key, dict) else {}), "_cdc": {"op": "d"}, "_kafka": _kafka(m)}
+            payload = {
+                **(key if isinstance(key, dict) else {}),
+                "_cdc": {"op": "d"},
+                "_kafka": _kafka(m),
+            }
             return Finding(id=self._by_place(m), cause=_cause(m), payload=payload, at=m.at)
         value = _json(m.value)
         if self.format in ("auto", "cloudevents") and _is_event(value):
@@ -93,8 +133,20 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
                 raise Unreadable("it is no change event of Debezium")
         value = value if isinstance(value, dict) else {"value": value}
         said = value.get("value")
-        url = said if isinstance(said, str) and said.startswith(("http://", "https://")) and len(value) == 1 else None
-        return Finding(id=self._by_place(m), url=url, cause=_cause(m), payload={**value, "_kafka": _kafka(m)}, at=m.at)
+        url = (
+            said
+            if isinstance(said, str)
+            and said.startswith(("http://", "https://"))
+            and len(value) == 1
+            else None
+        )
+        return Finding(
+            id=self._by_place(m),
+            url=url,
+            cause=_cause(m),
+            payload={**value, "_kafka": _kafka(m)},
+            at=m.at,
+        )
 
     def _cloudevent(self, m: Message, event: dict[str, Any]) -> Finding | None:
         source, id_ = event.get("source"), event.get("id")
@@ -113,7 +165,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
             if not self._wanted(change.op):
                 return None
             payload, meta = change.row, {"_cdc": _cdc(change)}
-        attributes = {name: value for name, value in event.items() if name not in ("data", "data_base64")}
+        attributes = {
+            name: value for name, value in event.items() if name not in ("data", "data_base64")
+        }
         return Finding(
             id=mint("cloudevents", source, id_),
             cause=_cause(m),
@@ -129,18 +183,29 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
             return None
         said = change.source.get
         if any(all(said(name) is not None for name in enough) for enough in _ENOUGH):
-            position = [said(name) for name in _POSITION] + ([said("ts_ms")] if said("ord") is not None else [])
+            position = [said(name) for name in _POSITION] + (
+                [said("ts_ms")] if said("ord") is not None else []
+            )
             place = [said(name) for name in _PLACE]
             if said("name") is None:  # unwrapped: the topic is all that says which database it was
                 place.append(m.topic)
             # Several rows may share a position (one INSERT of many, a snapshot): the row's key tells them apart.
             row = m.key if m.key is not None else _canonical(change.row)
-            id_ = mint("debezium", _canonical([place, position, change.op]).decode(), hashlib.blake2b(row, digest_size=16).hexdigest())
+            id_ = mint(
+                "debezium",
+                _canonical([place, position, change.op]).decode(),
+                hashlib.blake2b(row, digest_size=16).hexdigest(),
+            )
         else:
             id_ = self._by_place(m)
         ts = change.source.get("ts_ms") or change.ts_ms
         at = ts / 1000 if isinstance(ts, int | float) and 0 < ts < _LATEST else m.at
-        return Finding(id=id_, cause=_cause(m), payload={**change.row, "_cdc": _cdc(change), "_kafka": _kafka(m)}, at=at)
+        return Finding(
+            id=id_,
+            cause=_cause(m),
+            payload={**change.row, "_cdc": _cdc(change), "_kafka": _kafka(m)},
+            at=at,
+        )
 
 
 # -- Debezium --------------------------------------------------------------------------------------------------------------
@@ -155,21 +220,37 @@ def _change(value: Any, headers: Mapping[str, bytes], *, unwrapped: bool) -> Cha
     op = value.get("op")
     if op in OPERATIONS and ("after" in value or "before" in value or "source" in value):
         source = value.get("source")
-        return Change(op, _row(value, op), source if isinstance(source, dict) else {}, value.get("ts_ms"))
-    said = {name: headers[name].decode("utf-8", "replace") for name in _MARKS if name in headers} | {name: value[name] for name in _MARKS if name in value}
+        return Change(
+            op, _row(value, op), source if isinstance(source, dict) else {}, value.get("ts_ms")
+        )
+    said = {
+        name: headers[name].decode("utf-8", "replace") for name in _MARKS if name in headers
+    } | {name: value[name] for name in _MARKS if name in value}
     if not said and not unwrapped:
         return None
     op = said.get("__op")
     if str(said.get("__deleted", "")).lower() == "true":
         op = "d"
     row = {name: field for name, field in value.items() if not name.startswith("__")}
-    extra = {name.removeprefix("__").removeprefix("source_"): field for name, field in value.items() if name.startswith("__")}
-    extra |= {name.removeprefix("__").removeprefix("source_"): field for name, field in said.items()}
+    extra = {
+        name.removeprefix("__").removeprefix("source_"): field
+        for name, field in value.items()
+        if name.startswith("__")
+    }
+    extra |= {
+        name.removeprefix("__").removeprefix("source_"): field for name, field in said.items()
+    }
     return Change(op if op in OPERATIONS else None, row, extra, extra.get("ts_ms"))
 
 
 def _row(value: Mapping[str, Any], op: str) -> dict[str, Any]:
-    row = value.get("before") if op == "d" else value.get("message") if op == "m" else value.get("after")
+    row = (
+        value.get("before")
+        if op == "d"
+        else value.get("message")
+        if op == "m"
+        else value.get("after")
+    )
     if isinstance(row, str):  # MongoDB's documents are texts
         row = _json(row.encode())
     return row if isinstance(row, dict) else {} if row is None else {"value": row}
@@ -186,7 +267,9 @@ def _cdc(change: Change) -> dict[str, Any]:
         "lsn": source.get("lsn"),
         "tx": source.get("txId"),
         "ts_ms": source.get("ts_ms") or change.ts_ms,
-        "snapshot": source.get("snapshot") if source.get("snapshot") not in (None, False, "false") else None,
+        "snapshot": source.get("snapshot")
+        if source.get("snapshot") not in (None, False, "false")
+        else None,
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -195,17 +278,29 @@ def _cdc(change: Change) -> dict[str, Any]:
 
 
 def _is_event(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("specversion"), str) and "id" in value and "source" in value and "type" in value
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("specversion"), str)
+        and "id" in value
+        and "source" in value
+        and "type" in value
+    )
 
 
 def _binary_event(m: Message, headers: Mapping[str, bytes]) -> dict[str, Any]:
-    event: dict[str, Any] = {name[3:]: value.decode("utf-8", "replace") for name, value in headers.items() if name.startswith("ce_")}
+    event: dict[str, Any] = {
+        name[3:]: value.decode("utf-8", "replace")
+        for name, value in headers.items()
+        if name.startswith("ce_")
+    }
     kind = headers.get("content-type", b"").decode("utf-8", "replace").lower()
     if kind:
         event["datacontenttype"] = kind
     if m.value is not None:
         media = kind.partition(";")[0].strip()
-        event["data"] = _json(m.value) if not media or media.endswith(("/json", "+json")) else as_text(m.value)
+        event["data"] = (
+            _json(m.value) if not media or media.endswith(("/json", "+json")) else as_text(m.value)
+        )
     return event
 
 
@@ -220,11 +315,15 @@ def _time(text: Any) -> float | None:
 
 
 def _json(raw: bytes) -> Any:
-    if raw[:1] == b"\0" and len(raw) > 5:  # a schema registry's: a zero, the schema's number, and for JSON Schema the JSON itself
+    if (
+        raw[:1] == b"\0" and len(raw) > 5
+    ):  # a schema registry's: a zero, the schema's number, and for JSON Schema the JSON itself
         try:
             return _decode(raw[5:])
         except (ValueError, RecursionError):
-            raise Unreadable("it is encoded by a schema registry (Avro or Protobuf); have the producer or the connector write JSON") from None
+            raise Unreadable(
+                "it is encoded by a schema registry (Avro or Protobuf); have the producer or the connector write JSON"
+            ) from None
     try:
         return _decode(raw)
     except RecursionError:
@@ -251,14 +350,27 @@ def _key(raw: bytes | None) -> Any:
             key = _json(raw)
         except Unreadable:
             return as_text(raw)
-        return key["payload"] if isinstance(key, dict) and key.keys() == {"schema", "payload"} else key
+        return (
+            key["payload"] if isinstance(key, dict) and key.keys() == {"schema", "payload"} else key
+        )
     return as_text(raw)
 
 
 def _kafka(m: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {"topic": m.topic, "partition": m.partition, "offset": m.offset, "timestamp": m.at, "key": _key(m.key)}
-    if m.headers and sum(len(name) + len(value or b"") for name, value in m.headers) <= _MAX_HEADERS:
-        found["headers"] = {name: None if value is None else as_text(value) for name, value in m.headers}
+    found: dict[str, Any] = {
+        "topic": m.topic,
+        "partition": m.partition,
+        "offset": m.offset,
+        "timestamp": m.at,
+        "key": _key(m.key),
+    }
+    if (
+        m.headers
+        and sum(len(name) + len(value or b"") for name, value in m.headers) <= _MAX_HEADERS
+    ):
+        found["headers"] = {
+            name: None if value is None else as_text(value) for name, value in m.headers
+        }
     return found
 
 

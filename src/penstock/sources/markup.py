@@ -11,23 +11,40 @@ from html.entities import html5
 from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder
 
 MAX_MENDED = 200_000  # ampersands that are looked at in an ill-formed document
-MAX_TAGS = 500_000  # a tree takes a hundred bytes for each; an honest document of this size does not exist
+MAX_TAGS = (
+    500_000  # a tree takes a hundred bytes for each; an honest document of this size does not exist
+)
 _LAYERS = 2  # of gzip: some servers compress what is compressed
 _HEAD = 1024
 
-_BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
-_SHAPES = ((b"<\0\0\0", "utf-32-le"), (b"\0\0\0<", "utf-32-be"), (b"<\0", "utf-16-le"), (b"\0<", "utf-16-be"))
+_BOMS = (
+    (b"\xef\xbb\xbf", "utf-8"),
+    (b"\xff\xfe\0\0", "utf-32-le"),
+    (b"\0\0\xfe\xff", "utf-32-be"),
+    (b"\xff\xfe", "utf-16-le"),
+    (b"\xfe\xff", "utf-16-be"),
+)
+_SHAPES = (
+    (b"<\0\0\0", "utf-32-le"),
+    (b"\0\0\0<", "utf-32-be"),
+    (b"<\0", "utf-16-le"),
+    (b"\0<", "utf-16-be"),
+)
 # Not utf-7, ebcdic and whatever else Python can decode: nobody publishes in it, but it hides markup from whoever looks at bytes.
 _KNOWN = re.compile(r"utf-8|ascii|utf-16(-[lb]e)?|utf-32(-[lb]e)?|iso8859-\d+|cp125\d|cp866|cp874|cp932|cp949|koi8-[rtu]|gb2312|gbk|gb18030|big5(hkscs)?|"
                     r"euc_jp|euc_kr|shift_jis|iso2022_jp\w*|mac-roman|mac-cyrillic|tis-620")  # fmt: skip
 _charset = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.I).search
-_declared = re.compile(rb"<\?xml[^>]{0,200}?encoding\s{0,9}=\s{0,9}[\"']([\w.:-]{1,40})[\"']", re.I).search
+_declared = re.compile(
+    rb"<\?xml[^>]{0,200}?encoding\s{0,9}=\s{0,9}[\"']([\w.:-]{1,40})[\"']", re.I
+).search
 _unprintable = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _special = re.compile(r"<\?|<!(?:\[CDATA\[|--|[A-Za-z\[%]|\s)")
 _ENDS = {"<![CDATA[": "]]>", "<!--": "-->", "<?": "?>"}
 
 
-_entity = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});)(?:([A-Za-z][A-Za-z0-9]{1,31});)?")
+_entity = re.compile(
+    r"&(?!(?:amp|lt|gt|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});)(?:([A-Za-z][A-Za-z0-9]{1,31});)?"
+)
 
 
 class Unreadable(Exception):
@@ -64,9 +81,18 @@ def encoding_of(body: bytes, content_type: str | None) -> str:
         if body.startswith(mark):
             return name
     in_header, in_document = _charset(content_type or ""), _declared(body[:_HEAD])
-    claims = [_codec(in_header[1]) if in_header else None, _codec(in_document[1].decode()) if in_document else None]
-    stateful = [name for name in claims if name and name.startswith("iso2022")]  # looks like ASCII, and is not
-    for name in (*stateful, "utf-8", *(name for name in claims if name and name.startswith("utf-") is False)):
+    claims = [
+        _codec(in_header[1]) if in_header else None,
+        _codec(in_document[1].decode()) if in_document else None,
+    ]
+    stateful = [
+        name for name in claims if name and name.startswith("iso2022")
+    ]  # looks like ASCII, and is not
+    for name in (
+        *stateful,
+        "utf-8",
+        *(name for name in claims if name and name.startswith("utf-") is False),
+    ):
         if name == "iso8859-1":
             break  # on the web that means Windows-1252
         try:
@@ -89,7 +115,9 @@ def text_of(body: bytes, content_type: str | None, limit: int) -> str:
     """Decoded, without what XML cannot hold, and surely without a DTD. Raises Unreadable."""
     if len(body) > limit:
         raise Unreadable(f"has {len(body)} bytes, of at most {limit}")
-    text = without_controls(codecs.decode(body, encoding_of(body, content_type), "replace").lstrip("\ufeff"))
+    text = without_controls(
+        codecs.decode(body, encoding_of(body, content_type), "replace").lstrip("\ufeff")
+    )
     if (tags := text.count("<")) > MAX_TAGS:
         raise Unreadable(f"has {tags} tags, of at most {MAX_TAGS}")
     refuse_dtd(text)  # after the controls are gone: a NUL inside the word would hide it
@@ -120,7 +148,11 @@ def refuse_dtd(text: str) -> None:
         start = found[0]
         if start not in _ENDS:
             html = re.match(r"<!doctype\s+html", text[found.start() : found.start() + 32], re.I)
-            raise Unreadable("is an HTML page" if html else "has a document type declaration (DTD), and none is read")
+            raise Unreadable(
+                "is an HTML page"
+                if html
+                else "has a document type declaration (DTD), and none is read"
+            )
         at = text.find(_ENDS[start], found.end())
         if at < 0:
             return
@@ -132,7 +164,9 @@ def when(text: str | None) -> float | None:
         return None
     try:
         if text[:4].isdigit():
-            found = datetime.fromisoformat(text + ("-01-01", "-01")[len(text) == 7] if len(text) in (4, 7) else text.upper())
+            found = datetime.fromisoformat(
+                text + ("-01-01", "-01")[len(text) == 7] if len(text) in (4, 7) else text.upper()
+            )
         else:
             found = parsedate_to_datetime(text)
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

@@ -17,7 +17,9 @@ _MESSAGE = struct.Struct(">BQ")
 _INT, _SHORT, _LSN = struct.Struct(">I"), struct.Struct(">H"), struct.Struct(">Q")
 _STREAMING = frozenset(b"SEcA")
 _TWO_PHASE = frozenset(b"bPKrp")
-_MOMENT = re.compile(r"(\d{4,6}-\d\d-\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)(?:([+-]\d\d)(:\d\d(?::\d\d)?)?)?")
+_MOMENT = re.compile(
+    r"(\d{4,6}-\d\d-\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)(?:([+-]\d\d)(:\d\d(?::\d\d)?)?)?"
+)
 
 
 class BadChange(Exception):
@@ -25,7 +27,9 @@ class BadChange(Exception):
 
 
 class Begin(msgspec.Struct, frozen=True):
-    commit: int  # LSN of the commit: what is sent is committed already, so it is known from the start
+    commit: (
+        int  # LSN of the commit: what is sent is committed already, so it is known from the start
+    )
     at: float  # epoch seconds of the commit
     xid: int
 
@@ -76,7 +80,9 @@ class Update(msgspec.Struct, frozen=True):
     relation: Relation
     row: dict[str, Any]
     old: dict[str, Any] | None
-    unchanged: tuple[str, ...]  # large values that were not touched and are not in the log: not in `row` either
+    unchanged: tuple[
+        str, ...
+    ]  # large values that were not touched and are not in the log: not in `row` either
 
 
 class Delete(msgspec.Struct, frozen=True):
@@ -99,7 +105,9 @@ class Emitted(msgspec.Struct, frozen=True):
     body: bytes
 
 
-Change: TypeAlias = Begin | Commit | Origin | Relation | Type | Insert | Update | Delete | Truncate | Emitted
+Change: TypeAlias = (
+    Begin | Commit | Origin | Relation | Type | Insert | Update | Delete | Truncate | Emitted
+)
 
 
 class Decoder:
@@ -150,7 +158,10 @@ class Decoder:
             columns.append(Column(column, kind, bool(flags & 1)))
         relation = Relation(oid, schema or "pg_catalog", name, identity, tuple(columns))
         if at <= len(data):  # a table that was told only in part is not remembered
-            self._relations[oid] = relation, [_VALUES.get(column.oid, _as_it_is) for column in columns]
+            self._relations[oid] = (
+                relation,
+                [_VALUES.get(column.oid, _as_it_is) for column in columns],
+            )
         return relation, at
 
     def _type(self, data: bytes) -> tuple[Change, int]:
@@ -175,7 +186,9 @@ class Decoder:
                 old = _key_of(relation, old)
         _expect(data, at, b"N")
         row, unchanged, at = _tuple(data, at + 1, relation, values)
-        if whole and unchanged and old is not None:  # with REPLICA IDENTITY FULL the old row tells what was not touched
+        if (
+            whole and unchanged and old is not None
+        ):  # with REPLICA IDENTITY FULL the old row tells what was not touched
             row |= {name: old[name] for name in unchanged if name in old}
             unchanged = tuple(name for name in unchanged if name not in old)
         return Update(relation, row, old, unchanged), at
@@ -230,12 +243,16 @@ _READERS: dict[int, Callable[[Decoder, bytes], tuple[Change, int]]] = {
 # -- parts of messages ---------------------------------------------------------------------------------------------------
 
 
-def _tuple(data: bytes, at: int, relation: Relation, values: list[Callable[[str], Any]]) -> tuple[dict[str, Any], tuple[str, ...], int]:
+def _tuple(
+    data: bytes, at: int, relation: Relation, values: list[Callable[[str], Any]]
+) -> tuple[dict[str, Any], tuple[str, ...], int]:
     """(what is told, names of what is not, where it ends)."""
     (count,) = _SHORT.unpack_from(data, at)
     at += 2
     if count != len(values):
-        raise BadChange(f"a row of {relation.label} has {count} columns, and the table has {len(values)}")
+        raise BadChange(
+            f"a row of {relation.label} has {count} columns, and the table has {len(values)}"
+        )
     row: dict[str, Any] = {}
     unchanged: list[str] = []
     for column, value in zip(relation.columns, values, strict=True):
@@ -254,13 +271,19 @@ def _tuple(data: bytes, at: int, relation: Relation, values: list[Callable[[str]
         elif kind == 0x75:  # u: not touched, and too large to repeat
             unchanged.append(column.name)
         else:
-            raise BadChange(f"column {column.name} of {relation.label} comes in a form {chr(kind)!r}, which was not asked for")
+            raise BadChange(
+                f"column {column.name} of {relation.label} comes in a form {chr(kind)!r}, which was not asked for"
+            )
     return row, tuple(unchanged), at
 
 
 def _key_of(relation: Relation, row: dict[str, Any]) -> dict[str, Any]:
     """The others are sent as null, which they are not."""
-    return {column.name: row[column.name] for column in relation.columns if column.key and column.name in row}
+    return {
+        column.name: row[column.name]
+        for column in relation.columns
+        if column.key and column.name in row
+    }
 
 
 def _text(data: bytes, at: int) -> tuple[str, int]:
@@ -277,7 +300,9 @@ def _expect(data: bytes, at: int, kind: bytes) -> None:
 
 def _refuse(kind: int) -> NoReturn:
     if kind in _STREAMING:
-        raise BadChange("the server sends transactions that are not committed yet, which was not asked for")
+        raise BadChange(
+            "the server sends transactions that are not committed yet, which was not asked for"
+        )
     if kind in _TWO_PHASE:
         raise BadChange("the server sends prepared transactions, which was not asked for")
     raise BadChange(f"a change of kind {chr(kind)!r} is not known")
@@ -291,7 +316,9 @@ def _as_it_is(text: str) -> str:
 
 
 def _bool(text: str) -> Any:
-    return True if text in ("t", "true") else False if text in ("f", "false") else text  # the longer ones where a row was read, not streamed
+    return (
+        True if text in ("t", "true") else False if text in ("f", "false") else text
+    )  # the longer ones where a row was read, not streamed
 
 
 def _whole(text: str) -> Any:

@@ -37,7 +37,9 @@ class Polling(BaseSource):
     async def place(self, to: str) -> bytes | None:
         """`now`: as if everything that is there had been told already."""
         if to != "now":
-            raise UsageError(f"source {self.name} has no position {to!r}", hint="--to start, or --to now")
+            raise UsageError(
+                f"source {self.name} has no position {to!r}", hint="--to start, or --to now"
+            )
         cursor = None
         async for batch in self.read(None):
             cursor = batch.cursor if batch.cursor is not None else cursor
@@ -71,7 +73,10 @@ class Left:
     """
 
     def __init__(self, kept: bytes) -> None:
-        self._times = {kept[n : n + 8]: int.from_bytes(kept[n + 8 : n + 12], "big") for n in range(0, len(kept), 12)}
+        self._times = {
+            kept[n : n + 8]: int.from_bytes(kept[n + 8 : n + 12], "big")
+            for n in range(0, len(kept), 12)
+        }
 
     def note(self, key: str, version: bytes) -> None:
         mark = short(key, version)
@@ -81,7 +86,9 @@ class Left:
         return self._times.get(short(key, version), 0)
 
     def kept(self) -> bytes:
-        return b"".join(mark + n.to_bytes(4, "big") for mark, n in list(self._times.items())[-LEFT:])
+        return b"".join(
+            mark + n.to_bytes(4, "big") for mark, n in list(self._times.items())[-LEFT:]
+        )
 
 
 class Memory:
@@ -89,7 +96,9 @@ class Memory:
 
     def __init__(self, kept: Kept, room: int) -> None:
         self._room, self._left = room, Left(kept.left)
-        self._known = {kept.known[n : n + 8]: kept.known[n + 8 : n + 16] for n in range(0, len(kept.known), 16)}
+        self._known = {
+            kept.known[n : n + 8]: kept.known[n + 8 : n + 16] for n in range(0, len(kept.known), 16)
+        }
         self._seen: set[bytes] = set()
         self.again = 0  # keys that came twice in this round
 
@@ -112,7 +121,9 @@ class Memory:
         return self._left.times(key, version)
 
     def kept(self) -> Kept:
-        return Kept(b"".join(k + v for k, v in list(self._known.items())[-self._room :]), self._left.kept())
+        return Kept(
+            b"".join(k + v for k, v in list(self._known.items())[-self._room :]), self._left.kept()
+        )
 
 
 def pack(state: msgspec.Struct) -> bytes:
@@ -122,7 +133,9 @@ def pack(state: msgspec.Struct) -> bytes:
 def unpack(cursor: bytes, kind: type[S]) -> S | None:
     """None: not ours, or of another version; then reading begins anew, with the same ids."""
     try:
-        return msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(cursor, max_output_size=MAX_STATE), type=kind)
+        return msgspec.msgpack.decode(
+            zstandard.ZstdDecompressor().decompress(cursor, max_output_size=MAX_STATE), type=kind
+        )
     except (zstandard.ZstdError, msgspec.MsgspecError, ValueError):
         return None
 
@@ -135,11 +148,16 @@ def target(spec: SourceSpec, kind: str) -> str:
     url = spec.url.partition("+")[2] if spec.url.startswith(kind + "+") else ""
     example = f"{kind}+https://example.com/{'sitemap.xml' if kind == 'sitemap' else 'feed.xml' if kind == 'feed' else 'products.json'}"
     if not re.match(r"https?://", url, re.I):
-        raise ConfigError(f"source {spec.name}: its URL does not begin with {kind}+https:// or {kind}+http://", hint=f"for example {example}")
+        raise ConfigError(
+            f"source {spec.name}: its URL does not begin with {kind}+https:// or {kind}+http://",
+            hint=f"for example {example}",
+        )
     try:
         return canonical_url(url)
     except BadUrl as e:
-        raise ConfigError(f"source {spec.name}: its URL: {e.reason}", hint=f"for example {example}") from None
+        raise ConfigError(
+            f"source {spec.name}: its URL: {e.reason}", hint=f"for example {example}"
+        ) from None
 
 
 def one_of(spec: SourceSpec, name: str, value: Any, words: Iterable[str]) -> Any:
@@ -151,7 +169,9 @@ def one_of(spec: SourceSpec, name: str, value: Any, words: Iterable[str]) -> Any
 
 def whole(spec: SourceSpec, name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"source {spec.name}: {name} is {value!r}", hint=f"a whole number from {low} to {high}")
+        raise ConfigError(
+            f"source {spec.name}: {name} is {value!r}", hint=f"a whole number from {low} to {high}"
+        )
     return value
 
 
@@ -159,11 +179,19 @@ def headers_of(spec: SourceSpec, given: Any) -> dict[str, str]:
     """Names in lower case; "env:NAME" is read from the environment. Raises ConfigError, without the value."""
     found = {}
     for name, value in (given or {}).items():
-        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", str(name)):
-            raise ConfigError(f"source {spec.name}: headers.{name} is no header", hint='headers = {Authorization = "env:API_TOKEN"}')
+        if not isinstance(value, str) or not re.fullmatch(
+            r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", str(name)
+        ):
+            raise ConfigError(
+                f"source {spec.name}: headers.{name} is no header",
+                hint='headers = {Authorization = "env:API_TOKEN"}',
+            )
         secret = secret_of(spec, f"headers.{name}", value)
         if not re.fullmatch(r"[\t -~\x80-\xff]*", secret):
-            raise ConfigError(f"source {spec.name}: headers.{name} has characters that no header can have", hint="a line of plain text")
+            raise ConfigError(
+                f"source {spec.name}: headers.{name} has characters that no header can have",
+                hint="a line of plain text",
+            )
         found[str(name).lower()] = secret
     return found
 
@@ -174,5 +202,8 @@ def secret_of(spec: SourceSpec, name: str, value: str) -> str:
     if m is None:
         return value
     if not (secret := os.environ.get(m[2])):
-        raise ConfigError(f"source {spec.name}: {name} needs the environment variable {m[2]}, and it is not set", hint=f"export {m[2]}=…")
+        raise ConfigError(
+            f"source {spec.name}: {name} needs the environment variable {m[2]}, and it is not set",
+            hint=f"export {m[2]}=…",
+        )
     return m[1] + secret.strip()

@@ -31,30 +31,47 @@ class CdcSource(BaseSource):
         self._spill = context.config.state.dir / "sources" / f"{settings.slot}.spill"
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        feed = Feed(self.settings, None if cursor is None else Cursor.decode(cursor, self.name), self._spill)
+        feed = Feed(
+            self.settings, None if cursor is None else Cursor.decode(cursor, self.name), self._spill
+        )
         feed.start()
         try:
             while True:
                 piece = await feed.next(PATIENCE)
                 if piece is None:
-                    yield Batch(idle=feed.caught_up, lag=0.0 if feed.caught_up else None, backlog=feed.backlog)
+                    yield Batch(
+                        idle=feed.caught_up,
+                        lag=0.0 if feed.caught_up else None,
+                        backlog=feed.backlog,
+                    )
                     continue
                 lag = None if piece.at is None else max(0.0, self.context.clock.now() - piece.at)
-                yield Batch(findings=piece.findings, cursor=None if piece.cursor is None else piece.cursor.encode(), lag=lag, backlog=feed.backlog)
+                yield Batch(
+                    findings=piece.findings,
+                    cursor=None if piece.cursor is None else piece.cursor.encode(),
+                    lag=lag,
+                    backlog=feed.backlog,
+                )
                 feed.accept(piece)
         finally:
             await asyncio.shield(asyncio.to_thread(feed.stop))
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         """What waits in the slot; where nothing does (or there is no slot yet), rows that are there, as they would come if they were inserted now."""
-        return await asyncio.to_thread(self._asked, lambda side: self._waiting(side, limit) or self._sample(side, limit))
+        return await asyncio.to_thread(
+            self._asked, lambda side: self._waiting(side, limit) or self._sample(side, limit)
+        )
 
     async def place(self, to: str) -> bytes:
         return await asyncio.to_thread(self._asked, lambda side: self._placed(side, to).encode())
 
     def describe(self, cursor: bytes | None) -> str:
         if cursor is None:
-            return "at the start: " + ("the rows that are there, then " if self.settings.snapshot else "") + "what changes from now on"
+            return (
+                "at the start: "
+                + ("the rows that are there, then " if self.settings.snapshot else "")
+                + "what changes from now on"
+            )
         try:
             return str(Cursor.decode(cursor, self.name))
         except SourceDown as e:
@@ -68,7 +85,10 @@ class CdcSource(BaseSource):
         def own_first(slot: server.Slot) -> bool:
             return slot.name != self.settings.slot
 
-        return await asyncio.to_thread(self._asked, lambda side: [self._told(slot) for slot in sorted(server.listed(side), key=own_first)])
+        return await asyncio.to_thread(
+            self._asked,
+            lambda side: [self._told(slot) for slot in sorted(server.listed(side), key=own_first)],
+        )
 
     async def create_slot(self) -> SlotInfo:
         """With its publication; one that is there stays."""
@@ -79,7 +99,9 @@ class CdcSource(BaseSource):
             server.create(self.settings, side)
             found = server.look(self.settings, side)
             if found is None:
-                raise SourceDown(f"slot {self.settings.slot} was dropped while it was made", hint="try again")
+                raise SourceDown(
+                    f"slot {self.settings.slot} was dropped while it was made", hint="try again"
+                )
             return self._told(found)
 
         return await asyncio.to_thread(self._asked, create)
@@ -123,12 +145,23 @@ class CdcSource(BaseSource):
         statement = "SELECT data FROM pg_logical_slot_peek_binary_changes(%s, NULL, %s, 'proto_version', '1', 'publication_names', %s)"
         decoder, found = pgoutput.Decoder(), []
         most = 10 * limit + 50  # messages; not every one is a row
-        for (data,) in server.rows(side, f"{statement} LIMIT {most}", (self.settings.slot, limit, identifier(self.settings.publication))):
+        for (data,) in server.rows(
+            side,
+            f"{statement} LIMIT {most}",
+            (self.settings.slot, limit, identifier(self.settings.publication)),
+        ):
             change = decoder.decode(bytes(data))
             if isinstance(change, pgoutput.Insert | pgoutput.Update):
                 operation = "insert" if isinstance(change, pgoutput.Insert) else "update"
                 if operation in self.settings.operations:
-                    found.append(_example(change.relation.label, change.row, operation, f"{change.relation.label}: {operation} that waits in the slot"))
+                    found.append(
+                        _example(
+                            change.relation.label,
+                            change.row,
+                            operation,
+                            f"{change.relation.label}: {operation} that waits in the slot",
+                        )
+                    )
         return found[:limit]
 
     def _sample(self, side: Any, limit: int) -> list[Finding]:
@@ -136,19 +169,41 @@ class CdcSource(BaseSource):
         for table in self.settings.tables:
             names = server.columns(side, table)
             told = ", ".join(f"{inline(name)}::text" for name, _ in names)
-            for row in server.rows(side, f"SELECT {told} FROM {table.inline} LIMIT {limit - len(found)}"):
-                values = {name: pgoutput.value(oid, text) for (name, oid), text in zip(names, row, strict=True)}
-                found.append(_example(table.label, values, "insert", f"{table.label}: a row that is there, as if it were inserted now"))
+            for row in server.rows(
+                side, f"SELECT {told} FROM {table.inline} LIMIT {limit - len(found)}"
+            ):
+                values = {
+                    name: pgoutput.value(oid, text)
+                    for (name, oid), text in zip(names, row, strict=True)
+                }
+                found.append(
+                    _example(
+                        table.label,
+                        values,
+                        "insert",
+                        f"{table.label}: a row that is there, as if it were inserted now",
+                    )
+                )
         return found
 
     def _placed(self, side: Any, to: str) -> Cursor:
         slot = server.look(self.settings, side)
-        here = slot.here if slot is not None else lsn_of(server.rows(side, "SELECT pg_current_wal_lsn()::text")[0][0])
+        here = (
+            slot.here
+            if slot is not None
+            else lsn_of(server.rows(side, "SELECT pg_current_wal_lsn()::text")[0][0])
+        )
         if to != "now" and not re.fullmatch(r"[0-9A-Fa-f]+/[0-9A-Fa-f]+", to):
-            raise UsageError(f"source {self.name} has no position {to!r}", hint="--to start, now, or an LSN such as 0/16B3748")
+            raise UsageError(
+                f"source {self.name} has no position {to!r}",
+                hint="--to start, now, or an LSN such as 0/16B3748",
+            )
         lsn = here if to == "now" else lsn_of(to)
         if slot is None:
-            raise UsageError(f"source {self.name}: there is no slot {self.settings.slot}, so only what comes can be read", hint="--to start makes the slot")
+            raise UsageError(
+                f"source {self.name}: there is no slot {self.settings.slot}, so only what comes can be read",
+                hint="--to start makes the slot",
+            )
         if lsn < slot.confirmed or lsn > here:
             raise UsageError(
                 f"source {self.name}: the slot keeps changes from {lsn_text(slot.confirmed)} to {lsn_text(here)}, and {to} is not between the two",
@@ -162,4 +217,8 @@ class CdcSource(BaseSource):
 
 
 def _example(table: str, row: dict[str, Any], operation: str, cause: str) -> Finding:
-    return Finding(id=mint("cdc", "example", cause, repr(row)), cause=cause, payload={**row, "_cdc": {"op": operation, "table": table}})
+    return Finding(
+        id=mint("cdc", "example", cause, repr(row)),
+        cause=cause,
+        payload={**row, "_cdc": {"op": operation, "table": table}},
+    )

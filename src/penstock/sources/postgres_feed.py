@@ -19,7 +19,17 @@ from penstock.errors import SourceDown
 from penstock.ports import Finding
 from penstock.sources import postgres_slot as slots
 from penstock.sources.context import BATCH
-from penstock.sources.pgoutput import BadChange, Begin, Commit, Decoder, Delete, Insert, Truncate, Update, lsn_text
+from penstock.sources.pgoutput import (
+    BadChange,
+    Begin,
+    Commit,
+    Decoder,
+    Delete,
+    Insert,
+    Truncate,
+    Update,
+    lsn_text,
+)
 from penstock.sources.postgres_dsn import CdcSettings, identifier
 from penstock.sources.postgres_findings import Findings
 from penstock.sources.postgres_guard import Guard
@@ -30,11 +40,19 @@ from penstock.sources.postgres_spill import Frame, Spill
 log = logging.getLogger("penstock")
 ROOM = 2  # pieces that wait, beside the one that is being accepted
 PIECE = 8 << 20  # bytes of changes after which a piece is handed over, however few
-LINGER = 0.2  # seconds that a piece of a transaction which is still arriving may wait for more of it
-LOOK, LOOK_FULL = 1.0, 0.25  # seconds between two looks at the slot; with a full queue it is our doing what the server keeps
+LINGER = (
+    0.2  # seconds that a piece of a transaction which is still arriving may wait for more of it
+)
+LOOK, LOOK_FULL = (
+    1.0,
+    0.25,
+)  # seconds between two looks at the slot; with a full queue it is our doing what the server keeps
 STAYS_FULL = 12  # looks at a full queue from which nothing was taken, until that is more than a moment; by a clock, a machine that slept would be guilty
 TELL = 1.0  # seconds between two words to the server while nothing happens; it gives up a silent reader after 60
-WAIT, TRIES = 2.0, 20  # seconds that a slot may still belong to a connection that was killed, and how often it was found so
+WAIT, TRIES = (
+    2.0,
+    20,
+)  # seconds that a slot may still belong to a connection that was killed, and how often it was found so
 
 
 class Patience:
@@ -51,7 +69,15 @@ class Patience:
 class Piece:
     """Some findings in order, and what their acceptance allows."""
 
-    def __init__(self, findings: list[Finding], cursor: Cursor | None, *, at: float | None, confirm: int = 0, frame: int = 0) -> None:
+    def __init__(
+        self,
+        findings: list[Finding],
+        cursor: Cursor | None,
+        *,
+        at: float | None,
+        confirm: int = 0,
+        frame: int = 0,
+    ) -> None:
         self.findings, self.cursor, self.at = findings, cursor, at
         self.confirm = confirm  # LSN that the server may forget up to
         self.frame = frame  # where it ends in the spill, if it is there too
@@ -93,7 +119,9 @@ class Feed:
         self._dropping = False
         self._guard = Guard(s)
         self._looked = self._told = 0.0
-        self._taken = self._seen_taken = self._full_looks = 0  # pieces; as the last look had it; looks since then that found the queue full
+        self._taken = self._seen_taken = self._full_looks = (
+            0  # pieces; as the last look had it; looks since then that found the queue full
+        )
 
     # -- on the loop -------------------------------------------------------------------------------------------------------
 
@@ -133,11 +161,15 @@ class Feed:
         for _ in range(9):
             if not self._thread.is_alive():
                 break
-            for connection in list(self._opened):  # a slot that is made waits for other people's transactions; more than once, for it may just be asked for
+            for connection in list(
+                self._opened
+            ):  # a slot that is made waits for other people's transactions; more than once, for it may just be asked for
                 with contextlib.suppress(psycopg2.Error):
                     connection.cancel()
             self._thread.join(1)
-        if not self._thread.is_alive():  # else the pipe stays open, for a thread that may still look at it
+        if (
+            not self._thread.is_alive()
+        ):  # else the pipe stays open, for a thread that may still look at it
             os.close(self._woken)
             os.close(self._wake)
 
@@ -153,10 +185,18 @@ class Feed:
         except psycopg2.Error as e:
             self._end(slots.trouble(self._s, e))
         except BadChange as e:
-            self._end(SourceDown(f"source {self._s.source}: {e}", hint="this is a mistake in Penstock, or another plugin answers; please report it"))
+            self._end(
+                SourceDown(
+                    f"source {self._s.source}: {e}",
+                    hint="this is a mistake in Penstock, or another plugin answers; please report it",
+                )
+            )
         except OSError as e:
             self._end(
-                SourceDown(f"source {self._s.source}: {e.strerror or e} ({self._spill_path})", hint="is the state's disk full, or may it not be written?")
+                SourceDown(
+                    f"source {self._s.source}: {e.strerror or e} ({self._spill_path})",
+                    hint="is the state's disk full, or may it not be written?",
+                )
             )
         except BaseException as e:
             self._end(e)  # for whoever asks next; there is nobody above a thread
@@ -190,12 +230,18 @@ class Feed:
             raise
         assert self._cursor is not None
         self._from, self._parts = self._cursor.place, self._cursor.parts
-        if self._cursor.reading is not None and not self._snapshot(self._cursor, self._cursor.reading, exported, opened):
+        if self._cursor.reading is not None and not self._snapshot(
+            self._cursor, self._cursor.reading, exported, opened
+        ):
             return
-        findings = Findings(s, self._system, Included(s, self._parts, side) if self._parts else None)
+        findings = Findings(
+            s, self._system, Included(s, self._parts, side) if self._parts else None
+        )
         stream = self._started(replication, self._from[0])
         try:
-            self._stream(side, replication, stream, max(self._from, self._spill.last() or (0, 0)), findings)
+            self._stream(
+                side, replication, stream, max(self._from, self._spill.last() or (0, 0)), findings
+            )
         except SourceDown:
             if self._dropping:
                 replication.close()
@@ -218,7 +264,9 @@ class Feed:
                     hint=f"penstock sources reset {s.source} --to start makes a new one (with snapshot = true the table is read again)",
                 )
             slots.refuse_unfit(s, slot, database)
-            if self._cursor.lsn > slot.here:  # what it writes from now on would pass for what was read
+            if (
+                self._cursor.lsn > slot.here
+            ):  # what it writes from now on would pass for what was read
                 raise SourceDown(
                     f"source {s.source}: its position {lsn_text(self._cursor.lsn)} lies ahead of {s.address.label}, which stands at {lsn_text(slot.here)}:"
                     " the server was put back from a copy, or another took its place",
@@ -226,7 +274,9 @@ class Feed:
                 )
             slots.ensure_publication(s, side)
             return None
-        slots.ensure_publication(s, side)  # before the slot: a slot cannot see a publication that is younger than it
+        slots.ensure_publication(
+            s, side
+        )  # before the slot: a slot cannot see a publication that is younger than it
         if slot is None:
             slots.warn_of_no_limit(s, side)
             if s.snapshot:
@@ -235,13 +285,23 @@ class Feed:
                 slots.create(s, side)
             slot = slots.look(s, side)
             if slot is None:
-                raise SourceDown(f"source {s.source}: slot {s.slot} was dropped while it was made", hint="it is tried again by itself", after=1.0)
+                raise SourceDown(
+                    f"source {s.source}: slot {s.slot} was dropped while it was made",
+                    hint="it is tried again by itself",
+                    after=1.0,
+                )
         slots.refuse_unfit(s, slot, database)
-        self._cursor = Cursor(self._system, slot.confirmed, 0, Reading(0, None) if s.snapshot else None)
-        self._put(Piece([], self._cursor, at=None))  # from now on a missing slot is a loss, and not a first start
+        self._cursor = Cursor(
+            self._system, slot.confirmed, 0, Reading(0, None) if s.snapshot else None
+        )
+        self._put(
+            Piece([], self._cursor, at=None)
+        )  # from now on a missing slot is a loss, and not a first start
         return exported
 
-    def _snapshot(self, cursor: Cursor, reading: Reading, exported: str | None, opened: list[Any]) -> bool:
+    def _snapshot(
+        self, cursor: Cursor, reading: Reading, exported: str | None, opened: list[Any]
+    ) -> bool:
         """The rows that are there. False: stopped."""
         connection = slots.connect(self._s)
         opened.append(connection)
@@ -250,7 +310,11 @@ class Feed:
         if part is not None:
             self._parts = [*self._parts, part]
         for findings, following in snapshot.batches(reading, self._system):
-            self._put(Piece(findings, Cursor(self._system, *cursor.place, following, self._parts), at=None))
+            self._put(
+                Piece(
+                    findings, Cursor(self._system, *cursor.place, following, self._parts), at=None
+                )
+            )
             while self._is_full():
                 if self._stopping:
                     return False
@@ -268,7 +332,11 @@ class Feed:
     def _drop(self, side: Any) -> None:
         """As soon as the server has noticed that nobody reads it."""
         patience = Patience()
-        while (slot := slots.look(self._s, side)) is not None and slot.active_pid is not None and patience.lasts():
+        while (
+            (slot := slots.look(self._s, side)) is not None
+            and slot.active_pid is not None
+            and patience.lasts()
+        ):
             self._pause(0.05)
         slots.drop(self._s, side)
 
@@ -279,14 +347,22 @@ class Feed:
         while True:
             stream = replication.cursor()
             try:
-                stream.start_replication(slot_name=self._s.slot, start_lsn=lsn, options=options, decode=False, status_interval=10)
+                stream.start_replication(
+                    slot_name=self._s.slot,
+                    start_lsn=lsn,
+                    options=options,
+                    decode=False,
+                    status_interval=10,
+                )
                 return stream
             except psycopg2.errors.ObjectInUse:
                 if self._stopping or not patience.lasts():
                     raise
                 self._pause(0.05)
 
-    def _stream(self, side: Any, replication: Any, stream: Any, start: tuple[int, int], findings: Findings) -> None:
+    def _stream(
+        self, side: Any, replication: Any, stream: Any, start: tuple[int, int], findings: Findings
+    ) -> None:
         decoder, spill = Decoder(), self._spill
         assert spill is not None
         while not self._stopping:
@@ -299,7 +375,9 @@ class Feed:
                 continue
             for _ in range(BATCH):
                 message = stream.read_message()
-                if message is None or self._take(decoder.decode(message.payload), len(message.payload), start, findings):
+                if message is None or self._take(
+                    decoder.decode(message.payload), len(message.payload), start, findings
+                ):
                     break
             if message is not None:
                 continue
@@ -324,7 +402,10 @@ class Feed:
             begin = self._begin
             if begin is None:
                 raise BadChange("a change came outside of a transaction")
-            index, self._index = self._index, self._index + 1  # of all that the publication has: what we pass over counts too
+            index, self._index = (
+                self._index,
+                self._index + 1,
+            )  # of all that the publication has: what we pass over counts too
             if (begin.commit, index) < start or isinstance(change, Delete | Truncate):
                 return False
             finding = findings.of(begin, index, change)
@@ -343,7 +424,11 @@ class Feed:
 
     def _cut(self) -> None:
         """What was found becomes a piece."""
-        place = (self._begin.commit, self._index) if self._begin is not None else (self._last.commit, WHOLE)
+        place = (
+            (self._begin.commit, self._index)
+            if self._begin is not None
+            else (self._last.commit, WHOLE)
+        )
         piece = Piece(self._found, self._at(place), at=self._last.at, confirm=self._confirm)
         self._found, self._bytes, self._confirm = [], 0, 0
         if self._spill is not None and self._spill.active:  # behind what is there already
@@ -354,7 +439,12 @@ class Feed:
             self._put(piece)
 
     def _at(self, place: tuple[int, int]) -> Cursor:
-        return Cursor(self._system, *place, None, self._parts if any(part.upto >= place[0] for part in self._parts) else [])
+        return Cursor(
+            self._system,
+            *place,
+            None,
+            self._parts if any(part.upto >= place[0] for part in self._parts) else [],
+        )
 
     def _put(self, piece: Piece) -> None:
         with self._mutex:
@@ -379,16 +469,31 @@ class Feed:
             frame, end = found
             place = frame.lsn, frame.done
             # Another machine may have read on meanwhile: the position never goes back, and a repeated id is known.
-            self._put(Piece(frame.findings, self._at(place) if place > self._from else None, at=frame.at, frame=end))
+            self._put(
+                Piece(
+                    frame.findings,
+                    self._at(place) if place > self._from else None,
+                    at=frame.at,
+                    frame=end,
+                )
+            )
 
     # -- confirming --------------------------------------------------------------------------------------------------------
 
     def _follow(self, end: int) -> None:
         """A transaction with nothing (more) for us: confirmed with what came before it."""
-        spilled = self._spill is not None and self._spill.active  # then all that waits is in the file
+        spilled = (
+            self._spill is not None and self._spill.active
+        )  # then all that waits is in the file
         with self._mutex:
             if (self._queue or self._out or self._accepted) and not spilled:
-                last = self._queue[-1] if self._queue else self._out[-1] if self._out else self._accepted[-1]
+                last = (
+                    self._queue[-1]
+                    if self._queue
+                    else self._out[-1]
+                    if self._out
+                    else self._accepted[-1]
+                )
                 last.confirm = max(last.confirm, end)
                 return
         self._confirmed(end)
@@ -404,7 +509,12 @@ class Feed:
                 self._spill.accept(piece.frame)
             self._confirmed(piece.confirm)
         if self._flushed > self._said and stream is not None:
-            stream.send_feedback(write_lsn=self._flushed, flush_lsn=self._flushed, apply_lsn=self._flushed, force=True)
+            stream.send_feedback(
+                write_lsn=self._flushed,
+                flush_lsn=self._flushed,
+                apply_lsn=self._flushed,
+                force=True,
+            )
             self._said = self._flushed
             self._told = time.monotonic()
 
@@ -437,15 +547,25 @@ class Feed:
         self._looked = now
         slot = slots.look(self._s, side)
         if slot is None:
-            raise SourceDown(f"source {self._s.source}: slot {self._s.slot} is gone", hint="it was dropped while it was read", after=1.0)
-        self.caught_up = 0 < self._here <= max(stream.wal_end, slot.confirmed) and self._begin is None and not self._found
+            raise SourceDown(
+                f"source {self._s.source}: slot {self._s.slot} is gone",
+                hint="it was dropped while it was read",
+                after=1.0,
+            )
+        self.caught_up = (
+            0 < self._here <= max(stream.wal_end, slot.confirmed)
+            and self._begin is None
+            and not self._found
+        )
         self._here = slot.here
         self.backlog = slot.backlog
         assert self._spill is not None
         full, taken = self._is_full(), self._taken
         self._full_looks = self._full_looks + 1 if full and taken == self._seen_taken else 0
         self._seen_taken = taken
-        verdict = self._guard.judge(slot, self._spill, full=full, stays=self._full_looks >= STAYS_FULL)
+        verdict = self._guard.judge(
+            slot, self._spill, full=full, stays=self._full_looks >= STAYS_FULL
+        )
         if verdict == "spill":
             self._begin_spilling()
         elif verdict == "end":
@@ -457,14 +577,24 @@ class Feed:
         spill = self._spill
         assert spill is not None
         with self._mutex:
-            if any(piece.cursor is not None and piece.cursor.reading is not None for piece in (*self._out, *self._queue)):
+            if any(
+                piece.cursor is not None and piece.cursor.reading is not None
+                for piece in (*self._out, *self._queue)
+            ):
                 return  # rows of the first reading, which would not be known again from the file
-        log.warning("source %s: the queue is full; what changes meanwhile is kept in %s", self._s.source, spill.path)
+        log.warning(
+            "source %s: the queue is full; what changes meanwhile is kept in %s",
+            self._s.source,
+            spill.path,
+        )
         with self._mutex:
             confirm = 0
             for piece in (*self._out, *self._queue):
                 if piece.cursor is not None:
-                    piece.frame = spill.append(Frame(piece.findings, piece.cursor.lsn, piece.cursor.done, piece.at), seen=True)
+                    piece.frame = spill.append(
+                        Frame(piece.findings, piece.cursor.lsn, piece.cursor.done, piece.at),
+                        seen=True,
+                    )
                 confirm = max(confirm, piece.confirm)
         spill.sync()
         self._confirmed(confirm)

@@ -21,13 +21,27 @@ class Findings:
 
     def of(self, begin: Begin, index: int, change: Insert | Update) -> Finding | None:
         """None: not asked for, or known."""
-        operation, label = "insert" if isinstance(change, Insert) else "update", change.relation.label
+        operation, label = (
+            "insert" if isinstance(change, Insert) else "update",
+            change.relation.label,
+        )
         if operation not in self._operations or label not in self._labels:
             return None
-        if self._known is not None and operation == "insert" and self._known(begin.commit, begin.xid, label, change.row):
+        if (
+            self._known is not None
+            and operation == "insert"
+            and self._known(begin.commit, begin.xid, label, change.row)
+        ):
             return None
         lsn = lsn_text(begin.commit)
-        meta: dict[str, Any] = {"op": operation, "table": label, "lsn": lsn, "index": index, "xid": begin.xid, "at": begin.at}
+        meta: dict[str, Any] = {
+            "op": operation,
+            "table": label,
+            "lsn": lsn,
+            "index": index,
+            "xid": begin.xid,
+            "at": begin.at,
+        }
         if isinstance(change, Update):
             if change.old is not None:
                 meta["old"] = change.old
@@ -35,4 +49,9 @@ class Findings:
                 meta["unchanged"] = list(change.unchanged)
         # The index counts what the publication has: through another one the same number is another change.
         id_ = mint("cdc", self._system, self._publication, lsn, str(index))
-        return Finding(id=id_, cause=f"{label}: {operation} at {lsn}", payload={**change.row, "_cdc": meta}, at=begin.at)
+        return Finding(
+            id=id_,
+            cause=f"{label}: {operation} at {lsn}",
+            payload={**change.row, "_cdc": meta},
+            at=begin.at,
+        )

@@ -21,7 +21,9 @@ class Guard:
         self._s = s
         self._warned = False
 
-    def judge(self, slot: Slot, spill: Spill, *, full: bool, stays: bool) -> Literal["on", "spill", "end"]:
+    def judge(
+        self, slot: Slot, spill: Spill, *, full: bool, stays: bool
+    ) -> Literal["on", "spill", "end"]:
         """`full`: what was read waits to be taken. Only then is it in our hands what the slot holds. `stays`: for longer than a moment, which
         it is whenever the reader is the quicker one."""
         s = self._s
@@ -29,7 +31,11 @@ class Guard:
             self._warned = False
         elif not self._warned:
             self._warned = True
-            behind = "because its reader is behind" if slot.backlog >= slot.held // 2 else "for a transaction that has been open for long"
+            behind = (
+                "because its reader is behind"
+                if slot.backlog >= slot.held // 2
+                else "for a transaction that has been open for long"
+            )
             log.warning(
                 "source %s: slot %s holds %s of WAL on the server, %s; the limit is %s",
                 s.source,
@@ -51,7 +57,10 @@ class Guard:
         what = f"source {s.source}: slot {s.slot} holds {_size(slot.held)} of WAL, the limit is {units.write_size(s.max_lag)}"
         if s.on_limit == "drop":
             log.error("%s; it is dropped, and what changes from now on is not seen", what)
-            return SourceDown(f"{what}; it was dropped", hint=f"penstock sources reset {s.source} --to start makes a new one")
+            return SourceDown(
+                f"{what}; it was dropped",
+                hint=f"penstock sources reset {s.source} --to start makes a new one",
+            )
         log.error("%s, and the queue stays full; nothing more is read", what)
         return SourceDown(
             f"{what}, and the queue stays full",

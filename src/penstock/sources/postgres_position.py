@@ -44,7 +44,10 @@ class Cursor(msgspec.Struct, frozen=True):
         try:
             return msgspec.msgpack.decode(raw, type=cls)
         except msgspec.MsgspecError:
-            raise SourceDown(f"source {source}: its position cannot be read", hint=f"penstock sources reset {source} --to now (or start)") from None
+            raise SourceDown(
+                f"source {source}: its position cannot be read",
+                hint=f"penstock sources reset {source} --to now (or start)",
+            ) from None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -54,7 +57,9 @@ class Cursor(msgspec.Struct, frozen=True):
         if self.reading is not None:
             after = f" behind {', '.join(self.reading.after)}" if self.reading.after else ""
             return f"reading what is there: table {self.reading.table + 1}{after}, then from {lsn_text(self.lsn)}"
-        return lsn_text(self.lsn) + (f", {self.done} changes into that transaction" if 0 < self.done < WHOLE else "")
+        return lsn_text(self.lsn) + (
+            f", {self.done} changes into that transaction" if 0 < self.done < WHOLE else ""
+        )
 
 
 def saw(snapshot: str, xid: int) -> bool:

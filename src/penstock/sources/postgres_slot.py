@@ -51,7 +51,9 @@ def connect(s: CdcSettings, *, replication: bool = False) -> Any:
     given["client_encoding"] = "UTF8"
     try:
         if replication:
-            return psycopg2.connect(connection_factory=psycopg2.extras.LogicalReplicationConnection, **given)
+            return psycopg2.connect(
+                connection_factory=psycopg2.extras.LogicalReplicationConnection, **given
+            )
         connection = psycopg2.connect(**given)
         connection.autocommit = True
         return connection
@@ -104,7 +106,10 @@ def check(s: CdcSettings, connection: Any) -> None:
 
 def warn_of_no_limit(s: CdcSettings, connection: Any) -> None:
     """The server's own guard holds even when no reader runs, and ours does not."""
-    if connection.server_version >= 130000 and rows(connection, "SHOW max_slot_wal_keep_size")[0][0] == "-1":
+    if (
+        connection.server_version >= 130000
+        and rows(connection, "SHOW max_slot_wal_keep_size")[0][0] == "-1"
+    ):
         log.warning(
             "source %s: %s keeps WAL for a slot without any limit (max_slot_wal_keep_size = -1): a reader that stays away can fill its disk;"
             " ALTER SYSTEM SET max_slot_wal_keep_size = '10GB' sets one",
@@ -118,29 +123,51 @@ def warn_of_no_limit(s: CdcSettings, connection: Any) -> None:
 
 def ensure_publication(s: CdcSettings, connection: Any) -> None:
     """There, with these tables and operations, when this returns. Raises SourceDown."""
-    found = rows(connection, "SELECT puballtables, pubinsert, pubupdate FROM pg_publication WHERE pubname=%s", (s.publication,))
+    found = rows(
+        connection,
+        "SELECT puballtables, pubinsert, pubupdate FROM pg_publication WHERE pubname=%s",
+        (s.publication,),
+    )
     if not found:
         return _create_publication(s, connection)
     everything, inserts, updates = found[0]
-    listed = {(schema, name) for schema, name in rows(connection, "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname=%s", (s.publication,))}
-    missing = [table for table in s.tables if not everything and (table.schema, table.name) not in listed]
+    listed = {
+        (schema, name)
+        for schema, name in rows(
+            connection,
+            "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname=%s",
+            (s.publication,),
+        )
+    }
+    missing = [
+        table for table in s.tables if not everything and (table.schema, table.name) not in listed
+    ]
     kinds = {"insert": inserts, "update": updates}
     unsaid = sorted(operation for operation in s.operations if not kinds[operation])
     if not missing and not unsaid:
         return None
     name = inline(s.publication)
     tables = ", ".join(table.inline for table in missing)
-    change = f"ALTER PUBLICATION {name} ADD TABLE {tables}" if missing else f"ALTER PUBLICATION {name} SET (publish = 'insert, update')"
+    change = (
+        f"ALTER PUBLICATION {name} ADD TABLE {tables}"
+        if missing
+        else f"ALTER PUBLICATION {name} SET (publish = 'insert, update')"
+    )
     what = f"table {missing[0].label}" if missing else unsaid[0] + "s"
     if not s.owned:
-        raise SourceDown(f"source {s.source}: publication {s.publication} does not publish {what}", hint=change)
+        raise SourceDown(
+            f"source {s.source}: publication {s.publication} does not publish {what}", hint=change
+        )
     try:
         if missing:
             rows(connection, f"ALTER PUBLICATION {name} ADD TABLE {tables}")
         if unsaid:
             rows(connection, f"ALTER PUBLICATION {name} SET (publish = 'insert, update')")
     except psycopg2.Error as e:
-        raise SourceDown(f"source {s.source}: publication {s.publication} does not publish {what}: {said(s, e)}", hint=f"as its owner: {change}") from None
+        raise SourceDown(
+            f"source {s.source}: publication {s.publication} does not publish {what}: {said(s, e)}",
+            hint=f"as its owner: {change}",
+        ) from None
     return None
 
 
@@ -169,15 +196,28 @@ def look(s: CdcSettings, connection: Any) -> Slot | None:
     return found[0] if found else None
 
 
-def listed(connection: Any, where: str = "plugin='pgoutput'", parameters: Sequence[Any] = ()) -> list[Slot]:
+def listed(
+    connection: Any, where: str = "plugin='pgoutput'", parameters: Sequence[Any] = ()
+) -> list[Slot]:
     status = "wal_status" if connection.server_version >= 130000 else "'reserved'"
     statement = (
         f"SELECT slot_name, coalesce(plugin, ''), coalesce(database, ''), active_pid, restart_lsn::text, confirmed_flush_lsn::text, ({_HERE})::text,"
         f" coalesce({status}, '') FROM pg_replication_slots WHERE {where} ORDER BY slot_name"
     )
     return [
-        Slot(name, plugin, database, pid, lsn_of(restart or "0/0"), lsn_of(confirmed or "0/0"), lsn_of(here), state)
-        for name, plugin, database, pid, restart, confirmed, here, state in rows(connection, statement, parameters)
+        Slot(
+            name,
+            plugin,
+            database,
+            pid,
+            lsn_of(restart or "0/0"),
+            lsn_of(confirmed or "0/0"),
+            lsn_of(here),
+            state,
+        )
+        for name, plugin, database, pid, restart, confirmed, here, state in rows(
+            connection, statement, parameters
+        )
     ]
 
 
@@ -209,7 +249,9 @@ def create_exporting(s: CdcSettings, replication: Any) -> str:
     """As `create`, and the name of a snapshot of that very moment; it holds until the connection is used again. Raises SourceDown."""
     try:
         with replication.cursor() as cursor:
-            cursor.execute(f"CREATE_REPLICATION_SLOT {identifier(s.slot)} LOGICAL pgoutput EXPORT_SNAPSHOT")
+            cursor.execute(
+                f"CREATE_REPLICATION_SLOT {identifier(s.slot)} LOGICAL pgoutput EXPORT_SNAPSHOT"
+            )
             return str(cursor.fetchone()[2])
     except psycopg2.Error as e:
         raise slot_refused(s, e) from None
@@ -223,19 +265,27 @@ def drop(s: CdcSettings, connection: Any) -> bool:
     except psycopg2.errors.UndefinedObject:
         return False
     except psycopg2.errors.ObjectInUse as e:
-        raise SourceDown(f"slot {s.slot} is being read: {said(s, e)}", hint="stop the reader first (penstock sources pause), then drop it") from None
+        raise SourceDown(
+            f"slot {s.slot} is being read: {said(s, e)}",
+            hint="stop the reader first (penstock sources pause), then drop it",
+        ) from None
     except psycopg2.Error as e:
         raise slot_refused(s, e) from None
 
 
 def drop_publication(s: CdcSettings, connection: Any) -> bool:
     """Only one that we made."""
-    if not s.owned or not rows(connection, "SELECT 1 FROM pg_publication WHERE pubname=%s", (s.publication,)):
+    if not s.owned or not rows(
+        connection, "SELECT 1 FROM pg_publication WHERE pubname=%s", (s.publication,)
+    ):
         return False
     try:
         rows(connection, f"DROP PUBLICATION {inline(s.publication)}")
     except psycopg2.Error as e:
-        raise SourceDown(f"publication {s.publication} cannot be dropped: {said(s, e)}", hint=f"as its owner: DROP PUBLICATION {s.publication}") from None
+        raise SourceDown(
+            f"publication {s.publication} cannot be dropped: {said(s, e)}",
+            hint=f"as its owner: DROP PUBLICATION {s.publication}",
+        ) from None
     return True
 
 
@@ -275,7 +325,9 @@ def trouble(s: CdcSettings, e: psycopg2.Error) -> SourceDown:
         )
     if "must be superuser" in text or "replication role" in text:
         return _no_right(s)
-    return SourceDown(f"source {s.source}: {s.address.label}: {text}", hint="it is tried again by itself")
+    return SourceDown(
+        f"source {s.source}: {s.address.label}: {text}", hint="it is tried again by itself"
+    )
 
 
 def said(s: CdcSettings, e: BaseException) -> str:

@@ -84,7 +84,9 @@ class Spill:
             return
         self.accepted = max(self.accepted, end)
         emptied = self.accepted >= self.size
-        self._note(0 if emptied else self.accepted)  # first: a place behind the end of a file that then grows again would hide what is in it
+        self._note(
+            0 if emptied else self.accepted
+        )  # first: a place behind the end of a file that then grows again would hide what is in it
         if emptied:
             os.ftruncate(self._file, 0)
             self.size = self.read_to = 0
@@ -109,7 +111,9 @@ class Spill:
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)  # rows of the user's database
+        self._file = os.open(
+            self.path, os.O_RDWR | os.O_CREAT, 0o600
+        )  # rows of the user's database
         self._place = os.open(self.path.with_suffix(".place"), os.O_RDWR | os.O_CREAT, 0o600)
 
     def _check(self) -> None:
@@ -120,7 +124,11 @@ class Spill:
         raw = os.pread(self._place, _PLACE.size, 0)
         if len(raw) == _PLACE.size:
             place, checksum = _PLACE.unpack(raw)
-            self.accepted = place if checksum == zlib.crc32(place.to_bytes(8, "big")) and place <= self.size else 0
+            self.accepted = (
+                place
+                if checksum == zlib.crc32(place.to_bytes(8, "big")) and place <= self.size
+                else 0
+            )
         at = self.accepted
         while (found := self._frame(at)) is not None:
             at = found[1]

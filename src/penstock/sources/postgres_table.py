@@ -86,7 +86,9 @@ class TableSource(BaseSource):
     async def _connect(self) -> AsyncConnection[tuple[Any, ...]]:
         """Raises SourceDown."""
         try:
-            connection = await AsyncConnection.connect(autocommit=True, **self.settings.address.options)
+            connection = await AsyncConnection.connect(
+                autocommit=True, **self.settings.address.options
+            )
         except psycopg.Error as e:
             why = refusal(e, self.settings.address, "")
             raise SourceDown(f"source {self.name}: {why.message}", hint=why.hint) from None
@@ -96,7 +98,9 @@ class TableSource(BaseSource):
                     f"source {self.name}: {self.settings.address.label} runs PostgreSQL {connection.info.server_version // 10000}",
                     hint=f"Penstock needs {OLDEST // 10000} or newer",
                 )
-            await connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in SESSION.items()))
+            await connection.execute(
+                "; ".join(f"SET {name} = '{value}'" for name, value in SESSION.items())
+            )
         except BaseException:
             await connection.close()
             raise
@@ -106,18 +110,37 @@ class TableSource(BaseSource):
         s = self.settings
         said = s.address.without_secrets((str(e).strip().splitlines() or [type(e).__name__])[0])
         if e.sqlstate == "42501":
-            user, right = s.address.options.get("user") or "the user", "DELETE" if s.done == "delete" else "UPDATE"
-            return SourceDown(f"source {self.name}: {said}", hint=f"as its owner: GRANT SELECT, {right} ON {s.table.quoted} TO {user}")
-        return SourceDown(f"source {self.name}: {s.address.label}: {said}", hint="it is tried again by itself")
+            user, right = (
+                s.address.options.get("user") or "the user",
+                "DELETE" if s.done == "delete" else "UPDATE",
+            )
+            return SourceDown(
+                f"source {self.name}: {said}",
+                hint=f"as its owner: GRANT SELECT, {right} ON {s.table.quoted} TO {user}",
+            )
+        return SourceDown(
+            f"source {self.name}: {s.address.label}: {said}", hint="it is tried again by itself"
+        )
 
 
 class _Waiting:
     """The rows that wait, as one table has them."""
 
     def __init__(
-        self, s: ClaimSettings, connection: AsyncConnection[tuple[Any, ...]], key: list[str], columns: list[tuple[str, int, str]], server: str
+        self,
+        s: ClaimSettings,
+        connection: AsyncConnection[tuple[Any, ...]],
+        key: list[str],
+        columns: list[tuple[str, int, str]],
+        server: str,
     ) -> None:
-        self._s, self._connection, self._key, self._columns, self._server = s, connection, key, columns, server
+        self._s, self._connection, self._key, self._columns, self._server = (
+            s,
+            connection,
+            key,
+            columns,
+            server,
+        )
         kinds = {name: kind for name, _, kind in columns}
         self._row = ", ".join(f"%s::{kinds[name]}" for name in key)
 
@@ -127,7 +150,10 @@ class _Waiting:
         columns = await _all(connection, _COLUMNS, (s.table.quoted,))
         names = [name for name, _, _ in columns]
         if not columns:
-            raise SourceDown(f"source {s.source}: there is no table {s.table.label} in {s.address.label}", hint="create it, or name another one (table=…)")
+            raise SourceDown(
+                f"source {s.source}: there is no table {s.table.label} in {s.address.label}",
+                hint="create it, or name another one (table=…)",
+            )
         key = list(s.key) or [name for (name,) in await _all(connection, _KEY, (s.table.quoted,))]
         if not key:
             raise SourceDown(
@@ -137,11 +163,19 @@ class _Waiting:
         kind = "timestamptz" if s.done == "mark" else f"text NOT NULL DEFAULT '{s.waiting}'"
         for name in [*key, *([s.column] if s.column else [])]:
             if name not in names:
-                hint = f"ALTER TABLE {s.table.label} ADD COLUMN {name} {kind}" if name == s.column else f"it has {', '.join(names)}"
-                raise SourceDown(f"source {s.source}: {s.table.label} has no column {name}", hint=hint)
+                hint = (
+                    f"ALTER TABLE {s.table.label} ADD COLUMN {name} {kind}"
+                    if name == s.column
+                    else f"it has {', '.join(names)}"
+                )
+                raise SourceDown(
+                    f"source {s.source}: {s.table.label} has no column {name}", hint=hint
+                )
         database = (await _all(connection, "SELECT current_database()"))[0][0]
         try:
-            server = (await _all(connection, "SELECT system_identifier::text FROM pg_control_system()"))[0][0]
+            server = (
+                await _all(connection, "SELECT system_identifier::text FROM pg_control_system()")
+            )[0][0]
         except psycopg.errors.InsufficientPrivilege:
             server = s.address.label
         return cls(s, connection, key, columns, f"{server}/{database}")
@@ -151,21 +185,38 @@ class _Waiting:
         s = self._s
         keys = ", ".join(f"{inline(name)}::text" for name in self._key)
         told = ", ".join(f"{inline(name)}::text" for name, _, _ in self._columns)
-        order = ", ".join(f"r.{inline(name)}" for name in self._key)  # not by what is selected, which is text
+        order = ", ".join(
+            f"r.{inline(name)}" for name in self._key
+        )  # not by what is selected, which is text
         statement = f"SELECT {keys}, xmin::text, {told} FROM {s.table.inline} AS r{self._where()} ORDER BY {order} LIMIT {limit}"
-        return await _all(self._connection, statement + (" FOR UPDATE SKIP LOCKED" if lock else ""), [s.waiting] if s.done == "status" else [])
+        return await _all(
+            self._connection,
+            statement + (" FOR UPDATE SKIP LOCKED" if lock else ""),
+            [s.waiting] if s.done == "status" else [],
+        )
 
     def _where(self) -> str:
         column = inline(self._s.column)
-        return {"mark": f" WHERE {column} IS NULL", "status": f" WHERE {column} = %s", "delete": ""}[self._s.done]
+        return {
+            "mark": f" WHERE {column} IS NULL",
+            "status": f" WHERE {column} = %s",
+            "delete": "",
+        }[self._s.done]
 
     def finding(self, row: Sequence[Any]) -> Finding:
         key, version, values = row[: len(self._key)], row[len(self._key)], row[len(self._key) + 1 :]
-        payload: dict[str, Any] = {name: pgoutput.value(oid, text) for (name, oid, _), text in zip(self._columns, values, strict=True)}
+        payload: dict[str, Any] = {
+            name: pgoutput.value(oid, text)
+            for (name, oid, _), text in zip(self._columns, values, strict=True)
+        }
         payload["_table"] = {"table": self._s.table.label, "key": _key(self._key, key)}
         # With the row's version: a row that somebody puts back is a new cause, the same row after a crash is not.
-        id_ = mint("table", self._server, self._s.table.label, *[str(part) for part in key], version)
-        return Finding(id=id_, cause=f"{self._s.table.label}: {', '.join(map(str, key))}", payload=payload)
+        id_ = mint(
+            "table", self._server, self._s.table.label, *[str(part) for part in key], version
+        )
+        return Finding(
+            id=id_, cause=f"{self._s.table.label}: {', '.join(map(str, key))}", payload=payload
+        )
 
     async def take(self, rows: Sequence[Sequence[Any]]) -> None:
         s, column = self._s, inline(self._s.column)
@@ -174,16 +225,22 @@ class _Waiting:
         if s.done == "delete":
             await self._connection.execute(f"DELETE FROM {s.table.inline} WHERE {which}", keys)
         elif s.done == "mark":
-            await self._connection.execute(f"UPDATE {s.table.inline} SET {column} = now() WHERE {which}", keys)
+            await self._connection.execute(
+                f"UPDATE {s.table.inline} SET {column} = now() WHERE {which}", keys
+            )
         else:
-            await self._connection.execute(f"UPDATE {s.table.inline} SET {column} = %s WHERE {which}", [s.taken, *keys])
+            await self._connection.execute(
+                f"UPDATE {s.table.inline} SET {column} = %s WHERE {which}", [s.taken, *keys]
+            )
 
 
 def _key(names: Sequence[str], values: Sequence[Any]) -> Mapping[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-async def _all(connection: AsyncConnection[tuple[Any, ...]], statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+async def _all(
+    connection: AsyncConnection[tuple[Any, ...]], statement: str, parameters: Sequence[Any] = ()
+) -> list[tuple[Any, ...]]:
     return list(await (await connection.execute(statement, parameters)).fetchall())
 
 

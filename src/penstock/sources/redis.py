@@ -90,20 +90,33 @@ class Outside(Server):
 
     def judge(self, facts: Mapping[str, str]) -> None:
         if facts.get("loading") == "1":
-            raise Unreachable(f"Redis at {self.name} is loading its data", hint="it is tried again in a moment")
+            raise Unreachable(
+                f"Redis at {self.name} is loading its data", hint="it is tried again in a moment"
+            )
         version = facts.get("redis_version", "0")
         if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
-            raise Unreachable(f"Redis at {self.name} is version {version}; a source needs 5.0 or newer", hint="upgrade the server, or push what it has")
+            raise Unreachable(
+                f"Redis at {self.name} is version {version}; a source needs 5.0 or newer",
+                hint="upgrade the server, or push what it has",
+            )
         if facts.get("role") == "slave":
-            raise Unreachable(f"Redis at {self.name} is a replica: nothing can be taken from it", hint="name the primary in the source's URL")
+            raise Unreachable(
+                f"Redis at {self.name} is a replica: nothing can be taken from it",
+                hint="name the primary in the source's URL",
+            )
         if facts.get("cluster_enabled") == "1":
-            raise Unreachable(f"Redis at {self.name} is a cluster node; a source needs a single primary", hint="name a server without cluster mode")
+            raise Unreachable(
+                f"Redis at {self.name} is a cluster node; a source needs a single primary",
+                hint="name a server without cluster mode",
+            )
 
 
 class RedisList(BaseSource):
     """Its position is in Redis: what is in the list, and what lies aside in `LIST:penstock:SOURCE` until it is accepted."""
 
-    def __init__(self, spec: SourceSpec, context: SourceContext, server: Server, kind: str, key: str) -> None:
+    def __init__(
+        self, spec: SourceSpec, context: SourceContext, server: Server, kind: str, key: str
+    ) -> None:
         super().__init__(spec, context)
         self._server, self._kind, self._key = server, kind, key
         self._keys = (key, f"{key}:penstock:{spec.name}", f"{key}:penstock:{spec.name}:count")
@@ -127,13 +140,21 @@ class RedisList(BaseSource):
                 return
             await clock.sleep(LOOK)
 
-    async def _ask(self, script: Script, limit: int) -> tuple[str, int, list[tuple[bytes, int, bytes]]]:
+    async def _ask(
+        self, script: Script, limit: int
+    ) -> tuple[str, int, list[tuple[bytes, int, bytes]]]:
         """(epoch, elements that are left, number, length and text of those that were taken). Raises SourceDown."""
         try:
-            epoch, left, flat = await self._server.run(script, self._keys, limit, LONGEST, WEIGHT, self._kind, self._epoch)
+            epoch, left, flat = await self._server.run(
+                script, self._keys, limit, LONGEST, WEIGHT, self._kind, self._epoch
+            )
         except PenstockError as e:
             raise self._down(e) from None
-        return epoch.decode(), left, [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
+        return (
+            epoch.decode(),
+            left,
+            [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)],
+        )
 
     async def _forget(self, numbers: Sequence[bytes]) -> None:
         """If that fails, they come again, with the same ids."""
@@ -144,7 +165,10 @@ class RedisList(BaseSource):
 
     def _down(self, e: PenstockError) -> SourceDown:
         if "WRONGTYPE" in e.message:
-            return SourceDown(f"{self._key} in Redis at {self._server.name} is no {self._kind}", hint="list=KEY, set=KEY or zset=KEY in the source's URL")
+            return SourceDown(
+                f"{self._key} in Redis at {self._server.name} is no {self._kind}",
+                hint="list=KEY, set=KEY or zset=KEY in the source's URL",
+            )
         return SourceDown(e.message, hint=e.hint)
 
     def _finding(self, epoch: str, number: bytes, length: int, raw: bytes) -> Finding:
@@ -152,7 +176,13 @@ class RedisList(BaseSource):
         url, payload, wrong = _read(text, length)
         about = {"key": self._key, "number": int(number)}
         id_ = mint("redis", epoch, number.decode(), str(length), text)
-        return Finding(id=id_, url=url, cause=f"{self._key} {int(number)}", payload={**payload, "_redis": about}, refused=wrong)
+        return Finding(
+            id=id_,
+            url=url,
+            cause=f"{self._key} {int(number)}",
+            payload={**payload, "_redis": about},
+            refused=wrong,
+        )
 
     # -- what people ask for -----------------------------------------------------------------------------------------------
 
@@ -161,7 +191,10 @@ class RedisList(BaseSource):
         return [self._finding(epoch or self._epoch, *element) for element in shown]
 
     async def place(self, to: str) -> bytes | None:
-        raise UsageError(f"source {self.name} has no positions: what was taken from {self._key} is not there any more", hint="push the URLs to it again")
+        raise UsageError(
+            f"source {self.name} has no positions: what was taken from {self._key} is not there any more",
+            hint="push the URLs to it again",
+        )
 
     def describe(self, cursor: bytes | None) -> str:
         return "at the start" if cursor is None else f"{cursor.decode()} taken from {self._key}"
@@ -190,7 +223,11 @@ def _read(text: str, length: int) -> tuple[str | None, dict[str, Any], str]:
     else:
         url = text.strip()
         return url, {"url": url}, ""
-    return None, {"element": text[:SHOWN].encode("utf-8", "replace").decode(), "error": wrong}, wrong
+    return (
+        None,
+        {"element": text[:SHOWN].encode("utf-8", "replace").decode(), "error": wrong},
+        wrong,
+    )
 
 
 def _is_text(text: str) -> bool:
@@ -206,14 +243,19 @@ def _is_text(text: str) -> bool:
 
 def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
     """`redis://HOST/DB?list=KEY`, or rediss. The options `username` and `password` go before those of the URL."""
-    login = {name: _text(spec, name, value) for name, value in options(spec, {"username": "", "password": ""}).items()}
+    login = {
+        name: _text(spec, name, value)
+        for name, value in options(spec, {"username": "", "password": ""}).items()
+    }
     parts = urlsplit(spec.url)
     given = parse_qsl(parts.query, keep_blank_values=True)
     named = [(kind, key) for kind, key in given if kind in ("list", "set", "zset")]
     if len(named) != 1 or not named[0][1]:
         wrong = "names no list" if not named or not named[0][1] else "names more than one list"
         raise ConfigError(f"source {units.mask(spec.url)!r} {wrong}", hint=EXAMPLE)
-    rest = urlencode([(name, value) for name, value in given if name not in ("list", "set", "zset")])
+    rest = urlencode(
+        [(name, value) for name, value in given if name not in ("list", "set", "zset")]
+    )
     place = parts.netloc
     if any(login.values()):
         place = f"{quote(login['username'], safe='')}:{quote(login['password'], safe='')}@{place.rpartition('@')[2]}"
@@ -226,5 +268,8 @@ def _text(spec: SourceSpec, name: str, value: str) -> str:
         return value
     variable = value.removeprefix("env:")
     if not os.environ.get(variable):
-        raise ConfigError(f"source {spec.name}: {name} is to be read from {variable}, which is not set", hint=f"export {variable}=…")
+        raise ConfigError(
+            f"source {spec.name}: {name} is to be read from {variable}, which is not set",
+            hint=f"export {variable}=…",
+        )
     return os.environ[variable]

@@ -13,7 +13,9 @@ from penstock.sources.seeds_places import Opened
 CHUNK: Final = 1 << 20  # bytes asked for at once
 BUDGET: Final = 8  # chunks of one step: a fraction of a second
 FREE: Final = 64 << 20  # bytes that any gzip may become before its ratio counts
-SPAN: Final = 64 << 10  # bytes of a CSV record over several lines: with a quote too many, all that follows would be one
+SPAN: Final = (
+    64 << 10
+)  # bytes of a CSV record over several lines: with a quote too many, all that follows would be one
 SHOWN: Final = 2000  # bytes of a record that is too long
 _BLANK: Final = re.compile(rb"\n+")
 
@@ -73,7 +75,9 @@ class Stream:
             if self._given > self._caps.largest:
                 self.broken = f"it holds more than {self._caps.largest} bytes (max_size)"
             elif self._given > max(FREE, self.raw * self._caps.ratio):
-                self.broken = f"it becomes more than {self._caps.ratio:g} times as large as it is (max_ratio)"
+                self.broken = (
+                    f"it becomes more than {self._caps.ratio:g} times as large as it is (max_ratio)"
+                )
             elif found:
                 return found
         return b""
@@ -87,13 +91,24 @@ class Stream:
 class Lines:
     """The records of a stream. `offset`, `line` and `sum` tell where the next one begins, and what lies before it."""
 
-    def __init__(self, stream: Stream, caps: Caps, *, delimiter: str | None, offset: int = 0, line: int = 1, sum: int = 0) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        caps: Caps,
+        *,
+        delimiter: str | None,
+        offset: int = 0,
+        line: int = 1,
+        sum: int = 0,
+    ) -> None:
         """`delimiter`: the records are CSV, and may span lines."""
         self.stream, self._longest, self._delimiter = stream, caps.longest, delimiter
         self.offset, self.line, self.ended = offset, line, False
         self._data, self._pos = b"", 0
         self._sum, self._summed = sum, 0  # of everything before `_summed` in the data
-        self._dropped: Record | None = None  # the beginning of a line that is too long, until its end is found
+        self._dropped: Record | None = (
+            None  # the beginning of a line that is too long, until its end is found
+        )
         self._safe = (offset, line, sum)
         self.budget = 0
 
@@ -124,10 +139,17 @@ class Lines:
             return None
         first = self._line_end(0)
         if first > 0:
-            return self._taken(first)._replace(wrong=f"a quote in it is not closed within {SPAN} bytes")
+            return self._taken(first)._replace(
+                wrong=f"a quote in it is not closed within {SPAN} bytes"
+            )
         self._add_up()
         self._safe = self.offset, self.line, self._sum
-        self._dropped = Record(self.offset, self.line, self._data[self._pos : self._pos + SHOWN], f"the line has more than {self._longest} bytes (max_line)")
+        self._dropped = Record(
+            self.offset,
+            self.line,
+            self._data[self._pos : self._pos + SHOWN],
+            f"the line has more than {self._longest} bytes (max_line)",
+        )
         return self._drop()
 
     def rest(self) -> Record | None:
@@ -170,7 +192,9 @@ class Lines:
         raw = self._data[self._pos : self._pos + end]
         found = Record(self.offset, self.line, raw.rstrip(b"\r\n"))
         self._use(end)
-        if (blank := _BLANK.match(self._data, self._pos)) is not None:  # millions of empty lines cost nothing
+        if (
+            blank := _BLANK.match(self._data, self._pos)
+        ) is not None:  # millions of empty lines cost nothing
             self._use(blank.end() - self._pos)
         return found
 
@@ -208,7 +232,9 @@ class Lines:
             nonlocal end, missing
             start = 0
             while True:
-                yield self._data[self._pos + start : self._pos + end].decode("latin-1")  # only quotes and delimiters matter here
+                yield self._data[self._pos + start : self._pos + end].decode(
+                    "latin-1"
+                )  # only quotes and delimiters matter here
                 start, following = end, self._line_end(end) if end <= SPAN else -1
                 if following <= 0:
                     missing = following

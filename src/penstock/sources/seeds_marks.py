@@ -9,7 +9,9 @@ import msgspec
 from penstock.errors import SourceDown
 from penstock.sources.seeds_formats import short
 
-VANISHED = 10_000  # objects that are not there any more, and may come back: the last ones are remembered
+VANISHED = (
+    10_000  # objects that are not there any more, and may come back: the last ones are remembered
+)
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -44,7 +46,9 @@ class _Packed(_Head, array_like=True):
 
 
 _decode = msgspec.msgpack.Decoder(_Packed).decode
-_decode_head = msgspec.msgpack.Decoder(_Head).decode  # it is said with every batch, so the rest is not looked at
+_decode_head = msgspec.msgpack.Decoder(
+    _Head
+).decode  # it is said with every batch, so the rest is not looked at
 _encode = msgspec.msgpack.Encoder().encode
 _VERSION = 1
 
@@ -68,7 +72,10 @@ class Marks:
         except msgspec.MsgspecError:
             packed = None
         if packed is None or packed.version != _VERSION:
-            raise SourceDown("its position is not of a kind that this version writes", hint="penstock sources reset NAME --to start, or --to end")
+            raise SourceDown(
+                "its position is not of a kind that this version writes",
+                hint="penstock sources reset NAME --to start, or --to end",
+            )
         self._last, self._marks = packed.last.name, packed.marks
 
     def __len__(self) -> int:

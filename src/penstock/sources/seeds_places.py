@@ -62,7 +62,9 @@ class Changed(Exception):
 def passed_over(name: str) -> bool:
     """Hidden and half-written: names that a writer gives to what is not ready."""
     parts = PurePath(name).parts
-    return any(part.startswith(".") for part in parts) or name.endswith((".part", ".tmp", ".temp", ".partial", ".crdownload", ".swp", "~"))
+    return any(part.startswith(".") for part in parts) or name.endswith(
+        (".part", ".tmp", ".temp", ".partial", ".crdownload", ".swp", "~")
+    )
 
 
 def stamp(*parts: object) -> bytes:
@@ -88,13 +90,20 @@ class Files:
             elif self.is_directory:
                 root = self.path
                 with os.scandir(self.path) as entries:
-                    names = self._counted(e.name for e in entries if not passed_over(e.name) and (self._any_name or format_of(e.name)))
+                    names = self._counted(
+                        e.name
+                        for e in entries
+                        if not passed_over(e.name) and (self._any_name or format_of(e.name))
+                    )
             else:
                 return [self._named()], []
         except Unread as e:
             raise SourceDown(e.message, hint=e.hint) from None
         except OSError as e:
-            raise SourceDown(f"{self.path} cannot be read: {_why(e)}", hint="see that it exists and that this user may read it") from None
+            raise SourceDown(
+                f"{self.path} cannot be read: {_why(e)}",
+                hint="see that it exists and that this user may read it",
+            ) from None
         inside = os.path.realpath(root)
         folders: dict[str, str] = {}  # by how they were reached: where they really are
         found, troubles = [], []
@@ -123,14 +132,19 @@ class Files:
         for name in names:
             listed.append(name)
             if len(listed) > MOST:
-                raise Unread(f"there are more than {MOST} files in {self.path}", hint="move those away that were read, or divide them among several sources")
+                raise Unread(
+                    f"there are more than {MOST} files in {self.path}",
+                    hint="move those away that were read, or divide them among several sources",
+                )
         return sorted(listed)
 
     def _named(self) -> Found:
         try:
             return _found(os.path.basename(self.path), self.path, os.stat(self.path))
         except FileNotFoundError:
-            raise Unread(f"there is no {self.path}", hint="create it, or correct the path of the source") from None
+            raise Unread(
+                f"there is no {self.path}", hint="create it, or correct the path of the source"
+            ) from None
 
     def _seen(self, name: str, path: str, inside: str) -> Found | None:
         """None: a directory. One look at most of them: there may be thousands, every few seconds."""
@@ -142,21 +156,30 @@ class Files:
         except FileNotFoundError:
             raise Changed from None
         except OSError as e:
-            raise Unread(f"{shown(path)} cannot be read: {_why(e)}", hint="let this user read it") from None
+            raise Unread(
+                f"{shown(path)} cannot be read: {_why(e)}", hint="let this user read it"
+            ) from None
         return None if stat.S_ISDIR(state.st_mode) else _found(name, path, state)
 
     def open(self, found: Found) -> Opened:
         try:
             named = found.path == self.path
-            descriptor = os.open(found.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if named else os.O_NOFOLLOW))
+            descriptor = os.open(
+                found.path,
+                os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if named else os.O_NOFOLLOW),
+            )
         except FileNotFoundError:
             raise Changed from None
         except OSError as e:
-            raise Unread(f"{shown(found.path)} cannot be read: {_why(e)}", hint="let this user read it") from None
+            raise Unread(
+                f"{shown(found.path)} cannot be read: {_why(e)}", hint="let this user read it"
+            ) from None
         try:
             state = os.fstat(descriptor)
             if not stat.S_ISREG(state.st_mode):
-                raise Unread(f"{shown(found.path)} is no file", hint="name a file, a directory or a glob")
+                raise Unread(
+                    f"{shown(found.path)} is no file", hint="name a file, a directory or a glob"
+                )
             return OpenFile(descriptor, _found(found.name, found.path, state))
         except BaseException:
             os.close(descriptor)
@@ -172,7 +195,10 @@ class OpenFile:
         try:
             return os.pread(self._descriptor, max(0, min(length, self.found.size - offset)), offset)
         except OSError as e:
-            raise Unread(f"{shown(self.found.path)} cannot be read: {_why(e)}", hint="see whether its disk is well") from None
+            raise Unread(
+                f"{shown(self.found.path)} cannot be read: {_why(e)}",
+                hint="see whether its disk is well",
+            ) from None
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -186,12 +212,17 @@ def shown(path: str) -> str:
 def _inside(path: str, inside: str) -> str:
     real = os.path.realpath(path)
     if os.path.commonpath([real, inside]) != inside:
-        raise Unread(f"{shown(path)} is a link that leads out of {shown(inside)}", hint="copy the file there, or name it as a source of its own")
+        raise Unread(
+            f"{shown(path)} is a link that leads out of {shown(inside)}",
+            hint="copy the file there, or name it as a source of its own",
+        )
     return real
 
 
 def _found(name: str, path: str, state: os.stat_result) -> Found:
-    seen = stamp(state.st_ino, state.st_size, state.st_mtime_ns)  # no device: its number changes when a machine starts again
+    seen = stamp(
+        state.st_ino, state.st_size, state.st_mtime_ns
+    )  # no device: its number changes when a machine starts again
     return Found(name=shown(name), path=path, stamp=seen, size=state.st_size, at=state.st_mtime)
 
 

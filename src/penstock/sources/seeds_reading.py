@@ -16,7 +16,9 @@ from penstock.sources.seeds_places import Found, Opened, Place, Unread
 
 WEIGHT: Final = 4 << 20  # bytes of records in one batch
 RECORDS: Final = 50_000  # of one step, most of them comments
-LONG: Final = 64 << 20  # bytes before an offset that are not read again each time an object grows, only the last of them
+LONG: Final = (
+    64 << 20
+)  # bytes before an offset that are not read again each time an object grows, only the last of them
 TAIL: Final = 4096
 BOM: Final = b"\xef\xbb\xbf"
 
@@ -35,7 +37,16 @@ class Manner(NamedTuple):
 class Reading:
     """`step` until it has `ended`; `mark` is right after each step."""
 
-    def __init__(self, place: Place, found: Found, mark: Mark | None, manner: Manner, *, complete: bool, before_line: int | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        found: Found,
+        mark: Mark | None,
+        manner: Manner,
+        *,
+        complete: bool,
+        before_line: int | None = None,
+    ) -> None:
         """`complete`: nobody is writing to it any more, so what comes last is a line even if it has no end. `before_line`: no further than that."""
         self.found, self._place, self._manner, self._complete = found, place, manner, complete
         self._before, self._before_line = mark, before_line or 1 << 62
@@ -90,7 +101,9 @@ class Reading:
             self._begin(0)
         elif self._gzip:
             self._begin_again(mark)
-        elif mark.stamp == found.stamp or (grew and mark.offset > LONG and self._tail(mark.offset) == mark.tail):
+        elif mark.stamp == found.stamp or (
+            grew and mark.offset > LONG and self._tail(mark.offset) == mark.tail
+        ):
             self._go_on(mark)
         elif found.size < mark.offset or (grew and mark.offset > LONG):
             self._begin(mark.generation + 1)
@@ -111,7 +124,14 @@ class Reading:
         assert self._opened is not None
         self._generation = mark.generation
         stream = Stream(self._opened, self._manner.caps, gzip=False, offset=mark.offset)
-        self._lines = Lines(stream, self._manner.caps, delimiter=self._delimiter, offset=mark.offset, line=mark.line, sum=mark.sum)
+        self._lines = Lines(
+            stream,
+            self._manner.caps,
+            delimiter=self._delimiter,
+            offset=mark.offset,
+            line=mark.line,
+            sum=mark.sum,
+        )
 
     def _is_what_it_was(self, until: int) -> bool:
         assert self._before is not None
@@ -126,7 +146,11 @@ class Reading:
 
     def _new_lines(self) -> Lines:
         assert self._opened is not None
-        return Lines(Stream(self._opened, self._manner.caps, gzip=self._gzip), self._manner.caps, delimiter=self._delimiter)
+        return Lines(
+            Stream(self._opened, self._manner.caps, gzip=self._gzip),
+            self._manner.caps,
+            delimiter=self._delimiter,
+        )
 
     @property
     def _delimiter(self) -> str | None:
@@ -143,7 +167,11 @@ class Reading:
             self._format = self._chosen()
         if self._format is not None:
             for _ in range(RECORDS):
-                if len(found) >= room or self.weight >= WEIGHT or self._lines.line >= self._before_line:
+                if (
+                    len(found) >= room
+                    or self.weight >= WEIGHT
+                    or self._lines.line >= self._before_line
+                ):
                     return
                 record = self._lines.record()
                 if record is None:
@@ -179,10 +207,14 @@ class Reading:
         try:
             if record.wrong:
                 raise Bad(record.wrong)
-            return [column.strip() for column in row(record.raw.removeprefix(BOM).decode(), self._manner.delimiter)]
+            return [
+                column.strip()
+                for column in row(record.raw.removeprefix(BOM).decode(), self._manner.delimiter)
+            ]
         except (Bad, UnicodeDecodeError) as e:
             raise Unread(
-                f"the header of {self.found.name} cannot be read: {e}", hint="save it as UTF-8, with the names of the columns in the first line"
+                f"the header of {self.found.name} cannot be read: {e}",
+                hint="save it as UTF-8, with the names of the columns in the first line",
             ) from None
 
     def _say(self, found: list[Finding], record: Record) -> None:
@@ -193,7 +225,10 @@ class Reading:
         try:
             text, wrong = raw.decode(), record.wrong
         except UnicodeDecodeError:
-            text, wrong = raw.decode("utf-8", "surrogateescape"), record.wrong or "the line is not UTF-8"
+            text, wrong = (
+                raw.decode("utf-8", "surrogateescape"),
+                record.wrong or "the line is not UTF-8",
+            )
         if not wrong:
             try:
                 said = self._format.read(text)
@@ -203,10 +238,15 @@ class Reading:
                 wrong = str(e)
         found.append(self._finding(record, text, said, wrong))
 
-    def _finding(self, record: Record, text: str, said: tuple[str | None, dict[str, Any]] | None, wrong: str) -> Finding:
+    def _finding(
+        self, record: Record, text: str, said: tuple[str | None, dict[str, Any]] | None, wrong: str
+    ) -> Finding:
         """The cause is the object's version and the offset in it. Where no version is told, the generation and the record itself stand for it."""
         whole, name = self.found.version or str(self._generation), self.found.name
-        url, payload = said or (None, {"line": text[:SHOWN].encode("utf-8", "replace").decode(), "error": wrong})
+        url, payload = said or (
+            None,
+            {"line": text[:SHOWN].encode("utf-8", "replace").decode(), "error": wrong},
+        )
         return Finding(
             id=mint("seeds", self._place.identity, name, whole, str(record.offset), text),
             url=url,
@@ -233,7 +273,9 @@ class Reading:
                 self._say(found, record)
         if stream.broken:
             record = Record(self._lines.offset, self._lines.line, b"", stream.broken)
-            found.append(self._finding(record, stream.broken, None, f"{self.found.name}: {stream.broken}"))
+            found.append(
+                self._finding(record, stream.broken, None, f"{self.found.name}: {stream.broken}")
+            )
         self.ended = True
 
     def _note(self) -> None:

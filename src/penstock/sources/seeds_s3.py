@@ -31,14 +31,25 @@ class Bucket:
         folder, cut = self._prefix.rpartition("/")[0], self._prefix.rfind("/") + 1
         found: list[Found] = []
         try:
-            for some in obstore.list(self._bucket, folder or None, offset=self._prefix[:-1] or None, chunk_size=1000):
+            for some in obstore.list(
+                self._bucket, folder or None, offset=self._prefix[:-1] or None, chunk_size=1000
+            ):
                 for meta in some:
                     path = meta["path"]
-                    if path.startswith(self._prefix) and self._wanted(path[cut:], named=path == self._prefix):
+                    if path.startswith(self._prefix) and self._wanted(
+                        path[cut:], named=path == self._prefix
+                    ):
                         found.append(_found(path[cut:], meta))
                     if len(found) > MOST:
-                        raise SourceDown(f"there are more than {MOST} objects under {self.identity}", hint="name a longer prefix, or several sources")
-                if some and some[-1]["path"] > self._prefix and not some[-1]["path"].startswith(self._prefix):
+                        raise SourceDown(
+                            f"there are more than {MOST} objects under {self.identity}",
+                            hint="name a longer prefix, or several sources",
+                        )
+                if (
+                    some
+                    and some[-1]["path"] > self._prefix
+                    and not some[-1]["path"].startswith(self._prefix)
+                ):
                     break  # they come in order
         except (BaseError, OSError, ValueError) as e:
             raise self._refused(e) from e
@@ -55,7 +66,10 @@ class Bucket:
         return Object(self, found)
 
     def part(self, found: Found, offset: int, length: int) -> bytes:
-        asked: Any = {"range": (offset, min(offset + length, found.size)), "if_match": found.version}
+        asked: Any = {
+            "range": (offset, min(offset + length, found.size)),
+            "if_match": found.version,
+        }
         try:
             return bytes(obstore.get(self._bucket, found.path, options=asked).bytes())
         except (PreconditionError, FileNotFoundError) as e:
@@ -64,7 +78,9 @@ class Bucket:
             raise Changed from None
         except (BaseError, OSError, ValueError) as e:
             if "AccessDenied" in str(e) or "403 Forbidden" in str(e):
-                raise Unread(f"{found.path} in {self.place} may not be read", hint="allow s3:GetObject on it") from e
+                raise Unread(
+                    f"{found.path} in {self.place} may not be read", hint="allow s3:GetObject on it"
+                ) from e
             raise self._refused(e) from e  # the others would only wait for the same server
 
 
@@ -81,4 +97,11 @@ class Object:
 
 def _found(name: str, meta: Any) -> Found:
     version = meta["e_tag"] or f"{meta['last_modified'].isoformat()} {meta['size']}"
-    return Found(name=name, path=meta["path"], stamp=stamp(version), size=meta["size"], at=meta["last_modified"].timestamp(), version=version)
+    return Found(
+        name=name,
+        path=meta["path"],
+        stamp=stamp(version),
+        size=meta["size"],
+        at=meta["last_modified"].timestamp(),
+        version=version,
+    )

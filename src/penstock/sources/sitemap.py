@@ -54,18 +54,31 @@ class _State(msgspec.Struct, array_like=True):
 class SitemapSource(Polling):
     def __init__(self, spec: SourceSpec, context: SourceContext) -> None:
         super().__init__(spec, context, every=EVERY)
-        known = {"emit": list(CHANGES), "first": "all", "same_site": True, "max_depth": 5, "max_sitemaps": 500, "max_urls": 250_000}
+        known = {
+            "emit": list(CHANGES),
+            "first": "all",
+            "same_site": True,
+            "max_depth": 5,
+            "max_sitemaps": 500,
+            "max_urls": 250_000,
+        }
         given = options(spec, known)
         self._url = target(spec, "sitemap")
         self._emit: list[str] = given["emit"]
         if not self._emit or set(self._emit) - set(CHANGES):
-            raise ConfigError(f"source {spec.name}: emit is {self._emit!r}", hint=f"some of {', '.join(CHANGES)}")
+            raise ConfigError(
+                f"source {spec.name}: emit is {self._emit!r}", hint=f"some of {', '.join(CHANGES)}"
+            )
         self._first: str = one_of(spec, "first", given["first"], ("all", "none"))
         self._depth = whole(spec, "max_depth", given["max_depth"], 1, 20)
         self._most_documents = whole(spec, "max_sitemaps", given["max_sitemaps"], 1, 50_000)
         self._most_urls = whole(spec, "max_urls", given["max_urls"], 1, 2_000_000)
         self._site = registrable_domain(authority(self._url).host) if given["same_site"] else None
-        self._root = origin(self._url) + "/robots.txt" if self._url.removeprefix(origin(self._url)) in ("/", "/robots.txt") else self._url
+        self._root = (
+            origin(self._url) + "/robots.txt"
+            if self._url.removeprefix(origin(self._url)) in ("/", "/robots.txt")
+            else self._url
+        )
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         """One look at the whole tree. The position moves at its end; ids follow from the position, so a look that was cut off is repeated, not told twice."""
@@ -76,7 +89,9 @@ class SitemapSource(Polling):
         while waiting:
             url, depth = waiting.popleft()
             document, entries = look.before.get(url), None
-            if look.after is None:  # else its host has asked us to wait: what is known of the rest stands
+            if (
+                look.after is None
+            ):  # else its host has asked us to wait: what is known of the rest stands
                 try:
                     document, entries = await self._fetch(url, document)
                 except (Failure, SitemapError) as e:
@@ -86,13 +101,17 @@ class SitemapSource(Polling):
             if document is None:
                 continue
             for findings in look.takes(document, entries):
-                wanted = [] if silent else [f for f in findings if f.payload["change"] in self._emit]
+                wanted = (
+                    [] if silent else [f for f in findings if f.payload["change"] in self._emit]
+                )
                 yield Batch(findings=wanted)
             for child in document.children:
                 if child in asked:
                     continue
                 if depth + 1 > self._depth or len(asked) > self._most_documents:
-                    look.cuts(f"more than {self._most_documents} sitemaps, or deeper than {self._depth}")
+                    look.cuts(
+                        f"more than {self._most_documents} sitemaps, or deeper than {self._depth}"
+                    )
                     break
                 asked.add(child)
                 waiting.append((child, depth + 1))
@@ -102,23 +121,40 @@ class SitemapSource(Polling):
         yield Batch(cursor=packed if packed != cursor else None, idle=True)
         if look.trouble:
             message = f"{len(look.trouble)} of {len(asked)} sitemaps could not be read, so nothing counts as removed: {look.trouble[0]}"
-            raise SourceDown(message, hint="the others were read", after=max(self.interval, look.after or 0.0))
+            raise SourceDown(
+                message, hint="the others were read", after=max(self.interval, look.after or 0.0)
+            )
 
-    async def _fetch(self, url: str, before: _Document | None) -> tuple[_Document, tuple[SitemapEntry, ...] | None]:
+    async def _fetch(
+        self, url: str, before: _Document | None
+    ) -> tuple[_Document, tuple[SitemapEntry, ...] | None]:
         """The document, and its entries unless they are as they were."""
         by_robots = url == self._root and url.endswith("/robots.txt")
         try:
-            response = await self.context.web.get(url, etag=before.etag if before else None, last_modified=before.modified if before else None)
+            response = await self.context.web.get(
+                url,
+                etag=before.etag if before else None,
+                last_modified=before.modified if before else None,
+            )
         except Failure as e:
             if by_robots and e.status in (404, 410):
                 return _Document(url, children=[origin(url) + "/sitemap.xml"]), ()
             raise
         if response.status == 304 and before is not None:
             return before, None
-        etag, modified = (value if value and len(value) <= 1000 else None for value in map(response.headers.get, ("etag", "last-modified")))
+        etag, modified = (
+            value if value and len(value) <= 1000 else None
+            for value in map(response.headers.get, ("etag", "last-modified"))
+        )
         if by_robots:
-            named = [child for text in robots.parse(response.body).sitemaps if (child := self._sitemap(text, response.url))]
-            return _Document(url, etag, modified, named[: self._most_documents] or [origin(url) + "/sitemap.xml"]), ()
+            named = [
+                child
+                for text in robots.parse(response.body).sitemaps
+                if (child := self._sitemap(text, response.url))
+            ]
+            return _Document(
+                url, etag, modified, named[: self._most_documents] or [origin(url) + "/sitemap.xml"]
+            ), ()
         made = await asyncio.to_thread(parse, response.body, response.url)
         entries = tuple(e for e in made.entries if self._is_ours(e.loc))
         children = [e.loc for e in made.children if self._is_ours(e.loc)]
@@ -126,7 +162,12 @@ class SitemapSource(Polling):
         if others := len(made.entries) + len(made.children) - len(entries) - len(children):
             left_out["on another site"] = others
         if left_out:
-            log.info("source %s: left out of %s: %s", self.name, mask(url), "; ".join(f"{n} × {why}" for why, n in left_out.items()))
+            log.info(
+                "source %s: left out of %s: %s",
+                self.name,
+                mask(url),
+                "; ".join(f"{n} × {why}" for why, n in left_out.items()),
+            )
         return _Document(url, etag, modified, children), entries
 
     def _sitemap(self, text: str, base: str) -> str | None:
@@ -166,8 +207,15 @@ class _Look:
         self.after: float | None = None  # a host asked us to wait so long
 
     def fails(self, url: str, error: Failure | SitemapError) -> None:
-        self.trouble.append(f"{mask(url)}: it {error.reason}" if isinstance(error, SitemapError) else f"{mask(url)}: {error.reason}")
-        if isinstance(error, Failure) and (error.kind in (ErrorClass.THROTTLED, ErrorClass.BLOCKED) or len(self.trouble) >= PATIENCE):
+        self.trouble.append(
+            f"{mask(url)}: it {error.reason}"
+            if isinstance(error, SitemapError)
+            else f"{mask(url)}: {error.reason}"
+        )
+        if isinstance(error, Failure) and (
+            error.kind in (ErrorClass.THROTTLED, ErrorClass.BLOCKED)
+            or len(self.trouble) >= PATIENCE
+        ):
             self.after = error.after or 0.0
 
     def cuts(self, why: str) -> None:
@@ -175,7 +223,9 @@ class _Look:
             log.warning("the rest of the sitemaps is not read: %s; nothing counts as removed", why)
         self._cut = True
 
-    def takes(self, document: _Document, entries: tuple[SitemapEntry, ...] | None) -> Iterator[list[Finding]]:
+    def takes(
+        self, document: _Document, entries: tuple[SitemapEntry, ...] | None
+    ) -> Iterator[list[Finding]]:
         """What is new or changed in it, in pieces. `entries` None: it is as it was, or could not be asked."""
         if entries is None:
             self._documents.append(document)
@@ -190,16 +240,23 @@ class _Look:
                 self.cuts(f"more than {self._most} URLs")
                 break
             self._seen.add(entry.loc)
-            before, mark = self._known.get(entry.loc), NONE if entry.lastmod is None else struct.pack("<d", entry.lastmod)
+            before, mark = (
+                self._known.get(entry.loc),
+                NONE if entry.lastmod is None else struct.pack("<d", entry.lastmod),
+            )
             if before is not None and mark == NONE:
-                mark = before  # without a date there is no change to see; the one it had still counts
+                mark = (
+                    before  # without a date there is no change to see; the one it had still counts
+                )
             locs.append(entry.loc)
             marks.append(mark)
             if mark == before:
                 continue
             if before is not None:
                 self._left.note(entry.loc, before)
-            found.append(self._finding("new" if before is None else "changed", entry, mark, document.url))
+            found.append(
+                self._finding("new" if before is None else "changed", entry, mark, document.url)
+            )
             if len(found) >= BATCH:
                 yield found
                 found = []
@@ -208,19 +265,33 @@ class _Look:
         yield found
 
     def _finding(self, change: str, entry: SitemapEntry, mark: bytes, sitemap: str) -> Finding:
-        times = self._left.times(entry.loc, mark)  # it was just so before, and then gone or otherwise
-        payload = {name: value for name, value in msgspec.to_builtins(entry).items() if name != "loc"}
+        times = self._left.times(
+            entry.loc, mark
+        )  # it was just so before, and then gone or otherwise
+        payload = {
+            name: value for name, value in msgspec.to_builtins(entry).items() if name != "loc"
+        }
         payload |= {"url": entry.loc, "change": change, "sitemap": sitemap}
         payload.setdefault("lastmod", None)
         id_ = mint("sitemap", entry.loc, _text(mark), *([str(times)] if times else []))
-        return Finding(id=id_, url=entry.loc, cause=f"{change} {_text(mark)}".strip(), payload=payload, at=entry.lastmod)
+        return Finding(
+            id=id_,
+            url=entry.loc,
+            cause=f"{change} {_text(mark)}".strip(),
+            payload=payload,
+            at=entry.lastmod,
+        )
 
     def ends(self) -> Iterator[list[Finding]]:
         """What is in no document any more is removed, if all of them were read; else it waits for the next look."""
         gone = [loc for loc in self._known if loc not in self._seen]
         if self.trouble or self._cut:
             if gone := gone[: self._most]:  # bounded, also where this goes on for long
-                self._documents.append(_Document("", locs="\n".join(gone), marks=b"".join(self._known[loc] for loc in gone)))
+                self._documents.append(
+                    _Document(
+                        "", locs="\n".join(gone), marks=b"".join(self._known[loc] for loc in gone)
+                    )
+                )
             return
         for at in range(0, len(gone), BATCH):
             found = []
@@ -228,8 +299,16 @@ class _Look:
                 mark = self._known[loc]
                 id_ = mint("sitemap", loc, _text(mark), "removed", str(self._left.times(loc, mark)))
                 self._left.note(loc, mark)
-                payload = {"url": loc, "change": "removed", "lastmod": None if mark == NONE else struct.unpack("<d", mark)[0]}
-                found.append(Finding(id=id_, url=loc, cause=f"removed {_text(mark)}".strip(), payload=payload))
+                payload = {
+                    "url": loc,
+                    "change": "removed",
+                    "lastmod": None if mark == NONE else struct.unpack("<d", mark)[0],
+                }
+                found.append(
+                    Finding(
+                        id=id_, url=loc, cause=f"removed {_text(mark)}".strip(), payload=payload
+                    )
+                )
             yield found
 
     def state(self) -> _State:

@@ -15,7 +15,15 @@ from penstock.errors import PenstockError
 from penstock.rules.identity import BadUrl, canonical_url
 from penstock.sources.feed_reading import FeedError
 from penstock.sources.feed_reading import parse as parse_feed
-from penstock.sources.markup import MAX_MENDED, Unreadable, encoding_of, mended, unpacked, when, without_controls
+from penstock.sources.markup import (
+    MAX_MENDED,
+    Unreadable,
+    encoding_of,
+    mended,
+    unpacked,
+    when,
+    without_controls,
+)
 
 MAX_BYTES = 50 << 20  # decoded: the protocol's
 MAX_URLS = 50_000  # the protocol's
@@ -32,7 +40,10 @@ class SitemapError(PenstockError):
     """What was given is no sitemap that can be read; the reason finishes the sentence "it …"."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"no sitemap: it {reason}", hint="look at the address in a browser: it should show a sitemap, or a list of URLs")
+        super().__init__(
+            f"no sitemap: it {reason}",
+            hint="look at the address in a browser: it should show a sitemap, or a list of URLs",
+        )
         self.reason = reason
 
 
@@ -62,7 +73,9 @@ def parse(body: bytes, url: str) -> Sitemap:
     try:
         body = unpacked(body, MAX_BYTES)
         encoding = encoding_of(body, None)
-        head = without_controls(codecs.decode(body[:8192], encoding, "replace")).lstrip("\ufeff \t\r\n")
+        head = without_controls(codecs.decode(body[:8192], encoding, "replace")).lstrip(
+            "\ufeff \t\r\n"
+        )
         if not head:
             raise Unreadable("is empty")
         if re.match(r"<(!doctype\s+)?html\b", head, re.I):
@@ -90,11 +103,21 @@ class _Reader:
         self.root, self._elements = "", 0
         self.parser = expat.ParserCreate("utf-8")
         self.parser.buffer_text = True
-        self.parser.StartElementHandler, self.parser.EndElementHandler, self.parser.CharacterDataHandler = self._start, self._end, self._words
-        self.parser.StartDoctypeDeclHandler = self._doctype  # called at its name, before anything in it can be declared
+        (
+            self.parser.StartElementHandler,
+            self.parser.EndElementHandler,
+            self.parser.CharacterDataHandler,
+        ) = self._start, self._end, self._words
+        self.parser.StartDoctypeDeclHandler = (
+            self._doctype
+        )  # called at its name, before anything in it can be declared
 
     def _doctype(self, name: str, *_: object) -> None:
-        raise Unreadable("is an HTML page" if name.lower() == "html" else "has a document type declaration (DTD), and none is read")
+        raise Unreadable(
+            "is an HTML page"
+            if name.lower() == "html"
+            else "has a document type declaration (DTD), and none is read"
+        )
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         name = name.rpartition(":")[2].lower()
@@ -111,12 +134,20 @@ class _Reader:
                 raise _Rooted(name)
         elif depth == 2:
             self._entry = {} if name in ("url", "sitemap") else None
-        elif self._entry is not None and name == "link" and depth == 3 and "hreflang" in attributes and "href" in attributes:
+        elif (
+            self._entry is not None
+            and name == "link"
+            and depth == 3
+            and "hreflang" in attributes
+            and "href" in attributes
+        ):
             self._keep("link", f"{attributes['hreflang'][:40]} {attributes['href'][:MAX_LOC]}")
         self._text, self._size = [], 0
 
     def _words(self, data: str) -> None:
-        if self._entry is not None and self._size <= MAX_TEXT:  # the rest says only that it is too long
+        if (
+            self._entry is not None and self._size <= MAX_TEXT
+        ):  # the rest says only that it is too long
             self._text.append(data)
             self._size += len(data)
 
@@ -150,9 +181,13 @@ def _xml(body: bytes, encoding: str, url: str, *, mend: bool = False) -> Sitemap
             raise Unreadable("is an HTML page") from None
         if str(e) in ("rss", "feed", "rdf"):
             return _feed(body, url)
-        raise Unreadable(f"begins with <{str(e)[:40]}>, which is neither urlset nor sitemapindex") from None
+        raise Unreadable(
+            f"begins with <{str(e)[:40]}>, which is neither urlset nor sitemapindex"
+        ) from None
     except expat.ExpatError as e:
-        if not mend and b"&" in body:  # a raw ampersand in an address is the commonest slip there is
+        if (
+            not mend and b"&" in body
+        ):  # a raw ampersand in an address is the commonest slip there is
             return _xml(body, encoding, url, mend=True)
         raise Unreadable(f"is ill-formed XML: {e}") from None
     if reader.root == "sitemapindex":
@@ -167,7 +202,9 @@ def _pieces(body: bytes, encoding: str) -> Iterator[str]:
     for at in range(0, len(body), _PIECE):
         piece = without_controls(decoder.decode(body[at : at + _PIECE], at + _PIECE >= len(body)))
         if first:
-            piece = piece.lstrip("\ufeff \t\r\n")  # blanks before the declaration are an error that nobody means
+            piece = piece.lstrip(
+                "\ufeff \t\r\n"
+            )  # blanks before the declaration are an error that nobody means
             first = not piece
         if piece:
             yield piece
@@ -187,7 +224,9 @@ def _whole_entities(pieces: Iterator[str]) -> Iterator[str]:
     yield mended(rest)
 
 
-def _take(made: list[SitemapEntry], left_out: Counter[str], fields: dict[str, list[str]], url: str) -> None:
+def _take(
+    made: list[SitemapEntry], left_out: Counter[str], fields: dict[str, list[str]], url: str
+) -> None:
     if len(made) >= MAX_URLS:  # first: what does not count must not cost
         left_out[f"beyond the {MAX_URLS} that the protocol allows"] += 1
         return
@@ -247,7 +286,9 @@ def _text(body: bytes, encoding: str, url: str) -> Sitemap:
                 left_out[f"beyond the {MAX_URLS} that the protocol allows"] += 1
     if not made:
         raise Unreadable("is neither XML nor a list of URLs")
-    return Sitemap(url=url, kind="urlset", form="text", entries=tuple(made), left_out=dict(left_out))
+    return Sitemap(
+        url=url, kind="urlset", form="text", entries=tuple(made), left_out=dict(left_out)
+    )
 
 
 def _lines(body: bytes, encoding: str) -> Iterator[str]:
@@ -267,5 +308,10 @@ def _feed(body: bytes, url: str) -> Sitemap:
         raise Unreadable(e.reason) from None
     left_out: Counter[str] = Counter()
     found = {loc: e for e in feed if (loc := _loc(e.url or "", url, left_out))}
-    made = [SitemapEntry(loc=loc, lastmod=e.updated if e.updated is not None else e.published) for loc, e in found.items()]
-    return Sitemap(url=url, kind="urlset", form="feed", entries=tuple(made[:MAX_URLS]), left_out=dict(left_out))
+    made = [
+        SitemapEntry(loc=loc, lastmod=e.updated if e.updated is not None else e.published)
+        for loc, e in found.items()
+    ]
+    return Sitemap(
+        url=url, kind="urlset", form="feed", entries=tuple(made[:MAX_URLS]), left_out=dict(left_out)
+    )

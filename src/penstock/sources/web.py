@@ -23,14 +23,23 @@ class SourceWeb:
     def bind(self, stage: FetchStage, pace: Pace, clock: Clock) -> None:
         self._bound = stage, pace, clock
 
-    async def get(self, url: str, *, etag: str | None = None, last_modified: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
+    async def get(
+        self,
+        url: str,
+        *,
+        etag: str | None = None,
+        last_modified: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
         """Implements sources.context.Web."""
         assert self._bound is not None
         stage, pace, clock = self._bound
         try:
             event = event_of(url, source="source", host_by=stage.key_by)
         except BadUrl as e:
-            raise Failure(ErrorClass.PERMANENT, f"{mask(url)[:200]!r} is no URL: {e.reason}") from None
+            raise Failure(
+                ErrorClass.PERMANENT, f"{mask(url)[:200]!r} is no URL: {e.reason}"
+            ) from None
         (slot,) = (await pace.reserve({event.key: 1}))[event.key]
         if (wait := slot - clock.now()) > 0:
             await clock.sleep(wait)

@@ -22,7 +22,12 @@ from penstock.sources.webhook_bodies import LONGEST, Item, items, media
 
 SCHEMES = ("standard", "github", "stripe", "hmac", "bearer")
 TIMED = ("standard", "stripe")  # their signatures end
-IDS = ("webhook-id", "svix-id", "x-github-delivery", "idempotency-key")  # where nothing signed names the event
+IDS = (
+    "webhook-id",
+    "svix-id",
+    "x-github-delivery",
+    "idempotency-key",
+)  # where nothing signed names the event
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 LARGEST = 64 << 20
 KNOWN: dict[str, Any] = {
@@ -30,7 +35,14 @@ KNOWN: dict[str, Any] = {
     "max_body": None, "max_items": BATCH, "rate": None, "burst": 0,
     "header": "", "algorithm": "sha256", "encoding": "hex", "prefix": "", "signed": "{body}", "timestamp": "",
 }  # fmt: skip
-HOUSE = ("header", "algorithm", "encoding", "prefix", "signed", "timestamp")  # options of signature = "hmac" alone
+HOUSE = (
+    "header",
+    "algorithm",
+    "encoding",
+    "prefix",
+    "signed",
+    "timestamp",
+)  # options of signature = "hmac" alone
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> Webhook:
@@ -48,21 +60,40 @@ class Webhook(BaseSource):
         hook = spec.url.removeprefix("webhook:")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", hook):
             raise ConfigError(
-                f"source {spec.name}: {units.mask(spec.url)!r} names no hook", hint="webhook:shop is served at /hooks/shop; all else is an option"
+                f"source {spec.name}: {units.mask(spec.url)!r} names no hook",
+                hint="webhook:shop is served at /hooks/shop; all else is an option",
             )
         if spec.every is not None:
-            raise ConfigError(f"source {spec.name}: a webhook has no `every`", hint="it is told, not asked; leave it out")
+            raise ConfigError(
+                f"source {spec.name}: a webhook has no `every`",
+                hint="it is told, not asked; leave it out",
+            )
         self.path = f"/hooks/{hook}"
-        self.max_body: int = self._of(given["max_body"] or "1MiB", units.sizes(1, LARGEST), "max_body")
+        self.max_body: int = self._of(
+            given["max_body"] or "1MiB", units.sizes(1, LARGEST), "max_body"
+        )
         self.max_items: int = self._of(given["max_items"], units.counts(1, 10 * BATCH), "max_items")
-        self.rate: float = self._of(500 if given["rate"] is None else given["rate"], units.RATE, "rate")
-        self.burst: int = self._of(given["burst"] or max(1, int(min(self.rate, 1e6))), units.counts(1), "burst")
-        self.tolerance: float = self._of(given["tolerance"] or "5m", units.durations(1, 86400), "tolerance")
-        self._id = Expression(given["id"], f"source {spec.name}: id", "event.id") if given["id"] else None
+        self.rate: float = self._of(
+            500 if given["rate"] is None else given["rate"], units.RATE, "rate"
+        )
+        self.burst: int = self._of(
+            given["burst"] or max(1, int(min(self.rate, 1e6))), units.counts(1), "burst"
+        )
+        self.tolerance: float = self._of(
+            given["tolerance"] or "5m", units.durations(1, 86400), "tolerance"
+        )
+        self._id = (
+            Expression(given["id"], f"source {spec.name}: id", "event.id") if given["id"] else None
+        )
         secrets = self._secrets(given)
-        self.signed: str = given["signature"] if given["signature"] is not None else "standard" if secrets else ""
+        self.signed: str = (
+            given["signature"] if given["signature"] is not None else "standard" if secrets else ""
+        )
         if self.signed not in ("", *SCHEMES):
-            raise ConfigError(f"source {spec.name}: signature {self.signed!r} is not known", hint=f"one of {', '.join(SCHEMES)}")
+            raise ConfigError(
+                f"source {spec.name}: signature {self.signed!r} is not known",
+                hint=f"one of {', '.join(SCHEMES)}",
+            )
         self._shape = self._house(given)
         self._keys = [self._key(secret) for secret in secrets]
         self.local = self._local(given["unsigned"])
@@ -82,16 +113,29 @@ class Webhook(BaseSource):
     def _secrets(self, given: dict[str, Any]) -> list[str]:
         one, several = given["secret"], given["secrets"]
         if one is not None and several is not None:
-            raise self._wrong("there are both secret and secrets", "secrets = [NEW, OLD] while you change it, else secret")
+            raise self._wrong(
+                "there are both secret and secrets",
+                "secrets = [NEW, OLD] while you change it, else secret",
+            )
         texts = [] if one is None and several is None else [one] if several is None else several
-        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts) or (several is not None and not texts):
-            raise self._wrong("a secret is no text", 'secret = "env:SHOP_SECRET", or secrets = ["env:NEW", "env:OLD"]')
+        if (
+            not isinstance(texts, list | tuple)
+            or not all(isinstance(text, str) for text in texts)
+            or (several is not None and not texts)
+        ):
+            raise self._wrong(
+                "a secret is no text",
+                'secret = "env:SHOP_SECRET", or secrets = ["env:NEW", "env:OLD"]',
+            )
         found = []
         for text in texts:
             if text.startswith("env:"):
                 name = text.removeprefix("env:")
                 if not (value := os.environ.get(name)):
-                    raise self._wrong(f"its secret is in the variable {name}, which is not set", f"export {name}=…")
+                    raise self._wrong(
+                        f"its secret is in the variable {name}, which is not set",
+                        f"export {name}=…",
+                    )
                 text = value
             found.append(text)
         return found
@@ -104,36 +148,62 @@ class Webhook(BaseSource):
                 raw = signatures.canonical_base64(secret.removeprefix("whsec_"))
             except Forged:
                 raise self._wrong(
-                    "what follows whsec_ in its secret is not base64", "copy it whole, or make one: printf whsec_; openssl rand -base64 32"
+                    "what follows whsec_ in its secret is not base64",
+                    "copy it whole, or make one: printf whsec_; openssl rand -base64 32",
                 ) from None
         if len(raw) < signatures.SHORTEST_SECRET:
             raise self._wrong(
-                f"its secret has {len(raw)} bytes, of at least {signatures.SHORTEST_SECRET}", "one that nobody guesses: printf whsec_; openssl rand -base64 32"
+                f"its secret has {len(raw)} bytes, of at least {signatures.SHORTEST_SECRET}",
+                "one that nobody guesses: printf whsec_; openssl rand -base64 32",
             )
         return raw
 
     def _house(self, given: dict[str, Any]) -> Shape | None:
         if self.signed != "hmac":
             if strange := [name for name in HOUSE if name in self.spec.options]:
-                raise self._wrong(f'{strange[0]} belongs to signature = "hmac"', 'leave it out, or set signature = "hmac"')
+                raise self._wrong(
+                    f'{strange[0]} belongs to signature = "hmac"',
+                    'leave it out, or set signature = "hmac"',
+                )
             return None
         names = (("header", given["header"]), ("timestamp", given["timestamp"]))
         for option, name in names:
             if not re.fullmatch(r"[A-Za-z0-9-]{1,100}", name) and (name or option == "header"):
                 raise self._wrong(f"{option} {name!r} is no header", 'header = "X-Signature"')
-        if given["algorithm"] not in signatures.DIGESTS or given["encoding"] not in ("hex", "base64"):
-            raise self._wrong("its algorithm or encoding is not known", f"algorithm: {', '.join(signatures.DIGESTS)}; encoding: hex, base64")
-        shape = Shape(given["header"].lower(), given["algorithm"], given["encoding"], given["prefix"], given["signed"], given["timestamp"].lower())
-        if "body" not in shape.places() or (shape.timestamp and shape.timestamp not in shape.places()):
-            raise self._wrong(f"signed = {shape.signed!r} leaves out the body or the timestamp", 'signed = "{X-Timestamp}.{body}"')
+        if given["algorithm"] not in signatures.DIGESTS or given["encoding"] not in (
+            "hex",
+            "base64",
+        ):
+            raise self._wrong(
+                "its algorithm or encoding is not known",
+                f"algorithm: {', '.join(signatures.DIGESTS)}; encoding: hex, base64",
+            )
+        shape = Shape(
+            given["header"].lower(),
+            given["algorithm"],
+            given["encoding"],
+            given["prefix"],
+            given["signed"],
+            given["timestamp"].lower(),
+        )
+        if "body" not in shape.places() or (
+            shape.timestamp and shape.timestamp not in shape.places()
+        ):
+            raise self._wrong(
+                f"signed = {shape.signed!r} leaves out the body or the timestamp",
+                'signed = "{X-Timestamp}.{body}"',
+            )
         return shape
 
     def _local(self, unsigned: str) -> bool:
         if self.signed and not self._keys:
-            raise self._wrong(f"signature {self.signed!r} needs a secret", 'secret = "env:SHOP_SECRET"')
+            raise self._wrong(
+                f"signature {self.signed!r} needs a secret", 'secret = "env:SHOP_SECRET"'
+            )
         if unsigned not in ("", "loopback", "anywhere") or (unsigned and self.signed):
             raise self._wrong(
-                f"unsigned is {unsigned!r}" + (", and there is a secret" if self.signed else ""), 'without a secret: "loopback" (default) or "anywhere"'
+                f"unsigned is {unsigned!r}" + (", and there is a secret" if self.signed else ""),
+                'without a secret: "loopback" (default) or "anywhere"',
             )
         return not self.signed and unsigned != "anywhere"
 
@@ -153,16 +223,24 @@ class Webhook(BaseSource):
         if method != "POST":
             raise RequestRefused(405, "a hook is told by POST", hint="curl -X POST")
         if self.local and not _from_here(headers):
-            raise RequestRefused(403, "this hook is unsigned, and serves this machine only", hint="ask it as 127.0.0.1 or localhost, or give the hook a secret")
+            raise RequestRefused(
+                403,
+                "this hook is unsigned, and serves this machine only",
+                hint="ask it as 127.0.0.1 or localhost, or give the hook a secret",
+            )
         media(headers)
         length = headers.get("content-length", ("0",))[0]
         if not length.isascii() or not length.isdigit():
-            raise RequestRefused(400, "the content-length is no number", hint="leave it to your client")
+            raise RequestRefused(
+                400, "the content-length is no number", hint="leave it to your client"
+            )
         if len(length) > 18 or int(length) > self.max_body:
             raise self._too_large()
 
     def _too_large(self) -> RequestRefused:
-        return RequestRefused(413, f"the body is larger than {self.max_body} bytes", hint="send several requests")
+        return RequestRefused(
+            413, f"the body is larger than {self.max_body} bytes", hint="send several requests"
+        )
 
     def findings(self, method: str, headers: Headers, body: bytes, now: float) -> list[Finding]:
         self.screen(method, headers)
@@ -184,12 +262,17 @@ class Webhook(BaseSource):
                     return signatures.stripe(self._keys, headers, body, now, self.tolerance)
                 case "hmac":
                     assert self._shape is not None
-                    return signatures.house(self._keys, headers, body, now, self.tolerance, self._shape)
+                    return signatures.house(
+                        self._keys, headers, body, now, self.tolerance, self._shape
+                    )
                 case "bearer":
                     signatures.bearer(self._keys, headers)
         except Forged as e:
             raise RequestRefused(
-                401, "this request is not from a sender that is known here", hint="the hook's secret, and a clock that is right", why=str(e)
+                401,
+                "this request is not from a sender that is known here",
+                hint="the hook's secret, and a clock that is right",
+                why=str(e),
             ) from None
         return None
 
@@ -206,7 +289,13 @@ class Webhook(BaseSource):
         payload = item.payload
         if kind := headers.get("x-github-event"):
             payload = payload | {"_webhook": {"event": kind[0][:LONGEST]}}
-        return Finding(id=mint("webhook", self.name, *names), url=item.url, cause=cause, payload=payload, at=item.at)
+        return Finding(
+            id=mint("webhook", self.name, *names),
+            url=item.url,
+            cause=cause,
+            payload=payload,
+            at=item.at,
+        )
 
     def _own_id(self, item: Item, index: int) -> str:
         assert self._id is not None
@@ -214,8 +303,16 @@ class Webhook(BaseSource):
             value = self._id.search(item.payload)
         except Unfit:
             value = None
-        if not isinstance(value, str | int) or isinstance(value, bool) or not 0 < len(str(value)) <= LONGEST:
-            raise RequestRefused(422, f"item {index} has no id where this hook looks for it", hint="the hook's option `id` says where")
+        if (
+            not isinstance(value, str | int)
+            or isinstance(value, bool)
+            or not 0 < len(str(value)) <= LONGEST
+        ):
+            raise RequestRefused(
+                422,
+                f"item {index} has no id where this hook looks for it",
+                hint="the hook's option `id` says where",
+            )
         return str(value)
 
     # -- as a source -------------------------------------------------------------------------------------------------------
@@ -226,17 +323,26 @@ class Webhook(BaseSource):
             yield batch
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
-        raise UsageError(f"source {self.name} is told, not asked: there is nothing to look at", hint=f"penstock serve FILE, and POST to {self.path}")
+        raise UsageError(
+            f"source {self.name} is told, not asked: there is nothing to look at",
+            hint=f"penstock serve FILE, and POST to {self.path}",
+        )
 
     def describe(self, cursor: bytes | None) -> str:
-        return f"served at {self.path}, " + (f"signed ({self.signed})" if self.signed else "unsigned" + (", this machine only" if self.local else ""))
+        return f"served at {self.path}, " + (
+            f"signed ({self.signed})"
+            if self.signed
+            else "unsigned" + (", this machine only" if self.local else "")
+        )
 
 
 def _header_id(headers: Headers) -> str | None:
     for name in IDS:
         if values := headers.get(name):
             if len(values) != 1 or not 0 < len(values[0]) <= LONGEST:
-                raise RequestRefused(400, f"{name} is no id", hint=f"one, of 1 to {LONGEST} characters")
+                raise RequestRefused(
+                    400, f"{name} is no id", hint=f"one, of 1 to {LONGEST} characters"
+                )
             return values[0]
     return None
 
@@ -259,7 +365,9 @@ def _from_here(headers: Headers) -> bool:
 
 def _is_loopback(host: str) -> bool:
     """Written in one of the few ways there are, with a port or without."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)|localhost)(?::[0-9]{1,5})?", host, re.ASCII)
+    match = re.fullmatch(
+        r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)|localhost)(?::[0-9]{1,5})?", host, re.ASCII
+    )
     if match is None:
         return False
     try:

@@ -18,7 +18,9 @@ from penstock.rules.signatures import Headers
 JSON, NDJSON = "application/json", "application/x-ndjson"
 EVENT, EVENTS = "application/cloudevents+json", "application/cloudevents-batch+json"
 TYPES = (JSON, NDJSON, "application/ndjson", EVENT, EVENTS)
-KIND = re.compile(r"application/([a-z0-9][a-z0-9!#$&^_.-]*\+)?json")  # application/vnd.github+json is JSON too
+KIND = re.compile(
+    r"application/([a-z0-9][a-z0-9!#$&^_.-]*\+)?json"
+)  # application/vnd.github+json is JSON too
 LONGEST = 1024  # characters of an attribute
 _decode = msgspec.json.Decoder().decode
 
@@ -27,7 +29,9 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     payload: dict[str, Any]
     source: str = ""  # CloudEvents: source and id name an event
     id: str = ""
-    in_body: bool = False  # the name is part of the body, so whoever vouches for the body vouches for it
+    in_body: bool = (
+        False  # the name is part of the body, so whoever vouches for the body vouches for it
+    )
     url: str | None = None
     at: float | None = None
 
@@ -37,7 +41,11 @@ def media(headers: Headers) -> str:
     hint = f"content-type: {', '.join(TYPES)}"
     given = headers.get("content-type", ())
     if len(given) != 1:
-        raise RequestRefused(415, "the content-type is missing" if not given else "there are several content-types", hint=hint)
+        raise RequestRefused(
+            415,
+            "the content-type is missing" if not given else "there are several content-types",
+            hint=hint,
+        )
     kind, _, parameters = given[0].partition(";")
     kind = kind.strip().lower()
     if kind not in TYPES and not (KIND.fullmatch(kind) and "cloudevents" not in kind):
@@ -45,8 +53,13 @@ def media(headers: Headers) -> str:
     charset = re.search(r"""charset\s*=\s*["']?([^"';\s]+)""", parameters, re.I)
     if charset and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
         raise RequestRefused(415, "only UTF-8 is read here", hint="charset=utf-8, or none")
-    if any(value.strip().lower() not in ("", "identity") for value in headers.get("content-encoding", ())):
-        raise RequestRefused(415, "compressed bodies are not read here", hint="send it without content-encoding")
+    if any(
+        value.strip().lower() not in ("", "identity")
+        for value in headers.get("content-encoding", ())
+    ):
+        raise RequestRefused(
+            415, "compressed bodies are not read here", hint="send it without content-encoding"
+        )
     return kind
 
 
@@ -54,45 +67,79 @@ def items(headers: Headers, body: bytes, most: int) -> list[Item]:
     """All of them or RequestRefused."""
     kind = media(headers)
     if not body.strip():
-        raise RequestRefused(400, "the body is empty", hint='for example {"url": "https://example.com/p/1"}')
+        raise RequestRefused(
+            400, "the body is empty", hint='for example {"url": "https://example.com/p/1"}'
+        )
     if kind == EVENT:
         return [_event(_json(body))]
     if kind == EVENTS:
         events = _json(body)
         if not isinstance(events, list):
-            raise RequestRefused(400, "a batch of CloudEvents is an array", hint=f"one alone is sent as {EVENT}")
+            raise RequestRefused(
+                400, "a batch of CloudEvents is an array", hint=f"one alone is sent as {EVENT}"
+            )
         return [_event(event, f"event {i}: ") for i, event in enumerate(_few(events, most))]
     if "ce-specversion" in headers:
         if kind in TYPES[1:]:
-            raise RequestRefused(415, "a CloudEvent in binary mode has one JSON value as its body", hint=f"content-type: {JSON}")
+            raise RequestRefused(
+                415,
+                "a CloudEvent in binary mode has one JSON value as its body",
+                hint=f"content-type: {JSON}",
+            )
         return [_binary(headers, _json(body))]
     if kind != JSON and kind in TYPES:
         lines = (line for line in body.split(b"\n") if line.strip())
-        return [_plain(_json(line, f"line {i + 1}: "), f"line {i + 1}: ") for i, line in enumerate(_few(lines, most))]
+        return [
+            _plain(_json(line, f"line {i + 1}: "), f"line {i + 1}: ")
+            for i, line in enumerate(_few(lines, most))
+        ]
     value = _json(body)
-    return [_plain(each, f"item {i}: ") for i, each in enumerate(_few(value, most))] if isinstance(value, list) else [_plain(value)]
+    return (
+        [_plain(each, f"item {i}: ") for i, each in enumerate(_few(value, most))]
+        if isinstance(value, list)
+        else [_plain(value)]
+    )
 
 
 def _few(values: Any, most: int) -> Iterator[Any]:
     for i, value in enumerate(values):
         if i == most:
-            raise RequestRefused(413, f"there are more than {most} items in one body", hint="send several requests")
+            raise RequestRefused(
+                413, f"there are more than {most} items in one body", hint="send several requests"
+            )
         yield value
 
 
 def _json(raw: bytes, where: str = "") -> Any:
     try:
         return _decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as e:  # ValueError: a number with thousands of digits
-        what = "is nested too deeply" if isinstance(e, RecursionError) else f"is no JSON: {str(e)[:120]}"
-        raise RequestRefused(400, f"{where}the body {what}", hint="one JSON value in UTF-8, or one on each line as application/x-ndjson") from None
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+        ValueError,
+    ) as e:  # ValueError: a number with thousands of digits
+        what = (
+            "is nested too deeply"
+            if isinstance(e, RecursionError)
+            else f"is no JSON: {str(e)[:120]}"
+        )
+        raise RequestRefused(
+            400,
+            f"{where}the body {what}",
+            hint="one JSON value in UTF-8, or one on each line as application/x-ndjson",
+        ) from None
 
 
 def _plain(value: Any, where: str = "") -> Item:
     if isinstance(value, str):
         return Item(payload={"url": value})
     if not isinstance(value, dict):
-        raise RequestRefused(400, f"{where}it is neither an object nor a URL", hint='{"url": "https://example.com/p/1"}')
+        raise RequestRefused(
+            400,
+            f"{where}it is neither an object nor a URL",
+            hint='{"url": "https://example.com/p/1"}',
+        )
     return Item(payload=value)
 
 
@@ -103,18 +150,28 @@ def _event(value: Any, where: str = "") -> Item:
     """Structured mode."""
     if not isinstance(value, dict):
         raise RequestRefused(
-            400, f"{where}a CloudEvent is an object", hint='{"specversion": "1.0", "id": "1", "source": "/shop", "type": "changed", "data": {…}}'
+            400,
+            f"{where}a CloudEvent is an object",
+            hint='{"specversion": "1.0", "id": "1", "source": "/shop", "type": "changed", "data": {…}}',
         )
     attributes = {name: each for name, each in value.items() if name not in ("data", "data_base64")}
     data = value.get("data")
     if "data_base64" in value:
         raw = value["data_base64"]
         try:
-            data = _json(base64.b64decode(raw, validate=True), where) if isinstance(raw, str) and "data" not in value else None
+            data = (
+                _json(base64.b64decode(raw, validate=True), where)
+                if isinstance(raw, str) and "data" not in value
+                else None
+            )
         except (binascii.Error, ValueError):
             data = None
         if data is None:
-            raise RequestRefused(400, f"{where}data_base64 is not base64, or there is data beside it", hint="send JSON as data")
+            raise RequestRefused(
+                400,
+                f"{where}data_base64 is not base64, or there is data beside it",
+                hint="send JSON as data",
+            )
     return _made(attributes, data, where, in_body=True)
 
 
@@ -123,23 +180,50 @@ def _binary(headers: Headers, data: Any) -> Item:
     for name, values in headers.items():
         if name.startswith("ce-"):
             if len(values) != 1:
-                raise RequestRefused(400, f"{name} is there {len(values)} times", hint="each attribute once")
+                raise RequestRefused(
+                    400, f"{name} is there {len(values)} times", hint="each attribute once"
+                )
             attributes[name[3:]] = unquote(values[0], errors="replace")
     return _made(attributes, data, "", in_body=False)
 
 
 def _made(attributes: dict[str, Any], data: Any, where: str, *, in_body: bool) -> Item:
     if attributes.get("specversion") != "1.0":
-        raise RequestRefused(400, f"{where}it is no CloudEvent of version 1.0", hint='specversion "1.0"')
+        raise RequestRefused(
+            400, f"{where}it is no CloudEvent of version 1.0", hint='specversion "1.0"'
+        )
     for name in ("id", "source", "type"):
         value = attributes.get(name)
         if not isinstance(value, str) or not 0 < len(value) <= LONGEST:
-            raise RequestRefused(400, f"{where}its {name} is no text of 1 to {LONGEST} characters", hint="id, source and type are required")
-    payload = dict(data) if isinstance(data, dict) else {} if data is None else {"url" if isinstance(data, str) else "data": data}
+            raise RequestRefused(
+                400,
+                f"{where}its {name} is no text of 1 to {LONGEST} characters",
+                hint="id, source and type are required",
+            )
+    payload = (
+        dict(data)
+        if isinstance(data, dict)
+        else {}
+        if data is None
+        else {"url" if isinstance(data, str) else "data": data}
+    )
     payload["_cloudevent"] = attributes
     subject = attributes.get("subject")
-    url = subject if isinstance(subject, str) and re.match(r"https?://", subject, re.I) and "url" not in payload else None
-    return Item(payload=payload, source=attributes["source"], id=attributes["id"], in_body=in_body, url=url, at=_moment(attributes.get("time")))
+    url = (
+        subject
+        if isinstance(subject, str)
+        and re.match(r"https?://", subject, re.I)
+        and "url" not in payload
+        else None
+    )
+    return Item(
+        payload=payload,
+        source=attributes["source"],
+        id=attributes["id"],
+        in_body=in_body,
+        url=url,
+        at=_moment(attributes.get("time")),
+    )
 
 
 def _moment(text: Any) -> float | None:

@@ -11,7 +11,18 @@ import msgspec
 from penstock.model import ErrorClass, Event, Failure
 from penstock.net.cookies import Jar
 from penstock.net.guard import NotResolved
-from penstock.ports import Baseline, Cancellable, Clock, DirectFetcher, Done, Fetcher, Hop, Pace, Response, RobotsCache
+from penstock.ports import (
+    Baseline,
+    Cancellable,
+    Clock,
+    DirectFetcher,
+    Done,
+    Fetcher,
+    Hop,
+    Pace,
+    Response,
+    RobotsCache,
+)
 from penstock.rules import proxies
 from penstock.rules import robots as rules
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
@@ -21,10 +32,22 @@ from penstock.stages.proxies import Proxies
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # What may go along to another origin: it says what we can read, not who we are.
-_HARMLESS = frozenset({"accept", "accept-encoding", "accept-language", "if-modified-since", "if-none-match", "user-agent"})
+_HARMLESS = frozenset(
+    {
+        "accept",
+        "accept-encoding",
+        "accept-language",
+        "if-modified-since",
+        "if-none-match",
+        "user-agent",
+    }
+)
 Sleep = Callable[[float], Awaitable[None]]
 _UNREACHABLE = 0  # as ports.RobotsCache has it
-_REMEMBERED, _RETURNS = 8192, 600.0  # chains that were put off half-way, and seconds beyond its time after which one begins anew
+_REMEMBERED, _RETURNS = (
+    8192,
+    600.0,
+)  # chains that were put off half-way, and seconds beyond its time after which one begins anew
 
 
 class FetchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +58,9 @@ class FetchOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_redirects: int = 10
     allow_downgrade: bool = False  # https → http
     hop_wait: float = 30.0  # seconds a redirect may wait for its slot; beyond that the event is put off, and goes on from there
-    slot_wait: float = 30.0  # the same for the page whose slot went to robots.txt; beyond that it is put off
+    slot_wait: float = (
+        30.0  # the same for the page whose slot went to robots.txt; beyond that it is put off
+    )
     key_by: Literal["host", "domain"] = "host"
     soft_404: bool = False
 
@@ -67,7 +92,13 @@ class FetchStage:
     def __init__(
         self, fetcher: Fetcher, robots_cache: RobotsCache, pace: Pace, clock: Clock, options: FetchOptions | None = None, proxies: Proxies | None = None
     ) -> None:  # fmt: skip
-        self._fetcher, self._cache, self._pace, self._clock, self._proxies = fetcher, robots_cache, pace, clock, proxies
+        self._fetcher, self._cache, self._pace, self._clock, self._proxies = (
+            fetcher,
+            robots_cache,
+            pace,
+            clock,
+            proxies,
+        )
         self._direct = fetcher if isinstance(fetcher, DirectFetcher) else None
         self._options = options or FetchOptions()
         self._robots: dict[str, _Known] = {}
@@ -75,7 +106,9 @@ class FetchStage:
         # By event and by origin, in the memory of this worker: begun anew each time, a chain on a slow host would never come to its end.
         self._halfway: dict[str, _Way] = {}
         self._robots_at: dict[str, tuple[str, int]] = {}
-        self._misses: dict[str, int] = {}  # origins whose robots.txt cannot be reached, and how often in a row
+        self._misses: dict[
+            str, int
+        ] = {}  # origins whose robots.txt cannot be reached, and how often in a row
 
     @property
     def key_by(self) -> Literal["host", "domain"]:
@@ -85,7 +118,13 @@ class FetchStage:
         """Without a task, where there is nothing to wait for but the answer: a GET, no proxy, no account, robots.txt known and in favour, the
         host held back by nobody. `done` gets what came; `is_final` says whether that is all. None, and nothing was sent: `fetch` has to see to it."""
         ask, route, url, host = event.ask, event.route, event.url, event.key
-        if self._direct is None or ask.method != "GET" or ask.body is not None or route.account or proxies.needs_proxy(route):
+        if (
+            self._direct is None
+            or ask.method != "GET"
+            or ask.body is not None
+            or route.account
+            or proxies.needs_proxy(route)
+        ):
             return None
         if event.id in self._halfway:
             return None
@@ -93,7 +132,9 @@ class FetchStage:
             known = self._robots.get(url[: url.find("/", 8)])
             if known is None or known.until <= self._clock.now() or not (200 <= known.status < 500):
                 return None
-            if known.robots is not rules.ALLOW_ALL and not known.robots.allows(self._options.agent, url, canonical=True):
+            if known.robots is not rules.ALLOW_ALL and not known.robots.allows(
+                self._options.agent, url, canonical=True
+            ):
                 return None
         if self._pace.blocked_until(host):
             return None
@@ -103,7 +144,13 @@ class FetchStage:
         """Is this answer, to what `begin` sent, the one to go on with? False: there is more to do, by `fetch`. Raises Failure by its verdict."""
         if not 200 <= response.status < 300 or self._pace.blocked_until(event.key):
             return False
-        verdict = judge(response.status, response.headers, response.body, now=0.0, soft_404=self._options.soft_404)
+        verdict = judge(
+            response.status,
+            response.headers,
+            response.body,
+            now=0.0,
+            soft_404=self._options.soft_404,
+        )
         if verdict is not None:
             raise verdict.failure()
         return True
@@ -124,7 +171,9 @@ class FetchStage:
         if self._proxies is None:
             proxies.plan({}, event.route, key=event.id)  # raises: there is no such pool
             raise AssertionError
-        return await self._proxies.through(event, turn, lambda dsn: self._walk(event, baseline, dsn, sleep, again=again))
+        return await self._proxies.through(
+            event, turn, lambda dsn: self._walk(event, baseline, dsn, sleep, again=again)
+        )
 
     async def _walk(
         self, event: Event, baseline: Baseline | None, proxy: str | None, sleep: Sleep, answer: Response | None = None, again: bool = False
@@ -135,23 +184,53 @@ class FetchStage:
         way = self._halfway.pop(event.id, None)
         if way is None or way.until < started or answer is not None:
             # Without an account there is no jar, but for what a chain of redirects sets on its way.
-            way = _Way(event.url, event.key, event.ask.method, event.ask.body, *self._headers(event, baseline), session)
-        slotted = way.host == event.key and not again  # where it goes on with its own host, it has a slot of that
+            way = _Way(
+                event.url,
+                event.key,
+                event.ask.method,
+                event.ask.body,
+                *self._headers(event, baseline),
+                session,
+            )
+        slotted = (
+            way.host == event.key and not again
+        )  # where it goes on with its own host, it has a slot of that
         while True:
             try:
                 if not slotted:
                     await self._take_slot(way.host, o.hop_wait, sleep)
-                if answer is None and o.robots == "obey" and not self._cache.exempt(way.host) and await self._permit(way.url, way.host, proxy):
-                    if not way.hops and self._pace.voided(way.host) >= started:  # all that waited for it would wait here, one crawl delay after the other
-                        raise breach(Breach.HELD, f"{way.host}: robots.txt asks for more time between requests", after=0.1)
-                    await self._take_slot(way.host, o.hop_wait if way.hops else o.slot_wait, sleep)  # robots.txt was fetched in ours
+                if (
+                    answer is None
+                    and o.robots == "obey"
+                    and not self._cache.exempt(way.host)
+                    and await self._permit(way.url, way.host, proxy)
+                ):
+                    if (
+                        not way.hops and self._pace.voided(way.host) >= started
+                    ):  # all that waited for it would wait here, one crawl delay after the other
+                        raise breach(
+                            Breach.HELD,
+                            f"{way.host}: robots.txt asks for more time between requests",
+                            after=0.1,
+                        )
+                    await self._take_slot(
+                        way.host, o.hop_wait if way.hops else o.slot_wait, sleep
+                    )  # robots.txt was fetched in ours
                 cookies = self._cookies(way, way.url)
                 response = await self._send(
-                    way.url, way.host, way.method, {**way.headers, "cookie": cookies} if cookies else way.headers, way.body, proxy, answer
+                    way.url,
+                    way.host,
+                    way.method,
+                    {**way.headers, "cookie": cookies} if cookies else way.headers,
+                    way.body,
+                    proxy,
+                    answer,
                 )
                 answer, slotted = None, False
             except proxies.ProxyFailed as e:
-                e.own = e.own and not way.hops  # a chain is not begun again at once: its first host was asked already
+                e.own = (
+                    e.own and not way.hops
+                )  # a chain is not begun again at once: its first host was asked already
                 raise
             except Failure as e:
                 if (way.hops or again) and e.kind is ErrorClass.THROTTLED:
@@ -163,9 +242,18 @@ class FetchStage:
                 way.jar.store(way.url, response.headers, self._clock.now())
             if location is None:
                 break
-            way.hops.append(Hop(url=way.url, status=response.status, peer=response.peer, seconds=response.seconds))
+            way.hops.append(
+                Hop(
+                    url=way.url,
+                    status=response.status,
+                    peer=response.peer,
+                    seconds=response.seconds,
+                )
+            )
             if len(way.hops) > o.max_redirects:
-                raise breach(Breach.REDIRECTS, f"more than {o.max_redirects}", status=response.status)
+                raise breach(
+                    Breach.REDIRECTS, f"more than {o.max_redirects}", status=response.status
+                )
             way.seen.add((way.method, way.url, cookies))
             self._turn_to(way, self._follow(way.url, location, response.status), response.status)
         verdict = judge(
@@ -173,25 +261,37 @@ class FetchStage:
         )  # fmt: skip
         if verdict is not None:
             raise verdict.failure()
-        if session is not None and "set-cookie" in response.headers:  # an account's, which no page store or ledger need know
-            response = msgspec.structs.replace(response, headers={k: v for k, v in response.headers.items() if k != "set-cookie"})
+        if (
+            session is not None and "set-cookie" in response.headers
+        ):  # an account's, which no page store or ledger need know
+            response = msgspec.structs.replace(
+                response, headers={k: v for k, v in response.headers.items() if k != "set-cookie"}
+            )
         return msgspec.structs.replace(response, hops=tuple(way.hops)) if way.hops else response
 
     def _turn_to(self, way: _Way, target: str, status: int) -> None:
         """What is left of the request after this redirect. Raises Failure."""
-        if (way.method == "POST" and status in (301, 302)) or (way.method not in ("GET", "HEAD") and status == 303):
+        if (way.method == "POST" and status in (301, 302)) or (
+            way.method not in ("GET", "HEAD") and status == 303
+        ):
             way.method, way.body = "GET", None
             way.headers = {k: v for k, v in way.headers.items() if not k.startswith("content-")}
         if origin(target) != origin(way.url):
             if way.body is not None:
-                raise breach(Breach.NOWHERE, "the request's body would go to another origin", status=status)
+                raise breach(
+                    Breach.NOWHERE, "the request's body would go to another origin", status=status
+                )
             way.headers = {k: v for k, v in way.headers.items() if k in _HARMLESS}
         if (way.method, target, self._cookies(way, target)) in way.seen:
             raise breach(Breach.LOOP, status=status)
         way.url, way.host = target, host_key(target, self._options.key_by)
 
     def _cookies(self, way: _Way, url: str) -> str:
-        return way.jar.header(url, self._clock.now()) if way.jar and "cookie" not in way.headers else ""
+        return (
+            way.jar.header(url, self._clock.now())
+            if way.jar and "cookie" not in way.headers
+            else ""
+        )
 
     def _keep(self, event: str, way: _Way, after: float) -> None:
         """It was told to come back: the hosts behind it have answered, and are not asked again."""
@@ -239,7 +339,9 @@ class FetchStage:
                 await self._pace.refresh()  # an operator may have resumed it since the last look: put off now, it would be for long
             if (wait := self._pace.blocked_until(host) - self._clock.now()) > 0:
                 raise breach(Breach.HELD, host, after=min(wait, MAX_RETRY_AFTER))
-            response = await self._fetcher.fetch(url, method=method, headers=headers, body=body, proxy=proxy)
+            response = await self._fetcher.fetch(
+                url, method=method, headers=headers, body=body, proxy=proxy
+            )
         status = response.status
         value = response.headers.get("retry-after") if status in (429, 503) else None
         after = parse_retry_after(value, self._clock.now()) if value else None
@@ -251,24 +353,36 @@ class FetchStage:
             slot = (await self._pace.reserve({host: 1}, within=patience))[host][0]
             wait = slot - self._clock.now()
             if wait > patience:
-                raise Failure(ErrorClass.THROTTLED, f"the next slot of {host} is too far away to wait for", after=wait)
+                raise Failure(
+                    ErrorClass.THROTTLED,
+                    f"the next slot of {host} is too far away to wait for",
+                    after=wait,
+                )
             if wait <= 0:
                 return
             await sleep(wait)
             if self._clock.now() <= slot + LATE:
                 return
-            sleep = self._clock.sleep  # the caller's took longer than the slot lasts, and might each time
+            sleep = (
+                self._clock.sleep
+            )  # the caller's took longer than the slot lasts, and might each time
 
     def _follow(self, url: str, location: str, status: int) -> str:
         try:
-            location = location.encode("latin-1").decode("utf-8")  # headers are read as Latin-1; what servers write raw is UTF-8
+            location = location.encode("latin-1").decode(
+                "utf-8"
+            )  # headers are read as Latin-1; what servers write raw is UTF-8
         except UnicodeError:
             pass
         try:
             target = canonical_url(location, url)
         except BadUrl as e:
             raise breach(Breach.NOWHERE, e.reason, status=status) from None
-        if url.startswith("https:") and target.startswith("http:") and not self._options.allow_downgrade:
+        if (
+            url.startswith("https:")
+            and target.startswith("http:")
+            and not self._options.allow_downgrade
+        ):
             raise breach(Breach.DOWNGRADE, status=status)
         return target
 
@@ -283,7 +397,11 @@ class FetchStage:
         if known.robots is rules.ALLOW_ALL:
             return spent
         if known.status == _UNREACHABLE or known.status >= 500:
-            raise breach(Breach.ROBOTS_LATER, f"{host} answered {known.status}" if known.status else host, after=max(known.until - now, 1.0))
+            raise breach(
+                Breach.ROBOTS_LATER,
+                f"{host} answered {known.status}" if known.status else host,
+                after=max(known.until - now, 1.0),
+            )
         if not known.robots.allows(self._options.agent, url, canonical=True):
             raise breach(Breach.ROBOTS)
         return spent
@@ -325,7 +443,9 @@ class FetchStage:
         self._robots.pop(start, None)
         self._robots[start] = known
         if 200 <= status < 500:
-            await self._pace.crawl_delay(host_key(start + "/", self._options.key_by), robots.crawl_delay(self._options.agent))
+            await self._pace.crawl_delay(
+                host_key(start + "/", self._options.key_by), robots.crawl_delay(self._options.agent)
+            )
         return known
 
     async def _fetch_robots(self, start: str, proxy: str | None) -> _Known:
@@ -348,7 +468,9 @@ class FetchStage:
         for hop in range(begun, self._options.robots_redirects + 1):
             host = host_key(url, self._options.key_by)
             try:
-                if hop > begun or host != host_key(start, self._options.key_by):  # the first has the slot of the page
+                if hop > begun or host != host_key(
+                    start, self._options.key_by
+                ):  # the first has the slot of the page
                     await self._take_slot(host, self._options.hop_wait, self._clock.sleep)
                 response = await self._send(url, host, "GET", {}, None, proxy)
             except proxies.ProxyFailed:
@@ -359,19 +481,30 @@ class FetchStage:
                 if e.kind is ErrorClass.TRANSIENT or oversized(e):
                     return _UNREACHABLE, None
                 if hop and e.kind is ErrorClass.PERMANENT:
-                    return 404, None  # it leads where we do not go: there is none (RFC 9309, 2.3.1.2)
+                    return (
+                        404,
+                        None,
+                    )  # it leads where we do not go: there is none (RFC 9309, 2.3.1.2)
                 if e.kind is ErrorClass.PERMANENT:
                     raise  # the page would fare no better: same origin, same answer
                 if hop and e.kind is ErrorClass.THROTTLED:
                     if len(self._robots_at) >= self._options.robots_in_memory:
                         self._robots_at.clear()
                     self._robots_at[start] = url, hop  # to go on from
-                raise Failure(e.kind, f"robots.txt: {e.reason}", after=e.after, status=e.status, detail=e.detail) from e
+                raise Failure(
+                    e.kind,
+                    f"robots.txt: {e.reason}",
+                    after=e.after,
+                    status=e.status,
+                    detail=e.detail,
+                ) from e
             location = response.headers.get("location") if response.status in _REDIRECTS else None
             if location is None:
                 if response.status == 429:
                     return 503, None  # "not now" is no permission, though it is a 4xx
-                return response.status, response.body[: rules.MAX_BYTES + 1] if 200 <= response.status < 300 else None
+                return response.status, response.body[
+                    : rules.MAX_BYTES + 1
+                ] if 200 <= response.status < 300 else None
             try:
                 url = canonical_url(location, url)
             except BadUrl:

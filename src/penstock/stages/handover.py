@@ -12,7 +12,9 @@ from penstock.model import Link, Record, page_id
 from penstock.ports import PageMeta
 
 M = TypeVar("M", bound="Message")
-LARGEST = 4 << 20  # bytes of a body that are unpacked from a message, whatever its sender was configured for
+LARGEST = (
+    4 << 20
+)  # bytes of a body that are unpacked from a message, whatever its sender was configured for
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,14 +49,26 @@ class PageMessage(Message, frozen=True, kw_only=True, omit_defaults=True, tag="p
         if self.inline is None or not 0 <= self.page.size <= LARGEST:
             return None
         found = _unpacked(self.inline, self.page.size)
-        return found if found is not None and len(found) == self.page.size and page_id(found) == self.page.page else None
+        return (
+            found
+            if found is not None
+            and len(found) == self.page.size
+            and page_id(found) == self.page.page
+            else None
+        )
 
 
-def page_message(event: bytes, page: PageMeta, body: bytes, *, inline_max: int, largest: int | None) -> bytes:
+def page_message(
+    event: bytes, page: PageMeta, body: bytes, *, inline_max: int, largest: int | None
+) -> bytes:
     """With the body where it is not larger than `inline_max` (0: never) and the broker takes a message of that size, `largest`; else a reference."""
     if inline_max and len(body) <= inline_max:
         packed = zstandard.compress(body)
-        inline = Inline(codec="zstd", data=packed) if len(packed) < len(body) else Inline(codec="raw", data=body)
+        inline = (
+            Inline(codec="zstd", data=packed)
+            if len(packed) < len(body)
+            else Inline(codec="raw", data=body)
+        )
         message = PageMessage(event=event, page=page, inline=inline).write()
         if largest is None or len(message) <= largest:
             return message
@@ -68,7 +82,11 @@ def _unpacked(inline: Inline, size: int) -> bytes | None:
         return None
     try:
         # The frame says how much comes out, and that much is allocated: believed only where it agrees with the page.
-        return zstandard.decompress(inline.data) if zstandard.frame_content_size(inline.data) == size else None
+        return (
+            zstandard.decompress(inline.data)
+            if zstandard.frame_content_size(inline.data) == size
+            else None
+        )
     except zstandard.ZstdError:
         return None
 

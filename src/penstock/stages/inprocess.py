@@ -20,7 +20,11 @@ _decode_change = msgspec.msgpack.Decoder(Change).decode
 
 def failed(e: BaseException, kind: ErrorClass) -> Extracted:
     line = " ".join(f"{type(e).__name__}: {_text(e)}".split())
-    return Extracted(error=printable(line.removesuffix(":")[:500]), kind=kind, detail=printable("".join(traceback.format_exception(e))))
+    return Extracted(
+        error=printable(line.removesuffix(":")[:500]),
+        kind=kind,
+        detail=printable("".join(traceback.format_exception(e))),
+    )
 
 
 def printable(text: str) -> str:
@@ -62,7 +66,9 @@ async def run_hooks(pipeline: Pipeline, change: bytes) -> str:
             task = asyncio.current_task()
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # we are cancelled, it was not the hook's idea
-            errors.append(f"{getattr(hook.fn, '__name__', 'hook')}: {failed(e, ErrorClass.PERMANENT).error}")
+            errors.append(
+                f"{getattr(hook.fn, '__name__', 'hook')}: {failed(e, ErrorClass.PERMANENT).error}"
+            )
     return "; ".join(errors)
 
 

@@ -17,7 +17,9 @@ from penstock.ports import Clock, Fetcher, ProxyHealth, Response
 from penstock.rules import proxies as rules
 
 log = logging.getLogger("penstock.proxies")
-TRIES = 3  # proxies of a pool that may turn out dead in one go, before the event makes room for others
+TRIES = (
+    3  # proxies of a pool that may turn out dead in one go, before the event makes room for others
+)
 LIST_WAIT = 2.0  # seconds an event waits for a provider's list; then it is put off
 LIST_RETRY = 30.0
 MAX_JARS = 10_000
@@ -47,9 +49,24 @@ def pools(config: Mapping[str, ProxyPoolConfig]) -> dict[str, rules.Pool]:
 class Proxies:
     """Open as long as the worker runs; nothing is fetched before it is needed."""
 
-    def __init__(self, config: Mapping[str, ProxyPoolConfig], health: ProxyHealth, fetcher: Fetcher, clock: Clock, rng: random.Random) -> None:
-        self._pools, self._health, self._fetcher, self._clock, self._rng = pools(config), health, fetcher, clock, rng
-        self._lists = {name: _List(c.list_url, c.list_every) for name, c in config.items() if c.list_url}
+    def __init__(
+        self,
+        config: Mapping[str, ProxyPoolConfig],
+        health: ProxyHealth,
+        fetcher: Fetcher,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._pools, self._health, self._fetcher, self._clock, self._rng = (
+            pools(config),
+            health,
+            fetcher,
+            clock,
+            rng,
+        )
+        self._lists = {
+            name: _List(c.list_url, c.list_every) for name, c in config.items() if c.list_url
+        }
         self._jars: OrderedDict[str, Jar] = OrderedDict()
 
     async def close(self) -> None:
@@ -68,7 +85,9 @@ class Proxies:
         self._jars.move_to_end(account)
         return jar
 
-    async def through(self, event: Event, turn: int, send: Callable[[str], Awaitable[Response]]) -> Response:
+    async def through(
+        self, event: Event, turn: int, send: Callable[[str], Awaitable[Response]]
+    ) -> Response:
         """`send(dsn)` by a proxy of the event's route. Raises Failure; PoolExhausted where there is none to be had. Never sends without one."""
         for _ in range(TRIES):
             choice = await self._choose(event, turn)
@@ -83,17 +102,23 @@ class Proxies:
             else:
                 await self._health.worked(choice.member.id, event.key, choice.member.label)
                 return response
-        raise rules.PoolExhausted(f"proxy pool {choice.pool.name!r}: {failure.reason}", after=1.0 + self._rng.random())
+        raise rules.PoolExhausted(
+            f"proxy pool {choice.pool.name!r}: {failure.reason}", after=1.0 + self._rng.random()
+        )
 
     async def _choose(self, event: Event, turn: int) -> rules.Choice:
         route, now = event.route, self._clock.now()
         order = rules.plan(self._pools, route, key=route.account or event.id, turn=turn)
         if self._lists:
             order = tuple([await self._filled(pool) for pool in order])
-        found = rules.pick(order, event.key, self._health.view, now, self._rng.random(), session=route.account)
+        found = rules.pick(
+            order, event.key, self._health.view, now, self._rng.random(), session=route.account
+        )
         if isinstance(found, rules.Exhausted):
             # A little later for each, so that those who wait do not all come back in the same instant.
-            raise rules.PoolExhausted(found.reason, after=max(0.1, found.until - now) * (1 + 0.1 * self._rng.random()))
+            raise rules.PoolExhausted(
+                found.reason, after=max(0.1, found.until - now) * (1 + 0.1 * self._rng.random())
+            )
         return found
 
     async def _learn(self, choice: rules.Choice, host: str, failure: Failure) -> None:
@@ -156,5 +181,7 @@ def _told(failure: Failure, choice: rules.Choice) -> Failure:
     failure.reason = rules.scrub(failure.reason, choice.member.dsn)
     failure.args = (failure.reason,)
     via = f"through {choice.member.label} of proxy pool {choice.pool.name!r}"
-    failure.detail = rules.scrub(f"{failure.detail}\n{via}" if failure.detail else via, choice.member.dsn)
+    failure.detail = rules.scrub(
+        f"{failure.detail}\n{via}" if failure.detail else via, choice.member.dsn
+    )
     return failure

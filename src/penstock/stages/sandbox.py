@@ -28,7 +28,14 @@ class Sandbox:
     everyone's: then its page runs once more under a zygote of its own.
     """
 
-    def __init__(self, pipeline_file: Path | str, *, size: int = 1, limits: Limits | None = None, on_event: OnEvent | None = None) -> None:
+    def __init__(
+        self,
+        pipeline_file: Path | str,
+        *,
+        size: int = 1,
+        limits: Limits | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
         self._file, self._limits = Path(pipeline_file), limits or Limits()
         self._on_event = on_event
         self._places = asyncio.Semaphore(size)  # first come, first served
@@ -60,7 +67,12 @@ class Sandbox:
         while todo and not alone:
             group = [pages[i] for i in todo]
             try:
-                reply = await self._ask(lambda token, memory, group=group: wire.request(group, token, memory), len(group), wire.decode_results, fresh=fresh)  # type: ignore[misc]
+                reply = await self._ask(
+                    lambda token, memory, group=group: wire.request(group, token, memory),  # type: ignore[misc]
+                    len(group),
+                    wire.decode_results,
+                    fresh=fresh,
+                )
             except wire.CannotTravel:
                 for i in todo:
                     if why := wire.cannot_travel(pages[i]):
@@ -85,7 +97,9 @@ class Sandbox:
                 break
             fresh = True
         last = todo + suspects  # bystanders first: a suspect may take all its time again
-        for i, result in zip(last, await asyncio.gather(*[self._alone(pages[i]) for i in last]), strict=True):
+        for i, result in zip(
+            last, await asyncio.gather(*[self._alone(pages[i]) for i in last]), strict=True
+        ):
             results[i] = result
         return [r for r in results if r is not None]
 
@@ -94,7 +108,12 @@ class Sandbox:
         todo, stalled = list(range(len(changes))), False
         while todo:
             group = [changes[i] for i in todo]
-            reply = await self._ask(lambda token, _, group=group: wire.hook_request(group, token), len(group), wire.decode_lines, fresh=False)  # type: ignore[misc]
+            reply = await self._ask(
+                lambda token, _, group=group: wire.hook_request(group, token),  # type: ignore[misc]
+                len(group),
+                wire.decode_lines,
+                fresh=False,
+            )
             finished, death = len(reply.results), reply.death
             for i, line in zip(todo, reply.results, strict=False):
                 lines[i] = line
@@ -114,7 +133,14 @@ class Sandbox:
 
     # -- children
 
-    async def _ask(self, encode: Callable[[int, mmap.mmap], list[bytes]], count: int, decode: Callable[[memoryview], list[Any]], *, fresh: bool) -> Reply:
+    async def _ask(
+        self,
+        encode: Callable[[int, mmap.mmap], list[bytes]],
+        count: int,
+        decode: Callable[[memoryview], list[Any]],
+        *,
+        fresh: bool,
+    ) -> Reply:
         async with self._places:
             try:
                 zygote = await self._living_zygote()
@@ -132,7 +158,12 @@ class Sandbox:
                     else:
                         self._idle.append(child)
             if reply.death is not None:
-                self._tell("child died", reason=reply.death.reason, pid=child.pid, alone=count == 1 and fresh)
+                self._tell(
+                    "child died",
+                    reason=reply.death.reason,
+                    pid=child.pid,
+                    alone=count == 1 and fresh,
+                )
             return reply
 
     def _idle_child(self, zygote: ZygoteProcess) -> ChildProcess | None:
@@ -158,7 +189,12 @@ class Sandbox:
     async def _alone(self, page: Page) -> Extracted:
         if why := wire.cannot_travel(page):
             return _unfit(why)
-        reply = await self._ask(lambda token, memory: wire.request([page], token, memory), 1, wire.decode_results, fresh=True)
+        reply = await self._ask(
+            lambda token, memory: wire.request([page], token, memory),
+            1,
+            wire.decode_results,
+            fresh=True,
+        )
         if reply.death is not None and reply.death.collateral:
             reply = await self._with_a_zygote_of_its_own(page)
         if (death := reply.death) is None:
@@ -167,7 +203,11 @@ class Sandbox:
         if death.ours:
             return _ours(death)
         self._tell("page condemned", url=page.url, reason=death.reason)
-        return Extracted(error=f"{death.reason} while extracted alone", kind=ErrorClass.POISON, detail=death.detail)
+        return Extracted(
+            error=f"{death.reason} while extracted alone",
+            kind=ErrorClass.POISON,
+            detail=death.detail,
+        )
 
     async def _with_a_zygote_of_its_own(self, page: Page) -> Reply:
         """Whose page killed the zygote that several shared? Here it can only be this one."""
@@ -180,7 +220,11 @@ class Sandbox:
             try:
                 if self._closed:
                     return Reply([], Death("the sandbox is closed", ours=True))
-                return await zygote.fork().ask(lambda token, memory: wire.request([page], token, memory), 1, wire.decode_results)
+                return await zygote.fork().ask(
+                    lambda token, memory: wire.request([page], token, memory),
+                    1,
+                    wire.decode_results,
+                )
             finally:
                 self._others.discard(zygote)
                 await zygote.close()
@@ -195,7 +239,9 @@ def _ours(death: Death) -> Extracted:
 
 
 def _unfit(why: str) -> Extracted:
-    return Extracted(error=f"this page cannot be handed to its extractor: {why}", kind=ErrorClass.PERMANENT)
+    return Extracted(
+        error=f"this page cannot be handed to its extractor: {why}", kind=ErrorClass.PERMANENT
+    )
 
 
 def _verb(death: Death) -> str:

@@ -56,7 +56,11 @@ def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:
 
 def keep_freed_memory() -> None:
     """glibc: do not return a parsed page's memory to the system after each page, only to fault it in again for the next."""
-    for option, value in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 16 << 20)):
+    for option, value in (
+        (_M_MMAP_THRESHOLD, 1 << 30),
+        (_M_TRIM_THRESHOLD, 1 << 30),
+        (_M_TOP_PAD, 16 << 20),
+    ):
         _libc("mallopt", option, value)
 
 
@@ -84,8 +88,15 @@ def _nothing(*_: object) -> None:
 class Zygote:
     """Has the pipeline imported, runs none of it; forks children on order, buries them, kills what they leave behind."""
 
-    def __init__(self, settings: Settings, control: socket.socket, progress: mmap.mmap, pipeline: Pipeline) -> None:
-        self._settings, self._control, self._progress, self._pipeline = settings, control, progress, pipeline
+    def __init__(
+        self, settings: Settings, control: socket.socket, progress: mmap.mmap, pipeline: Pipeline
+    ) -> None:
+        self._settings, self._control, self._progress, self._pipeline = (
+            settings,
+            control,
+            progress,
+            pipeline,
+        )
         self._pids: dict[int, int] = {}  # child number -> pid
         self._own = _children()  # what the pipeline file started: stays until the end
         self._wake, wake = os.pipe()
@@ -177,7 +188,16 @@ class Zygote:
             os.close(fds[3])
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             faulthandler.enable(file=crash, all_threads=True)
-            Child(self._settings, self._pipeline, requests, answers, crash, bodies, self._progress, slot).serve()
+            Child(
+                self._settings,
+                self._pipeline,
+                requests,
+                answers,
+                crash,
+                bodies,
+                self._progress,
+                slot,
+            ).serve()
             status = 0
         except (OSError, EOFError):  # user code closed our descriptors, or the worker is gone
             status = wire.LOST_PIPES
@@ -204,7 +224,9 @@ class Zygote:
             _, status = os.waitpid(pid, 0)
             del self._pids[child]
             self._tell(wire.Ended(child, os.waitstatus_to_exitcode(status)))
-        for pid in _children() - self._own - set(self._pids.values()):  # orphans of our children, adopted by us
+        for pid in (
+            _children() - self._own - set(self._pids.values())
+        ):  # orphans of our children, adopted by us
             self._signal(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
                 os.waitpid(pid, os.WNOHANG)
@@ -229,7 +251,11 @@ class Zygote:
 def main() -> NoReturn:
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     die_with(settings.parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the worker, which finishes its pages with us first
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # meant for the worker, which finishes its pages with us first
         signal.signal(number, _nothing)
     if sys.platform == "linux":
         _libc("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -242,16 +268,27 @@ def main() -> NoReturn:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         pipeline = load_pipeline(Path(sys.argv[2]))
-        Page("http://localhost/", b"<p>").css("p::text").get()  # the parser is imported here, once, not in each child
+        Page("http://localhost/", b"<p>").css(
+            "p::text"
+        ).get()  # the parser is imported here, once, not in each child
     except BaseException as e:
         known = isinstance(e, PenstockError)
         if not known:
             traceback.print_exc()
-        refused = wire.Refused(printable(str(e)) if known else f"{printable(sys.argv[2])}: {failed(e, ErrorClass.PERMANENT).error}", getattr(e, "hint", ""))
+        refused = wire.Refused(
+            printable(str(e))
+            if known
+            else f"{printable(sys.argv[2])}: {failed(e, ErrorClass.PERMANENT).error}",
+            getattr(e, "hint", ""),
+        )
         raw = wire.encode_notice(refused)
         control.sendall(wire.LENGTH.pack(len(raw)) + raw)
         os._exit(0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # again: the file may have set its own
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # again: the file may have set its own
         signal.signal(number, _nothing)
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork.*")
     gc.collect()

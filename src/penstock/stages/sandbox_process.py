@@ -68,7 +68,9 @@ class ChildProcess:
         self._future: asyncio.Future[Reply] | None = None
         self._results: list[Any] = []
         self._count = self._token = 0
-        self._tokens = itertools.count(secrets.randbits(62))  # what user code writes to our pipe by accident never carries the right one
+        self._tokens = itertools.count(
+            secrets.randbits(62)
+        )  # what user code writes to our pipe by accident never carries the right one
         self._decode: Callable[[memoryview], list[Any]] = wire.decode_results
         self._out: list[bytes | memoryview] = []
         self._buffer = bytearray()
@@ -111,8 +113,18 @@ class ChildProcess:
                 fcntl.fcntl(w, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return r, w
 
-    async def ask(self, encode: Callable[[int, mmap.mmap], list[bytes]], count: int, decode: Callable[[memoryview], list[Any]]) -> Reply:
-        self._token, self._count, self._decode, self._results = next(self._tokens) & (2**64 - 1), count, decode, []
+    async def ask(
+        self,
+        encode: Callable[[int, mmap.mmap], list[bytes]],
+        count: int,
+        decode: Callable[[memoryview], list[Any]],
+    ) -> Reply:
+        self._token, self._count, self._decode, self._results = (
+            next(self._tokens) & (2**64 - 1),
+            count,
+            decode,
+            [],
+        )
         assert self._memory is not None
         self._out += encode(self._token, self._memory)
         future: asyncio.Future[Reply] = self._loop.create_future()
@@ -165,7 +177,9 @@ class ChildProcess:
             return False
         if not data:
             self._stop_reading()
-            self._loop.call_later(_BURIAL, self._outlived_its_pipe)  # mostly it is dead, and that is told in a moment
+            self._loop.call_later(
+                _BURIAL, self._outlived_its_pipe
+            )  # mostly it is dead, and that is told in a moment
             return False
         if self._buffer:
             self._buffer += data
@@ -183,8 +197,18 @@ class ChildProcess:
         at, view = 0, memoryview(data)
         while not self._why and len(data) - at >= wire.ANSWER.size:
             size, token, first, count, mark = wire.ANSWER.unpack_from(data, at)
-            expected = self._future is not None and not self._future.done() and token == self._token and first == len(self._results)
-            if not expected or first + count > self._count or size > self._limits.output + wire.ENVELOPE + wire.FLUSH_BYTES + 4096 or mark > max(Mark):
+            expected = (
+                self._future is not None
+                and not self._future.done()
+                and token == self._token
+                and first == len(self._results)
+            )
+            if (
+                not expected
+                or first + count > self._count
+                or size > self._limits.output + wire.ENVELOPE + wire.FLUSH_BYTES + 4096
+                or mark > max(Mark)
+            ):
                 self._garbage()
                 return b""
             end = at + wire.ANSWER.size + size
@@ -200,7 +224,9 @@ class ChildProcess:
             self._results += results
             self._marked(Mark(mark))
             at = end
-        return b"" if self._why else bytes(view[at:])  # it is being killed, and for a reason: what comes now does not count
+        return (
+            b"" if self._why else bytes(view[at:])
+        )  # it is being killed, and for a reason: what comes now does not count
 
     def _garbage(self) -> None:
         self.kill("wrote to the sandbox's own pipe")
@@ -231,7 +257,9 @@ class ChildProcess:
         self._timer = None
         if self._future is None or self._future.done() or not self.usable:
             return
-        while self._reading and not self._why and self._readable():  # a busy loop may come here before it reads an answer that is long there
+        while (
+            self._reading and not self._why and self._readable()
+        ):  # a busy loop may come here before it reads an answer that is long there
             pass
         if self._future.done() or not self.usable:
             return
@@ -239,8 +267,13 @@ class ChildProcess:
         index, since = self._progress()
         start = since if index >= 0 else max(since, self._fed)
         left = min(start, now) + self._limits.seconds - now
-        if left <= 0 and behind > _LATE and self._excused != start:  # a machine that was suspended, say: nobody moved
-            self._excused, left = start, min(behind, self._limits.seconds)  # once: a loop may be late every time, and the page still hangs
+        if (
+            left <= 0 and behind > _LATE and self._excused != start
+        ):  # a machine that was suspended, say: nobody moved
+            self._excused, left = (
+                start,
+                min(behind, self._limits.seconds),
+            )  # once: a loop may be late every time, and the page still hangs
         if left > 0:
             self._timer = self._loop.call_later(left + 0.001, self._check_time)
         else:
@@ -284,7 +317,13 @@ class ChildProcess:
         index, _ = self._progress()
         if self._why == _CLOSED and exit_code != -signal.SIGKILL:
             self._why = ""  # it had died by itself, and the news was slow
-        self._die(Death(self._why or _described(exit_code), self._last_words(), index if 0 <= index < self._count else None))
+        self._die(
+            Death(
+                self._why or _described(exit_code),
+                self._last_words(),
+                index if 0 <= index < self._count else None,
+            )
+        )
 
     def lost(self, why: str, *, ours: bool) -> None:
         self._die(Death(why, collateral=not ours, ours=ours))

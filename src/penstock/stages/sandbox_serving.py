@@ -70,7 +70,13 @@ class Child:
         if self._born is not None:
             _, self._hard = resource.getrlimit(resource.RLIMIT_AS)
             limit = self._born[0] + settings.memory
-            resource.setrlimit(resource.RLIMIT_AS, (limit if self._hard == resource.RLIM_INFINITY else min(limit, self._hard), self._hard))
+            resource.setrlimit(
+                resource.RLIMIT_AS,
+                (
+                    limit if self._hard == resource.RLIM_INFINITY else min(limit, self._hard),
+                    self._hard,
+                ),
+            )
 
     def serve(self) -> None:
         """Until the worker closes the pipe."""
@@ -96,7 +102,11 @@ class Child:
                     self._finish(parts, token, first, Mark.OUTPUT)
                 parts.append(part)
                 size += len(part)
-                if at_once or size >= wire.FLUSH_BYTES or time.monotonic() - flushed >= wire.FLUSH_SECONDS:
+                if (
+                    at_once
+                    or size >= wire.FLUSH_BYTES
+                    or time.monotonic() - flushed >= wire.FLUSH_SECONDS
+                ):
                     self._write(wire.answer(parts, token, first, Mark.MORE))
                     first, size, flushed = first + len(parts), 0, time.monotonic()
                     parts.clear()
@@ -131,7 +141,9 @@ class Child:
             self._note(wire.BETWEEN)
 
     def _changes(self, changes: list[bytes]) -> Iterator[bytes]:
-        runner = self._runner = self._runner or asyncio.Runner()  # one loop for all: what a hook has open stays open
+        runner = self._runner = (
+            self._runner or asyncio.Runner()
+        )  # one loop for all: what a hook has open stays open
         for i, change in enumerate(changes):
             self._note(i)
             line = runner.run(run_hooks(self._pipeline, change))
@@ -165,7 +177,10 @@ class Child:
         """Where it happened, for the dead letter."""
         with contextlib.suppress(OSError, MemoryError):
             known = str(e) if isinstance(e, MemoryError) else ""
-            os.write(self._crash, (known or "".join(traceback.format_exception(e))).encode("utf-8", "replace"))
+            os.write(
+                self._crash,
+                (known or "".join(traceback.format_exception(e))).encode("utf-8", "replace"),
+            )
 
     def _finish(self, parts: list[bytes], token: int, first: int, mark: Mark) -> NoReturn:
         self._write(wire.answer(parts, token, first, mark))
@@ -201,7 +216,11 @@ def _encoded(result: Extracted) -> bytes:
         raise
     except Exception as e:  # a lone surrogate, an integer beyond 64 bits
         if result.error:
-            return wire.encode_result(Extracted(error=printable(result.error), kind=result.kind, detail=printable(result.detail)))
+            return wire.encode_result(
+                Extracted(
+                    error=printable(result.error), kind=result.kind, detail=printable(result.detail)
+                )
+            )
         return wire.encode_result(failed(e, ErrorClass.PERMANENT))
 
 

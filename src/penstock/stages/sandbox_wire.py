@@ -56,7 +56,9 @@ decode_notice = msgspec.msgpack.Decoder(Notice).decode
 # -- worker -> child: head and meta through the pipe, the bodies in shared memory: through the pipe they cost 20 µs each. What
 # finds no room there follows the meta. A child has one request at a time, so the memory is free when the next one is made. ----
 
-REQUEST = struct.Struct("<IIQIBxxx")  # bytes of meta, count, token, bytes of the first bodies that lie in shared memory, kind
+REQUEST = struct.Struct(
+    "<IIQIBxxx"
+)  # bytes of meta, count, token, bytes of the first bodies that lie in shared memory, kind
 SHARED_BYTES = 1 << 20  # a group of ordinary pages
 
 
@@ -89,7 +91,15 @@ def head_of(page: Page) -> PageHead:
 
 
 def page_of(head: PageHead, body: bytes) -> Page:
-    return Page.received(head.url, body, head.status, head.headers, head.fetched_at, head.event or None, head.requested_url)
+    return Page.received(
+        head.url,
+        body,
+        head.status,
+        head.headers,
+        head.fetched_at,
+        head.event or None,
+        head.requested_url,
+    )
 
 
 class CannotTravel(Exception):
@@ -132,10 +142,17 @@ def hook_request(changes: Sequence[bytes], token: int) -> list[bytes]:
 
 # -- child -> worker -----------------------------------------------------------------------------------------------------
 
-ANSWER = struct.Struct("<IQIIBxxx")  # bytes that follow, token, index of the first result, count, mark
-MANY = struct.Struct(">BI")  # msgpack array32: results are encoded one by one, so that each can be measured
+ANSWER = struct.Struct(
+    "<IQIIBxxx"
+)  # bytes that follow, token, index of the first result, count, mark
+MANY = struct.Struct(
+    ">BI"
+)  # msgpack array32: results are encoded one by one, so that each can be measured
 ENVELOPE = 1 << 20  # what names, keys and hashes may add to a page's output
-FLUSH_BYTES, FLUSH_SECONDS = 256 << 10, 0.02  # fast pages: one message a group; slow ones: a death loses 20 ms of work
+FLUSH_BYTES, FLUSH_SECONDS = (
+    256 << 10,
+    0.02,
+)  # fast pages: one message a group; slow ones: a death loses 20 ms of work
 
 
 class Mark(enum.IntEnum):
@@ -153,12 +170,16 @@ decode_lines = msgspec.msgpack.Decoder(list[str]).decode
 
 def answer(parts: Sequence[bytes], token: int, first: int, mark: Mark) -> bytes:
     size = MANY.size + sum(map(len, parts))
-    return b"".join([ANSWER.pack(size, token, first, len(parts), mark), MANY.pack(0xDD, len(parts)), *parts])
+    return b"".join(
+        [ANSWER.pack(size, token, first, len(parts), mark), MANY.pack(0xDD, len(parts)), *parts]
+    )
 
 
 # -- shared memory: which page a child is on, since when. One slot a child, written by it, read by the worker ---------------
 
-PROGRESS = struct.Struct("<qd")  # index (-1: between pages), time.monotonic(), which all processes of a machine share
+PROGRESS = struct.Struct(
+    "<qd"
+)  # index (-1: between pages), time.monotonic(), which all processes of a machine share
 SLOT_BYTES = 64
 BETWEEN = -1
 

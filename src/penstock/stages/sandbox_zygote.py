@@ -20,7 +20,13 @@ import msgspec
 import penstock
 from penstock.errors import ConfigError
 from penstock.stages import sandbox_wire as wire
-from penstock.stages.sandbox_process import ZYGOTE_PATIENCE, ChildProcess, Limits, memory_file, signal_name
+from penstock.stages.sandbox_process import (
+    ZYGOTE_PATIENCE,
+    ChildProcess,
+    Limits,
+    memory_file,
+    signal_name,
+)
 from penstock.stages.sandbox_wire import Order
 
 _SLOTS = 1024  # children at once, the dying included
@@ -65,7 +71,9 @@ class ZygoteProcess:
         self._loop.add_reader(self._control, self._readable)
 
     @classmethod
-    async def start(cls, pipeline_file: Path, limits: Limits, *, again: bool = True) -> ZygoteProcess:
+    async def start(
+        cls, pipeline_file: Path, limits: Limits, *, again: bool = True
+    ) -> ZygoteProcess:
         """Raises ConfigError where the file does not load, OSError where there is no process to be had."""
         self = cls(pipeline_file, limits)
         try:
@@ -75,8 +83,12 @@ class ZygoteProcess:
             self._gone("it was not waited for")
             await self._reaped()
             if isinstance(e, TimeoutError):
-                sentence = f"{pipeline_file}: importing it takes longer than {limits.load_seconds:g} s"
-                raise ConfigError(sentence, hint="a pipeline file declares; it does no work at its top level") from None
+                sentence = (
+                    f"{pipeline_file}: importing it takes longer than {limits.load_seconds:g} s"
+                )
+                raise ConfigError(
+                    sentence, hint="a pipeline file declares; it does no work at its top level"
+                ) from None
             raise
         if isinstance(said, wire.Ready):
             return self
@@ -84,9 +96,14 @@ class ZygoteProcess:
         status = await self._reaped()
         if isinstance(said, wire.Refused):
             raise ConfigError(said.error, hint=said.hint)
-        if status == -signal.SIGKILL and again:  # from outside, as when memory has run out: that says nothing about the file
+        if (
+            status == -signal.SIGKILL and again
+        ):  # from outside, as when memory has run out: that says nothing about the file
             return await cls.start(pipeline_file, limits, again=False)
-        raise ConfigError(f"{pipeline_file}: importing it {_ended(status)} the process", hint=f"try `{Path(sys.executable).name} {pipeline_file}`")
+        raise ConfigError(
+            f"{pipeline_file}: importing it {_ended(status)} the process",
+            hint=f"try `{Path(sys.executable).name} {pipeline_file}`",
+        )
 
     @property
     def pid(self) -> int:
@@ -208,7 +225,9 @@ def _sweep(mark: bytes) -> None:
         return
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            held = os.pidfd_open(int(pid))  # so that it is this process that is killed, not the next with its number
+            held = os.pidfd_open(
+                int(pid)
+            )  # so that it is this process that is killed, not the next with its number
         except OSError:
             continue
         try:
@@ -224,7 +243,9 @@ def _environment() -> dict[str, str]:
     """The child must find the very package the worker runs; one that is installed it finds by itself."""
     environment, root = dict(os.environ), str(Path(penstock.__file__).parent.parent)
     if root not in {*site.getsitepackages(), site.getusersitepackages()}:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), root)))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (environment.get("PYTHONPATH"), root))
+        )
     return environment
 
 

@@ -17,8 +17,16 @@ if TYPE_CHECKING:
 
 
 class Context:
-    def __init__(self, config: Config, clock: Clock, rng: random.Random, *, worker: str, inline: bool = False) -> None:
-        self.config, self.clock, self.rng, self.worker, self.inline = config, clock, rng, worker, inline
+    def __init__(
+        self, config: Config, clock: Clock, rng: random.Random, *, worker: str, inline: bool = False
+    ) -> None:
+        self.config, self.clock, self.rng, self.worker, self.inline = (
+            config,
+            clock,
+            rng,
+            worker,
+            inline,
+        )
         self._databases: dict[str, Database] = {}
         self._servers: dict[str, PostgresStore] = {}
 
@@ -29,7 +37,9 @@ class Context:
             raise ConfigError(f"{url!r} names no file", hint="sqlite:/var/lib/penstock/penstock.db")
         key = path if path == ":memory:" else str(Path(path).absolute())
         if key not in self._databases:
-            self._databases[key] = Database(key, durability=self.config.durability, inline=self.inline)
+            self._databases[key] = Database(
+                key, durability=self.config.durability, inline=self.inline
+            )
         return self._databases[key]
 
     def server(self, url: str) -> PostgresStore:
@@ -38,12 +48,16 @@ class Context:
 
         if url not in self._servers:
             namespace = self.config.namespace or "penstock"
-            self._servers[url] = PostgresStore(url, namespace=namespace, durability=self.config.durability, inline=self.inline)
+            self._servers[url] = PostgresStore(
+                url, namespace=namespace, durability=self.config.durability, inline=self.inline
+            )
         return self._servers[url]
 
     def store(self, url: str) -> SqlStore:
         """What shared SQL runs on, whatever the scheme."""
-        return self.server(url) if url.startswith(("postgres:", "postgresql:")) else self.database(url)
+        return (
+            self.server(url) if url.startswith(("postgres:", "postgresql:")) else self.database(url)
+        )
 
     def close(self) -> None:
         for db in self._databases.values():

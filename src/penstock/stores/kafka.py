@@ -39,24 +39,43 @@ class Topic(Access, frozen=True, kw_only=True):
 
 
 def parse(
-    url: str, given: Mapping[str, Any], known: Mapping[str, units.Kind], *, where: str, env: Mapping[str, str] | None = None
+    url: str,
+    given: Mapping[str, Any],
+    known: Mapping[str, units.Kind],
+    *,
+    where: str,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[Topic, dict[str, Any]]:
     """The topic, and the caller's own options that were given (`known`), from the query and from beside the URL. Raises ConfigError, never with a password."""
     scheme, _, rest = url.partition("://")
     if scheme not in ("kafka", "kafka+ssl") or not rest:
-        raise ConfigError(f"{where}: {units.mask(url)!r} is no Kafka URL", hint=f"{EXAMPLE}, or kafka+ssl://user:password@host:9093/products")
+        raise ConfigError(
+            f"{where}: {units.mask(url)!r} is no Kafka URL",
+            hint=f"{EXAMPLE}, or kafka+ssl://user:password@host:9093/products",
+        )
     rest, _, query = rest.partition("?")
     userinfo, _, place = rest.rpartition("@")
     user, _, password = userinfo.partition(":")
     hosts, _, name = place.partition("/")
     name = unquote(name)
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name) or name in (".", ".."):
-        raise ConfigError(f"{where}: {name!r} cannot be a topic" if name else f"{where}: its URL names no topic", hint=f"{scheme}://{hosts}/products")
+        raise ConfigError(
+            f"{where}: {name!r} cannot be a topic" if name else f"{where}: its URL names no topic",
+            hint=f"{scheme}://{hosts}/products",
+        )
     servers = ",".join(server(host.strip(), where, EXAMPLE) for host in hosts.split(","))
     found: dict[str, Any] = {}
     rdkafka: dict[str, str] = {}
-    both = {"username": unquote(user), **({"password": unquote(password)} if password else {})} if user else {}
-    for option, value in {**both, **dict(parse_qsl(query, keep_blank_values=True)), **given}.items():
+    both = (
+        {"username": unquote(user), **({"password": unquote(password)} if password else {})}
+        if user
+        else {}
+    )
+    for option, value in {
+        **both,
+        **dict(parse_qsl(query, keep_blank_values=True)),
+        **given,
+    }.items():
         if option.startswith("rdkafka."):
             rdkafka[option.removeprefix("rdkafka.")] = str(value)
             continue
@@ -64,17 +83,33 @@ def parse(
         if kind is None:
             near = difflib.get_close_matches(option, [*known, *CONNECTION], n=1)
             raise ConfigError(
-                f"{where}: there is no option {option!r}", hint=f"did you mean {near[0]}?" if near else f"it has {', '.join([*known, *CONNECTION])}"
+                f"{where}: there is no option {option!r}",
+                hint=f"did you mean {near[0]}?"
+                if near
+                else f"it has {', '.join([*known, *CONNECTION])}",
             )
         try:
-            found[option] = kind.read(_said(value, f"{where}: {option}", os.environ if env is None else env))
+            found[option] = kind.read(
+                _said(value, f"{where}: {option}", os.environ if env is None else env)
+            )
         except (ValueError, OverflowError, TypeError):
             shown = "what it is" if "password" in option else repr(value)
-            raise ConfigError(f"{where}: {option} cannot be {shown}", hint=f"it is {kind.expected}") from None
+            raise ConfigError(
+                f"{where}: {option} cannot be {shown}", hint=f"it is {kind.expected}"
+            ) from None
     if bool(found.get("username")) != bool(found.get("password")):
-        raise ConfigError(f"{where}: a user without a password, or the other way round", hint=f"{scheme}://user:password@{hosts}/{name}")
-    ours = {_FILES.get(option, option): value for option, value in found.items() if option in CONNECTION and option not in known}
-    return Topic(servers=servers, name=name, tls=scheme == "kafka+ssl", rdkafka=rdkafka, **ours), {o: v for o, v in found.items() if o in known}
+        raise ConfigError(
+            f"{where}: a user without a password, or the other way round",
+            hint=f"{scheme}://user:password@{hosts}/{name}",
+        )
+    ours = {
+        _FILES.get(option, option): value
+        for option, value in found.items()
+        if option in CONNECTION and option not in known
+    }
+    return Topic(servers=servers, name=name, tls=scheme == "kafka+ssl", rdkafka=rdkafka, **ours), {
+        o: v for o, v in found.items() if o in known
+    }
 
 
 def _said(value: Any, where: str, env: Mapping[str, str]) -> Any:
@@ -82,7 +117,10 @@ def _said(value: Any, where: str, env: Mapping[str, str]) -> Any:
         return value
     variable = value.removeprefix("env:")
     if not env.get(variable):
-        raise ConfigError(f"{where}: the environment has no {variable}", hint=f"set {variable}, or write the value itself")
+        raise ConfigError(
+            f"{where}: the environment has no {variable}",
+            hint=f"set {variable}, or write the value itself",
+        )
     return env[variable]
 
 
@@ -93,4 +131,10 @@ def sentence(topic: Topic, error: KafkaError, doing: str) -> tuple[str, str]:
             f"Kafka at {topic.servers} has no topic {topic.name}",
             "check its name, or make it; one that a connector fills is made with its first message",
         )
-    return told(topic, error, doing, url="its URL", rights=f"the rights to Describe and Read, or Write, the topic {topic.name}")
+    return told(
+        topic,
+        error,
+        doing,
+        url="its URL",
+        rights=f"the rights to Describe and Read, or Write, the topic {topic.name}",
+    )

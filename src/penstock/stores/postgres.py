@@ -24,7 +24,9 @@ from penstock.stores.sql import Tx
 T = TypeVar("T")
 
 MAX_GROUP = 50  # with a savepoint each: beyond 64 the server keeps them on disk, and every snapshot gets slower
-LOCK_SPACE = 0x50454E53  # "PENS": the advisory locks of others in the same database have other first halves
+LOCK_SPACE = (
+    0x50454E53  # "PENS": the advisory locks of others in the same database have other first halves
+)
 TRIES = 3
 # A fleet waits for whoever holds the lock, so nobody may hold it and be silent, and nobody waits for ever.
 SETTINGS = {
@@ -40,7 +42,12 @@ SETTINGS = {
 }
 # Whole classes of SQLSTATE that are the server's trouble, not the statement's.
 _OUTAGE_CLASSES = ("08", "53", "57", "58", "XX")
-_OUTAGE_STATES = ("25P03", "25006", "42501", "55P03")  # stalled, read-only, no longer permitted, the lock is held
+_OUTAGE_STATES = (
+    "25P03",
+    "25006",
+    "42501",
+    "55P03",
+)  # stalled, read-only, no longer permitted, the lock is held
 _TRY_AGAIN = ("40001", "40P01")
 
 
@@ -54,7 +61,9 @@ class PostgresStore:
 
     pipelined = True
 
-    def __init__(self, url: str, *, namespace: str, durability: str = "full", inline: bool = False) -> None:
+    def __init__(
+        self, url: str, *, namespace: str, durability: str = "full", inline: bool = False
+    ) -> None:
         """Reads the URL; nothing is asked of the server yet."""
         self.address = Address.parse(url)
         self.namespace, self.durability, self.inline = namespace, durability, inline
@@ -108,9 +117,13 @@ class PostgresStore:
         if not wire.execute(there).get:
             self._alone(wire)
             name = quoting.Identifier(self.namespace).as_string(None)
-            if not wire.execute("SELECT 1 FROM pg_namespace WHERE nspname=?", (self.namespace,)).get:  # IF NOT EXISTS asks for the right to create even then
+            if not wire.execute(
+                "SELECT 1 FROM pg_namespace WHERE nspname=?", (self.namespace,)
+            ).get:  # IF NOT EXISTS asks for the right to create even then
                 wire.execute(f"CREATE SCHEMA {name}")
-            wire.execute("CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version BIGINT NOT NULL)")
+            wire.execute(
+                "CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version BIGINT NOT NULL)"
+            )
             wire.execute("CREATE SEQUENCE IF NOT EXISTS durable")
             wire.execute("COMMIT")
             wire.sync()
@@ -145,7 +158,14 @@ class PostgresStore:
 
     # -- writing -----------------------------------------------------------------------------------------------------------
 
-    async def write(self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False, alone: bool = True) -> T:
+    async def write(
+        self,
+        work: Callable[[Tx], T],
+        *,
+        durable: bool = True,
+        synced: bool = False,
+        alone: bool = True,
+    ) -> T:
         """As SqlStore.write. With `alone`, no other process of the fleet writes with `alone` at that time: what was read there is still so
         when it is decided and written, as on SQLite. `alone=False` is for work that settles its conflicts by row locks."""
         self._refuse_if_closed()
@@ -173,7 +193,10 @@ class PostgresStore:
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise StoreUnavailable(f"{self.path} is closed", hint="it was closed by this process; nothing more can be written")
+            raise StoreUnavailable(
+                f"{self.path} is closed",
+                hint="it was closed by this process; nothing more can be written",
+            )
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -217,7 +240,9 @@ class PostgresStore:
                     self._reader.close()
                     if not is_outage(e):
                         raise
-                    if last or fresh or not lost:  # a connection that was idle when the server went tells us only now; a new one may do
+                    if (
+                        last or fresh or not lost
+                    ):  # a connection that was idle when the server went tells us only now; a new one may do
                         raise self.outage(e, "cannot be read") from e
                 except BaseException:
                     self._reader.close()
@@ -226,7 +251,10 @@ class PostgresStore:
 
     def outage(self, e: BaseException, what: str) -> StoreUnavailable:
         lines = str(e).strip().splitlines() or [type(e).__name__]
-        return StoreUnavailable(f"{self.path} {what}: {self.address.without_secrets(lines[0])}", hint="work goes on by itself when the server is back")
+        return StoreUnavailable(
+            f"{self.path} {what}: {self.address.without_secrets(lines[0])}",
+            hint="work goes on by itself when the server is back",
+        )
 
     # -- closing -----------------------------------------------------------------------------------------------------------
 
@@ -326,7 +354,9 @@ class _Writer:
             except psycopg.Error:
                 if not reused or self._wire.is_open or self._committing:
                     raise
-                self._transact(group)  # it was idle when the server went, and nothing can have been written: on a new connection
+                self._transact(
+                    group
+                )  # it was idle when the server went, and nothing can have been written: on a new connection
         except psycopg.Error as e:
             self._roll_back()
             if not is_outage(e):
@@ -341,7 +371,9 @@ class _Writer:
         self.before_commit.clear()
         wire = self.opened()
         wire.execute("BEGIN")
-        wire.execute("SET LOCAL synchronous_commit TO off")  # the lock is not kept while the disk syncs: see _commit
+        wire.execute(
+            "SET LOCAL synchronous_commit TO off"
+        )  # the lock is not kept while the disk syncs: see _commit
         if self.locked:
             wire.execute("SELECT pg_advisory_xact_lock(?, ?)", (LOCK_SPACE, self.store.key))
         if self._run(wire, group):
@@ -393,7 +425,9 @@ class _Writer:
         except psycopg.Error:
             self._wire.close()
 
-    def _fail(self, group: Sequence[_Job], e: BaseException, cause: BaseException | None = None) -> None:
+    def _fail(
+        self, group: Sequence[_Job], e: BaseException, cause: BaseException | None = None
+    ) -> None:
         if cause is not None:
             e.__cause__ = cause
         for job in group:

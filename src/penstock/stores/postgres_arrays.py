@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-_HEAD = struct.Struct(">iiiii")  # dimensions, has nulls, type of the elements, how many, number of the first
+_HEAD = struct.Struct(
+    ">iiiii"
+)  # dimensions, has nulls, type of the elements, how many, number of the first
 _SIZE = struct.Struct(">i")
 _BYTEA, _BIGINT, _TEXT, _DOUBLE = 17, 20, 25, 701
 
@@ -30,7 +32,9 @@ def texts(values: Sequence[str | None]) -> bytes:
 def _fixed(kind: int, code: str, values: Sequence[float]) -> bytes:
     flat: list[float] = [8] * (2 * len(values))
     flat[1::2] = values
-    return _HEAD.pack(1, 0, kind, len(values), 1) + struct.pack(">" + f"i{code}" * len(values), *flat)
+    return _HEAD.pack(1, 0, kind, len(values), 1) + struct.pack(
+        ">" + f"i{code}" * len(values), *flat
+    )
 
 
 def _sized(kind: int, values: Sequence[bytes | None], nulls: bool) -> bytes:

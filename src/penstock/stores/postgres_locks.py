@@ -36,7 +36,13 @@ class FleetLock:
         self._file = FileLock(path)
         self._wire = store.wire()
         self._one = threading.Lock()  # the connection is one thread's at a time
-        self._key = int.from_bytes(blake2b(f"{store.namespace}\0{self.name}".encode(), digest_size=8, person=b"penstock").digest(), "big", signed=True)
+        self._key = int.from_bytes(
+            blake2b(
+                f"{store.namespace}\0{self.name}".encode(), digest_size=8, person=b"penstock"
+            ).digest(),
+            "big",
+            signed=True,
+        )
         self._token = ""
 
     @property
@@ -74,7 +80,10 @@ class FleetLock:
                 raise self._store.outage(e, "cannot be asked for a lock") from e
 
     def check_in(self, tx: Any) -> None:
-        if not self._token or tx.execute("SELECT token FROM holder WHERE name=?", (self.name,)).get != self._token:
+        if (
+            not self._token
+            or tx.execute("SELECT token FROM holder WHERE name=?", (self.name,)).get != self._token
+        ):
             raise Lost(self.name)
 
     def lose(self) -> None:

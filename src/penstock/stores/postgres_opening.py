@@ -15,7 +15,13 @@ OLDEST = 120000  # server_version_num: 12
 SECRETS = ("password", "sslpassword")
 EXAMPLE = "postgres://user:password@host:5432/database"
 # A worker that waits for a dead peer holds up its own work; a fleet's server is near.
-PATIENCE = {"connect_timeout": "5", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3", "tcp_user_timeout": "30000"}
+PATIENCE = {
+    "connect_timeout": "5",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,14 @@ class Address:
             if secret:
                 said = said.replace(secret[1], "***")
             raise ConfigError(
-                f"the PostgreSQL URL cannot be read: {said}", hint=f"it looks like {EXAMPLE}; %, @ and / in a password are written %25, %40 and %2F"
+                f"the PostgreSQL URL cannot be read: {said}",
+                hint=f"it looks like {EXAMPLE}; %, @ and / in a password are written %25, %40 and %2F",
             ) from e
         if not psycopg.capabilities.has_pipeline():
-            raise ConfigError(f"psycopg runs with libpq {psycopg.pq.version() // 10000}, and Penstock needs 14 or newer", hint="pip install 'psycopg[binary]'")
+            raise ConfigError(
+                f"psycopg runs with libpq {psycopg.pq.version() // 10000}, and Penstock needs 14 or newer",
+                hint="pip install 'psycopg[binary]'",
+            )
         host = str(found.get("host") or "localhost")
         where = f"{host}:{found['port']}" if found.get("port") else host
         who = f"{found['user']}@" if found.get("user") else ""
@@ -68,15 +78,29 @@ def refusal(e: psycopg.Error, address: Address, namespace: str) -> PenstockError
             f"{label}: {user} may not create the tables of Penstock in schema {namespace}: {said}",
             hint=f'as an owner of the database: CREATE SCHEMA "{namespace}" AUTHORIZATION {user}, or GRANT CREATE ON DATABASE {database or "…"} TO {user}',
         )
-    if "password authentication failed" in said or "no password supplied" in said or "authentication failed" in said:
-        return Unreachable(f"{label} refuses the user or the password", hint=f"check both in the URL ({EXAMPLE}), or PGPASSWORD")
+    if (
+        "password authentication failed" in said
+        or "no password supplied" in said
+        or "authentication failed" in said
+    ):
+        return Unreachable(
+            f"{label} refuses the user or the password",
+            hint=f"check both in the URL ({EXAMPLE}), or PGPASSWORD",
+        )
     if re.search(r'database "[^"]*" does not exist', said):
-        return Unreachable(f"{label}: there is no such database", hint=f"createdb {database}, or name another one in the URL")
+        return Unreachable(
+            f"{label}: there is no such database",
+            hint=f"createdb {database}, or name another one in the URL",
+        )
     if re.search(r'role "[^"]*" does not exist', said):
-        return Unreachable(f"{label}: the server knows no user {user}", hint=f"createuser {user}, or name another one in the URL")
+        return Unreachable(
+            f"{label}: the server knows no user {user}",
+            hint=f"createuser {user}, or name another one in the URL",
+        )
     if "pg_hba.conf" in said:
         return Unreachable(
-            f"{label} does not let us in from here: {_said(said)}", hint="add a line for this client to the server's pg_hba.conf, or try sslmode=require"
+            f"{label} does not let us in from here: {_said(said)}",
+            hint="add a line for this client to the server's pg_hba.conf, or try sslmode=require",
         )
     if "too many clients" in said or "remaining connection slots" in said or e.sqlstate == "53300":
         return Unreachable(
@@ -84,12 +108,22 @@ def refusal(e: psycopg.Error, address: Address, namespace: str) -> PenstockError
             hint="raise max_connections (a worker takes up to four, and one for each sink with an outbox), or stop other clients",
         )
     if "could not translate host name" in said or "resolve host" in said:
-        return Unreachable(f"{label}: the host's name cannot be resolved", hint="check the host in the URL")
+        return Unreachable(
+            f"{label}: the host's name cannot be resolved", hint="check the host in the URL"
+        )
     if "server closed the connection" in said or "received invalid response" in said:
-        return Unreachable(f"{label} hung up: {_said(said)}", hint="is that port PostgreSQL's, and does it want TLS (sslmode=require)?")
+        return Unreachable(
+            f"{label} hung up: {_said(said)}",
+            hint="is that port PostgreSQL's, and does it want TLS (sslmode=require)?",
+        )
     if e.sqlstate is not None:
-        return Unreachable(f"cannot prepare the store {label}: {said}", hint="penstock doctor looks closer")
-    return Unreachable(f"{label} cannot be reached: {_said(said)}", hint="is the server up, and are host and port in the URL right?")
+        return Unreachable(
+            f"cannot prepare the store {label}: {said}", hint="penstock doctor looks closer"
+        )
+    return Unreachable(
+        f"{label} cannot be reached: {_said(said)}",
+        hint="is the server up, and are host and port in the URL right?",
+    )
 
 
 def _said(text: str) -> str:

@@ -200,7 +200,9 @@ class Wire:
                 self._names[sql] = name
                 self._sent.append(Answer(self, sql))
             values = [bound(value) for value in bindings]
-            self._pg.send_query_prepared(name, [v for v, _ in values], [f for _, f in values], result_format=BINARY)
+            self._pg.send_query_prepared(
+                name, [v for v, _ in values], [f for _, f in values], result_format=BINARY
+            )
         except psycopg.Error:
             self.close()
             raise

@@ -44,8 +44,17 @@ class Server:
         options, volatile = parse(url)
         self.name = f"{options['host']}:{options['port']}"
         self.tls = url.startswith("rediss:")
-        self.options = {"protocol": 2, "socket_timeout": PATIENCE, "socket_connect_timeout": 5.0, **options}
-        self._pool = ConnectionPool(connection_class=SSLConnection if self.tls else Connection, retry=Retry(NoBackoff(), 0), **self.options)
+        self.options = {
+            "protocol": 2,
+            "socket_timeout": PATIENCE,
+            "socket_connect_timeout": 5.0,
+            **options,
+        }
+        self._pool = ConnectionPool(
+            connection_class=SSLConnection if self.tls else Connection,
+            retry=Retry(NoBackoff(), 0),
+            **self.options,
+        )
         self._evictable, self._volatile = evictable, volatile
         self._checked = False
         self._checking = asyncio.Lock()
@@ -59,14 +68,23 @@ class Server:
             raise self.explained(answer)
         return answer
 
-    async def run_all(self, calls: Sequence[tuple[Script, Sequence[str], Sequence[Argument]]]) -> list[Any]:
+    async def run_all(
+        self, calls: Sequence[tuple[Script, Sequence[str], Sequence[Argument]]]
+    ) -> list[Any]:
         """Several scripts in one round trip; what the server said against one of them is its answer. Raises Lost if nobody knows what happened."""
         if not self._checked:
             await self.check()
-        answers = await self._exchange([(b"EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls])
+        answers = await self._exchange(
+            [(b"EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls]
+        )
         forgotten = [i for i, a in enumerate(answers) if isinstance(a, wrong.NoScriptError)]
         if forgotten:  # a server that was started again has none
-            again = await self._exchange([(b"EVAL", calls[i][0].text, len(calls[i][1]), *calls[i][1], *calls[i][2]) for i in forgotten])
+            again = await self._exchange(
+                [
+                    (b"EVAL", calls[i][0].text, len(calls[i][1]), *calls[i][1], *calls[i][2])
+                    for i in forgotten
+                ]
+            )
             for i, a in zip(forgotten, again, strict=True):
                 answers[i] = a
         return answers
@@ -89,7 +107,9 @@ class Server:
             raise self.explained(e) from e
         try:
             await connection.send_packed_command(connection.pack_commands(commands))
-            if task is not None and task.cancelling() > before:  # the client sends by wait_for, which before Python 3.12 loses a cancellation now and then
+            if (
+                task is not None and task.cancelling() > before
+            ):  # the client sends by wait_for, which before Python 3.12 loses a cancellation now and then
                 raise asyncio.CancelledError
             answers: list[Any] = []
             for _ in commands:
@@ -103,8 +123,13 @@ class Server:
                     answers.append(e)  # "loading": an answer like any other
             return answers
         except (wrong.RedisError, OSError) as e:
-            raise Lost(f"the connection to Redis at {self.name} broke: {e}", hint="it is tried again; see whether the server runs") from e
-        except BaseException:  # cancelled halfway: the next user of this connection would read our answer
+            raise Lost(
+                f"the connection to Redis at {self.name} broke: {e}",
+                hint="it is tried again; see whether the server runs",
+            ) from e
+        except (
+            BaseException
+        ):  # cancelled halfway: the next user of this connection would read our answer
             await connection.disconnect(nowait=True)
             raise
         finally:
@@ -124,10 +149,19 @@ class Server:
                 hint="ACL SETUSER … ~* +@all -@dangerous +info, or at least the commands for scripts, streams, hashes, lists, sorted sets and INFO",
             )
         if isinstance(e, wrong.ReadOnlyError):
-            return StoreUnavailable(f"Redis at {self.name} is a read-only replica now", hint="name the primary, or wait for the fail-over to end")
+            return StoreUnavailable(
+                f"Redis at {self.name} is a read-only replica now",
+                hint="name the primary, or wait for the fail-over to end",
+            )
         if isinstance(e, wrong.OutOfMemoryError):
-            return StoreUnavailable(f"Redis at {self.name} has reached its maxmemory and takes no more", hint="drain it, or give it more memory")
-        return StoreUnavailable(f"Redis at {self.name} does not answer: {said}", hint="it is tried again; see whether the server runs")
+            return StoreUnavailable(
+                f"Redis at {self.name} has reached its maxmemory and takes no more",
+                hint="drain it, or give it more memory",
+            )
+        return StoreUnavailable(
+            f"Redis at {self.name} does not answer: {said}",
+            hint="it is tried again; see whether the server runs",
+        )
 
     # -- trust -------------------------------------------------------------------------------------------------------------
 
@@ -145,14 +179,17 @@ class Server:
                         hint="name its authority: rediss://…?ssl_ca_certs=FILE, and the host it is for",
                     ) from e
                 raise Unreachable(
-                    f"no Redis server answers at {self.name}", hint="start it, or correct host, port and scheme of the DSN (rediss:// is TLS)"
+                    f"no Redis server answers at {self.name}",
+                    hint="start it, or correct host, port and scheme of the DSN (rediss:// is TLS)",
                 ) from e
             if isinstance(said, wrong.BusyLoadingError):
                 raise self.explained(said)
             if isinstance(said, wrong.RedisError):
                 trouble = self.explained(said)
                 raise Unreachable(trouble.message, hint=trouble.hint)
-            self.judge(dict(line.split(":", 1) for line in said.decode().splitlines() if ":" in line))
+            self.judge(
+                dict(line.split(":", 1) for line in said.decode().splitlines() if ":" in line)
+            )
             self._checked = True
 
     def judge(self, facts: Mapping[str, str]) -> None:
@@ -184,7 +221,11 @@ class Blocking:
     def _ask(self, call: Callable[[Any], Any]) -> Any:
         try:
             if self._client is None:
-                client = Redis(ssl=self._server.tls, retry=BlockingRetry(NoBackoff(), 0), **self._server.options)
+                client = Redis(
+                    ssl=self._server.tls,
+                    retry=BlockingRetry(NoBackoff(), 0),
+                    **self._server.options,
+                )
                 facts: Any = client.info()
                 self._server.judge({name: str(fact) for name, fact in facts.items()})
                 self._client = client
@@ -205,11 +246,19 @@ def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: boo
         raise Unreachable(f"Redis at {name} is loading its data", hint="try again in a moment")
     version = facts.get("redis_version", "0")
     if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
-        raise Unreachable(f"Redis at {name} is version {version}; Penstock needs 7.0 or newer", hint="upgrade the server, or name another one")
+        raise Unreachable(
+            f"Redis at {name} is version {version}; Penstock needs 7.0 or newer",
+            hint="upgrade the server, or name another one",
+        )
     if facts.get("role") == "slave":
-        raise Unreachable(f"Redis at {name} is a replica and takes no writes", hint="name the primary in the DSN")
+        raise Unreachable(
+            f"Redis at {name} is a replica and takes no writes", hint="name the primary in the DSN"
+        )
     if facts.get("cluster_enabled") == "1":
-        raise Unreachable(f"Redis at {name} is a cluster node; Penstock needs a single primary", hint="name a server without cluster mode")
+        raise Unreachable(
+            f"Redis at {name} is a cluster node; Penstock needs a single primary",
+            hint="name a server without cluster mode",
+        )
     if volatile:
         return
     policy = facts.get("maxmemory_policy", "noeviction")
@@ -231,14 +280,25 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
         parts = urlsplit(url)
         port = parts.port or 6379
     except ValueError:
-        raise ConfigError("the Redis DSN has a port that is no number", hint="redis://HOST:6379/0") from None
+        raise ConfigError(
+            "the Redis DSN has a port that is no number", hint="redis://HOST:6379/0"
+        ) from None
     if parts.scheme not in ("redis", "rediss"):
-        raise ConfigError(f"{parts.scheme!r} is no Redis scheme", hint="redis://HOST:PORT or, with TLS, rediss://HOST:PORT")
+        raise ConfigError(
+            f"{parts.scheme!r} is no Redis scheme",
+            hint="redis://HOST:PORT or, with TLS, rediss://HOST:PORT",
+        )
     if not parts.hostname:
-        raise ConfigError(f"the Redis DSN {parts.scheme}:{parts.path or '//'} names no host", hint="redis://HOST:6379/0")
+        raise ConfigError(
+            f"the Redis DSN {parts.scheme}:{parts.path or '//'} names no host",
+            hint="redis://HOST:6379/0",
+        )
     number = parts.path.strip("/") or "0"
     if not number.isdigit():
-        raise ConfigError(f"the Redis DSN names database {number!r}, which is no number", hint=f"{parts.scheme}://{parts.hostname}:{port}/0")
+        raise ConfigError(
+            f"the Redis DSN names database {number!r}, which is no number",
+            hint=f"{parts.scheme}://{parts.hostname}:{port}/0",
+        )
     options: dict[str, Any] = {"host": parts.hostname, "port": port, "db": int(number)}
     if parts.username:
         options["username"] = unquote(parts.username)
@@ -250,7 +310,10 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
             volatile = True
         elif name in TLS_OPTIONS and parts.scheme == "rediss":
             if not Path(value).is_file():
-                raise ConfigError(f"the Redis DSN names {value} as {name}, which is no file", hint="give the path of a PEM file that this user may read")
+                raise ConfigError(
+                    f"the Redis DSN names {value} as {name}, which is no file",
+                    hint="give the path of a PEM file that this user may read",
+                )
             options[name] = value
         else:
             raise ConfigError(

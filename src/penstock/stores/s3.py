@@ -24,7 +24,13 @@ def said(e: Exception) -> str:
     return f"{told[1]}: {told[2]}" if told else text.split("\n", 1)[0][:200]
 
 
-KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthorizationHeaderMalformed")
+KEYS = (
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidToken",
+    "ExpiredToken",
+    "AuthorizationHeaderMalformed",
+)
 
 
 def refused(e: Exception, place: str, *, setting: str, rights: str) -> PenstockError:
@@ -33,15 +39,26 @@ def refused(e: Exception, place: str, *, setting: str, rights: str) -> PenstockE
     if "NoSuchBucket" in text:
         return Unreachable(f"there is no {place}", hint=f"create the bucket, or correct {setting}")
     if "169.254.169.254" in text or "credential" in text.lower():
-        return ConfigError(f"there are no credentials for {place}", hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add key= and secret= to the URL")
+        return ConfigError(
+            f"there are no credentials for {place}",
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add key= and secret= to the URL",
+        )
     if any(code in text for code in KEYS):
-        return Unreachable(f"the server of {place} does not accept these credentials ({said(e)})", hint="check key, secret and region")
+        return Unreachable(
+            f"the server of {place} does not accept these credentials ({said(e)})",
+            hint="check key, secret and region",
+        )
     if "PermanentRedirect" in text or "301 Moved" in text:
         return Unreachable(f"{place} is in another region", hint="add region= to the URL")
     if "403 Forbidden" in text or "AccessDenied" in text or "401 Unauthorized" in text:
-        return Unreachable(f"{place} may not be used with these credentials", hint=f"allow {rights} on it")
+        return Unreachable(
+            f"{place} may not be used with these credentials", hint=f"allow {rights} on it"
+        )
     if "error sending request" in text or "kind: Connect" in text:
-        return Unreachable(f"the server of {place} cannot be reached", hint="check endpoint= and region=, and that it runs")
+        return Unreachable(
+            f"the server of {place} cannot be reached",
+            hint="check endpoint= and region=, and that it runs",
+        )
     return Unreachable(f"{place} cannot be used: {said(e)}", hint=f"check {setting}")
 
 
@@ -57,12 +74,20 @@ def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
     for name in options:
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, 1)
-            raise ConfigError(f"{mask(url)}: {name!r} is no option of an S3 URL", hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(OPTIONS))
+            raise ConfigError(
+                f"{mask(url)}: {name!r} is no option of an S3 URL",
+                hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(OPTIONS),
+            )
     if bool(options.get("key")) != bool(options.get("secret")):
-        raise ConfigError(f"{mask(url)} has half of its credentials", hint="key=…&secret=…, or neither for AWS_ACCESS_KEY_ID and so on")
+        raise ConfigError(
+            f"{mask(url)} has half of its credentials",
+            hint="key=…&secret=…, or neither for AWS_ACCESS_KEY_ID and so on",
+        )
     endpoint = options.get("endpoint", "")
     if endpoint and not re.match(r"https?://[^/]", endpoint):
-        raise ConfigError(f"{mask(url)}: endpoint is {endpoint!r}", hint="endpoint=https://host:port")
+        raise ConfigError(
+            f"{mask(url)}: endpoint is {endpoint!r}", hint="endpoint=https://host:port"
+        )
     given = {
         "endpoint": endpoint, "region": options.get("region") or ("us-east-1" if endpoint else ""),
         "access_key_id": options.get("key", ""), "secret_access_key": options.get("secret", ""),
@@ -71,7 +96,11 @@ def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
         bucket = S3Store(
             parts.netloc,
             prefix=None if whole else parts.path.strip("/") or None,
-            client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": endpoint.startswith("http:")},
+            client_options={
+                "timeout": "30s",
+                "connect_timeout": "5s",
+                "allow_http": endpoint.startswith("http:"),
+            },
             retry_config={"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)},
             **{name: value for name, value in given.items() if value},  # type: ignore[arg-type, unused-ignore]
         )

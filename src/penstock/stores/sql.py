@@ -64,7 +64,9 @@ class SqlStore(Protocol):
     def before_commit(self, work: Callable[[], object], /) -> None:
         """Called by a job: `work` runs where blocking does not hurt, after the jobs and before their COMMIT."""
 
-    async def write(self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False) -> T:
+    async def write(
+        self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False
+    ) -> T:
         """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves."""
 
     def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:

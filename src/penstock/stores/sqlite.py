@@ -22,15 +22,38 @@ from penstock.stores.sql import Tx
 
 T = TypeVar("T")
 
-_ONE_THREAD = apsw.SQLITE_OPEN_NOMUTEX  # a connection serves one thread at a time here; its locks cost a tenth of what SQLite does
+_ONE_THREAD = (
+    apsw.SQLITE_OPEN_NOMUTEX
+)  # a connection serves one thread at a time here; its locks cost a tenth of what SQLite does
 APPLICATION_ID = 0x50454E53  # "PENS"
-WAL_RESET_FIXED = (3, 51, 3)  # 3.7.0–3.51.2 may corrupt a WAL that several processes write and checkpoint
+WAL_RESET_FIXED = (
+    3,
+    51,
+    3,
+)  # 3.7.0–3.51.2 may corrupt a WAL that several processes write and checkpoint
 NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"}
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "9p",
+        "afs",
+        "ceph",
+        "glusterfs",
+        "lustre",
+        "fuse.sshfs",
+        "fuse.glusterfs",
+        "fuse.s3fs",
+    }
 )
 MAX_GROUP = 256
 AGAIN = 0.001  # seconds after which we look whether another process still writes
-CHECKPOINT_FRAMES, SOON_AGAIN = 8000, 1000  # frames in the WAL; and more, where somebody who read or wrote kept it from starting anew
+CHECKPOINT_FRAMES, SOON_AGAIN = (
+    8000,
+    1000,
+)  # frames in the WAL; and more, where somebody who read or wrote kept it from starting anew
 CHECKPOINT_PATIENCE = 1000  # milliseconds, for those
 _OUTAGE = (
     apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.BusyError, apsw.CantOpenError, apsw.LockedError, apsw.PermissionsError,
@@ -62,7 +85,14 @@ class Database:
 
     pipelined = False
 
-    def __init__(self, path: str, *, durability: str = "full", inline: bool = False, busy_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        durability: str = "full",
+        inline: bool = False,
+        busy_seconds: float = 30.0,
+    ) -> None:
         self.path, self.durability = path, durability
         self.inline = inline or path == ":memory:"
         self._single: FileLock | None = None
@@ -70,7 +100,10 @@ class Database:
             _refuse_network_file_system(Path(path))
             self._single = _single_writer_if_needed(Path(path))
         self._patience = busy_seconds
-        self._frames, self._checkpoint_at = 0, CHECKPOINT_FRAMES  # in the WAL, when we last committed
+        self._frames, self._checkpoint_at = (
+            0,
+            CHECKPOINT_FRAMES,
+        )  # in the WAL, when we last committed
         self._writer = self._connect()
         self._writer.set_wal_hook(self._on_wal)
         self._reader: apsw.Connection | None = None
@@ -105,22 +138,37 @@ class Database:
         try:
             if self.path != ":memory:":
                 Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            c = _Connection(self.path, flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | _ONE_THREAD)
+            c = _Connection(
+                self.path, flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | _ONE_THREAD
+            )
             c.set_busy_timeout(int(self._patience * 1000))
-            c.execute("PRAGMA page_size=4096")  # keys come in no order: a commit touches about a page for each row, and writes it whole
+            c.execute(
+                "PRAGMA page_size=4096"
+            )  # keys come in no order: a commit touches about a page for each row, and writes it whole
             # One statement, one moment: another process may be making the file just now.
-            known, tables = c.execute("SELECT application_id, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id").get
+            known, tables = c.execute(
+                "SELECT application_id, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id"
+            ).get
             if known not in (0, APPLICATION_ID) or (known == 0 and tables):
                 raise Unreachable(
-                    f"{self.path} is an SQLite database, but not one of Penstock's", hint="point PENSTOCK_STATE or the store URL at another place"
+                    f"{self.path} is an SQLite database, but not one of Penstock's",
+                    hint="point PENSTOCK_STATE or the store URL at another place",
                 )
-            self._in_wal = self.path != ":memory:" and c.execute("PRAGMA journal_mode=WAL").get == "wal"  # not every file system can
+            self._in_wal = (
+                self.path != ":memory:" and c.execute("PRAGMA journal_mode=WAL").get == "wal"
+            )  # not every file system can
             if not known:  # only then: it takes the write lock, and most who open only want to look
                 c.execute(f"PRAGMA application_id={APPLICATION_ID}")
             c.execute("PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
-            c.execute(f"PRAGMA synchronous={'NORMAL' if self._in_wal else 'FULL'}; PRAGMA journal_size_limit=67108864").fetchall()
-            c.execute("PRAGMA wal_autocheckpoint=0").fetchall()  # it answers: what stood behind it would not be run before that is read
-            c.execute("CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID")
+            c.execute(
+                f"PRAGMA synchronous={'NORMAL' if self._in_wal else 'FULL'}; PRAGMA journal_size_limit=67108864"
+            ).fetchall()
+            c.execute(
+                "PRAGMA wal_autocheckpoint=0"
+            ).fetchall()  # it answers: what stood behind it would not be run before that is read
+            c.execute(
+                "CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID"
+            )
             return c
         except (apsw.Error, OSError) as e:
             raise Unreachable(
@@ -134,7 +182,10 @@ class Database:
             found = self._writer.execute("SELECT version FROM part WHERE name=?", (name,)).get
             if found is None:
                 self._writer.execute("BEGIN IMMEDIATE")
-                if self._writer.execute("SELECT version FROM part WHERE name=?", (name,)).get is None:
+                if (
+                    self._writer.execute("SELECT version FROM part WHERE name=?", (name,)).get
+                    is None
+                ):
                     self._writer.execute(schema)
                     self._writer.execute("INSERT INTO part VALUES(?,?)", (name, version))
                 self._writer.execute("COMMIT")
@@ -147,7 +198,9 @@ class Database:
         except apsw.Error as e:
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
-            raise Unreachable(f"cannot prepare the store {self.path}: {e}", hint="penstock doctor looks closer") from e
+            raise Unreachable(
+                f"cannot prepare the store {self.path}: {e}", hint="penstock doctor looks closer"
+            ) from e
 
     def lock(self, path: Path) -> FileLock:
         """As SqlStore.lock: those who share a file are on one machine."""
@@ -156,11 +209,23 @@ class Database:
     def check(self) -> list[str]:
         """Integrity, in sentences; [] is good. Slow on large files: for starts after an unclean stop, and for doctor."""
         try:
-            c = apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY) if self.path != ":memory:" else self._writer
+            c = (
+                apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY)
+                if self.path != ":memory:"
+                else self._writer
+            )
             try:
                 c.set_busy_timeout(int(self._patience * 1000))
-                lines = [line for row in c.execute("PRAGMA quick_check(10)") for line in str(row[0]).splitlines()]
-                return [line for line in lines if line != "ok" and not line.startswith("*** in database")]
+                lines = [
+                    line
+                    for row in c.execute("PRAGMA quick_check(10)")
+                    for line in str(row[0]).splitlines()
+                ]
+                return [
+                    line
+                    for line in lines
+                    if line != "ok" and not line.startswith("*** in database")
+                ]
             finally:
                 if c is not self._writer:
                     c.close()
@@ -169,7 +234,9 @@ class Database:
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 
-    async def write(self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False) -> T:
+    async def write(
+        self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False
+    ) -> T:
         """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves.
 
         Statements run on the loop's own thread: handing each of them to another one cost more than SQLite does. The disk,
@@ -204,7 +271,10 @@ class Database:
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise StoreUnavailable(f"{self.path} is closed", hint="it was closed by this process; nothing more can be written")
+            raise StoreUnavailable(
+                f"{self.path} is closed",
+                hint="it was closed by this process; nothing more can be written",
+            )
 
     def before_commit(self, work: Callable[[], object]) -> None:
         """Called by a job: `work` runs where blocking does not hurt, after the jobs and before their COMMIT."""
@@ -237,7 +307,9 @@ class Database:
             error = e
         group = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_GROUP))]
         if doubtful:
-            loop.run_in_executor(self._waits, self._begin, group).add_done_callback(lambda _: self._go_on(loop, group))
+            loop.run_in_executor(self._waits, self._begin, group).add_done_callback(
+                lambda _: self._go_on(loop, group)
+            )
             return
         if error is not None:
             self._fail(group, error)
@@ -246,7 +318,9 @@ class Database:
     def _go_on(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
         self._run(group)
         if self._before_commit:
-            loop.run_in_executor(self._waits, self._finish, group).add_done_callback(lambda _: self._committed(loop, group))
+            loop.run_in_executor(self._waits, self._finish, group).add_done_callback(
+                lambda _: self._committed(loop, group)
+            )
         else:
             self._finish(group)
             self._committed(loop, group)
@@ -256,7 +330,9 @@ class Database:
             _answer(group)
             return
         if self._frames >= self._checkpoint_at:
-            loop.run_in_executor(self._waits, self._checkpoint).add_done_callback(lambda _: self._rest(loop))
+            loop.run_in_executor(self._waits, self._checkpoint).add_done_callback(
+                lambda _: self._rest(loop)
+            )
         else:
             self._rest(loop)
         self._unsynced += [job for job in group if job.durable and job.error is None]
@@ -303,10 +379,16 @@ class Database:
         return apsw.SQLITE_OK
 
     def _checkpoint(self) -> None:
-        again = self._checkpoint_at != CHECKPOINT_FRAMES  # then others wait until it is done, or a WAL that is always written to would never start anew
-        with contextlib.suppress(apsw.Error):  # what is wrong with the disk is told to those who write
+        again = (
+            self._checkpoint_at != CHECKPOINT_FRAMES
+        )  # then others wait until it is done, or a WAL that is always written to would never start anew
+        with contextlib.suppress(
+            apsw.Error
+        ):  # what is wrong with the disk is told to those who write
             self._writer.set_busy_timeout(CHECKPOINT_PATIENCE if again else 0)
-            self._writer.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_FULL if again else apsw.SQLITE_CHECKPOINT_PASSIVE)
+            self._writer.wal_checkpoint(
+                mode=apsw.SQLITE_CHECKPOINT_FULL if again else apsw.SQLITE_CHECKPOINT_PASSIVE
+            )
         self._checkpoint_at = self._frames + SOON_AGAIN
 
     # The three steps of a transaction. An outage anywhere fails the whole group, and then nothing was written.
@@ -377,7 +459,10 @@ class Database:
             job.error = e
 
     def _outage(self, e: Exception) -> StoreUnavailable:
-        outage = StoreUnavailable(f"{self.path} does not take writes: {e}", hint="free disk space or repair permissions; work goes on by itself then")
+        outage = StoreUnavailable(
+            f"{self.path} does not take writes: {e}",
+            hint="free disk space or repair permissions; work goes on by itself then",
+        )
         outage.__cause__ = e
         return outage
 
@@ -385,7 +470,9 @@ class Database:
         """After a failed sync nobody knows what the disk has of the WAL: all of it goes into the database file, by a sync that is believed."""
         ((busy, _, _),) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         if busy:
-            raise apsw.BusyError("others read the WAL, which has to be written anew after a failed sync")
+            raise apsw.BusyError(
+                "others read the WAL, which has to be written anew after a failed sync"
+            )
         self._doubtful = False
 
     # -- reading ---------------------------------------------------------------------------------------------------------
@@ -404,7 +491,9 @@ class Database:
         try:
             return work(cast(Tx, self._reader))
         except _OUTAGE as e:
-            raise StoreUnavailable(f"{self.path} cannot be read: {e}", hint="penstock doctor looks closer") from e
+            raise StoreUnavailable(
+                f"{self.path} cannot be read: {e}", hint="penstock doctor looks closer"
+            ) from e
 
     def moment(self, work: Callable[[Tx], T]) -> T:
         """As read_now, with all that `work` reads from one moment."""
@@ -457,7 +546,11 @@ class _Job:
 
 def _answer(jobs: Sequence[_Job]) -> None:
     for job in jobs:
-        if job.future is not None and not job.future.done() and not job.future.get_loop().is_closed():
+        if (
+            job.future is not None
+            and not job.future.done()
+            and not job.future.get_loop().is_closed()
+        ):
             job.future.set_result(None)
 
 
@@ -469,8 +562,12 @@ def file_system_of(path: Path, mountinfo: str = "/proc/self/mountinfo") -> str:
         with open(mountinfo, encoding="utf-8", errors="replace") as f:
             for line in f:
                 left, _, right = line.partition(" - ")
-                point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split()[4])  # space, tab, newline and backslash are written so
-                if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+                point = re.sub(
+                    r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split()[4]
+                )  # space, tab, newline and backslash are written so
+                if (real == point or real.startswith(point.rstrip("/") + "/")) and len(
+                    point
+                ) >= len(best):
                     best, kind = point, right.split()[0]
         return kind
     except (OSError, IndexError, UnicodeError):

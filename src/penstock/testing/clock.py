@@ -6,7 +6,9 @@ import asyncio
 import heapq
 import itertools
 
-START = 1_700_000_000.0  # a plausible moment, so that arithmetic on epochs is exercised as it will be
+START = (
+    1_700_000_000.0  # a plausible moment, so that arithmetic on epochs is exercised as it will be
+)
 
 
 class ManualClock:

@@ -31,12 +31,31 @@ class BrokerConformance(Outages):
     # -- publish, receive, settle ------------------------------------------------------------------------------------------
 
     @sentence()
-    async def test_what_is_published_arrives_once_with_all_it_was_given(self, broker: Broker) -> None:
+    async def test_what_is_published_arrives_once_with_all_it_was_given(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
-        await broker.publish([Out(topic="t", id="e1", key="shop.test", body=b"\x00\xffbytes", headers={"traceparent": "00-é"})])
+        await broker.publish(
+            [
+                Out(
+                    topic="t",
+                    id="e1",
+                    key="shop.test",
+                    body=b"\x00\xffbytes",
+                    headers={"traceparent": "00-é"},
+                )
+            ]
+        )
         sub = self.sub(broker)
         (d,) = await self.only(sub, 1)
-        assert (d.topic, d.group, d.id, d.key, d.body, d.headers) == ("t", "main", "e1", "shop.test", b"\x00\xffbytes", {"traceparent": "00-é"})
+        assert (d.topic, d.group, d.id, d.key, d.body, d.headers) == (
+            "t",
+            "main",
+            "e1",
+            "shop.test",
+            b"\x00\xffbytes",
+            {"traceparent": "00-é"},
+        )
         assert await self.left(sub) == []
         assert list(await sub.settle([(d, Ack())])) == [True]
         await self.sleep(self.lease + self.slack)
@@ -52,34 +71,56 @@ class BrokerConformance(Outages):
     @sentence()
     async def test_publish_answers_for_each_message_in_order(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t"), TopicSpec(name="u")])
-        answers = await broker.publish([Out(topic=t, id=f"{t}{i}", key="k", body=b"") for t in ("t", "u") for i in range(3)])
+        answers = await broker.publish(
+            [Out(topic=t, id=f"{t}{i}", key="k", body=b"") for t in ("t", "u") for i in range(3)]
+        )
         assert list(answers) == [Published.OK] * 6
         assert [d.id for d in await self.only(self.sub(broker, "u"), 3)] == ["u0", "u1", "u2"]
         assert list(await broker.publish([])) == []
 
     @sentence(lambda caps: caps.bounded)
-    async def test_a_full_topic_says_so_message_by_message_and_takes_more_once_there_is_room(self, broker: Broker) -> None:
+    async def test_a_full_topic_says_so_message_by_message_and_takes_more_once_there_is_room(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t", max_depth=3), TopicSpec(name="u")])
-        batch = [Out(topic=t, id=f"{t}{i}", key="k", body=b"") for i in range(5) for t in ("t", "u")]
+        batch = [
+            Out(topic=t, id=f"{t}{i}", key="k", body=b"") for i in range(5) for t in ("t", "u")
+        ]
         answers = dict(zip([m.id for m in batch], await broker.publish(batch), strict=True))
         assert [answers[f"t{i}"] for i in range(5)] == ["ok", "ok", "ok", "full", "full"]
         assert {answers[f"u{i}"] for i in range(5)} == {"ok"}
         sub = self.sub(broker)
         got = await self.only(sub, 3)
         assert [d.id for d in got] == ["t0", "t1", "t2"]
-        assert list(await broker.publish([Out(topic="t", id="t6", key="k", body=b"")])) == ["full"], "what is in flight still takes its place"
+        assert list(await broker.publish([Out(topic="t", id="t6", key="k", body=b"")])) == [
+            "full"
+        ], "what is in flight still takes its place"
         await sub.settle([(got[0], Ack()), (got[1], Retry(100, "later"))])
-        assert list(await broker.publish([Out(topic="t", id=f"t{i}", key="k", body=b"") for i in (7, 8)])) == ["ok", "full"]
+        assert list(
+            await broker.publish([Out(topic="t", id=f"t{i}", key="k", body=b"") for i in (7, 8)])
+        ) == ["ok", "full"]
 
     @sentence()
-    async def test_an_empty_body_and_one_of_a_mebibyte_come_back_unchanged(self, broker: Broker) -> None:
+    async def test_an_empty_body_and_one_of_a_mebibyte_come_back_unchanged(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         large = bytes(range(256)) * (MIB // 256)
-        await broker.publish([Out(topic="t", id="empty", key="k", body=b""), Out(topic="t", id="large", key="k", body=large)])
-        assert {d.id: d.body for d in await self.only(self.sub(broker), 2)} == {"empty": b"", "large": large}
+        await broker.publish(
+            [
+                Out(topic="t", id="empty", key="k", body=b""),
+                Out(topic="t", id="large", key="k", body=large),
+            ]
+        )
+        assert {d.id: d.body for d in await self.only(self.sub(broker), 2)} == {
+            "empty": b"",
+            "large": large,
+        }
 
     @sentence()
-    async def test_a_late_or_repeated_settle_is_refused_and_touches_nothing_else(self, broker: Broker) -> None:
+    async def test_a_late_or_repeated_settle_is_refused_and_touches_nothing_else(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2"])
         sub = self.sub(broker)
@@ -88,14 +129,22 @@ class BrokerConformance(Outages):
         for outcome in (Ack(), Retry(0.0, "again"), Release(), Dead("no")):
             assert list(await sub.settle([(first, outcome)])) == [False]
         await self.counts(broker, 0, 0, 1)
-        assert list(await sub.settle([(second, Ack()), (second, Ack()), (first, Ack())])) == [True, False, False]
+        assert list(await sub.settle([(second, Ack()), (second, Ack()), (first, Ack())])) == [
+            True,
+            False,
+            False,
+        ]
         await self.counts(broker, 0, 0, 0)
 
     @sentence(lapses)
-    async def test_a_settle_after_the_lease_went_to_another_is_refused(self, broker: Broker) -> None:
+    async def test_a_settle_after_the_lease_went_to_another_is_refused(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"])
-        slow, other = (self.sub(broker, owner=owner, lease=self.lease) for owner in ("slow", "other"))
+        slow, other = (
+            self.sub(broker, owner=owner, lease=self.lease) for owner in ("slow", "other")
+        )
         (old,) = await self.take(slow, 1)
         await self.sleep(self.lease + self.slack)
         (new,) = await self.take(other, 1)
@@ -107,12 +156,17 @@ class BrokerConformance(Outages):
         assert list(await other.settle([(new, Ack())])) == [True]
 
     @sentence()
-    async def test_settling_out_of_order_then_a_crash_brings_back_only_the_unsettled(self, broker: Broker) -> None:
+    async def test_settling_out_of_order_then_a_crash_brings_back_only_the_unsettled(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, [f"a{i}" for i in range(6)])
         sub, began = self.sub(broker, lease=self.lease), self.now()
         got = await self.take(sub, 6)
-        assert list(await sub.settle([(got[4], Ack()), (got[1], Ack()), (got[3], Ack())])) == [True] * 3
+        assert (
+            list(await sub.settle([(got[4], Ack()), (got[1], Ack()), (got[3], Ack())]))
+            == [True] * 3
+        )
         after = self.sub(await self.crash(broker), owner="w2", lease=self.lease)
         back: list[Delivery] = []
         if broker.caps.lease == "time":
@@ -123,7 +177,9 @@ class BrokerConformance(Outages):
         assert sorted(d.id for d in back) == ["a0", "a2", "a5"]
 
     @sentence(lambda caps: caps.counts_deliveries)
-    async def test_deliveries_count_crashes_and_retries_but_no_release(self, broker: Broker) -> None:
+    async def test_deliveries_count_crashes_and_retries_but_no_release(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"])
         sub = self.sub(broker, lease=self.lease)
@@ -147,18 +203,29 @@ class BrokerConformance(Outages):
         got = await self.take(sub, 2)
         await sub.settle([(d, Release()) for d in got])
         await self.counts(broker, 2, 0, 0)
-        assert sorted(d.id for d in await self.only(self.sub(broker, owner="w2"), 2)) == ["a1", "a2"]
+        assert sorted(d.id for d in await self.only(self.sub(broker, owner="w2"), 2)) == [
+            "a1",
+            "a2",
+        ]
 
     @sentence()
-    async def test_a_dead_letter_keeps_bytes_headers_reason_and_position(self, broker: Broker) -> None:
+    async def test_a_dead_letter_keeps_bytes_headers_reason_and_position(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t"), TopicSpec(name="t.dead")])
-        await broker.publish([Out(topic="t", id="e1", key="k", body=b"\xff\x00", headers={"a": "b"})])
+        await broker.publish(
+            [Out(topic="t", id="e1", key="k", body=b"\xff\x00", headers={"a": "b"})]
+        )
         sub = self.sub(broker, lease=self.lease)
         (d,) = await self.take(sub, 1)
         assert list(await sub.settle([(d, Dead("parsing: no title"))])) == [True]
         (letter,) = await self.only(self.sub(broker, "t.dead"), 1)
         assert (letter.id, letter.key, letter.body) == ("e1", "k", b"\xff\x00")
-        assert letter.headers == {"a": "b", "penstock-reason": "parsing: no title", "penstock-position": str(d.position)}
+        assert letter.headers == {
+            "a": "b",
+            "penstock-reason": "parsing: no title",
+            "penstock-position": str(d.position),
+        }
         await self.sleep(self.lease + self.slack)
         assert await self.left(sub) == []
         assert (await broker.stats("t", "main")).dead == 1
@@ -166,16 +233,31 @@ class BrokerConformance(Outages):
     @sentence()
     async def test_a_dead_letter_can_be_redriven(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t"), TopicSpec(name="t.dead")])
-        await broker.publish([Out(topic="t", id="e1", key="k", body=b"\xff\x00", headers={"a": "b"})])
+        await broker.publish(
+            [Out(topic="t", id="e1", key="k", body=b"\xff\x00", headers={"a": "b"})]
+        )
         sub, graves = self.sub(broker), self.sub(broker, "t.dead")
         (d,) = await self.take(sub, 1)
         await sub.settle([(d, Dead("parsing: no title"))])
         (letter,) = await self.take(graves, 1)
-        headers = {name: value for name, value in letter.headers.items() if not name.startswith("penstock-")}
-        assert list(await broker.publish([Out(topic="t", id=letter.id, key=letter.key, body=letter.body, headers=headers)])) == [Published.OK]
+        headers = {
+            name: value
+            for name, value in letter.headers.items()
+            if not name.startswith("penstock-")
+        }
+        assert list(
+            await broker.publish(
+                [Out(topic="t", id=letter.id, key=letter.key, body=letter.body, headers=headers)]
+            )
+        ) == [Published.OK]
         assert list(await graves.settle([(letter, Ack())])) == [True]
         (again,) = await self.only(sub, 1)
-        assert (again.id, again.key, again.body, again.headers) == ("e1", "k", b"\xff\x00", {"a": "b"})
+        assert (again.id, again.key, again.body, again.headers) == (
+            "e1",
+            "k",
+            b"\xff\x00",
+            {"a": "b"},
+        )
         assert list(await sub.settle([(again, Ack())])) == [True]
         assert await self.left(graves) == []
 
@@ -200,7 +282,9 @@ class BrokerConformance(Outages):
     async def test_a_message_with_a_time_of_its_own_waits_for_it(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         sub = self.sub(broker)
-        assert await self.left(sub) == []  # joining a group takes its time, and is not to be part of theirs
+        assert (
+            await self.left(sub) == []
+        )  # joining a group takes its time, and is not to be part of theirs
         due = self.now() + 2.0
         await self.fill(broker, ["a1"], not_before=due)
         await self.fill(broker, ["a2"], not_before=self.now() - 5.0)
@@ -213,7 +297,9 @@ class BrokerConformance(Outages):
         assert sorted(d.id for d in got) == ["a1", "a2"]
 
     @sentence(lapses)
-    async def test_a_lease_that_is_extended_is_kept_and_one_that_is_not_lapses(self, broker: Broker) -> None:
+    async def test_a_lease_that_is_extended_is_kept_and_one_that_is_not_lapses(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2"])
         sub, other = (self.sub(broker, owner=owner, lease=self.lease) for owner in ("w1", "w2"))
@@ -266,13 +352,21 @@ class BrokerConformance(Outages):
         await self.fill(broker, ["b1", "c1"])
         sub = self.sub(broker)
         first: list[Delivery] = []
-        while len(first) < 100 and not {"b1", "c1"} <= {d.id for d in first}:  # nobody settles: the work of `a` is slow
+        while len(first) < 100 and not {"b1", "c1"} <= {
+            d.id for d in first
+        }:  # nobody settles: the work of `a` is slow
             first += await self.some(sub, 10)
-            await asyncio.sleep(0.1)  # nor is the work so quick that what a server has still to send cannot have its turn
-        assert {"b1", "c1"} <= {d.id for d in first}, "half of what was there before them came first"
+            await asyncio.sleep(
+                0.1
+            )  # nor is the work so quick that what a server has still to send cannot have its turn
+        assert {"b1", "c1"} <= {d.id for d in first}, (
+            "half of what was there before them came first"
+        )
 
     @sentence()
-    async def test_a_key_that_comes_late_waits_no_longer_than_one_that_comes_often(self, broker: Broker) -> None:
+    async def test_a_key_that_comes_late_waits_no_longer_than_one_that_comes_often(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, [f"old{i}" for i in range(50)])
         sub = self.sub(broker)
@@ -286,7 +380,9 @@ class BrokerConformance(Outages):
         assert served >= 5
 
     @sentence(orders)
-    async def test_an_ordered_topic_hands_out_one_of_a_key_at_a_time_in_order(self, broker: Broker) -> None:
+    async def test_an_ordered_topic_hands_out_one_of_a_key_at_a_time_in_order(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, ["a1", "a2", "b1", "a3"])
         sub = self.sub(broker)
@@ -304,7 +400,12 @@ class BrokerConformance(Outages):
         await self.fill(broker, ["a1", "a2"])
         sub = self.sub(broker, lease=self.lease)
         early: list[Delivery] = []
-        for outcome, pause in ((Retry(2.0, "x"), 2.0 + self.slack), (Release(), 0.0), (None, 0.0), (Retry(0.0, "x"), self.slack)):
+        for outcome, pause in (
+            (Retry(2.0, "x"), 2.0 + self.slack),
+            (Release(), 0.0),
+            (None, 0.0),
+            (Retry(0.0, "x"), self.slack),
+        ):
             (d,) = early or await self.only(sub, 1)
             assert d.id == "a1"
             asked, early = self.now(), []
@@ -313,7 +414,9 @@ class BrokerConformance(Outages):
             else:
                 sub = await self.lose(broker, sub)
             if isinstance(outcome, Retry) and outcome.delay:
-                early = await self.before(asked + outcome.delay, sub)  # the next one waits behind its elder's retry
+                early = await self.before(
+                    asked + outcome.delay, sub
+                )  # the next one waits behind its elder's retry
             if not early:
                 await self.sleep(pause)
         (d,) = await self.only(sub, 1)
@@ -321,7 +424,9 @@ class BrokerConformance(Outages):
         assert [d.id for d in await self.only(sub, 1)] == ["a2"]
 
     @sentence(lambda caps: orders(caps) and delays(caps))
-    async def test_a_delayed_message_never_joins_one_of_its_key_that_is_out(self, broker: Broker) -> None:
+    async def test_a_delayed_message_never_joins_one_of_its_key_that_is_out(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, ["a1"])
         await self.fill(broker, ["a2"], not_before=self.now() + 1.0)
@@ -333,7 +438,9 @@ class BrokerConformance(Outages):
         assert [d.id for d in await self.only(sub, 1)] == ["a2"]
 
     @sentence(orders)
-    async def test_in_an_ordered_topic_no_priority_lets_a_key_overtake_itself(self, broker: Broker) -> None:
+    async def test_in_an_ordered_topic_no_priority_lets_a_key_overtake_itself(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, ["a1"], priority=2)
         await self.fill(broker, ["a2"], priority=0)
@@ -347,7 +454,9 @@ class BrokerConformance(Outages):
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(10)])
         sub = self.sub(broker)
-        await sub.settle([(d, Release()) for d in await self.take(sub, 2)])  # both keys have arrived
+        await sub.settle(
+            [(d, Release()) for d in await self.take(sub, 2)]
+        )  # both keys have arrived
         keys = ""
         for _ in range(8):
             (d,) = await self.take(sub, 1)
@@ -383,12 +492,16 @@ class BrokerConformance(Outages):
             assert [i for i in done if i[0] == key] == [f"{key}{i}" for i in range(12)]
 
     @sentence()
-    async def test_priorities_are_weighted_high_is_preferred_and_low_is_not_starved(self, broker: Broker) -> None:
+    async def test_priorities_are_weighted_high_is_preferred_and_low_is_not_starved(
+        self, broker: Broker
+    ) -> None:
         for batch in (1, 5, 20, 22, 50):
             topic = f"t{batch}"
             await broker.ensure([TopicSpec(name=topic)])
             for prio, name in enumerate(("high", "normal", "low")):
-                await self.fill(broker, [f"{name}{i}" for i in range(210)], topic=topic, priority=prio)
+                await self.fill(
+                    broker, [f"{name}{i}" for i in range(210)], topic=topic, priority=prio
+                )
             sub = self.sub(broker, topic)
             seen: list[Delivery] = []
             while len({d.key for d in seen}) < 3:  # all classes have arrived
@@ -423,7 +536,9 @@ class BrokerConformance(Outages):
         assert sorted(d.id for d in await self.only(archive, 2)) == ["a1", "b1"]
 
     @sentence(lambda caps: caps.replay)
-    async def test_replay_hands_everything_since_then_out_again_and_nothing_twice(self, broker: Broker) -> None:
+    async def test_replay_hands_everything_since_then_out_again_and_nothing_twice(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t", groups=("main", "other"))])
         await self.fill(broker, ["a1", "b1"])
         await self.sleep(1.0)
@@ -450,7 +565,9 @@ class BrokerConformance(Outages):
         assert len(set(seen)) == 20
 
     @sentence()
-    async def test_the_same_id_may_be_published_twice_and_neither_settle_touches_the_other(self, broker: Broker) -> None:
+    async def test_the_same_id_may_be_published_twice_and_neither_settle_touches_the_other(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a1"])
         sub = self.sub(broker)
@@ -461,26 +578,39 @@ class BrokerConformance(Outages):
             assert list(await sub.settle([(got[1], Ack())])) == [True]
 
     @sentence()
-    async def test_declaring_a_topic_again_keeps_its_messages_and_an_impossible_change_is_told(self, broker: Broker) -> None:
+    async def test_declaring_a_topic_again_keeps_its_messages_and_an_impossible_change_is_told(
+        self, broker: Broker
+    ) -> None:
         assert list(await broker.ensure([TopicSpec(name="t")])) == []
         await self.fill(broker, ["a1"])
         assert list(await broker.ensure([TopicSpec(name="t", groups=("main", "late"))])) == []
         if orders(broker.caps):
-            assert any("t" in drift for drift in await broker.ensure([TopicSpec(name="t", ordered=True)]))
+            assert any(
+                "t" in drift for drift in await broker.ensure([TopicSpec(name="t", ordered=True)])
+            )
         assert [d.id for d in await self.only(self.sub(broker), 1)] == ["a1"]
 
     @sentence()
     async def test_a_look_shows_what_waits_and_consumes_nothing(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
-        await broker.publish([Out(topic="t", id=f"a{i}", key="a", body=b"%d" % i, headers={"h": "é"}) for i in range(5)])
+        await broker.publish(
+            [
+                Out(topic="t", id=f"a{i}", key="a", body=b"%d" % i, headers={"h": "é"})
+                for i in range(5)
+            ]
+        )
         for _ in range(2):
             seen = await broker.peek("t", 3)
-            assert [(m.id, m.key, m.body, m.headers) for m in seen] == [(f"a{i}", "a", b"%d" % i, {"h": "é"}) for i in range(3)]
+            assert [(m.id, m.key, m.body, m.headers) for m in seen] == [
+                (f"a{i}", "a", b"%d" % i, {"h": "é"}) for i in range(3)
+            ]
         got = await self.only(self.sub(broker), 5)
         assert [(d.id, d.deliveries) for d in got] == [(f"a{i}", 1) for i in range(5)]
 
     @sentence()
-    async def test_a_purged_topic_hands_out_nothing_and_then_what_comes_after(self, broker: Broker) -> None:
+    async def test_a_purged_topic_hands_out_nothing_and_then_what_comes_after(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t"), TopicSpec(name="u")])
         await self.fill(broker, ["a1", "a2", "b1"])
         await self.fill(broker, ["a3"], topic="u")
@@ -513,14 +643,18 @@ class BrokerConformance(Outages):
         await self.sleep(3.0 + self.slack)
         await self.take(self.sub(broker, owner="w2", lease=self.lease), 3)
         await self.counts(broker, 0, 1, 3)
-        await self.sleep(self.lease + self.slack)  # where leases lapse they are ready again, and counted once
+        await self.sleep(
+            self.lease + self.slack
+        )  # where leases lapse they are ready again, and counted once
         s = await broker.stats("t", "main")
         assert s.ready + s.delayed + s.in_flight == 4
         assert s.oldest_age is not None
         assert s.oldest_age >= self.lease
 
     @sentence()
-    async def test_members_join_and_leave_and_nothing_is_lost_or_handed_out_twice(self, broker: Broker) -> None:
+    async def test_members_join_and_leave_and_nothing_is_lost_or_handed_out_twice(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         ids = [f"{'abcdefgh'[i % 8]}{i}" for i in range(240)]
         await self.fill(broker, ids)
@@ -539,7 +673,9 @@ class BrokerConformance(Outages):
                 done += [d.id for d in finished]
             if turn % 7 == 6:
                 sub, held = members.pop(0)
-                assert all(await sub.settle([(d, Release()) for d in held])), "clean drain: what was not done is given back"
+                assert all(await sub.settle([(d, Release()) for d in held])), (
+                    "clean drain: what was not done is given back"
+                )
                 await sub.close()
         assert sorted(done) == sorted(ids)
 
@@ -570,12 +706,20 @@ class BrokerConformance(Outages):
                 await asyncio.sleep(0)
             await sub.close()
 
-        await asyncio.gather(publish(), work("w1", 0, 80), work("w2", 40, 120), work("w3", 60, 160), work("w4", 100, 160))
+        await asyncio.gather(
+            publish(),
+            work("w1", 0, 80),
+            work("w2", 40, 120),
+            work("w3", 60, 160),
+            work("w4", 100, 160),
+        )
         assert sorted(settled) == sorted(ids)
         assert set(settled.values()) == {1}, "what was settled came again"
 
     @sentence()
-    async def test_a_member_that_leaves_gives_back_at_once_what_it_did_not_begin(self, broker: Broker) -> None:
+    async def test_a_member_that_leaves_gives_back_at_once_what_it_did_not_begin(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, [f"{'abcde'[i % 5]}{i}" for i in range(40)])
         leaving = self.sub(broker)

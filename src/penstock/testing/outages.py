@@ -12,7 +12,9 @@ from penstock.testing.rig import BrokerRig, sentence
 
 class Outages(BrokerRig):
     @sentence(limits=3)
-    async def test_a_server_that_dies_and_comes_back_has_lost_nothing_that_it_confirmed(self, broker: Broker) -> None:
+    async def test_a_server_that_dies_and_comes_back_has_lost_nothing_that_it_confirmed(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a0", "b1", "c2", "d3", "e4", "f5"])
         sub = self.sub(broker, lease=self.lease)
@@ -21,18 +23,26 @@ class Outages(BrokerRig):
         await self.stop_server()
         try:
             try:
-                assert Published.OK not in await broker.publish([Out(topic="t", id="lost", key="k", body=b"")])
-                held += await sub.receive(1, self.patience)  # what it had fetched before, if anything
+                assert Published.OK not in await broker.publish(
+                    [Out(topic="t", id="lost", key="k", body=b"")]
+                )
+                held += await sub.receive(
+                    1, self.patience
+                )  # what it had fetched before, if anything
             except StoreUnavailable:
                 pass
         finally:
             await self.start_server()
         await self.confirmed(broker, ["lost", "late"])
-        others = {"a0", "b1", "c2", "d3", "e4", "f5", "lost", "late"} - {d.id for d in [done, *held]}
+        others = {"a0", "b1", "c2", "d3", "e4", "f5", "lost", "late"} - {
+            d.id for d in [done, *held]
+        }
         await self.finish(sub, held, sorted(others))
 
     @sentence(proxied=True, limits=3)
-    async def test_a_connection_that_is_cut_loses_nothing_and_what_was_settled_stays_settled(self, broker: Broker) -> None:
+    async def test_a_connection_that_is_cut_loses_nothing_and_what_was_settled_stays_settled(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a0", "b1", "c2", "d3"])
         sub = self.sub(broker, lease=self.lease)
@@ -44,11 +54,15 @@ class Outages(BrokerRig):
         await self.finish(sub, held, ["late"])
 
     @sentence(proxied=True, limits=3)
-    async def test_a_publish_whose_answer_is_lost_is_reported_as_unknown(self, broker: Broker) -> None:
+    async def test_a_publish_whose_answer_is_lost_is_reported_as_unknown(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"])
         await self.proxy.lose_answer_to(self.last_word(broker, b"letter2"))
-        publishing = asyncio.ensure_future(broker.publish([Out(topic="t", id="letter2", key="letter", body=b"letter2")]))
+        publishing = asyncio.ensure_future(
+            broker.publish([Out(topic="t", id="letter2", key="letter", body=b"letter2")])
+        )
         await self.proxy.passed()
         await self.proxy.cut()
         try:

@@ -107,7 +107,9 @@ class Proxy:
             self._links.add(link)
             self._cut_if_down()  # which it may be since it was asked for
             try:
-                await asyncio.gather(self._pass(reader, back, asking=True), self._pass(there, writer, asking=False))
+                await asyncio.gather(
+                    self._pass(reader, back, asking=True), self._pass(there, writer, asking=False)
+                )
             finally:
                 self._links.discard(link)
                 back.transport.abort()
@@ -115,7 +117,9 @@ class Proxy:
             writer.transport.abort()
             self._tasks.discard(task)
 
-    async def _pass(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, asking: bool) -> None:
+    async def _pass(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, asking: bool
+    ) -> None:
         recent = b""
         try:
             while data := await source.read(CHUNK):

@@ -15,13 +15,22 @@ from penstock.ports import Broker, Capabilities, Delivery, Out, Published, Subsc
 from penstock.testing.proxy import Proxy
 
 KNOWN = 50
-OUTLASTS = 30.0  # seconds; a lease that does not lapse within a sentence, however late the machine is
+OUTLASTS = (
+    30.0  # seconds; a lease that does not lapse within a sentence, however late the machine is
+)
 T = TypeVar("T")
 Test = Callable[[Any, Any], Awaitable[None]]
-SENTENCES: dict[str, Callable[[Capabilities], bool]] = {}  # by name: does a broker with these capabilities promise it
+SENTENCES: dict[
+    str, Callable[[Capabilities], bool]
+] = {}  # by name: does a broker with these capabilities promise it
 
 
-def sentence(needs: Callable[[Capabilities], bool] = lambda caps: True, *, proxied: bool = False, limits: int = 1) -> Callable[[Test], Callable[[Any], None]]:
+def sentence(
+    needs: Callable[[Capabilities], bool] = lambda caps: True,
+    *,
+    proxied: bool = False,
+    limits: int = 1,
+) -> Callable[[Test], Callable[[Any], None]]:
     """An `async def test(self, broker)` becomes a plain test method with a broker of its own; skipped where `needs` is not promised.
     Proxied: the broker is behind `self.proxy`. Limits: how many of the rig's it may take, where servers start and clients give up in their own time."""
 
@@ -140,12 +149,16 @@ class BrokerRig:
         for i in ids:
 
             async def again(i: str = i) -> None:
-                if list(await broker.publish([Out(topic="t", id=i, key="k", body=i.encode())])) != [Published.OK]:
+                if list(await broker.publish([Out(topic="t", id=i, key="k", body=i.encode())])) != [
+                    Published.OK
+                ]:
                     raise StoreUnavailable("not yet")
 
             await self.eventually(again)
 
-    async def finish(self, sub: Subscription, held: Sequence[Delivery], others: Sequence[str] = ()) -> None:
+    async def finish(
+        self, sub: Subscription, held: Sequence[Delivery], others: Sequence[str] = ()
+    ) -> None:
         """After an outage: a settle that says True is true, what it refuses comes again, and so do `others`, perhaps more than once."""
         settled: set[str] = set()
         for d in held:
@@ -154,14 +167,23 @@ class BrokerRig:
         while missing:
             some = await self.eventually(lambda: sub.receive(10, max(self.patience, 0.1)))
             assert not settled & {d.id for d in some}, "what was settled came again"
-            missing -= {d.id for d, done in zip(some, await self._acked(sub, some), strict=True) if done}
+            missing -= {
+                d.id for d, done in zip(some, await self._acked(sub, some), strict=True) if done
+            }
         await self.sleep(self.lease + self.slack)
         assert {d.id for d in await self.left(sub)} <= set(others)
 
     async def _acked(self, sub: Subscription, deliveries: Sequence[Delivery]) -> Sequence[bool]:
         return await self.eventually(lambda: sub.settle([(d, Ack()) for d in deliveries]))
 
-    def sub(self, broker: Broker, topic: str = "t", group: str = "main", owner: str = "w1", lease: float = OUTLASTS) -> Subscription:
+    def sub(
+        self,
+        broker: Broker,
+        topic: str = "t",
+        group: str = "main",
+        owner: str = "w1",
+        lease: float = OUTLASTS,
+    ) -> Subscription:
         """Whoever waits for the end of a lease asks for `self.lease`."""
         return broker.subscribe(topic, group, owner=owner, lease=lease)
 
@@ -193,13 +215,36 @@ class BrokerRig:
         assert not early or self.now() > due - 0.05, "it came before its time"
         return early
 
-    async def fill(self, broker: Broker, ids: Sequence[str], *, topic: str = "t", **more: Any) -> None:
+    async def fill(
+        self, broker: Broker, ids: Sequence[str], *, topic: str = "t", **more: Any
+    ) -> None:
         """Ids like `a1` belong to key `a`, unless told otherwise."""
-        batch = [Out(**{"topic": topic, "id": i, "key": i.rstrip("0123456789") or "k", "body": i.encode(), **more}) for i in ids]
+        batch = [
+            Out(
+                **{
+                    "topic": topic,
+                    "id": i,
+                    "key": i.rstrip("0123456789") or "k",
+                    "body": i.encode(),
+                    **more,
+                }
+            )
+            for i in ids
+        ]
         answers = await broker.publish(batch)
         assert list(answers) == [Published.OK] * len(batch)
 
-    async def counts(self, broker: Broker, ready: int, delayed: int, in_flight: int, *, topic: str = "t", group: str = "main", before: float = inf) -> None:
+    async def counts(
+        self,
+        broker: Broker,
+        ready: int,
+        delayed: int,
+        in_flight: int,
+        *,
+        topic: str = "t",
+        group: str = "main",
+        before: float = inf,
+    ) -> None:
         """Before that time, where some of it is to change then."""
         s = await broker.stats(topic, group)
         if s.exact and self.now() < before:

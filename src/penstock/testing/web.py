@@ -17,7 +17,23 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from penstock.testing.wire import HTML, JSON, MAX_HEAD, TEXT, XML, Head, Refused, Reply, Request, encode, json_reply, reply, tagged, take_body, take_head
+from penstock.testing.wire import (
+    HTML,
+    JSON,
+    MAX_HEAD,
+    TEXT,
+    XML,
+    Head,
+    Refused,
+    Reply,
+    Request,
+    encode,
+    json_reply,
+    reply,
+    tagged,
+    take_body,
+    take_head,
+)
 
 __all__ = ["HTML", "JSON", "TEXT", "XML", "Entry", "Handler", "Reply", "Request", "Web"]
 __all__ += ["ends_dead", "json_reply", "product_page", "read_log", "reply", "tagged", "target"]
@@ -60,7 +76,13 @@ class Web:
     """
 
     def __init__(
-        self, handler: Handler | None = None, *, host: str = "127.0.0.1", port: int = 0, log: str | os.PathLike[str] | None = None, remember: bool = True
+        self,
+        handler: Handler | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        log: str | os.PathLike[str] | None = None,
+        remember: bool = True,
     ) -> None:
         self.handler = handler or self._routed
         self.host, self.port = host, port  # of the first listener
@@ -80,12 +102,19 @@ class Web:
 
     async def __aenter__(self) -> Self:
         if self._log_path is not None:
-            self._log_fd = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._log_fd = os.open(
+                self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+            )
         self.port = await self.listen(self.host, self.port)
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
         for server in self._servers:
@@ -103,14 +132,23 @@ class Web:
         if self.bugs and error is None:
             raise ExceptionGroup("a handler of the pretend web failed", self.bugs)
 
-    async def listen(self, host: str = "127.0.0.1", port: int = 0, *, handler: Handler | None = None, tls: ssl.SSLContext | None = None) -> int:
+    async def listen(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        handler: Handler | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> int:
         """One more port, answered by `handler` or like the first. Returns its number."""
         bound = 0
 
         def connection() -> _Connection:
             return _Connection(self, handler or self.handler, bound)
 
-        server = await asyncio.get_running_loop().create_server(connection, host, port, backlog=1024, ssl=tls)
+        server = await asyncio.get_running_loop().create_server(
+            connection, host, port, backlog=1024, ssl=tls
+        )
         self._servers.append(server)
         bound = int(server.sockets[0].getsockname()[1])
         return bound
@@ -130,9 +168,16 @@ class Web:
 
     def route(self, path: str, answer: Handler | Reply | str | bytes) -> None:
         """`path` is exact, or a prefix where it ends in `*` (the longest wins). What is no handler answers GET and HEAD."""
-        handler = answer if callable(answer) else _fixed(answer if isinstance(answer, Reply) else reply(answer))
+        handler = (
+            answer
+            if callable(answer)
+            else _fixed(answer if isinstance(answer, Reply) else reply(answer))
+        )
         if path.endswith("*"):
-            self._prefixes = sorted([*((p, h) for p, h in self._prefixes if p != path[:-1]), (path[:-1], handler)], key=lambda item: -len(item[0]))
+            self._prefixes = sorted(
+                [*((p, h) for p, h in self._prefixes if p != path[:-1]), (path[:-1], handler)],
+                key=lambda item: -len(item[0]),
+            )
         else:
             self._exact[path] = handler
 
@@ -151,7 +196,15 @@ class Web:
 
     def enter(self, request: Request) -> Entry:
         headers = request.headers
-        entry = Entry(_micros(), request.port, request.method, request.path, request.query, headers.get("host", ""), headers.get("user-agent", ""))
+        entry = Entry(
+            _micros(),
+            request.port,
+            request.method,
+            request.path,
+            request.query,
+            headers.get("host", ""),
+            headers.get("user-agent", ""),
+        )
         self.counts[request.path] += 1
         if self._remember:
             self.entries.append(entry)
@@ -169,7 +222,11 @@ class Web:
 
 def _fixed(answer: Reply) -> Handler:
     def handler(request: Request) -> Reply:
-        return answer if request.method in ("GET", "HEAD") else reply("GET or HEAD\n", TEXT, 405, allow="GET, HEAD")
+        return (
+            answer
+            if request.method in ("GET", "HEAD")
+            else reply("GET or HEAD\n", TEXT, 405, allow="GET, HEAD")
+        )
 
     return handler
 
@@ -258,7 +315,9 @@ class _Connection(asyncio.Protocol):
             return None
         self.head, self.keep = None, head.keep
         self.since = self.loop.time()
-        return Request(head.method, head.path, head.query, head.headers, bytes(head.body), self.port)
+        return Request(
+            head.method, head.path, head.query, head.headers, bytes(head.body), self.port
+        )
 
     def _answer(self, request: Request) -> None:
         entry = self.web.enter(request)
@@ -267,12 +326,18 @@ class _Connection(asyncio.Protocol):
             made = self.handler(request)
         except Exception as bug:
             made = self.web.failed(bug)
-        if isinstance(made, Reply) and not made.delay and (made.raw is None or isinstance(made.raw, bytes)):
+        if (
+            isinstance(made, Reply)
+            and not made.delay
+            and (made.raw is None or isinstance(made.raw, bytes))
+        ):
             self._send(request, made, entry)
         else:
             self.task = self.loop.create_task(self._answer_later(request, made, entry))
 
-    async def _answer_later(self, request: Request, made: Reply | Awaitable[Reply], entry: Entry) -> None:
+    async def _answer_later(
+        self, request: Request, made: Reply | Awaitable[Reply], entry: Entry
+    ) -> None:
         sent = False
         try:
             try:
@@ -296,9 +361,13 @@ class _Connection(asyncio.Protocol):
         self._advance()
 
     def _send(self, request: Request, answer: Reply, entry: Entry) -> None:
-        self.web.leave(entry, 0 if answer.drop else answer.status)  # before the bytes: whoever has the answer finds it in the log
+        self.web.leave(
+            entry, 0 if answer.drop else answer.status
+        )  # before the bytes: whoever has the answer finds it in the log
         if answer.drop:
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
             self.transport.abort()  # with that, a reset rather than a polite end
         elif isinstance(answer.raw, bytes):
             self.transport.write(answer.raw)
@@ -327,7 +396,9 @@ _PAGE = """<!doctype html>
 
 
 def product_page(n: int) -> bytes:
-    return _PAGE.format(n=n, price=f"{5 + n * 37 % 495}.{n * 7 % 100:02d}", stock=n * 13 % 90).encode()
+    return _PAGE.format(
+        n=n, price=f"{5 + n * 37 % 495}.{n * 7 % 100:02d}", stock=n * 13 % 90
+    ).encode()
 
 
 def target(pages: int, *, dead_share: float = 0.0, delay: float = 0.0) -> Handler:
@@ -355,10 +426,19 @@ async def _serve(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     parent = os.getppid()
     handler = target(options.pages, dead_share=options.dead_share, delay=options.delay)
-    async with Web(handler, host=options.host, port=options.port, log=options.log, remember=False) as web:
-        print(json.dumps({"url": web.url(""), "port": web.port, "pid": os.getpid(), "pages": options.pages}), flush=True)
+    async with Web(
+        handler, host=options.host, port=options.port, log=options.log, remember=False
+    ) as web:
+        print(
+            json.dumps(
+                {"url": web.url(""), "port": web.port, "pid": os.getpid(), "pages": options.pages}
+            ),
+            flush=True,
+        )
         while not stop.is_set():
-            if options.with_parent and os.getppid() != parent:  # the test that started us was killed
+            if (
+                options.with_parent and os.getppid() != parent
+            ):  # the test that started us was killed
                 break
             try:
                 await asyncio.wait_for(stop.wait(), 1)
@@ -367,14 +447,30 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m penstock.testing.web", description="A target for kill tests, in its own process.")
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.testing.web",
+        description="A target for kill tests, in its own process.",
+    )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one; the address is printed as one JSON line")
-    parser.add_argument("--pages", type=int, default=5000, help="how many product pages: /p/0, /p/1, …")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        help="0: any free one; the address is printed as one JSON line",
+    )
+    parser.add_argument(
+        "--pages", type=int, default=5000, help="how many product pages: /p/0, /p/1, …"
+    )
     parser.add_argument("--log", help="append one JSON line per request to this file")
-    parser.add_argument("--dead-share", type=float, default=0.0, help="this share of the pages always answers 404")
+    parser.add_argument(
+        "--dead-share", type=float, default=0.0, help="this share of the pages always answers 404"
+    )
     parser.add_argument("--delay", type=float, default=0.0, help="seconds before every page")
-    parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one has ended")
+    parser.add_argument(
+        "--with-parent",
+        action="store_true",
+        help="end when the process that started this one has ended",
+    )
     asyncio.run(_serve(parser.parse_args(argv)))
 
 

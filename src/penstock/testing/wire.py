@@ -19,7 +19,12 @@ MAX_HEADERS = 100
 MAX_BODY = 8 * 1024 * 1024
 MAX_CHUNK_LINE = 4096
 
-HTML, TEXT, JSON, XML = "text/html; charset=utf-8", "text/plain; charset=utf-8", "application/json", "application/xml; charset=utf-8"
+HTML, TEXT, JSON, XML = (
+    "text/html; charset=utf-8",
+    "text/plain; charset=utf-8",
+    "application/json",
+    "application/xml; charset=utf-8",
+)
 
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
@@ -62,7 +67,10 @@ class Reply:
 
 def reply(body: str | bytes, kind: str = HTML, status: int = 200, **headers: str) -> Reply:
     """A reply with a content type; `retry_after="3"` becomes `retry-after: 3`."""
-    named = {"content-type": kind, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    named = {
+        "content-type": kind,
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     return Reply(status, named, body.encode() if isinstance(body, str) else body)
 
 
@@ -74,7 +82,10 @@ def tagged(request: Request, answer: Reply) -> Reply:
     """The same answer with an ETag made from its body, or 304 where the client has that body already (RFC 9110, weak comparison)."""
     etag = f'"{hashlib.blake2b(answer.body, digest_size=12).hexdigest()}"'
     wanted = request.headers.get("if-none-match")
-    if wanted is not None and (wanted.strip() == "*" or etag in (tag.strip().removeprefix("W/") for tag in wanted.split(","))):
+    if wanted is not None and (
+        wanted.strip() == "*"
+        or etag in (tag.strip().removeprefix("W/") for tag in wanted.split(","))
+    ):
         return Reply(304, {"etag": etag}, delay=answer.delay)
     return Reply(answer.status, {**answer.headers, "etag": etag}, answer.body, answer.delay)
 
@@ -148,7 +159,9 @@ def _body_length(headers: Mapping[str, str]) -> int | None:
     digits = headers.get("content-length")
     if "transfer-encoding" in headers:
         if digits is not None or headers["transfer-encoding"].lower() != "chunked":
-            raise Refused(400, "chunked, or a content-length, not both")  # the ambiguity request smuggling lives on
+            raise Refused(
+                400, "chunked, or a content-length, not both"
+            )  # the ambiguity request smuggling lives on
         return None
     if digits is None:
         return 0
