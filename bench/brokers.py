@@ -1,4 +1,6 @@
-"""`brokers`: messages a second through publish, lease and ack of each broker, and the client's CPU, beside the raw client library doing the same."""
+"""`brokers`: messages a second through publish, lease and ack of each broker, and the client's CPU,
+beside the raw client library doing the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`cdc`: how long a row in PostgreSQL takes until its event is durable in the ledger, and how many rows a second one transaction brings."""
+"""`cdc`: how long a row in PostgreSQL takes until its event is durable in the ledger, and how many
+rows a second one transaction brings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`claim`: what taking an event costs when a thousand or a million wait, what `status` costs then, and the memory of who pushes and who works on them."""
+"""`claim`: what taking an event costs when a thousand or a million wait, what `status` costs then,
+and the memory of who pushes and who works on them.
+"""
 
 from __future__ import annotations
 
@@ -140,11 +142,13 @@ def urls(start: int, end: int, hosts: int) -> list[str]:
     return [f"http://{address(i % hosts)}:{PORT}/product/{i}.html" for i in range(start, end)]
 
 
-# -- pushing -------------------------------------------------------------------------------------------------------------
+# -- pushing ---------------------------------------------------------------------------------------
 
 
 def push(directory: Path, n: int, hosts: int) -> tuple[Watched, float]:
-    """`penstock push -f -` with the list made while it reads; (its memory over time, events a second)."""
+    """`penstock push -f -` with the list made while it reads; (its memory over time, events a
+    second).
+    """
     reading, writing = os.pipe()
     writer = threading.Thread(target=_feed, args=(os.fdopen(writing, "wb"), n, hosts), daemon=True)
     writer.start()
@@ -185,7 +189,9 @@ def _feed(pipe: IO[bytes], n: int, hosts: int) -> None:
 
 
 def memory(w: Watched) -> dict[str, float | bool | None]:
-    """RSS of the tree in MB: when it was warm (after 30 % of the run), at the end, and at its peak. A short run has no verdict."""
+    """RSS of the tree in MB: when it was warm (after 30 % of the run), at the end, and at its peak.
+    A short run has no verdict.
+    """
     rss = (
         [r for _, _, r in w.memory[:-1]] or [r for _, _, r in w.memory] or [0.0]
     )  # the last may have caught it while it ended
@@ -216,11 +222,13 @@ def tell_push(w: Watched, rate: float, n: int) -> str:
     return f"\npush: {n:,} URLs through a pipe, {rate:,.0f} a second; {_memory_line(w)}"
 
 
-# -- looking -------------------------------------------------------------------------------------------------------------
+# -- looking ---------------------------------------------------------------------------------------
 
 
 def status(few: Path, many: Path) -> dict[str, object]:
-    """Wall time of the command, and what its statements did: the virtual machine's steps, and rows of full scans."""
+    """Wall time of the command, and what its statements did: the virtual machine's steps, and rows
+    of full scans.
+    """
     times: dict[str, list[float]] = {"few": [], "many": []}
     for _ in range(5):
         for name, directory in (("few", few), ("many", many)):
@@ -258,11 +266,13 @@ def tell_status(s: dict[str, object], o: argparse.Namespace) -> str:
     )
 
 
-# -- working -------------------------------------------------------------------------------------------------------------
+# -- working ---------------------------------------------------------------------------------------
 
 
 def work(directory: Path, hosts: int, seconds: float) -> tuple[Watched, int, float]:
-    """`penstock run` on what waits, against a small site; (its tree's memory over time, events that ended, seconds it ran)."""
+    """`penstock run` on what waits, against a small site; (its tree's memory over time, events that
+    ended, seconds it ran).
+    """
     names = [address(i) for i in range(hosts)]
     refuse_taken(names[0], PORT)
     env = clean_environment(
@@ -311,7 +321,7 @@ def tell_worker(w: Watched, done: int, seconds: float) -> str:
     return f"run: {done:,} events in {seconds:.0f} s, start and drain included; tree's {_memory_line(w)}; PSS peak {w.pss:.0f} MB"
 
 
-# -- the table -----------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 def tell_costs(costs: dict[int, Costs], o: argparse.Namespace) -> str:

@@ -1,4 +1,6 @@
-"""The measured part of `claim`: slices of receive, admit, begin and conclude on two stores in turn, through the product's own books. No command line here."""
+"""The measured part of `claim`: slices of receive, admit, begin and conclude on two stores in turn,
+through the product's own books. No command line here.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Costs:
 
 
 def opened(directory: Path) -> Stores:
-    """As a worker opens them in that directory: full durability, a pace that is kept and does not bind, one file sink's outbox."""
+    """As a worker opens them in that directory: full durability, a pace that is kept and does not
+    bind, one file sink's outbox.
+    """
     stores = open_stores(config.load({"pace.rate": "100000"}, {}, directory).config, worker="bench")
     stores.with_settings(
         msgspec.structs.replace(stores.books.settings, sinks=(SinkBinding("jsonl:bench"),))

@@ -1,4 +1,6 @@
-"""What every bench shares: its errors, its scratch directory, pinning, running a contender while its process tree is watched, and the table at the end."""
+"""What every bench shares: its errors, its scratch directory, pinning, running a contender while
+its process tree is watched, and the table at the end.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def say(text: str) -> None:
 
 
 def cache() -> Path:
-    """Environments of the peers, the site and scratch: outside the clone, on a real disk (a file system in memory would make every sync free)."""
+    """Environments of the peers, the site and scratch: outside the clone, on a real disk (a file
+    system in memory would make every sync free).
+    """
     base = os.environ.get("BENCH_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "penstock-bench"
     )
@@ -55,7 +59,9 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def pin(cores: set[int], nice: int = 0) -> Callable[[], None]:
-    """For `preexec_fn`: these cores for the whole tree, and a session of its own, whose priority Linux's autogroups then heed."""
+    """For `preexec_fn`: these cores for the whole tree, and a session of its own, whose priority
+    Linux's autogroups then heed.
+    """
 
     def apply() -> None:
         os.setsid()
@@ -84,7 +90,7 @@ def refuse_taken(host: str, port: int) -> None:
             ) from e
 
 
-# -- watching a process tree ---------------------------------------------------------------------------------------------
+# -- watching a process tree -----------------------------------------------------------------------
 
 
 def _tree(root: int) -> list[int]:
@@ -128,7 +134,9 @@ def _memory(pid: int) -> tuple[float, float]:
 
 @dataclass
 class Watched:
-    """What a run left behind: how it ended, and its tree's CPU and memory over time (epoch seconds)."""
+    """What a run left behind: how it ended, and its tree's CPU and memory over time (epoch
+    seconds).
+    """
 
     code: int = 0
     out: str = ""
@@ -171,7 +179,9 @@ def watch(
     stop_after: float | None = None,
     stop_when: Callable[[], bool] | None = None,
 ) -> Watched:
-    """Run it pinned, sampling its tree from the bench's own core. It gets a SIGTERM after so many seconds, or when it has got so far."""
+    """Run it pinned, sampling its tree from the bench's own core. It gets a SIGTERM after so many
+    seconds, or when it has got so far.
+    """
     w = Watched()
     with open(cwd / "stdout.txt", "w+") as out, open(cwd / "stderr.txt", "w+") as err:
         process = subprocess.Popen(
@@ -254,7 +264,7 @@ def stop_server(name: str) -> None:
     )
 
 
-# -- telling -------------------------------------------------------------------------------------------------------------
+# -- telling ---------------------------------------------------------------------------------------
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -1,4 +1,6 @@
-"""Who takes part in `pages`: how each is started, when its clock runs, and what it must have left behind for its figure to count."""
+"""Who takes part in `pages`: how each is started, when its clock runs, and what it must have left
+behind for its figure to count.
+"""
 
 from __future__ import annotations
 
@@ -110,11 +112,13 @@ def check_ended(w: Watched, who: str) -> None:
         raise BenchError(f"{who} ended with {w.code}: {(w.err or w.out).strip()[-800:]}")
 
 
-# -- Penstock ------------------------------------------------------------------------------------------------------------
+# -- Penstock --------------------------------------------------------------------------------------
 
 
 def penstock_environment(job: Job, *, isolation: str) -> dict[str, str]:
-    """As a user runs it: full durability, books, claims, robots.txt obeyed, pace kept (at a rate that does not bind), every page kept."""
+    """As a user runs it: full durability, books, claims, robots.txt obeyed, pace kept (at a rate
+    that does not bind), every page kept.
+    """
     port = TLS_PORT if job.tls else PORT
     more = {"SSL_CERT_FILE": str(cache() / "cert.pem")} if job.tls else {}
     return clean_environment(
@@ -144,7 +148,9 @@ def penstock_commands(job: Job) -> tuple[list[str], list[str]]:
 def penstock_prepared(
     job: Job, name: str, isolation: str, broker: str = ""
 ) -> tuple[Path, dict[str, str], list[str]]:
-    """A fresh directory whose books hold the whole job; (directory, environment, command that works it off)."""
+    """A fresh directory whose books hold the whole job; (directory, environment, command that works
+    it off).
+    """
     directory = fresh(name)
     write_urls(directory / "urls.txt", job)
     env = penstock_environment(job, isolation=isolation)
@@ -167,7 +173,9 @@ def penstock_prepared(
 
 
 def penstock(isolation: str, broker: str = "") -> Callable[[Job], Result]:
-    """On the embedded broker, or on a server; books, claims and pages are the embedded ones in both."""
+    """On the embedded broker, or on a server; books, claims and pages are the embedded ones in
+    both.
+    """
 
     def run(job: Job) -> Result:
         who = f"penstock ({broker or isolation})"
@@ -186,9 +194,11 @@ def penstock(isolation: str, broker: str = "") -> Callable[[Job], Result]:
 
 
 def penstock_span(directory: Path, n: int, who: str) -> tuple[float, float]:
-    """From the ledger: when the first event was dispatched to its fetch; and the later of the last success and the last write of the sink's file.
+    """From the ledger: when the first event was dispatched to its fetch; and the later of the last
+    success and the last write of the sink's file.
 
-    Also proves that every event is a success of one start, and that every page is in the page store.
+    Also proves that every event is a success of one start, and that every page is in the page
+    store.
     """
     db = apsw.Connection(
         str(directory / ".penstock" / "penstock.db"), flags=apsw.SQLITE_OPEN_READONLY
@@ -207,7 +217,7 @@ def penstock_span(directory: Path, n: int, who: str) -> tuple[float, float]:
     return first, max(last, (directory / OUT).stat().st_mtime)
 
 
-# -- the others ----------------------------------------------------------------------------------------------------------
+# -- the others ------------------------------------------------------------------------------------
 
 
 def peer(
@@ -270,7 +280,9 @@ def on_brokers(names: Sequence[str]) -> tuple[Contender, ...]:
 
 
 def scaling(workers: int) -> tuple[Contender, Contender]:
-    """One worker on one core and `workers` on as many; in both the site shares those cores, so that each core has the same to do."""
+    """One worker on one core and `workers` on as many; in both the site shares those cores, so that
+    each core has the same to do.
+    """
     run = penstock("process")
     return (
         Contender(ALONE, run, slow=False, beside_site=True),

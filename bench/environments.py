@@ -1,4 +1,6 @@
-"""The peers' own environments: one virtual environment each, made from the pinned list beside this file and kept in the cache."""
+"""The peers' own environments: one virtual environment each, made from the pinned list beside this
+file and kept in the cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `status` makes SQLite do, told by SQLite itself: virtual machine steps, rows of full scans, and the tables that its plans scan."""
+"""What `status` makes SQLite do, told by SQLite itself: virtual machine steps, rows of full scans,
+and the tables that its plans scan.
+"""
 
 from __future__ import annotations
 

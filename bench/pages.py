@@ -1,4 +1,6 @@
-"""`pages`: how many product pages a second one core turns into rows, against the peers, in interleaved repetitions of the same job."""
+"""`pages`: how many product pages a second one core turns into rows, against the peers, in
+interleaved repetitions of the same job.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +176,9 @@ def cpu_ratios(results: dict[str, list[Result]], name: str) -> list[float]:
 def scalings(
     contenders: Sequence[Contender], results: dict[str, list[Result]]
 ) -> tuple[float, float]:
-    """(pages a second of all workers against one, the same by CPU: as many times what one spends on a page against what they spend)"""
+    """(pages a second of all workers against one, the same by CPU: as many times what one spends on
+    a page against what they spend)
+    """
     several = [c for c in contenders if c.workers > 1]
     if not several or ALONE not in results:
         return 0.0, 0.0
@@ -185,7 +189,9 @@ def scalings(
 
 
 def against_embedded(results: dict[str, list[Result]]) -> dict[str, float]:
-    """CPU of a page on a server's broker, as a multiple of what it is on the embedded one in the same repetition."""
+    """CPU of a page on a server's broker, as a multiple of what it is on the embedded one in the
+    same repetition.
+    """
     found = {
         name: list(zip(r, results.get(ISOLATED, []), strict=False))
         for name, r in results.items()

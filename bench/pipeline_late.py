@@ -1,4 +1,6 @@
-"""The job of pipeline.py and one field more, from the last line of the page: it cannot be answered before all of it is parsed."""
+"""The job of pipeline.py and one field more, from the last line of the page: it cannot be answered
+before all of it is parsed.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,6 @@
-"""`profile`: where the time of one Penstock run goes, by thread, by module and by function, from py-spy's samples."""
+"""`profile`: where the time of one Penstock run goes, by thread, by module and by function, from
+py-spy's samples.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,8 @@ def heading(o: argparse.Namespace, cpu_us: float, rate: float) -> str:
 def sampled(
     o: argparse.Namespace, sampler: Callable[[int, Path], list[str]]
 ) -> tuple[Path, float, float, str]:
-    """One run with a sampler attached as soon as the worker has opened its store; (directory, µs of CPU a page, pages/s, what the sampler said).
+    """One run with a sampler attached as soon as the worker has opened its store; (directory, µs of
+    CPU a page, pages/s, what the sampler said).
 
     The sampler stays on the site's core: as the worker's parent it would share the worker's.
     """
@@ -269,7 +272,9 @@ def shares(stacks: Sequence[tuple[Sequence[str], int]]) -> dict[str, Counter[str
 
 
 def _ours(frames: Sequence[str]) -> tuple[str, str]:
-    """The innermost frame of Penstock's (or of the pipeline's) and, where none is, what runs instead."""
+    """The innermost frame of Penstock's (or of the pipeline's) and, where none is, what runs
+    instead.
+    """
     for frame in reversed(frames):
         m = FRAME.match(frame)
         if m is None:

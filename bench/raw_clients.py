@@ -1,4 +1,6 @@
-"""Each client library by itself: a batch is published and confirmed, taken and acknowledged, with nothing of ours in between. For `bench brokers`."""
+"""Each client library by itself: a batch is published and confirmed, taken and acknowledged, with
+nothing of ours in between. For `bench brokers`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A Redis of the bench's own for scrapy-redis: on the site's core, as a server elsewhere would be, and without its snapshots."""
+"""A Redis of the bench's own for scrapy-redis: on the site's core, as a server elsewhere would be,
+and without its snapshots.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A site of any size in one small process: answers every path with a product page made from it. Started by `claim`, which needs no nginx."""
+"""A site of any size in one small process: answers every path with a product page made from it.
+Started by `claim`, which needs no nginx.
+"""
 
 from __future__ import annotations
 

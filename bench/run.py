@@ -1,4 +1,6 @@
-"""`./dev bench NAME …`: finds the bench, and ends with a sentence and a next step when it cannot run."""
+"""`./dev bench NAME …`: finds the bench, and ends with a sentence and a next step when it cannot
+run.
+"""
 
 from __future__ import annotations
 

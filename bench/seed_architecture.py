@@ -1,4 +1,6 @@
-"""`seed`: from INSERT to the fetch and to the result row, through Debezium, Kafka, Penstock, Kafka and the JDBC sink connector, all of them real."""
+"""`seed`: from INSERT to the fetch and to the result row, through Debezium, Kafka, Penstock, Kafka
+and the JDBC sink connector, all of them real.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`slow-host`: what a host that may be asked once in ten seconds, with ten thousand events waiting, costs fifty other hosts."""
+"""`slow-host`: what a host that may be asked once in ten seconds, with ten thousand events waiting,
+costs fifty other hosts.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,9 @@ class Books:
         self._file, self._enough = str(directory / ".penstock" / "penstock.db"), enough
 
     def ended(self) -> int:
-        """By the counters, which cost nothing to read; what the slow host had is looked up only at the end."""
+        """By the counters, which cost nothing to read; what the slow host had is looked up only at
+        the end.
+        """
         ended: int = self._ask(
             "SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ('success','dead')"
         )[0]

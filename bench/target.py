@@ -1,4 +1,6 @@
-"""The target: product pages made from a seed, and nginx that serves them on twenty loopback addresses from one core. Nothing here knows who asks."""
+"""The target: product pages made from a seed, and nginx that serves them on twenty loopback
+addresses from one core. Nothing here knows who asks.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def sku(i: int) -> str:
     return f"P-{i:06d}"
 
 
-# -- pages ---------------------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------
 
 
 def _text(rng: random.Random, words: int) -> str:
@@ -52,7 +54,9 @@ def _text(rng: random.Random, words: int) -> str:
 
 
 def _template(t: int) -> str:
-    """About 11 kB, or 56 kB for every fifth; 52 links. %SKU% and %HERE% are filled in for each page."""
+    """About 11 kB, or 56 kB for every fifth; 52 links. %SKU% and %HERE% are filled in for each
+    page.
+    """
     rng = random.Random(t)
     long = t % BIG_EVERY == BIG_EVERY - 1
     name = f"{_text(rng, 2)} {rng.choice(_THINGS)}".title()
@@ -93,7 +97,9 @@ def _template(t: int) -> str:
 
 
 def make_site(directory: Path, n: int) -> None:
-    """Write what is missing of the first `n` pages, each beside its gzipped form, and a robots.txt for every host."""
+    """Write what is missing of the first `n` pages, each beside its gzipped form, and a robots.txt
+    for every host.
+    """
     mark = directory / "made"
     made = 0
     if mark.exists():
@@ -127,7 +133,7 @@ def mean_size(directory: Path, n: int) -> int:
     )
 
 
-# -- nginx ---------------------------------------------------------------------------------------------------------------
+# -- nginx -----------------------------------------------------------------------------------------
 
 
 def nginx() -> str:

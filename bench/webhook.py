@@ -1,4 +1,6 @@
-"""`webhook`: how long a signed POST takes until it is answered with 202, which is when its event is durable and published, at a steady rate of requests."""
+"""`webhook`: how long a signed POST takes until it is answered with 202, which is when its event is
+durable and published, at a steady rate of requests.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +193,9 @@ def request(n: int) -> bytes:
 
 
 async def send(rate: float, seconds: float, connections: int) -> Seen:
-    """`rate` requests a second, whatever the answers take; 0: each connection sends as soon as it was answered."""
+    """`rate` requests a second, whatever the answers take; 0: each connection sends as soon as it
+    was answered.
+    """
     seen, loop = Seen(), asyncio.get_running_loop()
     total = int(rate * seconds)
     numbers = iter(range(total)) if rate else iter(range(10**9))

@@ -1,4 +1,6 @@
-"""Writes the pages of docs/ that are made from the code, all those in PAGES. `--check` only says whether they are up to date."""
+"""Writes the pages of docs/ that are made from the code, all those in PAGES. `--check` only says
+whether they are up to date.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def _code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-# -- configuration -----------------------------------------------------------------------------------------------------
+# -- configuration ---------------------------------------------------------------------------------
 
 CONFIGURATION = """\
 # Configuration
@@ -100,7 +102,7 @@ def configuration() -> str:
     return "\n".join(lines)
 
 
-# -- the command line ----------------------------------------------------------------------------------------------------
+# -- the command line ------------------------------------------------------------------------------
 
 CLI = """\
 # Command line
@@ -190,7 +192,7 @@ def cli() -> str:
     return "\n".join(lines)
 
 
-# -- the outcome table ---------------------------------------------------------------------------------------------------
+# -- the outcome table -----------------------------------------------------------------------------
 
 OUTCOMES = """\
 # Outcome table
@@ -283,7 +285,7 @@ def outcomes() -> str:
     return "\n".join(lines)
 
 
-# -- what brokers promise ------------------------------------------------------------------------------------------------
+# -- what brokers promise --------------------------------------------------------------------------
 
 BROKERS = """\
 # What each broker promises
@@ -328,7 +330,9 @@ def _cell(value: object) -> str:
 
 
 def asked_for(needs: Callable[[Any], bool]) -> list[str]:
-    """The capabilities that a sentence of the suite depends on, found by asking it on behalf of a broker that has them all."""
+    """The capabilities that a sentence of the suite depends on, found by asking it on behalf of a
+    broker that has them all.
+    """
     from penstock.brokers.sql_queue import CAPS
 
     names: list[str] = []

@@ -1,11 +1,15 @@
-"""What every test gets: an environment without PENSTOCK_ variables, and `async def` tests that run in a fresh event loop.
+"""What every test gets: an environment without PENSTOCK_ variables, and `async def` tests that run
+in a fresh event loop.
 
-No asyncio plugin: the hook below is all we need of one. Each test has its own loop (closed at its end, so a task left behind
-is an error of that test) and a time limit, so a hang is a failure and not a stuck run. There are no async fixtures: a test
-that needs one opens it with `async with`. A hypothesis test calls `asyncio.run` itself.
+No asyncio plugin: the hook below is all we need of one. Each test has its own loop (closed at its
+end, so a task left behind is an error of that test) and a time limit, so a hang is a failure and
+not a stuck run. There are no async fixtures: a test that needs one opens it with `async with`. A
+hypothesis test calls `asyncio.run` itself.
 
-Properties are tried with the same examples every time, and with no clock: what others do on this machine for a second is no fault of a property,
-and a submission is not where a new example is looked for. Look for one with `pytest --hypothesis-profile=search`, and keep what you find as an `@example`.
+Properties are tried with the same examples every time, and with no clock: what others do on this
+machine for a second is no fault of a property, and a submission is not where a new example is
+looked for. Look for one with `pytest --hypothesis-profile=search`, and keep what you find as an
+`@example`.
 """
 
 from __future__ import annotations

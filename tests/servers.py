@@ -1,8 +1,10 @@
-"""Real servers for tests: `pytest.mark.server("redis")` brings one, the fixture `server` hands it over. How servers are run is in tools/services.
+"""Real servers for tests: `pytest.mark.server("redis")` brings one, the fixture `server` hands it
+over. How servers are run is in tools/services.
 
-What runs already is used as it is; what a test session started, it stops. Tests are put in the order of their servers, and a server that the
-next test does not need is stopped before another starts, so that only one of the large ones is in memory at a time. A worker of pytest-xdist
-has servers of its own: one worker's fault is not another's failure.
+What runs already is used as it is; what a test session started, it stops. Tests are put in the
+order of their servers, and a server that the next test does not need is stopped before another
+starts, so that only one of the large ones is in memory at a time. A worker of pytest-xdist has
+servers of its own: one worker's fault is not another's failure.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Handle:
 
 
 class _Lending:
-    """What this process uses now. A shared lock on a file for as long: whoever comes last and gets it alone, stops what was borrowed."""
+    """What this process uses now. A shared lock on a file for as long: whoever comes last and gets
+    it alone, stops what was borrowed.
+    """
 
     def __init__(self) -> None:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -66,7 +70,9 @@ class _Lending:
         self.failed: dict[str, ServiceError] = {}
 
     def lend(self, names: list[str]) -> None:
-        """Raises ServiceError, for a server that could not be had the first time again without another try."""
+        """Raises ServiceError, for a server that could not be had the first time again without
+        another try.
+        """
         wanted = closure(names, self.everything)
         self.give_back(keep={server.name for server in wanted})
         for server in wanted:
@@ -138,7 +144,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Handle]]:
-    """`server("redis").url`; the test, its class or its module is marked with the same name. One that a test stopped is started again behind it."""
+    """`server("redis").url`; the test, its class or its module is marked with the same name. One
+    that a test stopped is started again behind it.
+    """
     lending, names = request.config.stash[_lending], _needs(request.node)
 
     def handle(name: str) -> Handle:

@@ -1,4 +1,6 @@
-"""What many write by hand: 64 tasks that share one aiohttp session and a list, uvloop, selectolax, JSON lines. No queue, no retries, nothing durable."""
+"""What many write by hand: 64 tasks that share one aiohttp session and a list, uvloop, selectolax,
+JSON lines. No queue, no retries, nothing durable.
+"""
 
 import asyncio
 import json

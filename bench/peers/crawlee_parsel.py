@@ -1,4 +1,6 @@
-"""Crawlee: its parsel crawler with 64 requests at once and its queue in memory (its default, files, is several times slower); rows as JSON lines."""
+"""Crawlee: its parsel crawler with 64 requests at once and its queue in memory (its default, files,
+is several times slower); rows as JSON lines.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""The job as the peers get it: the list of URLs, the five fields, and the one line each of them prints. Needs nothing but the standard library."""
+"""The job as the peers get it: the list of URLs, the five fields, and the one line each of them
+prints. Needs nothing but the standard library.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""Scrapy, tuned: 64 requests at once, no delay, four item tasks instead of a hundred, parsel, the feed as JSON lines."""
+"""Scrapy, tuned: 64 requests at once, no delay, four item tasks instead of a hundred, parsel, the
+feed as JSON lines.
+"""
 
 from job import CONCURRENCY, CSS, OUT, ended, report, started, urls
 from scrapy import Request, Spider, signals

@@ -1,4 +1,6 @@
-"""scrapy-redis, tuned as Scrapy is: start URLs, scheduler and duplicate filter in Redis (second argument: its port), filled before the clock starts."""
+"""scrapy-redis, tuned as Scrapy is: start URLs, scheduler and duplicate filter in Redis (second
+argument: its port), filled before the clock starts.
+"""
 
 import asyncio
 import sys

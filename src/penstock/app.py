@@ -58,14 +58,16 @@ ROLES = ("source", "serve", "fetch", "extract", "sink")
 STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
 SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
 UPKEEP = 60.0
-END_SPARE = 10.0  # seconds beyond twice the grace, after which a worker that does not end is left behind, and a chore is cancelled again
+# seconds beyond twice the grace, after which a worker that does not end is left behind, and a chore
+# is cancelled again
+END_SPARE = 10.0
 SOURCE_BODY = (
     50 * 2**20
 )  # bytes of one answer to a source, decoded: what the sitemap protocol allows
 FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
 
 
-# -- running --------------------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------
 
 
 class Running:
@@ -107,7 +109,7 @@ class Running:
         self._backlog = 0
         self._wake_set = False
 
-    # -- life ------------------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def run(
         self,
@@ -241,7 +243,9 @@ class Running:
                 raise result
 
     async def _end_of(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
-        """Draining has an end of its own; this is for what does not come to it. What is then in flight comes back when its lease ends."""
+        """Draining has an end of its own; this is for what does not come to it. What is then in
+        flight comes back when its lease ends.
+        """
         _, late = await asyncio.wait(tasks, timeout=self._longest_end)
         for task in late:
             where = io.StringIO()
@@ -255,8 +259,10 @@ class Running:
         return [task.exception() for task in tasks if task.done() and not task.cancelled()]
 
     async def _cancelled(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
-        """All of them have ended when this returns; what they raised. A library may lose a cancellation, and then it is for ever: wait_for of
-        Python 3.11 does, where what it waits for is done in that very moment."""
+        """All of them have ended when this returns; what they raised. A library may lose a
+        cancellation, and then it is for ever: wait_for of Python 3.11 does, where what it waits for
+        is done in that very moment.
+        """
         left = set(tasks)
         while left:
             for task in left:
@@ -269,7 +275,9 @@ class Running:
         return 2 * self.config.grace + END_SPARE
 
     async def _until_idle(self) -> None:
-        """Every accepted event has ended, every row is in its sink, every hook was told; or a breaker keeps us from going on."""
+        """Every accepted event has ended, every row is in its sink, every hook was told; or a
+        breaker keeps us from going on.
+        """
         while True:
             with contextlib.suppress(StoreUnavailable):
                 read = all(
@@ -297,7 +305,9 @@ class Running:
         return next(iter((await self.stores.db.read(self.stores.broker.paused_in)).values()), None)
 
     async def _check_after_unclean_stop(self) -> None:
-        """A worker went without saying goodbye: is the file whole? A large one is checked beside the work."""
+        """A worker went without saying goodbye: is the file whole? A large one is checked beside
+        the work.
+        """
         if not locks.dead_workers(self.stores.workers_directory):
             return
         file = self.stores.db.file
@@ -320,10 +330,12 @@ class Running:
                 hint="stop all workers, keep a copy, and restore a backup or recover it with the sqlite3 shell's .recover",
             )
 
-    # -- parts -----------------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     async def _open_extraction(self) -> tuple[Extraction, Extraction | None]:
-        """Where the user's code runs, and where pages run that may have killed a worker whose own process it was."""
+        """Where the user's code runs, and where pages run that may have killed a worker whose own
+        process it was.
+        """
         c = self.config.extract
         sandbox = Sandbox(
             self.file,
@@ -334,7 +346,9 @@ class Running:
         return (sandbox, None) if c.isolation == "process" else (InProcess(self.pipeline), sandbox)
 
     def _bind_sinks(self) -> list[SinkBinding]:
-        """A table in the ledger's own file or database is written in the success transaction; every other sink goes through its outbox."""
+        """A table in the ledger's own file or database is written in the success transaction; every
+        other sink goes through its outbox.
+        """
         bindings = []
         for sink, options in self.sinks:
             only = tuple(options.get("only", ()))
@@ -446,7 +460,8 @@ class Running:
             inline_max=c.pages.inline_max,
             message_max=self.stores.broker.caps_of("pages").max_body,
         )
-        # Messages with bodies are as heavy as pages, and are held from the moment they are received.
+        # Messages with bodies are as heavy as pages, and are held from the moment they are
+        # received.
         narrow = msgspec.structs.replace(
             options, window=min(options.window, c.fetch.bytes // max(1, c.pages.inline_max))
         )
@@ -511,7 +526,9 @@ class Running:
         return "a sink is too far behind" if self._backlog > self.config.sink.max_backlog else None
 
     async def _upkeep(self) -> None:
-        """Small chores: the view of blocked hosts ten times a second, dead workers and delays every second, retention every minute."""
+        """Small chores: the view of blocked hosts ten times a second, dead workers and delays every
+        second, retention every minute.
+        """
         beats = 0
         while True:
             await self.clock.sleep(0.1)
@@ -534,7 +551,9 @@ class Running:
                 await self.clock.sleep(1.0)
 
     async def _relay(self) -> None:
-        """What a broker apart is to be told. Beside the other chores: one that does not answer must not make us look dead."""
+        """What a broker apart is to be told. Beside the other chores: one that does not answer must
+        not make us look dead.
+        """
         beats = 0
         while True:
             await self.clock.sleep(0.1)
@@ -567,7 +586,9 @@ class Running:
 
 
 def open_fetcher(config: Config, *, max_body: int = 0) -> CurlFetcher:
-    """The one client of the product, with the limits and exceptions that are configured; `max_body` raises one of them."""
+    """The one client of the product, with the limits and exceptions that are configured; `max_body`
+    raises one of them.
+    """
     n = config.net
     max_body = max(n.max_body, max_body)
     guard = Guard(parse_allow(",".join(n.allow)), ports=n.ports)
@@ -585,7 +606,9 @@ def open_fetcher(config: Config, *, max_body: int = 0) -> CurlFetcher:
 
 
 def exceptions(config: Config) -> dict[str, str]:
-    """Rules of ours that the configuration turns off everywhere, and how; "" where it does not. They are recorded when a worker starts."""
+    """Rules of ours that the configuration turns off everywhere, and how; "" where it does not.
+    They are recorded when a worker starts.
+    """
     return {
         "robots": 'robots = "ignore" in the configuration' if config.robots == "ignore" else "",
         "remote_dns": "net.remote_dns = true in the configuration: proxies resolve names, unchecked"
@@ -617,7 +640,9 @@ def fetch_options(
 
 
 def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:
-    """For each stage we run: from its topic as far as we run without a gap. A later stage's own topic is read too, for work that split processes left there."""
+    """For each stage we run: from its topic as far as we run without a gap. A later stage's own
+    topic is read too, for work that split processes left there.
+    """
     found: list[tuple[Stage, Stage]] = []
     for i, first in enumerate(STAGES):
         if first in roles:
@@ -747,7 +772,9 @@ async def retain(
     history_keep: float | None,
     seconds: float = 5.0,
 ) -> tuple[int, int]:
-    """Retention of pages, history and ended events: small transactions, until nothing is left to do or the time is up. (pages removed, bytes freed)."""
+    """Retention of pages, history and ended events: small transactions, until nothing is left to do
+    or the time is up. (pages removed, bytes freed).
+    """
     until = stores.clock.now() + seconds
     removed = freed = 0
     while True:
@@ -778,7 +805,9 @@ def _retain_pages(
 
 def _retain_events(stores: Stores, keep: float, tx: Any) -> int:
     before = stores.clock.now() - keep
-    if stores.claims.apart:  # what a claim elsewhere still names may go all the same: its URL is then fetched without a baseline
+    # what a claim elsewhere still names may go all the same: its URL is then fetched without a
+    # baseline
+    if stores.claims.apart:
         return int(stores.ledger.prune_in(tx, before, lambda key, id_: False))
     stores.claims.prune_in(tx, before)
     return int(

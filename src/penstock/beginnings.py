@@ -1,4 +1,6 @@
-"""The beginning of a page, parsed alone: which answers it gives are those of the whole page. Not when it is worth trying, nor what is asked."""
+"""The beginning of a page, parsed alone: which answers it gives are those of the whole page. Not
+when it is worth trying, nor what is asked.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,10 @@ _FORMATTING = frozenset(
 
 
 class Beginning:
-    """The tree of a page's first bytes. What follows them is added at the end of what is still open, and before a table that is; so an element
-    that is closed, and lies in no open table, is as it will be."""
+    """The tree of a page's first bytes. What follows them is added at the end of what is still
+    open, and before a table that is; so an element that is closed, and lies in no open table, is as
+    it will be.
+    """
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -59,7 +63,9 @@ class Beginning:
             self._open.clear()
 
     def _follow(self, node: Element | None) -> bool:
-        """Note the way to the end. False: it leads through what may still change all that came before."""
+        """Note the way to the end. False: it leads through what may still change all that came
+        before.
+        """
         while node is not None:
             if node.tag in _UNSETTLED:
                 return False
@@ -89,7 +95,9 @@ class Beginning:
 
 
 def beginning(body: bytes, encoding: str | None, size: int) -> Beginning | None:
-    """None: that is most of the page, it may be cut in the middle of a character, or it has tags that change what was there at its start."""
+    """None: that is most of the page, it may be cut in the middle of a character, or it has tags
+    that change what was there at its start.
+    """
     if (
         2 * size > len(body)
         or encoding is None

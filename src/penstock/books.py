@@ -1,4 +1,6 @@
-"""The order of writes: what becomes true together when an event is accepted, admitted, begun or concluded, and what follows for the broker."""
+"""The order of writes: what becomes true together when an event is accepted, admitted, begun or
+concluded, and what follows for the broker.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +41,24 @@ PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a pl
 HOLD_BEYOND = 0.05
 SETTLED = Admitted(verdict="settled")
 ACK: Outcome = Ack()
-BUSY = 2.0  # seconds after which a copy of a message, whose event another worker has in flight, is looked at again
+# seconds after which a copy of a message, whose event another worker has in flight, is looked at
+# again
+BUSY = 2.0
 EARLY = 0.05
 _by_row = operator.attrgetter("row")
 
 
 def _own_envelope(end: End) -> bytes:
-    """The event's bytes as they came; on another topic than its own they lie inside that topic's message, and the event has to do."""
+    """The event's bytes as they came; on another topic than its own they lie inside that topic's
+    message, and the event has to do.
+    """
     return end.delivery.body if end.delivery.topic == end.event.topic else encode_event(end.event)
 
 
 def _letter_of(finding: Finding, source: str) -> bytes:
-    """Its JSON. A hook may have left something in the payload that has none: then it is shown as it prints, so that no finding stops its source."""
+    """Its JSON. A hook may have left something in the payload that has none: then it is shown as it
+    prints, so that no finding stops its source.
+    """
     try:
         base = (
             None if finding.base is None else mask(finding.base)
@@ -80,11 +88,12 @@ class _PagesGone(Exception):
 class Books(Upkeep):
     """One transaction per call; what the ledger and the broker come to know together.
 
-    A broker that lies apart (`broker.apart`: a relay) notes there what it is to be told, and is told after the commit. Its messages
-    may come in copies, early, or for an event that somebody is at already: the ledger knows, and `admit` decides by it.
+    A broker that lies apart (`broker.apart`: a relay) notes there what it is to be told, and is
+    told after the commit. Its messages may come in copies, early, or for an event that somebody is
+    at already: the ledger knows, and `admit` decides by it.
     """
 
-    # -- intake ------------------------------------------------------------------------------------------------------------
+    # -- intake ------------------------------------------------------------------------------------
 
     async def accept(
         self,
@@ -93,7 +102,8 @@ class Books(Upkeep):
         cursor: tuple[str, bytes | None] | None = None,
         beside: Callable[[Any, list[Accepted]], None] | None = None,
     ) -> list[Accepted]:
-        """Durable when it returns. The cursor moves in the same transaction, and only if nothing was refused as full.
+        """Durable when it returns. The cursor moves in the same transaction, and only if nothing
+        was refused as full.
 
         `beside` belongs to it too; what it raises undoes it.
         """
@@ -133,7 +143,9 @@ class Books(Upkeep):
         return answers
 
     def refuse_in(self, tx: Any, finding: Finding, source: str, reason: str) -> None:
-        """What a source found and no event can be made of: a dead letter, once however often it is read."""
+        """What a source found and no event can be made of: a dead letter, once however often it is
+        read.
+        """
         id_ = mint("refused", source, finding.id)
         if self.ledger.has_letter_in(tx, id_):
             return
@@ -170,12 +182,14 @@ class Books(Upkeep):
             now,
         )
 
-    # -- a delivery arrives --------------------------------------------------------------------------------------------------
+    # -- a delivery arrives ------------------------------------------------------------------------
 
     async def admit(
         self, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], *, fetches: bool
     ) -> list[Admitted]:
-        """Dedup, freshness, the slot. What is a duplicate, delayed or long ended is settled here and now; `fetches=False` (pages, records) skips both."""
+        """Dedup, freshness, the slot. What is a duplicate, delayed or long ended is settled here
+        and now; `fetches=False` (pages, records) skips both.
+        """
         if not self.claims.apart:
             return await self.write(
                 lambda tx: self._admit(tx, deliveries, fetches), durable=self.broker.apart
@@ -238,7 +252,8 @@ class Books(Upkeep):
             if isinstance(e, BadEnvelope):
                 outcome = self._unreadable(tx, d, e, now)
             else:
-                # Each looked at once: of one that is here twice, the first may have changed what holds for the second.
+                # Each looked at once: of one that is here twice, the first may have changed what
+                # holds for the second.
                 standing = standings.pop(e.id, None) or self.ledger.standing_in(tx, e.id)
                 if (
                     standing is None
@@ -293,7 +308,9 @@ class Books(Upkeep):
         return answers, +wants
 
     def _holders(self, tx: Any, claims: Any, keys: Sequence[bytes]) -> dict[bytes, Any]:
-        """Of all these URLs at once, where the claims lie in the store; of others `claims` knows them already."""
+        """Of all these URLs at once, where the claims lie in the store; of others `claims` knows
+        them already.
+        """
         return claims.holders_in(tx, keys) if keys and not claims.apart else {}
 
     def _holder(self, tx: Any, claims: Any, holders: dict[bytes, Any], key: bytes) -> Any:
@@ -355,7 +372,9 @@ class Books(Upkeep):
     def _freshness(
         self, tx: Any, claims: Any, e: Event, standing: Any, holder: Holder, now: float
     ) -> Outcome | None:
-        """None: it may ask. Otherwise it is a duplicate or delayed, noted as such, and this is how its delivery is settled."""
+        """None: it may ask. Otherwise it is a duplicate or delayed, noted as such, and this is how
+        its delivery is settled.
+        """
         match self._decide(tx, e, standing, holder, now):
             case freshness.Take():
                 return None
@@ -417,7 +436,7 @@ class Books(Upkeep):
             self.broker.hold_in(tx, topic, group, until)
         return placed
 
-    # -- a handler starts ----------------------------------------------------------------------------------------------------
+    # -- a handler starts --------------------------------------------------------------------------
 
     async def begin(
         self,
@@ -426,7 +445,9 @@ class Books(Upkeep):
         asks: Sequence[bool],
         writing: bool = False,
     ) -> list[int | None]:
-        """Counted before the work, and the claim is taken with it. The fence of each, or None: it ended meanwhile and is settled, or its lease was lost."""
+        """Counted before the work, and the claim is taken with it. The fence of each, or None: it
+        ended meanwhile and is settled, or its lease was lost.
+        """
         claims = await self._claim_ahead(starts, asks) if self.claims.apart else self.claims
         return await self.write(
             lambda tx: self._begin(tx, claims, starts, asks, writing), durable=False
@@ -435,7 +456,9 @@ class Books(Upkeep):
     async def _claim_ahead(
         self, starts: Sequence[tuple[Delivery, Event, Admitted]], asks: Sequence[bool]
     ) -> Seen:
-        """Claims of a store apart are taken before the start is noted: their owner is the event, so one that dies in between finds it is its own."""
+        """Claims of a store apart are taken before the start is noted: their owner is the event, so
+        one that dies in between finds it is its own.
+        """
         wanted: dict[bytes, Event] = {}
         for (_, e, _), asking in zip(starts, asks, strict=True):
             if asking and not e.force:
@@ -535,7 +558,9 @@ class Books(Upkeep):
             if ok and fence is None
         ]
         if settles:
-            if self.broker.apart:  # this commit may not outlive a power cut: let them come back, and be settled by one that does
+            # this commit may not outlive a power cut: let them come back, and be settled by one
+            # that does
+            if self.broker.apart:
                 settles = [(d, Release()) for d, _ in settles]
             self.broker.settle_in(tx, settles)
         return answers
@@ -550,7 +575,9 @@ class Books(Upkeep):
         holders: dict[bytes, Any],
         now: float,
     ) -> Outcome | None:
-        """Between admission and the start another event may have taken the claim, in this very batch even."""
+        """Between admission and the start another event may have taken the claim, in this very
+        batch even.
+        """
         holder = self._holder(tx, claims, holders, key)
         if holder is None and key not in taken:
             if claims.apart:  # we tried to take it, and it was another's for a moment
@@ -569,12 +596,14 @@ class Books(Upkeep):
             taken[key] = (e.id, self._good(tx, holder))
         return None
 
-    # -- a handler ends --------------------------------------------------------------------------------------------------------
+    # -- a handler ends ----------------------------------------------------------------------------
 
     async def conclude(
         self, ends: Sequence[End], bodies: Sequence[tuple[str, bytes]] = ()
     ) -> list[bool]:
-        """Everything that follows from these ends, in one transaction. False: the fence was old, that end changed nothing."""
+        """Everything that follows from these ends, in one transaction. False: the fence was old,
+        that end changed nothing.
+        """
         claims = await self._holders_of_links(ends) if self.claims.apart else self.claims
         while True:
             staged = self.pages.stage(bodies)
@@ -661,7 +690,8 @@ class Books(Upkeep):
                 count["writing" if end.was_writing else "in_flight"] -= 1
                 if end.publish:
                     self.publish_in(tx, end.publish)
-            # Refused: somebody else has the event, or the start was forgotten with a server that died. Whoever is handed the message next will see.
+            # Refused: somebody else has the event, or the start was forgotten with a server that
+            # died. Whoever is handed the message next will see.
             settles.append((end.delivery, Release() if n is None else outcome))
         for topic, count in delta.items():
             self.ledger.count_in(tx, topic, dict(count))
@@ -703,7 +733,9 @@ class Books(Upkeep):
         now: float,
         count: Counter[str],
     ) -> None:
-        """Children are accepted before their parent's success, in its transaction; one inside its window is counted, not accepted."""
+        """Children are accepted before their parent's success, in its transaction; one inside its
+        window is counted, not accepted.
+        """
         s = self.settings
         home = host_key(parent.url, by="domain") if s.follow_same_domain else None
         children = []

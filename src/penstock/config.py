@@ -1,4 +1,6 @@
-"""Command line, environment and penstock.toml become one frozen Config here, checked before anything opens; nothing is opened here."""
+"""Command line, environment and penstock.toml become one frozen Config here, checked before
+anything opens; nothing is opened here.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from penstock.options import (
 __all__ = ["OPTIONS", "Config", "Loaded", "Option", "Shown", "load", "options", "show"]
 
 FILE_NAME = "penstock.toml"
-# Variables with our prefix that are no options: where the file is, and where ./dev keeps its environment.
+# Variables with our prefix that are no options: where the file is, and where ./dev keeps its
+# environment.
 OTHER_VARIABLES = frozenset({"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_KAFKA_OPTIONS"})
 STORES = (
     "broker.url",
@@ -45,7 +48,7 @@ _INJECTED = re.compile(
 )
 
 
-# -- loading -----------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +68,9 @@ class Shown(NamedTuple):
 def load(cli: Mapping[str, str], env: Mapping[str, str], cwd: Path) -> Loaded:
     """Command line > environment > penstock.toml > defaults. Raises ConfigError, and nothing else.
 
-    `cli` maps option paths ("fetch.concurrency") to texts; its key "config" names the file, as PENSTOCK_CONFIG does.
-    Relative paths are relative to `cwd`, wherever the file is. An empty variable counts as unset.
+    `cli` maps option paths ("fetch.concurrency") to texts; its key "config" names the file, as
+    PENSTOCK_CONFIG does. Relative paths are relative to `cwd`, wherever the file is. An empty
+    variable counts as unset.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -125,7 +129,9 @@ class _Table:
 def _pools(
     document: Mapping[str, Any], env: Mapping[str, str], cli: Mapping[str, str], shown: str
 ) -> list[str]:
-    """Names of pools, wherever they are first mentioned. A variable cannot say `-`, so it may mean a name with one."""
+    """Names of pools, wherever they are first mentioned. A variable cannot say `-`, so it may mean
+    a name with one.
+    """
     tables = document.get(POOL, {})
     if not isinstance(tables, dict):
         raise ConfigError(
@@ -307,7 +313,7 @@ def _from_cli(cli: Mapping[str, str], known: _Table) -> Iterator[_Found]:
         yield known.by_path[path], "command line", _read(known.by_path[path], text, "command line")
 
 
-# -- one value ---------------------------------------------------------------------------------------------------------
+# -- one value -------------------------------------------------------------------------------------
 
 
 def _read(option: Option, value: object, origin: str, *, is_file: bool = False) -> Any:
@@ -375,11 +381,13 @@ def _written(option: Option, value: Any) -> str:
     return option.kind.masked(value) if option.kind.masked is not None else "***"
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- the whole -------------------------------------------------------------------------------------
 
 
 def _derive(values: dict[str, Any], cwd: Path) -> None:
-    """Defaults that depend on other options; relative paths become absolute, so a later chdir changes nothing."""
+    """Defaults that depend on other options; relative paths become absolute, so a later chdir
+    changes nothing.
+    """
     state = cwd.absolute() / values.get("state.dir", ".penstock")
     values["state.dir"] = state
     _derive_stores(values, state)
@@ -395,7 +403,9 @@ def _derive(values: dict[str, Any], cwd: Path) -> None:
 
 
 def _derive_stores(values: dict[str, Any], state: Path) -> None:
-    """What is not set follows the broker, to a place that every machine of the fleet can see; never silently to a file of this one."""
+    """What is not set follows the broker, to a place that every machine of the fleet can see; never
+    silently to a file of this one.
+    """
     embedded = not values.get("broker.url")
     broker = values.setdefault("broker.url", f"sqlite:{state / 'penstock.db'}")
     for topic in ("topics.requests", "topics.pages", "topics.records"):
@@ -441,7 +451,9 @@ def _kind(url: str) -> str:
 
 
 def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Values that are each fine and together are not. A default gives way to a smaller limit that was set."""
+    """Values that are each fine and together are not. A default gives way to a smaller limit that
+    was set.
+    """
     rules = (
         ("retry.base", "retry.max", "the first back-off is longer than the longest"),
         (

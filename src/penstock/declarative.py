@@ -1,4 +1,6 @@
-"""The TOML form of a pipeline: checked, then compiled to the same Pipeline that Python declares. Closed transforms; nothing is evaluated."""
+"""The TOML form of a pipeline: checked, then compiled to the same Pipeline that Python declares.
+Closed transforms; nothing is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from penstock.selecting import SelectorList
 from penstock.transforms import TRANSFORMS, Transform, Unreadable
 
 MAX_PATTERN = 500
-MAX_SEARCHED = 100_000  # characters a regex looks at: a bad pattern costs the page its time limit at most, not by the megabyte
+# characters a regex looks at: a bad pattern costs the page its time limit at most, not by the
+# megabyte
+MAX_SEARCHED = 100_000
 
 _SECTIONS = ("pipeline", "extract", "sink", "source")
 _EXTRACT = ("name", "match", "version", "key", "follow", "fields")
@@ -41,7 +45,9 @@ class _Field:
     has_default: bool
 
     def read(self, page: _Reading) -> Any:
-        """The first source that gives something readable. Found but unreadable everywhere, without a default, is an error, never a silent None."""
+        """The first source that gives something readable. Found but unreadable everywhere, without
+        a default, is an error, never a silent None.
+        """
         trouble: Unreadable | None = None
         for kind, query in self.sources:
             try:
@@ -104,7 +110,8 @@ class _Reading:
                 try:
                     self._json = [self.page.json()]
                 except (msgspec.DecodeError, UnicodeError, RecursionError):
-                    self._json = []  # not JSON: this source has nothing, `required` says whether that matters
+                    # not JSON: this source has nothing, `required` says whether that matters
+                    self._json = []
             return (v for item in self._json for v in _walk(item, steps))
         if self._jsonld is None:
             self._jsonld = list(self.page.jsonld())
@@ -143,11 +150,13 @@ def _walk(value: Any, steps: list[str]) -> Iterator[Any]:
         yield value
 
 
-# -- reading the file --------------------------------------------------------------------------------------------------
+# -- reading the file ------------------------------------------------------------------------------
 
 
 def compile_toml(source: bytes, where: str) -> Pipeline:
-    """Raises ConfigError that names the path inside the file: `shop.toml: extract[0].fields.price.cs: unknown key; did you mean css?`"""
+    """Raises ConfigError that names the path inside the file: `shop.toml:
+    extract[0].fields.price.cs: unknown key; did you mean css?`
+    """
     try:
         data = tomllib.loads(source.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:

@@ -1,4 +1,6 @@
-"""What everything that writes to the books rests on: one transaction, then what it decided for a broker apart; and how an event gets its message."""
+"""What everything that writes to the books rests on: one transaction, then what it decided for a
+broker apart; and how an event gets its message.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def out_of(e: Event, body: bytes) -> Out:
 
 
 class SinkBinding(msgspec.Struct, frozen=True):
-    """How records reach one sink: through its outbox, or by `write` inside the transaction when its table lies in the same file."""
+    """How records reach one sink: through its outbox, or by `write` inside the transaction when its
+    table lies in the same file.
+    """
 
     name: str
     only: tuple[str, ...] = ()  # extractors; () is all
@@ -46,7 +50,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Desk:
-    """Needs a broker, ledger, outbox, claims and pages whose `_in` methods take the store's transaction."""
+    """Needs a broker, ledger, outbox, claims and pages whose `_in` methods take the store's
+    transaction.
+    """
 
     def __init__(
         self,
@@ -72,7 +78,9 @@ class Desk:
         self.settings, self.worker, self.clock = settings, worker, clock
 
     async def write(self, work: Callable[[Any], T], *, durable: bool = True) -> T:
-        """One transaction, and then what it decided for a broker apart. What is told there must outlive a power cut here."""
+        """One transaction, and then what it decided for a broker apart. What is told there must
+        outlive a power cut here.
+        """
         if not self.broker.apart:
             return await self.store.write(work, durable=durable)
 
@@ -85,7 +93,9 @@ class Desk:
         return result
 
     def publish_in(self, tx: Any, batch: Sequence[Out]) -> list[int]:
-        """The positions. What an open event hangs on is placed or the transaction fails: a full topic is back-pressure, never a loss."""
+        """The positions. What an open event hangs on is placed or the transaction fails: a full
+        topic is back-pressure, never a loss.
+        """
         placed = self.broker.place_in(tx, batch)
         for out, (answer, _) in zip(batch, placed, strict=True):
             if answer is not Published.OK:

@@ -1,4 +1,6 @@
-"""What an operator decides about one host (limits, pause, robots.txt) and what is known of it. Each decision is one transaction, and holds for the fleet."""
+"""What an operator decides about one host (limits, pause, robots.txt) and what is known of it. Each
+decision is one transaction, and holds for the fleet.
+"""
 
 from __future__ import annotations
 
@@ -73,10 +75,12 @@ class Domains:
             agent,
         )
 
-    # -- looking -----------------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def listed_in(self, tx: Any, limit: int) -> list[Domain]:
-        """Those somebody decided about or that are held back, then those with most to do, then the others."""
+        """Those somebody decided about or that are held back, then those with most to do, then the
+        others.
+        """
         noted: dict[str, list[Exempt]] = {}
         for e in self._hosts.exceptions_in(tx, limit=limit):
             noted.setdefault(e.host, []).append(e)
@@ -140,7 +144,7 @@ class Domains:
             )
         return tuple(found)
 
-    # -- deciding ----------------------------------------------------------------------------------------------------------
+    # -- deciding ----------------------------------------------------------------------------------
 
     def limit(
         self, host: str, *, rate: float | None, burst: int | None, concurrency: int | None
@@ -175,7 +179,9 @@ class Domains:
         self._stores.db.write_now(lambda tx: self._hosts.change_in(tx, host, change))
 
     def _set_free(self, host: str) -> int:
-        """Events that were put off until a slot of the old kind come at once, and get one of the new kind."""
+        """Events that were put off until a slot of the old kind come at once, and get one of the
+        new kind.
+        """
         reasons = (
             f"waiting for a slot of {host}",
             f"{Breach.HELD.sentence}: {host}",

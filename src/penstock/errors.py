@@ -1,4 +1,6 @@
-"""Errors that reach the user: each says what is wrong and what to try next; exit codes live here and nowhere else."""
+"""Errors that reach the user: each says what is wrong and what to try next; exit codes live here
+and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,17 @@ class BadEnvelope(PenstockError):
 
 
 class StoreUnavailable(PenstockError):
-    """Our own store does not take the write now (disk full, locked, read-only). Nobody's budget is spent on it."""
+    """Our own store does not take the write now (disk full, locked, read-only). Nobody's budget is
+    spent on it.
+    """
 
     exit_code = UNREACHABLE
 
 
 class SourceDown(PenstockError):
-    """A source's outside does not answer now, or not in a way that can be read. It is tried again, after `after` seconds where that is known."""
+    """A source's outside does not answer now, or not in a way that can be read. It is tried again,
+    after `after` seconds where that is known.
+    """
 
     exit_code = UNREACHABLE
 
@@ -54,7 +60,9 @@ class SourceDown(PenstockError):
 
 
 class RequestRefused(PenstockError):
-    """A request to one of our own endpoints that is answered with this status. The message goes to whoever sent it, so it holds no secret."""
+    """A request to one of our own endpoints that is answered with this status. The message goes to
+    whoever sent it, so it holds no secret.
+    """
 
     def __init__(
         self,

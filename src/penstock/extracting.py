@@ -1,4 +1,6 @@
-"""Running the user's extractors on one page and making Records and Links of what they yield. Processes and limits of time are elsewhere."""
+"""Running the user's extractors on one page and making Records and Links of what they yield.
+Processes and limits of time are elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class _Refused(Exception):
 
 
 def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extracted:
-    """Every extractor whose match fits. Never raises for what user code does or yields, and then nothing of the page is kept."""
+    """Every extractor whose match fits. Never raises for what user code does or yields, and then
+    nothing of the page is kept.
+    """
     extractors = pipeline.matching(page.url, page.requested_url)
     out = Extracted(matched=bool(extractors))
     room = max_output
@@ -91,7 +95,7 @@ class _EmptyKey(Exception):
     """A record without a name: it could neither replace nor be replaced."""
 
 
-# -- what the function gives ---------------------------------------------------------------------------------------------
+# -- what the function gives -----------------------------------------------------------------------
 
 
 def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
@@ -175,7 +179,9 @@ def _record(value: Any, extractor: Extractor, page: Page, index: int) -> Record:
 
 
 def _removal(value: Removed, extractor: Extractor, page: Page, index: int) -> Record:
-    """A record of its key alone. The key is what the record's own was, so that it replaces it everywhere."""
+    """A record of its key alone. The key is what the record's own was, so that it replaces it
+    everywhere.
+    """
     given, names = value.key, extractor.key
     if given is None or isinstance(given, Mapping):
         record = _record(dict(given or {}), extractor, page, index)
@@ -208,7 +214,9 @@ def _as_dict(value: Any) -> dict[Any, Any] | None:
 
 
 def _clean(value: Any, where: str) -> Any:
-    """What JSON can hold, or _Refused with the path of what it cannot. Sets are sorted: their order changes with every process."""
+    """What JSON can hold, or _Refused with the path of what it cannot. Sets are sorted: their order
+    changes with every process.
+    """
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -263,7 +271,7 @@ def _part(value: Any, what: str, extractor: Extractor, *, missing: bool = False)
     return text
 
 
-# -- saying what went wrong ----------------------------------------------------------------------------------------------
+# -- saying what went wrong ------------------------------------------------------------------------
 
 
 def _too_much(out: Extracted, max_output: int) -> str:

@@ -1,4 +1,6 @@
-"""Carries a sink's outbox to its target, in order and once, from whichever process holds the sink's lock. Knows no format and no ledger."""
+"""Carries a sink's outbox to its target, in order and once, from whichever process holds the sink's
+lock. Knows no format and no ledger.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ _REOPENS = 5  # in a row, without a row written; then it counts as a failure
 
 
 class Outbox(Protocol):
-    """What a sink still has to write, in the ledger's store. Each method may raise StoreUnavailable; then nothing changed, or it is not known to have."""
+    """What a sink still has to write, in the ledger's store. Each method may raise
+    StoreUnavailable; then nothing changed, or it is not known to have.
+    """
 
     async def position(self, sink: str) -> tuple[int, str]:
         """(last row noted as flushed, its mark); (0, "") before the first. Reads what is committed."""
 
     async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> Sequence[Row]:
-        """Committed rows with n > after, ascending, none left out: no smaller n may become visible later. At most `limit`;
-        none is added once their bodies have passed `max_bytes`, but one is always given if there is one."""
+        """Committed rows with n > after, ascending, none left out: no smaller n may become visible
+        later. At most `limit`; none is added once their bodies have passed `max_bytes`, but one is
+        always given if there is one.
+        """
 
     async def settled(self, sink: str) -> tuple[int, str]:
         """As `position`, behind every note that was begun before: none of them can still come."""
@@ -39,16 +45,20 @@ class Outbox(Protocol):
     async def flushed(
         self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]
     ) -> None:
-        """First `guard(tx)`, which raises where another holds the lock by now; then nothing is noted.
-        Note both, in one transaction, durable against a power cut when it returns (whatever the pipeline's durability): the file is cut to this mark.
-        Rows up to `upto` may go. Also called with an unchanged position, when only the mark is another one."""
+        """First `guard(tx)`, which raises where another holds the lock by now; then nothing is
+        noted. Note both, in one transaction, durable against a power cut when it returns (whatever
+        the pipeline's durability): the file is cut to this mark. Rows up to `upto` may go. Also
+        called with an unchanged position, when only the mark is another one.
+        """
 
     async def backlog(self, sink: str) -> int:
         """Rows that are not noted as flushed."""
 
 
 class Flusher:
-    """`run()` is a task for as long as the process works. The rest may be read and called at any time from the same loop."""
+    """`run()` is a task for as long as the process works. The rest may be read and called at any
+    time from the same loop.
+    """
 
     def __init__(
         self, sink: Sink, outbox: Outbox, lock: Lock, clock: Clock, *, batch: int = 1000, on_notice: Callable[[str], None] | None = None,
@@ -84,7 +94,9 @@ class Flusher:
         self._woken.set()
 
     async def run(self) -> None:
-        """Until cancelled. Leaves the target and the note consistent, whenever that is, and gives the lock to another process."""
+        """Until cancelled. Leaves the target and the note consistent, whenever that is, and gives
+        the lock to another process.
+        """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"flush-{self.sink.name}")
         try:
             failures = 0
@@ -109,7 +121,8 @@ class Flusher:
                 if wait > 0:
                     await self._pause(wait, wakeable=self._lock.held and self.down is None)
         finally:
-            # The lock goes last: nothing of ours may touch the target once another process holds it.
+            # The lock goes last: nothing of ours may touch the target once another process holds
+            # it.
             try:
                 await self._in_thread(self.sink.close)
                 if self._loose and self._lock.here:
@@ -137,7 +150,7 @@ class Flusher:
                 return False
             await self.clock.sleep(min(0.05, left))
 
-    # -- one round -----------------------------------------------------------------------------------------------------
+    # -- one round ---------------------------------------------------------------------------------
 
     async def _step(self) -> float:
         """One batch, or one look. Returns how long there is nothing to do."""
@@ -149,7 +162,8 @@ class Flusher:
                 await self._in_thread(self.sink.close)
                 await self._tidy()
                 self._loose = False
-            # The holder's trouble is ours: the outbox fills for all of us. A note of our own is of a time when we held it.
+            # The holder's trouble is ours: the outbox fills for all of us. A note of our own is of
+            # a time when we held it.
             self._up_or(None if self._lock.here else note_of(self._lock.path) or None)
             self._idle = await self.outbox.backlog(self.sink.name) == 0
             return TAKE_OVER
@@ -195,7 +209,9 @@ class Flusher:
             await self._in_thread(self.sink.restore, mark)
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Not to be interrupted: a cancelled flusher still waits for the write under way, since the lock must outlast it."""
+        """Not to be interrupted: a cancelled flusher still waits for the write under way, since the
+        lock must outlast it.
+        """
         assert self._thread is not None
         future = asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
         try:
@@ -206,7 +222,7 @@ class Flusher:
                     await asyncio.wait([future])
             raise
 
-    # -- what others see -------------------------------------------------------------------------------------------------
+    # -- what others see ---------------------------------------------------------------------------
 
     def _fail(self, error: Exception, failures: int) -> float:
         self._idle = False

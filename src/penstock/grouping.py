@@ -1,4 +1,6 @@
-"""What is cheaper done together, collected until there is enough of it or the first has waited long enough. Not what is done with it."""
+"""What is cheaper done together, collected until there is enough of it or the first has waited long
+enough. Not what is done with it.
+"""
 
 from __future__ import annotations
 

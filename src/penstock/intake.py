@@ -1,4 +1,6 @@
-"""From a URL outside to an accepted event: canonical form, id, host key, route, trace; then the books. Sources and `push` come through here."""
+"""From a URL outside to an accepted event: canonical form, id, host key, route, trace; then the
+books. Sources and `push` come through here.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ async def push(
     on_progress: Callable[[Pushed], None] | None = None,
     wait_when_full: bool = True,
 ) -> Pushed:
-    """Reads lazily, so a list of millions takes no memory; each batch is durable before the next is read."""
+    """Reads lazily, so a list of millions takes no memory; each batch is durable before the next is
+    read.
+    """
     result = Pushed(refused=[])
     waiting: list[Event] = []
 
@@ -120,7 +124,7 @@ async def push(
     return result
 
 
-# -- sources -------------------------------------------------------------------------------------------------------------
+# -- sources ---------------------------------------------------------------------------------------
 
 
 class Refused(Exception):
@@ -170,7 +174,8 @@ class Intake:
     ) -> Taken:
         """Durable when it returns, with the source's cursor. A full queue is waited for.
 
-        What makes no event is a dead letter. `beside` belongs to the transaction; what it raises undoes it.
+        What makes no event is a dead letter. `beside` belongs to the transaction; what it raises
+        undoes it.
         """
         judged = judge(self.mapping, batch.findings)
         cursor = None if batch.cursor is None else (self.source, batch.cursor)

@@ -1,4 +1,6 @@
-"""The socket behind `serve`: who of this machine's processes listens, how many connections and how long they may dawdle. What is served is serving.py's."""
+"""The socket behind `serve`: who of this machine's processes listens, how many connections and how
+long they may dawdle. What is served is serving.py's.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ PATIENCE = 3.0  # seconds in which a port that its holder just left may still be
 
 
 class Listener:
-    """`run()` is a task for as long as the process works. Of several processes with one address the first serves; the others take over when it ends."""
+    """`run()` is a task for as long as the process works. Of several processes with one address the
+    first serves; the others take over when it ends.
+    """
 
     def __init__(
         self,
@@ -84,7 +88,8 @@ class Listener:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # a bad request is not worth a line: whoever likes could fill the log
+            # a bad request is not worth a line: whoever likes could fill the log
+            log_level="error",
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -152,7 +157,9 @@ class _Server(uvicorn.Server):
 
 def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
     class Protocol(H11Protocol):
-        """What the library leaves open: how many connections there may be, and how long a request's head may take."""
+        """What the library leaves open: how many connections there may be, and how long a request's
+        head may take.
+        """
 
         _deadline: asyncio.TimerHandle | None = None
 

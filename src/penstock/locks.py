@@ -1,4 +1,6 @@
-"""Locks on files, by which processes of one machine know who is alive; a pid may be reused, a lock may not. No waiting, no leases."""
+"""Locks on files, by which processes of one machine know who is alive; a pid may be reused, a lock
+may not. No waiting, no leases.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-_NOTE = 512  # bytes; written when the file is made, so that a note on a full disk overwrites and allocates nothing
+# bytes; written when the file is made, so that a note on a full disk overwrites and allocates
+# nothing
+_NOTE = 512
 _private: set[int] = set()  # descriptors that hold a lock
 
 
 def _close_in_child() -> None:
-    # A forked child shares the open file, so it would keep the lock of a parent that was killed. Closing its copy takes nothing from the parent.
+    # A forked child shares the open file, so it would keep the lock of a parent that was killed.
+    # Closing its copy takes nothing from the parent.
     for fd in list(_private):
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -26,8 +31,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock_descriptor(fd: int) -> bool:
-    """Take the exclusive lock of an open file, never waiting. True: held until `unlock_descriptor`, or until this process is gone.
-    Where the file system knows no locks this is True as well: the caller's own lock file has to do."""
+    """Take the exclusive lock of an open file, never waiting. True: held until `unlock_descriptor`,
+    or until this process is gone. Where the file system knows no locks this is True as well: the
+    caller's own lock file has to do.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -40,7 +47,9 @@ def lock_descriptor(fd: int) -> bool:
 
 
 def unlock_descriptor(fd: int) -> None:
-    """Give the lock back and close it. Nothing to do in a forked child, where it is closed already and the number may be another file's."""
+    """Give the lock back and close it. Nothing to do in a forked child, where it is closed already
+    and the number may be another file's.
+    """
     if fd in _private:
         _private.discard(fd)
         with contextlib.suppress(OSError):
@@ -55,7 +64,9 @@ class Lost(Exception):
 
 
 class Lock(Protocol):
-    """Held by one process of all that share a store (`SqlStore.lock`). On this machine it is also a file, whose note others read."""
+    """Held by one process of all that share a store (`SqlStore.lock`). On this machine it is also a
+    file, whose note others read.
+    """
 
     path: Path
 
@@ -72,10 +83,14 @@ class Lock(Protocol):
         """Other machines try for it too."""
 
     async def take(self) -> bool:
-        """Never waits for the holder. Raises OSError or StoreUnavailable where it cannot be had at all."""
+        """Never waits for the holder. Raises OSError or StoreUnavailable where it cannot be had at
+        all.
+        """
 
     def check_in(self, tx: Any) -> None:
-        """In the transaction that notes what was done under it: raises Lost where another took it since."""
+        """In the transaction that notes what was done under it: raises Lost where another took it
+        since.
+        """
 
     def lose(self) -> None:
         """It was another's all the time: try for it anew."""
@@ -86,7 +101,9 @@ class Lock(Protocol):
 
 
 class FileLock:
-    """An exclusive lock on a file of its own. Held by one object of one process; ends with it, however it ends. Implements Lock."""
+    """An exclusive lock on a file of its own. Held by one object of one process; ends with it,
+    however it ends. Implements Lock.
+    """
 
     shared = False
 
@@ -137,7 +154,9 @@ class FileLock:
                 raise
 
     def note(self, text: str) -> None:
-        """Leave a line for those who do not hold it. Raises OSError; the lock does not depend on it."""
+        """Leave a line for those who do not hold it. Raises OSError; the lock does not depend on
+        it.
+        """
         raw = text.encode("utf-8", "replace").replace(b"\n", b" ")[: _NOTE - 1]
         os.pwrite(self._fd, raw.ljust(_NOTE - 1) + b"\n", 0)
 
@@ -160,7 +179,9 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def holder_alive(path: Path | str) -> bool:
-    """Somebody holds it now. Looks with a shared lock, so that two who look at once do not take each other for the holder."""
+    """Somebody holds it now. Looks with a shared lock, so that two who look at once do not take
+    each other for the holder.
+    """
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -186,14 +207,18 @@ def note_of(path: Path | str) -> str:
 
 
 class WorkerLock:
-    """A worker's sign of life: `<dir>/<worker_id>.alive`, locked as long as its process lives. Worker ids are not used twice at a time."""
+    """A worker's sign of life: `<dir>/<worker_id>.alive`, locked as long as its process lives.
+    Worker ids are not used twice at a time.
+    """
 
     def __init__(self, directory: Path | str, worker_id: str) -> None:
         self.worker_id = worker_id
         self._lock = FileLock(_sign(directory, worker_id))
 
     def acquire(self, *, patience: float = 2.0) -> bool:
-        """False: a living process goes by this id. Blocks a few milliseconds where somebody is just looking."""
+        """False: a living process goes by this id. Blocks a few milliseconds where somebody is just
+        looking.
+        """
         until = time.monotonic() + patience
         while not self._lock.try_acquire():
             if time.monotonic() > until:

@@ -1,4 +1,6 @@
-"""From a source's finding to an event: JMESPath, a user's hook, static values, in that order of weight. The consumer decides none of it."""
+"""From a source's finding to an event: JMESPath, a user's hook, static values, in that order of
+weight. The consumer decides none of it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Mapping:
-    """One source's. Compiled when the configuration is read, so that a slip in an expression is an error then."""
+    """One source's. Compiled when the configuration is read, so that a slip in an expression is an
+    error then.
+    """
 
     def __init__(self, spec: SourceSpec, *, host_by: Literal["host", "domain"] = "host") -> None:
         self._spec, self._host_by = spec, host_by

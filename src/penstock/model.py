@@ -1,4 +1,6 @@
-"""The values that travel: Event, Route, Page, Record, Outcome, Failure, and the one codec. No clock, no I/O."""
+"""The values that travel: Event, Route, Page, Record, Outcome, Failure, and the one codec. No
+clock, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ CODEC_VERSION = 1
 EVENT_TYPE = f"penstock.request.v{CODEC_VERSION}"
 
 
-# -- events ------------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 class Priority(enum.IntEnum):
@@ -163,7 +165,7 @@ def decode_event(raw: bytes) -> Event:
     )  # fmt: skip
 
 
-# -- pages and records -------------------------------------------------------------------------------------------------
+# -- pages and records -----------------------------------------------------------------------------
 
 
 def page_id(body: bytes) -> str:
@@ -181,7 +183,8 @@ class Follow(msgspec.Struct, frozen=True):
 
 
 class Removed(msgspec.Struct, frozen=True):
-    """There is no such record any more: `yield Removed("A-1")`, or `Removed({"shop": "s", "sku": "A-1"})` where several fields are the key.
+    """There is no such record any more: `yield Removed("A-1")`, or `Removed({"shop": "s", "sku":
+    "A-1"})` where several fields are the key.
 
     Nothing: the record that goes by the page's URL.
     """
@@ -190,7 +193,8 @@ class Removed(msgspec.Struct, frozen=True):
 
 
 class Page:
-    """The raw response, and what an extractor reads from it. `css`, `xpath`, `json` parse on first use.
+    """The raw response, and what an extractor reads from it. `css`, `xpath`, `json` parse on first
+    use.
 
     `Page.from_file("saved.html", url="https://…")` is all a unit test of an extractor needs.
     """
@@ -222,7 +226,9 @@ class Page:
         event: Event | bytes | None,
         requested_url: str,
     ) -> Page:
-        """As it came off the wire: header names are lower case already, and an event that travelled as JSON is read when somebody asks for it."""
+        """As it came off the wire: header names are lower case already, and an event that travelled
+        as JSON is read when somebody asks for it.
+        """
         page = cls(url, body, status=status, fetched_at=fetched_at, requested_url=requested_url)
         page.headers, page._event = dict(headers), event
         return page
@@ -256,7 +262,9 @@ class Page:
         return self._parsed
 
     def forget(self) -> None:
-        """Let go of the parsed document. The next page's is made where this one was, while that memory is still in the processor's cache."""
+        """Let go of the parsed document. The next page's is made where this one was, while that
+        memory is still in the processor's cache.
+        """
         self._parsed = None
 
     @cached_property
@@ -299,7 +307,9 @@ class Page:
         route: Route | None = None,
         window: float | None = None,
     ) -> Iterator[Follow]:
-        """A CSS selector (elements with href, or `::attr(...)`), or URLs. What is no http(s) URL is left out."""
+        """A CSS selector (elements with href, or `::attr(...)`), or URLs. What is no http(s) URL is
+        left out.
+        """
         from penstock.selecting import links_of
 
         rank = Priority.named(priority)
@@ -311,7 +321,9 @@ REMOVED = bytes(16)  # the hash of a record that is not there
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One extracted row, encoded where it was made (in the child), so nobody decodes it on the way to a sink."""
+    """One extracted row, encoded where it was made (in the child), so nobody decodes it on the way
+    to a sink.
+    """
 
     extractor: str
     version: int
@@ -332,7 +344,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     window: float | None = None
 
 
-# -- what became of a delivery -----------------------------------------------------------------------------------------
+# -- what became of a delivery ---------------------------------------------------------------------
 
 
 class ErrorClass(enum.StrEnum):
@@ -345,7 +357,9 @@ class ErrorClass(enum.StrEnum):
 
 
 class Failure(Exception):
-    """Raised on purpose by a stage. Any other exception is a bug: retried as transient, its traceback kept."""
+    """Raised on purpose by a stage. Any other exception is a bug: retried as transient, its
+    traceback kept.
+    """
 
     def __init__(
         self,

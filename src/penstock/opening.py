@@ -1,4 +1,6 @@
-"""Configuration → open stores: which adapter serves which URL, and whether the broker shares the ledger's store or lies apart. Nothing runs here."""
+"""Configuration → open stores: which adapter serves which URL, and whether the broker shares the
+ledger's store or lies apart. Nothing runs here.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ class Stores:
         return self.config.state.dir / "workers"
 
     async def start(self) -> None:
-        """Before the first event is accepted or taken: brokers that lie apart are there and have the topics, and the others know that we are alive."""
+        """Before the first event is accepted or taken: brokers that lie apart are there and have
+        the topics, and the others know that we are alive.
+        """
         if self.broker.apart:
             for drift in await self.broker.ensure(TOPOLOGY):
                 log.warning("%s", drift)
@@ -208,7 +212,9 @@ def _refuse_missing(config: Config) -> None:
 
 
 def _open_broker(config: Config, context: Context, ledger: Any) -> Any:
-    """The one that shares the ledger's store, so that both commit together; or a relay to those that lie apart."""
+    """The one that shares the ledger's store, so that both commit together; or a relay to those
+    that lie apart.
+    """
     urls = {name: getattr(config.topics, name) for name in TOPICS}
     opened = {url: adapter("brokers", url)(url, context) for url in dict.fromkeys(urls.values())}
     if len(opened) == 1 and getattr(opened[config.topics.requests], "db", None) is ledger.db:
@@ -223,7 +229,9 @@ def _open_broker(config: Config, context: Context, ledger: Any) -> Any:
 
 
 class Politeness:
-    """What one request needs of the store, without queue, books and pages. In memory where there is no state yet."""
+    """What one request needs of the store, without queue, books and pages. In memory where there is
+    no state yet.
+    """
 
     def __init__(
         self, config: Config, *, clock: Clock | None = None, rng: random.Random | None = None
@@ -246,7 +254,9 @@ class Politeness:
             raise
 
     async def note(self, work: Callable[[Any], T]) -> T:
-        """A write to what is known of hosts: in its transaction, or in none where the store has no such thing."""
+        """A write to what is known of hosts: in its transaction, or in none where the store has no
+        such thing.
+        """
         return work(None) if self.claims.apart else await self.claims.db.write(work)
 
     def close(self) -> None:

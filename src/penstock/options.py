@@ -1,4 +1,6 @@
-"""Every option of Penstock once: its type, default and one line of help, as frozen structs and as the table made from them. Nothing is read here."""
+"""Every option of Penstock once: its type, default and one line of help, as frozen structs and as
+the table made from them. Nothing is read here.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ _WEIGHT = units.Kind(
     quoted=False,
 )
 
-# -- the table: every option once, with its type, default and one line of help ------------------------------------------
+# -- the table: every option once, with its type, default and one line of help ---------------------
 
 
 class StateConfig(_Section, frozen=True, kw_only=True):
@@ -406,7 +408,9 @@ class ConnectConfig(_Section, frozen=True, kw_only=True):
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    """Everything that can be set, checked. `pipeline` and `namespace` are empty where they are not set."""
+    """Everything that can be set, checked. `pipeline` and `namespace` are empty where they are not
+    set.
+    """
 
     pipeline: Annotated[
         str, Opt(_PATH, "pipeline that `penstock run` takes without an argument", example="shop.py")
@@ -455,7 +459,7 @@ class Config(_Section, frozen=True, kw_only=True):
     proxies: Mapping[str, ProxyPoolConfig] = {}  # by name; see POOL and `pool_options`
 
 
-# -- the table, as data ------------------------------------------------------------------------------------------------
+# -- the table, as data ----------------------------------------------------------------------------
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -476,7 +480,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return (self.env, self.alias) if self.alias else (self.env,)
 
 
-POOL = "proxies"  # its tables have names of the user's choosing, so their options are made when the names are known
+# its tables have names of the user's choosing, so their options are made when the names are known
+POOL = "proxies"
 
 
 def _options(section: type[_Section], prefix: str = "") -> Iterator[Option]:
@@ -503,7 +508,9 @@ SECTIONS = {path[: match.start()] for path in BY_PATH for match in re.finditer(r
 
 
 def pool_options(name: str) -> tuple[Option, ...]:
-    """The options of one `[proxies.NAME]` table. `-` in a name is `_` in its variables: PENSTOCK_PROXIES_NAME_URLS."""
+    """The options of one `[proxies.NAME]` table. `-` in a name is `_` in its variables:
+    PENSTOCK_PROXIES_NAME_URLS.
+    """
     return tuple(
         msgspec.structs.replace(option, env=option.env.replace("-", "_"))
         for option in _options(ProxyPoolConfig, f"{POOL}.{name}.")

@@ -1,4 +1,6 @@
-"""The user's API: Pipeline, what is declared on it, and how a pipeline file is loaded. It runs nothing and opens nothing."""
+"""The user's API: Pipeline, what is declared on it, and how a pipeline file is loaded. It runs
+nothing and opens nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ Key: TypeAlias = str | Sequence[str] | Callable[[dict[str, Any]], Any] | None
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
-# -- what a declaration becomes ----------------------------------------------------------------------------------------
+# -- what a declaration becomes --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ class SinkSpec:
     url: str  # as written; a relative path in it is relative to where the pipeline runs
     options: dict[str, Any]
     connect: dict[str, Any] | None = (
-        None  # the Kafka Connect connector that takes it from there: for `penstock connect`, never for the adapter
+        # the Kafka Connect connector that takes it from there: for `penstock connect`, never for
+        # the adapter
+        None
     )
 
 
@@ -72,12 +76,15 @@ class SourceSpec:
     hook: Callable[[dict[str, Any]], Any] | None
     options: dict[str, Any]  # the adapter's own
     connect: dict[str, Any] | None = (
-        None  # the Kafka Connect connector that feeds it: for `penstock connect`, never for the adapter
+        # the Kafka Connect connector that feeds it: for `penstock connect`, never for the adapter
+        None
     )
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What an `on_change` hook is given: a record that is not what it was. A record seen for the first time is no change."""
+    """What an `on_change` hook is given: a record that is not what it was. A record seen for the
+    first time is no change.
+    """
 
     event_id: str
     trace_id: str
@@ -101,11 +108,13 @@ class Hook:
         )
 
 
-# -- the pipeline ------------------------------------------------------------------------------------------------------
+# -- the pipeline ----------------------------------------------------------------------------------
 
 
 class Pipeline:
-    """What to extract from which pages, and where the records go. Declaring only records; `penstock run FILE` runs it."""
+    """What to extract from which pages, and where the records go. Declaring only records; `penstock
+    run FILE` runs it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = _named(name, "the pipeline")
@@ -157,10 +166,12 @@ class Pipeline:
         key: Key = None,
         name: str | None = None,
     ) -> Any:
-        """Declare an extractor; the function stays what it was, so a test calls it: `list(product(page))`.
+        """Declare an extractor; the function stays what it was, so a test calls it:
+        `list(product(page))`.
 
-        `match`: glob on the URL (or several); none: every page. `version`: raise it to extract known pages again.
-        `key`: the field that names a record, several of them, or a function of the record; none: the page's URL.
+        `match`: glob on the URL (or several); none: every page. `version`: raise it to extract
+        known pages again. `key`: the field that names a record, several of them, or a function of
+        the record; none: the page's URL.
         """
         if fn is not None and not callable(fn):
             raise ConfigError(
@@ -188,7 +199,9 @@ class Pipeline:
         return declare if fn is None else declare(fn)
 
     def sink(self, url: str, *, connect: dict[str, Any] | None = None, **options: Any) -> None:
-        """Where records go: `jsonl:products.jsonl`, `csv:…`, `sqlite:…`. `connect`: the connector that carries them on from a Kafka topic."""
+        """Where records go: `jsonl:products.jsonl`, `csv:…`, `sqlite:…`. `connect`: the connector
+        that carries them on from a Kafka topic.
+        """
         self._sinks.append(
             SinkSpec(
                 _url(url, "sink"), options, _connect(connect, url, f"sink {units.mask(url)!r}")
@@ -200,13 +213,15 @@ class Pipeline:
         priority: str = "normal", window: str | float | None = None, window_mode: str | None = None, map: Any = None,
         where: str | None = None, hook: Callable[[dict[str, Any]], Any] | None = None, connect: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """What tells us that something changed. `every` and `window` in seconds, or "30s", "5m", "1h", "1d".
+        """What tells us that something changed. `every` and `window` in seconds, or "30s", "5m",
+        "1h", "1d".
 
-        `name`: what its position is kept under (else made from the URL: another URL, and it begins anew).
-        `map`: what else an event gets from the payload, by JMESPath: {"url": "after.link", "priority": "after.rank", "geo": …}.
-        `where`: a JMESPath condition; what it does not hold for is passed over. `hook`: a function of the payload that gives the same
-        keys as `map` (or None: pass it over), for what JMESPath cannot say. `connect`: the Kafka Connect connector that fills this topic,
-        for `penstock connect`.
+        `name`: what its position is kept under (else made from the URL: another URL, and it begins
+        anew). `map`: what else an event gets from the payload, by JMESPath: {"url": "after.link",
+        "priority": "after.rank", "geo": …}. `where`: a JMESPath condition; what it does not hold
+        for is passed over. `hook`: a function of the payload that gives the same keys as `map` (or
+        None: pass it over), for what JMESPath cannot say. `connect`: the Kafka Connect connector
+        that fills this topic, for `penstock connect`.
         """
         where_ = f"source {units.mask(_url(url, 'source'))!r}"
         try:
@@ -245,7 +260,8 @@ class Pipeline:
         every_, window_ = _seconds(every, f"{where_}: every"), _seconds(window, f"{where_}: window")
         fed = _connect(connect, url, where_)
         hinted = fed.get("route") if fed else None
-        # What its connector puts on each record is what an event gets, unless the pipeline says otherwise.
+        # What its connector puts on each record is what an event gets, unless the pipeline says
+        # otherwise.
         map = {
             **(
                 {hint: f'_kafka.headers."penstock-{hint}"' for hint in hinted}
@@ -290,7 +306,9 @@ class Pipeline:
         fields: Sequence[str] | None = None,
         extractor: str | None = None,
     ) -> Any:
-        """Called (awaited, if async) with a Change after the record was written; at least once, so use `change.event_id` where twice would hurt."""
+        """Called (awaited, if async) with a Change after the record was written; at least once, so
+        use `change.event_id` where twice would hurt.
+        """
         if fields is not None and (
             isinstance(fields, str) or not fields or not all(isinstance(f, str) for f in fields)
         ):
@@ -315,7 +333,9 @@ class Pipeline:
         ]
 
     def signature(self, url: str) -> str:
-        """`name@version,…` of the extractors for this URL: another signature, and an unchanged page is extracted again."""
+        """`name@version,…` of the extractors for this URL: another signature, and an unchanged page
+        is extracted again.
+        """
         return ",".join([e.label for e in self._extractors if e.fits(url)])
 
     def check(self) -> None:
@@ -396,7 +416,9 @@ def _url(url: Any, what: str) -> str:
 
 
 def _connect(given: Any, url: str, where: str) -> dict[str, Any] | None:
-    """What a connector's table says is checked by penstock.connect; here only that it is one, on a topic."""
+    """What a connector's table says is checked by penstock.connect; here only that it is one, on a
+    topic.
+    """
     if given is None:
         return None
     if not isinstance(given, dict) or not isinstance(given.get("kind"), str):
@@ -435,7 +457,7 @@ def _seconds(value: str | float | None, where: str) -> float | None:
         ) from None
 
 
-# -- pipeline files ----------------------------------------------------------------------------------------------------
+# -- pipeline files --------------------------------------------------------------------------------
 
 
 def load(path: str | Path) -> Pipeline:
@@ -471,7 +493,8 @@ def load(path: str | Path) -> Pipeline:
 
 def _import(path: Path, source: bytes) -> Pipeline:
     full = str(path.resolve())
-    # A name of its own: a user's `json.py` must not become everyone's json, and __name__ == "__main__" must not hold.
+    # A name of its own: a user's `json.py` must not become everyone's json, and __name__ ==
+    # "__main__" must not hold.
     module = types.ModuleType(
         "_penstock_pipeline_"
         + hashlib.blake2b(full.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()

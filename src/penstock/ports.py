@@ -12,7 +12,7 @@ from penstock.model import Event, Link, Outcome, Page, Record
 
 T = TypeVar("T")
 
-# -- time ----------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 class Clock(Protocol):
@@ -24,11 +24,13 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
 
-# -- the broker ----------------------------------------------------------------------------------------------------------
+# -- the broker ------------------------------------------------------------------------------------
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a broker can do, as data; checked when the configuration is read, never silently downgraded."""
+    """What a broker can do, as data; checked when the configuration is read, never silently
+    downgraded.
+    """
 
     order_per_key: Literal["native", "emulated", "none"]
     strict_priority: Literal["native", "emulated", "none"]
@@ -42,9 +44,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     exact_stats: bool
     transactional: bool  # settle, publish and the ledger may share one transaction
     lease: Literal["time", "connection"] = (
-        "time"  # what ends it: the clock, or the death of the connection or membership that holds it
+        # what ends it: the clock, or the death of the connection or membership that holds it
+        "time"
     )
-    fair_keys: bool = True  # a key with much work does not keep others waiting even where nobody sets per_key; else the order of publication decides
+    # a key with much work does not keep others waiting even where nobody sets per_key; else the
+    # order of publication decides
+    fair_keys: bool = True
     max_body: int | None = (
         None  # bytes that it always takes, whatever they are; None: more than we ever send
     )
@@ -86,7 +91,9 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     body: bytes
     headers: dict[str, str] = {}
-    position: int  # audit and replay; no two deliveries of one subscription that are out at the same time have the same
+    # audit and replay; no two deliveries of one subscription that are out at the same time have the
+    # same
+    position: int
     token: int  # fencing: a settle with an old token touches nothing
     deliveries: int  # times handed out, crashes included; not guilt
     priority: int = 1
@@ -105,17 +112,23 @@ class Subscription(Protocol):
     async def receive(
         self, limit: int, wait: float, *, per_key: int | None = None
     ) -> Sequence[Delivery]:
-        """At most `limit`, possibly none after `wait` seconds; at most `per_key` of one key. Never raises for "nothing there"."""
+        """At most `limit`, possibly none after `wait` seconds; at most `per_key` of one key. Never
+        raises for "nothing there".
+        """
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        """In any order, late, or twice; durable when it returns. False: the lease was lost, nothing was touched.
-        `Retry` and `Dead` never lose: where they cannot be atomic, publish with confirmation first, then ack, same id."""
+        """In any order, late, or twice; durable when it returns. False: the lease was lost, nothing
+        was touched. `Retry` and `Dead` never lose: where they cannot be atomic, publish with
+        confirmation first, then ack, same id.
+        """
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
         """Still at work: the lease now ends `seconds` from now. False: it was lost already."""
 
     async def hold(self, until: Mapping[str, float]) -> None:
-        """Hand out nothing of these keys before these times. A no-op where the broker cannot (caps.hold_keys)."""
+        """Hand out nothing of these keys before these times. A no-op where the broker cannot
+        (caps.hold_keys).
+        """
 
     async def close(self) -> None: ...
 
@@ -127,26 +140,36 @@ class Broker(Protocol):
         """Declare, idempotently. Returns drift in sentences; never changes what exists silently."""
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
-        """One answer per message, durable when it is `ok`. The same id may be published twice (after `unknown`)."""
+        """One answer per message, durable when it is `ok`. The same id may be published twice
+        (after `unknown`).
+        """
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
 
     async def stats(self, topic: str, group: str) -> Stats: ...
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        """What waits, oldest first, at most `limit`; nothing is consumed, counted or moved by looking."""
+        """What waits, oldest first, at most `limit`; nothing is consumed, counted or moved by
+        looking.
+        """
 
     async def purge(self, topic: str) -> int:
-        """Remove what waits, for every group; what is in flight may be kept. Returns how many (an estimate where stats are)."""
+        """Remove what waits, for every group; what is in flight may be kept. Returns how many (an
+        estimate where stats are).
+        """
 
     async def replay(self, topic: str, group: str, *, since: float) -> int:
-        """Hand everything published since then to `group` again. Only with caps.replay. Returns how many."""
+        """Hand everything published since then to `group` again. Only with caps.replay. Returns how
+        many.
+        """
 
     async def close(self) -> None: ...
 
 
 class QueueAudit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a broker in the ledger's own store says about itself, counted over whole tables; for doctor."""
+    """What a broker in the ledger's own store says about itself, counted over whole tables; for
+    doctor.
+    """
 
     unqueued: list[str]  # the first few open events that no default group holds
     unqueued_count: int
@@ -157,7 +180,7 @@ class QueueAudit(msgspec.Struct, frozen=True, kw_only=True):
     expired: int  # leases that ran out and were not taken back
 
 
-# -- the books -----------------------------------------------------------------------------------------------------------
+# -- the books -------------------------------------------------------------------------------------
 
 
 class Status(enum.StrEnum):
@@ -177,7 +200,9 @@ class Accepted(enum.StrEnum):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who has the claim on a URL: the event that owns it, the last success before that, the one event delayed to the window's end."""
+    """Who has the claim on a URL: the event that owns it, the last success before that, the one
+    event delayed to the window's end.
+    """
 
     owner: str
     good: str | None
@@ -204,7 +229,8 @@ class Admitted(msgspec.Struct, kw_only=True):
     fence: int | None = (
         None  # where it was pending: then begin need not look again before it counts the start
     )
-    free: bool = False  # nobody had claimed its URL: begin tries to take the claim before it looks whose it is
+    # nobody had claimed its URL: begin tries to take the claim before it looks whose it is
+    free: bool = False
     slot: float = 0.0  # when its host may be asked
     starts: int = 0
     attempts: int = 0  # recorded failures
@@ -230,7 +256,9 @@ class PageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class End(msgspec.Struct, kw_only=True):
-    """Everything that becomes true when a handler ends; the books write it in one transaction or not at all."""
+    """Everything that becomes true when a handler ends; the books write it in one transaction or
+    not at all.
+    """
 
     event: Event
     delivery: Delivery
@@ -255,15 +283,17 @@ class End(msgspec.Struct, kw_only=True):
     restarted: bool = False  # not its first start: something may have been noted for it before
 
 
-# -- stores --------------------------------------------------------------------------------------------------------------
+# -- stores ----------------------------------------------------------------------------------------
 
 
 class Store(Protocol):
     """A transactional domain. Adapters that share one may commit together."""
 
     async def write(self, work: Callable[[Any], T], *, durable: bool = True) -> T:
-        """Run `work(tx)` in a transaction shared with whoever else writes now (group commit). Returns after commit.
-        `durable=False` may be forgotten by a power cut (never by a killed process). Raises StoreUnavailable; then nothing was written."""
+        """Run `work(tx)` in a transaction shared with whoever else writes now (group commit).
+        Returns after commit. `durable=False` may be forgotten by a power cut (never by a killed
+        process). Raises StoreUnavailable; then nothing was written.
+        """
 
     async def read(self, work: Callable[[Any], T]) -> T: ...
 
@@ -271,23 +301,32 @@ class Store(Protocol):
 
 
 class PageStore(Protocol):
-    """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that names them, in the books' transaction.
-    The `_in` methods are given the ledger's transaction, wherever the bytes lie."""
+    """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that
+    names them, in the books' transaction. The `_in` methods are given the ledger's transaction,
+    wherever the bytes lie.
+    """
 
     remote: bool  # the bytes go over a network
 
     async def start(self) -> None:
-        """Only where `remote`, before the first page: raises Unreachable where pages could not be stored and read."""
+        """Only where `remote`, before the first page: raises Unreachable where pages could not be
+        stored and read.
+        """
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Any:
-        """Write what is new, of (id, body). Nobody can find it yet, and a crash now leaves nothing visible. Raises StoreUnavailable."""
+        """Write what is new, of (id, body). Nobody can find it yet, and a crash now leaves nothing
+        visible. Raises StoreUnavailable.
+        """
 
     async def send(self, staged: Any) -> None:
-        """The bytes are there, and durable, when it returns; before the books' transaction, which nobody should hold open for that long.
-        Raises StoreUnavailable."""
+        """The bytes are there, and durable, when it returns; before the books' transaction, which
+        nobody should hold open for that long. Raises StoreUnavailable.
+        """
 
     def index_in(self, tx: Any, staged: Any) -> Sequence[str]:
-        """Make staged bytes durable and findable, inside the store's transaction. Returns ids that were taken for stored but are gone: stage them again."""
+        """Make staged bytes durable and findable, inside the store's transaction. Returns ids that
+        were taken for stored but are gone: stage them again.
+        """
 
     def forget(self, staged: Any) -> None:
         """That transaction failed."""
@@ -305,7 +344,7 @@ class PageStore(Protocol):
         """What is wrong with the place they lie in, in sentences; [] is good. For doctor."""
 
 
-# -- sinks ---------------------------------------------------------------------------------------------------------------
+# -- sinks -----------------------------------------------------------------------------------------
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -318,33 +357,47 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Sink(Protocol):
-    """Where records go; writing one twice leaves one. Fed in order by one flusher that holds its lock."""
+    """Where records go; writing one twice leaves one. Fed in order by one flusher that holds its
+    lock.
+    """
 
     name: str
-    notice: str  # what the last open found that somebody should know ("" if nothing): a file that was replaced, cut or edited
+    # what the last open found that somebody should know ("" if nothing): a file that was replaced,
+    # cut or edited
+    notice: str
 
     def open(self, position: int, mark: str) -> str:
-        """Bring the target to exactly the state noted after row `position` (truncate to the offset in `mark`). Blocking; may be called again.
-        Returns the mark of the state it is in now; where that is another one, it must be noted before anything is written."""
+        """Bring the target to exactly the state noted after row `position` (truncate to the offset
+        in `mark`). Blocking; may be called again. Returns the mark of the state it is in now; where
+        that is another one, it must be noted before anything is written.
+        """
 
     def write(self, rows: Sequence[Row]) -> str:
-        """Append or upsert all rows, durable when it returns; returns the new mark (a byte offset, …). Blocking.
-        Raises OSError or StoreUnavailable for an outage of the target: the rows stay in the outbox and are tried again."""
+        """Append or upsert all rows, durable when it returns; returns the new mark (a byte offset,
+        …). Blocking. Raises OSError or StoreUnavailable for an outage of the target: the rows stay
+        in the outbox and are tried again.
+        """
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
 class FileSink(Sink, Protocol):
-    """A sink whose target is a file that can be cut. On several machines these are several files, and their marks are kept side by side in one."""
+    """A sink whose target is a file that can be cut. On several machines these are several files,
+    and their marks are kept side by side in one.
+    """
 
     def restore(self, mark: str) -> None:
-        """While it is not open: cut a file that is there to what is noted of it. Makes none, and touches none that `mark` does not know."""
+        """While it is not open: cut a file that is there to what is noted of it. Makes none, and
+        touches none that `mark` does not know.
+        """
 
 
 @runtime_checkable
 class TableSink(Sink, Protocol):
-    """A sink whose table may lie in a database that is also a store: then it is written in the books' transaction, and needs no outbox."""
+    """A sink whose table may lie in a database that is also a store: then it is written in the
+    books' transaction, and needs no outbox.
+    """
 
     def shares(self, url: str) -> bool:
         """Is this store's database the table's own?"""
@@ -356,7 +409,7 @@ class TableSink(Sink, Protocol):
         """As `write`, in the caller's transaction."""
 
 
-# -- fetching ------------------------------------------------------------------------------------------------------------
+# -- fetching --------------------------------------------------------------------------------------
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True):
@@ -376,13 +429,17 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""  # ip:port that was dialled
     seconds: float = 0.0
     first_byte: float = 0.0
-    connect: float = 0.0  # until the request could be sent: TCP, proxy and TLS; near 0 on a connection that was open already
+    # until the request could be sent: TCP, proxy and TLS; near 0 on a connection that was open
+    # already
+    connect: float = 0.0
     http_version: str = ""
     hops: tuple[Hop, ...] = ()
 
 
 class Fetcher(Protocol):
-    """One exchange through the one egress object. Raises model.Failure, classified, and nothing else."""
+    """One exchange through the one egress object. Raises model.Failure, classified, and nothing
+    else.
+    """
 
     async def fetch(
         self,
@@ -409,8 +466,10 @@ class DirectFetcher(Fetcher, Protocol):
     """One that needs no task for an exchange: at thousands a second, that is a tenth of the work."""
 
     def begin(self, url: str, headers: Mapping[str, str], done: Done) -> Cancellable | None:
-        """A GET of a canonical URL, under way when this returns. `done` is called once, by the loop, with the answer, a Failure, or CancelledError
-        where it was cancelled. None: something has to be found out first, or is wrong; `fetch` does that."""
+        """A GET of a canonical URL, under way when this returns. `done` is called once, by the
+        loop, with the answer, a Failure, or CancelledError where it was cancelled. None: something
+        has to be found out first, or is wrong; `fetch` does that.
+        """
 
 
 class RobotsCache(Protocol):
@@ -424,7 +483,9 @@ class RobotsCache(Protocol):
     ) -> None: ...
 
     def exempt(self, host: str) -> bool:
-        """Is there a recorded exception, so that this host's robots.txt is not obeyed? A local view at most 100 ms old."""
+        """Is there a recorded exception, so that this host's robots.txt is not obeyed? A local view
+        at most 100 ms old.
+        """
 
 
 class Pace(Protocol):
@@ -433,25 +494,36 @@ class Pace(Protocol):
     async def reserve(
         self, wants: Mapping[str, int], *, within: float | None = None
     ) -> Mapping[str, Sequence[float]]:
-        """For each host, that many moments (epoch seconds), in order; those more than `within` seconds away are told, but not given."""
+        """For each host, that many moments (epoch seconds), in order; those more than `within`
+        seconds away are told, but not given.
+        """
 
     async def report(
         self, host: str, *, status: int, retry_after: float | None, seconds: float
     ) -> None:
-        """What the host answered: throttling blocks the host for every worker. Of a host that nobody holds back (`blocked_until` is 0) only
-        a 429 or 503 is news."""
+        """What the host answered: throttling blocks the host for every worker. Of a host that
+        nobody holds back (`blocked_until` is 0) only a 429 or 503 is news.
+        """
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
-        """What robots.txt asks for between two requests (None: nothing); holds for every worker from the next reservation on."""
+        """What robots.txt asks for between two requests (None: nothing); holds for every worker
+        from the next reservation on.
+        """
 
     def blocked_until(self, host: str) -> float:
-        """0, or when the host may be asked again; a local view at most 100 ms old, for a last look before sending."""
+        """0, or when the host may be asked again; a local view at most 100 ms old, for a last look
+        before sending.
+        """
 
     def voided(self, host: str) -> float:
-        """0, or when the host was found to want more time between requests: a slot given out before that is not to be used. A local view."""
+        """0, or when the host was found to want more time between requests: a slot given out before
+        that is not to be used. A local view.
+        """
 
     def concurrency(self, host: str) -> int:
-        """How many requests to the host may be in flight in one worker; a local view like the above."""
+        """How many requests to the host may be in flight in one worker; a local view like the
+        above.
+        """
 
     async def refresh(self) -> None:
         """Bring the local view up to date."""
@@ -469,11 +541,15 @@ class Exempt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ProxyHealth(Protocol):
-    """Trouble with proxies, per host (`*`: with any), shared by the fleet. Proxies go by an id and a label that hold no secret."""
+    """Trouble with proxies, per host (`*`: with any), shared by the fleet. Proxies go by an id and
+    a label that hold no secret.
+    """
 
     @property
     def view(self) -> Mapping[tuple[str, str], Any]:
-        """(proxy, host) → rules.proxies.Health of all that had trouble; a local view at most seconds old."""
+        """(proxy, host) → rules.proxies.Health of all that had trouble; a local view at most
+        seconds old.
+        """
 
     async def failed(
         self,
@@ -493,7 +569,7 @@ class ProxyHealth(Protocol):
         """What became of fetching a pool's list; for people."""
 
 
-# -- extraction ----------------------------------------------------------------------------------------------------------
+# -- extraction ------------------------------------------------------------------------------------
 
 
 class Extracted(msgspec.Struct, kw_only=True):
@@ -510,7 +586,9 @@ class Extracted(msgspec.Struct, kw_only=True):
 
 @runtime_checkable
 class Extraction(Protocol):
-    """Runs the user's code on pages. Never raises for what that code does; a death is a result of the page that died alone."""
+    """Runs the user's code on pages. Never raises for what that code does; a death is a result of
+    the page that died alone.
+    """
 
     async def extract(
         self, pages: Sequence[Page], *, alone: bool = False
@@ -522,11 +600,13 @@ class Extraction(Protocol):
     async def close(self) -> None: ...
 
 
-# -- sources -------------------------------------------------------------------------------------------------------------
+# -- sources ---------------------------------------------------------------------------------------
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One change outside, as its source tells it; the source's mapping makes the event of it. Same cause, same id."""
+    """One change outside, as its source tells it; the source's mapping makes the event of it. Same
+    cause, same id.
+    """
 
     id: str  # minted from the cause: a restart or a replay repeats it
     url: str | None = (
@@ -538,7 +618,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         str, Any
     ] = {}  # what mappings and hooks are given, and what extractors find in `event.data`
     at: float | None = None  # when it happened outside
-    refused: str = ""  # what came was no change that can be read, and why: a dead letter with the payload, whatever the mapping says
+    # what came was no change that can be read, and why: a dead letter with the payload, whatever
+    # the mapping says
+    refused: str = ""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -556,9 +638,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
-    """Opened without I/O (mistakes in its URL and options are ConfigError then); all else happens in `read`, `preview` and `place`.
+    """Opened without I/O (mistakes in its URL and options are ConfigError then); all else happens
+    in `read`, `preview` and `place`.
 
-    Run-time trouble is raised as errors.SourceDown, model.Failure or StoreUnavailable: the reader says so, waits, and calls `read` again.
+    Run-time trouble is raised as errors.SourceDown, model.Failure or StoreUnavailable: the reader
+    says so, waits, and calls `read` again.
     """
 
     name: str
@@ -572,19 +656,24 @@ class Source(Protocol):
     def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         """From the cursor on (None: from the beginning). A repeated finding carries the same id.
 
-        When the generator is resumed, everything it yielded before is accepted and durable, and so is the cursor: only then may it
-        acknowledge outside. Closed instead, it acknowledges nothing of its last batch. It yields at least every few seconds, if need
-        be an empty batch. Returning ends a round.
+        When the generator is resumed, everything it yielded before is accepted and durable, and so
+        is the cursor: only then may it acknowledge outside. Closed instead, it acknowledges nothing
+        of its last batch. It yields at least every few seconds, if need be an empty batch.
+        Returning ends a round.
         """
 
     def due(self, now: float) -> float | None:
-        """When to look again, where the source knows better than `every` (a feed's ttl, Retry-After); None: it does not."""
+        """When to look again, where the source knows better than `every` (a feed's ttl,
+        Retry-After); None: it does not.
+        """
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         """What `read` would find next, without any effect outside."""
 
     async def place(self, to: str) -> bytes | None:
-        """The cursor for what a person calls a position (`now`, an offset, a time); `start` is None everywhere and not asked for. Raises UsageError."""
+        """The cursor for what a person calls a position (`now`, an offset, a time); `start` is None
+        everywhere and not asked for. Raises UsageError.
+        """
 
     def describe(self, cursor: bytes | None) -> str:
         """The position in words."""
@@ -616,7 +705,9 @@ class SourceState(msgspec.Struct, frozen=True):
 
 
 class ServedSource(Protocol):
-    """A source that is told rather than asked: `serving` calls it for each request to its path. No cursor, no rounds, no I/O."""
+    """A source that is told rather than asked: `serving` calls it for each request to its path. No
+    cursor, no rounds, no I/O.
+    """
 
     name: str
     path: str  # of its endpoint
@@ -633,7 +724,9 @@ class ServedSource(Protocol):
     def findings(
         self, method: str, headers: Mapping[str, Sequence[str]], body: bytes, now: float
     ) -> Sequence[Finding]:
-        """What the request tells, all of it or errors.RequestRefused; never anything else, whatever the bytes."""
+        """What the request tells, all of it or errors.RequestRefused; never anything else, whatever
+        the bytes.
+        """
 
 
 class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -649,7 +742,9 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slotted(Protocol):
-    """A source with a slot on its server; `penstock sources slots` asks for this by its methods. Raises SourceDown."""
+    """A source with a slot on its server; `penstock sources slots` asks for this by its methods.
+    Raises SourceDown.
+    """
 
     async def slots(self) -> Sequence[SlotInfo]: ...
 

@@ -1,4 +1,6 @@
-"""What a selector string means: CSS with `::text` and `::attr()`, and XPath, compiled once and run on turbohtml's tree. Not the surface users call."""
+"""What a selector string means: CSS with `::text` and `::attr()`, and XPath, compiled once and run
+on turbohtml's tree. Not the surface users call.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ Found: TypeAlias = Node | str | float | bool
 _PROBE = Element(
     "p"
 )  # something to try a selector on: turbohtml says what is wrong with one only when it is used
-_KEPT = 4096  # compiled selectors; a pipeline has dozens, and code that formats them by page must not grow us
+# compiled selectors; a pipeline has dozens, and code that formats them by page must not grow us
+_KEPT = 4096
 
 
 class Query:
@@ -28,7 +31,8 @@ class Query:
         self.reach = (
             0  # bytes of a page that were enough of late, for it and for what was asked after it
         )
-        # Inside an element parsel looks at the element too and sees nothing above it; without a combinator that is `matches` and `select`.
+        # Inside an element parsel looks at the element too and sees nothing above it; without a
+        # combinator that is `matches` and `select`.
         self.compound = not re.search(
             r"[\s>+~]", re.sub(r"\[[^\]]*\]|\([^()]*\)|\s*,\s*", "", css.strip())
         )
@@ -110,7 +114,9 @@ class _Texts(Query):
         return texts
 
     def _ordered(self, node: Node, matches: list[Element]) -> list[str]:
-        """Where matches may contain each other: the text of the inner one comes in the middle of the outer one's."""
+        """Where matches may contain each other: the text of the inner one comes in the middle of
+        the outer one's.
+        """
         try:
             return [t for t in _evaluate(_scoped(self.css, "/text()"), node) if isinstance(t, str)]
         except ExpressionError:
@@ -121,7 +127,9 @@ class _Texts(Query):
 
 
 class Path(Query):
-    """XPath: the user's own, or CSS that only XPath can answer (parts with different pseudo-elements, `:contains()`)."""
+    """XPath: the user's own, or CSS that only XPath can answer (parts with different
+    pseudo-elements, `:contains()`).
+    """
 
     __slots__ = ("path", "variables")
 
@@ -162,7 +170,8 @@ def _scoped(css: str, tail: str) -> XPath:
     return XPath(" | ".join(css_to_xpath(part) + tail for part in _split(css)))
 
 
-# In turbohtml's CSS there is no `:contains("…")`, which cssselect has: it travels as an attribute test, and becomes a text test in XPath.
+# In turbohtml's CSS there is no `:contains("…")`, which cssselect has: it travels as an attribute
+# test, and becomes a text test in XPath.
 _CONTAINS, _STAND_IN = (
     re.compile(r":contains\(\s*(\"[^\"]*\"|'[^']*'|[\w-]+)\s*\)"),
     "penstock-contains",
@@ -227,7 +236,9 @@ def _pseudo(part: str) -> tuple[str, str]:
 
 
 def _split(css: str) -> list[str]:
-    """At the commas that separate selectors: not in strings, brackets, parentheses or after a backslash."""
+    """At the commas that separate selectors: not in strings, brackets, parentheses or after a
+    backslash.
+    """
     parts, start, depth, quote, i = [], 0, 0, "", 0
     while i < len(css):
         c = css[i]

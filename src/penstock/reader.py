@@ -1,4 +1,6 @@
-"""Reads one source for as long as this process holds its lock, and hands what it finds to intake together with its position. Knows no kind of source."""
+"""Reads one source for as long as this process holds its lock, and hands what it finds to intake
+together with its position. Knows no kind of source.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ class Reader:
             state is not None and state.settled_at is not None and state.settled_at >= self._started
         )
 
-    # -- one round -----------------------------------------------------------------------------------------------------------
+    # -- one round ---------------------------------------------------------------------------------
 
     async def _step(self) -> float:
         """A round, or a look. Returns how long there is nothing to do."""
@@ -213,7 +215,7 @@ class Reader:
             values["position"] = self.source.describe(batch.cursor)
         self._books.note_in(tx, self.source.name, **values)
 
-    # -- what others see -------------------------------------------------------------------------------------------------------
+    # -- what others see ---------------------------------------------------------------------------
 
     async def _rest(self) -> None:
         """Nothing to do now; said from time to time, for those who wait for it."""

@@ -1,4 +1,6 @@
-"""Claims of a store that lies apart from the ledger, as they were read before the books' transaction, and what it wants changed in them."""
+"""Claims of a store that lies apart from the ledger, as they were read before the books'
+transaction, and what it wants changed in them.
+"""
 
 from __future__ import annotations
 
@@ -33,4 +35,6 @@ class Seen:
         self.nexts.append((key, event_id, self.holders[key].owner))
 
     def take_in(self, tx: Any, rows: Sequence[tuple[bytes, str, str | None]], now: float) -> None:
-        """They were taken before: a start that the books do not get to note leaves a claim whose owner comes back."""
+        """They were taken before: a start that the books do not get to note leaves a claim whose
+        owner comes back.
+        """

@@ -1,4 +1,6 @@
-"""Reading a page: parsel's surface over turbohtml, charsets, JSON-LD, links. Not which extractor runs, nor what becomes of a record."""
+"""Reading a page: parsel's surface over turbohtml, charsets, JSON-LD, links. Not which extractor
+runs, nor what becomes of a record.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.model import Page
 
 
-# -- the surface -------------------------------------------------------------------------------------------------------
+# -- the surface -----------------------------------------------------------------------------------
 
 
 class Selector:
@@ -68,7 +70,9 @@ class Selector:
         )
 
     def re(self, regex: str | Pattern[str]) -> list[str]:
-        """Groups if it has some (a group named `extract` alone), else whole matches; on what `get()` gives."""
+        """Groups if it has some (a group named `extract` alone), else whole matches; on what
+        `get()` gives.
+        """
         pattern = re.compile(regex)
         text = self.get()
         if isinstance(self.root, Node):
@@ -182,7 +186,7 @@ class SelectorList:
         return repr(self._all())
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
+# -- documents -------------------------------------------------------------------------------------
 
 FORGETTING = 64  # after about two thirds as many pages, half of what was needed is tried
 _CHARSET = re.compile(r"""charset\s*=\s*["']?([^\s"';,]+)""", re.IGNORECASE)
@@ -203,8 +207,9 @@ def _header_charset(content_type: str | None) -> str | None:
 
 
 class Whole(Selector):
-    """A page, parsed as far as it is asked: `.get()` is often answered by its beginning. How long that has to be is learned from page to page, by the
-    query that comes first on each."""
+    """A page, parsed as far as it is asked: `.get()` is often answered by its beginning. How long
+    that has to be is learned from page to page, by the query that comes first on each.
+    """
 
     __slots__ = ("_beginning", "_body", "_encoding", "_opener", "_parsed", "_size", "_tried")
 
@@ -247,12 +252,16 @@ class Whole(Selector):
 
 
 def parse(body: bytes, content_type: str | None = None) -> Selector:
-    """Byte-order mark, header, `<meta>`, UTF-8 if it is, then what the bytes look like. Never fails."""
+    """Byte-order mark, header, `<meta>`, UTF-8 if it is, then what the bytes look like. Never
+    fails.
+    """
     return Whole(body, _header_charset(content_type))
 
 
 def charset(body: bytes, content_type: str | None = None) -> str:
-    """The codec by which a body is read, by the same order of evidence as `parse`; empty where nothing tells."""
+    """The codec by which a body is read, by the same order of evidence as `parse`; empty where
+    nothing tells.
+    """
     if body.startswith(b"\xef\xbb\xbf"):
         return "utf-8-sig"
     if not body.startswith((b"\xff\xfe", b"\xfe\xff")) and (label := _header_charset(content_type)):
@@ -267,7 +276,9 @@ def decode(body: bytes, content_type: str | None = None) -> str:
 
 
 def jsonld(document: Selector) -> list[dict[str, Any]]:
-    """Every object of every block, lists and `@graph` flattened, in order. A broken block is left out."""
+    """Every object of every block, lists and `@graph` flattened, in order. A broken block is left
+    out.
+    """
     found: list[dict[str, Any]] = []
     if not isinstance(document.root, Node):
         return found
@@ -320,9 +331,11 @@ _URL = re.compile(r"\s*(?:https?:|/)", re.IGNORECASE)
 
 
 def links_of(page: Page, links: str | Iterable[Any]) -> Iterator[str]:
-    """Absolute canonical http(s) URLs, each once, in order. `links`: a CSS selector, or URLs (or what `page.css` found).
+    """Absolute canonical http(s) URLs, each once, in order. `links`: a CSS selector, or URLs (or
+    what `page.css` found).
 
-    References into the page itself (`#top`, an empty href) are no links; what is no http(s) URL is left out.
+    References into the page itself (`#top`, an empty href) are no links; what is no http(s) URL is
+    left out.
     """
     if isinstance(links, str):
         links = (
@@ -345,7 +358,9 @@ def links_of(page: Page, links: str | Iterable[Any]) -> Iterator[str]:
 
 
 def _targets(found: SelectorList) -> Iterable[Any]:
-    """Where a selector's matches point, without a Selector for each: pages have links by the hundred."""
+    """Where a selector's matches point, without a Selector for each: pages have links by the
+    hundred.
+    """
     query, root = found._query, found._of.root if found._of is not None else None
     if query is None or not isinstance(root, Node):
         return found

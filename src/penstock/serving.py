@@ -1,4 +1,6 @@
-"""The endpoint of webhooks: one request in, one answer out, and 202 only after its events are durable. Sockets and connections are listening.py's."""
+"""The endpoint of webhooks: one request in, one answer out, and 202 only after its events are
+durable. Sockets and connections are listening.py's.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ class Endpoint:
         app.router.redirect_slashes = False
         return app
 
-    # -- one request ---------------------------------------------------------------------------------------------------------
+    # -- one request -------------------------------------------------------------------------------
 
     async def _told(self, request: Request) -> Response:
         hook = self.hooks.get(
@@ -227,7 +229,9 @@ class Endpoint:
             self._held -= len(body)
 
     async def _discard(self, request: Request, seen: int) -> None:
-        """Read on for a moment: a connection that is closed in the middle of a request takes the answer with it."""
+        """Read on for a moment: a connection that is closed in the middle of a request takes the
+        answer with it.
+        """
         try:
             async with asyncio.timeout(min(2.0, self._timeout)):
                 while seen < DISCARDED:
@@ -240,7 +244,9 @@ class Endpoint:
             pass
 
     async def _accept(self, hook: Hook, taken: Taken) -> list[Accepted]:
-        """All of a request's events or none. Requests that come together share a transaction: that is the store's work."""
+        """All of a request's events or none. Requests that come together share a transaction: that
+        is the store's work.
+        """
         beside = partial(self._beside, hook, taken)
         if taken.events:
             return await hook.intake.books.accept(taken.events, beside=beside)
@@ -288,7 +294,7 @@ class Endpoint:
             hook.said = now
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def _makes_none(findings: Sequence[Any], taken: Taken) -> RequestRefused:

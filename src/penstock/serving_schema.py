@@ -1,4 +1,6 @@
-"""The endpoint in OpenAPI 3.1, for those who generate clients, and for the test that sends it everything the schema allows and more. No behaviour."""
+"""The endpoint in OpenAPI 3.1, for those who generate clients, and for the test that sends it
+everything the schema allows and more. No behaviour.
+"""
 
 from __future__ import annotations
 

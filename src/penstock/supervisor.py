@@ -1,4 +1,6 @@
-"""Processes and signals of `penstock run`: one worker, or several under a parent that restarts the dead and forwards what it is told."""
+"""Processes and signals of `penstock run`: one worker, or several under a parent that restarts the
+dead and forwards what it is told.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ async def _with_signals(
 
     def on_signal(number: int) -> None:
         if stop.is_set():
-            if supervised:  # a terminal or a service manager signals the whole group, and our supervisor says it again: that is one signal
+            # a terminal or a service manager signals the whole group, and our supervisor says it
+            # again: that is one signal
+            if supervised:
                 return
             log.warning("second signal: leaving at once; leases are taken back by the next worker")
             os._exit(128 + number)
@@ -92,7 +96,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _keep_freed_memory() -> None:
-    """glibc gives memory back after every large body; keeping it saved a fifth of the time a page takes."""
+    """glibc gives memory back after every large body; keeping it saved a fifth of the time a page
+    takes.
+    """
     if sys.platform == "linux":
         try:
             mallopt = ctypes.CDLL(None).mallopt
@@ -106,13 +112,15 @@ def _keep_freed_memory() -> None:
             mallopt(option, value)
 
 
-# -- several workers --------------------------------------------------------------------------------------------------------
+# -- several workers -------------------------------------------------------------------------------
 
 
 def _supervise(work: Callable[[], int], n: int) -> int:
-    """Forks before anything is open. A worker that dies is started again; one that ends by itself ends the run with its code.
+    """Forks before anything is open. A worker that dies is started again; one that ends by itself
+    ends the run with its code.
 
-    What cannot be reached when the run starts is the user's to mend; what went away later comes back, and a replacement waits for it.
+    What cannot be reached when the run starts is the user's to mend; what went away later comes
+    back, and a replacement waits for it.
     """
     me = os.getpid()
     children: dict[int, float] = {}
@@ -141,7 +149,8 @@ def _supervise(work: Callable[[], int], n: int) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     gc.collect()
-    gc.freeze()  # what is loaded by now the children share, as long as nobody's collector walks over it
+    # what is loaded by now the children share, as long as nobody's collector walks over it
+    gc.freeze()
     before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
         for _ in range(n):

@@ -1,4 +1,6 @@
-"""The catalogue of signals: what happened to events, as log lines and as the figures of the live display. Never in the way of a settle."""
+"""The catalogue of signals: what happened to events, as log lines and as the figures of the live
+display. Never in the way of a settle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The closed list of transforms a TOML field may name with `as`. No user code, and nothing that looks outside the value and its page."""
+"""The closed list of transforms a TOML field may name with `as`. No user code, and nothing that
+looks outside the value and its page.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from penstock.rules.identity import BadUrl
 
 Transform: TypeAlias = Callable[[Any, Page], Any]
 
-# Digits, grouped or not: "1,299.00", "1.299,00", "1 299,00", "1'299", ".5"; a minus may be the typographic one.
+# Digits, grouped or not: "1,299.00", "1.299,00", "1 299,00", "1'299", ".5"; a minus may be the
+# typographic one.
 _NUMBER = re.compile(r"[-+\u2212]?\s?(?:\d[\d.,'\u2019\u00a0\u202f\u2009 ]*\d|\d|[.,]\d+)")
 _SPACES = re.compile(r"['\u2019\u00a0\u202f\u2009\s]")
 _GROUPS = re.compile(r"\d{1,3}(?: \d{3})+(?![\d])")

@@ -1,4 +1,6 @@
-"""Whose turn it is among the admitted: requests in flight per host, slots that still stand, and the distance to the one before. No I/O, no waiting."""
+"""Whose turn it is among the admitted: requests in flight per host, slots that still stand, and the
+distance to the one before. No I/O, no waiting.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Item:
 
 
 class Chosen(msgspec.Struct):
-    """Who starts now; who missed its slot and needs another; who has to keep its distance for so many seconds."""
+    """Who starts now; who missed its slot and needs another; who has to keep its distance for so
+    many seconds.
+    """
 
     start: list[Item]
     late: list[Item]
@@ -129,7 +133,7 @@ class Turns:
         self.ready.clear()
         self._crowd.clear()
 
-    # -- crowds: a slow host must not fill the window with events that wait for their turn, while others would have theirs -------
+    # -- crowds: a slow host must not fill the window with events that wait for their turn, while ot
 
     @property
     def crowded(self) -> bool:
@@ -158,16 +162,21 @@ class Turns:
         return max(1, min(limit * (self._window // max(1, self._concurrency)), self._window // 4))
 
     def _call_up(self, key: str) -> None:
-        """One of the crowd takes the place of one that left, or that could not use it: nobody else would call them."""
+        """One of the crowd takes the place of one that left, or that could not use it: nobody else
+        would call them.
+        """
         if self._crowd and (crowd := self._crowd.get(key)):
             self.ready.appendleft(crowd.popleft())
             if not crowd:
                 del self._crowd[key]
 
     def _too_soon(self, key: str, slot: float, now: float) -> float:
-        """Seconds until it may go. Where the one before went late, this one keeps its distance, or several would go at once."""
+        """Seconds until it may go. Where the one before went late, this one keeps its distance, or
+        several would go at once.
+        """
         last, sent = self._sent.get(key, (slot, 0.0))
-        # No more than the host's own gap: slots that lie apart because there was nothing to do, or we were slow, need no distance.
+        # No more than the host's own gap: slots that lie apart because there was nothing to do, or
+        # we were slow, need no distance.
         gap: float = self._claims.gap(key)
         due = sent + KEPT * min(slot - last, gap)
         if due > now + SOON:

@@ -1,4 +1,6 @@
-"""Kinds of option values: how "30s", "64MiB" or "30/m" is read, named in an error and written back. No option is defined here."""
+"""Kinds of option values: how "30s", "64MiB" or "30/m" is read, named in an error and written back.
+No option is defined here.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ _LARGEST = 10**15
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """`read` takes what TOML or a string gives and raises ValueError; `expected` finishes "expected …"; `write` is read's inverse."""
+    """`read` takes what TOML or a string gives and raises ValueError; `expected` finishes "expected
+    …"; `write` is read's inverse.
+    """
 
     name: str  # for the reference: "duration", "size", …
     expected: str
@@ -48,7 +52,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     )
 
 
-# -- numbers, times, sizes ---------------------------------------------------------------------------------------------
+# -- numbers, times, sizes -------------------------------------------------------------------------
 
 
 def _real(value: object) -> float:
@@ -220,7 +224,7 @@ SHARE = Kind(
 )
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def _flag(value: object) -> bool:
@@ -304,7 +308,9 @@ def _parameter(value: object) -> str:
 
 
 def _target(value: object) -> str:
-    """ADDRESS:PORT, NETWORK/BITS:PORT, [IPV6]:PORT or NAME:PORT; * is any port. The guard makes its rules of these texts."""
+    """ADDRESS:PORT, NETWORK/BITS:PORT, [IPV6]:PORT or NAME:PORT; * is any port. The guard makes its
+    rules of these texts.
+    """
     match = (
         re.fullmatch(r"(?:\[([^\]%]+)\]|([^:\[\]]+)):([0-9]{1,5}|\*)", value.strip())
         if isinstance(value, str)
@@ -315,7 +321,8 @@ def _target(value: object) -> str:
     try:
         ipaddress.IPv6Network(match[1]) if match[1] else ipaddress.IPv4Network(match[2])
     except ValueError:
-        # A last label that is a number makes it another spelling of an address, which must not pass for a name.
+        # A last label that is a number makes it another spelling of an address, which must not pass
+        # for a name.
         if (
             match[1]
             or not _NAME.fullmatch(match[2])
@@ -348,11 +355,13 @@ PORTS = Kind(
 )
 
 
-# -- addresses of stores -----------------------------------------------------------------------------------------------
+# -- addresses of stores ---------------------------------------------------------------------------
 
 
 def mask(url: str) -> str:
-    """The URL without its passwords: for everything that is printed, logged or stored. Rather too much is masked than too little."""
+    """The URL without its passwords: for everything that is printed, logged or stored. Rather too
+    much is masked than too little.
+    """
     scheme, colon, rest = url.partition(":")
     slashes = rest[: len(rest) - len(rest.lstrip("/"))]
     rest = rest[len(slashes) :]

@@ -1,4 +1,6 @@
-"""What people and time do to the books: letters put back or dropped, topics purged, workers that are gone, delays that end, messages that a broker lost."""
+"""What people and time do to the books: letters put back or dropped, topics purged, workers that
+are gone, delays that end, messages that a broker lost.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Upkeep(Desk):
     _empty_looks = 0  # how often in a row a broker apart had nothing left
 
     def alerts_in(self, tx: Any) -> dict[str, tuple[int, int]]:
-        """Topics with more dead ends of late than is usual, (ended, dead) each: worth a look, not a stop."""
+        """Topics with more dead ends of late than is usual, (ended, dead) each: worth a look, not a
+        stop.
+        """
         now, limits = self.clock.now(), self.settings.breaker
         recent = {
             topic: self.ledger.recent_in(tx, topic, limits.window, now)
@@ -29,12 +33,14 @@ class Upkeep(Desk):
         }
         return {topic: seen for topic, seen in recent.items() if breaker.judge(limits, *seen)}
 
-    # -- dead letters ----------------------------------------------------------------------------------------------------------
+    # -- dead letters ------------------------------------------------------------------------------
 
     async def redrive(
         self, ids: Sequence[str], change: Callable[[Event], Event] = lambda e: e
     ) -> int:
-        """Dead letters go back to work with a new budget: published and removed in one transaction. Returns how many."""
+        """Dead letters go back to work with a new budget: published and removed in one transaction.
+        Returns how many.
+        """
         n = await self.write(lambda tx: self._redrive(tx, ids, change))
         self.broker.wake(["requests"])
         return n
@@ -66,7 +72,9 @@ class Upkeep(Desk):
         )
 
     async def purge(self, topic: str, reason: str) -> int:
-        """What waits on a topic is given up: its events end dead and can be redriven, then the broker's messages go. What is in flight is finished."""
+        """What waits on a topic is given up: its events end dead and can be redriven, then the
+        broker's messages go. What is in flight is finished.
+        """
         given_up = 0
         while topic in WAITS and (
             n := await self.write(lambda tx: self._give_up(tx, topic, reason))
@@ -83,10 +91,12 @@ class Upkeep(Desk):
             )
         return len(rows)
 
-    # -- upkeep ------------------------------------------------------------------------------------------------------------------
+    # -- upkeep ------------------------------------------------------------------------------------
 
     async def reclaim(self, directory: Path) -> list[str]:
-        """Workers of this machine that are known to be gone: their leases end at once, not after the lease."""
+        """Workers of this machine that are known to be gone: their leases end at once, not after
+        the lease.
+        """
         gone = locks.dead_workers(directory)
         for worker in gone:
             await self.write(partial(self._reclaim, worker))
@@ -118,9 +128,11 @@ class Upkeep(Desk):
                 )
 
     async def recover(self) -> int:
-        """Every lease: a broker apart that has nothing left, while the books have open events, has lost messages; they are published again.
+        """Every lease: a broker apart that has nothing left, while the books have open events, has
+        lost messages; they are published again.
 
-        Twice in a row, since its figures and ours are not of one moment. A copy too many does no harm.
+        Twice in a row, since its figures and ours are not of one moment. A copy too many does no
+        harm.
         """
         if not self.broker.apart:
             return 0

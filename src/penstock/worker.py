@@ -1,4 +1,6 @@
-"""The one loop: receive → admit → begin → handle → conclude, for the stages this process runs. What is written, and in which order, is in books.py."""
+"""The one loop: receive → admit → begin → handle → conclude, for the stages this process runs. What
+is written, and in which order, is in books.py.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,13 @@ from penstock.turns import Item, Turns
 T = TypeVar("T")
 Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
-CROWD_REST = 0.25  # seconds for which no more is taken of a host that has its share of the window waiting here
-CROWD_PATIENCE = 1.0  # seconds without room in the window, after which what waits beyond its host's share goes back
-LONGEST_NAME = 512  # characters of an id and the like; an index of a database server takes no more than a few times that
+# seconds for which no more is taken of a host that has its share of the window waiting here
+CROWD_REST = 0.25
+# seconds without room in the window, after which what waits beyond its host's share goes back
+CROWD_PATIENCE = 1.0
+# characters of an id and the like; an index of a database server takes no more than a few times
+# that
+LONGEST_NAME = 512
 SUSPECT = 2  # starts that never ended, before a page's extraction leaves our process and runs alone
 log = logging.getLogger("penstock.worker")
 
@@ -133,10 +139,12 @@ class Worker:
         self._room, self._startable, self._freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._stopping = False
 
-    # -- life --------------------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop`; then drains: finish or release within grace. Every delivery taken has an outcome when this returns."""
+        """Until `stop`; then drains: finish or release within grace. Every delivery taken has an
+        outcome when this returns.
+        """
         taking = [
             asyncio.create_task(self._receive(), name="receive"),
             asyncio.create_task(self._start(), name="start"),
@@ -206,7 +214,7 @@ class Worker:
                 )
                 return
 
-    # -- receiving -----------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
         while not self._stopping:
@@ -236,7 +244,9 @@ class Worker:
             await self._insist(partial(self.sub.hold, full))
 
     async def _disperse(self) -> None:
-        """Nothing moves, since slow hosts have filled the window already: give back what is beyond their share, and see whether others have work."""
+        """Nothing moves, since slow hosts have filled the window already: give back what is beyond
+        their share, and see whether others have work.
+        """
         self._received = self.clock.now()
         if back := self._turns.excess():
             await self._rest_crowds()
@@ -301,7 +311,9 @@ class Worker:
         return item
 
     def _known_form(self, event: Event) -> Event:
-        """What was published past intake may be written otherwise: dedup and pace go by the canonical form, and no store keeps every text."""
+        """What was published past intake may be written otherwise: dedup and pace go by the
+        canonical form, and no store keeps every text.
+        """
         names = event.id, event.trace, event.key, event.source, event.cause, event.parent or ""
         together = "".join(names)
         if (
@@ -325,7 +337,7 @@ class Worker:
         self._turns.ready.append(item)
         self._startable.set()
 
-    # -- starting --------------------------------------------------------------------------------------------------------------
+    # -- starting ----------------------------------------------------------------------------------
 
     async def _start(self) -> None:
         while not self._stopping:
@@ -382,8 +394,10 @@ class Worker:
         return chosen.start
 
     async def _reslot(self, items: Sequence[Item]) -> None:
-        """They missed their slots, waiting for a permit or for their host, and sent now they would come on top of those whose turn it is;
-        or their host wants more time than was known when they got them. Admitted anew: what has to wait long is delayed in the books."""
+        """They missed their slots, waiting for a permit or for their host, and sent now they would
+        come on top of those whose turn it is; or their host wants more time than was known when
+        they got them. Admitted anew: what has to wait long is delayed in the books.
+        """
         await self._place([(item.delivery, item.event) for item in items], items)
 
     def _set_out(self, item: Item) -> None:
@@ -465,8 +479,10 @@ class Worker:
             )
 
     async def _stand_aside(self, seconds: float) -> None:
-        """A wait for a slot in the middle of a request: for redirects, and for the page whose slot went to robots.txt. It holds no permit,
-        and then has the next one before those that have not begun."""
+        """A wait for a slot in the middle of a request: for redirects, and for the page whose slot
+        went to robots.txt. It holds no permit, and then has the next one before those that have not
+        begun.
+        """
         self._give_permit_back()
         try:
             await self.clock.sleep(seconds)
@@ -504,7 +520,9 @@ class Worker:
         )
 
     def _usable(self, item: Item) -> Baseline | None:
-        """A 304 helps only if what it stands for is still there to be extracted again, or need not be."""
+        """A 304 helps only if what it stands for is still there to be extracted again, or need not
+        be.
+        """
         b = item.admitted.baseline
         return (
             b
@@ -512,7 +530,7 @@ class Worker:
             else None
         )
 
-    # -- fetched ---------------------------------------------------------------------------------------------------------------
+    # -- fetched -----------------------------------------------------------------------------------
 
     async def _fetched(self, item: Item, r: Response) -> None:
         b = item.admitted.baseline
@@ -600,7 +618,7 @@ class Worker:
         else:
             self._extracts.add(item)
 
-    # -- extracting --------------------------------------------------------------------------------------------------------------
+    # -- extracting --------------------------------------------------------------------------------
 
     async def _extract_group(self, items: Sequence[Item]) -> None:
         assert self.extraction is not None
@@ -673,7 +691,7 @@ class Worker:
         reason = "" if x.records or x.links else "empty" if x.matched else "unmatched"
         self._end(item, "success", reason=reason, records=x.records, links=x.links, extractors=made)
 
-    # -- ending ------------------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def _fail(self, item: Item, stage: str, f: Failure) -> None:
         now = self.clock.now()
@@ -787,7 +805,7 @@ class Worker:
         if any(end.records for end in ends):
             self._on_records()
 
-    # -- keeping ---------------------------------------------------------------------------------------------------------------
+    # -- keeping -----------------------------------------------------------------------------------
 
     async def _heartbeat(self) -> None:
         while True:
@@ -828,7 +846,9 @@ class Worker:
             pass
 
     def _linger(self, alone: float) -> float:
-        """Under load more events share a hand-over or a sync; one that comes alone is not kept waiting for others."""
+        """Under load more events share a hand-over or a sync; one that comes alone is not kept
+        waiting for others.
+        """
         return 8 * alone if len(self.held) > self.o.concurrency else alone
 
     def _hurry(self, ourselves: int) -> None:

@@ -1,4 +1,6 @@
-"""What the tests of the Kafka adapter open: brokers in namespaces of their own, with short times and few partitions."""
+"""What the tests of the Kafka adapter open: brokers in namespaces of their own, with short times
+and few partitions.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def open_kafka(
 
 
 def sweep(url: str) -> None:
-    """The topics of these tests are deleted: a server that is killed looks through all that it has before it comes back."""
+    """The topics of these tests are deleted: a server that is killed looks through all that it has
+    before it comes back.
+    """
     client = AdminClient({"bootstrap.servers": url.removeprefix("kafka://"), "log_level": 0})
     ours = [
         topic

@@ -1,4 +1,6 @@
-"""The rig of a broker whose server is one of ours: where it is, how it dies, what stands in front of it. How a broker is opened, each test file says."""
+"""The rig of a broker whose server is one of ours: where it is, how it dies, what stands in front
+of it. How a broker is opened, each test file says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Kafka: the suite every broker passes, on a real server. What only Kafka promises is in the files beside this one."""
+"""Kafka: the suite every broker passes, on a real server. What only Kafka promises is in the files
+beside this one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Workers of several processes in one Kafka group: partitions come and go under load, processes die, and nothing is lost or settled twice."""
+"""Workers of several processes in one Kafka group: partitions come and go under load, processes
+die, and nothing is lost or settled twice.
+"""
 
 # ruff: noqa: ASYNC220 (the process that is killed is started and waited for beside the loop, on purpose)
 

@@ -1,4 +1,6 @@
-"""What Kafka itself is asked for: topics and their drift, retries by topic, history, lag, windows, and how it says no."""
+"""What Kafka itself is asked for: topics and their drift, retries by topic, history, lag, windows,
+and how it says no.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def sub_of(broker: KafkaBroker, topic: str = "t", group: str = "main") -> Subscr
     return broker.subscribe(topic, group, owner="w", lease=2.0)
 
 
-# -- topics --------------------------------------------------------------------------------------------------------------------
+# -- topics ----------------------------------------------------------------------------------------
 
 
 async def test_topics_are_made_as_configured_and_what_differs_is_told_and_left_alone(
@@ -112,7 +114,7 @@ async def test_a_topic_of_another_program_is_read_as_it_is_and_its_messages_have
     await broker.close()
 
 
-# -- time ----------------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 async def test_a_retry_goes_down_the_ladder_and_comes_when_it_is_due_to_its_own_group_only(
@@ -147,7 +149,7 @@ async def test_a_retry_goes_down_the_ladder_and_comes_when_it_is_due_to_its_own_
     await broker.close()
 
 
-# -- windows -------------------------------------------------------------------------------------------------------------------
+# -- windows ---------------------------------------------------------------------------------------
 
 
 async def test_what_is_held_in_memory_is_bounded_and_everything_still_comes(url: str) -> None:
@@ -262,7 +264,7 @@ def test_of_several_messages_alike_of_which_one_failed_none_is_certain() -> None
     loop.close()
 
 
-# -- history -------------------------------------------------------------------------------------------------------------------
+# -- history ---------------------------------------------------------------------------------------
 
 
 async def test_history_goes_to_another_group_whole_by_time_and_by_offset(url: str) -> None:
@@ -371,7 +373,7 @@ async def test_what_was_deleted_unread_is_told(url: str, caplog: pytest.LogCaptu
     await other.close()
 
 
-# -- saying no -----------------------------------------------------------------------------------------------------------------
+# -- saying no -------------------------------------------------------------------------------------
 
 
 async def refusal(broker: KafkaBroker) -> PenstockError:

@@ -1,4 +1,6 @@
-"""The PostgreSQL broker: the suite every broker passes, on a real server, and what only a database in the middle of a fleet promises."""
+"""The PostgreSQL broker: the suite every broker passes, on a real server, and what only a database
+in the middle of a fleet promises.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ pytestmark = pytest.mark.server("postgres")
 
 
 class TestPostgres(Served):
-    """Time is the rig's, so that nothing sleeps; the server, its locks and its transactions are real."""
+    """Time is the rig's, so that nothing sleeps; the server, its locks and its transactions are
+    real.
+    """
 
     name = "postgres"
 
@@ -69,7 +73,7 @@ class TestPostgres(Served):
         return self.clock.now()
 
 
-# -- what only PostgreSQL promises -------------------------------------------------------------------------------------------
+# -- what only PostgreSQL promises -----------------------------------------------------------------
 
 
 class Fleet:

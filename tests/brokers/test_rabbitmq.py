@@ -1,4 +1,6 @@
-"""RabbitMQ: the suite every broker passes, and what is its own: the ladder, unroutable messages, alarms, outages, and how it says no."""
+"""RabbitMQ: the suite every broker passes, and what is its own: the ladder, unroutable messages,
+alarms, outages, and how it says no.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ pytestmark = pytest.mark.server("rabbitmq")
 
 
 class Host:
-    """A virtual host of its own, with everything in it gone afterwards; and what an administrator can do."""
+    """A virtual host of its own, with everything in it gone afterwards; and what an administrator
+    can do.
+    """
 
     def __init__(self, server: Handle) -> None:
         self.server, self.vhost = server, "t" + secrets.token_hex(4)
@@ -132,7 +136,7 @@ async def take(sub: Subscription, n: int, wait: float = 25.0) -> list[Delivery]:
     return got
 
 
-# -- routing -------------------------------------------------------------------------------------------------------------
+# -- routing ---------------------------------------------------------------------------------------
 
 
 def test_a_message_that_reaches_no_queue_is_reported_as_failed_and_the_others_are_not(
@@ -234,7 +238,7 @@ def test_what_cannot_be_put_into_a_message_fails_alone(host: Host) -> None:
     run(host, test)
 
 
-# -- waiting -------------------------------------------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------
 
 
 def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_first(
@@ -252,7 +256,9 @@ def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_firs
     ]  # the shortest is longer than it takes to publish them all
 
     async def watch(worst: list[float]) -> None:
-        """How long this machine stood still at most: what ends within that time may end in any order."""
+        """How long this machine stood still at most: what ends within that time may end in any
+        order.
+        """
         while True:
             began = time.monotonic()
             await asyncio.sleep(0.02)
@@ -323,7 +329,7 @@ def test_what_the_server_gives_up_is_a_dead_letter_that_says_so(host: Host) -> N
     run(host, test)
 
 
-# -- trouble -------------------------------------------------------------------------------------------------------------
+# -- trouble ---------------------------------------------------------------------------------------
 
 
 def test_a_server_short_of_memory_is_full_acks_get_through_and_it_goes_on_afterwards(
@@ -441,7 +447,7 @@ def test_with_the_management_api_figures_know_what_others_have_in_flight(host: H
     )
 
 
-# -- how it says no ------------------------------------------------------------------------------------------------------
+# -- how it says no --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ async def drained(sub: Subscription) -> list[Delivery]:
     return got
 
 
-# -- outages -----------------------------------------------------------------------------------------------------------------
+# -- outages ---------------------------------------------------------------------------------------
 
 
 async def test_a_killed_server_that_comes_back_has_lost_nothing_and_forgotten_no_settle(
@@ -163,7 +163,7 @@ async def test_a_full_server_takes_nothing_more_and_can_be_drained(
         assert list(await broker.publish(messages("c1"))) == [Published.OK]
 
 
-# -- starting ----------------------------------------------------------------------------------------------------------------
+# -- starting --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ async def test_over_tls_the_certificate_must_be_trusted(tls: tuple[int, Path]) -
         await broker.close()
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
 
 
 def test_a_position_leads_back_to_the_entry_and_no_two_are_the_same() -> None:

@@ -61,7 +61,7 @@ class TestSqs(Served):
             await each.close()
 
 
-# -- what only SQS promises, or cannot --------------------------------------------------------------------------------------------
+# -- what only SQS promises, or cannot -------------------------------------------------------------
 
 Place = Callable[[str], Handle]
 NORMAL = wire.Where("t", "main", wire.NORMAL)
@@ -263,7 +263,7 @@ async def test_what_sqs_gives_up_by_itself_lies_with_the_dead_letters_and_says_s
         }
 
 
-# -- outages ------------------------------------------------------------------------------------------------------------------------
+# -- outages ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again
         assert got == ["c"]
 
 
-# -- what can be wrong at the start ---------------------------------------------------------------------------------------------------
+# -- what can be wrong at the start ----------------------------------------------------------------
 
 
 async def told(url: str) -> PenstockError:

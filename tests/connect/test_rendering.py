@@ -1,4 +1,6 @@
-"""What a pipeline's `connect` tables become: tables of options, names, secrets by reference, and mistakes as sentences. No worker is asked."""
+"""What a pipeline's `connect` tables become: tables of options, names, secrets by reference, and
+mistakes as sentences. No worker is asked.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def sink(given: dict[str, Any], url: str = "kafka://127.0.0.1:9092/products?key=
     return render(shop, {})[0]
 
 
-# -- names and marks -----------------------------------------------------------------------------------------------------
+# -- names and marks -------------------------------------------------------------------------------
 
 
 def test_a_connector_is_called_after_its_pipeline_and_its_table_and_carries_our_mark() -> None:
@@ -78,7 +80,7 @@ def test_a_toml_pipeline_renders_the_same() -> None:
     assert render(compile_toml(text.encode(), "shop.toml")) == [source(TABLE)]
 
 
-# -- Debezium's Postgres source ------------------------------------------------------------------------------------------
+# -- Debezium's Postgres source --------------------------------------------------------------------
 
 
 def test_the_postgres_source_streams_new_rows_within_milliseconds() -> None:
@@ -179,7 +181,7 @@ def test_routing_hints_of_a_connector_are_what_its_events_get() -> None:
     assert shop.sources[0].map == {"geo": '_kafka.headers."penstock-geo"', "pool": "proxy"}
 
 
-# -- sinks ---------------------------------------------------------------------------------------------------------------
+# -- sinks -----------------------------------------------------------------------------------------
 
 
 def test_the_jdbc_sink_upserts_by_the_records_key_and_deletes() -> None:
@@ -224,7 +226,7 @@ def test_every_sink_reads_what_our_kafka_sink_writes(kind: Any) -> None:
     assert config["value.converter.schemas.enable"] == "true"
 
 
-# -- the catalogue -------------------------------------------------------------------------------------------------------
+# -- the catalogue ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.name)
@@ -252,7 +254,7 @@ def test_the_catalogue_is_consistent() -> None:
         assert plugin.secrets <= plugin.options, plugin.title
 
 
-# -- templates -----------------------------------------------------------------------------------------------------------
+# -- templates -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.name)
@@ -288,7 +290,7 @@ def test_no_template_holds_a_secret_or_a_mask(kind: Any) -> None:
     assert "***" not in json.dumps(document(made))
 
 
-# -- secrets -------------------------------------------------------------------------------------------------------------
+# -- secrets ---------------------------------------------------------------------------------------
 
 
 def test_a_password_is_never_shown() -> None:
@@ -344,7 +346,7 @@ def test_a_url_with_a_login_is_shown_without_it() -> None:
     assert shown("connection.url", "postgres://u:pw@h/db") == "postgres://u:***@h/db"
 
 
-# -- mistakes ------------------------------------------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What our Kafka sink writes, read by Debezium's real JDBC sink with the configuration that `penstock connect` renders: rows of a real PostgreSQL table."""
+"""What our Kafka sink writes, read by Debezium's real JDBC sink with the configuration that
+`penstock connect` renders: rows of a real PostgreSQL table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What Debezium's real PostgreSQL connector writes, read by our Kafka source, in each of its wrappings."""
+"""What Debezium's real PostgreSQL connector writes, read by our Kafka source, in each of its
+wrappings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`penstock connect` against a real Connect worker with Debezium's plugins, a real Kafka and a real PostgreSQL."""
+"""`penstock connect` against a real Connect worker with Debezium's plugins, a real Kafka and a real
+PostgreSQL.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ class Estate:
             return cursor.fetchall() if cursor.description else []
 
     def publish(self, sku: str, price: float | None) -> None:
-        """As our Kafka sink writes it: schemas with it, the key as a struct, a tombstone for a deletion."""
+        """As our Kafka sink writes it: schemas with it, the key as a struct, a tombstone for a
+        deletion.
+        """
         fields = [{"field": "sku", "type": "string", "optional": False}]
         key = {
             "schema": {"type": "struct", "fields": fields, "optional": False},
@@ -394,7 +398,7 @@ def test_the_catalogue_of_what_runs_here_is_the_plugins_own(estate: Estate) -> N
         assert plugin.secrets == said.secrets()
 
 
-# -- a worker that is none, or not yet -----------------------------------------------------------------------------------
+# -- a worker that is none, or not yet -------------------------------------------------------------
 
 
 class Pretender(BaseHTTPRequestHandler):
@@ -522,7 +526,7 @@ def test_an_answer_without_end_is_cut_off(
         Worker(pretender((200, b"[" + b" " * (2 << 20)))).connectors()
 
 
-# -- what needs no worker ------------------------------------------------------------------------------------------------
+# -- what needs no worker --------------------------------------------------------------------------
 
 
 def test_init_writes_a_connector_to_start_from_and_never_twice(

@@ -1,4 +1,6 @@
-"""What every end-to-end test may ask for: a project, targets, a seed. What they are is in harness.py."""
+"""What every end-to-end test may ask for: a project, targets, a seed. What they are is in
+harness.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the end-to-end tests drive: a project directory with the real command line in real processes, and targets that keep their own log. No mocks.
+"""What the end-to-end tests drive: a project directory with the real command line in real
+processes, and targets that keep their own log. No mocks.
 
-Every process that a project starts carries a mark in its environment; a test fails if one of them is left behind.
+Every process that a project starts carries a mark in its environment; a test fails if one of them
+is left behind.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ shop.sink("jsonl:products.jsonl")
 
 
 def wait_for(true: Callable[[], Any], what: str, seconds: float = 60.0, every: float = 0.01) -> Any:
-    """The first true answer. The time is a ceiling for what hangs, on a machine that is slow, busy or stands still now and then."""
+    """The first true answer. The time is a ceiling for what hangs, on a machine that is slow, busy
+    or stands still now and then.
+    """
     until = time.monotonic() + seconds
     while True:
         answer = true()
@@ -63,7 +67,9 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """For a server that is told its port before it listens. None of those that the kernel gives to outgoing connections, so nobody takes it meanwhile."""
+    """For a server that is told its port before it listens. None of those that the kernel gives to
+    outgoing connections, so nobody takes it meanwhile.
+    """
     while True:
         port = random.SystemRandom().randrange(10_000, 20_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -162,7 +168,7 @@ class Project:
         path.write_text(text, "utf-8")
         return path
 
-    # -- commands ----------------------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def penstock(self, *args: str, input: str | None = None, timeout: float = 300.0) -> Done:
         found = subprocess.run(
@@ -201,7 +207,7 @@ class Project:
         assert done.code == expect, done.said
         return done
 
-    # -- what it says ------------------------------------------------------------------------------------------------------
+    # -- what it says ------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.good("status", "--json"))
@@ -243,7 +249,7 @@ class Project:
         done = self.penstock("doctor")
         assert done.code == 0, done.said
 
-    # -- processes ---------------------------------------------------------------------------------------------------------
+    # -- processes ---------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
         """Living processes that this project started, however far removed: pid → command line."""
@@ -262,7 +268,9 @@ class Project:
         return found
 
     def tree(self) -> tuple[list[int], list[int]]:
-        """(workers, zygotes): who fetches, and who has imported the pipeline and forks the processes that run it."""
+        """(workers, zygotes): who fetches, and who has imported the pipeline and forks the
+        processes that run it.
+        """
         lines = self.processes()
         parents = {pid: _parent(pid) for pid in lines}
         zygotes = [
@@ -321,13 +329,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in raw.splitlines()]
 
 
-# -- targets ---------------------------------------------------------------------------------------------------------------
+# -- targets ---------------------------------------------------------------------------------------
 
 
 class Site:
     """The pretend web on a thread of the test's own process: its answers may be changed on the way.
 
-    It measures how late its own clock is looked at: what a test says of times is as exact as the machine, which may stand still for a while.
+    It measures how late its own clock is looked at: what a test says of times is as exact as the
+    machine, which may stand still for a while.
     """
 
     def __init__(self, handler: Handler | None = None) -> None:
@@ -388,7 +397,9 @@ class Site:
 
 
 class Target:
-    """/p/0 … /p/<pages-1> from a process of its own, some of them always 404, with an access log on disk."""
+    """/p/0 … /p/<pages-1> from a process of its own, some of them always 404, with an access log on
+    disk.
+    """
 
     def __init__(
         self, directory: Path, *, pages: int, dead_share: float = 0.0, delay: float = 0.0

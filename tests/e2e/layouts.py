@@ -1,4 +1,6 @@
-"""Where a pipeline's topics and stores lie, as environment variables and nothing else: the layouts that the end-to-end tests run on."""
+"""Where a pipeline's topics and stores lie, as environment variables and nothing else: the layouts
+that the end-to-end tests run on.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-QUICK = "?session=2s&grace=1s"  # as short as the lease of tests that kill: a killed member's partitions go to others that soon
+# as short as the lease of tests that kill: a killed member's partitions go to others that soon
+QUICK = "?session=2s&grace=1s"
 
 
 def layouts(*names: str) -> list[object]:
@@ -32,7 +35,9 @@ def layouts(*names: str) -> list[object]:
 
 
 def lay_out(project: Project, layout: str, server: Server, *, quick: bool = False) -> None:
-    """`quick`: for tests that kill. Others must not lose their place in a group because the machine stood still for a moment."""
+    """`quick`: for tests that kill. Others must not lose their place in a group because the machine
+    stood still for a moment.
+    """
     kafka_options = QUICK if quick else ""
     state = project.dir / ".penstock"
     files = {

@@ -1,4 +1,6 @@
-"""The benches still run against the product as it is, and say what they promise to. What the figures are is not tested here."""
+"""The benches still run against the product as it is, and say what they promise to. What the
+figures are is not tested here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ten thousand rows in a hundred transactions, and a reader that is killed ten times on the way: ten thousand events, none twice."""
+"""Ten thousand rows in a hundred transactions, and a reader that is killed ten times on the way:
+ten thousand events, none twice.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def pipeline(database: Database) -> str:
 
 
 def accepted(project: Project) -> int:
-    """Read beside the process that writes; 0 before it has begun, and while a new one still opens what a killed one left."""
+    """Read beside the process that writes; 0 before it has begun, and while a new one still opens
+    what a killed one left.
+    """
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(

@@ -1,4 +1,6 @@
-"""Change detection over several runs: ETag and 304, an unchanged body, a changed one, hooks, a newer extractor, pages that match or yield nothing."""
+"""Change detection over several runs: ETag and 304, an unchanged body, a changed one, hooks, a
+newer extractor, pages that match or yield nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Nothing but services to rent: topics on SQS, pages on S3. Split roles, a killed worker, and every product is one row."""
+"""Nothing but services to rent: topics on SQS, pages on S3. Split roles, a killed worker, and every
+product is one row.
+"""
 
 from __future__ import annotations
 

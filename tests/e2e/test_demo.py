@@ -1,4 +1,6 @@
-"""`penstock demo` as a stranger runs it: it ends by itself, leaves what it says it leaves, and one page turns it away and one is broken on purpose."""
+"""`penstock demo` as a stranger runs it: it ends by itself, leaves what it says it leaves, and one
+page turns it away and one is broken on purpose.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The documentation does what it says: its commands run, its output appears, its links lead somewhere, its generated pages are those of the code."""
+"""The documentation does what it says: its commands run, its output appears, its links lead
+somewhere, its generated pages are those of the code.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-# -- commands are executed ---------------------------------------------------------------------------------------------
+# -- commands are executed -------------------------------------------------------------------------
 
 
 def line_pattern(line: str) -> re.Pattern[str]:
@@ -133,7 +135,8 @@ def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(
 
     def moved(text: str) -> str:
         text = re.sub(r"\b8000\b", str(first), re.sub(r"\b8001\b", str(second), text))
-        # A person sees when the shop is there, and asks again where no price has moved yet; a few seconds are not always enough.
+        # A person sees when the shop is there, and asks again where no price has moved yet; a few
+        # seconds are not always enough.
         text = text.replace(
             "> shop.json &\nsleep 2\n",
             "> shop.json &\nuntil [ -s shop.json ]; do sleep 0.1; done\n",
@@ -175,7 +178,7 @@ def test_the_check_of_promised_output_can_fail() -> None:
     assert missing("accepted 18 URLs", "accepted 17 URLs") == "accepted 18 URLs"
 
 
-# -- what is shown is good ---------------------------------------------------------------------------------------------
+# -- what is shown is good -------------------------------------------------------------------------
 
 
 def pipelines() -> list[tuple[str, str, str]]:
@@ -311,7 +314,7 @@ def test_options_named_in_the_text_exist() -> None:
                 )
 
 
-# -- generated pages ---------------------------------------------------------------------------------------------------
+# -- generated pages -------------------------------------------------------------------------------
 
 
 def generator() -> ModuleType:
@@ -402,7 +405,7 @@ def test_every_option_of_a_brokers_url_is_documented_and_there(
     assert documented - {"rdkafka.NAME"} == options
 
 
-# -- the examples for contributors -------------------------------------------------------------------------------------
+# -- the examples for contributors -----------------------------------------------------------------
 
 
 def test_the_sink_of_the_contributors_guide_is_found_by_its_scheme_and_holds_every_row_once(

@@ -1,4 +1,6 @@
-"""Two events for one URL at the same instant: one request, one row, and a duplicate that names the other."""
+"""Two events for one URL at the same instant: one request, one row, and a duplicate that names the
+other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The same pipeline on every layout of servers, by environment variables alone: kills of workers and of brokers lose nothing and write nothing twice."""
+"""The same pipeline on every layout of servers, by environment variables alone: kills of workers
+and of brokers lose nothing and write nothing twice.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_fifty_killed_workers_and_five_killed_brokers_lose_nothing(
         )
 
         def workers(begun: int = begun, most: int = most) -> list[int]:
-            """All of them; those there are, where a new one takes so long that nothing would be left for the last kill."""
+            """All of them; those there are, where a new one takes so long that nothing would be
+            left for the last kill.
+            """
             found = project.tree()[0]
             return found if len(found) == WORKERS or web.lines() - begun >= most else []
 

@@ -1,4 +1,6 @@
-"""Two machines, one ledger in PostgreSQL, and a file sink on each: a row is in the file of whichever machine held the sink's lock, and in no other."""
+"""Two machines, one ledger in PostgreSQL, and a file sink on each: a row is in the file of
+whichever machine held the sink's lock, and in no other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ HOLDERS = f"SELECT pid FROM pg_locks WHERE locktype='advisory' AND objsubid=1 AN
 
 
 class Machines:
-    """Project directories that share nothing but the server; their pipeline is the harness's, with its `jsonl:products.jsonl`."""
+    """Project directories that share nothing but the server; their pipeline is the harness's, with
+    its `jsonl:products.jsonl`.
+    """
 
     def __init__(self, first: Project, tmp_path: Path, url: str) -> None:
         self.url, self.namespace = url, f"t{first.mark[:12]}"

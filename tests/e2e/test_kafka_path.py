@@ -1,4 +1,6 @@
-"""Changes in a Kafka topic to records in another, by `penstock run` that is killed on the way: every change one event, every record once by its key."""
+"""Changes in a Kafka topic to records in another, by `penstock run` that is killed on the way:
+every change one event, every record once by its key.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SIGKILL at any moment, as often as you like: every URL still ends once, with one row, and the target is not asked more often than the crashes explain."""
+"""SIGKILL at any moment, as often as you like: every URL still ends once, with one row, and the
+target is not asked more often than the crashes explain.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ CONCURRENCY, HELD = 32, 64  # of one worker; fetched and not yet written counts 
 def check(
     status: dict[str, Any], log: Path, sink: Path, *, pages: int, crashes: int, at_once: int
 ) -> None:
-    """Independent of the code under test: reads what `status --json` said, the target's own log and the sink's file, and knows the plan."""
+    """Independent of the code under test: reads what `status --json` said, the target's own log and
+    the sink's file, and knows the plan.
+    """
     dead = {f"/p/{n}" for n in range(pages) if ends_dead(n, DEAD_SHARE)}
     alive = {f"/p/{n}" for n in range(pages)} - dead
     total = status["total"]
@@ -49,7 +53,9 @@ def check(
 
 
 def check_starts(project: Project, target: Target) -> None:
-    """I6, one by one: no URL was asked for more often than its event was started, and what was started twice had lost a worker."""
+    """I6, one by one: no URL was asked for more often than its event was started, and what was
+    started twice had lost a worker.
+    """
     asked = target.asked()
     events = project.events()
     assert len(events) == target.pages
@@ -67,7 +73,9 @@ def run_and_kill(
     later: int,
     strike: Callable[[Any], None],
 ) -> None:
-    """One run, ended by `strike` after a random part of the work, or a random moment of its start. Something is left for those that come `later`."""
+    """One run, ended by `strike` after a random part of the work, or a random moment of its start.
+    Something is left for those that come `later`.
+    """
     left = target.pages - len(target.asked())
     begun, running = (
         target.lines(),
@@ -130,7 +138,8 @@ def test_a_run_killed_twenty_times_at_random_loses_nothing_and_writes_nothing_tw
         assert not running.ended, running.said
         running.kill()
         if rng.random() < 0.5:
-            project.nothing_runs()  # else the next run starts while the remains of this one still go
+            # else the next run starts while the remains of this one still go
+            project.nothing_runs()
 
     for later in reversed(range(KILLS)):
         run_and_kill(project, web, rng, args, later, strike)
@@ -159,7 +168,9 @@ def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(
         some = rng.randrange(most // 4, most // 2)
 
         def victims(kind: str = kind, begun: int = begun, most: int = most) -> list[int]:
-            """Of two workers with their zygotes; of one, where a new one takes so long that nothing would be left for the last kill."""
+            """Of two workers with their zygotes; of one, where a new one takes so long that nothing
+            would be left for the last kill.
+            """
             workers, zygotes = project.tree()
             return (
                 (workers if kind == "worker" else zygotes)

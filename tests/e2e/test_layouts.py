@@ -1,4 +1,6 @@
-"""One pipeline, unchanged, on every broker: the same rows, and the same answers of `status`, `trace` and `dlq`."""
+"""One pipeline, unchanged, on every broker: the same rows, and the same answers of `status`,
+`trace` and `dlq`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ shop.sink("jsonl:products.jsonl")
 
 
 def answers(project: Project, web: Target) -> dict[str, Any]:
-    """What the commands say, without what differs from run to run by its nature: ids, times, ports, who did it."""
+    """What the commands say, without what differs from run to run by its nature: ids, times, ports,
+    who did it.
+    """
     status = project.status()
 
     def history(n: int) -> list[tuple[str, str | None]]:

@@ -1,4 +1,6 @@
-"""What can be wrong before or around the work: each a sentence with a next step and its exit code, never a traceback, and nothing lost."""
+"""What can be wrong before or around the work: each a sentence with a next step and its exit code,
+never a traceback, and nothing lost.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,7 @@ def test_what_is_no_url_is_refused_by_name_and_the_rest_is_accepted(
     assert len(project.rows()) == 1
 
 
-# -- the store -------------------------------------------------------------------------------------------------------------
+# -- the store -------------------------------------------------------------------------------------
 
 
 def database(project: Project) -> Path:

@@ -1,4 +1,6 @@
-"""Our own disk fails for a while: the queue fills, memory does not, nobody pays, and everything is there afterwards."""
+"""Our own disk fails for a while: the queue fills, memory does not, nobody pays, and everything is
+there afterwards.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ def test_a_run_whose_sink_never_comes_back_keeps_its_rows_for_the_next_run(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few megabytes; where we may not mount one, the test is left out (its sibling below always runs)."""
+    """A file system of a few megabytes; where we may not mount one, the test is left out (its
+    sibling below always runs).
+    """
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(
@@ -174,7 +178,9 @@ def test_a_full_disk_stops_the_work_and_room_lets_it_go_on(
 def test_files_that_may_not_grow_for_a_while_stop_the_work_and_nobody_pays(
     project: Project, target: Callable[..., Target]
 ) -> None:
-    """The same without a file system of our own: the kernel refuses every write beyond a size, then does not any more."""
+    """The same without a file system of our own: the kernel refuses every write beyond a size, then
+    does not any more.
+    """
     web = target(pages=3000, delay=0.05)
     project.push(*web.urls)
     running = project.start("run", "shop.py")

@@ -1,4 +1,6 @@
-"""Stored pages: given back byte for byte, kept as long as somebody needs them, removed when nobody does."""
+"""Stored pages: given back byte for byte, kept as long as somebody needs them, removed when nobody
+does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pages whose extraction kills, hangs or floods its process: exactly they die, with a reason one can read, and nobody else pays."""
+"""Pages whose extraction kills, hangs or floods its process: exactly they die, with a reason one
+can read, and nobody else pays.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""I8: how often a host is asked, by the host's own log: with one, four and eight workers, across a kill and a stall, after a 429, with a crawl delay."""
+"""I8: how often a host is asked, by the host's own log: with one, four and eight workers, across a
+kill and a stall, after a 429, with a crawl delay.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,9 @@ class Hosts:
         )
 
     def run(self, workers: int) -> None:
-        """All that can be asked for, by so many workers, which are there before there is anything to do: a machine that is busy
-        with their start has no time for anybody's turn."""
+        """All that can be asked for, by so many workers, which are there before there is anything
+        to do: a machine that is busy with their start has no time for anybody's turn.
+        """
         running = self.project.start("run", "shop.py", "--workers", str(workers))
         wait_for(
             lambda: running.ended or len(self.project.tree()[1]) == workers,
@@ -102,7 +105,9 @@ class Hosts:
         return len(self.site.web.entries)
 
     def kept(self, *, least: float = 0.8) -> None:
-        """Every limit, in every window, within 5 %; and not kept by doing nothing: half of the waits are no longer than need be."""
+        """Every limit, in every window, within 5 %; and not kept by doing nothing: half of the
+        waits are no longer than need be.
+        """
         for port, rate in zip(self.ports, RATES, strict=True):
             times = self.times(port)
             for width in (1.0, 2.0, 3.0, 5.0):
@@ -138,7 +143,8 @@ def test_every_host_is_asked_as_often_as_its_limit_allows_and_never_more(
     hosts.kept()
     for port, rate in zip(hosts.ports, RATES, strict=True):
         found = sorted(gaps(hosts.times(port)))
-        # The way from the slot to the wire takes a few ms, not always the same, and longer while others are at work.
+        # The way from the slot to the wire takes a few ms, not always the same, and longer while
+        # others are at work.
         assert found[len(found) // 4] >= 0.85 / rate - hosts.often_late, found
         assert len({round(gap * rate, 2) for gap in found}) > 5, "jittered"
 

@@ -1,4 +1,6 @@
-"""Two machines and one database: broker, ledger, claims, pages and the table of products lie in PostgreSQL, by one environment variable and one sink."""
+"""Two machines and one database: broker, ledger, claims, pages and the table of products lie in
+PostgreSQL, by one environment variable and one sink.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Failures of the other side: what is tried again and how often, what dies at once, how long a host is left alone, and the way back."""
+"""Failures of the other side: what is tried again and how often, what dies at once, how long a host
+is left alone, and the way back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Fetch, extract and sink as separate processes over one state directory: the same rows as one process would write, whoever is killed."""
+"""Fetch, extract and sink as separate processes over one state directory: the same rows as one
+process would write, whoever is killed.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def handed(project: Project, count: int) -> list[dict[str, Any]]:
 
 
 def hand_over(project: Project, *urls: str) -> dict[str, int]:
-    """Fetched and handed over, and the fetching process is gone. The size of the message on `pages`, by URL."""
+    """Fetched and handed over, and the fetching process is gone. The size of the message on
+    `pages`, by URL.
+    """
     project.push(*urls)
     fetch = project.start("run", "shop.py", "--role", "fetch")
     messages = wait_for(
@@ -155,7 +159,9 @@ def test_a_page_travels_as_a_reference_unless_told_otherwise(project: Project, s
 def test_small_pages_travel_in_the_message_and_need_no_page_store(
     project: Project, site: Site, server: Server, layout: str
 ) -> None:
-    """The large one is a reference all the same: it waits for the store, and nothing is fetched twice."""
+    """The large one is a reference all the same: it waits for the store, and nothing is fetched
+    twice.
+    """
     lay_out(project, layout, server)
     project.set(pages_inline_max="8KiB", retry_base="3s")
     small = [site.serve(f"/p/{n}", product(n)) for n in range(5)]

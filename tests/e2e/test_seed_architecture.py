@@ -1,4 +1,6 @@
-"""The seeds' architecture, whole: a row in PostgreSQL → Debezium → Kafka → Penstock → Kafka → JDBC sink → a row in another table, while its parts die."""
+"""The seeds' architecture, whole: a row in PostgreSQL → Debezium → Kafka → Penstock → Kafka → JDBC
+sink → a row in another table, while its parts die.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Seed lists and Redis lists under SIGKILL: a process that only reads sources dies again and again, and every line is one event."""
+"""Seed lists and Redis lists under SIGKILL: a process that only reads sources dies again and again,
+and every line is one event.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def accepted(project: Project) -> int:
 
 
 def read_and_kill(project: Project, rng: random.Random) -> int:
-    """Readers that die while they start or after a part of the work, and one that may finish. Returns how many died in the middle of the list."""
+    """Readers that die while they start or after a part of the work, and one that may finish.
+    Returns how many died in the middle of the list.
+    """
     middle = 0
     for round_ in range(1, KILLS + 1):
         before = accepted(project)

@@ -1,4 +1,6 @@
-"""SIGTERM finishes what is in flight and exits 0; a second signal leaves at once. Either way nothing is lost."""
+"""SIGTERM finishes what is in flight and exits 0; a second signal leaves at once. Either way
+nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_sigterm_drains_and_exits_0_and_no_event_is_ever_started_twice(
 def test_a_signal_to_the_whole_group_is_one_signal_and_drains(
     project: Project, target: Callable[..., Target], workers: str, number: int
 ) -> None:
-    """A terminal (Ctrl-C) and a service manager signal every process; the supervisor must not make a second signal of it."""
+    """A terminal (Ctrl-C) and a service manager signal every process; the supervisor must not make
+    a second signal of it.
+    """
     web = target(pages=400, delay=0.5)
     project.push(*web.urls)
     running = project.start("run", "shop.py", "--workers", workers)

@@ -1,4 +1,6 @@
-"""A source that two machines could read, whose books lie in one PostgreSQL: one reads it, another takes over, and people stop and move it from anywhere."""
+"""A source that two machines could read, whose books lie in one PostgreSQL: one reads it, another
+takes over, and people stop and move it from anywhere.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def test_one_of_two_machines_reads_and_when_it_is_killed_the_other_reads_on(
             0.2,
         )  # type: ignore[misc]
         assert not any(r.ended for r in running), [r.said for r in running]
-        # Looked at once: who stood still for longer than its lease is not the reader any more at the next look.
+        # Looked at once: who stood still for longer than its lease is not the reader any more at
+        # the next look.
         reader = wait_for(lambda: reading(first, running), "one of them reads", every=0.2) - 1
         running[reader].kill()
         running[reader] = machines[reader].start("run", "shop.py", "--role", "source")

@@ -1,4 +1,6 @@
-"""A row, a webhook and a feed entry that name one product in the same second: three events, one fetch, one row."""
+"""A row, a webhook and a feed entry that name one product in the same second: three events, one
+fetch, one row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""I14: whatever a URL, a name, a redirect or a proxy says, no packet leaves for an address that is not public. Whole runs in a network of their own."""
+"""I14: whatever a URL, a name, a redirect or a proxy says, no packet leaves for an address that is
+not public. Whole runs in a network of their own.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from tests.e2e.wall import (
     sent,
 )
 
-# In every spelling that some parser takes for one of them. Each names a canary, or a place where none can listen.
+# In every spelling that some parser takes for one of them. Each names a canary, or a place where
+# none can listen.
 LOOPBACK = (
     "127.0.0.1", "127.1", "127.0.1", "2130706433", "0x7f000001", "0x7f.1", "017700000001", "0177.0.0.1", "127.0.0.1.", "127.255.255.254", "0", "0.0.0.0",
     "[::1]", "[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]", "[::]", "１２７.０.０.１", "①②⑦.⓪.⓪.①", "127。0。0。1",
@@ -48,7 +51,8 @@ PRIVATE = (
 OWN = (HOME4, f"[{HOME6}]")  # public, but this machine
 PLACES = [*LOOPBACK, *METADATA, *PRIVATE, *OWN]
 
-# Here a URL says one thing to a person and another to a parser, or leads to a place that is none of the web's.
+# Here a URL says one thing to a person and another to a parser, or leads to a place that is none of
+# the web's.
 AUTHORITIES = (
     "good.test@127.0.0.1", "good.test:80@127.0.0.1:80", "127.0.0.1:80@good.test", "user:secret@good.test", "good.test:secret@[::1]", "good.test%00.127.0.0.1",
     "good.test%23@127.0.0.1", "127.0.0.1%0d%0aHost:%20good.test", "good.test:22", "good.test:25", f"{GOOD4}:6379", f"[{GOOD6}]:11211", "127.0.0.1:8080",
@@ -421,7 +425,9 @@ def test_no_proxy_is_dialled_inward_and_none_is_asked_for_inward_targets(walled:
 
 @pytest.mark.slow
 def test_the_demo_talks_to_nobody_but_its_own_shop(walled: Walled) -> None:
-    """Shop, triggers, live display, hooks and sinks: all of the product that there is, and every packet of it."""
+    """Shop, triggers, live display, hooks and sinks: all of the product that there is, and every
+    packet of it.
+    """
     done = walled.penstock("demo", "--seconds", "8")
     assert done.code == 0, done.said
     notes = walled.wall.noted()

@@ -1,4 +1,6 @@
-"""The demo's shop changes while feed, sitemap and API are read by a real `penstock run` that is killed again and again: every change is one event of each."""
+"""The demo's shop changes while feed, sitemap and API are read by a real `penstock run` that is
+killed again and again: every change is one event of each.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ shop.sink("sqlite:products.db?table=products")
 
 
 class Moving:
-    """The shop in the test's own hands: a price moves when the test says so, and the log of it is the shop's own."""
+    """The shop in the test's own hands: a price moves when the test says so, and the log of it is
+    the shop's own.
+    """
 
     def __init__(self) -> None:
         self.now, self._lock = 1_700_000_000.0, threading.Lock()
@@ -67,7 +71,9 @@ class Moving:
             self.shop.advance()
 
     def runs(self) -> Iterator[list[Change]]:
-        """The changes in stretches that touch no product twice: what a sitemap shows of two changes between two looks is one."""
+        """The changes in stretches that touch no product twice: what a sitemap shows of two changes
+        between two looks is one.
+        """
         stretch: list[Change] = []
         for change in self.plan:
             if any(change.product.slug == c.product.slug for c in stretch):

@@ -1,4 +1,6 @@
-"""Webhooks against real processes: what a 202 promises, what a full queue or a dead process costs, and that no bytes harm the server."""
+"""Webhooks against real processes: what a 202 promises, what a full queue or a dead process costs,
+and that no bytes harm the server.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def server(project: Project) -> Iterator[Server]:
     assert made.running.wait() == 0, made.running.said
 
 
-# -- what a 202 promises ---------------------------------------------------------------------------------------------------
+# -- what a 202 promises ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -177,7 +179,7 @@ def _taken(server: Server, n: int) -> Answer | None:
     return answer if answer.status == 202 else None
 
 
-# -- who listens -----------------------------------------------------------------------------------------------------------
+# -- who listens -----------------------------------------------------------------------------------
 
 
 def test_of_two_processes_with_one_port_the_second_takes_over_when_the_first_is_killed(
@@ -251,7 +253,7 @@ def test_where_it_cannot_or_must_not_listen_is_said_before_it_does(
     assert SECRET not in done.err
 
 
-# -- bad requests ------------------------------------------------------------------------------------------------------------
+# -- bad requests ----------------------------------------------------------------------------------
 
 
 def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(

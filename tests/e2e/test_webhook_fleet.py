@@ -1,4 +1,6 @@
-"""Webhooks on two machines whose books lie in one PostgreSQL: an id is known on both, and a server that dies costs no promise."""
+"""Webhooks on two machines whose books lie in one PostgreSQL: an id is known on both, and a server
+that dies costs no promise.
+"""
 
 from __future__ import annotations
 

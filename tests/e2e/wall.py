@@ -1,12 +1,16 @@
-"""Two network namespaces for tests: `home`, where the product runs, and `world`, where every address there is answers. No test lives here.
+"""Two network namespaces for tests: `home`, where the product runs, and `world`, where every
+address there is answers. No test lives here.
 
-    home ── veth ── world      198.41.0.4 and a few more are honest sites; everything else is a canary
+    home ── veth ── world      198.41.0.4 and a few more are honest sites; everything else is a
+    canary
      └ lo: canaries too
 
-Nothing of it is visible outside, and it is gone with the process that holds it (this file, run as a script). What happens is noted in
-`notes.jsonl`: each connection accepted, each name asked for, each thing a proxy was asked for, and each first packet that left home, loopback
-included. The packets are the proof: they show what was dialled by whom ever, libraries included, whether or not somebody listened.
-strace would not do: getaddrinfo connects UDP sockets to the addresses it sorts, and nothing is sent.
+Nothing of it is visible outside, and it is gone with the process that holds it (this file, run as a
+script). What happens is noted in `notes.jsonl`: each connection accepted, each name asked for, each
+thing a proxy was asked for, and each first packet that left home, loopback included. The packets
+are the proof: they show what was dialled by whom ever, libraries included, whether or not somebody
+listened. strace would not do: getaddrinfo connects UDP sockets to the addresses it sorts, and
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ class Unavailable(Exception):
 
 
 class Wall:
-    """Both namespaces, for as long as it is open. `zone` (what the name server says) and `redirects` (where /to/<n> leads) may change on the way."""
+    """Both namespaces, for as long as it is open. `zone` (what the name server says) and
+    `redirects` (where /to/<n> leads) may change on the way.
+    """
 
     def __init__(self, directory: Path) -> None:
         install()
@@ -135,7 +141,7 @@ def _replace(path: Path, value: Any) -> None:
     path.with_suffix(".new").replace(path)
 
 
-# -- inside ----------------------------------------------------------------------------------------------------------------
+# -- inside ----------------------------------------------------------------------------------------
 
 
 def _sh(line: str) -> None:
@@ -195,7 +201,8 @@ def _world(directory: Path) -> None:
     sys.stdin.readline()
     for line in (
         "link set lo up", f"addr add {DNS}/24 dev in", f"addr add {GATEWAY6}/64 dev in nodad", "link set in up",
-        "route add local default dev lo table main", "-6 route add local default dev lo table main",  # every address is ours
+        # every address is ours
+        "route add local default dev lo table main", "-6 route add local default dev lo table main",
     ):  # fmt: skip
         _sh(f"ip {line}")
     notes = _Notes(directory)

@@ -1,4 +1,6 @@
-"""A pipeline's webhooks served by a real process, and a sender that talks to it, over HTTP or in raw bytes."""
+"""A pipeline's webhooks served by a real process, and a sender that talks to it, over HTTP or in
+raw bytes.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class Server:
                 used.close()
 
     def raw(self, sent: bytes, *, end: bool = False) -> bytes:
-        """Everything that comes back until the other side closes. `end`: it is told that nothing more will come."""
+        """Everything that comes back until the other side closes. `end`: it is told that nothing
+        more will come.
+        """
         with socket.create_connection(("127.0.0.1", self.port), 60) as s:
             got = b""
             with contextlib.suppress(ConnectionError):  # answered and closed before all was sent

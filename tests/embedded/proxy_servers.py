@@ -1,4 +1,6 @@
-"""Real proxies for tests: HTTP (CONNECT and forward) and SOCKS5 on asyncio, with a password, an account of what they saw, and failures on command."""
+"""Real proxies for tests: HTTP (CONNECT and forward) and SOCKS5 on asyncio, with a password, an
+account of what they saw, and failures on command.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ USER, PASSWORD = "customer-77", "hunter2-PLANTED"
 
 
 class Proxy:
-    """Listens on a free port of 127.0.0.1. `mood`: "" works, "refuse" reaches no target, "mute" closes without a word."""
+    """Listens on a free port of 127.0.0.1. `mood`: "" works, "refuse" reaches no target, "mute"
+    closes without a word.
+    """
 
     def __init__(
         self,

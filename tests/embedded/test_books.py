@@ -1,4 +1,6 @@
-"""The books: what becomes true together, in what order, and that it adds up after every single step."""
+"""The books: what becomes true together, in what order, and that it adds up after every single
+step.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ UNLIMITED = pace.Limits(rate=None)
 
 
 class Ground:
-    """What a rig stands on: the embedded store. Another store's tests put a ground of their own under the same sentences."""
+    """What a rig stands on: the embedded store. Another store's tests put a ground of their own
+    under the same sentences.
+    """
 
     def store(self) -> Any:
         return Database(":memory:")
@@ -84,7 +88,9 @@ class Ground:
 
 
 class Rig:
-    """Everything that is open on one store, and a worker's moves by hand. `other` is a second worker on the same store."""
+    """Everything that is open on one store, and a worker's moves by hand. `other` is a second
+    worker on the same store.
+    """
 
     ground: ClassVar[Ground] = Ground()
 
@@ -274,7 +280,9 @@ def record(key: str = "a", price: int = 1, index: int = 0) -> Record:
 
 
 def assert_books_balance(r: Rig) -> None:
-    """I10 and what it rests on: every counter is the number of rows it stands for, and no open event is without a message that will bring it back."""
+    """I10 and what it rests on: every counter is the number of rows it stands for, and no open
+    event is without a message that will bring it back.
+    """
     counters = {
         (t, s): n for t, s, n in r.sql("SELECT topic, name, n FROM counter") if s in STATES and n
     }
@@ -303,11 +311,13 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
 
 
-# -- intake ----------------------------------------------------------------------------------------------------------------------
+# -- intake ----------------------------------------------------------------------------------------
 
 
 async def test_an_end_whose_start_was_forgotten_gives_its_message_back(rig: Rig) -> None:
-    """A database server that dies may forget a commit that was not synced, while the worker lives on with what it began."""
+    """A database server that dies may forget a commit that was not synced, while the worker lives
+    on with what it began.
+    """
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     rig.db.write_now(
@@ -435,7 +445,7 @@ async def test_an_unreadable_envelope_is_a_dead_letter_never_acked_away_and_neve
     assert await rig.books.drop([letter]) == 1
 
 
-# -- the usual way -----------------------------------------------------------------------------------------------------------------
+# -- the usual way ---------------------------------------------------------------------------------
 
 
 async def test_the_usual_way_of_an_event_is_told_row_by_row(rig: Rig) -> None:
@@ -565,7 +575,7 @@ async def test_a_hand_over_to_a_full_topic_is_an_outage_and_not_a_loss(rig: Rig)
     assert rig.status(second[1].id) == "in_flight"
 
 
-# -- fencing and crashes -------------------------------------------------------------------------------------------------------------
+# -- fencing and crashes ---------------------------------------------------------------------------
 
 
 async def test_a_dead_workers_work_comes_back_at_once_and_counts_as_a_start(
@@ -732,7 +742,7 @@ def _everything(rig: Rig) -> dict[str, list[Any]]:
     }
 
 
-# -- duplicates and freshness ------------------------------------------------------------------------------------------------------------
+# -- duplicates and freshness ----------------------------------------------------------------------
 
 
 async def test_two_events_for_one_url_at_the_same_instant_are_one_fetch_and_a_duplicate_that_names_it(
@@ -890,7 +900,7 @@ async def test_the_baseline_is_the_last_success_even_when_an_owner_died_in_betwe
     )
 
 
-# -- links that are followed ---------------------------------------------------------------------------------------------------------
+# -- links that are followed -----------------------------------------------------------------------
 
 
 async def test_children_are_accepted_with_their_parents_success_and_not_before(rig: Rig) -> None:
@@ -980,7 +990,7 @@ async def test_other_domains_are_followed_when_that_is_set(tmp_path: Path) -> No
     assert rig.count("followed") == 1
 
 
-# -- records and changes -----------------------------------------------------------------------------------------------------------------
+# -- records and changes ---------------------------------------------------------------------------
 
 
 async def _scrape(rig: Rig, event_id: str, *records: Record, url: str = URL, **more: Any) -> None:
@@ -1141,7 +1151,7 @@ async def test_a_failing_sink_in_the_transaction_leaves_no_trace_of_the_end(tmp_
     assert await rig.pages.get(page_id(b"p")) == b"p"
 
 
-# -- dead letters and the breaker -----------------------------------------------------------------------------------------------------
+# -- dead letters and the breaker ------------------------------------------------------------------
 
 
 async def test_a_dead_letter_can_be_redriven_with_a_new_budget_and_the_old_history(
@@ -1238,7 +1248,7 @@ async def test_the_breaker_forgets_after_its_window(tmp_path: Path) -> None:
     assert rig.db.read_now(rig.broker.paused_in) == {}
 
 
-# -- slots -------------------------------------------------------------------------------------------------------------------------------
+# -- slots -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gap", [1.0, 8.0, 12.0, 60.0, 600.0])
@@ -1246,7 +1256,9 @@ async def test_the_breaker_forgets_after_its_window(tmp_path: Path) -> None:
 async def test_a_slow_host_is_asked_at_its_own_rate_and_never_forgotten(
     tmp_path: Path, gap: float, batch: int
 ) -> None:
-    """Ten events of a host, one request per `gap`: all are asked, no two closer than that, in little more than the time that takes."""
+    """Ten events of a host, one request per `gap`: all are asked, no two closer than that, in
+    little more than the time that takes.
+    """
     rig = Rig(tmp_path, limits=pace.Limits(rate=1 / gap, jitter=0.1))
     for i in range(10):
         await rig.accept(f"e{i}", url=URL + str(i))
@@ -1277,7 +1289,7 @@ async def test_a_host_that_must_wait_does_not_hold_up_another(tmp_path: Path) ->
     assert {e.id for _, e, _ in await rig.admit()} >= {"f1"}
 
 
-# -- retention -----------------------------------------------------------------------------------------------------------------------------
+# -- retention -------------------------------------------------------------------------------------
 
 
 async def test_history_is_pruned_behind_what_must_stay_and_counters_keep_counting(rig: Rig) -> None:
@@ -1330,11 +1342,13 @@ async def test_pages_that_cannot_be_written_are_an_outage_and_the_end_can_be_tol
     assert await rig.pages.get(page_id(b"page")) == b"page"
 
 
-# -- anything, in any order ------------------------------------------------------------------------------------------------------------------
+# -- anything, in any order ------------------------------------------------------------------------
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Three workers, a few URLs, and every move there is; the books balance after each, and once faults stop everything ends."""
+    """Three workers, a few URLs, and every move there is; the books balance after each, and once
+    faults stop everything ends.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -1529,7 +1543,9 @@ TestAnyOrder.settings = settings(
 
 @pytest.mark.parametrize("seed", range(16))
 def test_a_long_walk_at_random_keeps_the_books(seed: int) -> None:
-    """The same moves, many in a row: hypothesis prefers short stories, and some of these need a long one."""
+    """The same moves, many in a row: hypothesis prefers short stories, and some of these need a
+    long one.
+    """
     dice = random.Random(seed)
     walk = AnyOrder()
     told: list[str] = []

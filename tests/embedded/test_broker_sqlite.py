@@ -1,4 +1,6 @@
-"""The embedded broker: the suite every broker passes, in a file and in memory, and what only SQLite promises."""
+"""The embedded broker: the suite every broker passes, in a file and in memory, and what only SQLite
+promises.
+"""
 
 # ruff: noqa: ASYNC220 (processes are started and waited for beside the loop, on purpose)
 
@@ -67,7 +69,7 @@ class TestInAFile(_Rig):
         return SqliteBroker(self.db, self.clock)
 
 
-# -- what only SQLite promises -----------------------------------------------------------------------------------------------
+# -- what only SQLite promises ---------------------------------------------------------------------
 
 
 def _broker(path: str = ":memory:") -> tuple[Database, SqliteBroker, ManualClock]:
@@ -279,7 +281,8 @@ async def test_several_processes_share_a_file_and_a_kill_loses_nothing_and_doubl
                 worker.kill()
             worker.wait()
     done = [line for log in logs for line in log.read_text().splitlines() if line]
-    # The victim may have died between its commit and its note, for what was in that one settle and no more.
+    # The victim may have died between its commit and its note, for what was in that one settle and
+    # no more.
     assert len(done) == len(set(done)), "no message was acked twice"
     assert total - 5 <= len(done) <= total
     s = await broker.stats("t", "main")

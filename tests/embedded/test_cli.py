@@ -1,4 +1,6 @@
-"""The command line as a user has it: a process, a directory, an exit code, what is on stdout and stderr."""
+"""The command line as a user has it: a process, a directory, an exit code, what is on stdout and
+stderr.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ shop.sink("jsonl:products.jsonl")
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 
 
-# A process that has imported everything and forks one child for each command: what a command is to its user, without half a second
-# of imports each time.
+# A process that has imported everything and forks one child for each command: what a command is to
+# its user, without half a second of imports each time.
 SERVER = """
 import json, os, pkgutil, sys
 import penstock.cli, penstock.supervisor, penstock.stages.sandbox
@@ -212,7 +214,9 @@ def web() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def ran(web: int, tmp_path_factory: pytest.TempPathFactory) -> Shop:
-    """A directory in which /p/0 … /p/20 were scraped. To be read only: `ran.copy(tmp_path)` for the rest."""
+    """A directory in which /p/0 … /p/20 were scraped. To be read only: `ran.copy(tmp_path)` for the
+    rest.
+    """
     shop = Shop(tmp_path_factory.mktemp("shop"), web)
     (shop.directory / "shop.py").write_text(PIPELINE)
     pushed = shop("push", "-", stdin="\n".join(shop.url(n) for n in [*range(21), 3]))
@@ -222,7 +226,7 @@ def ran(web: int, tmp_path_factory: pytest.TempPathFactory) -> Shop:
     return shop
 
 
-# -- usage, configuration, errors --------------------------------------------------------------------------------------
+# -- usage, configuration, errors ------------------------------------------------------------------
 
 
 def test_help_lists_every_command_and_imports_no_parser(empty: Shop) -> None:
@@ -464,7 +468,7 @@ def test_a_file_that_is_no_store_exits_4_and_is_left_alone(empty: Shop) -> None:
     assert (state / "penstock.db").read_bytes() == before
 
 
-# -- push --------------------------------------------------------------------------------------------------------------
+# -- push ------------------------------------------------------------------------------------------
 
 
 def test_push_accepts_the_good_and_tells_the_line_of_the_bad(empty: Shop) -> None:
@@ -508,7 +512,7 @@ def test_push_reads_stdin_and_puts_hints_on_the_event(empty: Shop) -> None:
     assert empty("push", "-f", "-", stdin="# nothing\n\n").code == 2
 
 
-# -- status, trace, events ---------------------------------------------------------------------------------------------
+# -- status, trace, events -------------------------------------------------------------------------
 
 
 def test_status_adds_up_per_topic_and_in_total(ran: Shop) -> None:
@@ -623,7 +627,7 @@ def test_events_are_listed_newest_first_and_filtered(ran: Shop) -> None:
     assert len(ran("events", "ls", "--url", ran.url(3), "--json").json["events"]) == 2
 
 
-# -- dead letters ------------------------------------------------------------------------------------------------------
+# -- dead letters ----------------------------------------------------------------------------------
 
 
 def test_dead_letters_are_grouped_by_cause_and_shown_in_full(ran: Shop) -> None:
@@ -709,7 +713,7 @@ def test_letters_are_dropped_only_when_meant_and_exported_whole(ran: Shop, tmp_p
     assert shop("doctor").code == 0
 
 
-# -- pages, topics -----------------------------------------------------------------------------------------------------
+# -- pages, topics ---------------------------------------------------------------------------------
 
 
 def test_a_stored_page_comes_back_unchanged_by_url_event_or_id(ran: Shop) -> None:
@@ -803,7 +807,7 @@ def test_a_group_can_see_again_what_was_published(empty: Shop) -> None:
     assert "is no time" in wrong.err
 
 
-# -- doctor ------------------------------------------------------------------------------------------------------------
+# -- doctor ----------------------------------------------------------------------------------------
 
 
 def test_doctor_is_content_with_a_finished_run(ran: Shop) -> None:
@@ -869,7 +873,7 @@ def test_doctor_finds_a_pipeline_that_does_not_load(ran: Shop, tmp_path: Path) -
     assert [c["check"] for c in done.json["checks"] if c["result"] == "fail"] == ["pipeline"]
 
 
-# -- init, version, completion -----------------------------------------------------------------------------------------
+# -- init, version, completion ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [[], ["--toml"]], ids=["python", "toml"])
@@ -927,7 +931,7 @@ def test_version_and_completion(empty: Shop) -> None:
     assert empty("completion", "show", SHELL="/bin/tcsh").code == 2
 
 
-# -- pipes -------------------------------------------------------------------------------------------------------------
+# -- pipes -----------------------------------------------------------------------------------------
 
 
 def test_a_reader_that_goes_away_is_no_error(ran: Shop) -> None:

@@ -1,4 +1,6 @@
-"""`penstock fetch`: one URL along the whole way against the pretend web: what it tells, what it spends, and how it ends."""
+"""`penstock fetch`: one URL along the whole way against the pretend web: what it tells, what it
+spends, and how it ends.
+"""
 
 from __future__ import annotations
 

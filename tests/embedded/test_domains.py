@@ -1,4 +1,6 @@
-"""Rules for single hosts: limits, pauses and robots exceptions, given by a command and kept by running workers; and the limit to requests in flight."""
+"""Rules for single hosts: limits, pauses and robots exceptions, given by a command and kept by
+running workers; and the limit to requests in flight.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ shop.sink("jsonl:out.jsonl")
 
 
 class Project:
-    """A directory with a pipeline; workers run in this process and commands on a thread, over one state."""
+    """A directory with a pipeline; workers run in this process and commands on a thread, over one
+    state.
+    """
 
     def __init__(
         self,
@@ -119,7 +123,9 @@ async def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 async def noticed(seconds: float = 1.5) -> None:
-    """Time for what takes a tenth of a second on a machine of one's own; in many steps, as one long sleep may be spent by a machine that stood still."""
+    """Time for what takes a tenth of a second on a machine of one's own; in many steps, as one long
+    sleep may be spent by a machine that stood still.
+    """
     for _ in range(round(seconds / 0.1)):
         await asyncio.sleep(0.1)
 
@@ -134,7 +140,9 @@ async def at_rest(web: Web) -> None:
 
 @contextlib.asynccontextmanager
 async def lateness() -> AsyncIterator[list[float]]:
-    """By how much the loop was late at worst: what was sent on time may have arrived so much later, and sooner before the next."""
+    """By how much the loop was late at worst: what was sent on time may have arrived so much later,
+    and sooner before the next.
+    """
     worst = [0.0]
 
     async def watch() -> None:
@@ -150,7 +158,7 @@ async def lateness() -> AsyncIterator[list[float]]:
         task.cancel()
 
 
-# -- orders ------------------------------------------------------------------------------------------------------------
+# -- orders ----------------------------------------------------------------------------------------
 
 
 async def test_a_paused_host_gets_nothing_from_a_running_worker_and_resuming_sets_free_what_waited(
@@ -364,11 +372,13 @@ async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resu
             assert "Error:" in await domains.text(*bad, code=2)
 
 
-# -- requests in flight --------------------------------------------------------------------------------------------------
+# -- requests in flight ----------------------------------------------------------------------------
 
 
 def gauge(limit: int) -> tuple[Callable[[Request], Awaitable[Reply]], list[int]]:
-    """A page that takes until as many as may are asked for at once, and a while longer; and how many were."""
+    """A page that takes until as many as may are asked for at once, and a while longer; and how
+    many were.
+    """
     now, seen, full = 0, [0], asyncio.Event()
 
     async def slow(request: Request) -> Reply:
@@ -425,7 +435,9 @@ async def test_a_host_that_hangs_does_not_fill_the_window_of_the_others(project:
 
 
 async def test_what_missed_its_slot_behind_a_host_that_hung_takes_a_new_one(project: Any) -> None:
-    """The limit to requests in flight holds many back; when it lets them go they must not all go at once."""
+    """The limit to requests in flight holds many back; when it lets them go they must not all go at
+    once.
+    """
     async with Web() as web:
         hung = asyncio.Event()
 

@@ -1,4 +1,6 @@
-"""The fetch stage over the real client and the pretend web: robots, conditions, redirects, pace, verdicts."""
+"""The fetch stage over the real client and the pretend web: robots, conditions, redirects, pace,
+verdicts.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +174,7 @@ def to(location: str, status: int = 302) -> Reply:
 PAGE = "<html><body>a page of some length, so that nobody takes it for a challenge</body></html>"
 
 
-# -- robots ----------------------------------------------------------------------------------------------------------------
+# -- robots ----------------------------------------------------------------------------------------
 
 
 async def test_robots_is_asked_once_and_obeyed() -> None:
@@ -413,7 +415,7 @@ async def test_whoever_waits_for_a_slot_on_the_way_does_it_as_the_caller_wishes(
         assert r.time.slept == []
 
 
-# -- conditions ------------------------------------------------------------------------------------------------------------
+# -- conditions ------------------------------------------------------------------------------------
 
 
 async def test_a_baseline_makes_the_request_conditional_unless_forced() -> None:
@@ -441,7 +443,7 @@ async def test_a_304_nobody_asked_for_is_a_failure() -> None:
         assert (await r.fails("/a")).kind is ErrorClass.TRANSIENT
 
 
-# -- redirects -------------------------------------------------------------------------------------------------------------
+# -- redirects -------------------------------------------------------------------------------------
 
 
 async def test_redirects_are_walked_and_told() -> None:
@@ -693,7 +695,7 @@ async def test_https_is_not_left_for_http_unless_allowed(tmp_path: Path) -> None
                 assert r.web.counts["/plain"] == 0
 
 
-# -- pace and verdicts -----------------------------------------------------------------------------------------------------
+# -- pace and verdicts -----------------------------------------------------------------------------
 
 
 async def test_a_429_blocks_the_host_and_the_next_request_is_not_sent() -> None:
@@ -730,12 +732,14 @@ async def test_every_answer_has_its_verdict(answer: Reply, kind: ErrorClass) -> 
         assert (await r.fails("/a")).kind is kind
 
 
-# -- without a task ----------------------------------------------------------------------------------------------------------
+# -- without a task --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def _checked_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checked origin serves requests without a task for a second, and this machine may stop for longer."""
+    """A checked origin serves requests without a task for a second, and this machine may stop for
+    longer.
+    """
     monkeypatch.setattr("penstock.net.http._FRESH", 3600.0)
 
 

@@ -1,5 +1,6 @@
-"""Answers made to hurt: each is a classified failure that costs at most 64 MiB and never holds the loop for 100 ms. Server and client have a process each,
-so that what is measured is the client's."""
+"""Answers made to hurt: each is a classified failure that costs at most 64 MiB and never holds the
+loop for 100 ms. Server and client have a process each, so that what is measured is the client's.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ ZEROS, USUAL = zlib.compress(bytes(MIB)), 0.003
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n"
 
 
-# -- the server's process ----------------------------------------------------------------------------------------------------
+# -- the server's process --------------------------------------------------------------------------
 
 
 def _deflated(times: int = 1024) -> bytes:
@@ -93,12 +94,14 @@ ANSWERS: dict[str, tuple[Callable[[], bytes | AsyncIterator[bytes]], ErrorClass 
     "br": (lambda: _encoded("br", _br_bomb()), ErrorClass.PERMANENT, "decoded body is larger"),
     "br-window": (lambda: _encoded("br", _br_bomb(24)), ErrorClass.PERMANENT, "decoded body is larger"),
     "zstd": (lambda: _encoded("zstd", _zstd_bomb()), ErrorClass.PERMANENT, "decoded body is larger"),
-    "zstd-window": (lambda: _encoded("zstd", _zstd_bomb(27)), None, ""),  # 128 MiB of history would have to be kept
+    # 128 MiB of history would have to be kept
+    "zstd-window": (lambda: _encoded("zstd", _zstd_bomb(27)), None, ""),
     "nested-gzip": (lambda: _encoded("gzip, gzip", gzip.compress(_gzip_bomb())), ErrorClass.PERMANENT, "decoded body is larger"),
     "nested-br": (lambda: _encoded("gzip, br", bytes(brotli.compress(_gzip_bomb(), quality=5))), ErrorClass.PERMANENT, "decoded body is larger"),
     "nested-zstd": (lambda: _encoded("br, zstd", zstandard.compress(_br_bomb())), ErrorClass.PERMANENT, "decoded body is larger"),
     "codings": (lambda: _encoded(", ".join(["gzip"] * 200), b"x"), ErrorClass.PERMANENT, ""),
-    "members": (lambda: _encoded("gzip", gzip.compress(b"") * 400_000), None, ""),  # 8 MB that decode to nothing, with a checksum for each
+    # 8 MB that decode to nothing, with a checksum for each
+    "members": (lambda: _encoded("gzip", gzip.compress(b"") * 400_000), None, ""),
     "frames": (lambda: _encoded("zstd", zstandard.compress(b"") * 800_000), None, ""),
     "skipped-frames": (lambda: _encoded("zstd", b"\x50\x2a\x4d\x18\0\0\0\0" * 1_000_000 + zstandard.compress(b"x")), None, ""),
     "drip": (lambda: _endless(OK + b"Content-Length: 1000\r\n\r\n", b"x", 1.0), ErrorClass.TRANSIENT, "minimum rate"),
@@ -112,7 +115,8 @@ ANSWERS: dict[str, tuple[Callable[[], bytes | AsyncIterator[bytes]], ErrorClass 
     "endless-extension": (lambda: _endless(CHUNKED + b"1;", b"x" * 65536), None, ""),
     "endless-trailers": (lambda: _endless(CHUNKED + b"1\r\nx\r\n0\r\n", b"X: " + b"y" * 80 + b"\r\n"), None, ""),
     "crumbs": (lambda: _endless(CHUNKED, b"2\r\nxy\r\n" * 8192), ErrorClass.PERMANENT, "large"),
-    "crumbs-gzip": (lambda: _endless(CHUNKED_GZIP, b"7\r\n\0\2\0\xfd\xffxy\r\n" * 8192), ErrorClass.PERMANENT, "large"),  # a block of its own for each
+    # a block of its own for each
+    "crumbs-gzip": (lambda: _endless(CHUNKED_GZIP, b"7\r\n\0\2\0\xfd\xffxy\r\n" * 8192), ErrorClass.PERMANENT, "large"),
     "location": (lambda: _once(b"HTTP/1.1 302 Found\r\nLocation: /" + b"a" * 200_000 + b"\r\nContent-Length: 0\r\n\r\n"), ErrorClass.PERMANENT, "headers"),
     "chunk-size": (lambda: _once(CHUNKED + b"ffffffffffffffffffffff\r\nx"), ErrorClass.TRANSIENT, ""),
     "chunk-negative": (lambda: _once(CHUNKED + b"-5\r\nhello\r\n"), ErrorClass.TRANSIENT, ""),
@@ -160,7 +164,7 @@ async def _server() -> None:
     await asyncio.to_thread(sys.stdin.read)
 
 
-# -- the client's process ----------------------------------------------------------------------------------------------------
+# -- the client's process --------------------------------------------------------------------------
 
 
 def _peak() -> int:
@@ -179,9 +183,12 @@ def _slowness() -> float:
 
 
 async def _client(port: int, names: list[str], together: bool) -> None:
-    """Fetches them and prints what came of each: class, reason, worst stall of the loop at the usual speed, memory beyond what there was."""
+    """Fetches them and prints what came of each: class, reason, worst stall of the loop at the
+    usual speed, memory beyond what there was.
+    """
     guard = Guard(parse_allow(f"127.0.0.1:{port}"))
-    # Those that are slow on purpose end by our clock, the others before it: a server that gets no processor for a while is no answer.
+    # Those that are slow on purpose end by our clock, the others before it: a server that gets no
+    # processor for a while is no answer.
     impatient = HttpOptions(
         first_byte_timeout=20.0, total_timeout=60.0, min_rate=100.0, min_rate_span=1.5
     )
@@ -236,7 +243,7 @@ async def _client(port: int, names: list[str], together: bool) -> None:
     guard.close()
 
 
-# -- the tests ---------------------------------------------------------------------------------------------------------------
+# -- the tests -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

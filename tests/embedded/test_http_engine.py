@@ -1,4 +1,6 @@
-"""The HTTP client against real sockets: honest servers, hostile bytes, proxies, and addresses that must never be dialled."""
+"""The HTTP client against real sockets: honest servers, hostile bytes, proxies, and addresses that
+must never be dialled.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,7 @@ def ok(body: bytes, *headers: bytes) -> bytes:
     )
 
 
-# -- honest servers --------------------------------------------------------------------------------------------------------
+# -- honest servers --------------------------------------------------------------------------------
 
 
 async def test_an_exchange_has_everything_in_it() -> None:
@@ -329,7 +331,7 @@ def test_a_head_means_the_same_alone_and_after_an_interim_one(fields: list[bytes
     assert parse_head(lines) == parse_head(lines) == whole
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------------
 
 
 def _bomb(name: str) -> bytes:
@@ -484,7 +486,9 @@ async def test_each_time_out_has_its_own_reason() -> None:
 def test_the_time_that_we_stood_still_ourselves_is_not_held_against_the_server(
     short: str, loop: str
 ) -> None:
-    """A process that was suspended, or starved of its processor: whatever answered meanwhile is there to be read."""
+    """A process that was suspended, or starved of its processor: whatever answered meanwhile is
+    there to be read.
+    """
     import uvloop
 
     def stand_still() -> None:
@@ -508,7 +512,7 @@ def test_the_time_that_we_stood_still_ourselves_is_not_held_against_the_server(
     (uvloop.run if loop == "uvloop" else asyncio.run)(main())
 
 
-# -- hostile bytes -----------------------------------------------------------------------------------------------------------
+# -- hostile bytes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -578,7 +582,7 @@ async def test_a_connection_the_server_dropped_while_idle_is_not_an_error() -> N
         assert s.connections == 2
 
 
-# -- lifetime ------------------------------------------------------------------------------------------------------------------
+# -- lifetime --------------------------------------------------------------------------------------
 
 
 async def test_cancelling_closes_the_connection_and_frees_the_handle() -> None:
@@ -715,7 +719,7 @@ async def test_hundreds_of_connections_at_once() -> None:
         assert {len(r.body) for r in answers} == {1000}
 
 
-# -- forbidden addresses -------------------------------------------------------------------------------------------------------
+# -- forbidden addresses ---------------------------------------------------------------------------
 
 
 async def test_forbidden_addresses_are_never_dialled() -> None:
@@ -786,7 +790,7 @@ async def test_the_environment_turns_no_request_elsewhere(
         assert b"authorization" not in s.heads[0].lower()
 
 
-# -- TLS -----------------------------------------------------------------------------------------------------------------------
+# -- TLS -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -839,7 +843,7 @@ async def test_https_to_a_server_that_speaks_plain_http_is_permanent() -> None:
     listener.close()
 
 
-# -- proxies -------------------------------------------------------------------------------------------------------------------
+# -- proxies ---------------------------------------------------------------------------------------
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -1048,7 +1052,7 @@ def test_a_bad_proxy_is_named_without_its_secrets(dsn: str) -> None:
     assert "pa$$" not in caught.value.reason
 
 
-# -- loops -----------------------------------------------------------------------------------------------------------------------
+# -- loops -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="uvloop")

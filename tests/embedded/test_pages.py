@@ -1,4 +1,6 @@
-"""The page store: bytes that come back unchanged, stay as long as they should and no longer, and survive full disks, kills and damage."""
+"""The page store: bytes that come back unchanged, stay as long as they should and no longer, and
+survive full disks, kills and damage.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-# -- bytes ---------------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 async def test_bytes_come_back_unchanged(rig: Rig) -> None:
@@ -159,7 +161,7 @@ async def test_a_worker_that_comes_back_under_its_name_overwrites_nothing(rig: R
     again.store.close()
 
 
-# -- failures ------------------------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 async def test_a_full_disk_is_an_outage_and_the_page_is_stored_when_there_is_room(rig: Rig) -> None:
@@ -262,7 +264,7 @@ async def test_a_damaged_segment_does_not_stop_retention_elsewhere(
         await rig.store.get(kept)
 
 
-# -- retention -----------------------------------------------------------------------------------------------------------------
+# -- retention -------------------------------------------------------------------------------------
 
 
 async def test_retention_by_age_goes_by_when_a_page_was_last_seen(rig: Rig) -> None:
@@ -382,7 +384,7 @@ async def test_pages_that_retention_took_elsewhere_are_told_to_whoever_thinks_th
     assert await rig.store.get(id_) == b"x"
 
 
-# -- durability ----------------------------------------------------------------------------------------------------------------
+# -- durability ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("durability", "syncs"), [("full", True), ("process", False)])

@@ -1,4 +1,6 @@
-"""Events through real proxies on loopback: picked by route, rested after failures, sticky for accounts; nothing goes direct, and no password gets out."""
+"""Events through real proxies on loopback: picked by route, rested after failures, sticky for
+accounts; nothing goes direct, and no password gets out.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,7 @@ def pool(*members: Proxy | str, **more: Any) -> ProxyPoolConfig:
     return ProxyPoolConfig(urls=tuple(m if isinstance(m, str) else m.dsn for m in members), **more)
 
 
-# -- the way ---------------------------------------------------------------------------------------------------------------
+# -- the way ---------------------------------------------------------------------------------------
 
 
 # ruff: noqa: SIM117 (a pool needs the ports of proxies that are open already)
@@ -186,7 +188,7 @@ async def test_requests_are_spread_by_weight() -> None:
         assert 50 <= spread["127.0.0.11"] <= 70, "three quarters, give or take"
 
 
-# -- trouble ---------------------------------------------------------------------------------------------------------------
+# -- trouble ---------------------------------------------------------------------------------------
 
 
 async def test_a_dead_proxy_costs_the_event_nothing_and_rests_longer_each_time() -> None:
@@ -339,7 +341,7 @@ async def test_what_one_worker_learns_the_others_know_after_a_look() -> None:
         assert not other.view, "recovered"
 
 
-# -- blocked: the next pool ------------------------------------------------------------------------------------------------
+# -- blocked: the next pool ------------------------------------------------------------------------
 
 
 async def test_a_blocked_event_moves_on_along_its_pools_and_comes_round() -> None:
@@ -354,7 +356,7 @@ async def test_a_blocked_event_moves_on_along_its_pools_and_comes_round() -> Non
         assert t.peers() == ["127.0.0.11", "127.0.0.12", "127.0.0.11"]
 
 
-# -- accounts --------------------------------------------------------------------------------------------------------------
+# -- accounts --------------------------------------------------------------------------------------
 
 
 async def test_an_account_keeps_its_proxy_while_that_is_well_and_its_cookies_to_itself() -> None:
@@ -415,7 +417,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.stages.proxies.LIST_WAIT", 60.0)
 
 
-# -- lists -----------------------------------------------------------------------------------------------------------------
+# -- lists -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_patient")
@@ -485,7 +487,7 @@ async def _until(true: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-# -- the whole pipeline ------------------------------------------------------------------------------------------------------
+# -- the whole pipeline ----------------------------------------------------------------------------
 
 SHOP = """
 from penstock import Page, Pipeline
@@ -498,7 +500,9 @@ shop.sink("jsonl:out.jsonl")
 
 
 class Project:
-    """A directory with a pipeline and a penstock.toml, run in this process; the clock is the real one, so times are short."""
+    """A directory with a pipeline and a penstock.toml, run in this process; the clock is the real
+    one, so times are short.
+    """
 
     def __init__(self, tmp: Path, monkeypatch: pytest.MonkeyPatch, toml: str, *ports: int) -> None:
         self.dir = tmp

@@ -1,4 +1,6 @@
-"""A broker that lies apart from the ledger: what is in the books is told to it, late or twice if need be, and never lost between the two."""
+"""A broker that lies apart from the ledger: what is in the books is told to it, late or twice if
+need be, and never lost between the two.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ TOPICS = ("requests", "pages", "records")
 
 
 class Line:
-    """The line to a real broker, which loses what it is told to lose. Everything else is the broker's own doing."""
+    """The line to a real broker, which loses what it is told to lose. Everything else is the
+    broker's own doing.
+    """
 
     def __init__(self, broker: SqliteBroker) -> None:
         self._broker = broker
@@ -294,7 +298,9 @@ async def test_a_paused_topic_hands_out_nothing_and_loses_nothing(rig: ApartRig)
 async def test_whatever_gets_lost_on_the_line_every_event_ends_once(
     tmp_path: Path, seed: int
 ) -> None:
-    """Answers, settles and whole workers get lost at random; once that stops, everything ends, and the books add up at every step."""
+    """Answers, settles and whole workers get lost at random; once that stops, everything ends, and
+    the books add up at every step.
+    """
     dice = random.Random(seed)
     rig = ApartRig(tmp_path, lease=5.0)
     workers = [rig, rig.other("w2"), rig.other("w3")]

@@ -1,4 +1,6 @@
-"""The sandbox against code that does its worst: the culprit is named, bystanders never pay, nothing is left behind."""
+"""The sandbox against code that does its worst: the culprit is named, bystanders never pay, nothing
+is left behind.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,9 @@ def nothing_stays(tmp_path: Path) -> Iterator[None]:
 
 
 def processes(mark: Path) -> list[int]:
-    """Every process with the pipeline's path on its command line: zygotes, children, and copies they made of themselves."""
+    """Every process with the pipeline's path on its command line: zygotes, children, and copies
+    they made of themselves.
+    """
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -233,7 +237,7 @@ def among_bystanders(shop: Path, what: str, **more: Any) -> Extracted:
     return result
 
 
-# -- ordinary work -------------------------------------------------------------------------------------------------------
+# -- ordinary work ---------------------------------------------------------------------------------
 
 
 def test_it_is_an_extraction_and_so_is_the_one_in_process(shop: Path) -> None:
@@ -319,7 +323,7 @@ def test_a_group_larger_than_the_pipe_goes_through(shop: Path) -> None:
     assert [fields(r)["size"] for r in run(shop, lambda s: s.extract(pages))] == [700_000] * 24
 
 
-# -- deaths --------------------------------------------------------------------------------------------------------------
+# -- deaths ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -549,7 +553,7 @@ def test_a_cancelled_extraction_frees_its_place(shop: Path) -> None:
     run(shop, use, limits=Limits())
 
 
-# -- beginnings and ends -------------------------------------------------------------------------------------------------
+# -- beginnings and ends ---------------------------------------------------------------------------
 
 
 def test_a_kill_from_outside_while_the_file_is_imported_is_not_its_fault(
@@ -656,7 +660,7 @@ def test_what_user_code_prints_goes_to_standard_error(
     assert err.count("x") == 5_000_000
 
 
-# -- hooks ---------------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 def change(key: str, where: Path, field: str = "a") -> bytes:

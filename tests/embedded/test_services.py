@@ -1,4 +1,6 @@
-"""`./dev services` and the servers of tests: the one in the development environment (s3, by moto) stands for all; the adapters' suites run the rest."""
+"""`./dev services` and the servers of tests: the one in the development environment (s3, by moto)
+stands for all; the adapters' suites run the rest.
+"""
 
 from __future__ import annotations
 

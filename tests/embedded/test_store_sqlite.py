@@ -1,5 +1,7 @@
 # ruff: noqa: ASYNC220 (processes are started and waited for beside the loop, on purpose)
-"""The one SQLite file: group commit, outages of the disk, files that are not ours, and what is checked before a file is trusted."""
+"""The one SQLite file: group commit, outages of the disk, files that are not ours, and what is
+checked before a file is trusted.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def opened(path: Path, **more: Any) -> Database:
     return db
 
 
-# -- group commit --------------------------------------------------------------------------------------------------------------
+# -- group commit ----------------------------------------------------------------------------------
 
 
 class Gate(threading.Event):
@@ -275,7 +277,7 @@ async def test_each_tells_which_rows_a_statement_changed_and_changes_each_once(
     db.close_now()
 
 
-# -- durability ------------------------------------------------------------------------------------------------------------------
+# -- durability ------------------------------------------------------------------------------------
 
 
 class Disk:
@@ -444,7 +446,7 @@ async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(
     assert length < 60_000_000 / 3, "of the 60 MB that they wrote"
 
 
-# -- outages -----------------------------------------------------------------------------------------------------------------------
+# -- outages ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inline", [False, True])
@@ -523,7 +525,7 @@ async def test_damage_met_while_writing_is_an_outage_and_nobodys_fault(tmp_path:
     db.close_now()
 
 
-# -- files that are not what they should be ----------------------------------------------------------------------------------------
+# -- files that are not what they should be --------------------------------------------------------
 
 
 def test_a_file_without_permission_is_told_in_a_sentence(
@@ -627,11 +629,13 @@ async def test_many_processes_may_open_a_new_file_at_the_same_moment(tmp_path: P
         c.close()
 
 
-# -- integrity -------------------------------------------------------------------------------------------------------------------------
+# -- integrity -------------------------------------------------------------------------------------
 
 
 def _scribble(path: Path, page: int) -> None:
-    """Damage the head of a page: what a bad sector or a torn write leaves. (A changed letter inside a value is not seen: SQLite has no checksums.)"""
+    """Damage the head of a page: what a bad sector or a torn write leaves. (A changed letter inside
+    a value is not seen: SQLite has no checksums.)
+    """
     with open(path, "r+b") as f:
         f.seek(16)
         size = int.from_bytes(f.read(2), "big")
@@ -657,7 +661,7 @@ async def test_damage_is_found_by_the_check(tmp_path: Path) -> None:
     db.close_now()
 
 
-# -- file systems and versions ---------------------------------------------------------------------------------------------------------
+# -- file systems and versions ---------------------------------------------------------------------
 
 MOUNTS = """22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 40 22 0:35 / /home rw shared:2 - nfs4 server:/home rw,vers=4.2

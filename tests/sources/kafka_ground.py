@@ -1,4 +1,6 @@
-"""What the tests of the Kafka source and sink stand on: topics of their own on a real server, and a producer."""
+"""What the tests of the Kafka source and sink stand on: topics of their own on a real server, and a
+producer.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,9 @@ class Rig:
     async def until(
         self, batches: AsyncGenerator[Batch, None], holds: Callable[[], object]
     ) -> Batch:
-        """Accepts until it holds; the generator is then at a yield whose batch was accepted, and not resumed."""
+        """Accepts until it holds; the generator is then at a yield whose batch was accepted, and
+        not resumed.
+        """
         async for batch in batches:
             self.accept(batch)
             if holds():

@@ -1,4 +1,6 @@
-"""What the tests of seed lists and Redis lists share: a source as a pipeline declares it, read as the reader does. No assertions."""
+"""What the tests of seed lists and Redis lists share: a source as a pipeline declares it, read as
+the reader does. No assertions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""APIs page by page: each new or changed item is told once, whatever way leads to the next page; secrets stay at home; what is no page is said."""
+"""APIs page by page: each new or changed item is told once, whatever way leads to the next page;
+secrets stay at home; what is no page is said.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def shape(**more: Any) -> Shape:
     )
 
 
-# -- a page ------------------------------------------------------------------------------------------------------------------
+# -- a page ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_the_link_header_is_read_as_its_rfc_says(header: str, expected: str | No
     assert next_link({"link": header}) == expected
 
 
-# -- the source --------------------------------------------------------------------------------------------------------------
+# -- the source ------------------------------------------------------------------------------------
 
 
 class Shop:

@@ -1,4 +1,6 @@
-"""Feeds of every kind and every illness: one event for each new or updated entry, a declared error for what is no feed, and nothing that harms the reader."""
+"""Feeds of every kind and every illness: one event for each new or updated entry, a declared error
+for what is no feed, and nothing that harms the reader.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def item(n: int, **more: str) -> str:
     return f"<item>{inner}</item>"
 
 
-# -- parse -----------------------------------------------------------------------------------------------------------------
+# -- parse -----------------------------------------------------------------------------------------
 
 FORMATS = {
     "rss 0.91": '<rss version="0.91"><channel><item><title>T</title><link>http://shop.test/1</link></item></channel></rss>',
@@ -281,7 +283,7 @@ def test_a_mutilated_feed_is_a_feed_or_a_feed_error(
         pass
 
 
-# -- hints -----------------------------------------------------------------------------------------------------------------
+# -- hints -----------------------------------------------------------------------------------------
 
 
 def test_a_feed_says_when_to_look_again() -> None:
@@ -306,7 +308,7 @@ def test_hints_bound_the_wait_from_below_and_never_silence_a_feed(
     assert hints.next_look(MOON, every) == MOON + wait  # a Wednesday, midnight
 
 
-# -- the source --------------------------------------------------------------------------------------------------------------
+# -- the source ------------------------------------------------------------------------------------
 
 
 class Paper:

@@ -1,4 +1,6 @@
-"""Sources that poll reach no address that the guard forbids: not by their URL, a redirect, a sitemap's child, robots.txt or a next page."""
+"""Sources that poll reach no address that the guard forbids: not by their URL, a redirect, a
+sitemap's child, robots.txt or a next page.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Intake on real books: what makes no event becomes a dead letter, whatever is in it, and never keeps the rest from being accepted."""
+"""Intake on real books: what makes no event becomes a dead letter, whatever is in it, and never
+keeps the rest from being accepted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A real Kafka topic as a source: nothing lost, nothing twice, whatever happens to the reader, the topic or the server."""
+"""A real Kafka topic as a source: nothing lost, nothing twice, whatever happens to the reader, the
+topic or the server.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def ground(server: Callable[[str], Handle]) -> Iterator[Ground]:
     ground.sweep()
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 async def test_every_message_is_found_once_in_the_order_of_its_partition_in_batches_that_are_bounded(
@@ -213,7 +215,7 @@ async def test_offsets_are_committed_for_those_who_watch_behind_what_was_accepte
     assert answer.result(20).topic_partitions[0].offset == 10
 
 
-# -- places --------------------------------------------------------------------------------------------------------------------
+# -- places ----------------------------------------------------------------------------------------
 
 
 async def test_a_source_can_be_put_at_the_end_at_offsets_and_at_a_time(ground: Ground) -> None:
@@ -241,7 +243,7 @@ async def test_a_source_can_be_put_at_the_end_at_offsets_and_at_a_time(ground: G
             await source.place(wrong)
 
 
-# -- trouble -------------------------------------------------------------------------------------------------------------------
+# -- trouble ---------------------------------------------------------------------------------------
 
 
 async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passed(

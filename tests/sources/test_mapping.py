@@ -1,4 +1,6 @@
-"""From a finding to an event: what outweighs what, and no payload, expression or hook that ends in anything but an event, nothing, or a reason."""
+"""From a finding to an event: what outweighs what, and no payload, expression or hook that ends in
+anything but an event, nothing, or a reason.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def reason(payload: dict[str, Any], **said: Any) -> str:
     return caught.value.reason
 
 
-# -- what outweighs what -------------------------------------------------------------------------------------------------------
+# -- what outweighs what ---------------------------------------------------------------------------
 
 
 def test_an_event_is_what_the_source_says_of_it() -> None:
@@ -166,7 +168,7 @@ def test_what_the_source_refuses_is_refused_whatever_the_mapping_says() -> None:
     )
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_a_slip_in_an_expression_is_an_error_when_the_configuration_is_read(
     assert caught.value.hint
 
 
-# -- properties ----------------------------------------------------------------------------------------------------------------
+# -- properties ------------------------------------------------------------------------------------
 
 texts = st.text(st.characters(), max_size=20) | st.sampled_from(
     [URL, "high", "drop", "1h", "/p", "//x", "https://shop.test/\ud800", "a\0b"]

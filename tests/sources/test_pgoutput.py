@@ -1,4 +1,6 @@
-"""The decoder of PostgreSQL's change stream: every kind of message, every kind of value, and bytes that are neither."""
+"""The decoder of PostgreSQL's change stream: every kind of message, every kind of value, and bytes
+that are neither.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def inserted(decoder: Decoder, *values: Any) -> dict[str, Any]:
     return found.row
 
 
-# -- each message --------------------------------------------------------------------------------------------------------
+# -- each message ----------------------------------------------------------------------------------
 
 
 def test_a_transaction_says_its_commit_when_it_begins() -> None:
@@ -214,7 +216,7 @@ def test_a_position_is_written_as_postgres_writes_it() -> None:
             pgoutput.lsn_of(wrong)
 
 
-# -- properties ----------------------------------------------------------------------------------------------------------
+# -- properties ------------------------------------------------------------------------------------
 
 VALUES = st.one_of(
     st.none(), st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)

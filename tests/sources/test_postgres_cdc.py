@@ -1,4 +1,6 @@
-"""Changes read from PostgreSQL's log: each exactly once in the books, whatever is rolled back, killed, restarted, altered or full."""
+"""Changes read from PostgreSQL's log: each exactly once in the books, whatever is rolled back,
+killed, restarted, altered or full.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ async def test_what_is_rolled_back_is_never_seen(rig: Rig) -> None:
     assert rig.urls == ["https://shop.test/before"]
 
 
-# -- what was accepted and what was not -----------------------------------------------------------------------------------
+# -- what was accepted and what was not ------------------------------------------------------------
 
 
 async def test_a_reader_that_is_killed_inside_a_transaction_goes_on_inside_it(rig: Rig) -> None:
@@ -181,7 +183,7 @@ async def test_a_slot_that_waits_for_other_peoples_transactions_says_so_little_a
         other.rollback()
 
 
-# -- what changes besides inserts ------------------------------------------------------------------------------------------
+# -- what changes besides inserts ------------------------------------------------------------------
 
 
 async def test_updates_are_findings_when_asked_for_and_name_what_they_did_not_touch(
@@ -272,7 +274,7 @@ async def test_several_tables_and_partitions_are_read_by_the_names_that_were_ask
     ]
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -300,14 +302,16 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-# -- all of it at once -----------------------------------------------------------------------------------------------------
+# -- all of it at once -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_order_transactions_and_deaths_come_in_each_committed_row_is_accepted_once(
     rig: Rig, seed: int
 ) -> None:
-    """Interleaved transactions, some rolled back, some large; readers that die with their last batch accepted, or not, or its cursor lost."""
+    """Interleaved transactions, some rolled back, some large; readers that die with their last
+    batch accepted, or not, or its cursor lost.
+    """
     chance = random.Random(seed)
     wanted: list[str] = []
     rows = iter(range(10**6))

@@ -1,4 +1,6 @@
-"""How much log a slot holds when nobody takes what was read: a warning, then a file, then the end; and the file itself."""
+"""How much log a slot holds when nobody takes what was read: a warning, then a file, then the end;
+and the file itself.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ async def nobody_takes(
     *,
     rows: int = 20_000,
 ) -> Batch:
-    """One batch is handed over and kept, as by a full queue, while the table grows by about 24 MB of log."""
+    """One batch is handed over and kept, as by a full queue, while the table grows by about 24 MB
+    of log.
+    """
     rig.run(
         "INSERT INTO scrape_requests(url, note) SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, %s) n",
         rows,
@@ -185,7 +189,7 @@ async def refused_at_last(rig: Rig, batches: AsyncGenerator[Batch, None]) -> str
     return (await refused(accepting())).message
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 def frame(number: int) -> Frame:

@@ -1,4 +1,6 @@
-"""Which change is which: sources over other tables, and databases of one server, never take one another's events for their own."""
+"""Which change is which: sources over other tables, and databases of one server, never take one
+another's events for their own.
+"""
 
 from __future__ import annotations
 

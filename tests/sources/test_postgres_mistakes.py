@@ -1,4 +1,6 @@
-"""What can be wrong with a PostgreSQL source, each in one sentence with what to do; and what `sources test`, `reset` and `slots` ask of it."""
+"""What can be wrong with a PostgreSQL source, each in one sentence with what to do; and what
+`sources test`, `reset` and `slots` ask of it.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def test_a_slot_is_called_after_namespace_and_source_within_what_a_slot_may_be_c
     assert long != derived_name("shop", "x" * 65)
 
 
-# -- what the server says ---------------------------------------------------------------------------------------------------
+# -- what the server says --------------------------------------------------------------------------
 
 
 @postgres
@@ -251,7 +253,7 @@ async def test_a_slot_whose_log_the_server_threw_away_is_said(rig: Rig) -> None:
     assert "penstock sources slots drop" in trouble.hint
 
 
-# -- what commands ask --------------------------------------------------------------------------------------------------------
+# -- what commands ask -----------------------------------------------------------------------------
 
 
 @postgres

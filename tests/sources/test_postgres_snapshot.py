@@ -1,4 +1,6 @@
-"""The first reading of a table and the log behind it: no row missing, none twice, however often the reading is killed in between."""
+"""The first reading of a table and the log behind it: no row missing, none twice, however often the
+reading is killed in between.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ async def test_without_it_only_what_changes_is_read(rig: Rig) -> None:
 
 @pytest_server
 async def test_a_first_reading_that_is_killed_goes_on_and_counts_no_row_twice(rig: Rig) -> None:
-    """Text keys, so that new rows come before and behind where it stands; the database's order is the one that counts."""
+    """Text keys, so that new rows come before and behind where it stands; the database's order is
+    the one that counts.
+    """
     rig.run("CREATE TABLE texts(key text PRIMARY KEY, url text)")
     rig.run(
         "INSERT INTO texts SELECT lpad(n::text, 6, '0'), 'https://shop.test/' || n FROM generate_series(1, 6000, 2) n"
@@ -123,7 +127,7 @@ async def test_a_table_without_a_key_cannot_be_read_in_pieces(rig: Rig) -> None:
     assert "snapshot = false" in trouble.hint
 
 
-# -- positions -------------------------------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
 def test_a_position_survives_being_written() -> None:

@@ -1,4 +1,6 @@
-"""Rows taken from a PostgreSQL table without logical decoding: each once, whoever else takes from it, and marked only when it is accepted."""
+"""Rows taken from a PostgreSQL table without logical decoding: each once, whoever else takes from
+it, and marked only when it is accepted.
+"""
 
 from __future__ import annotations
 

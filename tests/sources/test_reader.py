@@ -1,4 +1,6 @@
-"""The reader: what a source finds is accepted together with its position, whatever is killed, full, paused, reset or broken on the way."""
+"""The reader: what a source finds is accepted together with its position, whatever is killed, full,
+paused, reset or broken on the way.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from penstock.sources.context import BaseSource, SourceContext
 
 
 class Pages(BaseSource):
-    """A source over a list that grows: its cursor is how much of it was read. It notes what it was allowed to acknowledge."""
+    """A source over a list that grows: its cursor is how much of it was read. It notes what it was
+    allowed to acknowledge.
+    """
 
     def __init__(
         self, spec: Any, paths: list[str], *, size: int = 2, endless: bool = False

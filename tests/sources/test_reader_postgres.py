@@ -1,4 +1,6 @@
-"""The reader's sentences on a ledger that a fleet shares: the lock and the position are PostgreSQL's."""
+"""The reader's sentences on a ledger that a fleet shares: the lock and the position are
+PostgreSQL's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Start URLs in Redis: moved aside in one step, accepted once whatever dies when, and every element an event of its own."""
+"""Start URLs in Redis: moved aside in one step, accepted once whatever dies when, and every element
+an event of its own.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ async def test_what_was_moved_and_not_accepted_comes_first_and_with_the_same_ids
 async def test_a_reader_that_dies_anywhere_loses_and_repeats_nothing(
     ground: Ground, kind: str
 ) -> None:
-    """Between move and acceptance, and between acceptance and forgetting: what is accepted is known by its id."""
+    """Between move and acceptance, and between acceptance and forgetting: what is accepted is known
+    by its id.
+    """
     rng = random.Random(7)
     if kind == "list":
         ground.client.rpush(ground.key, *pages(0, 6000))
@@ -266,7 +270,7 @@ async def test_without_every_it_waits_for_more_and_says_that_it_is_alive(ground:
     await source.close()
 
 
-# -- what can be wrong ---------------------------------------------------------------------------------------------------------
+# -- what can be wrong -----------------------------------------------------------------------------
 
 
 async def told(source: RedisList) -> SourceDown:

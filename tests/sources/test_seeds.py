@@ -1,4 +1,6 @@
-"""Seed lists: what grows is read on, what was replaced is read anew, what cannot be read is told, and a restart repeats ids and not events."""
+"""Seed lists: what grows is read on, what was replaced is read anew, what cannot be read is told,
+and a restart repeats ids and not events.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def wrong(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(f.cause, f.refused) for f in findings if f.refused]
 
 
-# -- formats -----------------------------------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 
 async def test_a_text_list_is_a_url_a_line_without_comments_and_blank_lines(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ async def test_gzip_is_read_as_it_is_unpacked_and_on_from_its_offset(
     assert urls(first + second) == expected(0, 3000)
 
 
-# -- lines that cannot be read -----------------------------------------------------------------------------------------------
+# -- lines that cannot be read ---------------------------------------------------------------------
 
 
 async def test_what_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(
@@ -220,7 +222,7 @@ async def test_a_gzip_that_is_cut_damaged_or_a_bomb_is_one_refusal_and_no_end_of
     assert again[-1].url == "https://shop.test/p/499"
 
 
-# -- growth, replacement, restart --------------------------------------------------------------------------------------------
+# -- growth, replacement, restart ------------------------------------------------------------------
 
 
 async def test_a_list_that_grew_is_read_on_and_its_old_part_keeps_its_ids(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ async def test_a_reader_that_ends_anywhere_goes_on_from_its_position_and_repeats
     assert list(accepted) == ids(whole)
 
 
-# -- a last line without an end ----------------------------------------------------------------------------------------------
+# -- a last line without an end --------------------------------------------------------------------
 
 
 async def test_the_last_line_of_a_file_that_is_being_written_waits_for_its_end(
@@ -353,7 +355,7 @@ async def test_a_last_line_that_was_taken_without_its_end_is_no_other_event_when
     assert ids(second)[0] == ids(first)[0], "the same cause, the same id: the books know it"
 
 
-# -- directories ---------------------------------------------------------------------------------------------------------------
+# -- directories -----------------------------------------------------------------------------------
 
 
 async def test_a_directory_gives_its_new_files_and_passes_over_what_is_not_ready(
@@ -483,7 +485,7 @@ async def test_a_position_of_another_version_is_told() -> None:
         Marks(b"rubbish")
 
 
-# -- what people ask for ---------------------------------------------------------------------------------------------------
+# -- what people ask for ---------------------------------------------------------------------------
 
 
 async def test_a_preview_shows_what_comes_next_and_changes_nothing(tmp_path: Path) -> None:
@@ -553,7 +555,7 @@ def test_a_mistake_is_a_sentence_with_a_next_step(
     assert "hunter2" not in caught.value.message
 
 
-# -- size --------------------------------------------------------------------------------------------------------------------
+# -- size ------------------------------------------------------------------------------------------
 
 MILLION = """
     import asyncio, resource, sys, time
@@ -616,7 +618,7 @@ def test_a_line_without_an_end_is_not_kept() -> None:
     assert read_.at == (0, 1, 0), "reading goes on before it another time"
 
 
-# -- S3 ------------------------------------------------------------------------------------------------------------------------
+# -- S3 --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

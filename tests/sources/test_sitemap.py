@@ -1,4 +1,6 @@
-"""Sitemaps of every form and size: what is new, changed or gone is told once, a failed part never looks like removals, and nothing hostile gets far."""
+"""Sitemaps of every form and size: what is new, changed or gone is told once, a failed part never
+looks like removals, and nothing hostile gets far.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def index(*locs: str) -> bytes:
     return f"<sitemapindex>{''.join(f'<sitemap><loc>{loc}</loc></sitemap>' for loc in locs)}</sitemapindex>".encode()
 
 
-# -- parse -----------------------------------------------------------------------------------------------------------------
+# -- parse -----------------------------------------------------------------------------------------
 
 FORMS = {
     "xml": urlset(url("http://shop.test/1")),
@@ -188,7 +190,7 @@ def test_any_bytes_are_a_sitemap_or_a_sitemap_error(
         pass
 
 
-# -- the source --------------------------------------------------------------------------------------------------------------
+# -- the source ------------------------------------------------------------------------------------
 
 
 class Site:

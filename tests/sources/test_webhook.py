@@ -1,4 +1,6 @@
-"""A webhook's requests, decided without a socket: who may tell it something, what a body holds, and which event that is."""
+"""A webhook's requests, decided without a socket: who may tell it something, what a body holds, and
+which event that is.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def refusal(
     return refused.value
 
 
-# -- Standard Webhooks -----------------------------------------------------------------------------------------------------
+# -- Standard Webhooks -----------------------------------------------------------------------------
 
 
 def test_a_request_signed_with_the_secret_is_an_event_with_the_payload() -> None:
@@ -230,7 +232,7 @@ def test_an_event_is_named_by_the_hook_too_so_that_one_sender_cannot_use_up_the_
     )
 
 
-# -- other schemes ---------------------------------------------------------------------------------------------------------
+# -- other schemes ---------------------------------------------------------------------------------
 
 
 def github(body: bytes = BODY, secret: str = TEXT) -> dict[str, list[str]]:
@@ -319,7 +321,7 @@ def test_junk_in_a_header_of_another_scheme_is_a_401_too(scheme: str, junk: str)
         assert refusal(source, {**JSON, name: [junk]}).status == 401
 
 
-# -- unsigned --------------------------------------------------------------------------------------------------------------
+# -- unsigned --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ def test_unsigned_anywhere_is_served_under_any_name() -> None:
     assert told(source, {**JSON, "host": ["hooks.example"]})
 
 
-# -- ids -------------------------------------------------------------------------------------------------------------------
+# -- ids -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["webhook-id", "x-github-delivery", "idempotency-key"])
@@ -428,7 +430,7 @@ def test_an_id_in_the_payload_goes_by_its_place() -> None:
     assert refusal(source, {**JSON, **LOCAL}, b'{"event": {"id": true}}').status == 422
 
 
-# -- bodies ----------------------------------------------------------------------------------------------------------------
+# -- bodies ----------------------------------------------------------------------------------------
 
 
 def payloads(kind: str, body: bytes, **headers: str) -> list[dict[str, Any]]:
@@ -652,7 +654,7 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
                     mapping.event(finding)
 
 
-# -- options ---------------------------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A source that polls, on the pretend web: the guard, robots.txt and a real HTTP client in between, and rounds that are accepted or cut off."""
+"""A source that polls, on the pretend web: the guard, robots.txt and a real HTTP client in between,
+and rounds that are accepted or cut off.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""PostgreSQL under the sentences about the books: store, ledger and broker in a schema for each rig, dropped behind the test."""
+"""PostgreSQL under the sentences about the books: store, ledger and broker in a schema for each
+rig, dropped behind the test.
+"""
 
 from __future__ import annotations
 

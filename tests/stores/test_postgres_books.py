@@ -1,4 +1,6 @@
-"""The sentences about the books, on PostgreSQL: the same tests, walks and machine, with ledger, claims, outbox and broker in one schema."""
+"""The sentences about the books, on PostgreSQL: the same tests, walks and machine, with ledger,
+claims, outbox and broker in one schema.
+"""
 
 from __future__ import annotations
 

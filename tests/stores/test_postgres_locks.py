@@ -1,4 +1,6 @@
-"""The lock of a fleet on a real PostgreSQL server: one holder on all machines, and a holder that lost it changes nothing any more."""
+"""The lock of a fleet on a real PostgreSQL server: one holder on all machines, and a holder that
+lost it changes nothing any more.
+"""
 
 from __future__ import annotations
 

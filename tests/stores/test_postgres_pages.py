@@ -1,4 +1,6 @@
-"""The page store on a real PostgreSQL: in the ledger's own database, and in another one than the ledger's."""
+"""The page store on a real PostgreSQL: in the ledger's own database, and in another one than the
+ledger's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The sentences about brokers that lie apart, with the ledger on PostgreSQL: what is to be told to the broker is noted there."""
+"""The sentences about brokers that lie apart, with the ledger on PostgreSQL: what is to be told to
+the broker is noted there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Claims, slots, robots.txt and proxy health on a real Redis server: taken once, given once, and known to the whole fleet."""
+"""Claims, slots, robots.txt and proxy health on a real Redis server: taken once, given once, and
+known to the whole fleet.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ def fleet(server: Callable[[str], Handle]) -> Fleet:
     return Fleet(server("redis").url)
 
 
-# -- claims ------------------------------------------------------------------------------------------------------------------
+# -- claims ----------------------------------------------------------------------------------------
 
 
 async def test_a_claim_is_taken_only_from_the_owner_that_was_seen_and_asking_again_changes_nothing(
@@ -163,7 +165,7 @@ asyncio.run(main(work))
         assert sorted(answers) == [False, True]
 
 
-# -- pace --------------------------------------------------------------------------------------------------------------------
+# -- pace ------------------------------------------------------------------------------------------
 
 
 def test_four_processes_get_each_slot_once_and_none_too_close_to_another(fleet: Fleet) -> None:
@@ -292,7 +294,7 @@ def test_what_could_be_the_way_there_and_back_is_no_difference_of_clocks() -> No
         assert clock.offset == pytest.approx(offset)
 
 
-# -- for people --------------------------------------------------------------------------------------------------------------
+# -- for people ------------------------------------------------------------------------------------
 
 
 async def test_limits_and_pauses_of_one_host_reach_every_worker(fleet: Fleet) -> None:
@@ -406,7 +408,7 @@ async def test_trouble_with_a_proxy_is_known_to_all_and_forgiven_by_success(flee
         assert len(mine.view) == 2, "nothing of it is old"
 
 
-# -- outages -----------------------------------------------------------------------------------------------------------------
+# -- outages ---------------------------------------------------------------------------------------
 
 
 async def test_a_server_that_is_away_is_said_so_and_what_it_knew_is_still_there_when_it_is_back(

@@ -1,4 +1,6 @@
-"""The page store on S3: bytes that come back unchanged from a real server, an index that is committed with the books, and a sentence for each mistake."""
+"""The page store on S3: bytes that come back unchanged from a real server, an index that is
+committed with the books, and a sentence for each mistake.
+"""
 
 from __future__ import annotations
 
@@ -231,7 +233,7 @@ async def test_the_index_lies_in_postgres_as_well(server: Place) -> None:
             )
 
 
-# -- what can be wrong at the start ---------------------------------------------------------------------------------------------
+# -- what can be wrong at the start ----------------------------------------------------------------
 
 
 async def told(url: str) -> PenstockError:

@@ -1,4 +1,6 @@
-"""PostgreSQL as a store: what is written together, what a refused statement costs, what happens when the server goes, and how it says no at the start."""
+"""PostgreSQL as a store: what is written together, what a refused statement costs, what happens
+when the server goes, and how it says no at the start.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def pots(tx: Tx) -> dict[str, int]:
     return dict(tx.execute("SELECT name, n FROM pot ORDER BY name").fetchall())
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 async def test_a_transaction_answers_as_sqlite_does(place: Place) -> None:
@@ -245,7 +247,7 @@ def test_commands_without_a_loop_write_and_read_too(place: Place) -> None:
         store.write_now(put("a"))
 
 
-# -- versions --------------------------------------------------------------------------------------------------------------------
+# -- versions --------------------------------------------------------------------------------------
 
 
 def test_tables_of_another_version_are_refused_and_not_touched(place: Place) -> None:
@@ -288,7 +290,7 @@ def test_two_pipelines_in_one_database_do_not_see_each_other(place: Place, serve
         other.clear()
 
 
-# -- outages ---------------------------------------------------------------------------------------------------------------------
+# -- outages ---------------------------------------------------------------------------------------
 
 
 async def test_while_the_server_is_away_nothing_is_written_and_then_work_goes_on_by_itself(
@@ -372,7 +374,7 @@ def test_nobody_keeps_the_fleet_waiting_by_being_silent(place: Place) -> None:
     )
 
 
-# -- saying no at the start --------------------------------------------------------------------------------------------------------
+# -- saying no at the start ------------------------------------------------------------------------
 
 
 def opening(url: str, namespace: str = "penstock_test") -> PenstockError:
@@ -454,7 +456,7 @@ def test_a_server_that_is_too_old_is_refused(
     assert error.exit_code == 4
 
 
-# -- history in weeks ------------------------------------------------------------------------------------------------------------
+# -- history in weeks ------------------------------------------------------------------------------
 
 
 def weeks(place: Place) -> dict[str, int]:

@@ -1,4 +1,6 @@
-"""Who may know whom, read from the source: rules are pure, adapters are strangers to each other, only the composition root names them, only net/ dials."""
+"""Who may know whom, read from the source: rules are pure, adapters are strangers to each other,
+only the composition root names them, only net/ dials.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ PACKAGE = ROOT / "src" / "penstock"
 ADAPTER_PACKAGES = ("brokers", "ledgers", "claims", "pages", "sinks", "sources")
 ADAPTER = re.compile(rf"penstock\.({'|'.join(ADAPTER_PACKAGES)})\.\w+(:\w+)?")
 
-# What makes a decision depend on more than its arguments. Prefixes: `urllib.request` does not ban `urllib.parse`.
+# What makes a decision depend on more than its arguments. Prefixes: `urllib.request` does not ban
+# `urllib.parse`.
 IMPURE = (
     "asyncio threading multiprocessing concurrent subprocess signal selectors select socket ssl time sched random secrets uuid logging structlog "
     "urllib.request http.client http.server sqlite3 apsw pycurl tempfile shutil os sys io pathlib contextvars"
@@ -44,8 +47,9 @@ DIAL_CALLS = {
     "gethostbyname",
     "sock_connect",
 }
-# Inside the product, net/ alone goes out, through the guard. `testing` ships the pretend web, which only ever talks to itself.
-# A broker's own API, or a Connect worker's, is asked where its administrator said it is, never at an address that came from the web.
+# Inside the product, net/ alone goes out, through the guard. `testing` ships the pretend web, which
+# only ever talks to itself. A broker's own API, or a Connect worker's, is asked where its
+# administrator said it is, never at an address that came from the web.
 MAY_DIAL = (
     "penstock.net.",
     "penstock.testing.",
@@ -61,7 +65,9 @@ class Module:
     is_package: bool
 
     def imports(self) -> Iterator[tuple[str, int]]:
-        """Every imported dotted name, wherever it stands: `from a.b import c` counts as `a.b` and `a.b.c`."""
+        """Every imported dotted name, wherever it stands: `from a.b import c` counts as `a.b` and
+        `a.b.c`.
+        """
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -183,7 +189,8 @@ def test_adapters_never_import_each_other() -> None:
             continue
         for name, line in module.imports():
             other = adapter_package(name)
-            # What a package shares among its adapters may be used there, such as the SQL that two of them run; nothing else.
+            # What a package shares among its adapters may be used there, such as the SQL that two
+            # of them run; nothing else.
             if other is not None and (other != own or (name in adapters and module.name != name)):
                 found.append(f"{module.name}:{line} imports {name}")
     assert not found

@@ -1,4 +1,6 @@
-"""What a page's beginning answers is what the whole page would: on tag soup of every kind, cut anywhere."""
+"""What a page's beginning answers is what the whole page would: on tag soup of every kind, cut
+anywhere.
+"""
 
 from __future__ import annotations
 

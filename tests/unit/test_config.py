@@ -1,4 +1,6 @@
-"""The configuration: where a value comes from, what each error says, and that no password is ever shown."""
+"""The configuration: where a value comes from, what each error says, and that no password is ever
+shown.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def refused(cwd: Path, **given: Any) -> ConfigError:
     return caught.value
 
 
-# -- where values come from ----------------------------------------------------------------------------------------------
+# -- where values come from ------------------------------------------------------------------------
 
 
 def test_without_any_setting_everything_has_its_documented_default(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
         loaded(tmp_path).config.fetch.concurrency = 1  # type: ignore[misc]
 
 
-# -- secrets -------------------------------------------------------------------------------------------------------------
+# -- secrets ---------------------------------------------------------------------------------------
 
 
 def test_a_dsn_can_come_from_a_file_without_its_last_newline(tmp_path: Path) -> None:
@@ -274,7 +276,7 @@ def test_an_error_about_a_dsn_does_not_repeat_it(tmp_path: Path) -> None:
     assert "hunter2" not in error.message + error.hint
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def test_a_wrong_type_names_the_path_and_gives_an_example(tmp_path: Path) -> None:
@@ -440,7 +442,7 @@ def test_any_value_is_read_or_refused_and_what_is_read_can_be_written_and_read_a
     )  # less than a microsecond is not written
 
 
-# -- units ---------------------------------------------------------------------------------------------------------------
+# -- units -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

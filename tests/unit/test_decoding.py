@@ -1,4 +1,6 @@
-"""Content codings: what was encoded comes back, what lies about itself is refused, and no bomb gets past its cap."""
+"""Content codings: what was encoded comes back, what lies about itself is refused, and no bomb gets
+past its cap.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +183,9 @@ def test_more_than_two_codings_are_refused() -> None:
     "names", [("gzip",), ("deflate",), ("br",), ("zstd",), ("gzip", "br"), ("zstd", "gzip")]
 )
 def test_a_decoder_that_is_let_go_is_gone_at_once(names: tuple[str, ...]) -> None:
-    """Our collector of cycles seldom runs: pages by the thousand would wait for it, each with a decoder's state."""
+    """Our collector of cycles seldom runs: pages by the thousand would wait for it, each with a
+    decoder's state.
+    """
     decoder = Decoder(names, 1 << 20)
     gone = weakref.ref(decoder._stages[0]), weakref.ref(decoder)
     gc.disable()

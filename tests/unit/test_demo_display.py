@@ -1,4 +1,6 @@
-"""The demo's display shows what it is given, in a picture that keeps its size, and nothing scraped can move the cursor."""
+"""The demo's display shows what it is given, in a picture that keeps its size, and nothing scraped
+can move the cursor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The demo's shop: its prices follow from seed and clock, its change list only grows, and its odd pages are odd in the way the demo tells."""
+"""The demo's shop: its prices follow from seed and clock, its change list only grows, and its odd
+pages are odd in the way the demo tells.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,9 @@ class TableOutbox:
 
 
 def bodies(count: int, start: int = 0) -> list[dict[str, Any]]:
-    """The later ones have a field more, so that a CSV file is rewritten on the way; texts have line breaks and quotes."""
+    """The later ones have a field more, so that a CSV file is rewritten on the way; texts have line
+    breaks and quotes.
+    """
     return [
         {"i": i, "text": f'line\n"{i}"\r\n'} | ({f"new{i // 4}": i} if i >= 4 else {})
         for i in range(start, start + count)
@@ -164,7 +166,7 @@ async def until(condition: Callable[[], bool]) -> None:
     raise TimeoutError
 
 
-# -- the plain path ------------------------------------------------------------------------------------------------------------
+# -- the plain path --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", SINKS)
@@ -220,13 +222,15 @@ async def test_draining_gives_up_in_time_and_says_so(tmp_path: Path) -> None:
     outbox.close()
 
 
-# -- killed at every step --------------------------------------------------------------------------------------------------------
+# -- killed at every step --------------------------------------------------------------------------
 
 CALLS = ("open", "write", "ftruncate", "fsync", "fdatasync", "replace", "unlink", "mkdir")
 
 
 def at_step(step: int, act: Callable[[], None]) -> None:
-    """From here on in this process: `act` before the step-th system call or SQL statement; a write is torn first."""
+    """From here on in this process: `act` before the step-th system call or SQL statement; a write
+    is torn first.
+    """
     taken = 0
 
     def count() -> bool:
@@ -404,7 +408,7 @@ def test_processes_that_contend_for_one_file_and_are_killed_at_random_write_ever
     assert written(tmp_path, "jsonl") == list(range(total))
 
 
-# -- outages -----------------------------------------------------------------------------------------------------------------------
+# -- outages ---------------------------------------------------------------------------------------
 
 
 async def test_an_unwritable_target_is_down_with_its_reason_and_recovers_by_itself(

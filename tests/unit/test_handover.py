@@ -1,4 +1,6 @@
-"""What a message on `pages` carries: always a reference, a small body where it was asked for, and never anything else than the page it speaks of."""
+"""What a message on `pages` carries: always a reference, a small body where it was asked for, and
+never anything else than the page it speaks of.
+"""
 
 from __future__ import annotations
 

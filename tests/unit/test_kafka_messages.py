@@ -1,4 +1,6 @@
-"""What messages of other programs say: JSON, Debezium in all its wrappings, CloudEvents, and what cannot be read."""
+"""What messages of other programs say: JSON, Debezium in all its wrappings, CloudEvents, and what
+cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def with_schema(payload: Any) -> dict[str, Any]:
     }
 
 
-# -- Debezium --------------------------------------------------------------------------------------------------------------
+# -- Debezium --------------------------------------------------------------------------------------
 
 
 def test_a_change_is_its_row_and_says_where_it_comes_from() -> None:
@@ -224,7 +226,7 @@ def test_marks_of_an_unwrapped_change_may_be_headers() -> None:
     }
 
 
-# -- CloudEvents -------------------------------------------------------------------------------------------------------------
+# -- CloudEvents -----------------------------------------------------------------------------------
 
 EVENT = {
     "specversion": "1.0",
@@ -270,7 +272,7 @@ def test_data_of_an_event_may_be_base64_text_or_a_change() -> None:
     assert AUTO.finding(message(raw | {"data": with_schema(envelope("d"))})) is None
 
 
-# -- any JSON, and what is none -------------------------------------------------------------------------------------------------
+# -- any JSON, and what is none --------------------------------------------------------------------
 
 
 def test_any_object_is_itself_and_is_known_by_its_place() -> None:
@@ -344,7 +346,7 @@ def test_a_change_of_an_impossible_time_is_as_old_as_its_message(ts: str) -> Non
     )
 
 
-# -- anything at all -------------------------------------------------------------------------------------------------------------
+# -- anything at all -------------------------------------------------------------------------------
 
 LEAF = (
     st.none()

@@ -1,4 +1,6 @@
-"""A record as a message for a JDBC sink connector: its key, its schema, and why neither ever changes under the connector."""
+"""A record as a message for a JDBC sink connector: its key, its schema, and why neither ever
+changes under the connector.
+"""
 
 from __future__ import annotations
 

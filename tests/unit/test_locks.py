@@ -82,7 +82,8 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(tmp_path: Pa
 
         def child() -> None:
             os.close(end_write)
-            lock.release()  # unwinding in the child must not close a stranger's descriptor, nor free the lock
+            # unwinding in the child must not close a stranger's descriptor, nor free the lock
+            lock.release()
             os.write(up_write, b"r" if holder_alive(path) else b"f")
             os.read(end_read, 1)  # until the test closes its end
 

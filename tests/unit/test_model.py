@@ -147,7 +147,7 @@ def test_whatever_a_source_puts_into_an_event_arrives(
     assert decode_event(encode_event(event)) == event
 
 
-# -- ids -----------------------------------------------------------------------------------------------------------------------
+# -- ids -------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.text(max_size=5), max_size=4), st.lists(st.text(max_size=5), max_size=4))
@@ -184,7 +184,7 @@ def test_a_child_is_known_by_its_parent_its_extractor_and_its_url() -> None:
     )
 
 
-# -- pages ---------------------------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------
 
 
 def test_a_page_is_addressed_by_what_it_holds() -> None:

@@ -32,7 +32,9 @@ NOW = 1_800_000_000.0
 
 
 def crowded(slots: list[float], gap: float, burst: int) -> bool:
-    """Is there any window [s, s+W] with more than burst + W/gap slots? It is enough to look at windows that end on slots."""
+    """Is there any window [s, s+W] with more than burst + W/gap slots? It is enough to look at
+    windows that end on slots.
+    """
     s = sorted(slots)
     return any(
         s[j] - s[i] < (j - i + 1 - burst) * gap - 1e-5

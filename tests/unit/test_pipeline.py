@@ -204,7 +204,7 @@ def test_a_wrong_declaration_is_refused_with_a_next_step(declare: Any, says: str
     assert e.value.hint
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 GOOD = 'from penstock import Pipeline\nshop = Pipeline("shop")\n'
 

@@ -1,4 +1,6 @@
-"""Shared SQL in PostgreSQL's words, and its URLs without their secrets; what needs a server is in tests/stores."""
+"""Shared SQL in PostgreSQL's words, and its URLs without their secrets; what needs a server is in
+tests/stores.
+"""
 
 from __future__ import annotations
 

@@ -249,7 +249,8 @@ def test_no_verdict_is_kept_over_a_day_and_an_outage_is_asked_again_soon_then_le
     assert waits[-1] <= 3600
 
 
-# An oracle that shares no code: patterns as regular expressions, over an alphabet that needs no normalising.
+# An oracle that shares no code: patterns as regular expressions, over an alphabet that needs no
+# normalising.
 patterns = st.text("ab/*", max_size=5).map(lambda t: "/" + t) | st.text("ab/*", max_size=4).map(
     lambda t: "/" + t + "$"
 )

@@ -77,7 +77,7 @@ def table(path: Path, sql: str) -> list[tuple[Any, ...]]:
         db.close()
 
 
-# -- URLs and options --------------------------------------------------------------------------------------------------------
+# -- URLs and options ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", OPENERS)
@@ -126,7 +126,7 @@ def test_an_unknown_or_impossible_option_is_refused_with_a_suggestion(tmp_path: 
         jsonl.open_sink("csv:a.csv", {}, tmp_path)
 
 
-# -- files: jsonl and csv alike ------------------------------------------------------------------------------------------------
+# -- files: jsonl and csv alike --------------------------------------------------------------------
 
 
 @pytest.fixture(params=["jsonl", "csv"])
@@ -370,7 +370,7 @@ def test_a_mark_may_be_a_bare_offset_and_nonsense_is_none() -> None:
     assert [read_mark(text) for text in ("", "-1", "x", "[]", '{"at":-1}', "{}")] == [None] * 6
 
 
-# -- jsonl ---------------------------------------------------------------------------------------------------------------------
+# -- jsonl -----------------------------------------------------------------------------------------
 
 
 def test_a_record_with_line_breaks_between_its_tokens_is_one_line(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_record_with_line_breaks_between_its_tokens_is_one_line(tmp_path: Path
     assert lines(sink.path) == [{"a": "x\ny"}, {"a": "€"}]
 
 
-# -- csv -----------------------------------------------------------------------------------------------------------------------
+# -- csv -------------------------------------------------------------------------------------------
 
 
 def open_csv(tmp_path: Path, options: dict[str, Any] | None = None) -> csv_sink.CsvSink:
@@ -548,7 +548,7 @@ def test_whatever_is_written_to_csv_is_read_back(
         }
 
 
-# -- sqlite --------------------------------------------------------------------------------------------------------------------
+# -- sqlite ----------------------------------------------------------------------------------------
 
 
 def open_sqlite(tmp_path: Path, **options: Any) -> sqlite.SqliteSink:
@@ -805,7 +805,7 @@ def test_an_outage_of_the_target_is_an_outage_and_nothing_is_half_written(tmp_pa
     sink.close()
 
 
-# -- sqlite, in the caller's transaction ------------------------------------------------------------------------------------------
+# -- sqlite, in the caller's transaction -----------------------------------------------------------
 
 
 def test_rows_in_the_callers_transaction_live_and_die_with_it(tmp_path: Path) -> None:
@@ -879,7 +879,7 @@ def test_a_sink_is_transactional_exactly_where_it_shares_the_ledgers_file(tmp_pa
     assert sqlite.is_transactional("sqlite:hard.db", store, tmp_path)
 
 
-# -- what was removed --------------------------------------------------------------------------------------------------------
+# -- what was removed ------------------------------------------------------------------------------
 
 
 def test_a_keyed_table_loses_the_row_that_was_removed_and_only_by_an_event_that_is_not_older(

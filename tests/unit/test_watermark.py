@@ -1,4 +1,6 @@
-"""The window of a partition: whatever the order of settling, nothing below the watermark is open and nothing settled is handed out after a restart."""
+"""The window of a partition: whatever the order of settling, nothing below the watermark is open
+and nothing settled is handed out after a restart.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The pretend web answers as HTTP/1.1 says, refuses what is too much, and its log counts every request once."""
+"""The pretend web answers as HTTP/1.1 says, refuses what is too much, and its log counts every
+request once.
+"""
 
 from __future__ import annotations
 

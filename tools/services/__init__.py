@@ -1,1 +1,3 @@
-"""Real servers for development and tests, each a private instance on loopback with its data in this clone. Nothing here is part of the product."""
+"""Real servers for development and tests, each a private instance on loopback with its data in this
+clone. Nothing here is part of the product.
+"""

@@ -1,4 +1,6 @@
-"""Starting, stopping and asking after servers, the same for all of them. What is particular to one is in servers.py."""
+"""Starting, stopping and asking after servers, the same for all of them. What is particular to one
+is in servers.py.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def closure(names: Iterable[str], everything: dict[str, Server]) -> list[Server]
 
 
 def up(server: Server, *, borrowed: bool = False) -> bool:
-    """Ready when it returns; False: it was already running. Borrowed: whoever asked gives it back; a person who asks keeps it."""
+    """Ready when it returns; False: it was already running. Borrowed: whoever asked gives it back;
+    a person who asks keeps it.
+    """
     with locked(server.place.lock):
         if server.place.running():
             _wait(server)

@@ -1,4 +1,6 @@
-"""What comes from Maven Central: sets of jars and Connect plugins, fetched once for all clones. Nothing here runs a server."""
+"""What comes from Maven Central: sets of jars and Connect plugins, fetched once for all clones.
+Nothing here runs a server.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from .state import cache_directory, locked
 from .trouble import ServiceError, say
 
 JAVA = 17
-DEPENDENCY_PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"  # in full: Debian's Maven would take an older one
+# in full: Debian's Maven would take an older one
+DEPENDENCY_PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"
 
 
 def java() -> str:
@@ -53,7 +56,9 @@ def jars(name: str, artifacts: Sequence[str]) -> Path:
 
 
 def plugins(name: str, artifacts: Sequence[str]) -> Path:
-    """A directory with these archives (group:artifact:version:tar.gz:classifier) unpacked, one directory each."""
+    """A directory with these archives (group:artifact:version:tar.gz:classifier) unpacked, one
+    directory each.
+    """
 
     def fetch(directory: Path) -> None:
         for artifact in artifacts:
@@ -75,7 +80,9 @@ def plugins(name: str, artifacts: Sequence[str]) -> Path:
 
 
 def _installed(name: str, artifacts: Sequence[str], fetch: Callable[[Path], None]) -> Path:
-    """There as a whole or not at all: fetched beside its place, then moved there. The name holds what it was made of."""
+    """There as a whole or not at all: fetched beside its place, then moved there. The name holds
+    what it was made of.
+    """
     digest = hashlib.sha256("\n".join(artifacts).encode()).hexdigest()[:12]
     place = cache_directory() / f"jars-{name}-{digest}"
     if place.is_dir():

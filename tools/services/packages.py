@@ -1,4 +1,6 @@
-"""Programs that come from the distribution: found, or installed where that is ours to decide. Their own services are left alone."""
+"""Programs that come from the distribution: found, or installed where that is ours to decide. Their
+own services are left alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A server's process: started in a session of its own, known again later, ended with all it started. Which server it is, others know."""
+"""A server's process: started in a session of its own, known again later, ended with all it
+started. Which server it is, others know.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pathlib import Path
 
 
 def identity(pid: int) -> str | None:
-    """When the process began, since a pid may be used again; None: there is none, or nothing but its exit status is left."""
+    """When the process began, since a pid may be used again; None: there is none, or nothing but
+    its exit status is left.
+    """
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
@@ -37,7 +41,9 @@ def spawn(
     directory: Path,
     user: str | None,
 ) -> int:
-    """Runs on after us, in a session of its own, so that a Ctrl-C here does not reach it. Returns its pid, which is also its process group."""
+    """Runs on after us, in a session of its own, so that a Ctrl-C here does not reach it. Returns
+    its pid, which is also its process group.
+    """
     with open(log, "ab") as out:
         process = subprocess.Popen(
             command, env=dict(environment), cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,

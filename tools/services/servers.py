@@ -1,4 +1,6 @@
-"""The servers, one class each: what it is made of, how it is started, when it is ready, how it is reached. Starting and stopping is in control.py."""
+"""The servers, one class each: what it is made of, how it is started, when it is ready, how it is
+reached. Starting and stopping is in control.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ JVM = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
 
 
 class Server:
-    """One server in its place. `ports` are asked for once and remembered; everything else is made again at every start."""
+    """One server in its place. `ports` are asked for once and remembered; everything else is made
+    again at every start.
+    """
 
     name: ClassVar[str]
     usual: ClassVar[
@@ -150,7 +154,9 @@ class Postgres(Server):
                 )
         lock = cluster / "postmaster.pid"
         if lock.exists() and identity(int(lock.read_text().split()[0])) is None:
-            lock.unlink()  # of one that was killed: until its parent takes note, the server would take it for alive
+            # of one that was killed: until its parent takes note, the server would take it for
+            # alive
+            lock.unlink()
         settings = {
             "listen_addresses": HOST,
             "port": self.port,
@@ -229,7 +235,8 @@ class Rabbitmq(Server):
         return f"amqp://guest:guest@{HOST}:{self.port}/"
 
     def command(self) -> list[str]:
-        # Debian's wrapper on the path insists on its own user and directories; the script behind it does not.
+        # Debian's wrapper on the path insists on its own user and directories; the script behind it
+        # does not.
         server = program(
             "rabbitmq-server",
             "rabbitmq-server",
@@ -259,7 +266,8 @@ class Rabbitmq(Server):
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
             "ERL_EPMD_PORT": str(self.ports["epmd"]),
             "ERL_EPMD_ADDRESS": HOST,
-            "RUNNING_UNDER_SYSTEMD": "1",  # the script is replaced by the server, so the pid we note is the server's
+            # the script is replaced by the server, so the pid we note is the server's
+            "RUNNING_UNDER_SYSTEMD": "1",
         }
 
     def version(self) -> str:
@@ -300,8 +308,9 @@ class JavaServer(Server):
 
 class Kafka(JavaServer):
     name = "kafka"
-    # Clients go where a broker says it is. For a proxy in between: asked at `behind`, it says that it is at `proxied`, where nobody listens.
-    # At `secure` it wants TLS and a login: user `penstock`, or `nobody`, whom a test may forbid what it likes.
+    # Clients go where a broker says it is. For a proxy in between: asked at `behind`, it says that
+    # it is at `proxied`, where nobody listens. At `secure` it wants TLS and a login: user
+    # `penstock`, or `nobody`, whom a test may forbid what it likes.
     usual = {
         "clients": 29092,
         "controller": 30092,
@@ -337,7 +346,8 @@ class Kafka(JavaServer):
             "transaction.state.log.min.isr=1", "share.coordinator.state.topic.min.isr=1", "group.initial.rebalance.delay.ms=0",
             # A broker that was killed is let in again only when its last session has run out.
             "broker.session.timeout.ms=3000", "broker.heartbeat.interval.ms=500",
-            # Tests want to see a dead member's work again within seconds; what a group asks for is still its own to say.
+            # Tests want to see a dead member's work again within seconds; what a group asks for is
+            # still its own to say.
             "group.min.session.timeout.ms=1000", "group.consumer.min.session.timeout.ms=1000", "group.consumer.min.heartbeat.interval.ms=200",
         )  # fmt: skip
         if not (logs / "meta.properties").exists():
@@ -448,7 +458,8 @@ class Connect(JavaServer):
             # Secrets by reference: ${env:NAME}, ${file:PATH:KEY}.
             "config.providers=env,file", "config.providers.env.class=org.apache.kafka.common.config.provider.EnvVarConfigProvider",
             "config.providers.file.class=org.apache.kafka.common.config.provider.FileConfigProvider",
-            # One that was killed is let in again within seconds, and what it ran is run again at once.
+            # One that was killed is let in again within seconds, and what it ran is run again at
+            # once.
             "session.timeout.ms=6000", "heartbeat.interval.ms=1000", "scheduled.rebalance.max.delay.ms=0",
             "consumer.session.timeout.ms=6000", "consumer.heartbeat.interval.ms=1000",
         )  # fmt: skip

@@ -1,4 +1,6 @@
-"""What this clone remembers of a server: its directory, its ports, its pid, its lock. How a server is run, others know."""
+"""What this clone remembers of a server: its directory, its ports, its pid, its lock. How a server
+is run, others know.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Noted:
 
 @dataclass(frozen=True)
 class Place:
-    """One server's directory. `state.json` is replaced as a whole, so a reader sees all of it or the one before."""
+    """One server's directory. `state.json` is replaced as a whole, so a reader sees all of it or
+    the one before.
+    """
 
     directory: Path
 
@@ -96,7 +100,9 @@ class Place:
         return self.note(ports={**ports, **missing}).ports if missing else ports
 
     def data(self, user: str | None) -> Path:
-        """Where the server keeps its own. A server that runs as another user may be unable to come here: then it is in the temporary directory, by a link."""
+        """Where the server keeps its own. A server that runs as another user may be unable to come
+        here: then it is in the temporary directory, by a link.
+        """
         place = self.directory / "data"
         if place.exists():
             return place.resolve()
@@ -126,7 +132,9 @@ class Place:
 
 
 def _free(first: int, owner: Path) -> int:
-    """A port that no clone has taken and nobody listens on. Taking is making a file: two that look at once cannot both have it."""
+    """A port that no clone has taken and nobody listens on. Taking is making a file: two that look
+    at once cannot both have it.
+    """
     table = cache_directory() / "ports"
     table.mkdir(parents=True, exist_ok=True)
     for port in range(first, first + PORTS_PER_SERVER):

@@ -1,7 +1,9 @@
-"""Kafka as a broker: what is published goes to a topic per class, what is received is settled in any order; retries and dead letters have topics.
+"""Kafka as a broker: what is published goes to a topic per class, what is received is settled in
+any order; retries and dead letters have topics.
 
-The parts: `kafka_dsn` (the URL and its options), `kafka_topics` (server-side names, offsets), `kafka_producer`, `kafka_consumer`, `kafka_backlog`
-(turns and waits), `kafka_history` (reading without a group).
+The parts: `kafka_dsn` (the URL and its options), `kafka_topics` (server-side names, offsets),
+`kafka_producer`, `kafka_consumer`, `kafka_backlog` (turns and waits), `kafka_history` (reading
+without a group).
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class KafkaBroker:
         known = self.topics.layouts.get(topic)
         return known if known is not None else await self._ask(self.topics.layout, topic)
 
-    # -- topology and publishing -----------------------------------------------------------------------------------------
+    # -- topology and publishing -------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
         return await self._ask(self.topics.ensure, topology)
@@ -113,13 +115,15 @@ class KafkaBroker:
             level.name, m.id, m.key, m.body, m.headers, not_before=later, priority=place.priority
         )
 
-    # -- receiving -------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         return KafkaSubscription(self, topic, group, owner, lease)
 
     async def reader(self, topic: str, group: str, lease: float) -> Reader:
-        """One for each topic and group in this process: what one subscription gives back, another may have at once."""
+        """One for each topic and group in this process: what one subscription gives back, another
+        may have at once.
+        """
         reader = self._readers.get((topic, group))
         if reader is None or reader.ended:
             plan = await self.layout(topic)
@@ -208,10 +212,12 @@ class KafkaBroker:
                     finished = True
         return finished
 
-    # -- figures ---------------------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------
 
     async def lag(self, topic: str, group: str) -> Sequence[Reach]:
-        """Where the group stands, partition by partition; `Reach.lag` counts what is not settled, in flight or not."""
+        """Where the group stands, partition by partition; `Reach.lag` counts what is not settled,
+        in flight or not.
+        """
         plan = await self.layout(topic)
         return await self._ask(
             self.topics.reach, topic, group, [place.name for place in plan.places]
@@ -255,10 +261,12 @@ class KafkaBroker:
         return min((m.timestamp()[1] / 1000 for m in read(self.settings, spans, 1)), default=None)
 
     async def alarms(self) -> Sequence[str]:
-        """What somebody should know now: unread work that retention is about to delete, in the topics this process reads."""
+        """What somebody should know now: unread work that retention is about to delete, in the
+        topics this process reads.
+        """
         return [text for reader in self._readers.values() for text in reader.alarms().values()]
 
-    # -- looking and removing --------------------------------------------------------------------------------------------
+    # -- looking and removing ----------------------------------------------------------------------
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
         """What waits for the first of the topic's groups, oldest first."""
@@ -313,7 +321,7 @@ class KafkaBroker:
         self.topics.truncate(ends)
         return sum(r.lag for r in reaches), ends
 
-    # -- history ---------------------------------------------------------------------------------------------------------
+    # -- history -----------------------------------------------------------------------------------
 
     async def replay(
         self,
@@ -323,9 +331,12 @@ class KafkaBroker:
         since: float = 0.0,
         offsets: Mapping[int, int] | None = None,
     ) -> int:
-        """Everything published since then (0: all that is kept), or from these offsets of the bare topic on, by partition, to `group` once more.
+        """Everything published since then (0: all that is kept), or from these offsets of the bare
+        topic on, by partition, to `group` once more.
 
-        A group that nobody reads is moved back, and nothing is copied. One with members gets copies, with the same ids, of what it has settled."""
+        A group that nobody reads is moved back, and nothing is copied. One with members gets
+        copies, with the same ids, of what it has settled.
+        """
         plan = await self.layout(topic)
         starts, reaches = await self._ask(self._starts, plan, group, since, offsets)
         if not await self._ask(self.topics.is_active, topic, group):
@@ -377,7 +388,9 @@ class KafkaBroker:
         spans: Mapping[tuple[str, int], tuple[int, int]],
         known: Mapping[tuple[str, int], Any],
     ) -> int:
-        """Through the retry topic that waits 0 s: history itself stays as it is, so that the next replay finds each event once."""
+        """Through the retry topic that waits 0 s: history itself stays as it is, so that the next
+        replay finds each event once.
+        """
 
         def settled() -> list[Message]:
             found = []
@@ -421,7 +434,9 @@ class KafkaBroker:
 
 
 class KafkaSubscription:
-    """Implements ports.Subscription, and `holds`. A lease lasts as long as its partition is ours; time alone does not end it."""
+    """Implements ports.Subscription, and `holds`. A lease lasts as long as its partition is ours;
+    time alone does not end it.
+    """
 
     def __init__(
         self, broker: KafkaBroker, topic: str, group: str, owner: str, lease: float

@@ -1,4 +1,6 @@
-"""What a worker has received from Kafka and not handed out: by class and key, in turns, some of it not due yet. No client and no clock lives here."""
+"""What a worker has received from Kafka and not handed out: by class and key, in turns, some of it
+not due yet. No client and no clock lives here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from penstock.rules.watermark import Window
 
 
 class Partition:
-    """One assigned partition. `received*` and `reached` are written by the consumer's thread, all else by the loop: their differences need no lock."""
+    """One assigned partition. `received*` and `reached` are written by the consumer's thread, all
+    else by the loop: their differences need no lock.
+    """
 
     __slots__ = (
         "at", "base", "epoch", "finished", "finished_bytes", "group", "leaving", "lost", "low", "number", "paused", "place", "reached", "received",
@@ -46,9 +50,12 @@ class Partition:
 
 
 class Entry(Delivery, kw_only=True, frozen=False, eq=False, gc=False):  # type: ignore[misc]
-    """One message, received and not settled. It is handed out as it is, so that there is one object for each message; what comes back is replaced by a copy.
+    """One message, received and not settled. It is handed out as it is, so that there is one object
+    for each message; what comes back is replaced by a copy.
 
-    The collector does not look at them: the only circle they are part of is through their window, which is emptied when its partition goes."""
+    The collector does not look at them: the only circle they are part of is through their window,
+    which is emptied when its partition goes.
+    """
 
     part: Partition
     offset: int
@@ -77,7 +84,9 @@ class _Class:
 
 
 class Backlog:
-    """Keys take turns, classes have their shares. In an ordered topic a key is away while one of its messages is out or waits for its time."""
+    """Keys take turns, classes have their shares. In an ordered topic a key is away while one of
+    its messages is out or waits for its time.
+    """
 
     def __init__(self, *, ordered: bool) -> None:
         self.ordered = ordered
@@ -132,7 +141,9 @@ class Backlog:
         return self._later[0][0] if self._later else None
 
     def due(self, now: float) -> Iterator[Entry]:
-        """What waited for its time, taken out: it is put again, or sent on. In an ordered topic only its key is let go."""
+        """What waited for its time, taken out: it is put again, or sent on. In an ordered topic
+        only its key is let go.
+        """
         while self._later and self._later[0][0] <= now:
             _, _, e = heapq.heappop(self._later)
             if self.ordered:

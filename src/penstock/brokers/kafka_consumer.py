@@ -1,8 +1,10 @@
-"""The thread that owns the client of one group: it joins, polls, pauses and commits. What was received lives in the event loop, in kafka_reader.
+"""The thread that owns the client of one group: it joins, polls, pauses and commits. What was
+received lives in the event loop, in kafka_reader.
 
-It alone touches the client: a call from another thread would wait until its poll ends. What it finds is told to the loop by
-`call_soon_threadsafe`; what the loop wants committed comes in a deque. While somebody waits for messages it sleeps in the client, which they end;
-else in a bell that the loop rings, so that a commit starts at once and messages are taken in together.
+It alone touches the client: a call from another thread would wait until its poll ends. What it
+finds is told to the loop by `call_soon_threadsafe`; what the loop wants committed comes in a deque.
+While somebody waits for messages it sleeps in the client, which they end; else in a bell that the
+loop rings, so that a commit starts at once and messages are taken in together.
 """
 
 from __future__ import annotations
@@ -26,15 +28,21 @@ from penstock.rules.watermark import SPAN, Window, settled_ahead
 from penstock.stores.kafka_access import error_of, weightier
 
 BATCH = 500
-RETRY_WINDOW = 200  # messages of a retry partition that are held until they are due; its others stay on the server
+# messages of a retry partition that are held until they are due; its others stay on the server
+RETRY_WINDOW = 200
 _IDLE, _SLOW, _BUSY = (
     0.1,
     0.02,
     0.003,
 )  # seconds of one poll; a message ends it at once, a commit that waits does not
-_SOON = 0.5  # seconds after an arrival or a commit in which a commit is likely, the more so the fewer they are
-_FIRST = 0.03  # how long the first batch of an assignment waits for its other partitions, so that keys and classes start level
-_DAMPING = 1.0  # seconds between two changes of a partition's pause: each throws away what the client has prefetched
+# seconds after an arrival or a commit in which a commit is likely, the more so the fewer they are
+_SOON = 0.5
+# how long the first batch of an assignment waits for its other partitions, so that keys and classes
+# start level
+_FIRST = 0.03
+# seconds between two changes of a partition's pause: each throws away what the client has
+# prefetched
+_DAMPING = 1.0
 _RESUME = 0.6  # of the window
 _PROBE = 1.0
 _OUTAGES = (
@@ -233,10 +241,12 @@ class Member:
             if not part.paused:
                 self._pressed.discard(part)
 
-    # -- membership ------------------------------------------------------------------------------------------
+    # -- membership --------------------------------------------------------------------------------
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        """We say where each begins, from what was committed with it; a new one begins with its oldest message."""
+        """We say where each begins, from what was committed with it; a new one begins with its
+        oldest message.
+        """
         parts, starts = [], []
         committed = (
             consumer.committed(partitions, timeout=self.settings.timeout) if partitions else []
@@ -299,7 +309,7 @@ class Member:
                 self._pressed.discard(part)
         consumer.incremental_unassign(partitions)
 
-    # -- trouble ---------------------------------------------------------------------------------------------
+    # -- trouble -----------------------------------------------------------------------------------
 
     def _on_error(self, error: KafkaError) -> None:
         if error.fatal():

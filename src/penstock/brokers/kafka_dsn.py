@@ -1,24 +1,33 @@
-"""What a `kafka://` DSN says, checked, and how Kafka's errors read to a person. Nothing connects here.
+"""What a `kafka://` DSN says, checked, and how Kafka's errors read to a person. Nothing connects
+here.
 
     kafka://host:9092,host2:9092?partitions=24                       plain text
-    kafka+ssl://user:password@host:9093?sasl=scram-sha-512&ca=/etc/ca.pem    TLS, and SASL where there is a user
+    kafka+ssl://user:password@host:9093?sasl=scram-sha-512&ca=/etc/ca.pem    TLS, and SASL where
+    there is a user
 
-Options stand in the query, or in PENSTOCK_KAFKA_OPTIONS in the same spelling (`sasl=plain&username=…&password=…`); the query wins.
+Options stand in the query, or in PENSTOCK_KAFKA_OPTIONS in the same spelling
+(`sasl=plain&username=…&password=…`); the query wins.
 
 | option | default | meaning |
 |---|---|---|
 | `partitions` | 12 | partitions of a topic when it is made: at most so many workers share it |
 | `replication` | 3, or as many brokers as there are | copies of a topic when it is made |
-| `min_insync` | 2, or 1 with fewer than three copies | copies that must have a message before it is `ok` |
-| `retention` | 7d | how long a topic keeps messages, read or not; at least what the topic itself asks for |
+| `min_insync` | 2, or 1 with fewer than three copies | copies that must have a message before it is
+`ok` |
+| `retention` | 7d | how long a topic keeps messages, read or not; at least what the topic itself
+asks for |
 | `retry_levels` | 5s,30s,2m,10m,1h | one retry topic for each; shorter waits stay in the worker |
 | `max_message` | 4MiB | largest message of a topic when it is made |
 | `window`, `window_bytes` | 2000, 16MiB | what is held of one partition |
-| `session` | the lease, at least 6s | how long a worker may be silent before its partitions go to others |
+| `session` | the lease, at least 6s | how long a worker may be silent before its partitions go to
+others |
 | `grace` | 3s | how long work in flight may finish when its partition goes to another worker |
-| `timeout` | 10s | how long the servers may take to answer; a publish without an answer by then is `unknown` |
-| `commit_interval` | 0s | 0: a settle returns when it is committed; else it returns at once and is committed this often |
-| `protocol` | classic | `consumer`: the rebalance protocol of Kafka 4 (KIP-848), where the servers decide `session` |
+| `timeout` | 10s | how long the servers may take to answer; a publish without an answer by then is
+`unknown` |
+| `commit_interval` | 0s | 0: a settle returns when it is committed; else it returns at once and is
+committed this often |
+| `protocol` | classic | `consumer`: the rebalance protocol of Kafka 4 (KIP-848), where the servers
+decide `session` |
 | `sasl` | plain | with a user: `plain`, `scram-sha-256` or `scram-sha-512` |
 | `username`, `password` | those of the URL | for the environment |
 | `ca`, `cert`, `key`, `key_password` | the system's CAs | files for TLS |
@@ -146,7 +155,7 @@ def _example(name: str) -> str:
     )
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def _sentence(settings: Settings, error: KafkaError, doing: str) -> tuple[str, str]:

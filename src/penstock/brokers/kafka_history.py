@@ -1,4 +1,6 @@
-"""Reading Kafka without a group: for a look, for the age of what waits, and to hand history to a group again. Nothing is committed here."""
+"""Reading Kafka without a group: for a look, for the age of what waits, and to hand history to a
+group again. Nothing is committed here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _QUIET = 0.2  # a gap at the end (a transaction's marker) is no message: so long
 def read(
     settings: Settings, spans: Mapping[tuple[str, int], tuple[int, int]], limit: int
 ) -> Iterator[Any]:
-    """Messages of these partitions from an offset to another, at most `limit` of each, in no order between partitions. Waits; for a thread."""
+    """Messages of these partitions from an offset to another, at most `limit` of each, in no order
+    between partitions. Waits; for a thread.
+    """
     open_spans = {at: span for at, span in spans.items() if span[0] < span[1]}
     if not open_spans or limit <= 0:
         return

@@ -1,4 +1,6 @@
-"""The one producer of a Kafka broker object: messages out, one answer for each. What is sent where is decided by others."""
+"""The one producer of a Kafka broker object: messages out, one answer for each. What is sent where
+is decided by others.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ _ANY = -1  # partition: by the key
 
 
 class _Batch:
-    """Reports of one `send`, all to one function. `reported` is written by the producer's thread only, `expected` by the loop only: no lock is needed."""
+    """Reports of one `send`, all to one function. `reported` is written by the producer's thread
+    only, `expected` by the loop only: no lock is needed.
+    """
 
     __slots__ = ("_loop", "expected", "future", "reported", "wrong")
 
@@ -77,7 +81,9 @@ class _Batch:
             self.future.set_result(None)
 
     def blame(self, messages: Iterable[Message], answers: list[Published]) -> None:
-        """The library tells what was in a message that failed, not which it was: of several that are alike, none is certain unless all have failed."""
+        """The library tells what was in a message that failed, not which it was: of several that
+        are alike, none is certain unless all have failed.
+        """
         told: dict[tuple[str, bytes, bytes], list[Published]] = {}
         for contents, answer in self.wrong:
             told.setdefault(contents, []).append(answer)
@@ -96,7 +102,9 @@ def _contents(topic: str, value: bytes | None, key: str | bytes | None) -> tuple
 
 
 class Outbound:
-    """Made at the first `send`. `produce` never waits and may be called by the loop; all waiting is in the thread that polls."""
+    """Made at the first `send`. `produce` never waits and may be called by the loop; all waiting is
+    in the thread that polls.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -111,13 +119,15 @@ class Outbound:
             conf = {
                 "acks": "all",
                 "enable.idempotence": True,
-                "partitioner": "murmur2_random",  # what Java clients do, so that theirs and ours agree where a key lives
+                # what Java clients do, so that theirs and ours agree where a key lives
+                "partitioner": "murmur2_random",
                 "linger.ms": 1,
                 "message.timeout.ms": int(self.settings.timeout * 1000),
                 "message.max.bytes": self.settings.max_message,
                 "queue.buffering.max.kbytes": 64 * 1024,
                 "topic.metadata.refresh.fast.interval.ms": 50,
-                "topic.metadata.propagation.max.ms": 3000,  # after that, a topic that nobody made is told as failed
+                # after that, a topic that nobody made is told as failed
+                "topic.metadata.propagation.max.ms": 3000,
             }
             self._handed = SimpleQueue()
             producer = self._producer = Producer(
@@ -133,9 +143,12 @@ class Outbound:
         return await self.send(len(messages), lambda: messages)
 
     async def send(self, n: int, compose: Callable[[], Iterable[Message]]) -> list[Published]:
-        """`ok` is written by all copies in sync, `full` did not fit into the local queue, `unknown` may be there.
+        """`ok` is written by all copies in sync, `full` did not fit into the local queue, `unknown`
+        may be there.
 
-        The messages are made one by one, and once more where some have failed: so that they do not lie around."""
+        The messages are made one by one, and once more where some have failed: so that they do not
+        lie around.
+        """
         if not n:
             return []
         batch, fatal = _Batch(asyncio.get_running_loop()), False
@@ -180,7 +193,9 @@ class Outbound:
 
 
 def _serve(producer: Producer, handed: SimpleQueue[bool]) -> None:
-    """Reports are read by `flush`: one call for all of a batch, and nothing lingers once the batch is handed over."""
+    """Reports are read by `flush`: one call for all of a batch, and nothing lingers once the batch
+    is handed over.
+    """
     while handed.get():
         while producer.flush(_FLUSH) and handed.empty():
             pass

@@ -1,4 +1,6 @@
-"""What this process has of one topic and group: windows, what is handed out, what is to be committed. The client itself is kafka_consumer's."""
+"""What this process has of one topic and group: windows, what is handed out, what is to be
+committed. The client itself is kafka_consumer's.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ _FLOW, _GATHER = (
     16,
     0.003,
 )  # after so many messages at once, a batch that is not full waits so many seconds for the next: each batch costs a commit
-_SKIPPED = 0.2  # seconds after which what is none of our business is committed by itself: nobody may settle anything for long
+# seconds after which what is none of our business is committed by itself: nobody may settle
+# anything for long
+_SKIPPED = 0.2
 _WATCH = 30.0  # seconds between two looks at the age of what is open
 SendOn = Callable[["Reader", Entry], Coroutine[Any, Any, None]]
 _log = logging.getLogger("penstock.brokers.kafka")
 
 
 class Reader:
-    """Made by the first `receive`, shared by all subscriptions of this process to the same topic and group."""
+    """Made by the first `receive`, shared by all subscriptions of this process to the same topic
+    and group.
+    """
 
     def __init__(
         self,
@@ -77,7 +83,7 @@ class Reader:
         self._flowing, self._arrived_at = False, 0.0
         self.member = Member(settings, plan, group, group_id, lease, self._loop, self)
 
-    # -- receiving ------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     async def receive(
         self, limit: int, wait: float, per_key: int | None, holder: object
@@ -149,7 +155,9 @@ class Reader:
         return sum(1 for e in self.backlog.waiting() if not e.part.place.delay)
 
     def settled(self) -> dict[tuple[str, int], tuple[int, Any]]:
-        """By partition, below which offset all is settled, and what is above it: as it is now, committed or not."""
+        """By partition, below which offset all is settled, and what is above it: as it is now,
+        committed or not.
+        """
         return {
             at: (part.window.watermark, part.window.ahead) for at, part in self.partitions.items()
         }
@@ -175,12 +183,14 @@ class Reader:
         e = self.out.get(d.position)
         return e if e is not None and e.token == d.token and not e.part.lost else None
 
-    # -- settling -------------------------------------------------------------------------------------------------
+    # -- settling ----------------------------------------------------------------------------------
 
     def acknowledge(
         self, items: Sequence[tuple[Delivery, Outcome]]
     ) -> tuple[list[Partition | None], list[tuple[Entry, Outcome]]]:
-        """Acks are finished, all else is marked as being settled and given back. Also, for each item, its partition; None: it is not ours to settle."""
+        """Acks are finished, all else is marked as being settled and given back. Also, for each
+        item, its partition; None: it is not ours to settle.
+        """
         parts: list[Partition | None] = []
         others: list[tuple[Entry, Outcome]] = []
         out, ordered, last, opened = self.out, self.plan.ordered, None, None
@@ -246,7 +256,9 @@ class Reader:
         return True
 
     async def save(self) -> None:
-        """Everything finished so far is committed when this returns. Raises StoreUnavailable; then it is committed later."""
+        """Everything finished so far is committed when this returns. Raises StoreUnavailable; then
+        it is committed later.
+        """
         if self.settings.commit_interval:
             if not self._scheduled:
                 self._scheduled = True
@@ -310,7 +322,7 @@ class Reader:
         self._dirty.update(part for part, _, _ in order if not part.lost)
         self._loop.call_later(0.2, self._commit)
 
-    # -- arrivals -------------------------------------------------------------------------------------------------
+    # -- arrivals ----------------------------------------------------------------------------------
 
     def adopt(self, parts: Sequence[Partition]) -> None:
         self._joined.set()
@@ -363,7 +375,9 @@ class Reader:
             self._place(e, now)
 
     def _restart(self, part: Partition, offset: int) -> None:
-        """Offsets went back: the topic was made anew, or a server lost its end. What we know of them is about other messages."""
+        """Offsets went back: the topic was made anew, or a server lost its end. What we know of
+        them is about other messages.
+        """
         self.backlog.drop(lambda e: e.part is part)
         for where in [where for where, e in self.out.items() if e.part is part]:
             self.backlog.back(self.out.pop(where).key)
@@ -408,7 +422,7 @@ class Reader:
         self._arm()
         self._wake.set()
 
-    # -- leaving --------------------------------------------------------------------------------------------------
+    # -- leaving -----------------------------------------------------------------------------------
 
     def leave(self, at: Sequence[tuple[str, int]], answer: Future[Order]) -> None:
         parts = [self.partitions[a] for a in at if a in self.partitions]
@@ -420,7 +434,9 @@ class Reader:
         task.add_done_callback(self._tasks.discard)
 
     async def _part_with(self, parts: Sequence[Partition], answer: Future[Order]) -> None:
-        """Work in flight may finish for a while: a request that was sent has cost something already."""
+        """Work in flight may finish for a while: a request that was sent has cost something
+        already.
+        """
         until = self._loop.time() + (0.0 if self.member.closing else self.settings.grace)
         while (
             any(e.part in parts for e in self.out.values())
@@ -478,7 +494,7 @@ class Reader:
         if not self._ended.done():
             self._ended.set_result(None)
 
-    # -- retention ------------------------------------------------------------------------------------------------
+    # -- retention ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         for at, text in self.alarms().items():

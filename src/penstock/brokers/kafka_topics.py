@@ -1,4 +1,6 @@
-"""Kafka's side of a topic: which server-side topics it is made of, how they are made and compared, and their offsets. No messages are read here."""
+"""Kafka's side of a topic: which server-side topics it is made of, how they are made and compared,
+and their offsets. No messages are read here.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """A topic as the server sees it. An ordered one is a single topic: any other would let a key overtake itself."""
+    """A topic as the server sees it. An ordered one is a single topic: any other would let a key
+    overtake itself.
+    """
 
     topic: str
     ordered: bool
@@ -76,7 +80,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.classes[0] if len(self.classes) == 1 else self.classes[class_of(priority)]
 
     def level(self, delay: float) -> Place | None:
-        """The retry topic with the longest wait that is not too long; None: so short a wait is spent in the worker."""
+        """The retry topic with the longest wait that is not too long; None: so short a wait is
+        spent in the worker.
+        """
         return next(
             (
                 place
@@ -156,10 +162,12 @@ class Topics:
         self._complaint: KafkaError | None = None
 
     def group(self, topic: str, group: str) -> str:
-        """Each topic has groups of its own: in a shared one, readers of different topics would rebalance each other."""
+        """Each topic has groups of its own: in a shared one, readers of different topics would
+        rebalance each other.
+        """
         return server_name(self.namespace, f"{topic}.{group}")
 
-    # -- asking ----------------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     @property
     def admin(self) -> AdminClient:
@@ -200,10 +208,12 @@ class Topics:
             )
             raise running(self.settings, error, doing) from e
 
-    # -- making topics ---------------------------------------------------------------------------------------------------
+    # -- making topics -----------------------------------------------------------------------------
 
     def layout(self, topic: str) -> Layout:
-        """As `ensure` was told, else as it is on the server: a topic that has no classes is ordered."""
+        """As `ensure` was told, else as it is on the server: a topic that has no classes is
+        ordered.
+        """
         if topic not in self.layouts:
             found = self.metadata(f"looking for topic {topic}").topics
             plain = layout(self.settings, self.namespace, topic, ordered=False)
@@ -318,7 +328,9 @@ class Topics:
             time.sleep(0.05)
 
     def _compare(self, topics: Sequence[_Plan], cluster: Any) -> list[str]:
-        """What the server has otherwise than the configuration, in sentences. Where reading the settings of topics is not permitted, what can be seen."""
+        """What the server has otherwise than the configuration, in sentences. Where reading the
+        settings of topics is not permitted, what can be seen.
+        """
         drift = []
         found = self.configs([new.name for new in topics])
         for new in topics:
@@ -367,7 +379,7 @@ class Topics:
                 continue
         return found
 
-    # -- offsets ---------------------------------------------------------------------------------------------------------
+    # -- offsets -----------------------------------------------------------------------------------
 
     def partitions(self, names: Iterable[str]) -> list[TopicPartition]:
         found = self.metadata("counting partitions").topics
@@ -392,7 +404,9 @@ class Topics:
         return {(tp.topic, tp.partition): info for tp, info in found.items()}
 
     def reach(self, topic: str, group: str, names: Iterable[str]) -> list[Reach]:
-        """Where a group stands in these server-side topics. A group that never committed begins with the oldest message."""
+        """Where a group stands in these server-side topics. A group that never committed begins
+        with the oldest message.
+        """
         partitions = self.partitions(names)
         low, end = self.offsets(partitions, EARLIEST), self.offsets(partitions, LATEST)
         committed: dict[tuple[str, int], TopicPartition] = {}

@@ -1,4 +1,6 @@
-"""A message of ours on Kafka's wire: body and key as they are, everything else in headers. Nothing is sent or received here."""
+"""A message of ours on Kafka's wire: body and key as they are, everything else in headers. Nothing
+is sent or received here.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def read_runs(
     held: Mapping[tuple[str, int], Partition],
     complain: Callable[[KafkaError], None],
 ) -> list[Run]:
-    """What the client received, partition by partition as it came. Of partitions that are not held any more, nothing."""
+    """What the client received, partition by partition as it came. Of partitions that are not held
+    any more, nothing.
+    """
     runs: list[Run] = []
     part: Partition | None = None
     entries: list[Entry] = []
@@ -109,7 +113,9 @@ def _run(part: Partition | None, entries: list[Entry], plain: bool, size: int) -
 
 
 def read_message(m: Any, part: Partition) -> Entry:
-    """A message with whatever headers it has. One of another program has no id: it gets one from its place, the same every time."""
+    """A message with whatever headers it has. One of another program has no id: it gets one from
+    its place, the same every time.
+    """
     offset = m.offset()
     id_, not_before, meant, priority = "", 0.0, "", part.place.priority
     headers: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""The broker on PostgreSQL: topics, groups, leases with fencing, delays, priorities, fairness between keys, in the ledger's transaction or beside it."""
+"""The broker on PostgreSQL: topics, groups, leases with fencing, delays, priorities, fairness
+between keys, in the ledger's transaction or beside it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class _Received(msgspec.Struct):
 
 
 class PostgresBroker(Figures):
-    """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the books'), on the store's thread."""
+    """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the
+    books'), on the store's thread.
+    """
 
     def __init__(self, db: PostgresStore, clock: Clock) -> None:
         self.db = db
@@ -51,7 +55,7 @@ class PostgresBroker(Figures):
         self._places: Counter[int] = Counter()  # handed out so far, by group: whose turn it is
         self.listener = Listener(db)
 
-    # -- topology --------------------------------------------------------------------------------------------------------
+    # -- topology ----------------------------------------------------------------------------------
 
     def ensure_in(self, tx: Tx, topology: Sequence[TopicSpec]) -> list[str]:
         drift = []
@@ -102,7 +106,7 @@ class PostgresBroker(Figures):
             known = self._groups[topic, group] = Group(*row)
         return known
 
-    # -- publishing ------------------------------------------------------------------------------------------------------
+    # -- publishing --------------------------------------------------------------------------------
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         if not batch:
@@ -172,14 +176,17 @@ class PostgresBroker(Figures):
         return answers
 
     def _depth(self, tx: Tx, topic: int) -> int:
-        deepest = "SELECT max(n) FROM (SELECT sum(k.ready+k.leased+k.delayed)::bigint AS n FROM grp g JOIN keyq k ON k.grp=g.id WHERE g.topic=? GROUP BY g.id) s"
+        deepest = (
+            "SELECT max(n) FROM (SELECT sum(k.ready+k.leased+k.delayed)::bigint AS n"
+            " FROM grp g JOIN keyq k ON k.grp=g.id WHERE g.topic=? GROUP BY g.id) s"
+        )
         return int(tx.execute(deepest, (topic,)).get or 0)
 
     def wake(self, topics: Iterable[str]) -> None:
         """After a commit, on the loop: our own receivers at once, others by a notification."""
         self.listener.wake(topics)
 
-    # -- receiving -------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         return PostgresSubscription(self, topic, group, owner, lease)
@@ -301,7 +308,7 @@ class PostgresBroker(Figures):
         held = set(found)
         return [(g, d.position, d.token) in held for g, d in zip(groups, deliveries, strict=True)]
 
-    # -- settling --------------------------------------------------------------------------------------------------------
+    # -- settling ----------------------------------------------------------------------------------
 
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
         now = self.clock.now()
@@ -358,7 +365,7 @@ class PostgresBroker(Figures):
         kept = set(found)
         return [(d.position, d.token) in kept for d in deliveries]
 
-    # -- by hand -------------------------------------------------------------------------------------------------------------
+    # -- by hand -----------------------------------------------------------------------------------
 
     def purge_in(self, tx: Tx, topic: str) -> int:
         """The keys are locked first: nobody hands out what is about to go."""
@@ -402,7 +409,7 @@ class PostgresBroker(Figures):
             is not None
         )
 
-    # -- history ---------------------------------------------------------------------------------------------------------
+    # -- history -----------------------------------------------------------------------------------
 
     def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int:
         g = self._group(tx, topic, group)
@@ -436,7 +443,9 @@ class PostgresBroker(Figures):
 def _choose(
     keys: list[list[tuple[str, int]]], quotas: list[int], limit: int, per_key: int
 ) -> dict[tuple[int, str], int]:
-    """How many of each key. First each class its part, then whoever still has work fills the batch; between keys, in turns."""
+    """How many of each key. First each class its part, then whoever still has work fills the batch;
+    between keys, in turns.
+    """
     chosen: dict[tuple[int, str], int] = defaultdict(int)
     left = limit
     for share in (True, False):

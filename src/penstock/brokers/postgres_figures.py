@@ -1,4 +1,6 @@
-"""What the PostgreSQL broker says about itself: figures, what waits, who holds what. Nothing is changed here."""
+"""What the PostgreSQL broker says about itself: figures, what waits, who holds what. Nothing is
+changed here.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Figures(SqlQueue):
         return {key: found.get(key, 0) for key in keys}
 
     def running_in(self, tx: Tx, limit: int) -> dict[str, int]:
-        """How many deliveries each worker holds, looking at `limit` of a group; there are never more than the fleet's windows together."""
+        """How many deliveries each worker holds, looking at `limit` of a group; there are never
+        more than the fleet's windows together.
+        """
         held = "SELECT owner, count(*) FROM grp g JOIN LATERAL (SELECT owner FROM queue WHERE grp=g.id AND state=1 LIMIT ?) q ON true GROUP BY owner"
         return dict(tx.execute(held, (limit,)).fetchall())
 
@@ -73,7 +77,9 @@ class Figures(SqlQueue):
         return [id_ for (id_,) in tx.execute(leased, (limit,))]
 
     def oldest_in(self, tx: Tx, limit: int) -> float | None:
-        """When the oldest message that is ready or leased was queued; behind more than `limit` delayed ones, the oldest of these."""
+        """When the oldest message that is ready or leased was queued; behind more than `limit`
+        delayed ones, the oldest of these.
+        """
         found: float | None = tx.execute(
             "SELECT min(m.at) FROM grp g JOIN LATERAL (SELECT coalesce(min(seq) FILTER (WHERE state<>2), min(seq)) AS seq FROM"
             " (SELECT seq, state FROM queue WHERE grp=g.id ORDER BY seq LIMIT ?) s) o ON true JOIN message m ON m.seq=o.seq"

@@ -1,4 +1,6 @@
-"""Who waits for a topic's messages, and how word of them gets around: in the process at once, between processes by LISTEN and NOTIFY. No messages here."""
+"""Who waits for a topic's messages, and how word of them gets around: in the process at once,
+between processes by LISTEN and NOTIFY. No messages here.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from penstock.errors import StoreUnavailable
 from penstock.stores.postgres import PostgresStore
 from penstock.stores.sql import Tx
 
-EVERY = 0.05  # seconds between two notifications of a process: at commit, all who notify wait in one line
-AGAIN = 5.0  # seconds before a listening connection that was lost is made again; until then work is found by asking
+# seconds between two notifications of a process: at commit, all who notify wait in one line
+EVERY = 0.05
+# seconds before a listening connection that was lost is made again; until then work is found by
+# asking
+AGAIN = 5.0
 
 
 class Listener:
@@ -31,7 +36,7 @@ class Listener:
         self._task: asyncio.Task[None] | None = None
         self._paying: asyncio.Task[None] | None = None
 
-    # -- waiting ---------------------------------------------------------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------
 
     def waiter(self, topic: str) -> asyncio.Event:
         event = asyncio.Event()
@@ -64,10 +69,12 @@ class Listener:
             for event in self._waiting.get(topic, ()):
                 event.set()
 
-    # -- telling ---------------------------------------------------------------------------------------------------------
+    # -- telling -----------------------------------------------------------------------------------
 
     def tell_in(self, tx: Tx, topics: Iterable[str]) -> None:
-        """The others hear of it with the commit; where we told something a moment ago, a little later."""
+        """The others hear of it with the commit; where we told something a moment ago, a little
+        later.
+        """
         if time.monotonic() < self._told + EVERY:
             self.owe(topics)
             return

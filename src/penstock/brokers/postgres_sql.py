@@ -1,13 +1,17 @@
-"""The tables and the larger statements of the PostgreSQL broker, each with the order in which it takes its locks. Nothing is run here.
+"""The tables and the larger statements of the PostgreSQL broker, each with the order in which it
+takes its locks. Nothing is run here.
 
-Who locks what: whoever hands out (`BRING_BACK`, `LEASE`) runs beside everybody else, takes only what nobody holds, and so never waits.
-All others change the queue under the store's one lock for the fleet. They may wait for one who hands out, who waits for nobody: no two ever
-wait for each other. The row of a key in `keyq` stands for the key's messages: who hands them out holds it.
+Who locks what: whoever hands out (`BRING_BACK`, `LEASE`) runs beside everybody else, takes only
+what nobody holds, and so never waits. All others change the queue under the store's one lock for
+the fleet. They may wait for one who hands out, who waits for nobody: no two ever wait for each
+other. The row of a key in `keyq` stands for the key's messages: who hands them out holds it.
 
-How they are written: a queue is empty when the server counts its rows and full a moment later, so no plan may depend on those counts. Rows
-are reached one by one from the list that was given (LATERAL, which OFFSET 0 and FOR UPDATE keep from being turned around; ON CONFLICT), and
-`state+0` hides a condition from the indexes that are for other questions. What was locked so is changed by its place (`ctid`), which stays
-the same while we hold it; a version that is younger than the statement is passed over, and can only be met by whoever hands out.
+How they are written: a queue is empty when the server counts its rows and full a moment later, so
+no plan may depend on those counts. Rows are reached one by one from the list that was given
+(LATERAL, which OFFSET 0 and FOR UPDATE keep from being turned around; ON CONFLICT), and `state+0`
+hides a condition from the indexes that are for other questions. What was locked so is changed by
+its place (`ctid`), which stays the same while we hold it; a version that is younger than the
+statement is passed over, and can only be met by whoever hands out.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ READY, LEASED, DELAYED = 0, 1, 2
 ONE_CLASS = 1  # ordered topics have one: a class of its own would let a key overtake itself
 NEVER = 1e18  # an ordered key while one of its events is out
 
-# Deleted rows are in the way of whoever looks for the first one: a queue is cleaned by count, not by a share of its size.
+# Deleted rows are in the way of whoever looks for the first one: a queue is cleaned by count, not
+# by a share of its size.
 _TIDY = "WITH (autovacuum_vacuum_scale_factor=0, autovacuum_vacuum_threshold=5000, autovacuum_analyze_scale_factor=0, autovacuum_analyze_threshold=5000"
 
 SCHEMA = f"""
@@ -38,7 +43,8 @@ CREATE TABLE keyq(grp INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL
 CREATE INDEX keyq_next ON keyq(grp, prio, next_at) WHERE ready>0;
 """
 
-# ?1 topics, ?2 ids, ?3 keys, ?4 classes, ?5 headers, ?6 bodies, ?7 due, ?8 now. The numbers are drawn in the order of the batch.
+# ?1 topics, ?2 ids, ?3 keys, ?4 classes, ?5 headers, ?6 bodies, ?7 due, ?8 now. The numbers are
+# drawn in the order of the batch.
 PLACE = """WITH i AS MATERIALIZED (
     SELECT nextval('message_seq') AS seq, s.* FROM (
       SELECT * FROM unnest(?1::bigint[], ?2::text[], ?3::text[], ?4::bigint[], ?5::text[], ?6::bytea[], ?7::float8[])
@@ -69,8 +75,9 @@ KEYS = """(SELECT prio, key, ready FROM keyq WHERE grp=?1 AND prio=0 AND ready>0
 UNION ALL (SELECT prio, key, ready FROM keyq WHERE grp=?1 AND prio=1 AND ready>0 AND next_at<=?2 ORDER BY next_at LIMIT ?3)
 UNION ALL (SELECT prio, key, ready FROM keyq WHERE grp=?1 AND prio=2 AND ready>0 AND next_at<=?2 ORDER BY next_at LIMIT ?3)"""
 
-# ?1 group, ?2 now, ?3 ordered: delays that ended and leases that ran out. An ordered key is free again only by what was handed out: a message
-# that merely waited for its time must not set free a key of which another is out.
+# ?1 group, ?2 now, ?3 ordered: delays that ended and leases that ran out. An ordered key is free
+# again only by what was handed out: a message that merely waited for its time must not set free a
+# key of which another is out.
 BRING_BACK = """WITH d AS MATERIALIZED (
     (SELECT seq, prio, key FROM queue WHERE grp=?1 AND state=2 AND at<=?2 ORDER BY at LIMIT 1000)
     UNION ALL (SELECT seq, prio, key FROM queue WHERE grp=?1 AND state=1 AND at<=?2 ORDER BY at LIMIT 1000)),
@@ -87,8 +94,9 @@ BRING_BACK = """WITH d AS MATERIALIZED (
       next_at=CASE WHEN excluded.next_at<0 THEN keyq.next_at ELSE excluded.next_at END)
 SELECT count(*) FROM b"""
 
-# ?1 group, ?2 now, ?3 classes, ?4 keys, ?5 how many of each, ?6 lease ends, ?7 owner, ?8 when these keys are asked next. What another took or
-# released since the keys were read is looked at again under the key's lock: the row that is changed must still be ready.
+# ?1 group, ?2 now, ?3 classes, ?4 keys, ?5 how many of each, ?6 lease ends, ?7 owner, ?8 when these
+# keys are asked next. What another took or released since the keys were read is looked at again
+# under the key's lock: the row that is changed must still be ready.
 LEASE = """WITH t AS MATERIALIZED (SELECT nextval('lease_token') AS token),
   k AS MATERIALIZED (SELECT q.prio, q.key, w.n FROM unnest(?3::bigint[], ?4::text[], ?5::bigint[]) AS w(prio, key, n) CROSS JOIN LATERAL
     (SELECT prio, key FROM keyq WHERE grp=?1 AND prio=w.prio AND key=w.key AND ready+0>0 AND next_at+0<=?2 FOR UPDATE SKIP LOCKED) q),
@@ -101,7 +109,8 @@ LEASE = """WITH t AS MATERIALIZED (SELECT nextval('lease_token') AS token),
 SELECT l.seq, l.key, m.id, m.headers, m.body, l.deliveries, l.token, m.prio FROM l
   CROSS JOIN LATERAL (SELECT id, headers, body, prio FROM message WHERE seq=l.seq OFFSET 0) m ORDER BY l.seq"""
 
-# ?1 group, ?2 positions, ?3 tokens, ?4 what is to be done (0 gone, 1 delayed, 2 ready again), ?5 when, ?6 now, ?7 ordered.
+# ?1 group, ?2 positions, ?3 tokens, ?4 what is to be done (0 gone, 1 delayed, 2 ready again), ?5
+# when, ?6 now, ?7 ordered.
 SETTLE = """WITH x AS MATERIALIZED (SELECT q.*, i.act, i.due
     FROM unnest(?2::bigint[], ?3::bigint[], ?4::bigint[], ?5::float8[]) AS i(seq, token, act, due) CROSS JOIN LATERAL
     (SELECT ctid AS place, seq, prio, key FROM queue WHERE grp=?1 AND seq=i.seq AND token=i.token AND state+0=1 FOR UPDATE) q),
@@ -142,7 +151,8 @@ REPLAY = """WITH q AS (INSERT INTO queue(grp, seq, prio, key, state)
     ON CONFLICT(grp, prio, key) DO UPDATE SET ready=keyq.ready+excluded.ready)
 SELECT count(*) FROM q"""
 
-# ?1 now, ?2 behind this number, ?3 up to that one: history that every group has settled and retention has passed.
+# ?1 now, ?2 behind this number, ?3 up to that one: history that every group has settled and
+# retention has passed.
 PRUNE = """WITH gone AS (DELETE FROM message m USING topic t WHERE t.id=m.topic AND m.seq>?2 AND m.seq<=?3 AND m.at<?1-t.retention
     AND NOT EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=m.topic OFFSET 0) RETURNING m.topic),
   l AS (UPDATE topic SET letters=greatest(0, topic.letters-c.n) FROM (SELECT topic, count(*) AS n FROM gone GROUP BY topic) c WHERE topic.id=c.topic)

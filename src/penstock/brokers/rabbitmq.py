@@ -1,4 +1,6 @@
-"""The RabbitMQ broker: quorum queues per group and class behind topic exchanges, confirmed publishing, a delay ladder. How a worker consumes is next door."""
+"""The RabbitMQ broker: quorum queues per group and class behind topic exchanges, confirmed
+publishing, a delay ladder. How a worker consumes is next door.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,14 @@ from penstock.ports import Capabilities, Clock, Out, Published, Stats, Subscript
 from penstock.stores.context import Context
 
 CAPS = Capabilities(
-    order_per_key="none",  # what is returned or retried is overtaken, and a key's messages may be with several workers
+    # what is returned or retried is overtaken, and a key's messages may be with several workers
+    order_per_key="none",
     strict_priority="none",
     delay="emulated",
     replay=False,  # what is acked is gone
-    bounded=False,  # `full` is answered near the limit of a queue, which does not count what is in flight: no promise
+    # `full` is answered near the limit of a queue, which does not count what is in flight: no
+    # promise
+    bounded=False,
     counts_deliveries=True,
     hold_keys=False,
     exact_stats=False,
@@ -61,7 +66,7 @@ class RabbitBroker:
         self._ladders: set[str] = set()
         self._declaring = asyncio.Lock()
 
-    # -- topology --------------------------------------------------------------------------------------------------------
+    # -- topology ----------------------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
         """Raises Unreachable and ConfigError: this is where a start fails."""
@@ -146,7 +151,7 @@ class RabbitBroker:
         with self.consuming.outage():
             await channel.close()
 
-    # -- publishing ------------------------------------------------------------------------------------------------------
+    # -- publishing --------------------------------------------------------------------------------
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         now = self.clock.now()
@@ -189,17 +194,19 @@ class RabbitBroker:
             headers,
         )
 
-    # -- receiving -------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         subscription = RabbitSubscription(self, topic, group, owner)
         self.subscriptions.add(subscription)
         return subscription
 
-    # -- looking ---------------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     async def stats(self, topic: str, group: str) -> Stats:
-        """What the queues say, and what this process itself has in hand; what others have in hand only the management API knows (`?management=`)."""
+        """What the queues say, and what this process itself has in hand; what others have in hand
+        only the management API knows (`?management=`).
+        """
         queues = [self.names.queue(topic, group, rank) for rank in ranks(topic)]
         graves = self.names.queue(topic + DEAD, "main", NORMAL)
         ready = await self._depth(queues)
@@ -230,7 +237,9 @@ class RabbitBroker:
         )
 
     async def _unacknowledged(self) -> dict[str, int]:
-        """Nothing where there is no management API, or none now: these figures are estimates with and without it."""
+        """Nothing where there is no management API, or none now: these figures are estimates with
+        and without it.
+        """
         address = self.consuming.address
         if address.management is None:
             return {}
@@ -259,8 +268,10 @@ class RabbitBroker:
         return total
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        """Taken, looked at and returned to where it was. Up to RabbitMQ 4.2 the server counts a return as a delivery:
-        this process takes that off again, another one shows one delivery too many."""
+        """Taken, looked at and returned to where it was. Up to RabbitMQ 4.2 the server counts a
+        return as a delivery: this process takes that off again, another one shows one delivery too
+        many.
+        """
         group = next(iter(self._groups.get(topic, {"main": None})))
         seen: list[Held] = []
         channel = await self._channel()
@@ -332,7 +343,9 @@ class RabbitBroker:
 
 
 def _drift(queue: str, said: str) -> str:
-    """PRECONDITION_FAILED - inequivalent arg 'x-max-length' for queue 'q' in vhost '/': received '3' but current is '5'"""
+    """PRECONDITION_FAILED - inequivalent arg 'x-max-length' for queue 'q' in vhost '/': received
+    '3' but current is '5'
+    """
     found = re.search(r"inequivalent arg '([^']+)'.*?received (.+?) but current is (.+)$", said)
     if found is None:
         return f"queue {queue}: {said}"

@@ -1,4 +1,6 @@
-"""A connection to RabbitMQ: its DSN, its life, and what its failures mean in our words. What is sent over it is decided elsewhere."""
+"""A connection to RabbitMQ: its DSN, its life, and what its failures mean in our words. What is
+sent over it is decided elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ TLS_OPTIONS = ("cafile", "capath", "certfile", "keyfile", "no_verify_ssl")
 OWN_OPTIONS = ("publish_timeout", "management")
 TROUBLE = (amqp.AMQPError, OSError, TimeoutError, RuntimeError)
 
-# Every failure is mapped where it happens; what the library would print beside that is a traceback on the user's terminal.
+# Every failure is mapped where it happens; what the library would print beside that is a traceback
+# on the user's terminal.
 logging.getLogger("aiormq").setLevel(logging.CRITICAL)
 
 
@@ -116,8 +119,10 @@ class _Transport(TransportFactory):
 
 
 class Link:
-    """One connection, made when it is first needed and again when it was lost. Publishing and consuming have one each:
-    a server short of memory stops reading from those that publish, and acks must get through all the same."""
+    """One connection, made when it is first needed and again when it was lost. Publishing and
+    consuming have one each: a server short of memory stops reading from those that publish, and
+    acks must get through all the same.
+    """
 
     def __init__(self, address: Address, name: str) -> None:
         self.address, self.name = address, name
@@ -213,7 +218,9 @@ class Link:
                 return channel
 
     async def blocked(self, patience: float) -> bool:
-        """Has the server asked us to publish nothing (memory or disk alarm), and not taken that back for this long?"""
+        """Has the server asked us to publish nothing (memory or disk alarm), and not taken that
+        back for this long?
+        """
         connection = self._connection
         if connection is None:
             return False
@@ -262,7 +269,9 @@ class Link:
 
 
 def _ours(e: asyncio.CancelledError) -> bool:
-    """Was this task cancelled? The library also answers with CancelledError whoever waits on a connection that ends."""
+    """Was this task cancelled? The library also answers with CancelledError whoever waits on a
+    connection that ends.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

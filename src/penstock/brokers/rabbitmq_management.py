@@ -1,4 +1,6 @@
-"""RabbitMQ's management API, for the one figure that AMQP does not tell: what all workers together have in flight. It may be seconds old."""
+"""RabbitMQ's management API, for the one figure that AMQP does not tell: what all workers together
+have in flight. It may be seconds old.
+"""
 
 from __future__ import annotations
 

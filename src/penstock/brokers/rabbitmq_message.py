@@ -1,4 +1,6 @@
-"""A message as RabbitMQ hands it over, whoever sent it, and the headers that are our own in it. What becomes of it is decided elsewhere."""
+"""A message as RabbitMQ hands it over, whoever sent it, and the headers that are our own in it.
+What becomes of it is decided elsewhere.
+"""
 
 from __future__ import annotations
 

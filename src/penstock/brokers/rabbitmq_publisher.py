@@ -1,4 +1,6 @@
-"""Publishing to RabbitMQ with confirmations: one long-lived channel, many messages on their way, one answer for each."""
+"""Publishing to RabbitMQ with confirmations: one long-lived channel, many messages on their way,
+one answer for each.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Publisher:
         self._flying: dict[str, asyncio.Future[None]] = {}
 
     async def send(self, letters: Sequence[Letter]) -> list[Published]:
-        """Raises StoreUnavailable where nothing was sent. `full`: the server is short of memory or disk, or a queue is at its limit."""
+        """Raises StoreUnavailable where nothing was sent. `full`: the server is short of memory or
+        disk, or a queue is at its limit.
+        """
         if not letters:
             return []
         channel = await self._open()
@@ -71,7 +75,9 @@ class Publisher:
                     async with asyncio.timeout(
                         ANSWER
                     ):  # a connection that is blocked answers nothing
-                        for name in self.names.exchanges:  # to publish where there is no exchange costs the channel and all that is on its way
+                        # to publish where there is no exchange costs the channel and all that is on
+                        # its way
+                        for name in self.names.exchanges:
                             await declare_exchange(channel, name)
                 self._channel = channel
             return channel

@@ -1,4 +1,6 @@
-"""Consuming from RabbitMQ: a bounded prefetch that is shared out fairly by class and key, given back when nobody asks, and settled in any order."""
+"""Consuming from RabbitMQ: a bounded prefetch that is shared out fairly by class and key, given
+back when nobody asks, and settled in any order.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
 from penstock.rules.shares import TURNS
 
-AHEAD = 256  # messages of a class that are looked at beyond what is asked for, so that a key with many does not hide the others
+# messages of a class that are looked at beyond what is asked for, so that a key with many does not
+# hide the others
+AHEAD = 256
 AHEAD_BYTES = 32 << 20  # and not more than this much of them
-LINGER = 0.2  # seconds that a message may lie here unasked for while others could have it; longer after each time that it came back
+# seconds that a message may lie here unasked for while others could have it; longer after each time
+# that it came back
+LINGER = 0.2
 LONGEST = 30.0  # the same where nobody else is there
 QUIET = 0.003  # seconds without an arrival after which a burst is over
 BURST = 0.2  # seconds a burst is waited for at most
@@ -52,7 +58,9 @@ class Home(Protocol):
 
 
 class RabbitSubscription:
-    """Implements ports.Subscription. A lease lasts as long as the channel it came through: `token` names that channel."""
+    """Implements ports.Subscription. A lease lasts as long as the channel it came through: `token`
+    names that channel.
+    """
 
     def __init__(self, broker: Home, topic: str, group: str, owner: str) -> None:
         self.broker, self.topic, self.group, self.owner = broker, topic, group, owner
@@ -105,7 +113,7 @@ class RabbitSubscription:
     def in_flight(self) -> int:
         return len(self._out) if self.alive else 0
 
-    # -- receiving -------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     async def receive(
         self, limit: int, wait: float, *, per_key: int | None = None
@@ -211,7 +219,9 @@ class RabbitSubscription:
         self._consumers[rank].append((tag, prefetch))
 
     def _cancelled(self, channel: Channel, _: Any) -> None:
-        """The server ended a consumer (its queue was deleted, or moved): begin again with a new channel."""
+        """The server ended a consumer (its queue was deleted, or moved): begin again with a new
+        channel.
+        """
         self._spawn(partial(self._hang_up, channel))
 
     async def _hang_up(self, channel: Channel) -> None:
@@ -252,7 +262,9 @@ class RabbitSubscription:
         self._wake.set()
 
     async def _pass_on(self, held: Held) -> None:
-        """Not for now: once more into the ladder, or out again with an id; the copy first, then the ack."""
+        """Not for now: once more into the ladder, or out again with an id; the copy first, then the
+        ack.
+        """
         epoch, letter = self._epoch, self._letter(held, due=held.due, count=held.deliveries - 1)
         while epoch == self._epoch and self.alive:
             try:
@@ -311,7 +323,7 @@ class RabbitSubscription:
             position=self._position(held), token=self._epoch, deliveries=held.deliveries,
         )  # fmt: skip
 
-    # -- giving back -----------------------------------------------------------------------------------------------------
+    # -- giving back -------------------------------------------------------------------------------
 
     async def _hold_back(self) -> None:
         """What lies here is large: no more of it until it is asked for."""
@@ -328,7 +340,9 @@ class RabbitSubscription:
                         consumers.pop()
 
     async def _look_after(self) -> None:
-        """What lies here unasked for goes to others, if there are any; if not, it is as well off here, and not counted once more."""
+        """What lies here unasked for goes to others, if there are any; if not, it is as well off
+        here, and not counted once more.
+        """
         self._watch = None
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -363,7 +377,9 @@ class RabbitSubscription:
         return False
 
     async def _stand_down(self) -> None:
-        """It goes back to where it was in the queue; up to RabbitMQ 4.2 the server counts that as a delivery."""
+        """It goes back to where it was in the queue; up to RabbitMQ 4.2 the server counts that as a
+        delivery.
+        """
         async with self._gate:
             channel = self._channel
             if not self.alive or channel is None:
@@ -384,7 +400,9 @@ class RabbitSubscription:
                     self._buffered = self._bytes = 0
                     for tag in sorted(back):
                         await channel.basic_nack(tag, requeue=True, wait=False)
-                    for tag in back:  # not before the last of them is sent: an ack of all up to a tag must never reach one that goes back
+                    # not before the last of them is sent: an ack of all up to a tag must never
+                    # reach one that goes back
+                    for tag in back:
                         del self._tags[tag]
             if back:
                 self._ahead = self._ahead // 2 if self._ahead > 8 else 0
@@ -395,10 +413,12 @@ class RabbitSubscription:
             timer.cancel()
         self._soon.clear()
 
-    # -- settling --------------------------------------------------------------------------------------------------------
+    # -- settling ----------------------------------------------------------------------------------
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        """Copies first (retry, release, dead letter), then the acks; where a copy is not confirmed nothing is acked, and all of it stays ours."""
+        """Copies first (retry, release, dead letter), then the acks; where a copy is not confirmed
+        nothing is acked, and all of it stays ours.
+        """
         answers: list[bool] = []
         mine: list[tuple[Delivery, Held]] = []
         copies: list[Letter] = []
@@ -479,7 +499,9 @@ class RabbitSubscription:
             )
 
     async def _ack(self, tags: Sequence[int]) -> None:
-        """Returns when the server has them: an ack has no answer of its own, but what is asked after it on the same channel is answered after it."""
+        """Returns when the server has them: an ack has no answer of its own, but what is asked
+        after it on the same channel is answered after it.
+        """
         channel, wanted, upto = self._channel, set(tags), 0
         if channel is None:
             raise StoreUnavailable("the connection to RabbitMQ was lost")
@@ -516,7 +538,7 @@ class RabbitSubscription:
     async def hold(self, until: Mapping[str, float]) -> None:
         """RabbitMQ cannot keep a key back (caps.hold_keys)."""
 
-    # -- the end ---------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._quietly(work))

@@ -1,9 +1,12 @@
-"""What Penstock declares on RabbitMQ: names, routing keys, the delay ladder and the arguments of every queue, as values. Nothing is sent from here.
+"""What Penstock declares on RabbitMQ: names, routing keys, the delay ladder and the arguments of
+every queue, as values. Nothing is sent from here.
 
-Three topic exchanges per namespace. `<ns>` takes what is published, with routing keys by stage, class and target: `requests.normal.shop.example`.
-`<ns>.delay` takes what must wait, the level first: `5s.requests.normal.shop.example`. A level's queue has one time to live for all that is in it,
-so what is due first is at its head and nothing waits behind another's delay; what has expired goes to `<ns>.due`, and from there to the queues that
-it was meant for. A message for one group only (a retry) has `normal@main` in the place of `normal`.
+Three topic exchanges per namespace. `<ns>` takes what is published, with routing keys by stage,
+class and target: `requests.normal.shop.example`. `<ns>.delay` takes what must wait, the level
+first: `5s.requests.normal.shop.example`. A level's queue has one time to live for all that is in
+it, so what is due first is at its head and nothing waits behind another's delay; what has expired
+goes to `<ns>.due`, and from there to the queues that it was meant for. A message for one group only
+(a retry) has `normal@main` in the place of `normal`.
 """
 
 from __future__ import annotations
@@ -29,14 +32,16 @@ LEVELS = (
     (21600.0, "6h"),
 )
 DEAD = ".dead"
-# A back-stop far away: the ledger judges poison by its own starts, and up to 4.2 the server counts every return, innocent ones too.
+# A back-stop far away: the ledger judges poison by its own starts, and up to 4.2 the server counts
+# every return, innocent ones too.
 DELIVERY_LIMIT = 10_000
 DEAD_KEPT = (
     14 * 86400.0
 )  # seconds; the letters themselves are in the ledger, these are copies for other tools
 MAX_ROUTING_KEY = 255  # bytes, by the protocol
 QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
-# Both are needed for a dead-lettering that loses nothing (the source is told when the target has it), and it exists since 3.10.
+# Both are needed for a dead-lettering that loses nothing (the source is told when the target has
+# it), and it exists since 3.10.
 SAFELY: dict[str, Any] = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
 
 
@@ -47,7 +52,9 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 def word(name: str) -> str:
-    """A name as one word of a routing key: dots separate words there, and `*` and `#` stand for any."""
+    """A name as one word of a routing key: dots separate words there, and `*` and `#` stand for
+    any.
+    """
     return re.sub(r"[^A-Za-z0-9_:-]", lambda m: ":" if m[0] == "." else f"%{ord(m[0]):02X}", name)
 
 
@@ -62,7 +69,9 @@ def rank_of(topic: str, priority: int) -> int:
 
 
 def level_for(seconds: float) -> str | None:
-    """The longest level that does not last (noticeably) longer than this; None: too short for any, to be waited for in memory."""
+    """The longest level that does not last (noticeably) longer than this; None: too short for any,
+    to be waited for in memory.
+    """
     bearable = seconds * 1.01 + 0.05
     fitting = [name for length, name in LEVELS if length <= bearable]
     return fitting[-1] if fitting else None
@@ -142,7 +151,9 @@ class Names:
                 yield Queue(self.queue(spec.name, group, rank), arguments, bindings)
 
     def ladder(self, topic: str) -> Iterator[Queue]:
-        """The queues that nobody consumes: what is in them comes out at the other end when its time is over."""
+        """The queues that nobody consumes: what is in them comes out at the other end when its time
+        is over.
+        """
         for length, level in LEVELS:
             arguments = {
                 **QUORUM,

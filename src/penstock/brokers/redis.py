@@ -1,8 +1,10 @@
-"""Redis Streams as a broker: leases, fencing, delays, priorities, order and fairness between keys; each call is one script. The Lua is in redis_scripts.
+"""Redis Streams as a broker: leases, fencing, delays, priorities, order and fairness between keys;
+each call is one script. The Lua is in redis_scripts.
 
-`ok` is as safe as the server's `appendfsync`: with `always` nothing is lost; with `everysec` a kill or a power cut may take the last second or two, since
-Redis answers before it writes while a sync is under way.
-A lease is the idle time of an entry in the group's pending list, by the server's clock; the members of a group have one length of it.
+`ok` is as safe as the server's `appendfsync`: with `always` nothing is lost; with `everysec` a kill
+or a power cut may take the last second or two, since Redis answers before it writes while a sync is
+under way. A lease is the idle time of an entry in the group's pending list, by the server's clock;
+the members of a group have one length of it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from penstock.stores.redis import Argument, Lost, Server
 
 CLASSES = ("high", "normal", "low")
 EPOCH = 1_577_836_800_000  # positions count from 2020, so that they fit 63 bits for a long time
-LOOK = 1.0  # seconds; a publish wakes a waiting receiver at once, what others give back is noticed by asking
+# seconds; a publish wakes a waiting receiver at once, what others give back is noticed by asking
+LOOK = 1.0
 SORTING = 20  # thousands that one look at the figures sorts at most; beyond it they are not exact
 CAPS = Capabilities(
     order_per_key="emulated",
@@ -114,7 +117,7 @@ class RedisBroker:
                 )
         return drift
 
-    # -- publishing ------------------------------------------------------------------------------------------------------
+    # -- publishing --------------------------------------------------------------------------------
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         if not batch:
@@ -157,7 +160,7 @@ class RedisBroker:
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         return RedisSubscription(self, topic, group, owner, lease)
 
-    # -- looking ---------------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     async def stats(self, topic: str, group: str) -> Stats:
         for _ in range(
@@ -334,7 +337,9 @@ class RedisSubscription:
 
 
 def open_broker(url: str, context: Context) -> RedisBroker:
-    """No I/O: the server is asked by `ensure`. Our keys never expire, so only a server that evicts any key is a danger to them."""
+    """No I/O: the server is asked by `ensure`. Our keys never expire, so only a server that evicts
+    any key is a danger to them.
+    """
     return RedisBroker(
         Server(url, evictable=False), context.config.namespace or "penstock", context.clock
     )

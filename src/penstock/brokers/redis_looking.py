@@ -1,4 +1,6 @@
-"""The Lua for looking at topics of the Redis broker, and for what people do to them: figures, peek, purge, replay. The names are told in redis_scripts."""
+"""The Lua for looking at topics of the Redis broker, and for what people do to them: figures, peek,
+purge, replay. The names are told in redis_scripts.
+"""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
-"""The Lua of the Redis broker: every change to a topic is one script, so it happens whole or not at all. Looking is in redis_looking.
+"""The Lua of the Redis broker: every change to a topic is one script, so it happens whole or not at
+all. Looking is in redis_looking.
 
-Names, all under one hash tag, `{shop.requests}` for topic `requests` of `shop` (its dead letters: `{shop.requests}.dead`):
+Names, all under one hash tag, `{shop.requests}` for topic `requests` of `shop` (its dead letters:
+`{shop.requests}.dead`):
 
-    BASE                    hash: the topic's settings
-    BASE:high|normal|low    the streams, with a consumer group per group; what is in a group's pending list is in flight
-    BASE:GROUP              hash: the group's counters
-    BASE:GROUP:CLASS:live   sorted set: entries that were read and are not finished, by time
-    BASE:GROUP:CLASS:keys   sorted set: keys with work, by when they may be (or were last) served; +inf: an ordered key of which one is out
-    BASE:GROUP:CLASS:k:KEY  list: entries of a key that are ready
-    BASE:GROUP:CLASS:due    sorted set: delayed entries, by when they are due
-    BASE:GROUP:CLASS:out    hash: entry -> token and key of the delivery that is out
+    BASE                    hash: the topic's settings BASE:high|normal|low    the streams, with a
+    consumer group per group; what is in a group's pending list is in flight BASE:GROUP
+    hash: the group's counters BASE:GROUP:CLASS:live   sorted set: entries that were read and are
+    not finished, by time BASE:GROUP:CLASS:keys   sorted set: keys with work, by when they may be
+    (or were last) served; +inf: an ordered key of which one is out BASE:GROUP:CLASS:k:KEY  list:
+    entries of a key that are ready BASE:GROUP:CLASS:due    sorted set: delayed entries, by when
+    they are due BASE:GROUP:CLASS:out    hash: entry -> token and key of the delivery that is out
     BASE:GROUP:CLASS:n      hash: entry -> deliveries so far, of those that are not out
 
-A stream hands out in its own order, so one busy host would stop all others. Hence new entries are read ahead (NOACK) and sorted by key;
-handing out is XCLAIM with FORCE into the pending list of whoever asked, and XAUTOCLAIM finds what a dead one left behind.
+A stream hands out in its own order, so one busy host would stop all others. Hence new entries are
+read ahead (NOACK) and sorted by key; handing out is XCLAIM with FORCE into the pending list of
+whoever asked, and XAUTOCLAIM finds what a dead one left behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Brokers that lie apart from the ledger's store: what the books decide is noted in their transaction, and told to the brokers after it."""
+"""Brokers that lie apart from the ledger's store: what the books decide is noted in their
+transaction, and told to the brokers after it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class After(msgspec.Struct):
 
 
 class Relay:
-    """The books' side of brokers apart. Publishing and settling repeat until they are heard; what we die with is made up for when the message comes back."""
+    """The books' side of brokers apart. Publishing and settling repeat until they are heard; what
+    we die with is made up for when the message comes back.
+    """
 
     apart = True
 
@@ -84,7 +88,7 @@ class Relay:
     def brokers(self) -> list[Broker]:
         return list({id(b): b for b in self._carriers.values()}.values())
 
-    # -- life ----------------------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
         drift: list[str] = []
@@ -96,7 +100,7 @@ class Relay:
         for broker in self.brokers:
             await broker.close()
 
-    # -- in the books' transaction ---------------------------------------------------------------------------------------------
+    # -- in the books' transaction -----------------------------------------------------------------
 
     @contextlib.contextmanager
     def collecting(self, tx: Any) -> Iterator[After]:
@@ -176,7 +180,9 @@ class Relay:
         tx.execute("DELETE FROM member WHERE worker=?", (worker,))
 
     def reclaim_in(self, tx: Any, owner: str) -> list[str]:
-        """A worker known to be gone. What it held comes back from the broker, which knows nothing of our locks."""
+        """A worker known to be gone. What it held comes back from the broker, which knows nothing
+        of our locks.
+        """
         self.leave_in(tx, owner)
         return []
 
@@ -209,7 +215,9 @@ class Relay:
         }
 
     def oldest_in(self, tx: Any, limit: int) -> float | None:
-        """When the oldest message that is due and unconfirmed was; those in the broker's hands are in its own figures."""
+        """When the oldest message that is due and unconfirmed was; those in the broker's hands are
+        in its own figures.
+        """
         found: float | None = tx.execute(
             "SELECT min(due) FROM outgoing WHERE due<=?", (self.clock.now(),)
         ).get
@@ -266,17 +274,21 @@ class Relay:
     def wake(self, topics: Iterable[str]) -> None:
         """The brokers wake their own receivers."""
 
-    # -- after the commit --------------------------------------------------------------------------------------------------------
+    # -- after the commit --------------------------------------------------------------------------
 
     async def follow_up(self, after: After) -> None:
-        """Publish, then settle. Neither can undo what is in the books: what fails here is repeated by `tick`, by us or by another."""
+        """Publish, then settle. Neither can undo what is in the books: what fails here is repeated
+        by `tick`, by us or by another.
+        """
         self._published.difference_update(after.sent)
         if after.outs:
             await self._publish(after.outs)
         await self._settle(after.settles)
 
     async def _settle(self, items: Iterable[tuple[Delivery, Outcome]]) -> None:
-        """What the broker does not hear now it is told again: where a lease ends only with the connection, nothing would come back as long as we live."""
+        """What the broker does not hear now it is told again: where a lease ends only with the
+        connection, nothing would come back as long as we live.
+        """
         groups: dict[tuple[str, str], list[tuple[Delivery, Outcome]]] = defaultdict(list)
         for d, outcome in items:
             groups[d.topic, d.group].append((d, outcome))
@@ -392,7 +404,7 @@ class Relay:
         after = await self.store.write(work, durable=False)
         self._published.difference_update(after.sent)
 
-    # -- receiving -----------------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         made = RelayedSubscription(

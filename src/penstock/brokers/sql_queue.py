@@ -1,4 +1,6 @@
-"""What the brokers in SQL have in common: what they promise, how they are looked at, the subscription. How messages are handed out is each one's own."""
+"""What the brokers in SQL have in common: what they promise, how they are looked at, the
+subscription. How messages are handed out is each one's own.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class SqlQueue(ABC):
-    """Methods that end in `_in` run inside a caller's transaction (the books'); those that are missing here are written in each database's own SQL."""
+    """Methods that end in `_in` run inside a caller's transaction (the books'); those that are
+    missing here are written in each database's own SQL.
+    """
 
     caps = CAPS
     apart = False  # its messages lie in the ledger's own store
@@ -70,13 +74,15 @@ class SqlQueue(ABC):
         return {name for (name,) in tx.execute("SELECT name FROM topic")}.issuperset(names)
 
     def _forget_after_rollback(self) -> None:
-        """Topics and groups are remembered; a transaction that was rolled back may have made one, and its number may then go to another."""
+        """Topics and groups are remembered; a transaction that was rolled back may have made one,
+        and its number may then go to another.
+        """
         if self._rollbacks != self.db.rollbacks:
             self._rollbacks = self.db.rollbacks
             self._topics.clear()
             self._groups.clear()
 
-    # -- looking ---------------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     async def stats(self, topic: str, group: str) -> Stats:
         return await self.db.read(lambda tx: self.stats_in(tx, topic, group))
@@ -149,7 +155,7 @@ class SqlQueue(ABC):
             ),
         )
 
-    # -- changing --------------------------------------------------------------------------------------------------------
+    # -- changing ----------------------------------------------------------------------------------
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         answers = await self.db.write(lambda tx: self.publish_in(tx, batch))
@@ -167,7 +173,7 @@ class SqlQueue(ABC):
         self.wake([topic])
         return n
 
-    # -- each database's own -----------------------------------------------------------------------------------------------
+    # -- each database's own -----------------------------------------------------------------------
 
     @abstractmethod
     def wake(self, topics: Iterable[str]) -> None: ...

@@ -1,4 +1,6 @@
-"""The embedded broker: topics, groups, leases with fencing, delays, priorities and fairness between keys, in one SQLite file."""
+"""The embedded broker: topics, groups, leases with fencing, delays, priorities and fairness between
+keys, in one SQLite file.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ POLL = 0.1  # other processes are noticed by asking; our own publishes wake us a
 
 
 class SqliteBroker(SqlQueue):
-    """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the books')."""
+    """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the
+    books').
+    """
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self.db: Database = db
@@ -55,7 +59,7 @@ class SqliteBroker(SqlQueue):
             int
         )  # handed out so far, by group: whose turn it is
 
-    # -- topology --------------------------------------------------------------------------------------------------------
+    # -- topology ----------------------------------------------------------------------------------
 
     def ensure_in(self, tx: Tx, topology: Sequence[TopicSpec]) -> list[str]:
         drift = []
@@ -116,7 +120,7 @@ class SqliteBroker(SqlQueue):
             known = self._groups[topic, group] = Group(row[0], t, bool(row[1]))
         return known
 
-    # -- publishing ------------------------------------------------------------------------------------------------------
+    # -- publishing --------------------------------------------------------------------------------
 
     def place_in(self, tx: Tx, batch: Sequence[Out]) -> list[tuple[Published, int]]:
         answers: list[tuple[Published, int]] = []
@@ -187,7 +191,9 @@ class SqliteBroker(SqlQueue):
 
     def _add_ready(self, tx: Tx, keys: Mapping[tuple[int, int, str], int]) -> None:
         if keys:
-            now = self.clock.now()  # a new key queues up behind those that wait already, or a stream of new ones would starve them
+            # a new key queues up behind those that wait already, or a stream of new ones would
+            # starve them
+            now = self.clock.now()
             tx.executemany(
                 "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,?,?) ON CONFLICT DO UPDATE SET ready=ready+excluded.ready",
                 [(g, p, k, n, now) for (g, p, k), n in keys.items()],
@@ -199,7 +205,7 @@ class SqliteBroker(SqlQueue):
             for event in self._wakes.get(topic, ()):
                 event.set()
 
-    # -- receiving -------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         return SqliteSubscription(self, topic, group, owner, lease)
@@ -260,7 +266,9 @@ class SqliteBroker(SqlQueue):
                 " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 ORDER BY q.seq LIMIT ?",
                 (g.id, prio, key, n),
             ).fetchall()
-        picked.sort()  # neighbours in time are neighbours in every table: those begun together touch few of its pages
+        # neighbours in time are neighbours in every table: those begun together touch few of its
+        # pages
+        picked.sort()
         token = tx.execute("UPDATE token SET n=n+1 RETURNING n").get
         tx.execute(
             "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq IN (SELECT value FROM json_each(?))",
@@ -301,7 +309,9 @@ class SqliteBroker(SqlQueue):
         now: float,
         allotted: dict[tuple[int, str], int],
     ) -> int:
-        """How many of each key are handed out: in turns, beginning with the one that waits longest. Returns their sum."""
+        """How many of each key are handed out: in turns, beginning with the one that waits longest.
+        Returns their sum.
+        """
         known = sum(
             p == prio for p, _ in allotted
         )  # keys that gave what they had in the first round must not take the places of others
@@ -327,7 +337,8 @@ class SqliteBroker(SqlQueue):
     def _bring_back(self, tx: Tx, g: Group, now: float) -> None:
         """What is due: delays that ended and leases that ran out."""
         for state, counter in ((DELAYED, "delayed"), (LEASED, "leased")):
-            # The state is part of the text: a partial index serves only a query that repeats its condition.
+            # The state is part of the text: a partial index serves only a query that repeats its
+            # condition.
             rows = tx.execute(
                 f"SELECT seq, prio, key, deliveries FROM queue WHERE grp=? AND state={state} AND at<=? ORDER BY at LIMIT 1000",
                 (g.id, now),
@@ -346,7 +357,9 @@ class SqliteBroker(SqlQueue):
         for _, prio, key, _ in rows:
             keys[g.id, prio, key] += 1
         self._add_ready(tx, keys)
-        if g.ordered:  # only by what was handed out: a message that merely waited for its time must not set free a key of which another is out
+        # only by what was handed out: a message that merely waited for its time must not set free a
+        # key of which another is out
+        if g.ordered:
             self._unlock(tx, [(g.id, prio, key) for _, prio, key, deliveries in rows if deliveries])
         tx.execute(
             f"UPDATE grp SET ready=ready+?1, {counter}={counter}-?1 WHERE id=?2", (len(rows), g.id)
@@ -401,7 +414,7 @@ class SqliteBroker(SqlQueue):
             lots[d.token][1].append(d.position)
         return lots
 
-    # -- settling --------------------------------------------------------------------------------------------------------
+    # -- settling ----------------------------------------------------------------------------------
 
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
         if all(type(outcome) is Ack for _, outcome in items) and self._ack(
@@ -502,7 +515,7 @@ class SqliteBroker(SqlQueue):
             )
         return True
 
-    # -- looking ---------------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
         row = tx.execute(
@@ -586,7 +599,9 @@ class SqliteBroker(SqlQueue):
         return tx.changes() == 1
 
     def running_in(self, tx: Tx, limit: int) -> dict[str, int]:
-        """How many deliveries each worker holds, looking at `limit` of a group; there are never more than the fleet's windows together."""
+        """How many deliveries each worker holds, looking at `limit` of a group; there are never
+        more than the fleet's windows together.
+        """
         held: Counter[str] = Counter()
         for (group,) in tx.execute("SELECT id FROM grp WHERE leased>0").fetchall():
             held.update(
@@ -603,7 +618,9 @@ class SqliteBroker(SqlQueue):
         return [id_ for (id_,) in tx.execute(leased, (limit,))]
 
     def oldest_in(self, tx: Tx, limit: int) -> float | None:
-        """When the oldest message that is ready or leased was queued; behind more than `limit` delayed ones, the oldest of these."""
+        """When the oldest message that is ready or leased was queued; behind more than `limit`
+        delayed ones, the oldest of these.
+        """
         found: float | None = None
         for (group,) in tx.execute(
             "SELECT g.id FROM grp g JOIN topic t ON t.id=g.topic WHERE g.name='main' AND g.ready+g.leased>0"
@@ -623,7 +640,7 @@ class SqliteBroker(SqlQueue):
                 found = at
         return found
 
-    # -- history ---------------------------------------------------------------------------------------------------------
+    # -- history -----------------------------------------------------------------------------------
 
     def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int:
         g = self._group(tx, topic, group)

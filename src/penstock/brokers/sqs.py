@@ -1,8 +1,10 @@
-"""Amazon SQS, or a server that speaks its protocol, as a broker: standard queues, made, filled, looked at and emptied. Receiving is in sqs_subscription.
+"""Amazon SQS, or a server that speaks its protocol, as a broker: standard queues, made, filled,
+looked at and emptied. Receiving is in sqs_subscription.
 
-SQS has no groups, no priorities and no order. A group has a queue for each priority class, publishing sends to the queues of every
-group, and classes are asked for in turn. Its count of receives also counts what was given back or merely looked at, so it is not
-passed on: the ledger counts. What cannot be had at all is in CAPS.
+SQS has no groups, no priorities and no order. A group has a queue for each priority class,
+publishing sends to the queues of every group, and classes are asked for in turn. Its count of
+receives also counts what was given back or merely looked at, so it is not passed on: the ledger
+counts. What cannot be had at all is in CAPS.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class SqsBroker:
         self._seq = 0
         self._gate = asyncio.Semaphore(AT_ONCE)
 
-    # -- the connection ----------------------------------------------------------------------------------------------------------
+    # -- the connection ----------------------------------------------------------------------------
 
     async def _connect(self) -> Any:
         async with self._connecting:
@@ -100,7 +102,9 @@ class SqsBroker:
         return self._client
 
     async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """One request. Raises StoreUnavailable and its kinds (Gone, NotSent, Rejected), and nothing else."""
+        """One request. Raises StoreUnavailable and its kinds (Gone, NotSent, Rejected), and nothing
+        else.
+        """
         try:
             client = self._client or await self._connect()
             answer: dict[str, Any] = await getattr(client, operation)(**arguments)
@@ -125,7 +129,9 @@ class SqsBroker:
     async def each(
         self, where: Where, operation: str, entries: Sequence[dict[str, Any]]
     ) -> list[bool | None]:
-        """A request for many receipts of a queue, by tens. True: done. False: refused for good. None: not known."""
+        """A request for many receipts of a queue, by tens. True: done. False: refused for good.
+        None: not known.
+        """
         done: list[bool | None] = [None] * len(entries)
 
         async def ten(start: int) -> None:
@@ -154,7 +160,7 @@ class SqsBroker:
         self._client = None
         await self._stack.aclose()
 
-    # -- topology ----------------------------------------------------------------------------------------------------------------
+    # -- topology ----------------------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
         """Raises ConfigError or Unreachable where SQS cannot be used at all."""
@@ -251,7 +257,9 @@ class SqsBroker:
         return str(answer["QueueUrl"])
 
     async def _groups_of(self, topic: str) -> list[str]:
-        """Every group that has queues, whoever made them: one that another process reads must not miss anything."""
+        """Every group that has queues, whoever made them: one that another process reads must not
+        miss anything.
+        """
         now = asyncio.get_running_loop().time()
         if now >= self._looked.get(topic, -math.inf) + GROUPS_KNOWN:
             self._looked[topic] = now
@@ -267,10 +275,12 @@ class SqsBroker:
                     self._groups[topic].setdefault(group, group)
         return list(self._groups[topic].values())
 
-    # -- publishing --------------------------------------------------------------------------------------------------------------
+    # -- publishing --------------------------------------------------------------------------------
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
-        """Raises StoreUnavailable where nothing was sent for certain; in any other trouble, `unknown`."""
+        """Raises StoreUnavailable where nothing was sent for certain; in any other trouble,
+        `unknown`.
+        """
         targets = {t: await self._groups_of(t) or ["main"] for t in {m.topic for m in batch}}
         return await self.send([(m, [_queue(m, g) for g in targets[m.topic]]) for m in batch])
 
@@ -341,7 +351,7 @@ class SqsBroker:
                 results[int(failed["Id"])] = Published.FAILED
         return results, None
 
-    # -- receiving ---------------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> SqsSubscription:
         sub = SqsSubscription(self, topic, group, lease)
@@ -352,7 +362,7 @@ class SqsBroker:
         if sub in self._subscriptions:
             self._subscriptions.remove(sub)
 
-    # -- looking -----------------------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     async def _counts(self, where: Where) -> tuple[int, int, int]:
         """Ready, delayed, in flight; a retry that waits for its time is in flight to SQS."""
@@ -384,8 +394,10 @@ class SqsBroker:
         )
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        """SQS shows only what it hands out, so this takes some and gives it back in the same request: a sample, sorted by age.
-        Nothing is hidden from workers by it; SQS itself counts a receive, of which there may be `max_receives`."""
+        """SQS shows only what it hands out, so this takes some and gives it back in the same
+        request: a sample, sorted by age. Nothing is hidden from workers by it; SQS itself counts a
+        receive, of which there may be `max_receives`.
+        """
         groups = await self._groups_of(topic)
         seen: dict[str, tuple[int, Out]] = {}
         for where in wire.lanes(topic, "main" if "main" in groups or not groups else groups[0]):
@@ -417,7 +429,9 @@ class SqsBroker:
         return [out for _, out in sorted(seen.values(), key=lambda found: found[0])[:limit]]
 
     async def purge(self, topic: str) -> int:
-        """What is in flight goes as well. On AWS this takes a minute, in which new messages might be removed too, so it waits for that."""
+        """What is in flight goes as well. On AWS this takes a minute, in which new messages might
+        be removed too, so it waits for that.
+        """
         queues = [w for g in await self._groups_of(topic) or ["main"] for w in wire.lanes(topic, g)]
         found = [(w, await self._counts(w)) for w in queues if await self._find(w) is not None]
         for where, _ in found:

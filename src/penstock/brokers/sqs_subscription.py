@@ -1,4 +1,6 @@
-"""Receiving from SQS: classes in turn, long polls for those that are empty, leases that are also known here, and settling."""
+"""Receiving from SQS: classes in turn, long polls for those that are empty, leases that are also
+known here, and settling.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class _Held(msgspec.Struct):
 
 
 class _Lane(msgspec.Struct):
-    """One class. While it is wet it is asked on demand; once it gave less than it was asked for, a long poll watches it."""
+    """One class. While it is wet it is asked on demand; once it gave less than it was asked for, a
+    long poll watches it.
+    """
 
     where: Where
     wet: bool = True
@@ -67,7 +71,9 @@ class _Lane(msgspec.Struct):
 
 
 class SqsSubscription:
-    """Implements ports.Subscription. No poll is ever cancelled on the way: what SQS had handed out to it would be hidden for a whole lease."""
+    """Implements ports.Subscription. No poll is ever cancelled on the way: what SQS had handed out
+    to it would be hidden for a whole lease.
+    """
 
     def __init__(self, broker: Queues, topic: str, group: str, lease: float) -> None:
         self.broker, self.topic, self.group, self.lease = broker, topic, group, lease
@@ -84,7 +90,7 @@ class SqsSubscription:
         self._tidy: asyncio.TimerHandle | None = None
         self._swept = 0.0
 
-    # -- receiving ---------------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     async def receive(
         self, limit: int, wait: float, *, per_key: int | None = None
@@ -169,7 +175,9 @@ class SqsSubscription:
         return dict(enumerate(shares(self._places, limit)))
 
     async def _fetch(self, plan: Iterable[tuple[_Lane, int]]) -> int:
-        """Ask for what is there now, with as many polls as the queue could answer lately. Returns how many came."""
+        """Ask for what is there now, with as many polls as the queue could answer lately. Returns
+        how many came.
+        """
         asked: list[tuple[_Lane, int, list[asyncio.Task[int]]]] = []
         for lane, want in plan:
             want = min(want, lane.width * BATCH)
@@ -234,7 +242,9 @@ class SqsSubscription:
             )
 
     def _sure(self, lease: float) -> float:
-        """A lease ends here a little before it ends there: a receipt that is another's already may be accepted by AWS."""
+        """A lease ends here a little before it ends there: a receipt that is another's already may
+        be accepted by AWS.
+        """
         return lease - min(1.0, 0.05 * lease)
 
     def _watch(self, lanes: Iterable[_Lane], limit: int) -> None:
@@ -252,7 +262,7 @@ class SqsSubscription:
             self._trouble = e
         self._landed.set()  # also for nothing: whoever waits asks again
 
-    # -- what is here and nobody has -------------------------------------------------------------------------------------------------
+    # -- what is here and nobody has ---------------------------------------------------------------
 
     def _stay(self) -> None:
         if self._tidy is not None:
@@ -260,7 +270,9 @@ class SqsSubscription:
             self._tidy = None
 
     def _leave(self) -> None:
-        """What is left over, or comes in from a long poll, is kept for the next call, but not for long."""
+        """What is left over, or comes in from a long poll, is kept for the next call, but not for
+        long.
+        """
         self._stay()
         self._tidy = asyncio.get_running_loop().call_later(
             min(SITTING, self.lease / 4), self._give_back
@@ -312,14 +324,16 @@ class SqsSubscription:
         for task in self._tasks:
             task.cancel()
 
-    # -- settling ----------------------------------------------------------------------------------------------------------------
+    # -- settling ----------------------------------------------------------------------------------
 
     def holds(self, delivery: Delivery) -> bool:
         held = self._out.get(delivery.token)
         return held is not None and held.until > asyncio.get_running_loop().time()
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        """Raises StoreUnavailable where it is not known for some; then the whole may be settled again."""
+        """Raises StoreUnavailable where it is not known for some; then the whole may be settled
+        again.
+        """
         now = asyncio.get_running_loop().time()
         answers: list[bool | None] = [False] * len(items)
         mine: dict[int, _Held] = {}

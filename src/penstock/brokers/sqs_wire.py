@@ -1,4 +1,6 @@
-"""What SQS is told and what it tells: its DSN, names of queues, messages as text, and its errors in our words. No connection is kept here."""
+"""What SQS is told and what it tells: its DSN, names of queues, messages as text, and its errors in
+our words. No connection is kept here.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ EXPANDED = 64 << 20  # and none is larger than that
 EXAMPLE = "sqs://?region=eu-west-1, or sqs://key:secret@localhost:9324/?tls=false for a server of your own"
 
 
-# -- the DSN -------------------------------------------------------------------------------------------------------------------
+# -- the DSN ---------------------------------------------------------------------------------------
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +122,7 @@ def _number(url: str, options: dict[str, str], name: str, default: int, low: int
     return int(text)
 
 
-# -- names ---------------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 class Where(msgspec.Struct, frozen=True):
@@ -145,7 +147,9 @@ def dead_queue(topic: str) -> Where:
 
 
 def queue_name(prefix: str, where: Where) -> str:
-    """`shop-requests-main`, `shop-requests-main-high`: at most 80 of the characters SQS takes, and never the same for two."""
+    """`shop-requests-main`, `shop-requests-main-high`: at most 80 of the characters SQS takes, and
+    never the same for two.
+    """
     return (
         topic_prefix(prefix, where.topic)
         + group_name(where.group)
@@ -188,11 +192,13 @@ def _short(text: str, most: int) -> str:
     )
 
 
-# -- messages ------------------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 class Note(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What a message is, apart from its body; travels in an attribute, so that a body which is text stays readable."""
+    """What a message is, apart from its body; travels in an attribute, so that a body which is text
+    stays readable.
+    """
 
     id: str
     key: str = ""
@@ -253,7 +259,9 @@ def _text(body: bytes) -> tuple[str, str]:
 
 
 def unpack(message: dict[str, Any]) -> tuple[Note, bytes]:
-    """Never raises: what is not ours is handed out as it is, and whoever reads it finds that it is no envelope."""
+    """Never raises: what is not ours is handed out as it is, and whoever reads it finds that it is
+    no envelope.
+    """
     text: str = message.get("Body", "")
     try:
         note = _note(message["MessageAttributes"][NOTE]["StringValue"])
@@ -282,7 +290,7 @@ def position(message_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(message_id.encode(), digest_size=8).digest(), "big") >> 1
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 _GONE = ("NonExistentQueue", "QueueDoesNotExist")
 _REFUSED = (
@@ -334,7 +342,9 @@ def code_of(e: ClientError) -> str:
 
 
 def stale(failed: dict[str, Any]) -> bool:
-    """Is this entry of a batch refused for good (the receipt is another's, or the message is gone), or may it be tried again?"""
+    """Is this entry of a batch refused for good (the receipt is another's, or the message is gone),
+    or may it be tried again?
+    """
     return (
         bool(failed.get("SenderFault")) or str(failed.get("Code", "")).rpartition(".")[2] in _STALE
     )
@@ -348,7 +358,8 @@ def outage(e: Exception, place: Place) -> StoreUnavailable:
         if code in _GONE:
             return Gone(said)
         return StoreUnavailable(said) if status >= 500 or code in _BUSY else Rejected(said)
-    # Nobody to connect to proves nothing: this may be the client's third try, and its first may have arrived.
+    # Nobody to connect to proves nothing: this may be the client's third try, and its first may
+    # have arrived.
     kind = NotSent if isinstance(e, NoCredentialsError) else StoreUnavailable
     return kind(f"{place.shown} cannot be reached: {e}")
 
@@ -411,7 +422,10 @@ def _refusal(e: ClientError, place: Place) -> PenstockError:
             hint="log in again (aws sso login), or renew AWS_SESSION_TOKEN",
         )
     if code in _DENIED:
-        actions = "sqs:GetQueueUrl, CreateQueue, ListQueues, GetQueueAttributes, SendMessage, ReceiveMessage, ChangeMessageVisibility, DeleteMessage, PurgeQueue"
+        actions = (
+            "sqs:GetQueueUrl, CreateQueue, ListQueues, GetQueueAttributes, SendMessage, "
+            "ReceiveMessage, ChangeMessageVisibility, DeleteMessage, PurgeQueue"
+        )
         return Unreachable(
             f"{place.shown} does not allow sqs:{e.operation_name}",
             hint=f"allow {actions} on {place.prefix}-*",

@@ -1,4 +1,6 @@
-"""What is remembered of hosts for people, wherever the claims lie: exceptions with their reasons, cached robots.txt. Each store's own is beside."""
+"""What is remembered of hosts for people, wherever the claims lie: exceptions with their reasons,
+cached robots.txt. Each store's own is beside.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Hosts(ABC):
     def exceptions_in(
         self, tx: Any, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000
     ) -> list[Exempt]:
-        """Of these hosts, or of all; those that hold, or with `ended` the past ones too. The newest first."""
+        """Of these hosts, or of all; those that hold, or with `ended` the past ones too. The newest
+        first.
+        """
 
     @abstractmethod
     def note_in(
@@ -58,7 +62,9 @@ class Hosts(ABC):
         return self.end_in(tx, ROBOTS, host)
 
     def configured_in(self, tx: Any, reasons: Mapping[str, str], who: str) -> None:
-        """Exceptions that the configuration makes everywhere: a kind with a reason holds, one with an empty reason does not (any more)."""
+        """Exceptions that the configuration makes everywhere: a kind with a reason holds, one with
+        an empty reason does not (any more).
+        """
         held = {noted.kind: noted.reason for noted in self.exceptions_in(tx, [EVERYWHERE])}
         for kind, reason in reasons.items():
             if reason and held.get(kind) != reason:

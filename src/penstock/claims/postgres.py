@@ -1,4 +1,6 @@
-"""The claims in PostgreSQL, shared by every machine that reaches it; the SQL is in sql.py, the server's side in stores/postgres.py."""
+"""The claims in PostgreSQL, shared by every machine that reaches it; the SQL is in sql.py, the
+server's side in stores/postgres.py.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Claims on URLs, slots of hosts and robots.txt bodies on Redis, for a fleet. The decisions are in rules/, the Lua in redis_scripts.
+"""Claims on URLs, slots of hosts and robots.txt bodies on Redis, for a fleet. The decisions are in
+rules/, the Lua in redis_scripts.
 
-A change is decided here, on the state as it was last seen, and kept by the server only if that is still the state (else decided again on what it is
-now): one round trip for a batch where nobody was quicker. Moments are the server's: a machine whose clock is off asks no host too early.
+A change is decided here, on the state as it was last seen, and kept by the server only if that is
+still the state (else decided again on what it is now): one round trip for a batch where nobody was
+quicker. Moments are the server's: a machine whose clock is off asks no host too early.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _claim = msgspec.msgpack.Decoder(tuple[str, str, str]).decode
 
 
 class FleetClock:
-    """The server's time, for those whose own clock shows another. Between asking and answer lies some time: what could be that is no difference."""
+    """The server's time, for those whose own clock shows another. Between asking and answer lies
+    some time: what could be that is no difference.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self.offset = clock, 0.0
@@ -42,7 +46,9 @@ class FleetClock:
         return moment - self.offset
 
     def compared(self, asked: float, server: float, answered: float) -> None:
-        """The server's clock stood at `server` at some moment between `asked` and `answered`. The narrowest of these counts for a while."""
+        """The server's clock stood at `server` at some moment between `asked` and `answered`. The
+        narrowest of these counts for a while.
+        """
         if answered - asked <= self._width or answered - self._at > MEASURED:
             self._width, self._at = answered - asked, answered
             ahead, behind = (
@@ -53,7 +59,9 @@ class FleetClock:
 
 
 class RedisClaims:
-    """Implements ports.Pace and ports.RobotsCache; claims are taken by compare-and-set, outside the books' transaction."""
+    """Implements ports.Pace and ports.RobotsCache; claims are taken by compare-and-set, outside the
+    books' transaction.
+    """
 
     apart = True  # from the ledger's store
 
@@ -73,7 +81,7 @@ class RedisClaims:
         self._own: dict[str, int] = {}
         self._exempt: frozenset[str] = frozenset()
 
-    # -- claims ------------------------------------------------------------------------------------------------------------
+    # -- claims ------------------------------------------------------------------------------------
 
     async def holders(self, keys: Sequence[bytes]) -> dict[bytes, Holder]:
         """Of those that are claimed."""
@@ -88,7 +96,9 @@ class RedisClaims:
         return found
 
     async def take(self, rows: Sequence[tuple[bytes, str, str | None, str | None]]) -> list[bool]:
-        """(URL, new owner, last success, owner as it is known or None). False: somebody else has it by now. Asked again, the same answer."""
+        """(URL, new owner, last success, owner as it is known or None). False: somebody else has it
+        by now. Asked again, the same answer.
+        """
         if not rows:
             return []
         args: list[Argument] = [self.clock.now()]
@@ -104,7 +114,7 @@ class RedisClaims:
             if await self.server.run(lua.PRUNE, [self.base], before, 1000) < 1000:
                 break
 
-    # -- pace --------------------------------------------------------------------------------------------------------------
+    # -- pace --------------------------------------------------------------------------------------
 
     async def reserve(
         self, wants: Mapping[str, int], *, within: float | None = None
@@ -127,7 +137,9 @@ class RedisClaims:
     async def report(
         self, host: str, *, status: int, retry_after: float | None, seconds: float
     ) -> None:
-        """Free of any write while the host is content: only throttling, and recovery from it, are news."""
+        """Free of any write while the host is content: only throttling, and recovery from it, are
+        news.
+        """
         if status in (429, 503) or host in self._slowed:
             states = await self._change(
                 [host],
@@ -157,7 +169,9 @@ class RedisClaims:
     async def _change(
         self, hosts: Sequence[str], decide: Callable[[str, pace.HostState], pace.HostState]
     ) -> dict[str, pace.HostState]:
-        """Decided on what we last saw of each; where that is old, on what it has become, until it is kept."""
+        """Decided on what we last saw of each; where that is old, on what it has become, until it
+        is kept.
+        """
         if not self._version:
             await self.refresh()
         if len(self._known) > MEMORY:
@@ -228,7 +242,7 @@ class RedisClaims:
         }
         self._exempt = frozenset(host.decode() for host in view[2])
 
-    # -- robots ------------------------------------------------------------------------------------------------------------
+    # -- robots ------------------------------------------------------------------------------------
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
         body, status, until = await self.server.command(

@@ -1,4 +1,6 @@
-"""What is remembered of hosts on Redis, for people: states, cached robots.txt, and exceptions with their reasons. Workers only ever look at redis.py's view."""
+"""What is remembered of hosts on Redis, for people: states, cached robots.txt, and exceptions with
+their reasons. Workers only ever look at redis.py's view.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class RedisHosts(Hosts):
         self.base, self.clock = base, clock
         self._server = Blocking(server)
 
-    # -- states ------------------------------------------------------------------------------------------------------------
+    # -- states ------------------------------------------------------------------------------------
 
     def state_in(self, tx: Any, host: str) -> pace.HostState:
         raw = self._server.command("HGET", self.base + ":host", host)
@@ -81,7 +83,7 @@ class RedisHosts(Hosts):
                 found.append(Kept(origin, int(status), float(until), body or b""))
         return found
 
-    # -- exceptions --------------------------------------------------------------------------------------------------------
+    # -- exceptions --------------------------------------------------------------------------------
 
     def exceptions_in(
         self, tx: Any, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000

@@ -1,14 +1,17 @@
-"""The Lua of claims, pace and proxy health on Redis, and the names of their keys. What is decided is decided in rules/; here it is kept if nobody was quicker.
+"""The Lua of claims, pace and proxy health on Redis, and the names of their keys. What is decided
+is decided in rules/; here it is kept if nobody was quicker.
 
 All under one hash tag, `{shop.claims}`:
 
-    BASE:url       hash: URL key -> owner, last success, next      BASE:url:at    sorted set: when it was taken
-    BASE:host      hash: host -> its state, whole                  BASE:slowed    hash: those held back -> until when, and since when slower
-    BASE:own       hash: those with limits of their own            BASE:exempt    set: those whose robots.txt is not obeyed
-    BASE:version   counts changes of the last three                BASE:robots:O  hash: a cached robots.txt; expires
-    BASE:noted     hash: number -> an exception                    BASE:noted:on  hash: those that hold, by kind and host
-    BASE:proxy     hash: proxy and host -> health                  BASE:proxy:at  sorted set: when that changed
-    BASE:pools     hash: pool -> what became of fetching its list
+    BASE:url       hash: URL key -> owner, last success, next      BASE:url:at    sorted set: when
+    it was taken BASE:host      hash: host -> its state, whole                  BASE:slowed    hash:
+    those held back -> until when, and since when slower BASE:own       hash: those with limits of
+    their own            BASE:exempt    set: those whose robots.txt is not obeyed BASE:version
+    counts changes of the last three                BASE:robots:O  hash: a cached robots.txt;
+    expires BASE:noted     hash: number -> an exception                    BASE:noted:on  hash:
+    those that hold, by kind and host BASE:proxy     hash: proxy and host -> health
+    BASE:proxy:at  sorted set: when that changed BASE:pools     hash: pool -> what became of
+    fetching its list
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ def base_of(prefix: str) -> str:
     return "{" + f"{prefix}.claims".replace("{", "_").replace("}", "_") + "}"
 
 
-# ARGV: now, then for each: URL key, new owner, last success or '', owner it is taken from or ''. 1: it is the new owner's (or was already).
+# ARGV: now, then for each: URL key, new owner, last success or '', owner it is taken from or ''. 1:
+# it is the new owner's (or was already).
 TAKE = Script(
     """#!lua
 local url, at, answers = KEYS[1] .. ':url', KEYS[1] .. ':url:at', {}
@@ -70,8 +74,9 @@ return #old
 """
 )
 
-# ARGV, for each: host, its state as it was read or '', its state now, 'until since' if it is held back or '', its own concurrency, '-' or ''.
-# Returns for each 1, or the state that somebody else has written.
+# ARGV, for each: host, its state as it was read or '', its state now, 'until since' if it is held
+# back or '', its own concurrency, '-' or ''. Returns for each 1, or the state that somebody else
+# has written.
 KEEP = Script(
     """#!lua
 local base, answers, news = KEYS[1], {}, false
@@ -100,7 +105,8 @@ return answers
 """
 )
 
-# ARGV: the version that is known. Returns the server's time and version, and the view where it is another one.
+# ARGV: the version that is known. Returns the server's time and version, and the view where it is
+# another one.
 LOOK = Script(
     """#!lua
 local base, time = KEYS[1], redis.call('TIME')
@@ -146,7 +152,8 @@ return 1
 """
 )
 
-# ARGV: proxy and host, health as it was read or '', health now, when. Returns 1, or what somebody else has written.
+# ARGV: proxy and host, health as it was read or '', health now, when. Returns 1, or what somebody
+# else has written.
 HEALTH = Script(
     """#!lua
 local now = redis.call('HGET', KEYS[1] .. ':proxy', ARGV[1]) or ''

@@ -33,7 +33,9 @@ _decode = msgspec.msgpack.Decoder(pace.HostState).decode
 
 
 class SqlClaims:
-    """Implements ports.Pace and ports.RobotsCache; claims are taken inside the books' transaction (`_in`)."""
+    """Implements ports.Pace and ports.RobotsCache; claims are taken inside the books' transaction
+    (`_in`).
+    """
 
     apart = False  # from the ledger's store
 
@@ -51,7 +53,7 @@ class SqlClaims:
         self._exempt: frozenset[str] = frozenset()  # hosts whose robots.txt is not obeyed
         db.part("claims", 1, SCHEMA)
 
-    # -- claims ------------------------------------------------------------------------------------------------------------
+    # -- claims ------------------------------------------------------------------------------------
 
     def holder_in(self, tx: Tx, url_key: bytes) -> Holder | None:
         row = tx.execute("SELECT owner, good, next FROM claim WHERE url_key=?", (url_key,)).get
@@ -105,7 +107,7 @@ class SqlClaims:
         tx.execute("DELETE FROM exception WHERE ended<?", (before,))
         self._pruned = stretch[-1][0] if stretch else b""
 
-    # -- pace --------------------------------------------------------------------------------------------------------------
+    # -- pace --------------------------------------------------------------------------------------
 
     async def reserve(
         self, wants: Mapping[str, int], *, within: float | None = None
@@ -139,7 +141,9 @@ class SqlClaims:
     async def report(
         self, host: str, *, status: int, retry_after: float | None, seconds: float
     ) -> None:
-        """Free of any write while the host is content: only throttling, and recovery from it, are news."""
+        """Free of any write while the host is content: only throttling, and recovery from it, are
+        news.
+        """
         if status in (429, 503) or host in self._slowed:
             state = await self.db.write(
                 lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False
@@ -224,7 +228,7 @@ class SqlClaims:
             ):
                 self._void(host, since)
 
-    # -- robots ------------------------------------------------------------------------------------------------------------
+    # -- robots ------------------------------------------------------------------------------------
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
         return await self.db.read(

@@ -1,4 +1,6 @@
-"""What is remembered of hosts, for people: states, cached robots.txt, and exceptions with their reasons. Workers only ever look at sql.py's view of it."""
+"""What is remembered of hosts, for people: states, cached robots.txt, and exceptions with their
+reasons. Workers only ever look at sql.py's view of it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class SqlHosts(Hosts):
     def __init__(self, claims: SqlClaims) -> None:
         self.claims = claims
 
-    # -- states ------------------------------------------------------------------------------------------------------------
+    # -- states ------------------------------------------------------------------------------------
 
     def state_in(self, tx: Tx, host: str) -> pace.HostState:
         return self.claims.state_in(tx, host)
@@ -50,7 +52,7 @@ class SqlHosts(Hosts):
         )
         return [Kept(origin, status, until, body or b"") for origin, status, until, body in rows]
 
-    # -- exceptions --------------------------------------------------------------------------------------------------------
+    # -- exceptions --------------------------------------------------------------------------------
 
     def exceptions_in(
         self, tx: Tx, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000

@@ -1,4 +1,6 @@
-"""Health of proxies per host, in the shared store, and so known by the fleet. No proxy's URL is written here; the decisions are in rules/proxies."""
+"""Health of proxies per host, in the shared store, and so known by the fleet. No proxy's URL is
+written here; the decisions are in rules/proxies.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-# -- the machine -------------------------------------------------------------------------------------------------------
+# -- the machine -----------------------------------------------------------------------------------
 
 
 def machine(config: Config) -> Iterator[Finding]:
@@ -126,7 +126,7 @@ def _space(there: Path) -> Finding:
     return Finding("disk", "ok", f"{size(free)} free")
 
 
-# -- settings and the pipeline -----------------------------------------------------------------------------------------
+# -- settings and the pipeline ---------------------------------------------------------------------
 
 
 def settings(loaded: Loaded, file: str | None) -> Iterator[Finding]:
@@ -184,7 +184,7 @@ async def _sandbox(path: Path) -> Finding:
         await sandbox.close()
 
 
-# -- the store ---------------------------------------------------------------------------------------------------------
+# -- the store -------------------------------------------------------------------------------------
 
 
 def store(stores: Stores) -> Iterator[Finding]:

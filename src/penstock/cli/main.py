@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from cyclopts import App
     from rich.console import Console
 
-# (name, where, group, one line of help). Help for the whole is printed from here, so it costs no import.
+# (name, where, group, one line of help). Help for the whole is printed from here, so it costs no
+# import.
 COMMANDS: tuple[tuple[str, str, str, str], ...] = (
     (
         "demo",
@@ -204,7 +205,7 @@ def _common_last(tokens: list[str]) -> list[str]:
     return rest[:at] + leading + rest[at:] if rest else tokens
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- what is said ----------------------------------------------------------------------------------
 
 
 def help_text(styled: bool = False) -> str:

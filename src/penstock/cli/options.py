@@ -62,7 +62,7 @@ class Common:
     ] = None
     debug: Annotated[bool, Parameter(group=_COMMON, help="show tracebacks")] = False
 
-    # -- configuration -------------------------------------------------------------------------------------------------
+    # -- configuration -----------------------------------------------------------------------------
 
     def texts(self) -> dict[str, str]:
         """The command line's part, by option path."""
@@ -100,7 +100,7 @@ class Common:
         handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
         logging.basicConfig(handlers=[handler], level=getattr(logging, level.upper()))
 
-    # -- stores --------------------------------------------------------------------------------------------------------
+    # -- stores ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def stores(self, *, create: bool = False, config: Config | None = None) -> Iterator[Stores]:

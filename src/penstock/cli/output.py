@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# What a page, a header or an exception says must not move the reader's cursor or colour the terminal.
+# What a page, a header or an exception says must not move the reader's cursor or colour the
+# terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 PIPED_WIDTH = 200
 STATUS_STYLE = {
@@ -119,7 +120,7 @@ FIXED: dict[str, Any] = {"no_wrap": True}
 FOLD: dict[str, Any] = {"overflow": "fold"}
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def count(n: int) -> str:

@@ -155,7 +155,7 @@ def try_them(
     return OK if all(r["verdict"] == "ok" for r in results) else RAN_WITH_FAILURES
 
 
-# -- what is known -----------------------------------------------------------------------------------------------------
+# -- what is known ---------------------------------------------------------------------------------
 
 Row = tuple[str, str, str, int, float, float, str]
 
@@ -230,7 +230,7 @@ def _state(trouble: dict[str, Any] | None) -> tuple[Any, str, str]:
     return styled("recovering", "cyan"), where, plain(trouble["reason"])
 
 
-# -- trying ------------------------------------------------------------------------------------------------------------
+# -- trying ----------------------------------------------------------------------------------------
 
 
 async def _try_all(config: Config, names: list[str], url: str, limit: int) -> list[dict[str, Any]]:

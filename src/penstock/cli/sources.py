@@ -208,7 +208,7 @@ def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) 
     return OK
 
 
-# -- what the pipeline and the books say ---------------------------------------------------------------------------------
+# -- what the pipeline and the books say -----------------------------------------------------------
 
 
 def _declared(config: Config, file: str | None, *, required: bool = True) -> list[SourceSpec]:
@@ -311,7 +311,7 @@ def _behind(state: SourceState | None) -> str:
     return lasting(state.lag) if state.lag is not None else count(state.backlog or 0)
 
 
-# -- asking the source itself ----------------------------------------------------------------------------------------------
+# -- asking the source itself ----------------------------------------------------------------------
 
 
 async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> Taken:

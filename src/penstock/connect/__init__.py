@@ -1,1 +1,3 @@
-"""Kafka Connect beside a pipeline: connectors rendered from it, compared with a worker, applied, watched. No connector runs here."""
+"""Kafka Connect beside a pipeline: connectors rendered from it, compared with a worker, applied,
+watched. No connector runs here.
+"""

@@ -1,4 +1,6 @@
-"""Carrying a plan out: what differs is sent, nothing else, and waited for until it runs or says why not."""
+"""Carrying a plan out: what differs is sent, nothing else, and waited for until it runs or says why
+not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the connectors that we render are documented to take: class, version, options. For workers that do not have the plugin to ask."""
+"""What the connectors that we render are documented to take: class, version, options. For workers
+that do not have the plugin to ask.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Literal, NamedTuple
 
 # ruff: noqa: SIM905 (the tables read better as words)
 
-MARK = "penstock.pipeline"  # an option of ours in every connector that is ours: Connect keeps what it does not know
+# an option of ours in every connector that is ours: Connect keeps what it does not know
+MARK = "penstock.pipeline"
 
 
 @dataclass(frozen=True, slots=True)

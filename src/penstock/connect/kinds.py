@@ -1,4 +1,6 @@
-"""The kinds of connectors: from a `connect` table and its topic to the connector's own options. Pure; nothing is asked or sent."""
+"""The kinds of connectors: from a `connect` table and its topic to the connector's own options.
+Pure; nothing is asked or sent.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Kind:
 
 
 def json_converters(*, schemas: bool) -> dict[str, str]:
-    """Both sides alike: what Penstock's Kafka source reads either way, and its Kafka sink writes with schemas."""
+    """Both sides alike: what Penstock's Kafka source reads either way, and its Kafka sink writes
+    with schemas.
+    """
     flag = str(schemas).lower()
     return {
         "key.converter": JSON,
@@ -59,7 +63,9 @@ def json_converters(*, schemas: bool) -> dict[str, str]:
 
 
 def hints(table: Table, first: list[str]) -> dict[str, str]:
-    """The transforms of a source: those it begins with, then one for each routing hint, as a header: whatever the payload is, it stays that."""
+    """The transforms of a source: those it begins with, then one for each routing hint, as a
+    header: whatever the payload is, it stays that.
+    """
     given = table.pairs("route")
     for hint in given:
         if hint not in HINTS:
@@ -72,7 +78,7 @@ def hints(table: Table, first: list[str]) -> dict[str, str]:
     return config
 
 
-# -- sources -----------------------------------------------------------------------------------------------------------
+# -- sources ---------------------------------------------------------------------------------------
 
 
 def _debezium_postgres(table: Table, place: Place) -> dict[str, str]:
@@ -109,7 +115,8 @@ def _debezium_postgres(table: Table, place: Place) -> dict[str, str]:
         "poll.interval.ms": table.milliseconds(
             "poll", "20ms"
         ),  # its default, half a second, is most of the time from INSERT to topic
-        # Confirms what it has read on a quiet table too: or the slot keeps the log of all the others.
+        # Confirms what it has read on a quiet table too: or the slot keeps the log of all the
+        # others.
         "heartbeat.interval.ms": table.milliseconds("heartbeat", "10s"),
         # A slot is still taken for a moment after its reader was killed.
         "slot.retry.delay.ms": "2000",
@@ -166,7 +173,8 @@ def _http_source(table: Table, place: Place) -> dict[str, str]:
             "http.auth.user": user,
             "http.auth.password": table.text("password", example="${env:API_PASSWORD}"),
         }
-    # Its records are a struct with the item as text in `value`; taken out, the topic holds the items themselves.
+    # Its records are a struct with the item as text in `value`; taken out, the topic holds the
+    # items themselves.
     config |= {
         "value.converter": STRING,
         "transforms.item.type": "org.apache.kafka.connect.transforms.ExtractField$Value",
@@ -204,7 +212,7 @@ def _s3_source(table: Table, place: Place) -> dict[str, str]:
     }
 
 
-# -- sinks -------------------------------------------------------------------------------------------------------------
+# -- sinks -----------------------------------------------------------------------------------------
 
 
 def _sink(table: Table, place: Place, *, schemas: bool = True) -> dict[str, str]:
@@ -213,7 +221,8 @@ def _sink(table: Table, place: Place, *, schemas: bool = True) -> dict[str, str]
         "topics": place.topic,
         **json_converters(schemas=schemas),
     }
-    # Without it a record that cannot be written stops the task, visibly: nothing is passed over unless it is asked for.
+    # Without it a record that cannot be written stops the task, visibly: nothing is passed over
+    # unless it is asked for.
     if topic := table.text("dead_letters", ""):
         config |= {
             "errors.tolerance": "all",
@@ -245,7 +254,8 @@ def _jdbc_postgres(table: Table, place: Place) -> dict[str, str]:
         "batch.size": str(table.number("batch", 500, 1, 10_000)),
         "connection.pool.min_size": "1",
         "connection.pool.max_size": "4",
-        # An outage of the database is waited for: 60 times, two seconds each; then the task stops and says so.
+        # An outage of the database is waited for: 60 times, two seconds each; then the task stops
+        # and says so.
         "flush.max.retries": "60",
         "flush.retry.delay.ms": "2000",
         "connection.restart.on.errors": "true",
@@ -323,7 +333,7 @@ def _s3_sink(table: Table, place: Place) -> dict[str, str]:
     }
 
 
-# -- the list ----------------------------------------------------------------------------------------------------------
+# -- the list --------------------------------------------------------------------------------------
 
 
 def _table_name(table: Table, topic: str) -> str:

@@ -1,4 +1,6 @@
-"""What would change: rendered connectors beside those of a worker, each checked by the worker or, without its plugin, by the documentation."""
+"""What would change: rendered connectors beside those of a worker, each checked by the worker or,
+without its plugin, by the documentation.
+"""
 
 from __future__ import annotations
 

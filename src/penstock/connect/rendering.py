@@ -1,4 +1,6 @@
-"""From a pipeline to the connectors that feed and follow it: names, marks and options, checked for what needs no worker. Nothing is sent."""
+"""From a pipeline to the connectors that feed and follow it: names, marks and options, checked for
+what needs no worker. Nothing is sent.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def masked(config: Mapping[str, str], plugin: Plugin | None) -> dict[str, str]:
 
 
 def render(pipeline: Pipeline, environment: Mapping[str, str] | None = None) -> list[Connector]:
-    """Every connector of a pipeline, in the order of declaration. Raises ConfigError that names the declaration."""
+    """Every connector of a pipeline, in the order of declaration. Raises ConfigError that names the
+    declaration.
+    """
     found: list[Connector] = []
     declared = [("source", s.url, s.options, s.connect) for s in pipeline.sources] + [
         ("sink", s.url, s.options, s.connect) for s in pipeline.sinks
@@ -133,7 +137,9 @@ def _kind(where: str, side: str, given: Mapping[str, Any]) -> Kind:
 
 
 def template(kind: Kind) -> Connector:
-    """The kind's example as a connector of a pipeline `shop`: what `init` writes and deploy/connect holds."""
+    """The kind's example as a connector of a pipeline `shop`: what `init` writes and deploy/connect
+    holds.
+    """
     query = "?key=sku" if kind.side == "sink" else ""
     return rendered(
         "shop",

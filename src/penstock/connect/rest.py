@@ -1,4 +1,6 @@
-"""The REST interface of a Kafka Connect worker: asked where the configuration says, with time-outs and caps. What is to be done with it is elsewhere."""
+"""The REST interface of a Kafka Connect worker: asked where the configuration says, with time-outs
+and caps. What is to be done with it is elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,7 @@ class Worker:
             self._headers["Authorization"] = "Basic " + base64.b64encode(login.encode()).decode()
         self._wait, self._now = wait, now
 
-    # -- questions -----------------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def plugins(self) -> dict[str, str]:
         """Class → version of the connectors that are installed."""
@@ -162,7 +164,7 @@ class Worker:
         )
         return found
 
-    # -- changes -------------------------------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------
 
     def put(self, name: str, config: Mapping[str, str]) -> None:
         self._ask("PUT", f"/connectors/{_quoted(name)}/config", dict(config), patience=VALIDATING)
@@ -176,7 +178,7 @@ class Worker:
     def delete(self, name: str) -> None:
         self._ask("DELETE", f"/connectors/{_quoted(name)}")
 
-    # -- the wire ------------------------------------------------------------------------------------------------------------
+    # -- the wire ----------------------------------------------------------------------------------
 
     def _ask(
         self,

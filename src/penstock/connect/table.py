@@ -1,4 +1,6 @@
-"""Reading a `connect` table: each option once, mistakes as sentences, secrets by reference. What the options mean to a connector is in kinds.py."""
+"""Reading a `connect` table: each option once, mistakes as sentences, secrets by reference. What
+the options mean to a connector is in kinds.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from penstock import units
 from penstock.errors import ConfigError
 
-# Resolved by the Connect worker's own configuration providers, so that the value never passes through us: ${env:NAME}, ${file:PATH:KEY}.
+# Resolved by the Connect worker's own configuration providers, so that the value never passes
+# through us: ${env:NAME}, ${file:PATH:KEY}.
 PLACEHOLDER = re.compile(r"\$\{[A-Za-z0-9_-]+:[^{}]+\}")
 _SECRET = re.compile(
     r"(?i)pass|secret|token|credential|private.?key|keyfile|access.?key|authorization|jaas"
@@ -65,7 +68,7 @@ class Table:
         self._known.append(name)
         return self._given.get(name)
 
-    # -- kinds of options --------------------------------------------------------------------------------------------------
+    # -- kinds of options --------------------------------------------------------------------------
 
     def text(self, name: str, default: str | None = None, *, example: str = "") -> str:
         """`env:NAME` is read from this command's environment."""
@@ -146,7 +149,9 @@ class Table:
         }
 
     def database(self, name: str = "database") -> Database:
-        """`postgres://user:password@host:port/name`; the password may be a placeholder, there or as `password`."""
+        """`postgres://user:password@host:port/name`; the password may be a placeholder, there or as
+        `password`.
+        """
         example = "postgres://shop@db.example:5432/shop"
         url = self.text(name, example=example)
         password = self.text("password", "")

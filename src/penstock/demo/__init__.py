@@ -1,1 +1,3 @@
-"""The demo: a shop of our own, the pipeline that scrapes it, the terminal display, and the command that ties them together."""
+"""The demo: a shop of our own, the pipeline that scrapes it, the terminal display, and the command
+that ties them together.
+"""

@@ -1,4 +1,6 @@
-"""`penstock demo`: the shop in a process of its own, the product on it as anybody would run it, a display, and an ending. Nothing here scrapes."""
+"""`penstock demo`: the shop in a process of its own, the product on it as anybody would run it, a
+display, and an ending. Nothing here scrapes.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +76,13 @@ def run(seconds: float | None, break_: bool, out: Path | None, lines: bool) -> i
         lock.release()
 
 
-# -- the directory -----------------------------------------------------------------------------------------------------
+# -- the directory ---------------------------------------------------------------------------------
 
 
 def _fresh(where: Path) -> FileLock:
-    """Every demo starts anew: the shop is another one, on other ports. Removes what an earlier demo left, and only that."""
+    """Every demo starts anew: the shop is another one, on other ports. Removes what an earlier demo
+    left, and only that.
+    """
     state = where / ".penstock"
     lock = FileLock(state / "demo.lock")
     if where.exists() and not where.is_dir():
@@ -128,7 +132,7 @@ def _logging(file: Path) -> Iterator[None]:
         handler.close()
 
 
-# -- the shop ----------------------------------------------------------------------------------------------------------
+# -- the shop --------------------------------------------------------------------------------------
 
 
 class _Shop:
@@ -141,7 +145,9 @@ class _Shop:
 
 @contextlib.asynccontextmanager
 async def _shop(log: Path) -> AsyncIterator[_Shop]:
-    """In a process of its own: it answers at its own pace, and Ctrl-C on the terminal is not meant for it."""
+    """In a process of its own: it answers at its own pace, and Ctrl-C on the terminal is not meant
+    for it.
+    """
     command = (
         sys.executable,
         "-P",
@@ -174,7 +180,7 @@ async def _shop(log: Path) -> AsyncIterator[_Shop]:
         await process.wait()
 
 
-# -- the run -----------------------------------------------------------------------------------------------------------
+# -- the run ---------------------------------------------------------------------------------------
 
 
 class _Screen:
@@ -261,7 +267,9 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
 
 
 def _settings(where: Path, shop: _Shop) -> config.Config:
-    """Of the environment only what says where things lie; on a server under a name of this demo's own, so that it touches nobody else's."""
+    """Of the environment only what says where things lie; on a server under a name of this demo's
+    own, so that it touches nobody else's.
+    """
     places = {name: value for name, value in os.environ.items() if name.startswith(PLACES)}
     allow = json.dumps([url.removeprefix("http://") for url in (shop.url, shop.limited)])
     own = (
@@ -314,7 +322,8 @@ async def _watch(
 ) -> float | None:
     """Look and show until the end. Returns when the shop was redesigned, if it was.
 
-    The time it is given begins with the first event: a slow machine, or a server that lets us wait, takes nothing of it.
+    The time it is given begins with the first event: a slow machine, or a server that lets us wait,
+    takes nothing of it.
     """
     redesigned: float | None = None
     begun = float("inf")

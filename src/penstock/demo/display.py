@@ -1,4 +1,6 @@
-"""The demo on a terminal: one snapshot in, one picture (or one line of text) out. It reads nothing and remembers nothing."""
+"""The demo on a terminal: one snapshot in, one picture (or one line of text) out. It reads nothing
+and remembers nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-# -- what there is to show -----------------------------------------------------------------------------------------------
+# -- what there is to show -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ _LINE = "━"
 _SOFT = "dim"  # not bright black: some themes paint that like the background
 
 
-# -- words and numbers -----------------------------------------------------------------------------------------------------
+# -- words and numbers -----------------------------------------------------------------------------
 
 
 def _clean(text: str) -> str:
@@ -145,11 +147,13 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-# -- the picture -----------------------------------------------------------------------------------------------------------
+# -- the picture -----------------------------------------------------------------------------------
 
 
 def render(snapshot: Snapshot, width: int) -> RenderableType:
-    """For rich.live.Live. The height depends on the width and on how many sources and hosts there are, not on what happens, so nothing jumps."""
+    """For rich.live.Live. The height depends on the width and on how many sources and hosts there
+    are, not on what happens, so nothing jumps.
+    """
     s, inner = snapshot, max(width, 42) - 2
     wide = inner >= 74
     lines: list[Text] = [
@@ -321,7 +325,9 @@ def _changes(s: Snapshot, width: int, count: int) -> Iterable[Text]:
 
 
 def _set_aside(s: Snapshot, width: int, count: int) -> Iterable[Text]:
-    """Dead letters first, in at most half the places; then what comes back by itself, the soonest first."""
+    """Dead letters first, in at most half the places; then what comes back by itself, the soonest
+    first.
+    """
     dead = s.dead[: max(count // 2, count - len(s.waiting))]
     waiting = sorted(s.waiting, key=lambda w: w.left)[: count - len(dead)]
     if not dead and not waiting:
@@ -356,11 +362,13 @@ def _remark(s: Snapshot, width: int) -> Text:
     return _line(width, Text(_clean(s.notice), _SOFT))
 
 
-# -- the same in words -----------------------------------------------------------------------------------------------------
+# -- the same in words -----------------------------------------------------------------------------
 
 
 def plain(snapshot: Snapshot, before: Snapshot | None = None) -> str:
-    """For logs and pipes: one line of figures, and a line for everything that is new since `before`."""
+    """For logs and pipes: one line of figures, and a line for everything that is new since
+    `before`.
+    """
     s, was = snapshot, before or Snapshot(elapsed=0)
     figures = [
         f"{getattr(s.counts, name)} {label}"

@@ -1,4 +1,6 @@
-"""What the demo says when it is over: what there is, what went wrong on purpose, and what to try next."""
+"""What the demo says when it is over: what there is, what went wrong on purpose, and what to try
+next.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Ending:
 
 
 def text(e: Ending) -> tuple[Text, Text]:
-    """What there is, and what to type: the second must not be wrapped. For people and for pipes alike."""
+    """What there is, and what to type: the second must not be wrapped. For people and for pipes
+    alike.
+    """
     c, n = e.look.counts, e.look.counters
     named = ("success", "duplicate", "dead", "delayed", "pending", "in_flight")
     states = [f"{getattr(c, name)} {name.replace('_', ' ')}" for name in named if getattr(c, name)]
@@ -68,7 +72,7 @@ def text(e: Ending) -> tuple[Text, Text]:
     return made, typed
 
 
-# -- what there is -----------------------------------------------------------------------------------------------------
+# -- what there is ---------------------------------------------------------------------------------
 
 
 def _place(e: Ending) -> str:
@@ -109,7 +113,7 @@ def _rows(file: Path) -> int:
         db.close()
 
 
-# -- what went wrong on purpose ----------------------------------------------------------------------------------------
+# -- what went wrong on purpose --------------------------------------------------------------------
 
 
 def visits(requests: Path, limited: str) -> list[Entry]:
@@ -156,11 +160,13 @@ def _redesigned(e: Ending) -> list[str]:
     ]
 
 
-# -- what to try -------------------------------------------------------------------------------------------------------
+# -- what to try -----------------------------------------------------------------------------------
 
 
 def program(out: Path) -> str:
-    """How this command can be called again from there: `penstock` where the shell finds it, else as it was called now."""
+    """How this command can be called again from there: `penstock` where the shell finds it, else as
+    it was called now.
+    """
     if script := os.environ.get("DEV_SCRIPT"):  # ./dev says where it is
         return f"{shlex.quote(_shorter(Path(script), out))} exec penstock"
     called = Path(sys.argv[0])

@@ -111,7 +111,8 @@ def _catalogue() -> tuple[Product, ...]:
                     stock=3 + (n * 7 + len(name)) % 40,
                 )
             )
-    # The listing somebody saved half-finished: a fine page with an empty SKU, so the extractor's key is empty and the event ends dead, with that reason.
+    # The listing somebody saved half-finished: a fine page with an empty SKU, so the extractor's
+    # key is empty and the event ends dead, with that reason.
     products.append(
         Product(
             "",

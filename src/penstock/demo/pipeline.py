@@ -1,4 +1,6 @@
-"""The demo's pipeline, written as a user would: what tells us of changes, what to read from a product page, where it goes, what to do when a price moves."""
+"""The demo's pipeline, written as a user would: what tells us of changes, what to read from a
+product page, where it goes, what to do when a price moves.
+"""
 
 from collections.abc import Iterator
 
@@ -19,7 +21,9 @@ shop.source(
 def product(page: Page) -> Iterator[object]:
     price = page.css(".price::text").get()
     if not price:
-        return  # a redesigned page: it counts as `empty`, which the display and `status` show, and the last good row stays
+        # a redesigned page: it counts as `empty`, which the display and `status` show, and the last
+        # good row stays
+        return
     yield {
         "sku": page.css("[data-sku]::attr(data-sku)").get(),
         "title": page.css("h1::text").get(),

@@ -1,4 +1,6 @@
-"""The shop we scrape: its goods, its moving prices and what it answers. How its pages look is in storefront.py; no sockets until `serve`."""
+"""The shop we scrape: its goods, its moving prices and what it answers. How its pages look is in
+storefront.py; no sockets until `serve`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Change:
 
 
 class Shop:
-    """Prices follow from the seed and the clock alone: who asks, when and how often makes no difference.
+    """Prices follow from the seed and the clock alone: who asks, when and how often makes no
+    difference.
 
     `base` and `limited` are the addresses it is reached at; `serve` fills them in.
     """
@@ -85,7 +88,9 @@ class Shop:
         self._moved[product.slug] = at
 
     def _priced(self, product: Product) -> Decimal:
-        """A few per cent up or down, pulled back towards the list price, ending as shops' prices do; never the same as before."""
+        """A few per cent up or down, pulled back towards the list price, ending as shops' prices
+        do; never the same as before.
+        """
         listed = _LIST_PRICES[product.slug]
         pull = float(listed - product.price) / float(listed)
         cents = round(
@@ -99,7 +104,9 @@ class Shop:
         return new if new != product.price else new + Decimal("0.50")
 
     def redesign(self, slugs: Iterable[str] | None = None) -> None:
-        """New markup for these products, or for the whole shop: `.price` matches nothing from now on. Nothing announces it, as in life."""
+        """New markup for these products, or for the whole shop: `.price` matches nothing from now
+        on. Nothing announces it, as in life.
+        """
         self._redesigned |= frozenset(self._goods if slugs is None else slugs)
 
     @property
@@ -115,7 +122,9 @@ class Shop:
     # -- what it answers
 
     def seeds(self) -> list[str]:
-        """Two products of every category, the broken and the limited one; the rest is found by following `a.related`."""
+        """Two products of every category, the broken and the limited one; the rest is found by
+        following `a.related`.
+        """
         first = [
             p.slug
             for category in CATEGORIES
@@ -208,7 +217,9 @@ class Shop:
         }
 
     def _products(self, request: Request) -> Reply:
-        """Page by page, the next one named in the body and in the Link header. What has no number yet is not for sale."""
+        """Page by page, the next one named in the body and in the Link header. What has no number
+        yet is not for sale.
+        """
         page = request.params.get("page", "1")
         if not (page.isascii() and page.isdigit() and 0 < int(page[:9]) < 10**6):
             return json_reply({"error": "page must be a number from 1 up"}, 400)
@@ -242,7 +253,9 @@ class Shop:
         return json_reply({"changes": lines, "last": later[-1].id if later else int(after)})
 
     def answer_limited(self, request: Request) -> Reply:
-        """The limited edition, on a port of its own: turns visitors away at first, and whoever comes back too early once more."""
+        """The limited edition, on a port of its own: turns visitors away at first, and whoever
+        comes back too early once more.
+        """
         if request.method not in ("GET", "HEAD"):
             return reply("GET or HEAD\n", TEXT, 405, allow="GET, HEAD")
         if request.path == "/robots.txt":
@@ -265,7 +278,9 @@ class Shop:
 
 
 def _related(slug: str) -> list[str]:
-    """The next two of its category and the next of the catalogue: from the seeds, a few steps reach everything."""
+    """The next two of its category and the next of the catalogue: from the seeds, a few steps reach
+    everything.
+    """
     slugs = [p.slug for p in PRODUCTS]
     here = slugs.index(slug)
     siblings = [p.slug for p in PRODUCTS if p.category == PRODUCTS[here].category]

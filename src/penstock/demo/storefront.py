@@ -1,4 +1,6 @@
-"""How the demo's shop looks: HTML, RSS and sitemap from values. No state, no clock, nothing loaded from elsewhere."""
+"""How the demo's shop looks: HTML, RSS and sitemap from values. No state, no clock, nothing loaded
+from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def _document(title: str, main: str, head: str = "") -> str:
 
 
 def _card(item: Product, *, related: bool = False) -> str:
-    """Without the price where it is related: a product's page changes when its own price moves, and only then."""
+    """Without the price where it is related: a product's page changes when its own price moves, and
+    only then.
+    """
     kind, price = ("card related", "") if related else ("card", money(item.price))
     return (
         f'<li><a class="{kind}" href="/product/{item.slug}">{_picture(item)}<div><small>{escape(item.category)}</small>'

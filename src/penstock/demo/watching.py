@@ -1,4 +1,6 @@
-"""What the display shows, read from where everybody reads it: the books, the worker's signals and the file that the hook writes."""
+"""What the display shows, read from where everybody reads it: the books, the worker's signals and
+the file that the hook writes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Look:
 
 
 class Watch:
-    """Takes snapshots of one run. What it remembers: where it is in the hook's file, and when links were last followed."""
+    """Takes snapshots of one run. What it remembers: where it is in the hook's file, and when links
+    were last followed.
+    """
 
     def __init__(
         self,
@@ -121,7 +125,9 @@ class Watch:
         )
 
     def _tail(self) -> None:
-        """`Title: €9.99 → €8.49`, a line for every change that a hook was told of; a half-written one waits."""
+        """`Title: €9.99 → €8.49`, a line for every change that a hook was told of; a half-written
+        one waits.
+        """
         try:
             with self._changes.open("rb") as f:
                 f.seek(self._read)

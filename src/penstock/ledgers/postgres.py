@@ -1,4 +1,6 @@
-"""The ledger in PostgreSQL, shared by every machine that reaches it: the SQL is sql.py's; here the history lies in a table per week, dropped as a whole."""
+"""The ledger in PostgreSQL, shared by every machine that reaches it: the SQL is sql.py's; here the
+history lies in a table per week, dropped as a whole.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from penstock.stores.sql import Tx
 
 DAY = 86400 * 1_000_000  # history.at is in microseconds
 WEEK = 7 * DAY
-# What finds no week (a clock that jumped, upkeep that was late, and what outlives its week) lies in `history_rest`, so a note never fails for lack of one.
+# What finds no week (a clock that jumped, upkeep that was late, and what outlives its week) lies in
+# `history_rest`, so a note never fails for lack of one.
 HISTORY = """
 CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
   PRIMARY KEY(event, at, status)) PARTITION BY RANGE(at);
@@ -35,7 +38,9 @@ class PostgresLedger(SqlLedger):
         self._looked = (0, 0)  # day and rollbacks when the weeks were last looked after
 
     def forget_in(self, tx: Tx, rows: Sequence[tuple[int]], before: float) -> None:
-        """Weeks that have passed go as a whole; what their events still need (dead letters, baselines) is carried over first."""
+        """Weeks that have passed go as a whole; what their events still need (dead letters,
+        baselines) is carried over first.
+        """
         now = int(self.clock.now() * 1e6)
         looked = (now // DAY, self.db.rollbacks)
         if looked == self._looked:

@@ -1,4 +1,6 @@
-"""The ledger in SQL: one row per request event, its transitions, its dead letter, and counters. Questions are in sql_queries, sinks in sql_outbox."""
+"""The ledger in SQL: one row per request event, its transitions, its dead letter, and counters.
+Questions are in sql_queries, sinks in sql_outbox.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER N
 CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL, PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
 """
-# Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and reading it.
+# Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and
+# reading it.
 HISTORY = """
 CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
   PRIMARY KEY(event, at, status)) WITHOUT ROWID;
@@ -56,7 +59,8 @@ _FETCHED = "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET p
 # `crashes` counts this start as lost until it ends; a recorded end takes it back.
 _BEGIN = "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?"
 _FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing')"
-_ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"  # a recorded end takes back what its start counted as lost
+# a recorded end takes back what its start counted as lost
+_ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"
 STANDING = (
     "e.id, e.n, e.status, e.attempts, e.starts, e.crashes, e.accepted_at, e.not_before, e.fence"
 )
@@ -89,13 +93,14 @@ class SqlLedger:
         self, db: SqlStore, clock: Clock, tracking: tuple[str, ...] = DEFAULT_TRACKING
     ) -> None:
         self.db, self.clock = db, clock
-        # The key of a canonical URL, the same in every row and claim. Asked at every step of an event.
+        # The key of a canonical URL, the same in every row and claim. Asked at every step of an
+        # event.
         self.url_key = lru_cache(1 << 13)(partial(url_key, tracking=tracking, canonical=True))
         self._pruned = 0
         self._fences: dict[int, Rows] = {}
         db.part("ledger", 1, self.schema)
 
-    # -- entering ----------------------------------------------------------------------------------------------------------
+    # -- entering ----------------------------------------------------------------------------------
 
     def knows_in(self, tx: Tx, event_id: str) -> bool:
         return bool(self.known_in(tx, [event_id]))
@@ -173,7 +178,9 @@ class SqlLedger:
         )
 
     def owner_in(self, tx: Tx, event_id: str, next_: str | None) -> Claim | None:
-        """How far the owner of a claim has come; None where it died or is forgotten, and the claim is free."""
+        """How far the owner of a claim has come; None where it died or is forgotten, and the claim
+        is free.
+        """
         row = tx.execute("SELECT n, status, asked_at FROM event WHERE id=?", (event_id,)).get
         if row is None or row[1] in ("dead", "duplicate") or row[2] is None:
             return None
@@ -216,7 +223,7 @@ class SqlLedger:
         )
         return tx.changes() == 1
 
-    # -- on the way --------------------------------------------------------------------------------------------------------
+    # -- on the way --------------------------------------------------------------------------------
 
     def standing_in(self, tx: Tx, event_id: str) -> Standing | None:
         return self.standings_in(tx, [event_id]).get(event_id)
@@ -250,7 +257,9 @@ class SqlLedger:
         return rows
 
     def found_at_in(self, tx: Tx, n: int, position: int) -> None:
-        """Where a broker apart keeps its message: known when it is handed out, not when it is published."""
+        """Where a broker apart keeps its message: known when it is handed out, not when it is
+        published.
+        """
         tx.execute("UPDATE event SET position=? WHERE n=?", (position, n))
 
     def failures_in(self, tx: Tx, n: int) -> dict[str, int]:
@@ -295,8 +304,9 @@ class SqlLedger:
         asks: Sequence[bool],
         status: str = "in_flight",
     ) -> list[int | None]:
-        """Counts the start, before the work, of (number, event, its fence if it was pending a moment ago).
-        The fence of each, or None where it has ended meanwhile."""
+        """Counts the start, before the work, of (number, event, its fence if it was pending a
+        moment ago). The fence of each, or None where it has ended meanwhile.
+        """
         asked = [now if asking else None for asking in asks]
         pending = [i for i, (_, _, fence) in enumerate(events) if fence is not None]
         rows = [
@@ -351,7 +361,9 @@ class SqlLedger:
         return fences
 
     def writing_in(self, tx: Tx, end: End, now: float) -> bool:
-        """The records are on their way to a sink in another process: from now on only the write is repeated."""
+        """The records are on their way to a sink in another process: from now on only the write is
+        repeated.
+        """
         tx.execute(
             f"UPDATE event SET status='writing', finished_at=NULL, reason=?, response_status=?, response_hash=?, extractors=?, {_ENDED}"
             " WHERE n=? AND fence=? AND status IN ('in_flight','writing')",
@@ -374,7 +386,7 @@ class SqlLedger:
         )  # nobody is at it until the sink begins
         return True
 
-    # -- ending ------------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def succeed_in(self, tx: Tx, ends: Sequence[End], now: float) -> list[End]:
         """Those whose fence is not old; of the others nothing was touched."""
@@ -410,13 +422,17 @@ class SqlLedger:
         return done
 
     def look_ahead_in(self, tx: Tx, ends: Iterable[End]) -> None:
-        """These are concluded in a moment, without success; then it is known already whose fence is old."""
+        """These are concluded in a moment, without success; then it is known already whose fence is
+        old.
+        """
         self._fences = (
             {end.row: tx.execute(_FENCE, (end.row,)) for end in ends} if self.db.pipelined else {}
         )
 
     def _touched(self, tx: Tx, end: End) -> int | None:
-        """The event's number, or None: the fence is old, and the statement before this touched nothing."""
+        """The event's number, or None: the fence is old, and the statement before this touched
+        nothing.
+        """
         seen = self._fences.pop(end.row, None)
         if seen is None:
             return end.row if tx.changes() == 1 else None
@@ -572,7 +588,9 @@ class SqlLedger:
     def waiting_in(
         self, tx: Tx, topic: str, limit: int
     ) -> list[tuple[int, str, str, str, str, str, bytes]]:
-        """(n, id, topic, status, URL, host, envelope) of open events whose next message is on this topic. Looks at all events: for a purge."""
+        """(n, id, topic, status, URL, host, envelope) of open events whose next message is on this
+        topic. Looks at all events: for a purge.
+        """
         known = "EXISTS(SELECT 1 FROM fetched f WHERE f.event=e.n)"
         which = {
             "requests": f"e.status IN ('pending','delayed') AND NOT {known}",
@@ -614,7 +632,9 @@ class SqlLedger:
         self.count_in(tx, topic, {was: -1, "dead": 1})
 
     def eldest_duplicate_in(self, tx: Tx, owner: str) -> tuple[int, str, bytes] | None:
-        """(n, id, envelope) of the one to promote when `owner` died; None if the owner was itself promoted."""
+        """(n, id, envelope) of the one to promote when `owner` died; None if the owner was itself
+        promoted.
+        """
         if tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
             return None
         row: tuple[int, str, bytes] | None = tx.execute(
@@ -666,7 +686,9 @@ class SqlLedger:
         return -sum(d for (_, status), d in delta.items() if status == "in_flight")
 
     def open_in(self, tx: Tx, before: float, limit: int) -> list[tuple[int, str, bytes]]:
-        """(number, id, envelope) of events that wait for nothing and that nobody has touched since then. Looks at all events: for when messages were lost."""
+        """(number, id, envelope) of events that wait for nothing and that nobody has touched since
+        then. Looks at all events: for when messages were lost.
+        """
         return tx.execute(
             "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.status IN ('pending','in_flight','writing')"
             " AND (SELECT max(h.at) FROM history h WHERE h.event=e.n)<? ORDER BY e.n LIMIT ?",
@@ -691,7 +713,9 @@ class SqlLedger:
         self._count_all(tx, delta)
 
     def parked_in(self, tx: Tx, host: str, reasons: Sequence[str]) -> list[tuple[int, int]]:
-        """(number, position) of delayed events of a host that wait for one of these reasons. Looks at all that is delayed: for people."""
+        """(number, position) of delayed events of a host that wait for one of these reasons. Looks
+        at all that is delayed: for people.
+        """
         wanted = ",".join("?" * len(reasons))
         return tx.execute(
             f"SELECT n, position FROM event WHERE status='delayed' AND host=? AND reason IN ({wanted})",
@@ -705,7 +729,7 @@ class SqlLedger:
             [(now, n) for n in events],
         )
 
-    # -- counting ----------------------------------------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------------
 
     def count_in(self, tx: Tx, topic: str, deltas: dict[Any, int]) -> None:
         tx.executemany(_COUNT, [(topic, str(name), d) for name, d in deltas.items() if d])
@@ -766,7 +790,7 @@ class SqlLedger:
         at = int(now * 1e6)
         tx.executemany(_NOTE, [(n, at, status, worker, stage, None, reason) for n in events])
 
-    # -- cursors -----------------------------------------------------------------------------------------------------------
+    # -- cursors -----------------------------------------------------------------------------------
 
     def cursor_in(self, tx: Tx, source: str) -> bytes | None:
         body: bytes | None = tx.execute("SELECT body FROM cursor WHERE source=?", (source,)).get
@@ -778,13 +802,16 @@ class SqlLedger:
             (source, body, now),
         )
 
-    # -- retention ---------------------------------------------------------------------------------------------------------
+    # -- retention ---------------------------------------------------------------------------------
 
     def prune_in(
         self, tx: Tx, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000
     ) -> int:
-        """Forget ended events (never dead ones) and their history; the counters keep counting them. `keep(URL, id)` says which success is still a baseline."""
-        # A stretch at a time, the next call goes on behind it: what must stay at the head of the table does not stop the rest.
+        """Forget ended events (never dead ones) and their history; the counters keep counting them.
+        `keep(URL, id)` says which success is still a baseline.
+        """
+        # A stretch at a time, the next call goes on behind it: what must stay at the head of the
+        # table does not stop the rest.
         stretch = tx.execute(
             "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>? ORDER BY n LIMIT ?",
             (self._pruned, limit),
@@ -814,7 +841,9 @@ class SqlLedger:
         tx.executemany("DELETE FROM history WHERE event=?", rows)
 
     def entered_in(self, tx: Tx) -> int | None:
-        """Events ever entered, counted by the store itself and not by us; None where it cannot tell."""
+        """Events ever entered, counted by the store itself and not by us; None where it cannot
+        tell.
+        """
         return int(
             tx.execute(
                 "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)"

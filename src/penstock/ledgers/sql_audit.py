@@ -1,4 +1,6 @@
-"""What in the books must agree with something else, counted over whole tables at one moment: for doctor, on purpose slow."""
+"""What in the books must agree with something else, counted over whole tables at one moment: for
+doctor, on purpose slow.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit(tx: Tx, queue: QueueAudit, *, entered: int | None) -> Audit:
-    """Everything that must agree with something else, at one moment; the broker has counted its own part."""
+    """Everything that must agree with something else, at one moment; the broker has counted its own
+    part.
+    """
     return Audit(
         counters={
             (t, s): n

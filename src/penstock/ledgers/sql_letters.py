@@ -1,4 +1,6 @@
-"""Questions about dead letters: pure reads inside a transaction. What puts them there and takes them away is in books.py."""
+"""Questions about dead letters: pure reads inside a transaction. What puts them there and takes
+them away is in books.py.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which letters; reason is a part of the text, the rest is exact (a fingerprint may be a prefix)."""
+    """Which letters; reason is a part of the text, the rest is exact (a fingerprint may be a
+    prefix).
+    """
 
     reason: str | None = None
     host: str | None = None
@@ -127,7 +131,9 @@ _LETTER_FIELDS = tuple(f.name for f in msgspec.structs.fields(Letter))
 
 
 def letter_groups(tx: Tx, which: Filter, most: int) -> tuple[list[Cause], int]:
-    """(causes, letters in all), the largest cause first. Without filters it is answered from an index alone."""
+    """(causes, letters in all), the largest cause first. Without filters it is answered from an
+    index alone.
+    """
     where, bindings = which.where()
     groups = tx.execute(
         f"SELECT count(*), fingerprint, max(n), min(n) FROM dead WHERE {where} GROUP BY fingerprint ORDER BY 1 DESC, 3 DESC",

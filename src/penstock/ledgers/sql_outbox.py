@@ -1,4 +1,6 @@
-"""Records on their way out of the ledger: change detection, the outbox of the sinks, and changes waiting for their hooks."""
+"""Records on their way out of the ledger: change detection, the outbox of the sinks, and changes
+waiting for their hooks.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class SqlOutbox:
         self.db = db
         db.part("outbox", 1, SCHEMA)
 
-    # -- records -----------------------------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------
 
     def emit_in(
         self,
@@ -59,8 +61,9 @@ class SqlOutbox:
         emit_unchanged: bool,
         hooks: bool,
     ) -> list[tuple[str, str, bytes, int]]:
-        """(extractor, key, line, order) of what leaves for the sinks from each (success, its URL's key), after change detection against the books.
-        It is counted by topic."""
+        """(extractor, key, line, order) of what leaves for the sinks from each (success, its URL's
+        key), after change detection against the books. It is counted by topic.
+        """
         groups = [
             ((g[0].extractor, _shelf(g[0].key)), g, end, url_key)
             for end, url_key in ends
@@ -112,7 +115,7 @@ class SqlOutbox:
         )
         return lines
 
-    # -- the sinks' outbox ---------------------------------------------------------------------------------------------------
+    # -- the sinks' outbox -------------------------------------------------------------------------
 
     def sink_id_in(self, tx: Tx, name: str) -> int:
         found = tx.execute("SELECT id FROM sink WHERE name=?", (name,)).get
@@ -178,7 +181,7 @@ class SqlOutbox:
             or 0
         )
 
-    # -- changes waiting for their hooks -------------------------------------------------------------------------------------
+    # -- changes waiting for their hooks -----------------------------------------------------------
 
     def has_changes_in(self, tx: Tx) -> bool:
         """Is a hook still to be told of something?"""
@@ -203,7 +206,9 @@ class SqlOutbox:
 
 
 def _shelf(key: str) -> str:
-    """Where the last record with this key lies. An entry of PostgreSQL's indexes holds 2,704 bytes, and a key may be four thousand characters."""
+    """Where the last record with this key lies. An entry of PostgreSQL's indexes holds 2,704 bytes,
+    and a key may be four thousand characters.
+    """
     return (
         key
         if len(key) <= 500
@@ -212,7 +217,9 @@ def _shelf(key: str) -> str:
 
 
 def _by_key(records: Sequence[Record]) -> Iterable[Sequence[Record]]:
-    """Rows without a key of their own share the page's: they are compared as a whole, or they would take turns in being news."""
+    """Rows without a key of their own share the page's: they are compared as a whole, or they would
+    take turns in being news.
+    """
     if len(records) == 1:
         return (records,)
     same: dict[tuple[str, str], list[Record]] = {}
@@ -222,7 +229,9 @@ def _by_key(records: Sequence[Record]) -> Iterable[Sequence[Record]]:
 
 
 def render(event: Event, r: Record, fetched_at: float) -> bytes:
-    """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus `_penstock`."""
+    """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus
+    `_penstock`.
+    """
     origin = _json(
         _Origin(
             event.id,

@@ -1,4 +1,6 @@
-"""Questions to the books: pure reads inside a transaction, each by an index or within a stated bound. Nothing is changed or printed here."""
+"""Questions to the books: pure reads inside a transaction, each by an index or within a stated
+bound. Nothing is changed or printed here.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from penstock.ledgers.sql_letters import (
 from penstock.ports import PageMeta
 from penstock.stores.sql import Tx
 
-# What commands may ask, in one place; letters and the audit have modules of their own only for their size.
+# What commands may ask, in one place; letters and the audit have modules of their own only for
+# their size.
 __all__ = [
     "Audit",
     "Cause",
@@ -71,7 +74,7 @@ SAMPLE = 1000  # delayed events looked at for their reasons
 _END = "\U0010ffff"  # above everything an id begins with
 
 
-# -- status ------------------------------------------------------------------------------------------------------------
+# -- status ----------------------------------------------------------------------------------------
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +161,7 @@ def sinks(tx: Tx) -> list[SinkState]:
     ]
 
 
-# -- events ------------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 class EventRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,7 +296,9 @@ def duplicates_of(tx: Tx, id_: str, most: int = 20) -> list[tuple[str, str]]:
 
 
 def records_of(tx: Tx, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
-    """Event number → (extractor, key) of the records that are still from it. None: too many records to look through."""
+    """Event number → (extractor, key) of the records that are still from it. None: too many records
+    to look through.
+    """
     if (tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='records'").get or 0) > SCAN:
         return None
     wanted = list(events)
@@ -323,7 +328,9 @@ def events(
     everything: bool = False,
     broker: Any,
 ) -> Listing:
-    """Newest first (delayed: due next first). Filters without an index look at the newest SCAN events only, unless everything is asked for."""
+    """Newest first (delayed: due next first). Filters without an index look at the newest SCAN
+    events only, unless everything is asked for.
+    """
     conditions, bindings = ["1=1"], []
     for column, value in (("host", host), ("source", source), ("url_key", url_key)):
         if value is not None:
@@ -360,7 +367,7 @@ Sizes = Callable[
     [Sequence[str]], Mapping[str, int]
 ]  # the page store's: of these pages, the ones that are stored
 
-# -- pages -------------------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------
 
 
 def page_of_url(tx: Tx, key: bytes, sizes: Sizes) -> str | None:
@@ -387,7 +394,9 @@ def event_of_page(tx: Tx, page: str) -> EventRow | None:
 def paged_events(
     tx: Tx, limit: int, sizes: Sizes, host: str | None = None
 ) -> Iterator[tuple[EventRow, int | None]]:
-    """The newest events that have a page, each page once, with its size (None: retention took it), of the newest SCAN that were fetched."""
+    """The newest events that have a page, each page once, with its size (None: retention took it),
+    of the newest SCAN that were fetched.
+    """
     condition, bindings = ("", ()) if host is None else ("WHERE e.host=?", (host,))
     stretch = "SELECT event, page, meta FROM fetched WHERE event<? ORDER BY event DESC LIMIT ?"
     query = f"SELECT {_COLUMNS} FROM ({stretch}) AS f JOIN event e ON e.n=f.event LEFT JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC"

@@ -1,4 +1,6 @@
-"""The ledger in an SQLite file; the SQL is in sql.py, the file's side in stores/sqlite.py. Here is what one statement does for many events."""
+"""The ledger in an SQLite file; the SQL is in sql.py, the file's side in stores/sqlite.py. Here is
+what one statement does for many events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How much of all answers under way is held in memory at once, and who has to wait for room. No sockets, no decoding."""
+"""How much of all answers under way is held in memory at once, and who has to wait for room. No
+sockets, no decoding.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Held(Protocol):
 
 
 class Bodies:
-    """Once `room` is full, one exchange goes on beyond it, so that there is an end; the others wait until something has ended."""
+    """Once `room` is full, one exchange goes on beyond it, so that there is an end; the others wait
+    until something has ended.
+    """
 
     def __init__(self, room: int, now: Callable[[], float]) -> None:
         self.room, self.held = room, 0
@@ -45,7 +49,9 @@ class Bodies:
         ex.counted = size
 
     def leave(self, ex: Held) -> None:
-        """It has ended, whichever way. One that was never counted and does not wait need not say so."""
+        """It has ended, whichever way. One that was never counted and does not wait need not say
+        so.
+        """
         self.held -= ex.counted
         ex.counted, ex.since = 0, 0.0
         self._waiting.pop(ex, None)

@@ -1,4 +1,6 @@
-"""A cookie jar (RFC 6265): what was set, and what goes back to whom. One per account; nothing is shared and nothing is stored."""
+"""A cookie jar (RFC 6265): what was set, and what goes back to whom. One per account; nothing is
+shared and nothing is stored.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Jar:
         return "; ".join(f"{c.name}={c.value}" if c.name else c.value for c in fit)
 
     def store(self, url: str, headers: Mapping[str, str], now: float) -> None:
-        """From an answer's `set-cookie`, several separated by line feeds. What does not belong to the URL's site is left out."""
+        """From an answer's `set-cookie`, several separated by line feeds. What does not belong to
+        the URL's site is left out.
+        """
         for line in headers.get("set-cookie", "").split("\n"):
             if line and (cookie := _parse(line, url, now, self._n)) is not None:
                 key = cookie.domain, cookie.path, cookie.name

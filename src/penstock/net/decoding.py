@@ -1,4 +1,6 @@
-"""Content codings undone chunk by chunk under a cap (gzip, deflate, br, zstd, at most two nested). No sockets, no charset."""
+"""Content codings undone chunk by chunk under a cap (gzip, deflate, br, zstd, at most two nested).
+No sockets, no charset.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,8 @@ class _Brotli:
             piece = d.process(data, output_buffer_limit=_STEP)
             if piece:
                 out(piece)
-            # "Can accept more" speaks of input only: a full step may have left output behind as well.
+            # "Can accept more" speaks of input only: a full step may have left output behind as
+            # well.
             while len(piece) >= _STEP or not d.can_accept_more_data():
                 piece = d.process(b"", output_buffer_limit=_STEP)
                 if piece:
@@ -114,7 +117,9 @@ class _Brotli:
 
 
 class _Zstd:
-    """The writer of python-zstandard: it pushes bounded blocks, so an exception from `out` stops a bomb inside one call."""
+    """The writer of python-zstandard: it pushes bounded blocks, so an exception from `out` stops a
+    bomb inside one call.
+    """
 
     _PROBE = zstandard.ZstdCompressor().compress(b"\x00probe\x00")
 
@@ -134,7 +139,8 @@ class _Zstd:
             raise BrokenCoding(str(e)) from e
 
     def end(self) -> None:
-        # The library does not say whether a frame is complete; a known frame comes out unharmed only after a complete one.
+        # The library does not say whether a frame is complete; a known frame comes out unharmed
+        # only after a complete one.
         if not self._seen:
             return
         self._blocks.out, self._blocks.last = _ignore, b""
@@ -172,8 +178,9 @@ _STAGES: dict[str, Callable[[Out], _Stage]] = {
 
 
 def codings(header: str) -> tuple[str, ...]:
-    """What Content-Encoding asks us to undo, in the order it was applied. One we do not know leaves the body as it came, as in browsers
-    (servers put charsets there). Raises TooManyCodings."""
+    """What Content-Encoding asks us to undo, in the order it was applied. One we do not know leaves
+    the body as it came, as in browsers (servers put charsets there). Raises TooManyCodings.
+    """
     names = [
         n for n in (part.strip().lower() for part in header.split(",")) if n and n != "identity"
     ]
@@ -199,8 +206,10 @@ def joined(parts: list[bytes | bytearray]) -> bytes:
 
 
 class _Room:
-    """What may still come out, and where it goes. Nothing here or in a stage leads back to the decoder: one that is let go is gone at once,
-    with the hundred kilobytes that it may hold, and need not wait for the collector of cycles."""
+    """What may still come out, and where it goes. Nothing here or in a stage leads back to the
+    decoder: one that is let go is gone at once, with the hundred kilobytes that it may hold, and
+    need not wait for the collector of cycles.
+    """
 
     def __init__(self, room: int, out: Out) -> None:
         self.left, self._out = room, out
@@ -213,7 +222,9 @@ class _Room:
 
 
 class Decoder:
-    """Takes the body as it arrives. Raises DecodedTooLarge or BrokenCoding as soon as either is known."""
+    """Takes the body as it arrives. Raises DecodedTooLarge or BrokenCoding as soon as either is
+    known.
+    """
 
     def __init__(self, names: tuple[str, ...], limit: int) -> None:
         self._parts: list[bytes | bytearray] = []

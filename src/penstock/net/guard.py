@@ -1,4 +1,6 @@
-"""Where we may connect: the pure rule `is_public`, and the one Guard that every outbound connection passes. It resolves and judges; it never dials."""
+"""Where we may connect: the pure rule `is_public`, and the one Guard that every outbound connection
+passes. It resolves and judges; it never dials.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,19 @@ Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 DEFAULT_PORTS = frozenset({80, 443, 8080, 8443})
 
-# -- the rule --------------------------------------------------------------------------------------------------------------
+# -- the rule --------------------------------------------------------------------------------------
 
-# Our own table, not the interpreter's `is_global`, which changes with its patch level (CVE-2024-4032) and means something else.
-# As of the IANA special-purpose registries of 2026, and one cloud's host channel that hides in public space.
+# Our own table, not the interpreter's `is_global`, which changes with its patch level
+# (CVE-2024-4032) and means something else. As of the IANA special-purpose registries of 2026, and
+# one cloud's host channel that hides in public space.
 _NOT_PUBLIC_V4 = (
     "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "168.63.129.16/32", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
     "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15",
     "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
 )  # fmt: skip
-# Global unicast is 2000::/3; these are the holes in it. Everything outside (loopback, ULA, link-local, multicast, discard, and with them
-# IPv4-mapped, -compatible, -translated and both NAT64 prefixes) is refused without being named.
+# Global unicast is 2000::/3; these are the holes in it. Everything outside (loopback, ULA,
+# link-local, multicast, discard, and with them IPv4-mapped, -compatible, -translated and both NAT64
+# prefixes) is refused without being named.
 _UNICAST_V6 = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC_V6 = (
     "2001::/23",  # IETF protocol assignments: Teredo, ORCHID, benchmarking, anycasts
@@ -66,8 +70,9 @@ _UNICAST_LOW, _UNICAST_HIGH = int(_UNICAST_V6.network_address), int(_UNICAST_V6.
 def is_public(address: str | Address) -> bool:
     """True for a global unicast address, by our own table. Anything else, garbage included, is not.
 
-    Addresses that carry an IPv4 address inside (mapped, compatible, NAT64, 6to4, Teredo, ISATAP) are refused whole, public or not:
-    no server needs them to be reached, and each decoder would be one more place to be wrong. So are zone ids.
+    Addresses that carry an IPv4 address inside (mapped, compatible, NAT64, 6to4, Teredo, ISATAP)
+    are refused whole, public or not: no server needs them to be reached, and each decoder would be
+    one more place to be wrong. So are zone ids.
     """
     parsed: object = _address(address) if isinstance(address, str) else address
     if isinstance(parsed, ipaddress.IPv4Address):
@@ -93,7 +98,9 @@ def _address(text: str) -> Address | None:
 
 
 def is_own(ip: str) -> bool:
-    """Is this one of this machine's own addresses? Then it is inward, however public: only our own can be bound."""
+    """Is this one of this machine's own addresses? Then it is inward, however public: only our own
+    can be bound.
+    """
     return not _binds_anything() and _can_bind(ip)
 
 
@@ -110,11 +117,13 @@ def _can_bind(ip: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _binds_anything() -> bool:
-    """Hosts with `ip_nonlocal_bind` answer yes to every address (a documentation address here), so there the question means nothing."""
+    """Hosts with `ip_nonlocal_bind` answer yes to every address (a documentation address here), so
+    there the question means nothing.
+    """
     return _can_bind("192.0.2.1")
 
 
-# -- exceptions the operator makes -----------------------------------------------------------------------------------------
+# -- exceptions the operator makes -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,9 @@ _HINT = "write address:port, network/bits:port, [ipv6]:port or name:port, separa
 
 
 def parse_allow(text: str) -> tuple[Allow, ...]:
-    """`127.0.0.1:8000,[::1]:9000,10.0.0.0/8:443,shop.test:80`. Raises ConfigError; an entry without a port is one."""
+    """`127.0.0.1:8000,[::1]:9000,10.0.0.0/8:443,shop.test:80`. Raises ConfigError; an entry without
+    a port is one.
+    """
     return tuple(_entry(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -191,7 +202,7 @@ def _entry(text: str) -> Allow:
     return Allow(port, host=host.removesuffix("."))
 
 
-# -- the guard -------------------------------------------------------------------------------------------------------------
+# -- the guard -------------------------------------------------------------------------------------
 
 _name = re.compile(
     r"(?=.{1,254}\Z)[a-z0-9_](?:[a-z0-9_-]{0,62})(?:\.[a-z0-9_-]{1,63})*\.?"
@@ -229,7 +240,9 @@ class _Answer:
 
 @dataclass(slots=True)
 class _System:
-    """The machine's resolver on threads of its own: one that hangs must not take the loop's few default threads with it."""
+    """The machine's resolver on threads of its own: one that hangs must not take the loop's few
+    default threads with it.
+    """
 
     threads: int = 32
     pool: ThreadPoolExecutor | None = field(default=None, init=False)
@@ -252,14 +265,18 @@ class _System:
 
 
 class NotResolved(Failure):
-    """The resolver's trouble, or its answer that there is no such name: nobody was asked anything yet."""
+    """The resolver's trouble, or its answer that there is no such name: nobody was asked anything
+    yet.
+    """
 
 
 class Guard:
-    """Every outbound connection of the product goes through one of these: page, robots, feed, webhook-out, proxy, browser.
+    """Every outbound connection of the product goes through one of these: page, robots, feed,
+    webhook-out, proxy, browser.
 
-    `resolve` before, dial only its addresses, `check_peer` after. A name's answers are all checked, and kept for `ttl` seconds, so the
-    checked address is the dialled one. Refusals are `Failure(PERMANENT)`, a resolver's trouble is `Failure(TRANSIENT)`.
+    `resolve` before, dial only its addresses, `check_peer` after. A name's answers are all checked,
+    and kept for `ttl` seconds, so the checked address is the dialled one. Refusals are
+    `Failure(PERMANENT)`, a resolver's trouble is `Failure(TRANSIENT)`.
     """
 
     def __init__(
@@ -277,7 +294,9 @@ class Guard:
         self._asking: dict[tuple[str, int], asyncio.Task[_Answer]] = {}
 
     def check_url(self, url: str) -> Target:
-        """What can be said without a lookup. A literal address comes back judged and with its one address."""
+        """What can be said without a lookup. A literal address comes back judged and with its one
+        address.
+        """
         try:
             scheme, host, port = identity.authority(identity.canonical_url(url))
         except identity.BadUrl as e:
@@ -288,7 +307,9 @@ class Guard:
         return await self._resolved(self.check_url(url), any_port=False)
 
     async def resolve_proxy(self, host: str, port: int, *, scheme: str = "http") -> Target:
-        """A proxy's own address: the operator chose its port, so any will do; the address must still be public or on the allow-list."""
+        """A proxy's own address: the operator chose its port, so any will do; the address must
+        still be public or on the allow-list.
+        """
         try:
             host = identity.authority(f"http://{f'[{host}]' if ':' in host else host}/").host
         except identity.BadUrl as e:
@@ -298,7 +319,9 @@ class Guard:
         )
 
     def check_peer(self, ip: str, port: int, target: Target | None = None) -> None:
-        """After connect: are we where we wanted to be? With a target, only its own addresses will do."""
+        """After connect: are we where we wanted to be? With a target, only its own addresses will
+        do.
+        """
         if target is not None:
             if port == target.port and ip in target.addresses:
                 return
@@ -395,7 +418,8 @@ class Guard:
             return self._failed("the name has no address", host)
         if len(found) > self._max_answers:
             return self._refused("more addresses than any honest name has", f"{host}: {len(found)}")
-        for ip in found:  # one bad answer spoils all: else the next lookup, or the second try of a dialler, takes it
+        # one bad answer spoils all: else the next lookup, or the second try of a dialler, takes it
+        for ip in found:
             if (why := self._refusal(host, ip, port, any_port=any_port)) is not None:
                 return self._refused(why, f"{host}:{port} resolves to {ip}")
         return _Answer(self._clock() + self._ttl, tuple(found))
@@ -411,7 +435,9 @@ class Guard:
 
 
 def _forbidden(why: str, detail: str) -> Failure:
-    """The reason is the same for all addresses of a kind, so dead letters group; the particulars are in the detail."""
+    """The reason is the same for all addresses of a kind, so dead letters group; the particulars
+    are in the detail.
+    """
     return Failure(
         ErrorClass.PERMANENT,
         f"forbidden address: {why}",

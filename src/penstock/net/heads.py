@@ -16,8 +16,10 @@ _fold = re.compile(r"\n[ \t]+").sub
 
 
 def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
-    """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line feed) of the last head in `lines`.
-    Raises Failure where that is not all there: libcurl takes a connection that ends in the middle for the end of the head."""
+    """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line
+    feed) of the last head in `lines`. Raises Failure where that is not all there: libcurl takes a
+    connection that ends in the middle for the end of the head.
+    """
     if (
         lines[-1:] == _END and lines.index(b"\r\n") == len(lines) - 1
     ):  # one head and nothing else, as nearly always
@@ -58,7 +60,9 @@ def _status(line: str) -> tuple[int, str]:
 
 
 def _read(line: bytes) -> tuple[str, str] | None:
-    """Name and value of a line that stands for itself; None for what has to be looked at together with others."""
+    """Name and value of a line that stands for itself; None for what has to be looked at together
+    with others.
+    """
     name, colon, value = line.decode("latin-1").partition(":")
     text = value[:-2]
     if not colon or line[0] in b" \t" or value[-2:] != "\r\n" or "\n" in text:

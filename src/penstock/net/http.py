@@ -1,4 +1,6 @@
-"""The one HTTP client of the product: guard, pinned address, proxy, one exchange. Redirects, robots and pace are not here."""
+"""The one HTTP client of the product: guard, pinned address, proxy, one exchange. Redirects, robots
+and pace are not here.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,11 @@ _ADDRESSES = 3  # of one name, tried in turn where nobody listens
 _E_PROXY = 97  # CURLE_PROXY, which pycurl does not name
 _NO_PIN = ("",)  # a literal address is its own
 _ENGINES = 64  # proxies with a warm connection pool
-_FRESH = 1.0  # seconds a checked target serves further requests; the guard itself keeps its answers longer
+# seconds a checked target serves further requests; the guard itself keeps its answers longer
+_FRESH = 1.0
 
 
-# -- proxies -----------------------------------------------------------------------------------------------------------------
+# -- proxies ---------------------------------------------------------------------------------------
 
 
 class _Proxy(msgspec.Struct, frozen=True):
@@ -66,7 +69,9 @@ class _Proxy(msgspec.Struct, frozen=True):
 
 
 def parse_proxy(dsn: str) -> _Proxy:
-    """`http|https|socks5|socks5h://[user:password@]host:port`. Raises Failure, without the DSN: it holds a password."""
+    """`http|https|socks5|socks5h://[user:password@]host:port`. Raises Failure, without the DSN: it
+    holds a password.
+    """
     try:
         parts = urlsplit(dsn)
         port = parts.port
@@ -90,7 +95,7 @@ class _Via(msgspec.Struct, frozen=True):
     target: Target
 
 
-# -- the fetcher -------------------------------------------------------------------------------------------------------------
+# -- the fetcher -----------------------------------------------------------------------------------
 
 
 def _ca_file(options: HttpOptions) -> str:
@@ -168,7 +173,8 @@ class CurlFetcher:
         if self._opened is None or self._closed:
             return None
         set_up, engine = self._opened
-        # The text before the path is that of an origin which the guard has checked, so the URL speaks to nobody else.
+        # The text before the path is that of an origin which the guard has checked, so the URL
+        # speaks to nobody else.
         known = self._targets.get(url[: url.find("/", 8)])
         if known is None or known[0] <= set_up.now():
             return None
@@ -313,7 +319,8 @@ class CurlFetcher:
                 e.kind, f"the proxy's own address: {e.reason}", own=True, detail=e.detail
             ) from None
         self._check_open()
-        # A pool for each DSN: libcurl would hand a tunnel made with one user name to a request with another.
+        # A pool for each DSN: libcurl would hand a tunnel made with one user name to a request with
+        # another.
         engine = self._proxied.get(dsn)
         if engine is None:
             engine = self._proxied[dsn] = Engine(asyncio.get_running_loop(), self.options)
@@ -373,7 +380,8 @@ def _dress(
         if proxy.scheme == "https":  # its certificate is for its name
             opt(pycurl.RESOLVE, [f"{proxy.host}:{proxy.port}:{place}"])
             place = proxy.host
-        # Without an address of the target (remote_dns) libcurl would look its name up for socks5, and nobody would check what it finds.
+        # Without an address of the target (remote_dns) libcurl would look its name up for socks5,
+        # and nobody would check what it finds.
         scheme = "socks5h" if proxy.scheme == "socks5" and not target.addresses else proxy.scheme
         opt(pycurl.PROXY, f"{scheme}://{place}:{proxy.port}")
         opt(pycurl.NOPROXY, "")

@@ -1,4 +1,6 @@
-"""What libcurl does for one client: exchanges (an easy handle and its answer) on an engine (a multi handle on its own epoll set). No policy, no proxy."""
+"""What libcurl does for one client: exchanges (an easy handle and its answer) on an engine (a multi
+handle on its own epoll set). No policy, no proxy.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _PAUSE: int = pycurl.WRITEFUNC_PAUSE
 _POLL_IN, _POLL_OUT, _POLL_REMOVE = pycurl.POLL_IN, pycurl.POLL_OUT, pycurl.POLL_REMOVE
 _PATIENCE = 290.0  # seconds; libcurl itself waits 300 for a connection
 _LATE = 0.1  # seconds that a busy loop may be behind; beyond that it stood still
-_REST = 0.015  # seconds after which a transfer has to stop in the middle: libcurl goes on with all that it has received, in crumbs if need be
+# seconds after which a transfer has to stop in the middle: libcurl goes on with all that it has
+# received, in crumbs if need be
+_REST = 0.015
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,11 +75,13 @@ class SetUp(msgspec.Struct, frozen=True):
     bodies: Bodies
 
 
-# -- one exchange ----------------------------------------------------------------------------------------------------------
+# -- one exchange ----------------------------------------------------------------------------------
 
 
 class _Lent:
-    """A descriptor on its way to libcurl: pycurl duplicates what `fileno` says, and the original is closed when this goes."""
+    """A descriptor on its way to libcurl: pycurl duplicates what `fileno` says, and the original is
+    closed when this goes.
+    """
 
     __slots__ = ("_fd",)
 
@@ -99,7 +105,9 @@ def nobody(*_: object) -> None:
 
 
 class Exchange:
-    """An easy handle and what it is receiving. Reused: setting up a handle costs more than a request."""
+    """An easy handle and what it is receiving. Reused: setting up a handle costs more than a
+    request.
+    """
 
     __slots__ = (
         "cancelled", "counted", "curl", "decoder", "done", "ended", "engine", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin",
@@ -174,11 +182,13 @@ class Exchange:
         self.clear()
 
     def aim(self, url: str, target: Target, pin: str) -> None:
-        """`pin`: the checked address to dial for a name; libcurl then never looks it up. Connections are reused per name and address."""
+        """`pin`: the checked address to dial for a name; libcurl then never looks it up.
+        Connections are reused per name and address.
+        """
         self.target = target
         self.curl.setopt(pycurl.URL, url)
-        # Under TLS a request waits for the handshake that is under way, which may bring HTTP/2 and room for all. Without TLS it would
-        # wait for somebody else's answer.
+        # Under TLS a request waits for the handshake that is under way, which may bring HTTP/2 and
+        # room for all. Without TLS it would wait for somebody else's answer.
         if (waits := url.startswith("https:")) is not self.waits:
             self.curl.setopt(pycurl.PIPEWAIT, int(waits))
             self.waits = waits
@@ -208,7 +218,8 @@ class Exchange:
         self.ready_at = self.ready_at and min(now, self.ready_at + late)
         self.mark = self.mark and min(now, self.mark + late)
 
-    # libcurl calls these. An exception would be printed and lost, so each ends the transfer by its return value.
+    # libcurl calls these. An exception would be printed and lost, so each ends the transfer by its
+    # return value.
 
     def _on_open(self, purpose: int, address: Any) -> Any:
         try:
@@ -273,7 +284,9 @@ class Exchange:
         return -1
 
     def read_head(self) -> dict[str, str]:
-        """Parse the last head received: interim answers and a proxy's own come before it, trailers after. Raises Failure."""
+        """Parse the last head received: interim answers and a proxy's own come before it, trailers
+        after. Raises Failure.
+        """
         if (large := self.oversized()) is not None:
             raise large
         self.status, self.version, self.headers = parse_head(self.lines)
@@ -287,7 +300,9 @@ class Exchange:
         return sum(map(len, self.lines))
 
     def oversized(self) -> Failure | None:
-        """Looked at when it is read; libcurl has a limit of its own, 300 kB, and the sweep sees one that does not end."""
+        """Looked at when it is read; libcurl has a limit of its own, 300 kB, and the sweep sees one
+        that does not end.
+        """
         limit = self.set_up.options.max_header_bytes
         return breach(Breach.HEADERS, f"{limit} bytes") if self.head_size() > limit else None
 
@@ -299,11 +314,13 @@ class Exchange:
         return joined(self.parts)
 
 
-# -- the engine ------------------------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------
 
 
 class Engine:
-    """A libcurl multi handle and its connection pool, on one epoll set that the event loop watches as a single descriptor."""
+    """A libcurl multi handle and its connection pool, on one epoll set that the event loop watches
+    as a single descriptor.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: HttpOptions) -> None:
         self._loop, self._options = loop, options
@@ -388,7 +405,9 @@ class Engine:
         self._epoll.register(fd, mask)
 
     def let_go(self) -> None:
-        """Before a new socket is made: it may get the number of an idle one that was closed, which the kernel has forgotten and we have not."""
+        """Before a new socket is made: it may get the number of an idle one that was closed, which
+        the kernel has forgotten and we have not.
+        """
         for fd in self._idle:
             self._forget(fd)
         self._idle.clear()
@@ -401,7 +420,9 @@ class Engine:
             pass  # closed already
 
     def _set_alarm(self) -> None:
-        """libcurl would tell us of its timer with every transfer, twice: asking it after each turn is cheaper."""
+        """libcurl would tell us of its timer with every transfer, twice: asking it after each turn
+        is cheaper.
+        """
         milliseconds = self._multi.timeout()
         if milliseconds < 0:
             self._deadline = 0.0
@@ -512,7 +533,9 @@ class Engine:
                 )
 
     def _on_sweep(self) -> None:
-        """Time-outs, all of them: libcurl has none for the first byte, and a timer for each request costs more than this walk."""
+        """Time-outs, all of them: libcurl has none for the first byte, and a timer for each request
+        costs more than this walk.
+        """
         now, o = self._loop.time(), self._options
         behind = now - self._sweep.when() if self._sweep is not None else 0.0
         self._sweep = None

@@ -1,4 +1,6 @@
-"""The page store on PostgreSQL: bodies compressed, one row each, written beside the books and looked for inside their transaction. Not the index of events."""
+"""The page store on PostgreSQL: bodies compressed, one row each, written beside the books and
+looked for inside their transaction. Not the index of events.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ class Staged(msgspec.Struct):
 
 
 class PostgresPages:
-    """`send` writes the bytes in a transaction of its own, before the books' one, so that nobody waits for bytes behind the fleet's lock.
-    On the ledger's own server the books' commit makes them durable with itself, since the log is synced in order; elsewhere `send` does."""
+    """`send` writes the bytes in a transaction of its own, before the books' one, so that nobody
+    waits for bytes behind the fleet's lock. On the ledger's own server the books' commit makes them
+    durable with itself, since the log is synced in order; elsewhere `send` does.
+    """
 
     remote = True
 
@@ -53,7 +57,7 @@ class PostgresPages:
     async def start(self) -> None:
         """Opening it made the table."""
 
-    # -- writing -----------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
         staged = Staged(new={}, again={})
@@ -65,7 +69,9 @@ class PostgresPages:
         return staged
 
     async def send(self, staged: Staged) -> None:
-        """There when it returns. Raises StoreUnavailable; what was sent then without being named by anybody goes with retention."""
+        """There when it returns. Raises StoreUnavailable; what was sent then without being named by
+        anybody goes with retention.
+        """
         if staged.new or staged.again:
             await self.db.write(
                 lambda tx: self._send(tx, staged), durable=not self.shared, alone=False
@@ -105,7 +111,9 @@ class PostgresPages:
         )
 
     def index_in(self, tx: Tx, staged: Staged) -> list[str]:
-        """Ids whose bytes are not there (any more). Elsewhere than in the ledger's store that was seen to by `send`."""
+        """Ids whose bytes are not there (any more). Elsewhere than in the ledger's store that was
+        seen to by `send`.
+        """
         ids = [*staged.new, *staged.again]
         if not ids or not self.shared:
             return []
@@ -122,7 +130,7 @@ class PostgresPages:
         for h in [*staged.new, *staged.again]:
             self._known.pop(h, None)
 
-    # -- reading -----------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     async def get(self, page: str) -> bytes | None:
         return await self.db.read(lambda tx: self._get(tx, page))
@@ -180,7 +188,7 @@ class PostgresPages:
         """The caller's transaction is the ledger's; our rows may lie elsewhere."""
         return work(tx) if self.shared else self.db.read_now(work)
 
-    # -- retention ---------------------------------------------------------------------------------------------------------
+    # -- retention ---------------------------------------------------------------------------------
 
     def prune_in(
         self,
@@ -190,7 +198,9 @@ class PostgresPages:
         max_bytes: int | None,
         keep: Callable[[Sequence[str]], set[str]],
     ) -> tuple[int, int]:
-        """(pages removed, bytes freed). `keep` answers which of these pages an open event still needs."""
+        """(pages removed, bytes freed). `keep` answers which of these pages an open event still
+        needs.
+        """
 
         def work(own: Tx) -> tuple[int, int]:
             removed = freed = 0
@@ -244,7 +254,9 @@ def _raw(page: str) -> bytes:
 
 
 def open_pages(url: str, context: Context) -> PostgresPages:
-    """`postgres://…`: where that is the ledger's own URL, a page is there exactly if the event that names it can be."""
+    """`postgres://…`: where that is the ledger's own URL, a page is there exactly if the event that
+    names it can be.
+    """
     store: Any = context.store(url)
     ledger = context.config.ledger.url
     shared = ledger.startswith(("postgres:", "postgresql:")) and context.store(ledger) is store

@@ -1,4 +1,6 @@
-"""The page store on S3, or a server that speaks its protocol: compressed bodies as objects, found through an index in the ledger's store."""
+"""The page store on S3, or a server that speaks its protocol: compressed bodies as objects, found
+through an index in the ledger's store.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from penstock.stores.context import Context
 from penstock.stores.s3 import bucket_at, refused, said
 from penstock.stores.sql import SqlStore, Tx
 
-# An object is named after its page and has a nonce, so that removing one can never take another that was stored meanwhile.
+# An object is named after its page and has a nonce, so that removing one can never take another
+# that was stored meanwhile.
 SCHEMA = """
 CREATE TABLE page_object(hash BLOB PRIMARY KEY, name TEXT NOT NULL, size INTEGER NOT NULL, packed INTEGER NOT NULL, seen REAL NOT NULL);
 CREATE INDEX page_object_seen ON page_object(seen, hash);
@@ -36,14 +39,18 @@ log = logging.getLogger("penstock.pages")
 
 
 class Staged(msgspec.Struct):
-    """What is to be stored: bodies that are new to us, compressed and with their object's name, and those that we know."""
+    """What is to be stored: bodies that are new to us, compressed and with their object's name, and
+    those that we know.
+    """
 
     new: dict[str, tuple[str, bytes, int]] = {}  # name, packed, size
     again: dict[str, bytes] = {}
 
 
 class S3Pages:
-    """`send` puts the objects there before the books' transaction, which then names them. A process that dies in between leaves objects that nobody names."""
+    """`send` puts the objects there before the books' transaction, which then names them. A process
+    that dies in between leaves objects that nobody names.
+    """
 
     remote = True
 
@@ -66,7 +73,7 @@ class S3Pages:
         except (BaseError, OSError, ValueError) as e:
             raise self._refused(e) from e
 
-    # -- writing -----------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
         staged = Staged(new={}, again={})
@@ -120,7 +127,9 @@ class S3Pages:
             ) from e
 
     def index_in(self, tx: Tx, staged: Staged) -> list[str]:
-        """Name what was sent. Returns what was taken for stored but is gone: retention, in another process perhaps, was quicker."""
+        """Name what was sent. Returns what was taken for stored but is gone: retention, in another
+        process perhaps, was quicker.
+        """
         now = self.clock.now()
         if staged.new:
             tx.executemany(
@@ -150,7 +159,7 @@ class S3Pages:
         for h in [*staged.new, *staged.again]:
             self._known.pop(h, None)
 
-    # -- reading -----------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def _rows(self, tx: Tx, columns: str, pages: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         """By page; `columns` begins with its hash."""
@@ -244,7 +253,7 @@ class S3Pages:
             return [self._refused(e).message]
         return []
 
-    # -- retention ---------------------------------------------------------------------------------------------------------
+    # -- retention ---------------------------------------------------------------------------------
 
     def prune_in(
         self,
@@ -254,7 +263,9 @@ class S3Pages:
         max_bytes: int | None,
         keep: Callable[[Sequence[str]], set[str]],
     ) -> tuple[int, int]:
-        """(pages removed, bytes freed). Their objects go when this is committed, with a later `sweep_in`."""
+        """(pages removed, bytes freed). Their objects go when this is committed, with a later
+        `sweep_in`.
+        """
         excess = 0 if max_bytes is None else self.totals_in(tx)[1] - max_bytes
         at: tuple[float, bytes] = (-1.0, b"")
         while True:
@@ -283,7 +294,9 @@ class S3Pages:
         return len(gone), sum(packed for _, _, packed in gone)
 
     def sweep_in(self, tx: Tx) -> None:
-        """Remove objects that an earlier, committed transaction doomed: on a thread, since nobody should wait for that, and noted by the next sweep."""
+        """Remove objects that an earlier, committed transaction doomed: on a thread, since nobody
+        should wait for that, and noted by the next sweep.
+        """
         with self._guard:
             done, self._removed = self._removed, set()
             busy = set(self._removing)
@@ -321,7 +334,7 @@ class S3Pages:
         self._remover.shutdown(wait=True)
 
 
-# -- statements and sentences ------------------------------------------------------------------------------------------------
+# -- statements and sentences ----------------------------------------------------------------------
 
 
 def _raw(page: str) -> bytes:
@@ -341,6 +354,8 @@ def _marks(pages: Sequence[str]) -> str:
 
 
 def open_pages(url: str, context: Context) -> S3Pages:
-    """`s3://bucket/prefix`: the objects there, the index in the ledger's store, so that a page and its event are committed together."""
+    """`s3://bucket/prefix`: the objects there, the index in the ledger's store, so that a page and
+    its event are committed together.
+    """
     bucket, place = bucket_at(url)
     return S3Pages(context.store(context.config.ledger.url), bucket, place, context.clock)

@@ -1,4 +1,6 @@
-"""The embedded page store: bodies in append-only segment files, many to a zstd frame, found through an index in the ledger's store."""
+"""The embedded page store: bodies in append-only segment files, many to a zstd frame, found through
+an index in the ledger's store.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def _raw(page: str) -> bytes:
 
 
 class SegmentStore:
-    """`stage` appends (any thread, before the transaction), `send` syncs, `index_in` makes it findable (inside it), `get` reads back."""
+    """`stage` appends (any thread, before the transaction), `send` syncs, `index_in` makes it
+    findable (inside it), `get` reads back.
+    """
 
     remote = False
 
@@ -80,10 +84,12 @@ class SegmentStore:
         self._expand = zstandard.ZstdDecompressor()
         db.part("pages", 2, SCHEMA)
 
-    # -- writing -----------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
-        """Append what is new. Not durable before `index_in`, which syncs. Raises StoreUnavailable; then nothing was staged."""
+        """Append what is new. Not durable before `index_in`, which syncs. Raises StoreUnavailable;
+        then nothing was staged.
+        """
         staged = Staged(rows=[], again=[])
         new: list[str] = []
         try:
@@ -193,8 +199,10 @@ class SegmentStore:
                 os.close(fd)
 
     def index_in(self, tx: Tx, staged: Staged) -> list[str]:
-        """Sync the bytes if `send` has not, then name them: a row never points at bytes that a power cut could take.
-        Returns what was taken for known but is gone: retention, in another process perhaps, was quicker."""
+        """Sync the bytes if `send` has not, then name them: a row never points at bytes that a
+        power cut could take. Returns what was taken for known but is gone: retention, in another
+        process perhaps, was quicker.
+        """
         now = self.clock.now()
         if staged.rows:
             if self.db.durability == "full" and not staged.synced:
@@ -224,7 +232,7 @@ class SegmentStore:
         for h in [*(row[0] for row in staged.rows), *staged.again]:
             self._known.pop(h, None)
 
-    # -- reading -----------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     async def get(self, page: str) -> bytes | None:
         return await self.db.read(lambda tx: self.get_in(tx, page))
@@ -286,7 +294,7 @@ class SegmentStore:
         ]
         return [f"{name} is missing in {self.directory}" for name in gone]
 
-    # -- retention ---------------------------------------------------------------------------------------------------------
+    # -- retention ---------------------------------------------------------------------------------
 
     def prune_in(
         self,
@@ -296,7 +304,9 @@ class SegmentStore:
         max_bytes: int | None,
         keep: Callable[[Sequence[str]], set[str]],
     ) -> tuple[int, int]:
-        """(pages removed, bytes freed). `keep` answers which of these pages an open event still needs."""
+        """(pages removed, bytes freed). `keep` answers which of these pages an open event still
+        needs.
+        """
         removed = 0
         if older_than is not None:
             query = "SELECT p.hash FROM segment s JOIN page p ON p.segment=s.id WHERE s.made<?1 AND p.seen<?1 LIMIT 20000"
@@ -334,7 +344,9 @@ class SegmentStore:
         return sizes
 
     def _reclaim(self, tx: Tx) -> int:
-        """Unlink segments nobody needs; move the rest of one that is mostly empty, a little at a time."""
+        """Unlink segments nobody needs; move the rest of one that is mostly empty, a little at a
+        time.
+        """
         freed, budget = 0, MOVE_BYTES
         for id_, size in self._sizes(tx).items():
             name = tx.execute("SELECT name FROM segment WHERE id=?", (id_,)).get
@@ -381,7 +393,9 @@ class SegmentStore:
         )
 
     def sweep_in(self, tx: Tx) -> None:
-        """Unlink what an earlier, committed transaction doomed: a rolled-back one must find its files again."""
+        """Unlink what an earlier, committed transaction doomed: a rolled-back one must find its
+        files again.
+        """
         for (name,) in tx.execute("SELECT name FROM doomed").fetchall():
             for suffix in ("", ".lock"):
                 with contextlib.suppress(FileNotFoundError):
@@ -429,7 +443,9 @@ class SegmentStore:
 
 
 def open_pages(url: str, context: Context) -> SegmentStore:
-    """`file:DIR`: the bytes there, the index in the ledger's store, so that a page and its event are committed together."""
+    """`file:DIR`: the bytes there, the index in the ledger's store, so that a page and its event
+    are committed together.
+    """
     directory = Path(url.removeprefix("file:"))
     return SegmentStore(
         context.store(context.config.ledger.url), directory, context.clock, writer=context.worker

@@ -1,1 +1,3 @@
-"""Pure decisions: values in, values out. No asyncio, clock, randomness, sockets or logging in here (a test says so)."""
+"""Pure decisions: values in, values out. No asyncio, clock, randomness, sockets or logging in here
+(a test says so).
+"""

@@ -1,4 +1,6 @@
-"""What changed between two JSON objects, field by field. Which two to compare, and who is told, is decided elsewhere."""
+"""What changed between two JSON objects, field by field. Which two to compare, and who is told, is
+decided elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from typing import Any
 
 
 def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """`{field: (old, new)}` for every top-level field that differs, in the order of `new`, then what is gone.
+    """`{field: (old, new)}` for every top-level field that differs, in the order of `new`, then
+    what is gone.
 
-    A field that is absent counts as null, since a selector that finds nothing may yield either. Order inside objects is no difference.
+    A field that is absent counts as null, since a selector that finds nothing may yield either.
+    Order inside objects is no difference.
     """
     changed = {
         name: (old.get(name), value)

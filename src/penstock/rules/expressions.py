@@ -1,4 +1,6 @@
-"""JMESPath as sources use it: compiled when the configuration is read, applied to payloads from anywhere, with one error each."""
+"""JMESPath as sources use it: compiled when the configuration is read, applied to payloads from
+anywhere, with one error each.
+"""
 
 from __future__ import annotations
 

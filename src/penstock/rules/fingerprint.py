@@ -1,4 +1,6 @@
-"""Dead letters that died of the same cause share a fingerprint: numbers, ids and URLs do not make a new cause."""
+"""Dead letters that died of the same cause share a fingerprint: numbers, ids and URLs do not make a
+new cause.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Who may fetch a URL now: duplicates, the freshness window, and the trailing event that is delayed rather than dropped."""
+"""Who may fetch a URL now: duplicates, the freshness window, and the trailing event that is delayed
+rather than dropped.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import msgspec
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The right to a URL. `began` is 0 until the owner's GET begins, and again while it waits for a retry."""
+    """The right to a URL. `began` is 0 until the owner's GET begins, and again while it waits for a
+    retry.
+    """
 
     owner: str
     began: float
@@ -41,7 +45,9 @@ def decide(
     settle: float,
     drop: bool = False,
 ) -> Verdict:
-    """An event accepted before the owner's GET (or within `settle` after it) learns nothing new from another GET."""
+    """An event accepted before the owner's GET (or within `settle` after it) learns nothing new
+    from another GET.
+    """
     if claim is None or claim.owner == event_id:
         return Take()
     if not claim.began:  # the owner has not asked yet, or will ask again

@@ -1,4 +1,6 @@
-"""What a URL is: canonical form, dedup key, host key, registrable domain. Whether it may be fetched is for guard and robots."""
+"""What a URL is: canonical form, dedup key, host key, registrable domain. Whether it may be fetched
+is for guard and robots.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from publicsuffixlist import PublicSuffixList
 
 MAX_URL = 8192
 
-# By name, case ignored; a trailing * makes it a prefix. Only names that no site uses to choose content (so no `ref`, no `source`).
+# By name, case ignored; a trailing * makes it a prefix. Only names that no site uses to choose
+# content (so no `ref`, no `source`).
 DEFAULT_TRACKING: tuple[str, ...] = (
     "utm_*", "gclid", "gclsrc", "dclid", "gbraid", "wbraid", "gad_source", "gad_campaignid", "srsltid", "_ga", "_gl", "_gac",
     "fbclid", "fb_action_ids", "fb_action_types", "fb_source", "igshid", "igsh", "msclkid", "yclid", "ysclid", "_openstat", "twclid", "ttclid",
@@ -38,11 +41,11 @@ class Authority(NamedTuple):
     port: int
 
 
-# -- canonical form ------------------------------------------------------------------------------------------------------
+# -- canonical form --------------------------------------------------------------------------------
 
-# The short cut: where path and query hold only characters that the standard leaves alone, they need no parser; the origin always
-# gets one (ada's, cached). The lookahead refuses whatever could be a dot segment. Every other shape takes the long way, and a
-# property test holds the two ways equal.
+# The short cut: where path and query hold only characters that the standard leaves alone, they need
+# no parser; the origin always gets one (ada's, cached). The lookahead refuses whatever could be a
+# dot segment. Every other shape takes the long way, and a property test holds the two ways equal.
 _PATH = r"/(?![^?#]*/(?:\.|%2))(?!\.|%2)[A-Za-z0-9_.~!$&'()*+,;=:@%/-]*"
 _TAIL = rf"({_PATH}(?:\?[A-Za-z0-9_.~!$&()*+,;=:@%/?\[\]-]*)?)(?:#[!-~]*)?"
 _absolute = re.compile(rf"(https?://[^/?#\\\s]{{1,255}}){_TAIL}").fullmatch
@@ -51,7 +54,8 @@ _origin_of = re.compile(r"https?://[^/?#\\\s]{1,255}(?![^/?#\\])").match
 
 
 def canonical_url(url: str, base: str | None = None) -> str:
-    """The WHATWG serialisation without the fragment, for an http(s) URL without user-info. Idempotent.
+    """The WHATWG serialisation without the fragment, for an http(s) URL without user-info.
+    Idempotent.
 
     A base that is no URL itself is no base. Raises BadUrl, and nothing else, for any string.
     """
@@ -97,14 +101,16 @@ def _parse(url: str, base: str | None = None) -> str:
 
 @lru_cache(maxsize=8192)
 def _origin(start: str) -> str:
-    """`scheme://host[:port]` of a URL's beginning up to its path; empty where that is not the whole story (the long way finds the reason)."""
+    """`scheme://host[:port]` of a URL's beginning up to its path; empty where that is not the whole
+    story (the long way finds the reason).
+    """
     try:
         return _parse(start)[:-1]
     except BadUrl:
         return ""
 
 
-# -- whom it speaks to -----------------------------------------------------------------------------------------------------
+# -- whom it speaks to -----------------------------------------------------------------------------
 
 
 def origin(url: str) -> str:
@@ -130,7 +136,9 @@ def _authority(start: str) -> Authority:
 
 
 def host_key(url: str, by: Literal["host", "domain"] = "host") -> str:
-    """What politeness, order and partitions go by: `host` (with a port that is not the scheme's own) or the registrable `domain`."""
+    """What politeness, order and partitions go by: `host` (with a port that is not the scheme's
+    own) or the registrable `domain`.
+    """
     return _host_key(origin(url), by)
 
 
@@ -145,13 +153,17 @@ def _host_key(start: str, by: str) -> str:
 
 @lru_cache(maxsize=1)
 def _suffixes() -> PublicSuffixList:
-    """The snapshot inside the package; never a download. Read on first use: it costs 100 ms that most processes do not need."""
+    """The snapshot inside the package; never a download. Read on first use: it costs 100 ms that
+    most processes do not need.
+    """
     return PublicSuffixList()
 
 
 @lru_cache(maxsize=8192)
 def registrable_domain(host: str) -> str:
-    """`a.b.example.co.uk` → `example.co.uk`. An address, a single label or a bare public suffix is its own domain."""
+    """`a.b.example.co.uk` → `example.co.uk`. An address, a single label or a bare public suffix is
+    its own domain.
+    """
     host = host.strip("[]").lower()
     host = host[:-1] if host.endswith(".") else host
     if ":" in host or host.rpartition(".")[2].isdigit():
@@ -162,7 +174,7 @@ def registrable_domain(host: str) -> str:
         return host
 
 
-# -- the dedup key ---------------------------------------------------------------------------------------------------------
+# -- the dedup key ---------------------------------------------------------------------------------
 
 _UNRESERVED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _percent = re.compile(r"%([0-9A-Fa-f]{2})?")
@@ -172,7 +184,9 @@ _rooted_name = re.compile(
 
 
 def _plain(m: re.Match[str]) -> str:
-    """RFC 3986 6.2.2: `%7e` is `~`, `%c3` is `%C3`. A stray % becomes %25, or two rounds would decode what one had put together."""
+    """RFC 3986 6.2.2: `%7e` is `~`, `%c3` is `%C3`. A stray % becomes %25, or two rounds would
+    decode what one had put together.
+    """
     if not m[1]:
         return "%25"
     byte = int(m[1], 16)
@@ -199,10 +213,12 @@ def _listed(tracking: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]
 def dedup_key(
     url: str, *, tracking: tuple[str, ...] = DEFAULT_TRACKING, canonical: bool = False
 ) -> str:
-    """One string for all spellings of a URL: canonical, percent-encoding normalised, tracking parameters gone, query sorted by name.
+    """One string for all spellings of a URL: canonical, percent-encoding normalised, tracking
+    parameters gone, query sorted by name.
 
-    Values of a repeated name keep their order (`a=2&a=1` may mean something else than `a=1&a=2`). Idempotent. Raises BadUrl.
-    `canonical=True` says that the URL came out of `canonical_url` and saves the parse.
+    Values of a repeated name keep their order (`a=2&a=1` may mean something else than `a=1&a=2`).
+    Idempotent. Raises BadUrl. `canonical=True` says that the URL came out of `canonical_url` and
+    saves the parse.
     """
     if not canonical:
         url = canonical_url(url)

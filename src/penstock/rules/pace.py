@@ -1,4 +1,6 @@
-"""When a host may be asked next: slots, blocks and slow-downs as pure decisions. Storing the state fleet-wide is an adapter's work."""
+"""When a host may be asked next: slots, blocks and slow-downs as pure decisions. Storing the state
+fleet-wide is an adapter's work.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ MAX_CRAWL_DELAY = (
     3600.0  # a file that asks for more has a typing slip, or means "not at all" and should say that
 )
 MAX_PENALTY = 64.0
-LATE = 0.1  # seconds after its slot, beyond which a request needs a new one: those behind it have theirs
+# seconds after its slot, beyond which a request needs a new one: those behind it have theirs
+LATE = 0.1
 RECOVERY = 5  # successes in a row that halve a penalty
 _STEP = (
     0.5  # seconds: what a penalty multiplies where the rate alone would give less, or is unlimited
@@ -24,7 +27,8 @@ _STEP = (
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator allows per host. `rate` is requests a second, None for unlimited; `jitter` is a share of the interval.
+    """What the operator allows per host. `rate` is requests a second, None for unlimited; `jitter`
+    is a share of the interval.
 
     `concurrency` is requests in flight in one worker; all else is for the whole fleet.
     """
@@ -36,7 +40,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that is remembered about a host, as one value. It stays when the queue is empty, and so do the penalties."""
+    """All that is remembered about a host, as one value. It stays when the queue is empty, and so
+    do the penalties.
+    """
 
     tat: float = 0.0  # theoretical arrival time of the next request (GCRA)
     blocked_until: float = 0.0  # nothing is sent before: the host's own wish
@@ -45,7 +51,8 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     )
     penalty: float = 1.0  # multiplies the interval
     crawl_delay: float | None = None  # from robots.txt
-    slower_since: float = 0.0  # when it was last found to want more time: a slot given out before that is not to be used
+    # when it was last found to want more time: a slot given out before that is not to be used
+    slower_since: float = 0.0
     ignores_robots: bool = False  # a recorded exception: the crawl delay does not count
     rate: float | None = None  # this host's own, over the limits'; inf for unlimited
     burst: int | None = None
@@ -64,7 +71,9 @@ def held_until(state: HostState) -> float:
 def limited(
     state: HostState, limits: Limits, rate: float | None, burst: int | None, concurrency: int | None
 ) -> HostState:
-    """With limits of its own (None: the usual ones) from now on: the next slot keeps the new distance from the last one given out."""
+    """With limits of its own (None: the usual ones) from now on: the next slot keeps the new
+    distance from the last one given out.
+    """
     after = msgspec.structs.replace(state, rate=rate, burst=burst, concurrency=concurrency)
     return msgspec.structs.replace(
         after, tat=state.tat - interval(state, limits) + interval(after, limits)
@@ -85,10 +94,12 @@ def interval(state: HostState, limits: Limits) -> float:
 def reserve(
     state: HostState, limits: Limits, now: float, n: int, jitter: Sequence[float] = (), within: float | None = None
 ) -> tuple[HostState, list[float]]:  # fmt: skip
-    """The next `n` slots: in any window of W seconds never more than burst + W / interval of them, over all calls on the state.
+    """The next `n` slots: in any window of W seconds never more than burst + W / interval of them,
+    over all calls on the state.
 
-    `jitter` holds numbers in [0, 1), used in turn; none, no jitter. It only delays, and the next slot counts from the delayed one.
-    Slots more than `within` seconds away are told but not given: who is sent away until then asks again, and a slot given twice is one lost.
+    `jitter` holds numbers in [0, 1), used in turn; none, no jitter. It only delays, and the next
+    slot counts from the delayed one. Slots more than `within` seconds away are told but not given:
+    who is sent away until then asks again, and a slot given twice is one lost.
     """
     spread = limits.jitter * interval(state, limits)
     if within is not None and spread > within / 2:  # or the jitter alone would send it away again
@@ -110,7 +121,8 @@ def _next(
     if gap == 0.0:
         return state, [start] * n
     burst = state.burst if state.burst is not None else limits.burst
-    # A crawl delay is a delay between any two requests, and a host that asked us to slow down gets no bursts.
+    # A crawl delay is a delay between any two requests, and a host that asked us to slow down gets
+    # no bursts.
     slack = (
         0.0
         if (state.crawl_delay and not state.ignores_robots) or state.penalty > 1.0
@@ -129,7 +141,9 @@ def _next(
 
 
 def holds(state: HostState, slot: float) -> bool:
-    """Is a slot that was given out earlier still good? Asked just before sending: a block may have come in between."""
+    """Is a slot that was given out earlier still good? Asked just before sending: a block may have
+    come in between.
+    """
     return slot >= held_until(state)
 
 
@@ -141,7 +155,9 @@ def report(
     retry_after: float | None = None,
     seconds: float | None = None,
 ) -> HostState:
-    """What an answer changes for the host, for every worker. `status` None: no answer came (that is the event's trouble, not a throttle)."""
+    """What an answer changes for the host, for every worker. `status` None: no answer came (that is
+    the event's trouble, not a throttle).
+    """
     latency = state.latency
     if seconds is not None and seconds >= 0:
         latency = seconds if latency == 0.0 else 0.8 * latency + 0.2 * seconds
@@ -173,7 +189,7 @@ def report(
     )  # fmt: skip
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 _MONTHS = {
     m: i
@@ -192,7 +208,9 @@ _asctime = re.compile(
 
 
 def parse_retry_after(value: str, now: float) -> float | None:
-    """Seconds from now, of a number or an HTTP date; a past date is 0, more than a day is a day, nonsense is None."""
+    """Seconds from now, of a number or an HTTP date; a past date is 0, more than a day is a day,
+    nonsense is None.
+    """
     text = value.strip().lower()
     if len(text) > 64:
         text = text[:65] if text.isdecimal() else ""

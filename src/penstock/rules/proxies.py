@@ -1,4 +1,6 @@
-"""Which proxy an event goes through: pools, routes, health and cool-downs as pure decisions. Nothing here dials, stores or draws a number."""
+"""Which proxy an event goes through: pools, routes, health and cool-downs as pure decisions.
+Nothing here dials, stores or draws a number.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _host_port = re.compile(
 ).fullmatch
 
 
-# -- members -----------------------------------------------------------------------------------------------------------------
+# -- members ---------------------------------------------------------------------------------------
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -48,7 +50,9 @@ class Member(msgspec.Struct, frozen=True):
 
 
 def parse_member(line: str) -> Member:
-    """`scheme://[user:password@]host:port [WEIGHT]`, or as providers list them: `host:port[:user:password]`. Raises ValueError, without the text."""
+    """`scheme://[user:password@]host:port [WEIGHT]`, or as providers list them:
+    `host:port[:user:password]`. Raises ValueError, without the text.
+    """
     text, *rest = line.split()
     weight = float(rest[0]) if len(rest) == 1 else 1.0
     if len(rest) > 1 or not 0 < weight <= 1e6:
@@ -70,13 +74,16 @@ def parse_member(line: str) -> Member:
         raise ValueError("it has no host or no port, or more than that")
     place = f"[{host}]" if ":" in host else host
     label = f"{scheme}://{'***@' if '@' in parts.netloc else ''}{place}:{port}"
-    # The user name counts: providers tell sessions apart by it. It may be the secret itself, so it is only ever hashed.
+    # The user name counts: providers tell sessions apart by it. It may be the secret itself, so it
+    # is only ever hashed.
     identity = mint("proxy", scheme, parts.username or "", host, str(port))[:16]
     return Member(identity, text.rstrip("/"), label, weight)
 
 
 def parse_members(lines: Iterable[str]) -> tuple[Member, ...]:
-    """One each, comments and empty lines left out; the second mention of a proxy is none. Raises ValueError that says which line."""
+    """One each, comments and empty lines left out; the second mention of a proxy is none. Raises
+    ValueError that says which line.
+    """
     found: dict[str, Member] = {}
     for n, raw in enumerate(lines, 1):
         line = raw.strip()
@@ -94,7 +101,9 @@ def parse_members(lines: Iterable[str]) -> tuple[Member, ...]:
 
 
 def scrub(text: str, dsn: str) -> str:
-    """`text` without this proxy's credentials, in whatever spelling: libraries put into a message what they like."""
+    """`text` without this proxy's credentials, in whatever spelling: libraries put into a message
+    what they like.
+    """
     parts = urlsplit(dsn)
     secrets = {dsn} | {
         form for s in (parts.username, parts.password) if s for form in (s, unquote(s))
@@ -117,7 +126,7 @@ def masked_list(url: str) -> str:
     return f"{origin(url)}/***"
 
 
-# -- pools and routes ---------------------------------------------------------------------------------------------------------
+# -- pools and routes ------------------------------------------------------------------------------
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +135,8 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     geo: tuple[str, ...] = ()  # what its exits are in; none: it promises nothing
     account: tuple[str, ...] = ()  # whom it is reserved for; none: for all, "*": for any account
     weight: float = 1.0
-    cooldown: float = 30.0  # after the first failure, then doubled; 0: never (a gateway that changes its exits by itself)
+    # after the first failure, then doubled; 0: never (a gateway that changes its exits by itself)
+    cooldown: float = 30.0
     longest: float = 3600.0
     sticky: bool = True
     next: str = ""  # the pool an event of this one goes to when it was blocked
@@ -138,10 +148,12 @@ def needs_proxy(route: Route) -> bool:
 
 
 def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) -> tuple[Pool, ...]:
-    """The pools this route may use now, in the order they are tried. Raises Failure(PERMANENT) for a route no configuration serves.
+    """The pools this route may use now, in the order they are tried. Raises Failure(PERMANENT) for
+    a route no configuration serves.
 
-    `turn` counts how often the event was blocked: each moves it on by one pool. It is counted from the ledger, so the event itself is never
-    rewritten. `key` (the account, or the event's id) decides the order among pools that serve the same geo or account, by weight.
+    `turn` counts how often the event was blocked: each moves it on by one pool. It is counted from
+    the ledger, so the event itself is never rewritten. `key` (the account, or the event's id)
+    decides the order among pools that serve the same geo or account, by weight.
     """
     if route.pool:
         first = pools.get(route.pool)
@@ -188,7 +200,7 @@ def _wish(route: Route) -> str:
     return " and ".join(wishes) or "a route without an account"
 
 
-# -- picking -----------------------------------------------------------------------------------------------------------------
+# -- picking ---------------------------------------------------------------------------------------
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,10 +244,12 @@ def pick(
     *,
     session: str | None = None,
 ) -> Choice | Exhausted:
-    """From the first of these pools that has a proxy to give. `random` in [0, 1) decides by weight; a session decides by itself, always alike.
+    """From the first of these pools that has a proxy to give. `random` in [0, 1) decides by weight;
+    a session decides by itself, always alike.
 
-    The same session gets the same proxy as long as that one is well, in every process and after a restart, and without a table: each proxy
-    scores by hash and weight, and the best that is well wins. One that falls out moves only its own sessions.
+    The same session gets the same proxy as long as that one is well, in every process and after a
+    restart, and without a table: each proxy scores by hash and weight, and the best that is well
+    wins. One that falls out moves only its own sessions.
     """
     soonest, last = math.inf, Health()
     for pool in pools:
@@ -290,11 +304,13 @@ def _score(key: str, name: str, weight: float) -> float:
     return -weight / math.log((int.from_bytes(digest, "big") + 1) / (2**64 + 1))
 
 
-# -- health ------------------------------------------------------------------------------------------------------------------
+# -- health ----------------------------------------------------------------------------------------
 
 
 class ProxyFailed(Failure):
-    """The proxy, not the target. `own`: it would have happened with any target, and none was contacted."""
+    """The proxy, not the target. `own`: it would have happened with any target, and none was
+    contacted.
+    """
 
     def __init__(
         self,
@@ -317,7 +333,9 @@ class PoolExhausted(Failure):
 
 
 def blames(failure: Failure) -> str | None:
-    """The host whose health of the proxy suffers: "" for the event's own, `*` for all; None where the proxy did its part."""
+    """The host whose health of the proxy suffers: "" for the event's own, `*` for all; None where
+    the proxy did its part.
+    """
     if isinstance(failure, ProxyFailed) and failure.own:
         return ANY_HOST
     if failure.status == 407:  # it answered in the target's place
@@ -340,7 +358,9 @@ def failed(
     reason: str,
     least: float = 0.0,
 ) -> Health:
-    """After one more failure. Those that were under way together are one incident; `least` is what the host asked for."""
+    """After one more failure. Those that were under way together are one incident; `least` is what
+    the host asked for.
+    """
     known = health if health is not None and now - health.at < FORGET else Health()
     if known.until > now:
         return msgspec.structs.replace(known, until=max(known.until, now + min(least, longest)))
@@ -350,7 +370,9 @@ def failed(
 
 
 def worked(health: Health, now: float) -> Health:
-    """After a success: half is forgiven. One that was under way when the trouble began proves nothing."""
+    """After a success: half is forgiven. One that was under way when the trouble began proves
+    nothing.
+    """
     if health.until > now:
         return health
     left = 0 if now - health.at >= FORGET else health.failures // 2

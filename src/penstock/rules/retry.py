@@ -1,4 +1,6 @@
-"""What a failure leads to: the policy table stage × error class → budget, back-off, route change. Pure; randomness is passed in."""
+"""What a failure leads to: the policy table stage × error class → budget, back-off, route change.
+Pure; randomness is passed in.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,10 @@ def decide(
     age: float = 0.0,
     max_age: float = 0.0,
 ) -> Decision:
-    """`failures` recorded so far, without this one; `after` is the other side's own wish (Retry-After) and wins.
-    `jitter` in [0, 1). `max_age` 0: no limit on how long an event may be put off."""
+    """`failures` recorded so far, without this one; `after` is the other side's own wish
+    (Retry-After) and wins. `jitter` in [0, 1). `max_age` 0: no limit on how long an event may be
+    put off.
+    """
     policy = policies.get((stage, kind)) or policies["*", kind]
     if policy.free:
         return Decision(dead=False, delay=_backoff(policy, failures, jitter), charged=False)
@@ -68,8 +72,10 @@ def decide(
 def turns(
     policies: Mapping[tuple[str, ErrorClass], Policy], stage: str, failures: Mapping[str, int]
 ) -> int:
-    """How many pools an event has moved on by: the recorded failures of those classes whose policy says so. Read from the books at each
-    attempt, so the event is published again as it was, and a redrive (whose count is new) starts from its first pool."""
+    """How many pools an event has moved on by: the recorded failures of those classes whose policy
+    says so. Read from the books at each attempt, so the event is published again as it was, and a
+    redrive (whose count is new) starts from its first pool.
+    """
     return sum(
         n
         for name, n in failures.items()
@@ -78,6 +84,8 @@ def turns(
 
 
 def _backoff(policy: Policy, failures: int, jitter: float) -> float:
-    """Exponential; jitter takes up to half away, so a fleet that failed together does not come back together."""
+    """Exponential; jitter takes up to half away, so a fleet that failed together does not come back
+    together.
+    """
     full = min(policy.cap, policy.base * 2.0 ** min(failures, 30))
     return full * (1 - 0.5 * jitter)

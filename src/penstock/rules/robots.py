@@ -1,4 +1,6 @@
-"""robots.txt by RFC 9309: what a site allows whom, its crawl delay and sitemaps. Fetching and caching it is done elsewhere."""
+"""robots.txt by RFC 9309: what a site allows whom, its crawl delay and sitemaps. Fetching and
+caching it is done elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ from penstock.rules.identity import BadUrl, canonical_url
 MAX_BYTES = 500 * 1024
 _BOM = b"\xef\xbb\xbf"
 
-# -- one form for rules and URLs -------------------------------------------------------------------------------------------
+# -- one form for rules and URLs -------------------------------------------------------------------
 
-# Both sides are compared with everything decoded that may be: `%62` is `b`, and in a query `%3A` is `:` (the RFC's own example).
-# Kept encoded: what is not printable ASCII, `%` itself, `*` and `$` (elsewhere they are wildcards), and in a path `/` and `?`,
-# where `%2F` names something else than `/`.
+# Both sides are compared with everything decoded that may be: `%62` is `b`, and in a query `%3A` is
+# `:` (the RFC's own example). Kept encoded: what is not printable ASCII, `%` itself, `*` and `$`
+# (elsewhere they are wildcards), and in a path `/` and `?`, where `%2F` names something else than
+# `/`.
 _coded = re.compile(r"%([0-9A-Fa-f]{2})|([^!-~]|[*$])")
 _KEPT = frozenset('%*$"<>`{}^|\\')
 _KEPT_IN_PATH = _KEPT | frozenset("/?#")
@@ -54,11 +57,13 @@ def _encode(m: re.Match[str]) -> str:
     return f"%{ord(m[0]):02X}"
 
 
-# -- rules -----------------------------------------------------------------------------------------------------------------
+# -- rules -----------------------------------------------------------------------------------------
 
 
 class _Wild:
-    """A pattern with `*` or a final `$`, matched piece by piece from the left: linear, nothing to back-track into."""
+    """A pattern with `*` or a final `$`, matched piece by piece from the left: linear, nothing to
+    back-track into.
+    """
 
     __slots__ = ("allow", "anchored", "first", "last", "middle", "need", "pattern", "size")
 
@@ -94,7 +99,9 @@ class _Wild:
 
 
 class _Group:
-    """What one agent is told: literal rules by dictionary, the few with wildcards in order of length."""
+    """What one agent is told: literal rules by dictionary, the few with wildcards in order of
+    length.
+    """
 
     __slots__ = ("delay", "lengths", "literal", "wild")
 
@@ -130,7 +137,9 @@ class _Group:
 
 
 class Robots:
-    """A parsed robots.txt. Agents are product tokens (`Penstock/1.0 (+…)` is `penstock`), compared without case."""
+    """A parsed robots.txt. Agents are product tokens (`Penstock/1.0 (+…)` is `penstock`), compared
+    without case.
+    """
 
     __slots__ = ("_anyone", "_compiled", "_delays", "_refuse_all", "_rules", "sitemaps")
 
@@ -148,7 +157,9 @@ class Robots:
         self._anyone = _Group((), None)
 
     def allows(self, agent: str, url: str, *, canonical: bool = False) -> bool:
-        """Of a URL (or a path). A URL that is none is not allowed. `canonical=True` says that it came out of `canonical_url` and saves the parse."""
+        """Of a URL (or a path). A URL that is none is not allowed. `canonical=True` says that it
+        came out of `canonical_url` and saves the parse.
+        """
         try:
             path = _norm(url[url.index("/", 8) :]) if canonical else _path(url)
         except BadUrl:
@@ -186,7 +197,7 @@ def _path(url: str) -> str:
     return _norm(href[href.index("/", 8) :])
 
 
-# -- parsing ---------------------------------------------------------------------------------------------------------------
+# -- parsing ---------------------------------------------------------------------------------------
 
 _token_of = re.compile(r"[A-Za-z_-]+").match
 _word_of = re.compile(r"[^\s/]+").match
@@ -211,13 +222,17 @@ _compatible = re.compile(r"\(compatible; *([A-Za-z_-]+)", re.IGNORECASE).search
 
 
 def product_token(user_agent: str) -> str:
-    """The name that robots.txt knows us by: of `shopbot/2.1 (+https://…)` and of `Mozilla/5.0 (compatible; shopbot/2.1; …)` it is `shopbot`."""
+    """The name that robots.txt knows us by: of `shopbot/2.1 (+https://…)` and of `Mozilla/5.0
+    (compatible; shopbot/2.1; …)` it is `shopbot`.
+    """
     m = _compatible(user_agent) or _token_of(user_agent.strip()) or _word_of(user_agent.strip())
     return (m[1] if m.re.groups else m[0]) if m else ""
 
 
 def parse(body: bytes) -> Robots:
-    """Never raises. What is over 500 KiB is not read, and a line cut there is left out, since half a rule is another rule."""
+    """Never raises. What is over 500 KiB is not read, and a line cut there is left out, since half
+    a rule is another rule.
+    """
     if len(body) > MAX_BYTES:
         body = body[:MAX_BYTES]
         body = body[: max(body.rfind(b"\n"), body.rfind(b"\r")) + 1]
@@ -268,11 +283,13 @@ def _seconds(text: str) -> float | None:
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
-# -- policy ----------------------------------------------------------------------------------------------------------------
+# -- policy ----------------------------------------------------------------------------------------
 
 
 def from_answer(status: int | None, body: bytes = b"") -> Robots:
-    """What the answer to `GET /robots.txt` means. None: no answer at all. A 3xx here is one redirect too many."""
+    """What the answer to `GET /robots.txt` means. None: no answer at all. A 3xx here is one
+    redirect too many.
+    """
     if status is not None and 200 <= status < 300:
         return parse(body)
     if status is not None and 300 <= status < 500:
@@ -281,7 +298,9 @@ def from_answer(status: int | None, body: bytes = b"") -> Robots:
 
 
 def ttl(status: int | None, failures: int = 0) -> float:
-    """Seconds to keep it (never over a day, by the RFC). A server that is down is asked again soon, then ever less often, up to hourly."""
+    """Seconds to keep it (never over a day, by the RFC). A server that is down is asked again soon,
+    then ever less often, up to hourly.
+    """
     if status is not None and 200 <= status < 300:
         return 12 * 3600.0
     if status is not None and 300 <= status < 500:

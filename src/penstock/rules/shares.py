@@ -1,4 +1,6 @@
-"""How the places of a batch are shared between the priority classes: weighted, so that low is slow and never starved. Nothing is queued here."""
+"""How the places of a batch are shared between the priority classes: weighted, so that low is slow
+and never starved. Nothing is queued here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ LOWEST = len(WEIGHTS) - 1
 
 
 def _turns() -> tuple[int, ...]:
-    """Which class each of the 21 places belongs to, evenly mixed: batches of one take turns as well as batches of a hundred do."""
+    """Which class each of the 21 places belongs to, evenly mixed: batches of one take turns as well
+    as batches of a hundred do.
+    """
     turns, credit = [], [0] * len(WEIGHTS)
     for _ in range(sum(WEIGHTS)):
         credit = [have + weight for have, weight in zip(credit, WEIGHTS, strict=True)]

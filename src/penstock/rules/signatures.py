@@ -1,4 +1,6 @@
-"""Who sent this webhook: the signature schemes, decided on raw bytes in constant time. No clock, no secrets' origin, no HTTP answers."""
+"""Who sent this webhook: the signature schemes, decided on raw bytes in constant time. No clock, no
+secrets' origin, no HTTP answers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class Forged(Exception):
-    """Not signed, not by one of these secrets, or not now. The reason is for our log, never for the sender."""
+    """Not signed, not by one of these secrets, or not now. The reason is for our log, never for the
+    sender.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,9 @@ def only(headers: Headers, name: str) -> str:
 def standard(
     keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float
 ) -> str:
-    """Standard Webhooks 1.0, symmetric (`v1`); its forerunner Svix calls the headers svix-…. Returns the signed id."""
+    """Standard Webhooks 1.0, symmetric (`v1`); its forerunner Svix calls the headers svix-….
+    Returns the signed id.
+    """
     family = (
         "svix" if "svix-signature" in headers and "webhook-signature" not in headers else "webhook"
     )
@@ -91,7 +97,9 @@ def github(keys: Sequence[bytes], headers: Headers, body: bytes) -> str:
 def stripe(
     keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float
 ) -> str:
-    """Stripe-Signature: t=…,v1=…. A repeated delivery is signed anew with another time, so the body names the event."""
+    """Stripe-Signature: t=…,v1=…. A repeated delivery is signed anew with another time, so the body
+    names the event.
+    """
     pairs = [part.partition("=") for part in only(headers, "stripe-signature").split(",")]
     times = [value for name, _, value in pairs if name.strip() == "t"]
     if len(times) != 1:
@@ -109,7 +117,9 @@ def stripe(
 def house(
     keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float, shape: Shape
 ) -> str:
-    """Any other HMAC over the body, and over headers where `shape.signed` names them. What is signed names the event."""
+    """Any other HMAC over the body, and over headers where `shape.signed` names them. What is
+    signed names the event.
+    """
     text = _behind(only(headers, shape.header), shape.prefix)
     given = _hex(text) if shape.encoding == "hex" else canonical_base64(text)
     if shape.timestamp:
@@ -128,7 +138,9 @@ def house(
 
 
 def bearer(keys: Sequence[bytes], headers: Headers) -> None:
-    """Authorization: Bearer …. Whoever has the token may say anything, so nothing of the request is vouched for."""
+    """Authorization: Bearer …. Whoever has the token may say anything, so nothing of the request is
+    vouched for.
+    """
     scheme, _, token = only(headers, "authorization").partition(" ")
     raw = token.strip().encode("latin-1")
     if scheme.lower() != "bearer" or not sum(hmac.compare_digest(key, raw) for key in keys):
@@ -169,7 +181,9 @@ def _hex(text: str) -> bytes:
 
 
 def canonical_base64(text: str) -> bytes:
-    """Strict and in its one canonical form: Python's decoder passes over junk behind the padding, and over bits that do not count."""
+    """Strict and in its one canonical form: Python's decoder passes over junk behind the padding,
+    and over bits that do not count.
+    """
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

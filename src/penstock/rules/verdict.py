@@ -1,4 +1,6 @@
-"""The outcome table: what an answer, a transport error or a breach of our own limits means. Decides nothing about retries."""
+"""The outcome table: what an answer, a transport error or a breach of our own limits means. Decides
+nothing about retries.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,18 @@ class Verdict(msgspec.Struct, frozen=True):
         return Failure(self.kind, self.reason, after=self.after, status=self.status, detail=detail)
 
 
-# -- answers -------------------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
-# Statuses that do not go by their hundred. 2xx and 304 are fine, other 4xx permanent, 5xx transient.
+# Statuses that do not go by their hundred. 2xx and 304 are fine, other 4xx permanent, 5xx
+# transient.
 STATUS: dict[int, ErrorClass] = {
     401: _B, 403: _B, 407: _B, 451: _B, 999: _B,
     429: _T, 503: _T,
     408: _X, 425: _X,
 }  # fmt: skip
 
-# Marks that only a challenge carries. A page may well load a captcha for its contact form, so the bare word proves nothing.
+# Marks that only a challenge carries. A page may well load a captcha for its contact form, so the
+# bare word proves nothing.
 TITLES: tuple[tuple[bytes, str], ...] = (
     (b"<title>Just a moment...</title>", "Cloudflare"),
     (b"Access to this page has been denied", "PerimeterX"),
@@ -65,7 +69,8 @@ SMALL_MARKS: tuple[bytes, ...] = (
     b"enable javascript and cookies",
 )
 SOFT_404: tuple[bytes, ...] = (b"page not found", b"404 not found", b"error 404", b"<title>404")
-# Challenges are short, or say so at the top: a long page is only looked at there, since every page pays for the look.
+# Challenges are short, or say so at the top: a long page is only looked at there, since every page
+# pays for the look.
 _SHORT, _TOP = 8192, 1024
 
 
@@ -106,7 +111,9 @@ def judge(
     conditional: bool = True,
     soft_404: bool = False,
 ) -> Verdict | None:
-    """None for an answer to go on with. `headers` in lower case; `now` is for a Retry-After that is a date; `conditional`: a 304 was asked for."""
+    """None for an answer to go on with. `headers` in lower case; `now` is for a Retry-After that is
+    a date; `conditional`: a 304 was asked for.
+    """
     if 200 <= status < 300:
         if not _is_html(headers) or method == "HEAD":
             return None
@@ -153,9 +160,10 @@ def judge(
     return Verdict(kind, f"HTTP {status}", status=status)
 
 
-# -- what libcurl says -----------------------------------------------------------------------------------------------------
+# -- what libcurl says -----------------------------------------------------------------------------
 
-# CURLcode → class and sentence. A code that is not here is transient: it says nothing about the page.
+# CURLcode → class and sentence. A code that is not here is transient: it says nothing about the
+# page.
 CURL: dict[int, tuple[ErrorClass, str]] = {
     1: (_P, "the answer is not HTTP"),
     3: (_P, "not a URL libcurl takes"),
@@ -204,7 +212,7 @@ def transport(code: int, message: str = "") -> Verdict:
     return Verdict(kind, reason)
 
 
-# -- our own limits ----------------------------------------------------------------------------------------------------------
+# -- our own limits --------------------------------------------------------------------------------
 
 
 class Breach(enum.Enum):
@@ -252,7 +260,9 @@ _OVERSIZED = (
 
 
 def oversized(failure: Failure) -> bool:
-    """There was an answer, but more of it than we take: that says nothing about what else the server has."""
+    """There was an answer, but more of it than we take: that says nothing about what else the
+    server has.
+    """
     return failure.reason.startswith(_OVERSIZED)
 
 

@@ -1,6 +1,8 @@
-"""How far a partition is settled when its messages are settled in any order: a window of offsets, its watermark, and that as a line of text.
+"""How far a partition is settled when its messages are settled in any order: a window of offsets,
+its watermark, and that as a line of text.
 
-No broker, clock or thread lives here: an adapter adds what it receives, settles what is finished, and commits `watermark` with `metadata()`.
+No broker, clock or thread lives here: an adapter adds what it receives, settles what is finished,
+and commits `watermark` with `metadata()`.
 """
 
 from __future__ import annotations
@@ -12,12 +14,16 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-SPAN = 16_384  # offsets above the watermark that fit into the text: 2 KiB of bits, less than 3 KiB as text, of the 4 KiB that Kafka takes
+# offsets above the watermark that fit into the text: 2 KiB of bits, less than 3 KiB as text, of the
+# 4 KiB that Kafka takes
+SPAN = 16_384
 _VERSION = "1:"
 
 
 class Window(Generic[T]):
-    """One partition under one assignment, with something kept for each open offset. Gaps (compaction, transaction markers) count as settled."""
+    """One partition under one assignment, with something kept for each open offset. Gaps
+    (compaction, transaction markers) count as settled.
+    """
 
     __slots__ = ("_before", "epoch", "next", "open")
 
@@ -35,7 +41,9 @@ class Window(Generic[T]):
 
     @property
     def watermark(self) -> int:
-        """Everything below is settled; where nothing is open, the next offset after the last one settled."""
+        """Everything below is settled; where nothing is open, the next offset after the last one
+        settled.
+        """
         return next(iter(self.open), self.next)
 
     @property
@@ -46,7 +54,9 @@ class Window(Generic[T]):
         }
 
     def _passed(self) -> set[int]:
-        """Settled before this assignment, and still to come. What is below `next` is one of the window's own by now."""
+        """Settled before this assignment, and still to come. What is below `next` is one of the
+        window's own by now.
+        """
         if self._before:
             self._before = {offset for offset in self._before if offset >= self.next}
         return self._before
@@ -59,7 +69,9 @@ class Window(Generic[T]):
         return offset in self.open
 
     def add(self, offset: int, what: T) -> bool:
-        """It was received. False: it is known as settled (before a restart), or is behind the window, and must not be handed out."""
+        """It was received. False: it is known as settled (before a restart), or is behind the
+        window, and must not be handed out.
+        """
         if offset < self.next:
             return False
         self.next = offset + 1
@@ -69,7 +81,9 @@ class Window(Generic[T]):
         return True
 
     def add_run(self, first: int, some: Sequence[T]) -> bool:
-        """The same for offsets without a gap, from `first` on, at once. False: one of them may be settled, and nothing was added."""
+        """The same for offsets without a gap, from `first` on, at once. False: one of them may be
+        settled, and nothing was added.
+        """
         if first < self.next or self._passed():
             return False
         opened = self.open
@@ -106,7 +120,9 @@ class Window(Generic[T]):
 
 
 def settled_ahead(watermark: int, metadata: str | None) -> frozenset[int]:
-    """The offsets that `metadata()` told of. Text of another program or another version says nothing: then more is repeated, and nothing is lost."""
+    """The offsets that `metadata()` told of. Text of another program or another version says
+    nothing: then more is repeated, and nothing is lost.
+    """
     if not metadata or not metadata.startswith(_VERSION):
         return frozenset()
     try:

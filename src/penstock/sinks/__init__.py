@@ -1,4 +1,6 @@
-"""What every sink shares: how its URL is read, how a record becomes columns, how it asks to be opened again. No target is touched here."""
+"""What every sink shares: how its URL is read, how a record becomes columns, how it asks to be
+opened again. No target is touched here.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ MAX_COLUMNS = 1000
 
 
 class Reopen(OSError):
-    """Nothing was written; the target is not in the noted state any more (moved, rewritten). Open it again and write then."""
+    """Nothing was written; the target is not in the noted state any more (moved, rewritten). Open
+    it again and write then.
+    """
 
 
 def file_url(
     url: str, options: Mapping[str, Any], base: Path, *, scheme: str, known: tuple[str, ...]
 ) -> tuple[Path, dict[str, Any]]:
-    """The path and the checked options of `scheme:path?option=value`. Reads no disk. Raises ConfigError."""
+    """The path and the checked options of `scheme:path?option=value`. Reads no disk. Raises
+    ConfigError.
+    """
     example = f"write {scheme}:products.{'db' if scheme == 'sqlite' else scheme}"
     if not url.startswith(scheme + ":"):
         raise ConfigError(f"sink {url!r} is no {scheme} URL", hint=example)

@@ -1,4 +1,6 @@
-"""A file that is only appended to, or cut back to a noted mark; the ground under the JSON-lines and CSV sinks. Knows nothing of records."""
+"""A file that is only appended to, or cut back to a noted mark; the ground under the JSON-lines and
+CSV sinks. Knows nothing of records.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def read_mark(text: str) -> Mark | None:
 
 
 class AppendFile:
-    """Open between `open` and `close`; then `at` is its end, and nobody else's process writes to it."""
+    """Open between `open` and `close`; then `at` is its end, and nobody else's process writes to
+    it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,10 +58,12 @@ class AppendFile:
         self._tail = b""
         self._others: tuple[Mark, ...] = ()
 
-    # -- opening: the caller looks at it with `is_at`, then calls `cut` or `adopt` ---------------------------------------
+    # -- opening: the caller looks at it with `is_at`, then calls `cut` or `adopt` -----------------
 
     def open(self) -> None:
-        """Made if it is missing, its directories too. Raises OSError, ConfigError (no file), Unreachable (another process writes to it)."""
+        """Made if it is missing, its directories too. Raises OSError, ConfigError (no file),
+        Unreachable (another process writes to it).
+        """
         self.close()
         while True:
             fd = self._descriptor()
@@ -112,7 +118,8 @@ class AppendFile:
             mark for mark in known if self.is_at(mark) and (mark is known[0] or self._is_old(mark))
         ]
         ino, host = os.fstat(self._fd).st_ino, socket.gethostname()
-        # Bytes alone do not tell: rows that were written here and not noted may have been noted of another machine's file since.
+        # Bytes alone do not tell: rows that were written here and not noted may have been noted of
+        # another machine's file since.
         found = max(
             fit, key=lambda mark: (mark.host == host, mark.ino == ino, mark.at > 0), default=None
         )
@@ -120,7 +127,9 @@ class AppendFile:
         return found
 
     def _is_old(self, mark: Mark) -> bool:
-        """More is asked of a mark that is not the last: a file somebody put together from older ones may begin like one of them."""
+        """More is asked of a mark that is not the last: a file somebody put together from older
+        ones may begin like one of them.
+        """
         return mark.ino == os.fstat(self._fd).st_ino and (
             mark.at > 0 or mark.host == socket.gethostname()
         )
@@ -157,10 +166,12 @@ class AppendFile:
     def size(self) -> int:
         return os.fstat(self._fd).st_size
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def append(self, data: bytes) -> None:
-        """Durable when it returns. Raises OSError; then the file is as it was, as far as the disk lets us."""
+        """Durable when it returns. Raises OSError; then the file is as it was, as far as the disk
+        lets us.
+        """
         try:
             left = memoryview(data)
             while left:
@@ -174,7 +185,9 @@ class AppendFile:
         self._tail = (self._tail + data)[-_TAIL:] if len(data) < _TAIL else data[-_TAIL:]
 
     def check(self) -> None:
-        """Raises Reopen where the file was removed, replaced, cut or written to: what we append would be lost or torn."""
+        """Raises Reopen where the file was removed, replaced, cut or written to: what we append
+        would be lost or torn.
+        """
         if not self._in_place():
             raise Reopen(f"{self.path} was moved or removed")
         if self.size != self.at:
@@ -215,7 +228,9 @@ class AppendFile:
 
 
 class Lines:
-    """Lines from the start of an open file up to an offset, in bounded pieces; leaves the descriptor as it is."""
+    """Lines from the start of an open file up to an offset, in bounded pieces; leaves the
+    descriptor as it is.
+    """
 
     def __init__(self, fd: int, end: int) -> None:
         self._fd, self._end, self._at, self._buffer = fd, end, 0, b""

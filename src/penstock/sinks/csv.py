@@ -1,7 +1,9 @@
-"""Records as CSV (RFC 4180), one file, in the order of the outbox; a new field adds a column to all of it. No types, no inference.
+"""Records as CSV (RFC 4180), one file, in the order of the outbox; a new field adds a column to all
+of it. No types, no inference.
 
-Cells are the values as they were extracted. One that begins with `=`, `+`, `-` or `@` is a formula to a spreadsheet:
-whoever opens scraped text there decides what to do about it, since changing it here would change the data.
+Cells are the values as they were extracted. One that begins with `=`, `+`, `-` or `@` is a formula
+to a spreadsheet: whoever opens scraped text there decides what to do about it, since changing it
+here would change the data.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _HEADER_LIMIT = 4 << 20
 
 
 class CsvSink:
-    """The file belongs to the sink while it is open: what others append to it is cut off like the tail of a crash."""
+    """The file belongs to the sink while it is open: what others append to it is cut off like the
+    tail of a crash.
+    """
 
     def __init__(self, name: str, path: Path, max_columns: int) -> None:
         self.name, self.path, self.notice = name, path, ""
@@ -63,8 +67,9 @@ class CsvSink:
         return self._file.mark(self._columns)
 
     def _was_widened(self, noted: Mark) -> bool:
-        # `write` asks to be opened again after it added a column, and nothing is appended before the mark of that open is noted.
-        # So a header that goes on after the noted one means: rewritten as a whole, and nothing behind it.
+        # `write` asks to be opened again after it added a column, and nothing is appended before
+        # the mark of that open is noted. So a header that goes on after the noted one means:
+        # rewritten as a whole, and nothing behind it.
         return (
             len(self._columns) > len(noted.columns) > 0
             and self._columns[: len(noted.columns)] == noted.columns
@@ -92,10 +97,12 @@ class CsvSink:
     def close(self) -> None:
         self._file.close()
 
-    # -- columns -------------------------------------------------------------------------------------------------------
+    # -- columns -----------------------------------------------------------------------------------
 
     def _columns_for(self, flats: Iterable[Flat]) -> tuple[str, ...]:
-        """Those there are, then new fields in the order they appear. Fields beyond the cap move to the rest, which gets a column when it is needed."""
+        """Those there are, then new fields in the order they appear. Fields beyond the cap move to
+        the rest, which gets a column when it is needed.
+        """
         known, added = set(self._columns), list[str]()
         ours = [name for name in PROVENANCE_COLUMNS if name not in known]
         room = self._max_columns - len(self._columns) - len(ours) - (REST not in known)
@@ -142,7 +149,9 @@ class CsvSink:
         return names
 
     def _widen(self, columns: tuple[str, ...]) -> None:
-        """Rewrite the file with more columns, beside it and then in its place: whoever reads sees the old or the new one, whole."""
+        """Rewrite the file with more columns, beside it and then in its place: whoever reads sees
+        the old or the new one, whole.
+        """
         draft, target = self._draft(), Path(os.path.realpath(self.path))
         added = b"," * (len(columns) - len(self._columns))
         quotes, first = 0, True

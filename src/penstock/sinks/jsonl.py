@@ -1,4 +1,6 @@
-"""Records as JSON lines, one file, in the order of the outbox. When to write, and what was written before, is the flusher's to know."""
+"""Records as JSON lines, one file, in the order of the outbox. When to write, and what was written
+before, is the flusher's to know.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,18 @@ from penstock.sinks.appending import AppendFile, read_mark
 
 
 class JsonLinesSink:
-    """The file belongs to the sink while it is open: what others append to it is cut off like the tail of a crash."""
+    """The file belongs to the sink while it is open: what others append to it is cut off like the
+    tail of a crash.
+    """
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path, self.notice = name, path, ""
         self._file = AppendFile(path)
 
     def open(self, position: int, mark: str) -> str:
-        """Cut to the mark. A file that is not the one it was noted of (shorter, replaced, edited) is left as it is and continued at its end."""
+        """Cut to the mark. A file that is not the one it was noted of (shorter, replaced, edited)
+        is left as it is and continued at its end.
+        """
         self.notice = ""
         self._file.open()
         noted = read_mark(mark)

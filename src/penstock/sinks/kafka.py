@@ -1,8 +1,11 @@
-"""Records on a Kafka topic, `kafka://host:9092/products?key=sku`: one message for each, with its key, and a tombstone for what was removed.
+"""Records on a Kafka topic, `kafka://host:9092/products?key=sku`: one message for each, with its
+key, and a tombstone for what was removed.
 
-Written once where nothing crashes: the producer is idempotent and every copy in sync has a message before it counts. A batch whose position was not noted is
-written again, with the same keys and the same `penstock-id` headers: who upserts by key ends with the same rows, who appends leaves out ids it has.
-With `transactions=true` the position lies on the server too and moves with the messages: who reads only what is committed reads each record once.
+Written once where nothing crashes: the producer is idempotent and every copy in sync has a message
+before it counts. A batch whose position was not noted is written again, with the same keys and the
+same `penstock-id` headers: who upserts by key ends with the same rows, who appends leaves out ids
+it has. With `transactions=true` the position lies on the server too and moves with the messages:
+who reads only what is committed reads each record once.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from penstock.stores.kafka_access import error_of, weightier
 
 _api: Any = _admin  # the library does not export these names to type checkers
 MAX_MESSAGE = 20 << 20  # of a topic that we make: more than all records of a page together
-_REMEMBERED = 100_000  # keys whose last order is known, so that an older record does not come behind a newer one
+# keys whose last order is known, so that an older record does not come behind a newer one
+_REMEMBERED = 100_000
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
 _IMPOSSIBLE = (
     KafkaError.INVALID_REPLICATION_FACTOR,
@@ -98,7 +102,9 @@ OPTIONS: dict[str, units.Kind] = {
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is noted with the position: the types that are on the topic, and under which name the server keeps the position, if it does."""
+    """What is noted with the position: the types that are on the topic, and under which name the
+    server keeps the position, if it does.
+    """
 
     fields: dict[str, str] = {}
     id: str = ""
@@ -114,11 +120,12 @@ class KafkaSink:
         self._newest: OrderedDict[str, int] = OrderedDict()
         self._id = ""
         self._group: Consumer | None = (
-            None  # only for its name: the position is committed in the transaction, as a group's offset
+            # only for its name: the position is committed in the transaction, as a group's offset
+            None
         )
         self._reached = 0  # the last row that was committed, where there are transactions
 
-    # -- opening -----------------------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
 
     def open(self, position: int, mark: str) -> str:
         self.close()
@@ -133,7 +140,8 @@ class KafkaSink:
         conf = {
             "acks": "all",
             "enable.idempotence": True,
-            "partitioner": "murmur2_random",  # what Java clients do, so that theirs and ours agree where a key lives
+            # what Java clients do, so that theirs and ours agree where a key lives
+            "partitioner": "murmur2_random",
             "linger.ms": 5,
             "compression.type": "lz4",
             "message.timeout.ms": max(30_000, int(self.topic.timeout * 1000)),
@@ -196,7 +204,9 @@ class KafkaSink:
             raise self._down(error, f"making the topic {topic.name}") from None
 
     def _resume(self, producer: Producer, client: Mapping[str, Any], position: int) -> int:
-        """From here on no other process can commit under our name, and what one left open is undone."""
+        """From here on no other process can commit under our name, and what one left open is
+        undone.
+        """
         producer.init_transactions(max(30.0, self.topic.timeout))
         self._group = Consumer(
             {
@@ -225,7 +235,7 @@ class KafkaSink:
     def _mark(self) -> str:
         return msgspec.json.encode(Mark(self.shape.fields, self._id)).decode()
 
-    # -- writing -----------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def write(self, rows: Sequence[Row]) -> str:
         producer, group = self._producer, self._group
@@ -333,7 +343,7 @@ class KafkaSink:
         while len(self._newest) > _REMEMBERED:
             self._newest.popitem(last=False)
 
-    # -- trouble -----------------------------------------------------------------------------------------------------------
+    # -- trouble -----------------------------------------------------------------------------------
 
     def _on_error(self, error: KafkaError) -> None:
         self._trouble = weightier(self._trouble, error)
@@ -344,6 +354,8 @@ class KafkaSink:
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> KafkaSink:
-    """`kafka://host:9092/products?key=sku`. Checks, and connects to nothing yet. Raises ConfigError."""
+    """`kafka://host:9092/products?key=sku`. Checks, and connects to nothing yet. Raises
+    ConfigError.
+    """
     topic, given = parse(url, options, OPTIONS, where=f"sink {units.mask(url).partition('?')[0]}")
     return KafkaSink(topic, Options(**given))

@@ -1,4 +1,6 @@
-"""A record as a Kafka message that Kafka Connect's JDBC sinks upsert: JSON with its schema, whose types never change. Nothing is sent here."""
+"""A record as a Kafka message that Kafka Connect's JDBC sinks upsert: JSON with its schema, whose
+types never change. Nothing is sent here.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Shape:
-    """The fields of one topic with their types. Learnt from the records, row by row, so that the same rows teach the same again after a crash.
+    """The fields of one topic with their types. Learnt from the records, row by row, so that the
+    same rows teach the same again after a crash.
 
-    A type is decided by the first value and then kept: a connector makes a column of it, and none of them changes a column. Whole numbers are
-    `double` too, since a price of 10 is followed by one of 9.99; `types` says otherwise. A value that does not fit goes to `_penstock_rest`.
+    A type is decided by the first value and then kept: a connector makes a column of it, and none
+    of them changes a column. Whole numbers are `double` too, since a price of 10 is followed by one
+    of 9.99; `types` says otherwise. A value that does not fit goes to `_penstock_rest`.
     """
 
     def __init__(
@@ -112,7 +116,8 @@ class Shape:
             payload[REST] = _clean(json_text(rest))
         if not self._value_schema:
             self._value_schema = _schema(self.fields, optional=True)
-        # Fields that this record lacks are there as null: a sink would leave an older value in the column otherwise.
+        # Fields that this record lacks are there as null: a sink would leave an older value in the
+        # column otherwise.
         return b'{"schema":%s,"payload":%s}' % (
             self._value_schema,
             _encode({name: payload.get(name) for name in self.fields}),

@@ -1,4 +1,6 @@
-"""Records as rows of a PostgreSQL table: one per key (or one per record), over a connection of its own or in the books' transaction. Not the ledger."""
+"""Records as rows of a PostgreSQL table: one per key (or one per record), over a connection of its
+own or in the books' transaction. Not the ledger.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ MAX_COLUMNS = 400  # a row of more long texts than this does not fit the server'
 
 
 class PostgresSink:
-    """Through the outbox: `open`, `write`. In the ledger's own database: `prepare_in` once, then `write_in`, and the outbox is not needed.
+    """Through the outbox: `open`, `write`. In the ledger's own database: `prepare_in` once, then
+    `write_in`, and the outbox is not needed.
 
-    The position lies in the target itself and moves in the transaction that writes the rows, so a batch that comes again writes nothing.
-    It is kept under an id that the ledger notes as the mark: a ledger that starts anew counts from one again, and is a stranger here.
+    The position lies in the target itself and moves in the transaction that writes the rows, so a
+    batch that comes again writes nothing. It is kept under an id that the ledger notes as the mark:
+    a ledger that starts anew counts from one again, and is a stranger here.
     """
 
     def __init__(
@@ -99,7 +103,9 @@ class PostgresSink:
         self._wire.close()
 
     def _reached(self, tx: Tx, mark: str) -> int | None:
-        """Also the lock: where two machines feed this sink at once, one waits here and then finds its rows written."""
+        """Also the lock: where two machines feed this sink at once, one waits here and then finds
+        its rows written.
+        """
         found: int | None = tx.execute(self._sql["reached"], (self.name, mark)).get
         return found
 
@@ -123,7 +129,7 @@ class PostgresSink:
             )
             raise StoreUnavailable(f"{self.name}: {_line(e)}", hint=hint) from e
 
-    # -- in the books' transaction -------------------------------------------------------------------------------------
+    # -- in the books' transaction -----------------------------------------------------------------
 
     def shares(self, url: str) -> bool:
         """The table lies in the database of this store, so both may commit at once."""
@@ -132,12 +138,16 @@ class PostgresSink:
         ) == _place(self.address)
 
     def prepare_in(self, tx: Tx) -> None:
-        """Before the first `write_in`, in a transaction of the ledger's database. Raises ConfigError: the table is somebody else's."""
+        """Before the first `write_in`, in a transaction of the ledger's database. Raises
+        ConfigError: the table is somebody else's.
+        """
         self.table.prepare(tx, adopt=False)
         self._prepared = True
 
     def write_in(self, tx: Tx, rows: Sequence[Row]) -> None:
-        """The same rows in the caller's transaction, which is what makes them one with the success of their event."""
+        """The same rows in the caller's transaction, which is what makes them one with the success
+        of their event.
+        """
         if not rows:
             return
         try:
@@ -170,7 +180,9 @@ def _place(address: Address) -> tuple[str, str, str]:
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
-    """`postgres://user@host/db?table=products`. Checks, and connects to nothing yet. Raises ConfigError."""
+    """`postgres://user@host/db?table=products`. Checks, and connects to nothing yet. Raises
+    ConfigError.
+    """
     server, _, query = url.partition("?")
     parts = parse_qsl(query, keep_blank_values=True)
     theirs = urlencode(

@@ -1,4 +1,6 @@
-"""The SQL of one PostgreSQL table that records fill: its columns, their types, the upsert. Runs in the caller's transaction; opens nothing."""
+"""The SQL of one PostgreSQL table that records fill: its columns, their types, the upsert. Runs in
+the caller's transaction; opens nothing.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ _NUMBER = re.compile(
 )
 _EXACT = 1 << 53  # beyond it a double rounds an integer
 _BUSY = "3s"  # how long a change of the table waits for those who read it
-# What the table itself has against a row: a check, a domain, a row that is wider than a block. Not an outage.
+# What the table itself has against a row: a check, a domain, a row that is wider than a block. Not
+# an outage.
 _REFUSED = (
     psycopg.DataError,
     psycopg.IntegrityError,
@@ -81,7 +84,9 @@ class Table:
         return f"{quoted(self.schema)}.{_BOOKS}"
 
     def prepare(self, tx: Tx, *, adopt: bool) -> None:
-        """Bookkeeping, and the index that fits the mode. `adopt`: a table somebody else made may be filled too. Raises ConfigError."""
+        """Bookkeeping, and the index that fits the mode. `adopt`: a table somebody else made may be
+        filled too. Raises ConfigError.
+        """
         self._unbending.clear()
         try:
             with savepoint(tx):
@@ -120,7 +125,9 @@ class Table:
             ) from e
 
     def write(self, tx: Tx, rows: Sequence[Row]) -> None:
-        """In order. What the table refuses of a row is kept as JSON in its rest; only a row that is refused even so is an error."""
+        """In order. What the table refuses of a row is kept as JSON in its rest; only a row that is
+        refused even so is an error.
+        """
         if self._load(tx) is None:
             self._types = {}
         self._refuse_strangers()
@@ -179,10 +186,12 @@ class Table:
                 hint="choose another name with ?table=",
             )
 
-    # -- schema --------------------------------------------------------------------------------------------------------
+    # -- schema ------------------------------------------------------------------------------------
 
     def _load(self, tx: Tx) -> str | None:
-        """The table as it is now (another process may have added to it); what kind of relation it is, None where there is none."""
+        """The table as it is now (another process may have added to it); what kind of relation it
+        is, None where there is none.
+        """
         found = tx.execute(
             f"SELECT c.relkind::text, a.attname, t.typname, a.attgenerated <> '' OR a.attidentity = 'a', b.made FROM pg_catalog.pg_class c"
             f" JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
@@ -202,7 +211,9 @@ class Table:
         return found[0][0] if found else None
 
     def _changes(self, flats: Iterable[Flat]) -> tuple[dict[str, str], dict[str, str]]:
-        """Columns to add, and columns to widen, with their types. What cannot have a column moves to the rest."""
+        """Columns to add, and columns to widen, with their types. What cannot have a column moves
+        to the rest.
+        """
         managed, new, wider = set(self._managed), dict[str, str](), dict[str, str]()
         room = self.max_columns - len(set(self._types) | set(_OURS))
         for flat in flats:
@@ -238,7 +249,9 @@ class Table:
         return new, wider
 
     def _change(self, tx: Tx, new: Mapping[str, str], wider: Mapping[str, str]) -> None:
-        """Where somebody reads the table for long, or a view stands on the column, it stays as it is and the values go to the rest."""
+        """Where somebody reads the table for long, or a view stands on the column, it stays as it
+        is and the values go to the rest.
+        """
         try:
             with savepoint(tx):
                 patience = tx.execute("SELECT current_setting('lock_timeout')").get
@@ -298,8 +311,10 @@ class Table:
         self._load(tx)
 
     def _prepare_insert(self) -> None:
-        """Every value goes as text, and the server reads it as its column's type: one statement, whatever the rows hold.
-        A connection keeps what it prepared, with the types of then: where they are others now, the text must be another one too."""
+        """Every value goes as text, and the server reads it as its column's type: one statement,
+        whatever the rows hold. A connection keeps what it prepared, with the types of then: where
+        they are others now, the text must be another one too.
+        """
         names = self._managed
         types = zlib.crc32(" ".join(self._types[name] for name in names).encode())
         insert = f"/* {types:08x} */ INSERT INTO {self._target} AS _penstock_row ({', '.join(map(quoted, names))}) VALUES"
@@ -311,7 +326,7 @@ class Table:
             order = quoted(_ORDER)
             self._insert += f" ON CONFLICT ({quoted(_KEY)}) DO UPDATE SET {taken} WHERE excluded.{order} >= coalesce(_penstock_row.{order}, excluded.{order})"
 
-    # -- values --------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def _bindings(self, row: Row, flat: Flat) -> list[str | None]:
         values = flat.fields | flat.provenance
@@ -328,7 +343,9 @@ class Table:
 
 
 def key_text(key: str) -> str:
-    """The key as a cell that an index takes; one that is too long, or holds what text cannot, is told apart by its hash."""
+    """The key as a cell that an index takes; one that is too long, or holds what text cannot, is
+    told apart by its hash.
+    """
     if len(key) <= _LONGEST_KEY and "\0" not in key:
         return key
     return f"{key[: _LONGEST_KEY - 70].replace(chr(0), '�')}…{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()}"
@@ -412,7 +429,9 @@ def _may_be_a_name(name: str) -> bool:
 
 
 def quoted(name: str) -> str:
-    """As an identifier that holds nothing but letters, digits and escapes: whoever looks for a `?` or a quote in the statement finds none of ours."""
+    """As an identifier that holds nothing but letters, digits and escapes: whoever looks for a `?`
+    or a quote in the statement finds none of ours.
+    """
     if re.fullmatch(r"\w+", name):
         return f'"{name}"'
     return 'U&"' + re.sub(r"\W", lambda found: f"\\+{ord(found[0]):06x}", name) + '"'

@@ -1,4 +1,6 @@
-"""Records as rows of a SQLite table: one per key (or one per record), in a file of its own or in the caller's transaction. Not the ledger, not the broker."""
+"""Records as rows of a SQLite table: one per key (or one per record), in a file of its own or in
+the caller's transaction. Not the ledger, not the broker.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ _EXACT = 1 << 53  # beyond it a REAL column rounds an integer
 
 
 class Table:
-    """The SQL of one table, on whatever cursor it is given; every method runs inside the caller's transaction."""
+    """The SQL of one table, on whatever cursor it is given; every method runs inside the caller's
+    transaction.
+    """
 
     def __init__(self, name: str, *, append: bool, max_columns: int) -> None:
         self.name, self.append, self.max_columns = name, append, max_columns
@@ -56,7 +60,9 @@ class Table:
         self._delete = f"DELETE FROM {_q(name)} WHERE {_q(_KEY)} = ?1 AND ifnull({order}, ?2) <= ?2"
 
     def prepare(self, cursor: apsw.Cursor, *, adopt: bool) -> None:
-        """Bookkeeping, and the index that fits the mode. `adopt`: a table somebody else made may be filled too. Raises ConfigError."""
+        """Bookkeeping, and the index that fits the mode. `adopt`: a table somebody else made may be
+        filled too. Raises ConfigError.
+        """
         cursor.execute(
             "CREATE TABLE IF NOT EXISTS _penstock_columns (of TEXT, name TEXT, PRIMARY KEY (of, name)) WITHOUT ROWID"
         )
@@ -111,7 +117,7 @@ class Table:
                 hint="choose another name with ?table=",
             )
 
-    # -- schema --------------------------------------------------------------------------------------------------------
+    # -- schema ------------------------------------------------------------------------------------
 
     def _load(self, cursor: apsw.Cursor) -> None:
         found = list(
@@ -132,7 +138,9 @@ class Table:
         self._version = cursor.execute("PRAGMA schema_version").get
 
     def _new_columns(self, flats: Iterable[Flat]) -> dict[str, str]:
-        """Fields to add, with their type by the first value. What cannot have a column (too many, same name but for case) moves to the rest."""
+        """Fields to add, with their type by the first value. What cannot have a column (too many,
+        same name but for case) moves to the rest.
+        """
         managed, new, folded = set(self._managed), dict[str, str](), set(self._folded)
         undecided = set[str]()
         ours = {_fold(name) for name in _OURS}
@@ -200,7 +208,7 @@ class Table:
             order = _q(_ORDER)
             self._insert += f" ON CONFLICT ({_q(_KEY)}) DO UPDATE SET {taken} WHERE excluded.{order} >= ifnull(_penstock_row.{order}, excluded.{order})"
 
-    # -- values --------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def _bindings(self, row: Row, flat: Flat) -> tuple[Any, ...]:
         values = flat.fields | flat.provenance
@@ -262,10 +270,12 @@ def _altered(value: Any, affinity: str) -> bool:
 
 
 class SqliteSink:
-    """Through the outbox: `open`, `write`. In the ledger's own file: `prepare_in` once, then `write_in`, and the outbox is not needed.
+    """Through the outbox: `open`, `write`. In the ledger's own file: `prepare_in` once, then
+    `write_in`, and the outbox is not needed.
 
-    The position lies in the target itself and moves in the transaction that writes the rows, so a batch that comes again writes nothing.
-    It is kept under an id that the ledger notes as the mark: a ledger that starts anew counts from one again, and is a stranger here.
+    The position lies in the target itself and moves in the transaction that writes the rows, so a
+    batch that comes again writes nothing. It is kept under an id that the ledger notes as the mark:
+    a ledger that starts anew counts from one again, and is a stranger here.
     """
 
     def __init__(
@@ -354,11 +364,15 @@ class SqliteSink:
             db.close()
 
     def prepare_in(self, cursor: apsw.Cursor) -> None:
-        """Before the first `write_in`, in a transaction of the ledger's file. Raises ConfigError: the table is one of the ledger's own."""
+        """Before the first `write_in`, in a transaction of the ledger's file. Raises ConfigError:
+        the table is one of the ledger's own.
+        """
         self.table.prepare(cursor, adopt=False)
 
     def write_in(self, cursor: apsw.Cursor, rows: Sequence[Row]) -> None:
-        """The same rows in the caller's transaction, which is what makes them one with the success of their event."""
+        """The same rows in the caller's transaction, which is what makes them one with the success
+        of their event.
+        """
         if rows:
             self.table.write(cursor, rows)
             self.notice = self.notice or self.table.notice
@@ -393,7 +407,9 @@ def _transaction(db: apsw.Connection) -> Iterator[apsw.Cursor]:
 
 
 def is_transactional(url: str, store_path: Path, base: Path) -> bool:
-    """The sink's table lies in the ledger's own file, so both commit at once. False for what is no sqlite URL."""
+    """The sink's table lies in the ledger's own file, so both commit at once. False for what is no
+    sqlite URL.
+    """
     if not url.startswith("sqlite:"):
         return False
     path, _ = file_url(url, {}, base, scheme="sqlite", known=_OPTIONS)

@@ -1,4 +1,6 @@
-"""`api+https://…`: an event for every new or changed item of a JSON or CSV endpoint, page after page. How a page is read is in api_reading."""
+"""`api+https://…`: an event for every new or changed item of a JSON or CSV endpoint, page after
+page. How a page is read is in api_reading.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ class ApiSource(Polling):
         )  # fmt: skip
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        """One look at all pages. The position moves at its end; ids follow from the position, so a look that was cut off is repeated, not told twice."""
+        """One look at all pages. The position moves at its end; ids follow from the position, so a
+        look that was cut off is repeated, not told twice.
+        """
         state = (
             await asyncio.to_thread(unpack, cursor, _State) if cursor is not None else None
         ) or _State()
@@ -139,7 +143,9 @@ class ApiSource(Polling):
         yield Batch(cursor=packed if packed != cursor else None, idle=True)
 
     async def _get(self, url: str, known: _State) -> Response:
-        """What authorises us goes to the endpoint's own origin and to no other, wherever the next page lies."""
+        """What authorises us goes to the endpoint's own origin and to no other, wherever the next
+        page lies.
+        """
         headers = self._headers if origin(url) == origin(self._url) else {"accept": ACCEPT}
         return await self.context.web.get(
             url, etag=known.etag, last_modified=known.modified, headers=headers

@@ -1,4 +1,6 @@
-"""One page of an API as values: its items from JSON or CSV, each with its key and its version, and where the next page is. No network, no memory."""
+"""One page of an API as values: its items from JSON or CSV, each with its key and its version, and
+where the next page is. No network, no memory.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class Shape:
-    """What an endpoint's pages look like, by the source's options. Raises ConfigError for a slip in an expression."""
+    """What an endpoint's pages look like, by the source's options. Raises ConfigError for a slip in
+    an expression.
+    """
 
     def __init__(
         self,

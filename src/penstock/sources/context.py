@@ -1,4 +1,6 @@
-"""What an `open_source` function is given, and what most sources have in common. No source is here, and nothing is opened."""
+"""What an `open_source` function is given, and what most sources have in common. No source is here,
+and nothing is opened.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Web(Protocol):
         last_modified: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """A good answer, or a 304 where a validator was given. Raises model.Failure for everything else."""
+        """A good answer, or a 304 where a validator was given. Raises model.Failure for everything
+        else.
+        """
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,9 @@ class BaseSource(ABC):
 
 
 def options(spec: SourceSpec, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapter's own options with their defaults; a default's type is the option's (None: any). Raises ConfigError."""
+    """The adapter's own options with their defaults; a default's type is the option's (None: any).
+    Raises ConfigError.
+    """
     for name, value in spec.options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -1,4 +1,6 @@
-"""`feed+https://…`: an event for every new or updated entry of an RSS, Atom or JSON feed. How feeds are read is in feed_reading."""
+"""`feed+https://…`: an event for every new or updated entry of an RSS, Atom or JSON feed. How feeds
+are read is in feed_reading.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Feeds as values: RSS 0.9x, 1.0 and 2.0, Atom 0.3 and 1.0, JSON Feed, well-formed or not. No network, no clock, no memory of what was read before."""
+"""Feeds as values: RSS 0.9x, 1.0 and 2.0, Atom 0.3 and 1.0, JSON Feed, well-formed or not. No
+network, no clock, no memory of what was read before.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class FeedError(PenstockError):
 
 
 class FeedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """`updated` and `published` in epoch seconds. A URL may still be relative to the feed's own address."""
+    """`updated` and `published` in epoch seconds. A URL may still be relative to the feed's own
+    address.
+    """
 
     id: str  # its own, else its link, else made from its content
     url: str | None = None
@@ -118,7 +122,7 @@ def parse(body: bytes, content_type: str | None) -> Feed:
         raise FeedError(e.reason) from None
 
 
-# -- XML -----------------------------------------------------------------------------------------------------------------
+# -- XML -------------------------------------------------------------------------------------------
 
 
 def _xml(text: str) -> Feed:
@@ -150,7 +154,9 @@ def _xml(text: str) -> Feed:
 
 
 def _tree(text: str) -> Any:
-    """Strictly first. What is ill-formed is mended where that is safe to do, then read as far as it makes sense."""
+    """Strictly first. What is ill-formed is mended where that is safe to do, then read as far as it
+    makes sense.
+    """
     try:
         return etree.fromstring(text.encode("utf-8", "replace"), _parser(False))
     except (etree.XMLSyntaxError, ValueError):
@@ -197,14 +203,18 @@ def _drop_last(root: Any) -> None:
 
 
 def _parser(recover: bool) -> Any:
-    """UTF-8 whatever the document declares: it was decoded already. Deeper than 256 is an error by libxml2's own limit."""
+    """UTF-8 whatever the document declares: it was decoded already. Deeper than 256 is an error by
+    libxml2's own limit.
+    """
     return etree.XMLParser(
         encoding="utf-8", recover=recover, resolve_entities=False, load_dtd=False, no_network=True, huge_tree=False, remove_comments=True, remove_pis=True
     )  # fmt: skip
 
 
 def _loosely(text: str) -> list[FeedEntry]:
-    """For what is no XML even with good will: feedparser reads feeds as browsers read pages. It takes its time, so only what is short."""
+    """For what is no XML even with good will: feedparser reads feeds as browsers read pages. It
+    takes its time, so only what is short.
+    """
     if len(text) > MAX_LOOSE or not re.search(r"<(?:item|entry)\b", text, re.I):
         return []
     import feedparser  # here: it is slow to import, and hardly ever needed
@@ -234,7 +244,9 @@ def _local(element: Any) -> str:
 
 
 def _fields(element: Any, atom: bool) -> dict[str, list[Any]]:
-    """Children by name: plain for the format's own, `dc:date` for the modules we know, whatever prefix they came with."""
+    """Children by name: plain for the format's own, `dc:date` for the modules we know, whatever
+    prefix they came with.
+    """
     found: dict[str, list[Any]] = {}
     for child in element:
         tag = child.tag
@@ -311,7 +323,9 @@ def _rss_item(element: Any) -> FeedEntry:
 
 
 def _joined(element: Any, url: str) -> str:
-    """Against every xml:base above it; what is still relative then is relative to the feed's address."""
+    """Against every xml:base above it; what is still relative then is relative to the feed's
+    address.
+    """
     url, place = url.strip(), element
     while place is not None and not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url):
         if base := place.get(_BASE):
@@ -348,7 +362,7 @@ def _hints(about: dict[str, list[Any]]) -> Hints:
     return Hints(least, tuple(sorted(hours)), tuple(sorted(days)))
 
 
-# -- JSON Feed -------------------------------------------------------------------------------------------------------------
+# -- JSON Feed -------------------------------------------------------------------------------------
 
 
 def _json(text: str) -> Feed:
@@ -391,7 +405,7 @@ def _word(table: dict[str, Any], name: str) -> str:
     )
 
 
-# -- entries ---------------------------------------------------------------------------------------------------------------
+# -- entries ---------------------------------------------------------------------------------------
 
 
 def _entry(
@@ -420,7 +434,9 @@ def _entry(
 
 
 def _apart(entries: Iterator[FeedEntry]) -> list[FeedEntry]:
-    """Feeds that give all their entries the same id mean the link by it; an entry that is there twice is there once."""
+    """Feeds that give all their entries the same id mean the link by it; an entry that is there
+    twice is there once.
+    """
     found = list(entries)
     links: dict[str, set[str | None]] = {}
     for e in found:

@@ -1,10 +1,12 @@
-"""An existing Kafka topic as a source, `kafka://host:9092/topic`: its messages become findings, and the position is our cursor. No format is read here.
+"""An existing Kafka topic as a source, `kafka://host:9092/topic`: its messages become findings, and
+the position is our cursor. No format is read here.
 
     kafka://host:9092/orders?start=latest&format=debezium&operations=c,u,d
     kafka+ssl://user:password@host:9093/orders?sasl=scram-sha-512&ca=/etc/ca.pem
 
-No group is joined: partitions are assigned, and what was read is noted in the ledger with what became of it. With `group=NAME` the offsets are also
-committed under that name, for tools that watch lag; they are never read back.
+No group is joined: partitions are assigned, and what was read is noted in the ledger with what
+became of it. With `group=NAME` the offsets are also committed under that name, for tools that watch
+lag; they are never read back.
 """
 
 from __future__ import annotations
@@ -164,7 +166,7 @@ class KafkaSource(BaseSource):
             topic_id=at.topic,
         )
 
-    # -- where to begin: in the client's thread -------------------------------------------------------------------------------
+    # -- where to begin: in the client's thread ----------------------------------------------------
 
     def _begin(self, client: Client, raw: bytes | None) -> Cursor:
         cluster, topic_id, spans = client.open()
@@ -201,7 +203,7 @@ class KafkaSource(BaseSource):
         client.assign(at)
         return Cursor(topic=topic_id, cluster=cluster, at=at, lost=lost)
 
-    # -- for people -----------------------------------------------------------------------------------------------------------
+    # -- for people --------------------------------------------------------------------------------
 
     async def place(self, to: str) -> bytes | None:
         return await asyncio.to_thread(self._place, to.strip())
@@ -266,7 +268,9 @@ class KafkaSource(BaseSource):
 
 
 def _take(client: Client, reading: Reading) -> tuple[list[Message], list[Finding]]:
-    """Read here too: a thousand messages of JSON are a tenth of a second that the loop has better use for."""
+    """Read here too: a thousand messages of JSON are a tenth of a second that the loop has better
+    use for.
+    """
     messages = client.take(BATCH, BATCH_BYTES)
     return messages, [finding for m in messages if (finding := reading.finding(m)) is not None]
 

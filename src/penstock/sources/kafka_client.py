@@ -1,4 +1,6 @@
-"""The consumer under the Kafka source: a topic's partitions from given offsets on, without joining a group. What messages mean is decided elsewhere."""
+"""The consumer under the Kafka source: a topic's partitions from given offsets on, without joining
+a group. What messages mean is decided elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ class Client:
             self.at |= dict.fromkeys(new, 0)
 
     def take(self, limit: int, size: int) -> list[Message]:
-        """What is there; else what comes within a moment. None, and `is_at_the_end`: there is nothing."""
+        """What is there; else what comes within a moment. None, and `is_at_the_end`: there is
+        nothing.
+        """
         if self._owed is not None:
             raise self._down(self._owed, "reading")
         found: list[Message] = []
@@ -214,7 +218,7 @@ class Client:
             consumer, self._consumer = self._consumer, None
             consumer.close()
 
-    # -- trouble ----------------------------------------------------------------------------------------------------------------
+    # -- trouble -----------------------------------------------------------------------------------
 
     def _on_error(self, error: KafkaError) -> None:
         self._trouble = weightier(self._trouble, error)

@@ -1,4 +1,6 @@
-"""What a message of somebody's Kafka topic says: JSON, a Debezium change or a CloudEvent, as a finding. Nothing is read from a server here."""
+"""What a message of somebody's Kafka topic says: JSON, a Debezium change or a CloudEvent, as a
+finding. Nothing is read from a server here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ OPERATIONS = (
     "t",
     "m",
 )  # create, read (snapshot), update, delete, truncate, message
-# What says where in its database's log a change lies: PostgreSQL, MySQL, SQL Server, Oracle, MongoDB.
+# What says where in its database's log a change lies: PostgreSQL, MySQL, SQL Server, Oracle,
+# MongoDB.
 _POSITION = (
     "lsn",
     "txId",
@@ -38,7 +41,8 @@ _POSITION = (
     "ssn",
     "ord",
 )
-# One of these must be whole, or it says too little: MongoDB counts anew with every second, and a `pos` is one of its file.
+# One of these must be whole, or it says too little: MongoDB counts anew with every second, and a
+# `pos` is one of its file.
 _ENOUGH = (("lsn",), ("file", "pos"), ("commit_lsn",), ("scn",), ("ord", "ts_ms"))
 _PLACE = ("connector", "name", "db", "schema", "table", "collection", "server_id")
 _MARKS = (
@@ -81,7 +85,9 @@ class Unreadable(Exception):
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """How a topic is read. `topic_id` is part of ids: a topic that was deleted and made again counts from 0 once more."""
+    """How a topic is read. `topic_id` is part of ids: a topic that was deleted and made again
+    counts from 0 once more.
+    """
 
     format: str = "auto"
     operations: frozenset[str] = frozenset("cru")
@@ -90,7 +96,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     topic_id: str = ""
 
     def finding(self, m: Message) -> Finding | None:
-        """None: passed over, as an operation that nobody asked for. What cannot be read is a finding too, a refused one."""
+        """None: passed over, as an operation that nobody asked for. What cannot be read is a
+        finding too, a refused one.
+        """
         try:
             return self._read(m)
         except Unreadable as e:
@@ -189,7 +197,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
             place = [said(name) for name in _PLACE]
             if said("name") is None:  # unwrapped: the topic is all that says which database it was
                 place.append(m.topic)
-            # Several rows may share a position (one INSERT of many, a snapshot): the row's key tells them apart.
+            # Several rows may share a position (one INSERT of many, a snapshot): the row's key
+            # tells them apart.
             row = m.key if m.key is not None else _canonical(change.row)
             id_ = mint(
                 "debezium",
@@ -208,7 +217,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-# -- Debezium --------------------------------------------------------------------------------------------------------------
+# -- Debezium --------------------------------------------------------------------------------------
 
 
 def _change(value: Any, headers: Mapping[str, bytes], *, unwrapped: bool) -> Change | None:
@@ -274,7 +283,7 @@ def _cdc(change: Change) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-# -- CloudEvents -----------------------------------------------------------------------------------------------------------
+# -- CloudEvents -----------------------------------------------------------------------------------
 
 
 def _is_event(value: Any) -> bool:
@@ -311,7 +320,7 @@ def _time(text: Any) -> float | None:
         return None
 
 
-# -- bytes -----------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 def _json(raw: bytes) -> Any:

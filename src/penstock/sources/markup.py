@@ -1,4 +1,6 @@
-"""Bytes that claim to be XML, made safe before any parser sees them: one decoding, no DTD, caps; and the dates they hold. Knows no feed and no sitemap."""
+"""Bytes that claim to be XML, made safe before any parser sees them: one decoding, no DTD, caps;
+and the dates they hold. Knows no feed and no sitemap.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _SHAPES = (
     (b"<\0", "utf-16-le"),
     (b"\0<", "utf-16-be"),
 )
-# Not utf-7, ebcdic and whatever else Python can decode: nobody publishes in it, but it hides markup from whoever looks at bytes.
+# Not utf-7, ebcdic and whatever else Python can decode: nobody publishes in it, but it hides markup
+# from whoever looks at bytes.
 _KNOWN = re.compile(r"utf-8|ascii|utf-16(-[lb]e)?|utf-32(-[lb]e)?|iso8859-\d+|cp125\d|cp866|cp874|cp932|cp949|koi8-[rtu]|gb2312|gbk|gb18030|big5(hkscs)?|"
                     r"euc_jp|euc_kr|shift_jis|iso2022_jp\w*|mac-roman|mac-cyrillic|tis-620")  # fmt: skip
 _charset = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.I).search
@@ -56,7 +59,9 @@ class Unreadable(Exception):
 
 
 def unpacked(body: bytes, limit: int) -> bytes:
-    """The same without gzip, if it is that by its first bytes (whatever its name and type say). Raises Unreadable."""
+    """The same without gzip, if it is that by its first bytes (whatever its name and type say).
+    Raises Unreadable.
+    """
     for _ in range(_LAYERS):
         if body[:2] != b"\x1f\x8b":
             break
@@ -76,7 +81,9 @@ def unpacked(body: bytes, limit: int) -> bytes:
 
 
 def encoding_of(body: bytes, content_type: str | None) -> str:
-    """A byte order mark, UTF-16 and UTF-32 by their shape; else what is valid UTF-8 is UTF-8, whatever it claims; else its claim; else Windows-1252."""
+    """A byte order mark, UTF-16 and UTF-32 by their shape; else what is valid UTF-8 is UTF-8,
+    whatever it claims; else its claim; else Windows-1252.
+    """
     for mark, name in (*_BOMS, *_SHAPES):
         if body.startswith(mark):
             return name
@@ -142,7 +149,9 @@ def _character(m: re.Match[str]) -> str:
 
 
 def refuse_dtd(text: str) -> None:
-    """`<!DOCTYPE`, `<!ENTITY` and their kin anywhere but inside CDATA, comments and instructions, where they are words. Linear. Raises Unreadable."""
+    """`<!DOCTYPE`, `<!ENTITY` and their kin anywhere but inside CDATA, comments and instructions,
+    where they are words. Linear. Raises Unreadable.
+    """
     at = 0
     while found := _special.search(text, at):
         start = found[0]
@@ -159,7 +168,9 @@ def refuse_dtd(text: str) -> None:
 
 
 def when(text: str | None) -> float | None:
-    """Epoch seconds of an RFC 3339 or RFC 822 date, UTC where it names no zone. Never a guess: what is no whole date is None."""
+    """Epoch seconds of an RFC 3339 or RFC 822 date, UTC where it names no zone. Never a guess: what
+    is no whole date is None.
+    """
     if not text or not 4 <= len(text := " ".join(text.split())) <= 64:
         return None
     try:

@@ -1,4 +1,6 @@
-"""PostgreSQL's own logical decoding output (pgoutput, protocol 1 and 2 without streaming), bytes to values. Pure: no connection, no clock."""
+"""PostgreSQL's own logical decoding output (pgoutput, protocol 1 and 2 without streaming), bytes to
+values. Pure: no connection, no clock.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class Insert(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """`old` is what the replica identity tells: None where the key did not change, the key, or the whole row."""
+    """`old` is what the replica identity tells: None where the key did not change, the key, or the
+    whole row.
+    """
 
     relation: Relation
     row: dict[str, Any]
@@ -240,7 +244,7 @@ _READERS: dict[int, Callable[[Decoder, bytes], tuple[Change, int]]] = {
 }
 
 
-# -- parts of messages ---------------------------------------------------------------------------------------------------
+# -- parts of messages -----------------------------------------------------------------------------
 
 
 def _tuple(
@@ -308,7 +312,7 @@ def _refuse(kind: int) -> NoReturn:
     raise BadChange(f"a change of kind {chr(kind)!r} is not known")
 
 
-# -- text to values, by the type's oid -----------------------------------------------------------------------------------
+# -- text to values, by the type's oid -------------------------------------------------------------
 
 
 def _as_it_is(text: str) -> str:

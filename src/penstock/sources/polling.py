@@ -1,4 +1,6 @@
-"""What sources that look again and again have in common: a bounded memory of what they saw, its bytes, and options that hold secrets. No source is here."""
+"""What sources that look again and again have in common: a bounded memory of what they saw, its
+bytes, and options that hold secrets. No source is here.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Polling(BaseSource):
         return cursor
 
 
-# -- the memory --------------------------------------------------------------------------------------------------------
+# -- the memory ------------------------------------------------------------------------------------
 
 
 def short(*parts: str | bytes) -> bytes:
@@ -68,8 +70,9 @@ class Kept(msgspec.Struct, array_like=True, frozen=True):
 class Left:
     """Which versions of which keys were left behind, and how often; the last so many.
 
-    It makes the ids of what returns (a price that goes up and down again) differ from those of its first time, while a round that is
-    read twice because of a crash gives the same ids: they follow from the memory at the beginning of the round.
+    It makes the ids of what returns (a price that goes up and down again) differ from those of its
+    first time, while a round that is read twice because of a crash gives the same ids: they follow
+    from the memory at the beginning of the round.
     """
 
     def __init__(self, kept: bytes) -> None:
@@ -92,7 +95,9 @@ class Left:
 
 
 class Memory:
-    """Which version of which key was seen last. What is not seen any more is kept while there is room."""
+    """Which version of which key was seen last. What is not seen any more is kept while there is
+    room.
+    """
 
     def __init__(self, kept: Kept, room: int) -> None:
         self._room, self._left = room, Left(kept.left)
@@ -106,7 +111,9 @@ class Memory:
         return len(self._known)
 
     def sees(self, key: str, version: bytes) -> int | None:
-        """None: nothing new (or seen in this round already). Else how often this very version was left before: 0, as a rule."""
+        """None: nothing new (or seen in this round already). Else how often this very version was
+        left before: 0, as a rule.
+        """
         key8 = short(key)
         if key8 in self._seen:
             self.again += 1
@@ -140,7 +147,7 @@ def unpack(cursor: bytes, kind: type[S]) -> S | None:
         return None
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 def target(spec: SourceSpec, kind: str) -> str:
@@ -176,7 +183,9 @@ def whole(spec: SourceSpec, name: str, value: Any, low: int, high: int) -> int:
 
 
 def headers_of(spec: SourceSpec, given: Any) -> dict[str, str]:
-    """Names in lower case; "env:NAME" is read from the environment. Raises ConfigError, without the value."""
+    """Names in lower case; "env:NAME" is read from the environment. Raises ConfigError, without the
+    value.
+    """
     found = {}
     for name, value in (given or {}).items():
         if not isinstance(value, str) or not re.fullmatch(

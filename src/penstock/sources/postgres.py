@@ -1,4 +1,6 @@
-"""Which of PostgreSQL's two sources a URL asks for: the log of changes (postgres+cdc:) or a table whose rows are taken (postgres+table:)."""
+"""Which of PostgreSQL's two sources a URL asks for: the log of changes (postgres+cdc:) or a table
+whose rows are taken (postgres+table:).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Inserts and updates of PostgreSQL tables as findings, read from the server's log by its own logical decoding. How the log is read is in postgres_feed."""
+"""Inserts and updates of PostgreSQL tables as findings, read from the server's log by its own
+logical decoding. How the log is read is in postgres_feed.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class CdcSource(BaseSource):
             await asyncio.shield(asyncio.to_thread(feed.stop))
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
-        """What waits in the slot; where nothing does (or there is no slot yet), rows that are there, as they would come if they were inserted now."""
+        """What waits in the slot; where nothing does (or there is no slot yet), rows that are
+        there, as they would come if they were inserted now.
+        """
         return await asyncio.to_thread(
             self._asked, lambda side: self._waiting(side, limit) or self._sample(side, limit)
         )
@@ -77,7 +81,7 @@ class CdcSource(BaseSource):
         except SourceDown as e:
             return e.message
 
-    # -- for `penstock sources slots` --------------------------------------------------------------------------------------
+    # -- for `penstock sources slots` --------------------------------------------------------------
 
     async def slots(self) -> Sequence[SlotInfo]:
         """Every slot of this kind on the server, ours first."""
@@ -126,7 +130,7 @@ class CdcSource(BaseSource):
             status=slot.status,
         )
 
-    # -- on another thread -------------------------------------------------------------------------------------------------
+    # -- on another thread -------------------------------------------------------------------------
 
     def _asked(self, work: Any) -> Any:
         side = server.connect(self.settings)

@@ -1,4 +1,6 @@
-"""What a `postgres+cdc:` or `postgres+table:` URL and its options say, checked. Nothing is asked of a server here."""
+"""What a `postgres+cdc:` or `postgres+table:` URL and its options say, checked. Nothing is asked of
+a server here.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,9 @@ def inline(name: str) -> str:
 
 
 def _parts(spec: SourceSpec, known: Mapping[str, Any]) -> tuple[Address, dict[str, Any]]:
-    """(where it is, what else was said). Options may stand in the URL's query; what is not ours there is the connection's (sslmode, …)."""
+    """(where it is, what else was said). Options may stand in the URL's query; what is not ours
+    there is the connection's (sslmode, …).
+    """
     rest = spec.url.partition(":")[2]
     if not rest.startswith("//"):
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""The thread that reads one slot: it decodes, hands over in bounded pieces, confirms what was accepted, and guards how much log the slot holds."""
+"""The thread that reads one slot: it decodes, hands over in bounded pieces, confirms what was
+accepted, and guards how much log the slot holds.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,12 @@ LOOK, LOOK_FULL = (
     1.0,
     0.25,
 )  # seconds between two looks at the slot; with a full queue it is our doing what the server keeps
-STAYS_FULL = 12  # looks at a full queue from which nothing was taken, until that is more than a moment; by a clock, a machine that slept would be guilty
-TELL = 1.0  # seconds between two words to the server while nothing happens; it gives up a silent reader after 60
+# looks at a full queue from which nothing was taken, until that is more than a moment; by a clock,
+# a machine that slept would be guilty
+STAYS_FULL = 12
+# seconds between two words to the server while nothing happens; it gives up a silent reader after
+# 60
+TELL = 1.0
 WAIT, TRIES = (
     2.0,
     20,
@@ -56,7 +62,9 @@ WAIT, TRIES = (
 
 
 class Patience:
-    """Over when the time is, and it was asked often enough: a machine that slept in between has waited for nobody."""
+    """Over when the time is, and it was asked often enough: a machine that slept in between has
+    waited for nobody.
+    """
 
     def __init__(self) -> None:
         self._until, self._left = time.monotonic() + WAIT, TRIES
@@ -123,14 +131,16 @@ class Feed:
             0  # pieces; as the last look had it; looks since then that found the queue full
         )
 
-    # -- on the loop -------------------------------------------------------------------------------------------------------
+    # -- on the loop -------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def next(self, patience: float) -> Piece | None:
-        """None: nothing came in this time. Raises what ended the thread, after all that it still had."""
+        """None: nothing came in this time. Raises what ended the thread, after all that it still
+        had.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 while True:
@@ -177,7 +187,7 @@ class Feed:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake, b".")
 
-    # -- the thread --------------------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -249,7 +259,9 @@ class Feed:
             raise
 
     def _prepare(self, side: Any, replication: Any, database: str) -> str | None:
-        """Slot and publication are there, and the cursor says where to begin. The name of the slot's snapshot, where there is one."""
+        """Slot and publication are there, and the cursor says where to begin. The name of the
+        slot's snapshot, where there is one.
+        """
         s, exported = self._s, None
         slot = slots.look(s, side)
         if self._cursor is not None:
@@ -420,7 +432,7 @@ class Feed:
                     return True
         return False
 
-    # -- handing over ------------------------------------------------------------------------------------------------------
+    # -- handing over ------------------------------------------------------------------------------
 
     def _cut(self) -> None:
         """What was found becomes a piece."""
@@ -468,7 +480,8 @@ class Feed:
                 return
             frame, end = found
             place = frame.lsn, frame.done
-            # Another machine may have read on meanwhile: the position never goes back, and a repeated id is known.
+            # Another machine may have read on meanwhile: the position never goes back, and a
+            # repeated id is known.
             self._put(
                 Piece(
                     frame.findings,
@@ -478,7 +491,7 @@ class Feed:
                 )
             )
 
-    # -- confirming --------------------------------------------------------------------------------------------------------
+    # -- confirming --------------------------------------------------------------------------------
 
     def _follow(self, end: int) -> None:
         """A transaction with nothing (more) for us: confirmed with what came before it."""
@@ -522,7 +535,9 @@ class Feed:
         self._flushed = max(self._flushed, lsn)
 
     def _tell(self, stream: Any) -> None:
-        """We are alive. psycopg2 puts the server's own position into it where all that came is confirmed, so an idle slot holds nothing."""
+        """We are alive. psycopg2 puts the server's own position into it where all that came is
+        confirmed, so an idle slot holds nothing.
+        """
         now = time.monotonic()
         if now - self._told >= TELL:
             self._told = now
@@ -538,7 +553,7 @@ class Feed:
             while os.read(self._woken, 4096):
                 pass
 
-    # -- the guard ---------------------------------------------------------------------------------------------------------
+    # -- the guard ---------------------------------------------------------------------------------
 
     def _watch(self, side: Any, stream: Any) -> None:
         now = time.monotonic()
@@ -573,7 +588,9 @@ class Feed:
             raise self._guard.ended(slot)
 
     def _begin_spilling(self) -> None:
-        """What is in memory goes first, so that the file alone holds everything that the server may forget."""
+        """What is in memory goes first, so that the file alone holds everything that the server may
+        forget.
+        """
         spill = self._spill
         assert spill is not None
         with self._mutex:

@@ -1,4 +1,6 @@
-"""A change of the log as a finding: which changes count, what its payload is, and its id. Nothing is read here."""
+"""A change of the log as a finding: which changes count, what its payload is, and its id. Nothing
+is read here.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Findings:
                 meta["old"] = change.old
             if change.unchanged:
                 meta["unchanged"] = list(change.unchanged)
-        # The index counts what the publication has: through another one the same number is another change.
+        # The index counts what the publication has: through another one the same number is another
+        # change.
         id_ = mint("cdc", self._system, self._publication, lsn, str(index))
         return Finding(
             id=id_,

@@ -1,4 +1,6 @@
-"""How much log a slot may hold on its server, and what is done about it: a warning, a file, the end. Decides; others read and write."""
+"""How much log a slot may hold on its server, and what is done about it: a warning, a file, the
+end. Decides; others read and write.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ log = logging.getLogger("penstock")
 
 
 class Guard:
-    """Half of the limit: a warning. Three quarters, and the queue is full: into the file. All of it, the file full too, and nobody takes anything: the end."""
+    """Half of the limit: a warning. Three quarters, and the queue is full: into the file. All of
+    it, the file full too, and nobody takes anything: the end.
+    """
 
     def __init__(self, s: CdcSettings) -> None:
         self._s = s
@@ -24,8 +28,10 @@ class Guard:
     def judge(
         self, slot: Slot, spill: Spill, *, full: bool, stays: bool
     ) -> Literal["on", "spill", "end"]:
-        """`full`: what was read waits to be taken. Only then is it in our hands what the slot holds. `stays`: for longer than a moment, which
-        it is whenever the reader is the quicker one."""
+        """`full`: what was read waits to be taken. Only then is it in our hands what the slot
+        holds. `stays`: for longer than a moment, which it is whenever the reader is the quicker
+        one.
+        """
         s = self._s
         if slot.held < s.max_lag // 2:
             self._warned = False
@@ -44,7 +50,8 @@ class Guard:
                 "because the queue is full" if full else behind,
                 units.write_size(s.max_lag),
             )
-        # Not what is behind the last confirmation: one large transaction that is not accepted holds the log from its beginning on.
+        # Not what is behind the last confirmation: one large transaction that is not accepted holds
+        # the log from its beginning on.
         if stays and slot.held >= s.max_lag and (not s.max_spill or spill.full):
             return "end"
         if full and slot.held >= s.max_lag * 3 // 4 and not spill.active and s.max_spill:
@@ -52,7 +59,9 @@ class Guard:
         return "on"
 
     def ended(self, slot: Slot) -> SourceDown:
-        """Said loudly, and raised when there is somebody to hear it: a full queue listens to nobody."""
+        """Said loudly, and raised when there is somebody to hear it: a full queue listens to
+        nobody.
+        """
         s = self._s
         what = f"source {s.source}: slot {s.slot} holds {_size(slot.held)} of WAL, the limit is {units.write_size(s.max_lag)}"
         if s.on_limit == "drop":

@@ -1,4 +1,6 @@
-"""Where a reader of PostgreSQL's log stands: its cursor, and which inserts it has read already with the table. Values only."""
+"""Where a reader of PostgreSQL's log stands: its cursor, and which inserts it has read already with
+the table. Values only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ WHOLE = (1 << 63) - 1  # of a transaction's changes: all of them
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A stretch of the first reading, under a snapshot that is younger than the slot: what was inserted between the two is in both."""
+    """A stretch of the first reading, under a snapshot that is younger than the slot: what was
+    inserted between the two is in both.
+    """
 
     table: int  # it begins in this one …
     after: list[str] | None  # … behind this key (None: at its beginning) and goes on into the next
@@ -27,7 +31,9 @@ class Reading(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """All transactions that committed before `lsn` are accepted, and the first `done` changes of the one that committed there."""
+    """All transactions that committed before `lsn` are accepted, and the first `done` changes of
+    the one that committed there.
+    """
 
     system: str  # the server's own identifier: a position of another server means nothing
     lsn: int
@@ -63,7 +69,9 @@ class Cursor(msgspec.Struct, frozen=True):
 
 
 def saw(snapshot: str, xid: int) -> bool:
-    """Whether a transaction, by the 32 bits of its number that the log tells, had ended for this snapshot."""
+    """Whether a transaction, by the 32 bits of its number that the log tells, had ended for this
+    snapshot.
+    """
     low, high, open_ = snapshot.split(":")
     least, next_ = int(low), int(high)
     full = (next_ & ~0xFFFFFFFF) | xid

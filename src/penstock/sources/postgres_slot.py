@@ -1,4 +1,6 @@
-"""Slot and publication on the server: looked at, made, dropped, and what a refusal means. Rows are read elsewhere."""
+"""Slot and publication on the server: looked at, made, dropped, and what a refusal means. Rows are
+read elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from penstock.sources.postgres_dsn import CdcSettings, Table, identifier, inline
 from penstock.stores.postgres_opening import OLDEST, refusal
 
 log = logging.getLogger("penstock")
-# Values are read from their text, so the session says how they are written, whatever the server's defaults are.
+# Values are read from their text, so the session says how they are written, whatever the server's
+# defaults are.
 SESSION = "-c datestyle=ISO -c timezone=UTC -c bytea_output=hex -c intervalstyle=iso_8601 -c extra_float_digits=1 -c statement_timeout=0"
 _HERE = "CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END"
 
@@ -118,7 +121,7 @@ def warn_of_no_limit(s: CdcSettings, connection: Any) -> None:
         )
 
 
-# -- the publication -----------------------------------------------------------------------------------------------------
+# -- the publication -------------------------------------------------------------------------------
 
 
 def ensure_publication(s: CdcSettings, connection: Any) -> None:
@@ -187,7 +190,7 @@ def _create_publication(s: CdcSettings, connection: Any) -> None:
         ) from None
 
 
-# -- the slot ------------------------------------------------------------------------------------------------------------
+# -- the slot --------------------------------------------------------------------------------------
 
 
 def look(s: CdcSettings, connection: Any) -> Slot | None:
@@ -246,7 +249,9 @@ def create(s: CdcSettings, connection: Any) -> None:
 
 
 def create_exporting(s: CdcSettings, replication: Any) -> str:
-    """As `create`, and the name of a snapshot of that very moment; it holds until the connection is used again. Raises SourceDown."""
+    """As `create`, and the name of a snapshot of that very moment; it holds until the connection is
+    used again. Raises SourceDown.
+    """
     try:
         with replication.cursor() as cursor:
             cursor.execute(
@@ -289,7 +294,7 @@ def drop_publication(s: CdcSettings, connection: Any) -> bool:
     return True
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def slot_refused(s: CdcSettings, e: psycopg2.Error) -> SourceDown:

@@ -1,4 +1,6 @@
-"""The rows that are in the tables when a slot is made, read by key in batches under one snapshot, and which later inserts they include."""
+"""The rows that are in the tables when a slot is made, read by key in batches under one snapshot,
+and which later inserts they include.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Snapshot:
     """One connection in one transaction. Close the connection to end it."""
 
     def __init__(self, s: CdcSettings, connection: Any, exported: str | None) -> None:
-        """`exported`: the snapshot of the slot's own moment; without it one of now is taken, which `part` describes."""
+        """`exported`: the snapshot of the slot's own moment; without it one of now is taken, which
+        `part` describes.
+        """
         self._s, self._connection = s, connection
         rows(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if exported is not None:

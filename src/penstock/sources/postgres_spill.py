@@ -1,4 +1,6 @@
-"""A file that takes findings when the queue does not, so that the server may let go of its log; in order, checked, with its own position."""
+"""A file that takes findings when the queue does not, so that the server may let go of its log; in
+order, checked, with its own position.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Frame(msgspec.Struct):
 
 
 class Spill:
-    """One owner at a time (the reader of the source). A torn end, from a power cut, was never confirmed to the server and is cut off."""
+    """One owner at a time (the reader of the source). A torn end, from a power cut, was never
+    confirmed to the server and is cut off.
+    """
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path, self.limit = path, limit
@@ -51,7 +55,9 @@ class Spill:
         return self.size >= self.limit
 
     def append(self, frame: Frame, *, seen: bool = False) -> int:
-        """Where it ends in the file. `seen`: it is handed over in memory already and is here for a restart only. Raises OSError."""
+        """Where it ends in the file. `seen`: it is handed over in memory already and is here for a
+        restart only. Raises OSError.
+        """
         if self._file is None:
             self._open()
         assert self._file is not None

@@ -1,4 +1,6 @@
-"""Rows of a PostgreSQL table that wait to be taken, for servers without logical decoding: locked, handed over, and marked only when they are accepted."""
+"""Rows of a PostgreSQL table that wait to be taken, for servers without logical decoding: locked,
+handed over, and marked only when they are accepted.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from penstock.stores.postgres_opening import OLDEST, refusal
 
 EVERY = 1.0  # seconds between two looks, where nothing else is said
 WORD = 2.0  # seconds after which a word is given, whatever `every` is
-# Values are read from their text, so the session says how they are written. Rows stay locked while the queue is full, however long that is.
+# Values are read from their text, so the session says how they are written. Rows stay locked while
+# the queue is full, however long that is.
 SESSION = {
     "datestyle": "ISO",
     "timezone": "UTC",
@@ -40,7 +43,9 @@ _COLUMNS = (
 
 
 class TableSource(BaseSource):
-    """It goes on for ever: `every` is between two looks at an empty table, and where it listens, a NOTIFY makes it look at once."""
+    """It goes on for ever: `every` is between two looks at an empty table, and where it listens, a
+    NOTIFY makes it look at once.
+    """
 
     def __init__(self, spec: SourceSpec, context: SourceContext, settings: ClaimSettings) -> None:
         super().__init__(spec, context)
@@ -210,7 +215,8 @@ class _Waiting:
             for (name, oid, _), text in zip(self._columns, values, strict=True)
         }
         payload["_table"] = {"table": self._s.table.label, "key": _key(self._key, key)}
-        # With the row's version: a row that somebody puts back is a new cause, the same row after a crash is not.
+        # With the row's version: a row that somebody puts back is a new cause, the same row after a
+        # crash is not.
         id_ = mint(
             "table", self._server, self._s.table.label, *[str(part) for part in key], version
         )

@@ -1,4 +1,6 @@
-"""A Redis list, set or sorted set of start URLs, as scrapy-redis has them: moved aside atomically, and forgotten when accepted."""
+"""A Redis list, set or sorted set of start URLs, as scrapy-redis has them: moved aside atomically,
+and forgotten when accepted.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ WEIGHT: Final = 4 << 20  # bytes of a batch
 SHOWN: Final = 500
 EXAMPLE: Final = "redis://HOST:6379/0?list=spider:start_urls (or set=…, zset=…)"
 
-# What was moved and not yet accepted comes first, with the numbers it got when it was moved. A number alone would repeat after the keys
-# were lost, so it belongs to an epoch; the element itself is part of an event's cause too, for a server that came back with an older state.
+# What was moved and not yet accepted comes first, with the numbers it got when it was moved. A
+# number alone would repeat after the keys were lost, so it belongs to an epoch; the element itself
+# is part of an event's cause too, for a server that came back with an older state.
 _SHOW = """
 local function show(found, number, element)
   found[#found + 1] = number
@@ -112,7 +115,9 @@ class Outside(Server):
 
 
 class RedisList(BaseSource):
-    """Its position is in Redis: what is in the list, and what lies aside in `LIST:penstock:SOURCE` until it is accepted."""
+    """Its position is in Redis: what is in the list, and what lies aside in `LIST:penstock:SOURCE`
+    until it is accepted.
+    """
 
     def __init__(
         self, spec: SourceSpec, context: SourceContext, server: Server, kind: str, key: str
@@ -143,7 +148,9 @@ class RedisList(BaseSource):
     async def _ask(
         self, script: Script, limit: int
     ) -> tuple[str, int, list[tuple[bytes, int, bytes]]]:
-        """(epoch, elements that are left, number, length and text of those that were taken). Raises SourceDown."""
+        """(epoch, elements that are left, number, length and text of those that were taken). Raises
+        SourceDown.
+        """
         try:
             epoch, left, flat = await self._server.run(
                 script, self._keys, limit, LONGEST, WEIGHT, self._kind, self._epoch
@@ -184,7 +191,7 @@ class RedisList(BaseSource):
             refused=wrong,
         )
 
-    # -- what people ask for -----------------------------------------------------------------------------------------------
+    # -- what people ask for -----------------------------------------------------------------------
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         epoch, _, shown = await self._ask(LOOK_AT, limit)
@@ -238,11 +245,13 @@ def _is_text(text: str) -> bool:
     return True
 
 
-# -- opening ---------------------------------------------------------------------------------------------------------------
+# -- opening ---------------------------------------------------------------------------------------
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
-    """`redis://HOST/DB?list=KEY`, or rediss. The options `username` and `password` go before those of the URL."""
+    """`redis://HOST/DB?list=KEY`, or rediss. The options `username` and `password` go before those
+    of the URL.
+    """
     login = {
         name: _text(spec, name, value)
         for name, value in options(spec, {"username": "", "password": ""}).items()

@@ -1,4 +1,6 @@
-"""Seed lists as a source: files, directories that are watched, prefixes on S3. Rounds, batches and positions; how a list is read is in seeds_reading.py."""
+"""Seed lists as a source: files, directories that are watched, prefixes on S3. Rounds, batches and
+positions; how a list is read is in seeds_reading.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ DEFAULTS: Final[dict[str, Any]] = {
 
 
 class Seeds(BaseSource):
-    """Same name and same content so far: it is read on. Another content under a known name: it is read from its beginning."""
+    """Same name and same content so far: it is read on. Another content under a known name: it is
+    read from its beginning.
+    """
 
     def __init__(
         self,
@@ -122,7 +126,9 @@ class Seeds(BaseSource):
             raise SourceDown(troubles[0].message + more, hint=troubles[0].hint, after=self.every)
 
     def _complete(self, mark: Mark | None, found: Found) -> bool:
-        """Nobody writes to it now: it is read once, cannot be written to, or has not been since the last look."""
+        """Nobody writes to it now: it is read once, cannot be written to, or has not been since the
+        last look.
+        """
         if (
             self.every is None
             or found.version is not None
@@ -131,10 +137,12 @@ class Seeds(BaseSource):
             return True
         return mark is not None and mark.stamp == found.stamp
 
-    # -- positions ---------------------------------------------------------------------------------------------------------
+    # -- positions ---------------------------------------------------------------------------------
 
     async def place(self, to: str) -> bytes | None:
-        """`end`; a line of the only list; the name of a list; `NAME:LINE`. Lists before the named one count as read."""
+        """`end`; a line of the only list; the name of a list; `NAME:LINE`. Lists before the named
+        one count as read.
+        """
         seen, _ = await asyncio.to_thread(self._place.scan)
         names = [found.name for found in seen]
         name, line = "", 1
@@ -203,7 +211,7 @@ def _position(to: str, names: list[str]) -> tuple[str, int]:
     return (name, int(line)) if line.isdigit() else (to, 1)
 
 
-# -- opening ---------------------------------------------------------------------------------------------------------------
+# -- opening ---------------------------------------------------------------------------------------
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> Seeds:

@@ -1,4 +1,6 @@
-"""What a line of a seed list says: text, CSV or JSON lines to URL and payload. Where lines begin and end is in seeds_lines.py."""
+"""What a line of a seed list says: text, CSV or JSON lines to URL and payload. Where lines begin
+and end is in seeds_lines.py.
+"""
 
 from __future__ import annotations
 

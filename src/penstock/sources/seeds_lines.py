@@ -1,4 +1,6 @@
-"""From an object's bytes to its records, in bounded memory: gzip, lines, CSV records that span lines. What a record says is not known here."""
+"""From an object's bytes to its records, in bounded memory: gzip, lines, CSV records that span
+lines. What a record says is not known here.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ class Stream:
 
 
 class Lines:
-    """The records of a stream. `offset`, `line` and `sum` tell where the next one begins, and what lies before it."""
+    """The records of a stream. `offset`, `line` and `sum` tell where the next one begins, and what
+    lies before it.
+    """
 
     def __init__(
         self,
@@ -153,7 +157,9 @@ class Lines:
         return self._drop()
 
     def rest(self) -> Record | None:
-        """Behind the last whole record, when all has been read: a line without an end. Reading goes on before it another time."""
+        """Behind the last whole record, when all has been read: a line without an end. Reading goes
+        on before it another time.
+        """
         if self._dropped is not None:
             return self._dropped
         left = self._data[self._pos :]
@@ -164,7 +170,7 @@ class Lines:
         end = self._line_end(0)
         return self._taken(end)._replace(wrong="a quote in it is never closed") if end > 0 else None
 
-    # -- the buffer --------------------------------------------------------------------------------------------------------
+    # -- the buffer --------------------------------------------------------------------------------
 
     def _more(self) -> bool:
         if self.budget <= 0 or self.ended:
@@ -210,7 +216,9 @@ class Lines:
                 return None
 
     def _line_end(self, start: int) -> int:
-        """Behind the newline of the line that begins there, counted from here; 0: not all of it is there, -1: too far."""
+        """Behind the newline of the line that begins there, counted from here; 0: not all of it is
+        there, -1: too far.
+        """
         seen = start
         while True:
             end = self._data.find(b"\n", self._pos + seen)

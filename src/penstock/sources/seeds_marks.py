@@ -1,4 +1,6 @@
-"""How far each object of a seed source was read, as the bytes of its position: some fifty for each object, whatever its size."""
+"""How far each object of a seed source was read, as the bytes of its position: some fifty for each
+object, whatever its size.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Where seed lists lie on this machine: a file, a directory, a glob. What is found there and how its bytes are read; not what they mean."""
+"""Where seed lists lie on this machine: a file, a directory, a glob. What is found there and how
+its bytes are read; not what they mean.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Place(Protocol):
     identity: str  # of what lies there: part of an event's cause
 
     def scan(self) -> tuple[list[Found], list[Unread]]:
-        """In the order of names, and what cannot be read though it should be. Raises SourceDown when the place itself cannot."""
+        """In the order of names, and what cannot be read though it should be. Raises SourceDown
+        when the place itself cannot.
+        """
 
     def open(self, found: Found) -> Opened:
         """Raises Unread, Changed."""
@@ -72,7 +76,9 @@ def stamp(*parts: object) -> bytes:
 
 
 class Files:
-    """Links are followed as long as they stay in the directory; a file that was named by itself may lie anywhere."""
+    """Links are followed as long as they stay in the directory; a file that was named by itself may
+    lie anywhere.
+    """
 
     def __init__(self, path: str, *, any_name: bool) -> None:
         """`any_name`: what is in a directory counts whatever it is called."""
@@ -191,7 +197,9 @@ class OpenFile:
         self._descriptor, self.found = descriptor, found
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Up to the size it had when it was opened: one that grows for ever does not keep us for ever."""
+        """Up to the size it had when it was opened: one that grows for ever does not keep us for
+        ever.
+        """
         try:
             return os.pread(self._descriptor, max(0, min(length, self.found.size - offset)), offset)
         except OSError as e:

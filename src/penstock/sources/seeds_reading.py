@@ -1,4 +1,6 @@
-"""One object of a seed source, read on from its mark: is it what it was, and what do its records say. Runs on threads, a bounded step at a time."""
+"""One object of a seed source, read on from its mark: is it what it was, and what do its records
+say. Runs on threads, a bounded step at a time.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Reading:
         complete: bool,
         before_line: int | None = None,
     ) -> None:
-        """`complete`: nobody is writing to it any more, so what comes last is a line even if it has no end. `before_line`: no further than that."""
+        """`complete`: nobody is writing to it any more, so what comes last is a line even if it has
+        no end. `before_line`: no further than that.
+        """
         self.found, self._place, self._manner, self._complete = found, place, manner, complete
         self._before, self._before_line = mark, before_line or 1 << 62
         self.mark = mark or Mark(found.stamp)
@@ -90,7 +94,7 @@ class Reading:
             self._opened.close()
             self._opened, self.ended = None, True
 
-    # -- is it what it was -------------------------------------------------------------------------------------------------
+    # -- is it what it was -------------------------------------------------------------------------
 
     def _open(self) -> None:
         opened = self._opened = self._place.open(self.found)
@@ -160,7 +164,7 @@ class Reading:
         assert self._opened is not None
         return zlib.crc32(self._opened.read_at(max(0, offset - TAIL), min(TAIL, offset)))
 
-    # -- records -----------------------------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------
 
     def _read(self, found: list[Finding], room: int) -> None:
         if self._format is None:
@@ -241,7 +245,9 @@ class Reading:
     def _finding(
         self, record: Record, text: str, said: tuple[str | None, dict[str, Any]] | None, wrong: str
     ) -> Finding:
-        """The cause is the object's version and the offset in it. Where no version is told, the generation and the record itself stand for it."""
+        """The cause is the object's version and the offset in it. Where no version is told, the
+        generation and the record itself stand for it.
+        """
         whole, name = self.found.version or str(self._generation), self.found.name
         url, payload = said or (
             None,
@@ -256,7 +262,7 @@ class Reading:
             refused=wrong,
         )
 
-    # -- the end -----------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def _finish(self, found: list[Finding], room: int) -> None:
         stream = self._lines.stream

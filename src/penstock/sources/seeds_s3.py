@@ -1,4 +1,6 @@
-"""Where seed lists lie on S3: the objects under a prefix, and how their bytes are read. Loaded only by sources that name a bucket."""
+"""Where seed lists lie on S3: the objects under a prefix, and how their bytes are read. Loaded only
+by sources that name a bucket.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ RIGHTS = "s3:ListBucket and s3:GetObject"
 
 
 class Bucket:
-    """An object never changes under its ETag, so a request for a part of it says which one is meant."""
+    """An object never changes under its ETag, so a request for a part of it says which one is
+    meant.
+    """
 
     def __init__(self, url: str, *, any_name: bool) -> None:
         """Raises ConfigError."""

@@ -1,4 +1,6 @@
-"""`sitemap+https://…`: an event for every URL that is new, changed or gone in a site's sitemaps. How sitemaps are read is in sitemap_reading."""
+"""`sitemap+https://…`: an event for every URL that is new, changed or gone in a site's sitemaps.
+How sitemaps are read is in sitemap_reading.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ class SitemapSource(Polling):
         )
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        """One look at the whole tree. The position moves at its end; ids follow from the position, so a look that was cut off is repeated, not told twice."""
+        """One look at the whole tree. The position moves at its end; ids follow from the position,
+        so a look that was cut off is repeated, not told twice.
+        """
         look = await asyncio.to_thread(_Look, cursor, self._most_urls)
         waiting = deque([(self._root, 0)])
         asked = {self._root}
@@ -193,7 +197,9 @@ class SitemapSource(Polling):
 
 
 class _Look:
-    """One look against the last: what each document brings, and at the end what none of them has any more."""
+    """One look against the last: what each document brings, and at the end what none of them has
+    any more.
+    """
 
     def __init__(self, cursor: bytes | None, most: int) -> None:
         state = (unpack(cursor, _State) if cursor is not None else None) or _State()
@@ -226,7 +232,9 @@ class _Look:
     def takes(
         self, document: _Document, entries: tuple[SitemapEntry, ...] | None
     ) -> Iterator[list[Finding]]:
-        """What is new or changed in it, in pieces. `entries` None: it is as it was, or could not be asked."""
+        """What is new or changed in it, in pieces. `entries` None: it is as it was, or could not be
+        asked.
+        """
         if entries is None:
             self._documents.append(document)
             self._seen.update(loc for loc, _ in document.entries())
@@ -283,7 +291,9 @@ class _Look:
         )
 
     def ends(self) -> Iterator[list[Finding]]:
-        """What is in no document any more is removed, if all of them were read; else it waits for the next look."""
+        """What is in no document any more is removed, if all of them were read; else it waits for
+        the next look.
+        """
         gone = [loc for loc in self._known if loc not in self._seen]
         if self.trouble or self._cut:
             if gone := gone[: self._most]:  # bounded, also where this goes on for long

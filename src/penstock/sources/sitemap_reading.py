@@ -1,4 +1,6 @@
-"""Sitemaps as values: urlset and index, XML, text and feeds, gzipped or not, within the protocol's limits. No network, no memory of what was read before."""
+"""Sitemaps as values: urlset and index, XML, text and feeds, gzipped or not, within the protocol's
+limits. No network, no memory of what was read before.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Sitemap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, url: str) -> Sitemap:
-    """`url` is where it came from: relative addresses are relative to it. Raises SitemapError, and nothing else, for any bytes."""
+    """`url` is where it came from: relative addresses are relative to it. Raises SitemapError, and
+    nothing else, for any bytes.
+    """
     try:
         body = unpacked(body, MAX_BYTES)
         encoding = encoding_of(body, None)
@@ -87,7 +91,7 @@ def parse(body: bytes, url: str) -> Sitemap:
         raise SitemapError(e.reason) from None
 
 
-# -- XML -----------------------------------------------------------------------------------------------------------------
+# -- XML -------------------------------------------------------------------------------------------
 
 
 class _Rooted(Exception):
@@ -95,7 +99,9 @@ class _Rooted(Exception):
 
 
 class _Reader:
-    """Takes expat's events; holds one entry at a time. Prefixes are not looked at: many sitemaps forget to declare theirs."""
+    """Takes expat's events; holds one entry at a time. Prefixes are not looked at: many sitemaps
+    forget to declare theirs.
+    """
 
     def __init__(self, add: Callable[[dict[str, list[str]]], None]) -> None:
         self._add, self._path, self._text, self._size = add, [""], [""], 0
@@ -267,7 +273,7 @@ def _loc(text: str, url: str, left_out: Counter[str]) -> str:
         return ""
 
 
-# -- other forms -------------------------------------------------------------------------------------------------------------
+# -- other forms -----------------------------------------------------------------------------------
 
 
 def _text(body: bytes, encoding: str, url: str) -> Sitemap:

@@ -1,4 +1,6 @@
-"""How sources go out to the web: in the host's slot, past the guard and robots.txt, like every page. What is asked for is theirs."""
+"""How sources go out to the web: in the host's slot, past the guard and robots.txt, like every
+page. What is asked for is theirs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`webhook:NAME`: what may be told to /hooks/NAME, by whom, and which event that is. It is served, not read; the HTTP server is penstock.serving."""
+"""`webhook:NAME`: what may be told to /hooks/NAME, by whom, and which event that is. It is served,
+not read; the HTTP server is penstock.serving.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ class Webhook(BaseSource):
         self.local = self._local(given["unsigned"])
         self._remembers()
 
-    # -- options -----------------------------------------------------------------------------------------------------------
+    # -- options -----------------------------------------------------------------------------------
 
     def _wrong(self, message: str, hint: str) -> ConfigError:
         return ConfigError(f"source {self.name}: {message}", hint=hint)
@@ -208,7 +210,9 @@ class Webhook(BaseSource):
         return not self.signed and unsigned != "anywhere"
 
     def _remembers(self) -> None:
-        """A captured request is known as long as its event is: that must be longer than its signature holds."""
+        """A captured request is known as long as its event is: that must be longer than its
+        signature holds.
+        """
         keep = self.context.config.history.keep
         timed = self.signed in TIMED or (self._shape is not None and self._shape.timestamp)
         if timed and keep is not None and keep < 2 * self.tolerance:
@@ -217,7 +221,7 @@ class Webhook(BaseSource):
                 f"history.keep of at least {units.write_duration(2 * self.tolerance)}, or a shorter tolerance",
             )
 
-    # -- requests ----------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def screen(self, method: str, headers: Headers) -> None:
         if method != "POST":
@@ -277,7 +281,9 @@ class Webhook(BaseSource):
         return None
 
     def _finding(self, item: Item, index: int, vouched: str | None, headers: Headers) -> Finding:
-        """A name that no signature covers must not make a captured request a new event, so what is vouched for goes first."""
+        """A name that no signature covers must not make a captured request a new event, so what is
+        vouched for goes first.
+        """
         if item.id and (item.in_body or vouched is None):
             names, cause = ("event", item.source, item.id), item.id
         elif self._id is not None:
@@ -315,7 +321,7 @@ class Webhook(BaseSource):
             )
         return str(value)
 
-    # -- as a source -------------------------------------------------------------------------------------------------------
+    # -- as a source -------------------------------------------------------------------------------
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         nothing: tuple[Batch, ...] = ()  # ever: it is told
@@ -347,11 +353,13 @@ def _header_id(headers: Headers) -> str | None:
     return None
 
 
-# -- an unsigned hook serves this machine, and no web page in a browser on it ------------------------------------------------
+# -- an unsigned hook serves this machine, and no web page in a browser on it ----------------------
 
 
 def _from_here(headers: Headers) -> bool:
-    """By the name it was asked under, which DNS may not have pointed here, and by the page that asks, which must be ours too."""
+    """By the name it was asked under, which DNS may not have pointed here, and by the page that
+    asks, which must be ours too.
+    """
     hosts, origins = headers.get("host", ()), headers.get("origin", ())
     if any(name in headers for name in FORWARDED):
         return False  # through a proxy on this machine, whose Host is ours whoever asked it

@@ -1,4 +1,6 @@
-"""What a webhook's body holds: JSON, NDJSON and CloudEvents in their three modes, as items. Who sent it and what becomes of it is not decided here."""
+"""What a webhook's body holds: JSON, NDJSON and CloudEvents in their three modes, as items. Who
+sent it and what becomes of it is not decided here.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,7 @@ def _plain(value: Any, where: str = "") -> Item:
     return Item(payload=value)
 
 
-# -- CloudEvents 1.0 -------------------------------------------------------------------------------------------------------
+# -- CloudEvents 1.0 -------------------------------------------------------------------------------
 
 
 def _event(value: Any, where: str = "") -> Item:

@@ -1,4 +1,6 @@
-"""One event to one answer: robots, conditional headers, redirects hop by hop, pace, verdict. No sockets, no retries, no storing."""
+"""One event to one answer: robots, conditional headers, redirects hop by hop, pace, verdict. No
+sockets, no retries, no storing.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class FetchOptions(msgspec.Struct, frozen=True, kw_only=True):
     robots_in_memory: int = 8192  # origins
     max_redirects: int = 10
     allow_downgrade: bool = False  # https → http
-    hop_wait: float = 30.0  # seconds a redirect may wait for its slot; beyond that the event is put off, and goes on from there
+    # seconds a redirect may wait for its slot; beyond that the event is put off, and goes on from
+    # there
+    hop_wait: float = 30.0
     slot_wait: float = (
         30.0  # the same for the page whose slot went to robots.txt; beyond that it is put off
     )
@@ -87,7 +91,9 @@ class _Way(msgspec.Struct):
 
 
 class FetchStage:
-    """The slot of the event's own host was awaited before `fetch` is called; every further request takes one of its own (I8)."""
+    """The slot of the event's own host was awaited before `fetch` is called; every further request
+    takes one of its own (I8).
+    """
 
     def __init__(
         self, fetcher: Fetcher, robots_cache: RobotsCache, pace: Pace, clock: Clock, options: FetchOptions | None = None, proxies: Proxies | None = None
@@ -103,7 +109,8 @@ class FetchStage:
         self._options = options or FetchOptions()
         self._robots: dict[str, _Known] = {}
         self._loading: dict[str, asyncio.Task[_Known]] = {}
-        # By event and by origin, in the memory of this worker: begun anew each time, a chain on a slow host would never come to its end.
+        # By event and by origin, in the memory of this worker: begun anew each time, a chain on a
+        # slow host would never come to its end.
         self._halfway: dict[str, _Way] = {}
         self._robots_at: dict[str, tuple[str, int]] = {}
         self._misses: dict[
@@ -115,8 +122,11 @@ class FetchStage:
         return self._options.key_by
 
     def begin(self, event: Event, baseline: Baseline | None, done: Done) -> Cancellable | None:
-        """Without a task, where there is nothing to wait for but the answer: a GET, no proxy, no account, robots.txt known and in favour, the
-        host held back by nobody. `done` gets what came; `is_final` says whether that is all. None, and nothing was sent: `fetch` has to see to it."""
+        """Without a task, where there is nothing to wait for but the answer: a GET, no proxy, no
+        account, robots.txt known and in favour, the host held back by nobody. `done` gets what
+        came; `is_final` says whether that is all. None, and nothing was sent: `fetch` has to see to
+        it.
+        """
         ask, route, url, host = event.ask, event.route, event.url, event.key
         if (
             self._direct is None
@@ -141,7 +151,9 @@ class FetchStage:
         return self._direct.begin(url, self._headers(event, baseline)[0], done)
 
     def is_final(self, event: Event, response: Response) -> bool:
-        """Is this answer, to what `begin` sent, the one to go on with? False: there is more to do, by `fetch`. Raises Failure by its verdict."""
+        """Is this answer, to what `begin` sent, the one to go on with? False: there is more to do,
+        by `fetch`. Raises Failure by its verdict.
+        """
         if not 200 <= response.status < 300 or self._pace.blocked_until(event.key):
             return False
         verdict = judge(
@@ -159,10 +171,12 @@ class FetchStage:
         self, event: Event, baseline: Baseline | None, *, turn: int = 0, proxy: str | None = None, answer: Response | None = None,
         sleep: Sleep | None = None, again: bool = False,
     ) -> Response:  # fmt: skip
-        """The final answer, with the hops that led to it; its verdict is good. Raises Failure for everything else.
+        """The final answer, with the hops that led to it; its verdict is good. Raises Failure for
+        everything else.
 
-        An event whose route asks for a proxy goes through one or not at all. `turn`: how often it was blocked, so which of its pools is next.
-        `answer`: to its first request, where `begin` has sent that. `sleep`: how to wait for a slot, where the caller has other use for the time.
+        An event whose route asks for a proxy goes through one or not at all. `turn`: how often it
+        was blocked, so which of its pools is next. `answer`: to its first request, where `begin`
+        has sent that. `sleep`: how to wait for a slot, where the caller has other use for the time.
         `again`: its slot was used already.
         """
         sleep = sleep or self._clock.sleep
@@ -301,7 +315,9 @@ class FetchStage:
         self._halfway[event] = way
 
     async def robots(self, url: str, *, proxy: str | None = None) -> rules.Robots:
-        """The rules for this URL's origin, fetched if need be: for `penstock fetch`, and for sources that look for sitemaps."""
+        """The rules for this URL's origin, fetched if need be: for `penstock fetch`, and for
+        sources that look for sitemaps.
+        """
         start = origin(url)
         known = self._robots.get(start)
         if known is None or known.until <= self._clock.now():
@@ -309,7 +325,9 @@ class FetchStage:
         return known.robots
 
     def remembered(self, url: str) -> tuple[rules.Robots, int] | None:
-        """The rules that were last applied to this URL's origin, and the status they came with; nothing is fetched."""
+        """The rules that were last applied to this URL's origin, and the status they came with;
+        nothing is fetched.
+        """
         known = self._robots.get(origin(url))
         return None if known is None else (known.robots, known.status)
 
@@ -336,7 +354,9 @@ class FetchStage:
     ) -> Response:  # fmt: skip
         if response is None:
             if self._pace.blocked_until(host) > self._clock.now():
-                await self._pace.refresh()  # an operator may have resumed it since the last look: put off now, it would be for long
+                # an operator may have resumed it since the last look: put off now, it would be for
+                # long
+                await self._pace.refresh()
             if (wait := self._pace.blocked_until(host) - self._clock.now()) > 0:
                 raise breach(Breach.HELD, host, after=min(wait, MAX_RETRY_AFTER))
             response = await self._fetcher.fetch(
@@ -425,7 +445,9 @@ class FetchStage:
         return await asyncio.shield(task), True
 
     def _under_way(self, start: str) -> asyncio.Task[_Known] | None:
-        """One that is done, but not yet taken off the list, is nothing to wait for: asked again at once, it would fail again at once, for ever."""
+        """One that is done, but not yet taken off the list, is nothing to wait for: asked again at
+        once, it would fail again at once, for ever.
+        """
         task = self._loading.get(start)
         return None if task is None or task.done() else task
 
@@ -477,7 +499,9 @@ class FetchStage:
                 raise  # says nothing about the site
             except Failure as e:
                 if not hop and isinstance(e, NotResolved):
-                    raise  # there is no host, so there is none whose wishes are unknown: the page fails by that name too, and at once
+                    # there is no host, so there is none whose wishes are unknown: the page fails by
+                    # that name too, and at once
+                    raise
                 if e.kind is ErrorClass.TRANSIENT or oversized(e):
                     return _UNREACHABLE, None
                 if hop and e.kind is ErrorClass.PERMANENT:

@@ -1,4 +1,6 @@
-"""What travels on `pages` and `records` when stages run in different processes. JSON, so that other tools can read it."""
+"""What travels on `pages` and `records` when stages run in different processes. JSON, so that other
+tools can read it.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class Inline(msgspec.Struct, frozen=True, kw_only=True):
     """A body that travels with its message."""
 
-    codec: str  # "raw" or "zstd"; one that is not known here is no mistake, for the page store has the body as well
+    # "raw" or "zstd"; one that is not known here is no mistake, for the page store has the body as
+    # well
+    codec: str
     data: bytes
 
 
 class PageMessage(Message, frozen=True, kw_only=True, omit_defaults=True, tag="penstock.page.v1"):
-    """`page` always refers to the page store. Whoever does not know `inline` passes over it and asks there."""
+    """`page` always refers to the page store. Whoever does not know `inline` passes over it and
+    asks there.
+    """
 
     page: PageMeta
     inline: Inline | None = None
@@ -61,7 +67,9 @@ class PageMessage(Message, frozen=True, kw_only=True, omit_defaults=True, tag="p
 def page_message(
     event: bytes, page: PageMeta, body: bytes, *, inline_max: int, largest: int | None
 ) -> bytes:
-    """With the body where it is not larger than `inline_max` (0: never) and the broker takes a message of that size, `largest`; else a reference."""
+    """With the body where it is not larger than `inline_max` (0: never) and the broker takes a
+    message of that size, `largest`; else a reference.
+    """
     if inline_max and len(body) <= inline_max:
         packed = zstandard.compress(body)
         inline = (
@@ -81,7 +89,8 @@ def _unpacked(inline: Inline, size: int) -> bytes | None:
     if inline.codec != "zstd":
         return None
     try:
-        # The frame says how much comes out, and that much is allocated: believed only where it agrees with the page.
+        # The frame says how much comes out, and that much is allocated: believed only where it
+        # agrees with the page.
         return (
             zstandard.decompress(inline.data)
             if zstandard.frame_content_size(inline.data) == size

@@ -1,4 +1,6 @@
-"""Extraction in the worker's own process: the sandbox's port without its isolation. Also how one page and one change are run, wherever they run."""
+"""Extraction in the worker's own process: the sandbox's port without its isolation. Also how one
+page and one change are run, wherever they run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from penstock.model import ErrorClass, Page
 from penstock.pipeline import Change, Pipeline
 from penstock.ports import Extracted
 
-GROUP = 32  # pages in a row: the parser's caches stay warm, and the loop waits a few milliseconds at most
+# pages in a row: the parser's caches stay warm, and the loop waits a few milliseconds at most
+GROUP = 32
 _decode_change = msgspec.msgpack.Decoder(Change).decode
 
 
@@ -40,7 +43,9 @@ def _text(e: BaseException) -> str:
 
 
 def run_page(pipeline: Pipeline, page: Page, max_output: int = extracting.MAX_OUTPUT) -> Extracted:
-    """`MemoryError` and `SystemExit` go through: they say something about the process, and it depends on that what they mean."""
+    """`MemoryError` and `SystemExit` go through: they say something about the process, and it
+    depends on that what they mean.
+    """
     try:
         return extracting.run(pipeline, page, max_output=max_output)
     except (MemoryError, SystemExit):
@@ -50,7 +55,9 @@ def run_page(pipeline: Pipeline, page: Page, max_output: int = extracting.MAX_OU
 
 
 async def run_hooks(pipeline: Pipeline, change: bytes) -> str:
-    """Every hook that wants it sees the change, whatever the others did; one line says what was raised."""
+    """Every hook that wants it sees the change, whatever the others did; one line says what was
+    raised.
+    """
     errors = []
     decoded = _decode_change(change)
     for hook in pipeline.hooks:
@@ -73,7 +80,9 @@ async def run_hooks(pipeline: Pipeline, change: bytes) -> str:
 
 
 class InProcess:
-    """For tests, debuggers and trusted pipelines: quickest, but a page that ends the process ends the worker."""
+    """For tests, debuggers and trusted pipelines: quickest, but a page that ends the process ends
+    the worker.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline

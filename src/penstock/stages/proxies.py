@@ -1,4 +1,6 @@
-"""An event through the proxy its route asks for: pools and their lists, the choice, what is learned from it, and the accounts' cookies. No sockets."""
+"""An event through the proxy its route asks for: pools and their lists, the choice, what is learned
+from it, and the accounts' cookies. No sockets.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Proxies:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def jar(self, account: str) -> Jar:
-        """This account's cookies, nobody else's. They live as long as this worker, the accounts that were used last."""
+        """This account's cookies, nobody else's. They live as long as this worker, the accounts
+        that were used last.
+        """
         jar = self._jars.get(account)
         if jar is None:
             jar = self._jars[account] = Jar()
@@ -88,7 +92,9 @@ class Proxies:
     async def through(
         self, event: Event, turn: int, send: Callable[[str], Awaitable[Response]]
     ) -> Response:
-        """`send(dsn)` by a proxy of the event's route. Raises Failure; PoolExhausted where there is none to be had. Never sends without one."""
+        """`send(dsn)` by a proxy of the event's route. Raises Failure; PoolExhausted where there is
+        none to be had. Never sends without one.
+        """
         for _ in range(TRIES):
             choice = await self._choose(event, turn)
             try:
@@ -115,7 +121,8 @@ class Proxies:
             order, event.key, self._health.view, now, self._rng.random(), session=route.account
         )
         if isinstance(found, rules.Exhausted):
-            # A little later for each, so that those who wait do not all come back in the same instant.
+            # A little later for each, so that those who wait do not all come back in the same
+            # instant.
             raise rules.PoolExhausted(
                 found.reason, after=max(0.1, found.until - now) * (1 + 0.1 * self._rng.random())
             )
@@ -163,7 +170,9 @@ class Proxies:
 
 
 async def fetch_list(fetcher: Fetcher, url: str) -> tuple[rules.Member, ...]:
-    """A provider's list, one proxy a line, through the guard like everything else. Raises Failure, without the list's URL: it may be a secret."""
+    """A provider's list, one proxy a line, through the guard like everything else. Raises Failure,
+    without the list's URL: it may be a secret.
+    """
     answer = await fetcher.fetch(url, headers={"accept": "text/plain"})
     if answer.status != 200:
         raise Failure(ErrorClass.TRANSIENT, f"HTTP {answer.status}", status=answer.status)

@@ -1,4 +1,6 @@
-"""Extraction in disposable child processes: who runs where, what is run again, and who is to blame for a death. Processes and pipes are handled elsewhere."""
+"""Extraction in disposable child processes: who runs where, what is run again, and who is to blame
+for a death. Processes and pipes are handled elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,13 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 
 
 class Sandbox:
-    """Several pages a hand-over to a child that lives on; but only a death while alone, in a fresh child, condemns a page.
+    """Several pages a hand-over to a child that lives on; but only a death while alone, in a fresh
+    child, condemns a page.
 
-    When a child dies, what it had answered counts. The page that was under way is a suspect and runs alone; the others run
-    again together, once, in a fresh child, and alone if that dies as well. A child that takes the zygote with it takes
-    everyone's: then its page runs once more under a zygote of its own.
+    When a child dies, what it had answered counts. The page that was under way is a suspect and
+    runs alone; the others run again together, once, in a fresh child, and alone if that dies as
+    well. A child that takes the zygote with it takes everyone's: then its page runs once more under
+    a zygote of its own.
     """
 
     def __init__(
@@ -124,7 +128,8 @@ class Sandbox:
                 for i in rest:
                     lines[i] = death.reason
                 break
-            # A hook has effects outside: the change under way is not tried again here, the others have not begun.
+            # A hook has effects outside: the change under way is not tried again here, the others
+            # have not begun.
             if death.index == finished or (stalled and not finished):
                 lines[rest.pop(0)] = f"its hook's process {_verb(death)}"
             stalled = not finished

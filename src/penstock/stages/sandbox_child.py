@@ -1,4 +1,6 @@
-"""The zygote: imports the pipeline once, forks children on order, buries them, and kills what they leave behind. What a child does is not here."""
+"""The zygote: imports the pipeline once, forks children on order, buries them, and kills what they
+leave behind. What a child does is not here.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
-# -- the operating system ------------------------------------------------------------------------------------------------
+# -- the operating system --------------------------------------------------------------------------
 
 
 def _libc(name: str, *args: int) -> bool:
@@ -55,7 +57,9 @@ def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def keep_freed_memory() -> None:
-    """glibc: do not return a parsed page's memory to the system after each page, only to fault it in again for the next."""
+    """glibc: do not return a parsed page's memory to the system after each page, only to fault it
+    in again for the next.
+    """
     for option, value in (
         (_M_MMAP_THRESHOLD, 1 << 30),
         (_M_TRIM_THRESHOLD, 1 << 30),
@@ -82,11 +86,13 @@ def _nothing(*_: object) -> None:
     """A handler rather than SIG_IGN: programs that user code starts would inherit the latter."""
 
 
-# -- the zygote ----------------------------------------------------------------------------------------------------------
+# -- the zygote ------------------------------------------------------------------------------------
 
 
 class Zygote:
-    """Has the pipeline imported, runs none of it; forks children on order, buries them, kills what they leave behind."""
+    """Has the pipeline imported, runs none of it; forks children on order, buries them, kills what
+    they leave behind.
+    """
 
     def __init__(
         self, settings: Settings, control: socket.socket, progress: mmap.mmap, pipeline: Pipeline
@@ -111,7 +117,9 @@ class Zygote:
         self._watch_parent()
 
     def _watch_parent(self) -> None:
-        """Where the parent's death can be seen, we clean up after it rather than die with it: children's children go too."""
+        """Where the parent's death can be seen, we clean up after it rather than die with it:
+        children's children go too.
+        """
         try:
             parent = os.pidfd_open(self._settings.parent)
         except (AttributeError, OSError):

@@ -1,4 +1,6 @@
-"""The worker's end of one sandboxed child: feeds it, reads it, watches its time, ends it. What is run again, and who is to blame, is not decided here."""
+"""The worker's end of one sandboxed child: feeds it, reads it, watches its time, ends it. What is
+run again, and who is to blame, is not decided here.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,11 @@ if TYPE_CHECKING:
 
 _PIPE_BYTES = 1 << 20  # a group of ordinary pages in one system call
 _READ_BYTES = 256 << 10
-_LATE = 0.1  # seconds that a busy loop may be behind; beyond that it stood still, and so did its children, perhaps
-_BURIAL = 0.5  # between the end of a child's pipe and the news of its own; after that it is alive, and closed it
+# seconds that a busy loop may be behind; beyond that it stood still, and so did its children,
+# perhaps
+_LATE = 0.1
+# between the end of a child's pipe and the news of its own; after that it is alive, and closed it
+_BURIAL = 0.5
 _LAST_WORDS = 1.0  # between asking a child for its traceback and killing it
 ZYGOTE_PATIENCE = 5.0  # it only forks and buries: one that does not answer is wedged
 
@@ -59,7 +64,9 @@ class Reply:
 
 
 class ChildProcess:
-    """One child: one request at a time, through a pair of wide pipes, with the bodies in memory that both see."""
+    """One child: one request at a time, through a pair of wide pipes, with the bodies in memory
+    that both see.
+    """
 
     def __init__(self, zygote: ZygoteProcess, number: int, slot: int) -> None:
         self.number, self.slot, self.pid = number, slot, 0

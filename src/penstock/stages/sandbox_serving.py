@@ -1,4 +1,6 @@
-"""A sandboxed child at work: reads groups of pages or changes, runs the user's code on each, answers. Who forks it and buries it is not here."""
+"""A sandboxed child at work: reads groups of pages or changes, runs the user's code on each,
+answers. Who forks it and buries it is not here.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _memory() -> tuple[int, int] | None:
 
 
 class Child:
-    """One disposable process: reads groups of pages or changes, runs the user's code on each, answers."""
+    """One disposable process: reads groups of pages or changes, runs the user's code on each,
+    answers.
+    """
 
     def __init__(
         self, settings: Settings, pipeline: Pipeline, requests: int, answers: int, crash: int, bodies: mmap.mmap, progress: mmap.mmap, slot: int
@@ -93,7 +97,9 @@ class Child:
                 self._finish([], token, 0, Mark.MEMORY)
 
     def _answer(self, results: Iterator[bytes], token: int, *, at_once: bool) -> None:
-        """As few messages as may be: fast pages are answered together, but what was finished 20 ms ago is with the worker."""
+        """As few messages as may be: fast pages are answered together, but what was finished 20 ms
+        ago is with the worker.
+        """
         parts: list[bytes] = []
         first, size, flushed = 0, 0, time.monotonic()
         try:

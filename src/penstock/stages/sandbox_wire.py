@@ -1,4 +1,6 @@
-"""What a worker, its zygote and its sandboxed children say to each other: the messages and their encoding. No process is started here."""
+"""What a worker, its zygote and its sandboxed children say to each other: the messages and their
+encoding. No process is started here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import msgspec
 from penstock.model import Page
 from penstock.ports import Extracted
 
-# -- worker -> zygote: fixed size, so that one read is one message and the descriptors that came with it -----------------
+# -- worker -> zygote: fixed size, so that one read is one message and the descriptors that came wit
 
 ORDER = struct.Struct("<BxxxIQ")  # order, signal or slot, child number
 
@@ -22,7 +24,7 @@ class Order(enum.IntEnum):
     SIGNAL = 2
 
 
-# -- zygote -> worker ----------------------------------------------------------------------------------------------------
+# -- zygote -> worker ------------------------------------------------------------------------------
 
 LENGTH = struct.Struct("<I")
 
@@ -140,7 +142,7 @@ def hook_request(changes: Sequence[bytes], token: int) -> list[bytes]:
     return [REQUEST.pack(len(meta), len(changes), token, 0, Kind.HOOKS) + meta]
 
 
-# -- child -> worker -----------------------------------------------------------------------------------------------------
+# -- child -> worker -------------------------------------------------------------------------------
 
 ANSWER = struct.Struct(
     "<IQIIBxxx"
@@ -175,7 +177,7 @@ def answer(parts: Sequence[bytes], token: int, first: int, mark: Mark) -> bytes:
     )
 
 
-# -- shared memory: which page a child is on, since when. One slot a child, written by it, read by the worker ---------------
+# -- shared memory: which page a child is on, since when. One slot a child, written by it, read by t
 
 PROGRESS = struct.Struct(
     "<qd"
@@ -183,7 +185,7 @@ PROGRESS = struct.Struct(
 SLOT_BYTES = 64
 BETWEEN = -1
 
-# -- exit statuses of a child that mean something here ---------------------------------------------------------------------
+# -- exit statuses of a child that mean something here ---------------------------------------------
 
 LOST_PIPES = 121
 BROKEN = 122

@@ -1,4 +1,6 @@
-"""The worker's end of the zygote: starts it, orders children from it, hears of their ends, closes it. What a child is asked is not here."""
+"""The worker's end of the zygote: starts it, orders children from it, hears of their ends, closes
+it. What a child is asked is not here.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class ZygoteProcess:
     async def start(
         cls, pipeline_file: Path, limits: Limits, *, again: bool = True
     ) -> ZygoteProcess:
-        """Raises ConfigError where the file does not load, OSError where there is no process to be had."""
+        """Raises ConfigError where the file does not load, OSError where there is no process to be
+        had.
+        """
         self = cls(pipeline_file, limits)
         try:
             async with asyncio.timeout(limits.load_seconds):
@@ -220,7 +224,9 @@ def _stderr() -> int:
 
 
 def _sweep(mark: bytes) -> None:
-    """Ends what user code had started in sessions of its own, when the zygote that would have done it was killed (Linux)."""
+    """Ends what user code had started in sessions of its own, when the zygote that would have done
+    it was killed (Linux).
+    """
     if not hasattr(signal, "pidfd_send_signal"):
         return
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -240,7 +246,9 @@ def _sweep(mark: bytes) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The child must find the very package the worker runs; one that is installed it finds by itself."""
+    """The child must find the very package the worker runs; one that is installed it finds by
+    itself.
+    """
     environment, root = dict(os.environ), str(Path(penstock.__file__).parent.parent)
     if root not in {*site.getsitepackages(), site.getusersitepackages()}:
         environment["PYTHONPATH"] = os.pathsep.join(

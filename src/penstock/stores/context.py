@@ -1,4 +1,6 @@
-"""What an adapter's `open_*` function is given: the configuration, the clock, and stores opened once each."""
+"""What an adapter's `open_*` function is given: the configuration, the clock, and stores opened
+once each.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Context:
         self._servers: dict[str, PostgresStore] = {}
 
     def database(self, url: str) -> Database:
-        """Adapters that name the same file share its one writing connection, and so may commit together."""
+        """Adapters that name the same file share its one writing connection, and so may commit
+        together.
+        """
         path = url.removeprefix("sqlite:").removeprefix("//")
         if not path:
             raise ConfigError(f"{url!r} names no file", hint="sqlite:/var/lib/penstock/penstock.db")

@@ -1,4 +1,6 @@
-"""A topic as sources and sinks name it, `kafka://user:password@host:9092/topic?option=value`, checked, and how Kafka's errors read. Nothing connects here."""
+"""A topic as sources and sinks name it, `kafka://user:password@host:9092/topic?option=value`,
+checked, and how Kafka's errors read. Nothing connects here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from penstock.stores.kafka_access import SASL, Access, server, told
 EXAMPLE = "kafka://127.0.0.1:9092/products"
 _MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
 _TEXT = units.texts(r"[^\0]+", "a text, or env:NAME for what the variable NAME holds")
-# `key` is what names a record, so the client certificate's own key has a longer name here than in a broker's URL.
+# `key` is what names a record, so the client certificate's own key has a longer name here than in a
+# broker's URL.
 _FILES = {"ca": "ca", "cert": "cert", "cert_key": "key", "cert_key_password": "key_password"}
 CONNECTION: dict[str, units.Kind] = {
     **dict.fromkeys(("username", "password", *_FILES), _TEXT),
@@ -46,7 +49,9 @@ def parse(
     where: str,
     env: Mapping[str, str] | None = None,
 ) -> tuple[Topic, dict[str, Any]]:
-    """The topic, and the caller's own options that were given (`known`), from the query and from beside the URL. Raises ConfigError, never with a password."""
+    """The topic, and the caller's own options that were given (`known`), from the query and from
+    beside the URL. Raises ConfigError, never with a password.
+    """
     scheme, _, rest = url.partition("://")
     if scheme not in ("kafka", "kafka+ssl") or not rest:
         raise ConfigError(

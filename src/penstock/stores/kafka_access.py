@@ -1,4 +1,6 @@
-"""How to get in at a Kafka cluster, whoever asks (broker, source or sink), and how its errors read to a person. Nothing connects here."""
+"""How to get in at a Kafka cluster, whoever asks (broker, source or sink), and how its errors read
+to a person. Nothing connects here.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def error_of(e: KafkaException | KafkaError) -> KafkaError:
 
 
 def weightier(old: KafkaError | None, new: KafkaError) -> KafkaError:
-    """Of several complaints of a client, the one that says most: a refused password also looks like servers that are all down."""
+    """Of several complaints of a client, the one that says most: a refused password also looks like
+    servers that are all down.
+    """
     telling = (*_LOGIN, *_DENIED, KafkaError._SSL, KafkaError._RESOLVE)
     return old if old is not None and old.code() in telling and new.code() not in telling else new
 
@@ -94,7 +98,9 @@ def weightier(old: KafkaError | None, new: KafkaError) -> KafkaError:
 def told(
     access: Access, error: KafkaError, doing: str, *, url: str, rights: str
 ) -> tuple[str, str]:
-    """What is wrong and what to try, without a password. `url`: where its address is written; `rights`: which ones are needed."""
+    """What is wrong and what to try, without a password. `url`: where its address is written;
+    `rights`: which ones are needed.
+    """
     code, text = error.code(), error.str()
     for secret in (access.password, access.key_password):
         text = text.replace(secret, "***") if secret else text

@@ -1,4 +1,6 @@
-"""One PostgreSQL schema as a store: group commit under one lock for the whole fleet, readings, and migrations. The connection itself is in postgres_wire."""
+"""One PostgreSQL schema as a store: group commit under one lock for the whole fleet, readings, and
+migrations. The connection itself is in postgres_wire.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,14 @@ from penstock.stores.sql import Tx
 
 T = TypeVar("T")
 
-MAX_GROUP = 50  # with a savepoint each: beyond 64 the server keeps them on disk, and every snapshot gets slower
+# with a savepoint each: beyond 64 the server keeps them on disk, and every snapshot gets slower
+MAX_GROUP = 50
 LOCK_SPACE = (
     0x50454E53  # "PENS": the advisory locks of others in the same database have other first halves
 )
 TRIES = 3
-# A fleet waits for whoever holds the lock, so nobody may hold it and be silent, and nobody waits for ever.
+# A fleet waits for whoever holds the lock, so nobody may hold it and be silent, and nobody waits
+# for ever.
 SETTINGS = {
     "idle_in_transaction_session_timeout": "15s",
     "lock_timeout": "30s",
@@ -36,9 +40,14 @@ SETTINGS = {
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
     "timezone": "UTC",
-    "default_transaction_isolation": "read committed",  # else what is read behind the lock would be as it was before it
-    "jit": "off",  # where a table must be walked all the same, it looks so dear that the server would compile the question first
-    "enable_seqscan": "off",  # plans are kept as long as a connection, and made when tables are small: one that walks a table would soon walk a large one
+    # else what is read behind the lock would be as it was before it
+    "default_transaction_isolation": "read committed",
+    # where a table must be walked all the same, it looks so dear that the server would compile the
+    # question first
+    "jit": "off",
+    # plans are kept as long as a connection, and made when tables are small: one that walks a table
+    # would soon walk a large one
+    "enable_seqscan": "off",
 }
 # Whole classes of SQLSTATE that are the server's trouble, not the statement's.
 _OUTAGE_CLASSES = ("08", "53", "57", "58", "XX")
@@ -52,11 +61,13 @@ _TRY_AGAIN = ("40001", "40P01")
 
 
 class PostgresStore:
-    """Implements ports.Store and stores.sql.SqlStore. `write` returns after COMMIT; whoever writes at the same moment shares that commit.
+    """Implements ports.Store and stores.sql.SqlStore. `write` returns after COMMIT; whoever writes
+    at the same moment shares that commit.
 
-    `work(tx)` runs on a thread of the store's own, never on the loop's: it must not touch the loop (no `Event.set`, no futures); what is
-    to happen there happens after `await write(...)`. It may run again in a new transaction when the server refused the first.
-    `inline=True` runs everything on the caller's thread: tests and simulation.
+    `work(tx)` runs on a thread of the store's own, never on the loop's: it must not touch the loop
+    (no `Event.set`, no futures); what is to happen there happens after `await write(...)`. It may
+    run again in a new transaction when the server refused the first. `inline=True` runs everything
+    on the caller's thread: tests and simulation.
     """
 
     pipelined = True
@@ -78,7 +89,7 @@ class PostgresStore:
         self._reader = self.wire()
         self._reads = ThreadPoolExecutor(1, "penstock-read")
 
-    # -- opening -----------------------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
 
     def wire(self) -> Wire:
         """A connection of one's own to this schema, not open yet; for those who listen."""
@@ -156,7 +167,7 @@ class PostgresStore:
             return [e.message]
         return []
 
-    # -- writing -----------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     async def write(
         self,
@@ -166,8 +177,10 @@ class PostgresStore:
         synced: bool = False,
         alone: bool = True,
     ) -> T:
-        """As SqlStore.write. With `alone`, no other process of the fleet writes with `alone` at that time: what was read there is still so
-        when it is decided and written, as on SQLite. `alone=False` is for work that settles its conflicts by row locks."""
+        """As SqlStore.write. With `alone`, no other process of the fleet writes with `alone` at
+        that time: what was read there is still so when it is decided and written, as on SQLite.
+        `alone=False` is for work that settles its conflicts by row locks.
+        """
         self._refuse_if_closed()
         job = _Job(work, synced or (durable and self.durability == "full"))
         writer = self._books if alone else self._beside
@@ -198,7 +211,7 @@ class PostgresStore:
                 hint="it was closed by this process; nothing more can be written",
             )
 
-    # -- reading -----------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     async def read(self, work: Callable[[Tx], T]) -> T:
         """What is committed. `work(tx)` runs on a thread of the store's own."""
@@ -256,7 +269,7 @@ class PostgresStore:
             hint="work goes on by itself when the server is back",
         )
 
-    # -- closing -----------------------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     async def close(self) -> None:
         self.close_now()
@@ -318,11 +331,12 @@ class _Writer:
                 with contextlib.suppress(RuntimeError):  # the loop was closed: nobody asks any more
                     loop.call_soon_threadsafe(_answer, [job for job in group if job.loop is loop])
 
-    # -- one transaction ---------------------------------------------------------------------------------------------------
+    # -- one transaction ---------------------------------------------------------------------------
 
     def settle(self, group: Sequence[_Job]) -> None:
-        """Every job has its result or its error afterwards. An outage fails the whole group, and then (but for a COMMIT whose answer was
-        lost) nothing was written."""
+        """Every job has its result or its error afterwards. An outage fails the whole group, and
+        then (but for a COMMIT whose answer was lost) nothing was written.
+        """
         with self.lock:
             refused = self._attempt(group)
             if refused is None:
@@ -346,7 +360,9 @@ class _Writer:
         job.error = self.store.outage(refused, "does not take writes")
 
     def _attempt(self, group: Sequence[_Job]) -> psycopg.Error | None:
-        """None: all is settled. An error: a statement was refused, nothing is written, and it is the jobs' own."""
+        """None: all is settled. An error: a statement was refused, nothing is written, and it is
+        the jobs' own.
+        """
         reused, self._committing = self._wire.is_open, False
         try:
             try:
@@ -408,7 +424,8 @@ class _Writer:
         self._committing = True
         done = wire.execute("COMMIT")
         if any(job.durable for job in group):
-            # The log is synced in order, so a record of our own behind the commit brings it to the disk; by now others have the lock.
+            # The log is synced in order, so a record of our own behind the commit brings it to the
+            # disk; by now others have the lock.
             wire.execute("SELECT setval('durable', 1)")
         wire.sync()
         if done.tag != "COMMIT":

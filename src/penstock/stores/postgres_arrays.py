@@ -1,4 +1,6 @@
-"""Lists as PostgreSQL arrays in the server's own binary form, so that one statement takes a whole batch. Bind one where the statement says `?::bigint[]`."""
+"""Lists as PostgreSQL arrays in the server's own binary form, so that one statement takes a whole
+batch. Bind one where the statement says `?::bigint[]`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def byteas(values: Sequence[bytes]) -> bytes:
 
 
 def texts(values: Sequence[str | None]) -> bytes:
-    """Raises UnicodeEncodeError for what is no Unicode text. A NUL is the caller's to refuse: the server does."""
+    """Raises UnicodeEncodeError for what is no Unicode text. A NUL is the caller's to refuse: the
+    server does.
+    """
     return _sized(_TEXT, [None if v is None else v.encode() for v in values], None in values)
 
 

@@ -1,4 +1,6 @@
-"""A lock of the whole fleet: a file's on this machine, an advisory one on the server, and who took it last, for the transactions made under it."""
+"""A lock of the whole fleet: a file's on this machine, an advisory one on the server, and who took
+it last, for the transactions made under it.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ _TAKEN = "INSERT INTO holder VALUES(?,?) ON CONFLICT(name) DO UPDATE SET token=e
 
 
 class FleetLock:
-    """Implements locks.Lock. The advisory lock belongs to a connection of its own, so the server gives it up when the process or the machine is gone.
+    """Implements locks.Lock. The advisory lock belongs to a connection of its own, so the server
+    gives it up when the process or the machine is gone.
 
-    A holder may learn of that too late, from a network that fell silent. So whoever takes it writes a token into the books, and what is noted
-    under the lock is noted only while the token is still one's own.
+    A holder may learn of that too late, from a network that fell silent. So whoever takes it writes
+    a token into the books, and what is noted under the lock is noted only while the token is still
+    one's own.
     """
 
     shared = True

@@ -1,4 +1,6 @@
-"""A PostgreSQL URL taken apart, without its secrets where it is shown, and what a server's refusal means in one sentence."""
+"""A PostgreSQL URL taken apart, without its secrets where it is shown, and what a server's refusal
+means in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Address:
             found = conninfo.conninfo_to_dict(url)
             ports = str(found.get("port") or "5432").split(",")
             if not all(port.isdecimal() and 0 < int(port) < 65536 for port in ports):
-                # Not shown: where a password holds a /, the half of it before that is taken for the port.
+                # Not shown: where a password holds a /, the half of it before that is taken for the
+                # port.
                 raise psycopg.ProgrammingError("what stands for its port is no port")
         except psycopg.Error as e:
             said = str(e).strip().splitlines()[0]
@@ -69,7 +72,9 @@ class Address:
 
 
 def refusal(e: psycopg.Error, address: Address, namespace: str) -> PenstockError:
-    """Why the store cannot be opened. The server's FATAL messages carry no code to the client, so they are known by their words."""
+    """Why the store cannot be opened. The server's FATAL messages carry no code to the client, so
+    they are known by their words.
+    """
     said = address.without_secrets(" ".join(str(e).split()))
     user, database = address.options.get("user") or "you", address.options.get("dbname") or ""
     label = address.label

@@ -1,4 +1,6 @@
-"""One Redis server as this process knows it: its DSN, whether it can be trusted with our keys, and scripts run in one round trip."""
+"""One Redis server as this process knows it: its DSN, whether it can be trusted with our keys, and
+scripts run in one round trip.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,14 @@ class Lost(StoreUnavailable):
 
 
 class Server:
-    """Connections are opened when first used, and checked once: a server that could forget our keys is refused, not used."""
+    """Connections are opened when first used, and checked once: a server that could forget our keys
+    is refused, not used.
+    """
 
     def __init__(self, url: str, *, evictable: bool) -> None:
-        """`evictable`: the caller's keys expire, so a server that evicts only such keys could take them too."""
+        """`evictable`: the caller's keys expire, so a server that evicts only such keys could take
+        them too.
+        """
         options, volatile = parse(url)
         self.name = f"{options['host']}:{options['port']}"
         self.tls = url.startswith("rediss:")
@@ -59,7 +65,7 @@ class Server:
         self._checked = False
         self._checking = asyncio.Lock()
 
-    # -- calls -------------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     async def run(self, script: Script, keys: Sequence[str], *args: Argument) -> Any:
         """One script, one round trip."""
@@ -71,7 +77,9 @@ class Server:
     async def run_all(
         self, calls: Sequence[tuple[Script, Sequence[str], Sequence[Argument]]]
     ) -> list[Any]:
-        """Several scripts in one round trip; what the server said against one of them is its answer. Raises Lost if nobody knows what happened."""
+        """Several scripts in one round trip; what the server said against one of them is its
+        answer. Raises Lost if nobody knows what happened.
+        """
         if not self._checked:
             await self.check()
         answers = await self._exchange(
@@ -163,10 +171,12 @@ class Server:
             hint="it is tried again; see whether the server runs",
         )
 
-    # -- trust -------------------------------------------------------------------------------------------------------------
+    # -- trust -------------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Raises Unreachable, in one sentence, for a server that cannot be reached, refuses us, or could lose what we store."""
+        """Raises Unreachable, in one sentence, for a server that cannot be reached, refuses us, or
+        could lose what we store.
+        """
         async with self._checking:
             if self._checked:
                 return
@@ -200,7 +210,9 @@ class Server:
 
 
 class Blocking:
-    """The same server for commands that people type: they have no event loop, and wait for one answer at a time."""
+    """The same server for commands that people type: they have no event loop, and wait for one
+    answer at a time.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -275,7 +287,9 @@ def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: boo
 
 
 def parse(url: str) -> tuple[dict[str, Any], bool]:
-    """(connection options, may it be volatile). Raises ConfigError; no password is ever part of a message."""
+    """(connection options, may it be volatile). Raises ConfigError; no password is ever part of a
+    message.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port or 6379

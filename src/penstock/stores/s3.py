@@ -1,4 +1,6 @@
-"""A bucket of S3, or of a server that speaks its protocol, as its URL names it, and what can be wrong with it. What is kept there is not known here."""
+"""A bucket of S3, or of a server that speaks its protocol, as its URL names it, and what can be
+wrong with it. What is kept there is not known here.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ KEYS = (
 
 
 def refused(e: Exception, place: str, *, setting: str, rights: str) -> PenstockError:
-    """Trouble with a bucket: one sentence each, and what to do about it. `setting` is where its URL stands, `rights` are those that are needed."""
+    """Trouble with a bucket: one sentence each, and what to do about it. `setting` is where its URL
+    stands, `rights` are those that are needed.
+    """
     text = str(e)
     if "NoSuchBucket" in text:
         return Unreachable(f"there is no {place}", hint=f"create the bucket, or correct {setting}")
@@ -66,7 +70,9 @@ OPTIONS = ("endpoint", "region", "key", "secret")
 
 
 def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
-    """The bucket, not yet asked for anything, and its name in messages; `whole`: not only what lies under the URL's path. Raises ConfigError."""
+    """The bucket, not yet asked for anything, and its name in messages; `whole`: not only what lies
+    under the URL's path. Raises ConfigError.
+    """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if not parts.netloc or "@" in parts.netloc:

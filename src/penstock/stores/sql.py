@@ -1,4 +1,6 @@
-"""What shared SQL asks of the store it runs on: transactions with statements that SQLite and PostgreSQL both understand, and who commits them."""
+"""What shared SQL asks of the store it runs on: transactions with statements that SQLite and
+PostgreSQL both understand, and who commits them.
+"""
 
 from __future__ import annotations
 
@@ -59,15 +61,21 @@ class SqlStore(Protocol):
         """How many there were: what was remembered about rows may be wrong after one."""
 
     def part(self, name: str, version: int, schema: str) -> None:
-        """Create or check one adapter's tables. A newer version than ours is refused, never touched."""
+        """Create or check one adapter's tables. A newer version than ours is refused, never
+        touched.
+        """
 
     def before_commit(self, work: Callable[[], object], /) -> None:
-        """Called by a job: `work` runs where blocking does not hurt, after the jobs and before their COMMIT."""
+        """Called by a job: `work` runs where blocking does not hurt, after the jobs and before
+        their COMMIT.
+        """
 
     async def write(
         self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False
     ) -> T:
-        """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves."""
+        """`synced` survives a power cut whatever the durability: for notes about files that were
+        synced themselves.
+        """
 
     def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
         """For commands without a loop, and before one runs."""
@@ -80,7 +88,9 @@ class SqlStore(Protocol):
         """As read_now, with all that `work` reads from one moment."""
 
     def lock(self, path: Path) -> Lock:
-        """Held by one process at a time of all that share this store, on whatever machine; `path` is its file on this one, and its name."""
+        """Held by one process at a time of all that share this store, on whatever machine; `path`
+        is its file on this one, and its name.
+        """
 
     def check(self) -> list[str]:
         """Integrity, in sentences; [] is good."""

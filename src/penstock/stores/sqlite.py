@@ -1,4 +1,6 @@
-"""One SQLite file: a single writing connection per process with group commit, a reading one, and the checks before it is trusted."""
+"""One SQLite file: a single writing connection per process with group commit, a reading one, and
+the checks before it is trusted.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ CHECKPOINT_FRAMES, SOON_AGAIN = (
 CHECKPOINT_PATIENCE = 1000  # milliseconds, for those
 _OUTAGE = (
     apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.BusyError, apsw.CantOpenError, apsw.LockedError, apsw.PermissionsError,
-    apsw.CorruptError, apsw.NotADBError, apsw.NoMemError,  # damage is the store's, whichever event met it first
+    # damage is the store's, whichever event met it first
+    apsw.CorruptError, apsw.NotADBError, apsw.NoMemError,
 )  # fmt: skip
 
 
@@ -78,9 +81,11 @@ class _Connection(apsw.Connection):
 
 
 class Database:
-    """Implements ports.Store and stores.sql.SqlStore. `write` returns after COMMIT; whoever writes at the same moment shares that commit.
+    """Implements ports.Store and stores.sql.SqlStore. `write` returns after COMMIT; whoever writes
+    at the same moment shares that commit.
 
-    `inline=True` (always so for `:memory:`) runs everything on the caller's thread: tests and simulation.
+    `inline=True` (always so for `:memory:`) runs everything on the caller's thread: tests and
+    simulation.
     """
 
     pipelined = False
@@ -122,11 +127,13 @@ class Database:
     def file(self) -> Path | None:
         return None if self.path == ":memory:" else Path(self.path)
 
-    # -- opening ---------------------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
 
     def _connect(self) -> apsw.Connection:
         until = time.monotonic() + self._patience
-        while True:  # turning a new file into a WAL, and closing the last of one, lock out others without asking their patience
+        # turning a new file into a WAL, and closing the last of one, lock out others without asking
+        # their patience
+        while True:
             try:
                 return self._open()
             except Unreachable as e:
@@ -177,7 +184,9 @@ class Database:
             ) from e
 
     def part(self, name: str, version: int, schema: str) -> None:
-        """Create or check one adapter's tables. A newer version than ours is refused, never touched."""
+        """Create or check one adapter's tables. A newer version than ours is refused, never
+        touched.
+        """
         try:
             found = self._writer.execute("SELECT version FROM part WHERE name=?", (name,)).get
             if found is None:
@@ -207,7 +216,9 @@ class Database:
         return FileLock(path)
 
     def check(self) -> list[str]:
-        """Integrity, in sentences; [] is good. Slow on large files: for starts after an unclean stop, and for doctor."""
+        """Integrity, in sentences; [] is good. Slow on large files: for starts after an unclean
+        stop, and for doctor.
+        """
         try:
             c = (
                 apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY)
@@ -232,17 +243,19 @@ class Database:
         except apsw.Error as e:
             return [str(e)]
 
-    # -- writing ---------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     async def write(
         self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False
     ) -> T:
-        """`synced` survives a power cut whatever the durability: for notes about files that were synced themselves.
+        """`synced` survives a power cut whatever the durability: for notes about files that were
+        synced themselves.
 
-        Statements run on the loop's own thread: handing each of them to another one cost more than SQLite does. The disk,
-        which blocks, is left to a thread; for another process's lock nobody blocks. A durable job is answered when the WAL
-        was synced after its COMMIT; others write meanwhile, since nobody holds a lock for that. Where the sync fails, it may
-        have been written all the same.
+        Statements run on the loop's own thread: handing each of them to another one cost more than
+        SQLite does. The disk, which blocks, is left to a thread; for another process's lock nobody
+        blocks. A durable job is answered when the WAL was synced after its COMMIT; others write
+        meanwhile, since nobody holds a lock for that. Where the sync fails, it may have been
+        written all the same.
         """
         self._refuse_if_closed()
         job = _Job(work, synced or (durable and self.durability == "full"))
@@ -277,7 +290,9 @@ class Database:
             )
 
     def before_commit(self, work: Callable[[], object]) -> None:
-        """Called by a job: `work` runs where blocking does not hurt, after the jobs and before their COMMIT."""
+        """Called by a job: `work` runs where blocking does not hurt, after the jobs and before
+        their COMMIT.
+        """
         self._before_commit.append(work)
 
     def _settle(self, group: Sequence[_Job]) -> None:
@@ -291,9 +306,11 @@ class Database:
             self._checkpoint()
 
     def _next(self, loop: asyncio.AbstractEventLoop, until: float | None = None) -> None:
-        """Whoever writes at this moment shares a transaction; while another process writes, more join them.
+        """Whoever writes at this moment shares a transaction; while another process writes, more
+        join them.
 
-        We look again between our other work. A thread would be given the lock while the loop is busy, and keep it for nothing.
+        We look again between our other work. A thread would be given the lock while the loop is
+        busy, and keep it for nothing.
         """
         if self._closed:  # who closed it has done what was queued
             return
@@ -360,7 +377,9 @@ class Database:
         loop.run_in_executor(self._waits, self._sync, jobs).add_done_callback(done)
 
     def _sync(self, jobs: Sequence[_Job]) -> None:
-        """As a COMMIT with synchronous=FULL does, but without its lock. What a checkpoint took out of the WAL meanwhile was synced by that."""
+        """As a COMMIT with synchronous=FULL does, but without its lock. What a checkpoint took out
+        of the WAL meanwhile was synced by that.
+        """
         if not self._in_wal:  # then COMMIT itself has
             return
         try:
@@ -391,7 +410,8 @@ class Database:
             )
         self._checkpoint_at = self._frames + SOON_AGAIN
 
-    # The three steps of a transaction. An outage anywhere fails the whole group, and then nothing was written.
+    # The three steps of a transaction. An outage anywhere fails the whole group, and then nothing
+    # was written.
 
     def _begin(self, group: Sequence[_Job]) -> None:
         """Waits for another process."""
@@ -405,7 +425,9 @@ class Database:
             self._fail(group, e)
 
     def _locked(self, until: float) -> bool:
-        """False: another process writes. SQLite's own way of waiting sleeps up to a tenth of a second, while nobody writes."""
+        """False: another process writes. SQLite's own way of waiting sleeps up to a tenth of a
+        second, while nobody writes.
+        """
         self._writer.set_busy_timeout(0)
         try:
             self._writer.execute("BEGIN IMMEDIATE")
@@ -467,7 +489,9 @@ class Database:
         return outage
 
     def _rewrite(self) -> None:
-        """After a failed sync nobody knows what the disk has of the WAL: all of it goes into the database file, by a sync that is believed."""
+        """After a failed sync nobody knows what the disk has of the WAL: all of it goes into the
+        database file, by a sync that is believed.
+        """
         ((busy, _, _),) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         if busy:
             raise apsw.BusyError(
@@ -475,10 +499,12 @@ class Database:
             )
         self._doubtful = False
 
-    # -- reading ---------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     async def read(self, work: Callable[[Tx], T]) -> T:
-        """What is committed. Short questions only: they run on the loop's thread, and a WAL reader never waits."""
+        """What is committed. Short questions only: they run on the loop's thread, and a WAL reader
+        never waits.
+        """
         return self.read_now(work)
 
     def read_now(self, work: Callable[[Tx], T]) -> T:

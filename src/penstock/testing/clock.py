@@ -1,4 +1,6 @@
-"""A clock that stands still until told otherwise, for tests and the simulation. Nothing here knows what time it really is."""
+"""A clock that stands still until told otherwise, for tests and the simulation. Nothing here knows
+what time it really is.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ START = (
 
 
 class ManualClock:
-    """Implements ports.Clock. `sleep` ends when somebody advances far enough; sleepers wake in the order of their times."""
+    """Implements ports.Clock. `sleep` ends when somebody advances far enough; sleepers wake in the
+    order of their times.
+    """
 
     def __init__(self, now: float = START) -> None:
         self._now = now
@@ -23,7 +27,9 @@ class ManualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Jump; whoever should have woken on the way wakes now. They run when the caller next awaits."""
+        """Jump; whoever should have woken on the way wakes now. They run when the caller next
+        awaits.
+        """
         if seconds < 0:
             raise ValueError("time does not run backwards; make another clock for that")
         self._now += seconds
@@ -33,7 +39,9 @@ class ManualClock:
                 sleeper.set_result(None)
 
     async def elapse(self, seconds: float) -> None:
-        """As `advance`, but stops at every sleeper on the way and lets it run at its own time: what it starts may sleep within the span."""
+        """As `advance`, but stops at every sleeper on the way and lets it run at its own time: what
+        it starts may sleep within the span.
+        """
         until = self._now + seconds
         await self._settle()
         while self._sleepers and self._sleepers[0][0] <= until:
@@ -57,6 +65,8 @@ class ManualClock:
 
     @staticmethod
     async def _settle() -> None:
-        """Let everything that can run without time passing run; work handed to real threads is not waited for."""
+        """Let everything that can run without time passing run; work handed to real threads is not
+        waited for.
+        """
         for _ in range(20):
             await asyncio.sleep(0)

@@ -1,4 +1,5 @@
-"""What every broker must do, as a test class to inherit. Nothing here knows which broker it is; a rig of a few lines opens one.
+"""What every broker must do, as a test class to inherit. Nothing here knows which broker it is; a
+rig of a few lines opens one.
 
 An adapter's whole test file is:
 
@@ -6,8 +7,9 @@ An adapter's whole test file is:
         lease = 1.0
         async def open(self) -> Broker: ...
 
-A sentence that a broker does not promise (its `Capabilities` say so) is skipped by that name. A rig that can stop its server, or open a broker
-through a proxy, offers the hooks for it; the sentences about outages are skipped where it does not. Needs pytest or unittest, and no asyncio plugin.
+A sentence that a broker does not promise (its `Capabilities` say so) is skipped by that name. A rig
+that can stop its server, or open a broker through a proxy, offers the hooks for it; the sentences
+about outages are skipped where it does not. Needs pytest or unittest, and no asyncio plugin.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ MIB = 1 << 20
 class BrokerConformance(Outages):
     """The rig: `open` is all that must be there; `rig.py` says what else may be."""
 
-    # -- publish, receive, settle ------------------------------------------------------------------------------------------
+    # -- publish, receive, settle ------------------------------------------------------------------
 
     @sentence()
     async def test_what_is_published_arrives_once_with_all_it_was_given(
@@ -261,7 +263,7 @@ class BrokerConformance(Outages):
         assert list(await sub.settle([(again, Ack())])) == [True]
         assert await self.left(graves) == []
 
-    # -- time --------------------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     @sentence(delays)
     async def test_a_short_retry_behind_a_long_one_comes_first(self, broker: Broker) -> None:
@@ -333,7 +335,7 @@ class BrokerConformance(Outages):
         got += await self.only(sub, 5 - len(got))
         assert sorted(d.id for d in got) == ["a1", "a2", "a3", "b1", "c1"]
 
-    # -- keys, order, priorities -------------------------------------------------------------------------------------------
+    # -- keys, order, priorities -------------------------------------------------------------------
 
     @sentence()
     async def test_at_most_so_many_of_a_key_are_handed_out_at_once(self, broker: Broker) -> None:
@@ -521,7 +523,7 @@ class BrokerConformance(Outages):
         await self.fill(broker, ["a2"], priority=-3)
         assert sorted(d.id for d in await self.only(self.sub(broker), 2)) == ["a1", "a2"]
 
-    # -- groups and history ------------------------------------------------------------------------------------------------
+    # -- groups and history ------------------------------------------------------------------------
 
     @sentence()
     async def test_two_groups_each_see_everything(self, broker: Broker) -> None:
@@ -622,7 +624,7 @@ class BrokerConformance(Outages):
         assert [d.id for d in await self.only(sub, 1)] == ["c1"]
         assert [d.id for d in await self.only(self.sub(broker, "u"), 1)] == ["a3"]
 
-    # -- figures and members -----------------------------------------------------------------------------------------------
+    # -- figures and members -----------------------------------------------------------------------
 
     @sentence(lambda caps: caps.exact_stats)
     async def test_figures_are_honest_at_every_step(self, broker: Broker) -> None:

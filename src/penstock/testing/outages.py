@@ -1,4 +1,6 @@
-"""What every broker must do when its server dies or a connection is cut. Part of the suite in conformance.py."""
+"""What every broker must do when its server dies or a connection is cut. Part of the suite in
+conformance.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A TCP proxy that can misbehave: it loses a server's answers, cuts its connections, and heals. What is said over it, it does not know."""
+"""A TCP proxy that can misbehave: it loses a server's answers, cuts its connections, and heals.
+What is said over it, it does not know.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ T = TypeVar("T")
 
 
 class Proxy:
-    """In front of one server, on loopback, for as long as the block lasts. In a thread of its own: whoever goes through it may block.
+    """In front of one server, on loopback, for as long as the block lasts. In a thread of its own:
+    whoever goes through it may block.
 
     async with Proxy("127.0.0.1", 6379) as proxy:
         ...  # connect to proxy.host, proxy.port
@@ -45,7 +48,7 @@ class Proxy:
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    # -- faults ------------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     async def lose_answer_to(self, marker: bytes) -> None:
         """As soon as these bytes have gone to the server, nothing that it says comes back."""
@@ -63,7 +66,7 @@ class Proxy:
         """New connections work as they should."""
         await self._there(self._set(down=False, marker=b""))
 
-    # -- in the thread -----------------------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------
 
     async def _open(self) -> None:
         self._server = await asyncio.start_server(self._accept, self.host, self.port)

@@ -1,4 +1,6 @@
-"""What the sentences of the broker suite stand on: the rig that opens a broker, and helpers. The sentences are in conformance.py and outages.py."""
+"""What the sentences of the broker suite stand on: the rig that opens a broker, and helpers. The
+sentences are in conformance.py and outages.py.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ def sentence(
     proxied: bool = False,
     limits: int = 1,
 ) -> Callable[[Test], Callable[[Any], None]]:
-    """An `async def test(self, broker)` becomes a plain test method with a broker of its own; skipped where `needs` is not promised.
-    Proxied: the broker is behind `self.proxy`. Limits: how many of the rig's it may take, where servers start and clients give up in their own time."""
+    """An `async def test(self, broker)` becomes a plain test method with a broker of its own;
+    skipped where `needs` is not promised. Proxied: the broker is behind `self.proxy`. Limits: how
+    many of the rig's it may take, where servers start and clients give up in their own time.
+    """
 
     def wrap(test: Test) -> Callable[[Any], None]:
         async def with_broker(self: BrokerRig, broker: Broker) -> None:
@@ -76,10 +80,16 @@ def delays(caps: Capabilities) -> bool:
 
 
 class BrokerRig:
-    """The rig: `open` is all that must be there. Real time by default; a broker on a clock of its own overrides `sleep` and `now`."""
+    """The rig: `open` is all that must be there. Real time by default; a broker on a clock of its
+    own overrides `sleep` and `now`.
+    """
 
-    lease = OUTLASTS  # seconds, where a sentence waits for its end: as short as can be where time is real, and longer than the machine may stand still
-    patience = 0.0  # how long one `receive` waits until it is said that nothing comes; what is known to be there may take KNOWN times that
+    # seconds, where a sentence waits for its end: as short as can be where time is real, and longer
+    # than the machine may stand still
+    lease = OUTLASTS
+    # how long one `receive` waits until it is said that nothing comes; what is known to be there
+    # may take KNOWN times that
+    patience = 0.0
     slack = 0.5  # how much later than asked a delay may end
     limit = 120.0  # seconds a sentence may take
     proxy: Proxy
@@ -90,7 +100,9 @@ class BrokerRig:
         raise NotImplementedError
 
     async def reopen(self, broker: Broker) -> Broker:
-        """The same place after the death of whoever had it open: nothing was said goodbye to. Default: the same connection."""
+        """The same place after the death of whoever had it open: nothing was said goodbye to.
+        Default: the same connection.
+        """
         return broker
 
     async def shut(self, broker: Broker) -> None:
@@ -105,7 +117,9 @@ class BrokerRig:
     # What a rig with a server of its own may offer as well.
 
     async def stop_server(self) -> None:
-        """Gone when it returns, and without a goodbye (SIGKILL); what it had confirmed is still there when it comes back."""
+        """Gone when it returns, and without a goodbye (SIGKILL); what it had confirmed is still
+        there when it comes back.
+        """
         raise unittest.SkipTest("this rig cannot stop its server")
 
     async def start_server(self) -> None:
@@ -120,10 +134,12 @@ class BrokerRig:
         raise NotImplementedError
 
     def last_word(self, broker: Broker, message: bytes) -> bytes:
-        """What is said last on the wire when something is published, once the broker is warm: the message itself, or what commits it."""
+        """What is said last on the wire when something is published, once the broker is warm: the
+        message itself, or what commits it.
+        """
         return message
 
-    # -- helpers -----------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     async def crash(self, broker: Broker) -> Broker:
         self._latest = await self.reopen(broker)
@@ -159,7 +175,9 @@ class BrokerRig:
     async def finish(
         self, sub: Subscription, held: Sequence[Delivery], others: Sequence[str] = ()
     ) -> None:
-        """After an outage: a settle that says True is true, what it refuses comes again, and so do `others`, perhaps more than once."""
+        """After an outage: a settle that says True is true, what it refuses comes again, and so do
+        `others`, perhaps more than once.
+        """
         settled: set[str] = set()
         for d in held:
             settled.update([d.id] if all(await self._acked(sub, [d])) else [])
@@ -210,7 +228,9 @@ class BrokerRig:
         return await self.take(sub, n) + await self.left(sub)
 
     async def before(self, due: float, sub: Subscription) -> list[Delivery]:
-        """What comes although it is to wait until `due`: a fault, unless the machine stood still until then."""
+        """What comes although it is to wait until `due`: a fault, unless the machine stood still
+        until then.
+        """
         early = await self.left(sub)
         assert not early or self.now() > due - 0.05, "it came before its time"
         return early

@@ -1,4 +1,6 @@
-"""The pretend web: a small HTTP/1.1 server for tests, demo and benchmark, with an access log to count fetches by. No client, and nothing for production."""
+"""The pretend web: a small HTTP/1.1 server for tests, demo and benchmark, with an access log to
+count fetches by. No client, and nothing for production.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ Handler: TypeAlias = Callable[[Request], Reply | Awaitable[Reply]]
 
 @dataclass(slots=True)
 class Entry:
-    """One request in the access log, entered when it arrived. `status` 0: not answered (yet), cut off, or nobody waited for it."""
+    """One request in the access log, entered when it arrived. `status` 0: not answered (yet), cut
+    off, or nobody waited for it.
+    """
 
     at: int  # µs since the epoch: the request was whole
     port: int
@@ -70,9 +74,11 @@ def _micros() -> int:
 
 
 class Web:
-    """`async with Web() as web:` listens on a free port of 127.0.0.1. A bug in a handler is answered 500 and raised when the block ends.
+    """`async with Web() as web:` listens on a free port of 127.0.0.1. A bug in a handler is
+    answered 500 and raised when the block ends.
 
-    `handler` answers everything; without one, `route()` does, and the rest is 404. `remember=False` keeps counts but no entries, for long runs.
+    `handler` answers everything; without one, `route()` does, and the rest is 404. `remember=False`
+    keeps counts but no entries, for long runs.
     """
 
     def __init__(
@@ -167,7 +173,9 @@ class Web:
         return f"http://{host or self.host}:{port or self.port}{path}"
 
     def route(self, path: str, answer: Handler | Reply | str | bytes) -> None:
-        """`path` is exact, or a prefix where it ends in `*` (the longest wins). What is no handler answers GET and HEAD."""
+        """`path` is exact, or a prefix where it ends in `*` (the longest wins). What is no handler
+        answers GET and HEAD.
+        """
         handler = (
             answer
             if callable(answer)
@@ -232,7 +240,9 @@ def _fixed(answer: Reply) -> Handler:
 
 
 class _Connection(asyncio.Protocol):
-    """Reads whole requests and answers them in order; while one is being answered, the rest waits in the kernel."""
+    """Reads whole requests and answers them in order; while one is being answered, the rest waits
+    in the kernel.
+    """
 
     transport: asyncio.Transport
 
@@ -378,11 +388,13 @@ class _Connection(asyncio.Protocol):
                 self.transport.close()
 
 
-# -- a target in its own process -------------------------------------------------------------------------------------------
+# -- a target in its own process -------------------------------------------------------------------
 
 
 def ends_dead(n: int, share: float) -> bool:
-    """The plan of `--dead-share`: whether /p/<n> always answers 404. Spread evenly, the same in every process."""
+    """The plan of `--dead-share`: whether /p/<n> always answers 404. Spread evenly, the same in
+    every process.
+    """
     return int((n + 1) * share) > int(n * share)
 
 
@@ -402,7 +414,9 @@ def product_page(n: int) -> bytes:
 
 
 def target(pages: int, *, dead_share: float = 0.0, delay: float = 0.0) -> Handler:
-    """Serves /p/0 … /p/<pages-1>, /urls.txt (their addresses, one a line) and a robots.txt that allows all."""
+    """Serves /p/0 … /p/<pages-1>, /urls.txt (their addresses, one a line) and a robots.txt that
+    allows all.
+    """
 
     def handler(request: Request) -> Reply:
         if request.path.startswith("/p/"):

@@ -1,4 +1,6 @@
-"""HTTP/1.1 on the wire as the pretend web speaks it: the values, strict parsing with caps, encoding. No sockets, no loop."""
+"""HTTP/1.1 on the wire as the pretend web speaks it: the values, strict parsing with caps,
+encoding. No sockets, no loop.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What to answer, after `delay` seconds. `drop` cuts the connection instead; `raw` goes out as it is, then the connection closes."""
+    """What to answer, after `delay` seconds. `drop` cuts the connection instead; `raw` goes out as
+    it is, then the connection closes.
+    """
 
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +83,9 @@ def json_reply(value: Any, status: int = 200, **headers: str) -> Reply:
 
 
 def tagged(request: Request, answer: Reply) -> Reply:
-    """The same answer with an ETag made from its body, or 304 where the client has that body already (RFC 9110, weak comparison)."""
+    """The same answer with an ETag made from its body, or 304 where the client has that body
+    already (RFC 9110, weak comparison).
+    """
     etag = f'"{hashlib.blake2b(answer.body, digest_size=12).hexdigest()}"'
     wanted = request.headers.get("if-none-match")
     if wanted is not None and (
@@ -91,7 +97,9 @@ def tagged(request: Request, answer: Reply) -> Reply:
 
 
 class Refused(Exception):
-    """A request outside the rules or the caps: answered with this status, then the connection closes."""
+    """A request outside the rules or the caps: answered with this status, then the connection
+    closes.
+    """
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -173,7 +181,9 @@ def _body_length(headers: Mapping[str, str]) -> int | None:
 
 
 def take_body(head: Head, buffer: bytearray) -> bool:
-    """Moves what has arrived of the body from the buffer to the head; True when it is whole. Raises Refused."""
+    """Moves what has arrived of the body from the buffer to the head; True when it is whole. Raises
+    Refused.
+    """
     if head.length is None:
         return _take_chunks(head, buffer)
     if len(buffer) < head.length:
