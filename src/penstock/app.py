@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock import locks, units
+from penstock import locks
 from penstock.books import PARK_BEYOND, Books
 from penstock.clock import SystemClock
 from penstock.desk import SinkBinding
@@ -27,6 +27,7 @@ from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
 from penstock.intake import Intake
 from penstock.ledgers.sql import OPEN
+from penstock.loading import load
 from penstock.locks import WorkerLock
 from penstock.mapping import Mapping as SourceMapping
 from penstock.model import mint
@@ -35,10 +36,11 @@ from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
 from penstock.opening import Politeness, Stores, adapter, open_stores, settings, worker_id
 from penstock.options import Config
-from penstock.pipeline import Pipeline, SourceSpec, load
+from penstock.pipeline import Pipeline, SourceSpec
 from penstock.ports import Clock, Extraction, Row, ServedSource, Sink, Source, TableSink
 from penstock.reader import Reader
 from penstock.rules import retry
+from penstock.rules.masking import mask
 from penstock.rules.robots import product_token
 from penstock.sinks.sqlite import SqliteSink
 from penstock.sources.context import SourceContext
@@ -392,7 +394,7 @@ class Running:
             self.readers.append(
                 Reader(
                     source,
-                    units.mask(spec.url),
+                    mask(spec.url),
                     intake,
                     self.stores.sources,
                     lock,

@@ -143,7 +143,7 @@ def settings(loaded: Loaded, file: str | None) -> Iterator[Finding]:
         if chosen:
             try:
                 from penstock.app import open_sinks
-                from penstock.pipeline import load
+                from penstock.loading import load
 
                 pipeline = load(path)
                 open_sinks(pipeline, Path.cwd())

@@ -306,7 +306,7 @@ def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker,
     from penstock.connect.planning import make_plan
     from penstock.connect.rendering import render
     from penstock.connect.rest import Worker
-    from penstock.pipeline import load
+    from penstock.loading import load
 
     config = common.load().config
     chosen = file or config.pipeline
@@ -325,7 +325,7 @@ def _pipeline_name(given: str | None) -> str | None:
     """As it is called; a file is asked for its name."""
     if given is None or not given.endswith((".py", ".toml")):
         return given
-    from penstock.pipeline import load
+    from penstock.loading import load
 
     return load(given).name
 

@@ -69,8 +69,9 @@ def fetch(
     import msgspec
 
     from penstock import units
-    from penstock.intake import event_of
+    from penstock.intake import new_id
     from penstock.model import Ask, Route
+    from penstock.rules.events import event_of
     from penstock.rules.identity import BadUrl
 
     if ignore_robots is not None and not ignore_robots.strip():
@@ -88,6 +89,7 @@ def fetch(
     try:
         event = event_of(
             url,
+            id_=new_id(),
             source="fetch",
             route=Route(geo=geo, pool=pool, account=account),
             force=True,
@@ -455,7 +457,7 @@ class _Seen:
 
 def _masked(headers: Mapping[str, str]) -> dict[str, str]:
     """Names as they came; values that let somebody in are hidden, and so are passwords and tokens in addresses."""
-    from penstock.units import mask
+    from penstock.rules.masking import mask
 
     found = {}
     for name, value in headers.items():

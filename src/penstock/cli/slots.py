@@ -140,7 +140,7 @@ def _state(slot: SlotInfo) -> Any:
 
 
 def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSpec]:
-    from penstock.pipeline import load
+    from penstock.loading import load
 
     chosen = file or config.pipeline
     if not chosen:
