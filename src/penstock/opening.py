@@ -24,10 +24,12 @@ from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
 from penstock.desk import Settings, SinkBinding
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
+from penstock.ledgers import sql_queries
 from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.ledgers.sql_sources import SqlSources
 from penstock.options import Config
 from penstock.ports import Clock, TopicSpec
+from penstock.reports import Reports
 from penstock.rules import breaker
 from penstock.stores.context import Context
 
@@ -64,6 +66,7 @@ class Stores:
         self.db = ledger.db
         self.outbox = SqlOutbox(self.db)
         self.sources = SqlSources(self.db)
+        self.reports: Reports = sql_queries
         self.proxies = claims.proxies if claims.apart else SqlProxies(self.db, self.clock)
         self.hosts = claims.hosts if claims.apart else SqlHosts(claims)
         self.books = self.with_settings(settings(config))

@@ -19,7 +19,7 @@ from penstock import locks
 from penstock.cli.options import ask
 from penstock.cli.output import joined, lasting, plural, short, size
 from penstock.errors import PenstockError
-from penstock.ledgers import sql_queries
+from penstock.reports import SCAN
 from penstock.stores.sqlite import (
     NETWORK_FILE_SYSTEMS,
     file_system_of,
@@ -29,9 +29,9 @@ from penstock.stores.sqlite import (
 
 if TYPE_CHECKING:
     from penstock.config import Loaded
-    from penstock.ledgers.sql_queries import Audit
     from penstock.opening import Stores
     from penstock.options import Config
+    from penstock.reports import Audit
 
 LOW, VERY_LOW = 1 << 30, 64 << 20  # free disk space
 PROBE = 'from penstock import Pipeline\np = Pipeline("doctor")\n@p.extract\ndef probe(page):\n    yield {"url": page.url}\n'
@@ -206,7 +206,7 @@ def store(stores: Stores) -> Iterator[Finding]:
     now = stores.clock.now()
     audit = ask(
         stores,
-        lambda tx: sql_queries.audit(
+        lambda tx: stores.reports.audit(
             tx, stores.broker.audit_in(tx, now), entered=stores.ledger.entered_in(tx)
         ),
     )
@@ -288,7 +288,7 @@ def _queue(a: Audit) -> Finding:
 
 
 def _workers(stores: Stores, a: Audit) -> Iterator[Finding]:
-    held = ask(stores, lambda tx: stores.broker.running_in(tx, sql_queries.SCAN))
+    held = ask(stores, lambda tx: stores.broker.running_in(tx, SCAN))
     directory = stores.workers_directory
     dead = {worker: n for worker, n in held.items() if not locks.worker_alive(directory, worker)}
     alive = [sign for sign in directory.glob("*.alive") if locks.holder_alive(sign)]
@@ -321,7 +321,7 @@ def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
                 f"{name}: {noted:,} rows should wait and {rows:,} do",
                 "please report it; keep a copy of the state directory",
             )
-    for sink in ask(stores, sql_queries.sinks):
+    for sink in ask(stores, stores.reports.sinks):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
         end = (

@@ -113,10 +113,10 @@ class Common:
         finally:
             opened.close()
 
-    def read(self, question: Callable[[Any], T]) -> T:
+    def read(self, question: Callable[[Stores, Any], T]) -> T:
         """One question to the books, answered from one moment."""
         with self.stores() as stores:
-            return ask(stores, question)
+            return ask(stores, lambda tx: question(stores, tx))
 
 
 @Parameter(name="*")
