@@ -300,6 +300,15 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine gives a store that lies in a file."""
+
+    sqlite: tuple[int, ...]  # its version
+    wal_reset_bug: bool
+    file_system: str  # "" where nobody knows
+    network: bool  # that file system is on another machine
+
+
 class PageStore(Protocol):
     """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that
     names them, in the books' transaction. The `_in` methods are given the ledger's transaction,

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from penstock.ports import PageMeta, QueueAudit
+from penstock.ports import Clock, PageMeta, QueueAudit
 
 SCAN = 200_000  # rows looked at, newest first, where no index answers
 _decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
@@ -256,3 +256,19 @@ class Reports(Protocol):
 
     def letter_groups(self, tx: Any, which: Filter, most: int) -> tuple[list[Cause], int]:
         """(causes, letters in all), the largest cause first."""
+
+
+# -- all that is open ------------------------------------------------------------------------------
+
+
+class OpenPorts(Protocol):
+    """The adapters of one configuration, open: what an operator's questions and decisions need."""
+
+    db: Any
+    clock: Clock
+    broker: Any
+    ledger: Any
+    claims: Any
+    hosts: Any
+    pages: Any
+    reports: Reports

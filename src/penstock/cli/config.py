@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, styled, table
-from penstock.cli.output import show as show_table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    plain,
+    print_json,
+    say,
+    styled,
+    table,
+)
+from penstock.cli.output import (
+    show as show_table,
+)
+from penstock.figures import plural
 from penstock.rules.masking import mask
 
 if TYPE_CHECKING:

@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from penstock.cli.options import DEFAULTS, Common, Json, confirmed
-from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, show, styled, table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    plain,
+    print_json,
+    say,
+    show,
+    styled,
+    table,
+)
 from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, UsageError
+from penstock.figures import plural
 
 if TYPE_CHECKING:
     from penstock.connect.planning import Plan, Step

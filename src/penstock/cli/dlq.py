@@ -31,21 +31,18 @@ from penstock.cli.output import (
     FOLD,
     RIGHT,
     console,
-    count,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
-    short,
     styled,
     table,
 )
-from penstock.cli.output import show as show_table
+from penstock.cli.output import (
+    show as show_table,
+)
 from penstock.cli.trace import step_document
 from penstock.errors import BadEnvelope, UsageError
+from penstock.figures import count, iso, lasting, moment, plural, short
 from penstock.model import Event, Priority, decode_event
 from penstock.reports import EventRow, Filter, Letter, Step
 

@@ -13,12 +13,9 @@ from penstock.cli.output import (
     FIXED,
     FOLD,
     RIGHT,
-    lasting,
-    moment,
     plain,
     print_json,
     say,
-    short,
     show,
     status_text,
     styled,
@@ -26,6 +23,7 @@ from penstock.cli.output import (
 )
 from penstock.cli.trace import row_document
 from penstock.errors import UsageError
+from penstock.figures import lasting, moment, short
 from penstock.reports import SCAN
 
 app = App(name="events", help="list events")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock.cli.output import joined, short
 from penstock.errors import PenstockError, UsageError
+from penstock.figures import joined, short
 
 if TYPE_CHECKING:
     from penstock.opening import Stores

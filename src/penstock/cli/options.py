@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from penstock.cli.output import plain
+from penstock.cli.output import (
+    plain,
+)
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:

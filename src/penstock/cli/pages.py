@@ -19,19 +19,17 @@ from penstock.cli.output import (
     FOLD,
     RIGHT,
     console,
-    iso,
-    moment,
     plain,
-    plural,
     print_json,
     say,
-    short,
-    size,
     styled,
     table,
 )
-from penstock.cli.output import show as show_table
+from penstock.cli.output import (
+    show as show_table,
+)
 from penstock.errors import PenstockError, UsageError
+from penstock.figures import iso, moment, plural, short, size
 
 if TYPE_CHECKING:
     from penstock.opening import Stores

@@ -13,8 +13,14 @@ from cyclopts import Parameter
 from penstock import units
 from penstock.cli.main import STDIN
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import console, plural, print_json, say, short, styled
+from penstock.cli.output import (
+    console,
+    print_json,
+    say,
+    styled,
+)
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
+from penstock.figures import plural, short
 from penstock.rules.masking import mask
 
 if TYPE_CHECKING:

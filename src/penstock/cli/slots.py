@@ -12,7 +12,16 @@ from cyclopts import App, Parameter
 
 from penstock import units
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import FOLD, RIGHT, plain, print_json, say, show, styled, table
+from penstock.cli.output import (
+    FOLD,
+    RIGHT,
+    plain,
+    print_json,
+    say,
+    show,
+    styled,
+    table,
+)
 from penstock.errors import DIFFERENCES, OK, UsageError
 
 if TYPE_CHECKING:

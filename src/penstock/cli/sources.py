@@ -15,12 +15,7 @@ from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import (
     FOLD,
     RIGHT,
-    count,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
     show,
@@ -28,6 +23,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, UsageError
+from penstock.figures import count, iso, lasting, moment, plural
 from penstock.rules.masking import mask
 
 if TYPE_CHECKING:

@@ -12,17 +12,13 @@ from penstock.cli.output import (
     FOLD,
     RIGHT,
     console,
-    count,
-    iso,
-    lasting,
     plain,
-    plural,
     print_json,
-    short,
     status_text,
     styled,
     table,
 )
+from penstock.figures import count, iso, lasting, plural, short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

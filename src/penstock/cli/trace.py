@@ -12,18 +12,13 @@ from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import (
     console,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
-    short,
-    size,
     status_text,
     styled,
 )
 from penstock.errors import BadEnvelope
+from penstock.figures import iso, lasting, moment, plural, short, size
 from penstock.model import Event, decode_event
 from penstock.reports import EventRow, Letter, Step
 
