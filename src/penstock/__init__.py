@@ -1,6 +1,7 @@
 """Penstock: something changed goes in, one correct row comes out."""
 
-from penstock.model import ErrorClass, Event, Failure, Follow, Page, Removed, Route
+from penstock.model import ErrorClass, Event, Failure, Follow, Removed, Route
+from penstock.page import Page
 from penstock.pipeline import Change, Pipeline
 
 __all__ = [

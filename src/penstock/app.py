@@ -14,11 +14,11 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from penstock import locks, units
+from penstock import locks
 from penstock.books import PARK_BEYOND, Books
 from penstock.clock import SystemClock
 from penstock.desk import SinkBinding
@@ -27,6 +27,7 @@ from penstock.flusher import Flusher
 from penstock.hooks import HookRunner
 from penstock.intake import Intake
 from penstock.ledgers.sql import OPEN
+from penstock.loading import load
 from penstock.locks import WorkerLock
 from penstock.mapping import Mapping as SourceMapping
 from penstock.model import mint
@@ -35,17 +36,30 @@ from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
 from penstock.opening import Politeness, Stores, adapter, open_stores, settings, worker_id
 from penstock.options import Config
-from penstock.pipeline import Pipeline, SourceSpec, load
-from penstock.ports import Clock, Extraction, Row, ServedSource, Sink, Source, TableSink
+from penstock.pipeline import Pipeline, SourceSpec
+from penstock.ports import (
+    Clock,
+    Extraction,
+    Fetcher,
+    Pace,
+    RobotsCache,
+    Row,
+    ServedSource,
+    Sink,
+    Source,
+    TableSink,
+)
 from penstock.reader import Reader
 from penstock.rules import retry
+from penstock.rules.masking import mask
+from penstock.rules.proxies import Member
 from penstock.rules.robots import product_token
 from penstock.sinks.sqlite import SqliteSink
 from penstock.sources.context import SourceContext
 from penstock.sources.web import SourceWeb
 from penstock.stages.fetch import FetchOptions, FetchStage
 from penstock.stages.inprocess import InProcess
-from penstock.stages.proxies import Proxies
+from penstock.stages.proxies import Proxies, fetch_list
 from penstock.stages.sandbox import Limits, Sandbox
 from penstock.telemetry import Signals
 from penstock.worker import ENTRY, Options, Stage, Worker
@@ -68,6 +82,10 @@ FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
 
 
 # -- running ---------------------------------------------------------------------------------------
+
+
+class PaceWithRobots(Pace, RobotsCache, Protocol):
+    """The claims: they hold both."""
 
 
 class Running:
@@ -392,7 +410,7 @@ class Running:
             self.readers.append(
                 Reader(
                     source,
-                    units.mask(spec.url),
+                    mask(spec.url),
                     intake,
                     self.stores.sources,
                     lock,
@@ -637,6 +655,31 @@ def fetch_options(
         key_by=config.pace.by,
         soft_404=config.fetch.soft_404,
     )
+
+
+def open_stage(
+    config: Config,
+    store: Politeness,
+    fetcher: Fetcher,
+    pace: PaceWithRobots,
+    *,
+    lists_by: Fetcher,
+    ignore_robots: bool = False,
+) -> tuple[FetchStage, Proxies]:
+    """What one request needs beside the client. `lists_by` fetches the lists of proxies."""
+    proxies = Proxies(config.proxies, store.proxies, lists_by, store.clock, store.context.rng)
+    options = fetch_options(config, ignore_robots=ignore_robots)
+    return FetchStage(fetcher, pace, pace, store.clock, options, proxies), proxies
+
+
+async def listed_proxies(fetcher: Fetcher, url: str) -> tuple[Member, ...]:
+    """A provider's list. Raises Failure."""
+    return await fetch_list(fetcher, url)
+
+
+def open_sandbox(file: Path) -> Sandbox:
+    """For a look whether it starts: without the limits of a configuration."""
+    return Sandbox(file)
 
 
 def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:

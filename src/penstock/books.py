@@ -32,9 +32,9 @@ from penstock.ports import Accepted, Admitted, Delivery, End, Finding, Holder, P
 from penstock.rules import breaker, freshness
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
+from penstock.rules.masking import mask
 from penstock.rules.proxies import needs_proxy
 from penstock.seen import Seen
-from penstock.units import mask
 from penstock.upkeep import Upkeep
 
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window

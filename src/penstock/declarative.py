@@ -15,7 +15,8 @@ import msgspec
 
 from penstock import queries
 from penstock.errors import ConfigError
-from penstock.model import ErrorClass, Failure, Follow, Page
+from penstock.model import ErrorClass, Failure, Follow
+from penstock.page import Page
 from penstock.pipeline import Pipeline
 from penstock.selecting import SelectorList
 from penstock.transforms import TRANSFORMS, Transform, Unreadable

@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from penstock.ports import Exempt
+from penstock.reports import OpenPorts
 from penstock.rules import pace
 from penstock.rules.identity import host_key
 from penstock.rules.robots import from_answer
 from penstock.rules.verdict import Breach
-
-if TYPE_CHECKING:
-    from penstock.opening import Stores
 
 TOPIC, GROUP = "requests", "main"
 BATCH = 1000  # parked events set free in one transaction
@@ -67,7 +65,7 @@ def host_of(text: str, by: Literal["host", "domain"] = "host") -> str:
 
 
 class Domains:
-    def __init__(self, stores: Stores, agent: str) -> None:
+    def __init__(self, stores: OpenPorts, agent: str) -> None:
         self._stores, self._hosts, self._clock, self._agent = (
             stores,
             stores.hosts,

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.model import REMOVED, ErrorClass, Failure, Follow, Link, Page, Record, Removed
+from penstock.model import REMOVED, ErrorClass, Failure, Follow, Link, Record, Removed
+from penstock.page import Page
 from penstock.pipeline import Extractor, Pipeline
 from penstock.ports import Extracted
 from penstock.rules.identity import BadUrl
@@ -40,6 +41,7 @@ _OURS = frozenset(
         "queries.py",
         "declarative.py",
         "model.py",
+        "page.py",
     )
 )
 

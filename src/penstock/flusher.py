@@ -13,8 +13,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.clock import nap
 from penstock.errors import PenstockError
 from penstock.locks import Lock, Lost, note_of
-from penstock.ports import Clock, FileSink, Row, Sink
-from penstock.sinks import Reopen
+from penstock.ports import Clock, FileSink, Reopen, Row, Sink
 
 T = TypeVar("T")
 

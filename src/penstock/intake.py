@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.books import Books
 from penstock.model import Event, Priority, Route
 from penstock.ports import Accepted, Batch, Clock, Finding
-from penstock.rules.identity import BadUrl, canonical_url, host_key
+from penstock.rules.events import ANY_ROUTE, Refused, event_of
+from penstock.rules.identity import BadUrl
 
 if TYPE_CHECKING:
     from penstock.mapping import Mapping
 
-ANY_ROUTE = Route()
 FULL_WAIT = 0.5  # a full queue stops the reading, never drops
 
 
@@ -32,36 +32,6 @@ class Pushed(msgspec.Struct, kw_only=True):
 def new_id() -> str:
     """For events whose cause has no name of its own: a push."""
     return secrets.token_hex(16)
-
-
-def event_of(
-    url: str,
-    *,
-    id_: str | None = None,
-    source: str = "push",
-    cause: str = "",
-    route: Route = ANY_ROUTE,
-    priority: int = Priority.NORMAL,
-    force: bool = False,
-    window: float | None = None,
-    trace: str | None = None,
-    host_by: Literal["host", "domain"] = "host",
-) -> Event:
-    """Raises BadUrl."""
-    canonical = canonical_url(url)
-    event_id = id_ or new_id()
-    return Event(
-        id=event_id,
-        url=canonical,
-        key=host_key(canonical, by=host_by),
-        source=source,
-        trace=trace or event_id,
-        cause=cause,
-        route=route,
-        priority=priority,
-        force=force,
-        window=window,
-    )
 
 
 async def push(
@@ -107,6 +77,7 @@ async def push(
             waiting.append(
                 event_of(
                     url,
+                    id_=new_id(),
                     source=source,
                     route=route,
                     priority=Priority.named(priority),
@@ -125,16 +96,6 @@ async def push(
 
 
 # -- sources ---------------------------------------------------------------------------------------
-
-
-class Refused(Exception):
-    """A finding makes no event; the reason, for people."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = " ".join(
-            reason.encode("utf-8", "replace").decode().split()
-        )  # parts of it may come from anywhere
 
 
 class Taken(msgspec.Struct, kw_only=True):

@@ -12,10 +12,10 @@ import msgspec
 
 from penstock import units
 from penstock.errors import ConfigError
-from penstock.intake import Refused, event_of
 from penstock.model import Event, Priority, Route
 from penstock.pipeline import SourceSpec
 from penstock.ports import Finding
+from penstock.rules.events import Refused, event_of
 from penstock.rules.expressions import Expression, Unfit
 from penstock.rules.identity import BadUrl, canonical_url
 

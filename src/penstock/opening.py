@@ -24,11 +24,14 @@ from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
 from penstock.desk import Settings, SinkBinding
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
+from penstock.ledgers import sql_queries
 from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.ledgers.sql_sources import SqlSources
 from penstock.options import Config
-from penstock.ports import Clock, TopicSpec
+from penstock.ports import Clock, StoreFacts, TopicSpec
+from penstock.reports import Reports
 from penstock.rules import breaker
+from penstock.stores import sqlite
 from penstock.stores.context import Context
 
 T = TypeVar("T")
@@ -64,6 +67,7 @@ class Stores:
         self.db = ledger.db
         self.outbox = SqlOutbox(self.db)
         self.sources = SqlSources(self.db)
+        self.reports: Reports = sql_queries
         self.proxies = claims.proxies if claims.apart else SqlProxies(self.db, self.clock)
         self.hosts = claims.hosts if claims.apart else SqlHosts(claims)
         self.books = self.with_settings(settings(config))
@@ -268,6 +272,21 @@ def _ensure(stores: Stores) -> None:
         lambda tx: stores.broker.has_in(tx, [t.name for t in TOPOLOGY])
     ):  # most who open only want to look
         stores.db.write_now(lambda tx: stores.broker.ensure_in(tx, TOPOLOGY))
+
+
+def store_facts(directory: Path) -> StoreFacts:
+    """What SQLite and the file system of this directory are."""
+    version, kind = sqlite.sqlite_version(), sqlite.file_system_of(directory)
+    return StoreFacts(
+        sqlite=version,
+        wal_reset_bug=sqlite.has_wal_reset_bug(version),
+        file_system=kind,
+        network=kind in sqlite.NETWORK_FILE_SYSTEMS,
+    )
+
+
+def sqlite_version() -> tuple[int, ...]:
+    return sqlite.sqlite_version()
 
 
 def worker_id() -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from penstock import units
+from penstock.rules.masking import mask
 from penstock.rules.proxies import canonical_list, masked_list, parse_members
 
 PREFIX = "PENSTOCK_"
@@ -77,7 +78,7 @@ _REST = units.Kind(
     name="URL",
     expected='an http or https URL such as "http://127.0.0.1:8083"',
     read=units.texts(r"https?://[^\x00-\x20\x7f]+", "").read,
-    masked=units.mask,
+    masked=mask,
 )
 _WORDS = units.Kind(
     name="list of names",

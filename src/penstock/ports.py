@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import msgspec
 
-from penstock.model import Event, Link, Outcome, Page, Record
+from penstock.model import Event, Link, Outcome, Record
 
 T = TypeVar("T")
 
@@ -300,6 +300,15 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine gives a store that lies in a file."""
+
+    sqlite: tuple[int, ...]  # its version
+    wal_reset_bug: bool
+    file_system: str  # "" where nobody knows
+    network: bool  # that file system is on another machine
+
+
 class PageStore(Protocol):
     """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that
     names them, in the books' transaction. The `_in` methods are given the ledger's transaction,
@@ -354,6 +363,12 @@ class Row(msgspec.Struct, frozen=True):
     key: str
     body: bytes
     order: int  # acceptance order of its event: a keyed sink never goes back
+
+
+class Reopen(OSError):
+    """Nothing was written; the target is not in the noted state any more (moved, rewritten). Open
+    it again and write then.
+    """
 
 
 class Sink(Protocol):
@@ -472,6 +487,39 @@ class DirectFetcher(Fetcher, Protocol):
         """
 
 
+class PageFetcher(Protocol):
+    """An event to its answer: robots.txt, redirects, proxies and the verdict are its business.
+
+    The slot of the event's own host was awaited before. Every further request takes one of its own.
+    """
+
+    def begin(self, event: Event, baseline: Baseline | None, done: Done) -> Cancellable | None:
+        """Send without a task, where there is nothing to wait for but the answer. `done` gets what
+        came. `is_final` says whether that is all. None: nothing was sent, and `fetch` has to do it.
+        """
+
+    def is_final(self, event: Event, response: Response) -> bool:
+        """Is this answer, to what `begin` sent, the one to go on with? False: `fetch` has more to
+        do. Raises Failure by its verdict.
+        """
+
+    async def fetch(
+        self,
+        event: Event,
+        baseline: Baseline | None,
+        *,
+        turn: int = 0,
+        answer: Response | None = None,
+        sleep: Callable[[float], Awaitable[None]] | None = None,
+        again: bool = False,
+    ) -> Response:
+        """The final answer, with the hops that led to it. Raises Failure for everything else.
+
+        `turn`: how often the event was blocked. `answer`: to its first request, where `begin` sent
+        it. `sleep`: how to wait for a slot. `again`: its slot was used already.
+        """
+
+
 class RobotsCache(Protocol):
     """robots.txt bodies per origin, shared by the fleet, with the time they are good until."""
 
@@ -584,6 +632,18 @@ class Extracted(msgspec.Struct, kw_only=True):
     after: float | None = None  # the user's own wish for the next try
 
 
+class FetchedPage(msgspec.Struct, frozen=True):
+    """A page on its way to its extractors. Header names are lower case."""
+
+    url: str
+    body: bytes
+    status: int
+    headers: dict[str, str]
+    fetched_at: float
+    event: Event | None
+    requested_url: str
+
+
 @runtime_checkable
 class Extraction(Protocol):
     """Runs the user's code on pages. Never raises for what that code does; a death is a result of
@@ -591,7 +651,7 @@ class Extraction(Protocol):
     """
 
     async def extract(
-        self, pages: Sequence[Page], *, alone: bool = False
+        self, pages: Sequence[FetchedPage], *, alone: bool = False
     ) -> Sequence[Extracted]: ...
 
     async def hooks(self, changes: Sequence[bytes]) -> Sequence[str]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from re import Pattern
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import Any, NoReturn, Protocol, overload
 
 import msgspec
 import turbohtml.detect as charsets  # importing it registers the whatwg-* codecs
@@ -20,10 +20,6 @@ from penstock import queries
 from penstock.beginnings import SMALLEST, Beginning, beginning
 from penstock.queries import Found, Path, Query, string
 from penstock.rules.identity import BadUrl, canonical_url, join
-
-if TYPE_CHECKING:
-    from penstock.model import Page
-
 
 # -- the surface -----------------------------------------------------------------------------------
 
@@ -330,7 +326,18 @@ def base_url(document: Selector, url: str) -> str:
 _URL = re.compile(r"\s*(?:https?:|/)", re.IGNORECASE)
 
 
-def links_of(page: Page, links: str | Iterable[Any]) -> Iterator[str]:
+class Linking(Protocol):
+    """What `links_of` needs of a page."""
+
+    followed: set[str]
+
+    @property
+    def base_url(self) -> str: ...
+
+    def css(self, query: str) -> SelectorList: ...
+
+
+def links_of(page: Linking, links: str | Iterable[Any]) -> Iterator[str]:
     """Absolute canonical http(s) URLs, each once, in order. `links`: a CSS selector, or URLs (or
     what `page.css` found).
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.rules.masking import mask
+
 _DURATION = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _SIZE = {
     "B": 1,
@@ -30,9 +32,6 @@ _DECIMAL = r"[0-9]+(?:\.[0-9]+)?"
 _DURATION_PART = re.compile(rf"({_DECIMAL})\s*(ms|s|m|h|d|w)")
 _NAME = re.compile(
     r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_][a-z0-9_-]{0,62})*\.?", re.I
-)
-_SECRET_PARAMETER = re.compile(
-    r"(?i)((?:^|[?&;\s])[^=&;?\s]*(?:pass|pwd|secret|token|key|credential|auth)[^=&;?\s]*=)[^&;#\s]*"
 )
 _LARGEST = 10**15
 
@@ -356,20 +355,6 @@ PORTS = Kind(
 
 
 # -- addresses of stores ---------------------------------------------------------------------------
-
-
-def mask(url: str) -> str:
-    """The URL without its passwords: for everything that is printed, logged or stored. Rather too
-    much is masked than too little.
-    """
-    scheme, colon, rest = url.partition(":")
-    slashes = rest[: len(rest) - len(rest.lstrip("/"))]
-    rest = rest[len(slashes) :]
-    at = rest.rfind("@")  # the last one: passwords are often put in unescaped
-    if at >= 0 and scheme not in ("sqlite", "file"):
-        user, separator, _ = rest[:at].partition(":")
-        rest = f"{user}{separator}{'***' if separator else ''}{rest[at:]}"
-    return scheme + colon + slashes + _SECRET_PARAMETER.sub(r"\1***", rest)
 
 
 DSN = Kind(

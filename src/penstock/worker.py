@@ -18,7 +18,7 @@ import msgspec
 from penstock.books import Books
 from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.grouping import Group
-from penstock.model import ErrorClass, Event, Failure, Page, Release, decode_event, page_id
+from penstock.model import ErrorClass, Event, Failure, Release, decode_event, page_id
 from penstock.ports import (
     Baseline,
     Clock,
@@ -26,7 +26,9 @@ from penstock.ports import (
     End,
     Extracted,
     Extraction,
+    FetchedPage,
     Out,
+    PageFetcher,
     PageMeta,
     Response,
     Subscription,
@@ -35,7 +37,6 @@ from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.proxies import PoolExhausted
-from penstock.stages.fetch import FetchStage
 from penstock.stages.handover import PageMessage, RecordsMessage, page_message
 from penstock.telemetry import Signals
 from penstock.turns import Item, Turns
@@ -83,7 +84,7 @@ class Worker:
         last: Stage,
         books: Books,
         subscription: Subscription,
-        fetch: FetchStage | None,
+        fetch: PageFetcher | None,
         extraction: Extraction | None,
         suspects: Extraction | None,
         signature: Callable[[str], str],
@@ -635,9 +636,7 @@ class Worker:
     async def _extract(self, items: Sequence[Item], by: Extraction) -> None:
         try:
             pages = [
-                Page.received(
-                    m.url, i.body, m.status, m.headers, m.fetched_at, i.event, i.event.url
-                )
+                FetchedPage(m.url, i.body, m.status, m.headers, m.fetched_at, i.event, i.event.url)
                 for i in items
                 if (m := i.meta) is not None
             ]

@@ -26,8 +26,8 @@ from penstock import config
 from penstock.brokers import kafka_dsn, rabbitmq_link, sqs_wire
 from penstock.cli.main import COMMANDS, build
 from penstock.errors import PenstockError
+from penstock.loading import load
 from penstock.options import OPTIONS, pool_options
-from penstock.pipeline import load
 from penstock.ports import Capabilities, Row
 from penstock.stores import redis
 from penstock.testing.conformance import BrokerConformance

@@ -24,7 +24,7 @@ from penstock.brokers.sqlite import SqliteBroker
 from penstock.claims.sql import SqlClaims
 from penstock.desk import Settings, SinkBinding
 from penstock.errors import BadEnvelope, StoreUnavailable
-from penstock.intake import event_of, push
+from penstock.intake import push
 from penstock.ledgers.sql import SqlLedger
 from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.ledgers.sqlite import SqliteLedger
@@ -33,6 +33,7 @@ from penstock.model import REMOVED, Event, Link, Record, decode_event, encode_ev
 from penstock.pages.segments import SegmentStore
 from penstock.ports import Accepted, Admitted, Delivery, End, Out, PageMeta, TopicSpec
 from penstock.rules import breaker, pace
+from penstock.rules.events import event_of
 from penstock.stages.handover import PageMessage
 from penstock.stores.sqlite import Database
 from penstock.testing.clock import ManualClock

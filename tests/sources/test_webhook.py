@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from penstock import config
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, RequestRefused
-from penstock.intake import Refused
 from penstock.mapping import Mapping
 from penstock.pipeline import Pipeline
 from penstock.ports import Finding
+from penstock.rules.events import Refused
 from penstock.sources.context import SourceContext
 from penstock.sources.web import SourceWeb
 from penstock.sources.webhook import Webhook, open_source

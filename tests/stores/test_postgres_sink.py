@@ -13,8 +13,8 @@ import pytest
 from tests.servers import Handle
 
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.ports import Row
-from penstock.sinks import Reopen, postgres
+from penstock.ports import Reopen, Row
+from penstock.sinks import postgres
 from penstock.stores.postgres import PostgresStore
 from penstock.stores.sql import Tx
 

@@ -12,7 +12,7 @@ from penstock import Page
 from penstock.declarative import compile_toml
 from penstock.errors import ConfigError
 from penstock.extracting import run
-from penstock.pipeline import load
+from penstock.loading import load
 
 SHOP_PY = """\
 from penstock import Page, Pipeline

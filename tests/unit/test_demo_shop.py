@@ -16,8 +16,8 @@ import pytest
 from penstock import Page
 from penstock.demo.goods import BROKEN, CATEGORIES, LIMITED, PRODUCTS
 from penstock.demo.shop import Shop, serve
+from penstock.loading import load
 from penstock.model import Follow
-from penstock.pipeline import load
 from penstock.testing.web import Reply, Request
 
 START = 1_700_000_000.0

@@ -15,7 +15,6 @@ from penstock.errors import BadEnvelope
 from penstock.model import (
     Ask,
     Event,
-    Page,
     Priority,
     Route,
     child_id,
@@ -24,6 +23,7 @@ from penstock.model import (
     mint,
     page_id,
 )
+from penstock.page import Page
 
 EVENT = Event(id="e1", url="https://shop.test/p/1", key="shop.test")
 FULL = Event(

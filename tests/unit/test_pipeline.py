@@ -10,8 +10,9 @@ import pytest
 
 from penstock import Page, Pipeline
 from penstock.errors import ConfigError
+from penstock.loading import load
 from penstock.model import Priority, Route
-from penstock.pipeline import Change, SinkSpec, SourceSpec, load
+from penstock.pipeline import Change, SinkSpec, SourceSpec
 
 
 def one(page: Page) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from penstock.model import Page
+from penstock.page import Page
 from penstock.selecting import decode, parse
 
 HTML = b"""<!doctype html><html lang=en><head><title>Shop</title></head><body>

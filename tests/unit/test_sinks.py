@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
-from penstock.ports import Row, Sink
-from penstock.sinks import Reopen, jsonl, sqlite
+from penstock.ports import Reopen, Row, Sink
 from penstock.sinks import csv as csv_sink
+from penstock.sinks import jsonl, sqlite
 from penstock.sinks.appending import Mark, read_mark
 
 csv.field_size_limit(1 << 30)

@@ -46,6 +46,7 @@ from confluent_kafka import KafkaError
 
 from penstock import units
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
+from penstock.rules.masking import mask
 from penstock.stores.kafka_access import SASL, Access, server, told
 
 ENVIRONMENT = "PENSTOCK_KAFKA_OPTIONS"
@@ -94,7 +95,7 @@ _READ: dict[str, tuple[Callable[[object], Any], str]] = {
 
 def parse(url: str, env: Mapping[str, str]) -> Settings:
     """Raises ConfigError with the place of the mistake; the password is never part of it."""
-    shown = units.mask(url)
+    shown = mask(url)
     scheme, _, rest = url.partition("://")
     if scheme not in ("kafka", "kafka+ssl") or not rest:
         raise ConfigError(

@@ -20,7 +20,7 @@ from aiormq.connection import TCPTransportFactory, TLSTransportFactory, Transpor
 
 from penstock.brokers.rabbitmq_management import Management
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
-from penstock.units import mask
+from penstock.rules.masking import mask
 
 CONNECT = 10.0  # seconds until a server that does not answer is taken for unreachable
 ANSWER = 15.0  # seconds that one request to a connected server may take

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 import msgspec
 
 from penstock.errors import ConfigError, Unreachable
-from penstock.units import mask
+from penstock.rules.masking import mask
 
 PATIENCE = 5.0  # seconds
 EXAMPLE = "?management=http://host:15672"

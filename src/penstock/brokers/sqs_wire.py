@@ -30,7 +30,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.ports import Out
-from penstock.units import mask
+from penstock.rules.masking import mask
 
 CLASSES = ("high", "normal", "low")
 NORMAL = 1

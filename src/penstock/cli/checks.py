@@ -11,28 +11,23 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from penstock import locks
-from penstock.cli.options import ask
-from penstock.cli.output import joined, lasting, plural, short, size
 from penstock.errors import PenstockError
-from penstock.ledgers import sql_queries
-from penstock.stores.sqlite import (
-    NETWORK_FILE_SYSTEMS,
-    file_system_of,
-    has_wal_reset_bug,
-    sqlite_version,
-)
+from penstock.figures import joined, lasting, plural, short, size
+from penstock.reports import SCAN
 
 if TYPE_CHECKING:
     from penstock.config import Loaded
-    from penstock.ledgers.sql_queries import Audit
-    from penstock.opening import Stores
     from penstock.options import Config
+    from penstock.pipeline import Pipeline
+    from penstock.ports import StoreFacts
+    from penstock.reports import Audit, OpenPorts
 
+T = TypeVar("T")
 LOW, VERY_LOW = 1 << 30, 64 << 20  # free disk space
 PROBE = 'from penstock import Pipeline\np = Pipeline("doctor")\n@p.extract\ndef probe(page):\n    yield {"url": page.url}\n'
 
@@ -44,13 +39,28 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
+class Probe(Protocol):
+    """A sandbox, as far as it is needed to see that it starts."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def ask(stores: OpenPorts, question: Callable[[Any], T]) -> T:
+    """One moment, however many statements the question takes."""
+    answer: T = stores.db.moment(question)
+    return answer
+
+
 # -- the machine -----------------------------------------------------------------------------------
 
 
-def machine(config: Config) -> Iterator[Finding]:
-    version = sqlite_version()
-    shown = ".".join(map(str, version))
-    if has_wal_reset_bug(version):
+def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[Finding]:
+    there = _existing(config.state.dir)
+    facts = facts_of(there)
+    shown = ".".join(map(str, facts.sqlite))
+    if facts.wal_reset_bug:
         yield Finding(
             "sqlite",
             "warn",
@@ -59,9 +69,8 @@ def machine(config: Config) -> Iterator[Finding]:
         )
     else:
         yield Finding("sqlite", "ok", f"SQLite {shown}, free of the WAL-reset bug")
-    there = _existing(config.state.dir)
-    kind = file_system_of(there)
-    if kind in NETWORK_FILE_SYSTEMS:
+    kind = facts.file_system
+    if facts.network:
         yield Finding(
             "file system",
             "fail",
@@ -129,7 +138,13 @@ def _space(there: Path) -> Finding:
 # -- settings and the pipeline ---------------------------------------------------------------------
 
 
-def settings(loaded: Loaded, file: str | None) -> Iterator[Finding]:
+def settings(
+    loaded: Loaded,
+    file: str | None,
+    *,
+    open_sinks: Callable[[Pipeline, Path], object],
+    open_sandbox: Callable[[Path], Probe],
+) -> Iterator[Finding]:
     yield Finding(
         "configuration",
         "ok",
@@ -142,8 +157,7 @@ def settings(loaded: Loaded, file: str | None) -> Iterator[Finding]:
         path = Path(chosen) if chosen else Path(scratch) / "probe.py"
         if chosen:
             try:
-                from penstock.app import open_sinks
-                from penstock.pipeline import load
+                from penstock.loading import load
 
                 pipeline = load(path)
                 open_sinks(pipeline, Path.cwd())
@@ -157,14 +171,11 @@ def settings(loaded: Loaded, file: str | None) -> Iterator[Finding]:
                 return
         else:
             path.write_text(PROBE)
-        yield asyncio.run(_sandbox(path))
+        yield asyncio.run(_sandbox(open_sandbox(path)))
 
 
-async def _sandbox(path: Path) -> Finding:
+async def _sandbox(sandbox: Probe) -> Finding:
     """A child process that loads the pipeline, as a worker would have it."""
-    from penstock.stages.sandbox import Sandbox
-
-    sandbox = Sandbox(path)
     try:
         started = time.monotonic()
         await sandbox.start()
@@ -187,7 +198,7 @@ async def _sandbox(path: Path) -> Finding:
 # -- the store -------------------------------------------------------------------------------------
 
 
-def store(stores: Stores) -> Iterator[Finding]:
+def store(stores: OpenPorts, workers: Path) -> Iterator[Finding]:
     problems = stores.db.check()
     if problems:
         yield Finding(
@@ -206,13 +217,13 @@ def store(stores: Stores) -> Iterator[Finding]:
     now = stores.clock.now()
     audit = ask(
         stores,
-        lambda tx: sql_queries.audit(
+        lambda tx: stores.reports.audit(
             tx, stores.broker.audit_in(tx, now), entered=stores.ledger.entered_in(tx)
         ),
     )
     yield _accounting(audit)
     yield _queue(audit)
-    yield from _workers(stores, audit)
+    yield from _workers(stores, workers, audit)
     yield from _sinks(stores, audit)
     yield from _pages(stores)
     if audit.future > now + 5:
@@ -287,9 +298,8 @@ def _queue(a: Audit) -> Finding:
     return Finding("queue", "ok", "every open event is queued once")
 
 
-def _workers(stores: Stores, a: Audit) -> Iterator[Finding]:
-    held = ask(stores, lambda tx: stores.broker.running_in(tx, sql_queries.SCAN))
-    directory = stores.workers_directory
+def _workers(stores: OpenPorts, directory: Path, a: Audit) -> Iterator[Finding]:
+    held = ask(stores, lambda tx: stores.broker.running_in(tx, SCAN))
     dead = {worker: n for worker, n in held.items() if not locks.worker_alive(directory, worker)}
     alive = [sign for sign in directory.glob("*.alive") if locks.holder_alive(sign)]
     if dead:
@@ -312,7 +322,7 @@ def _workers(stores: Stores, a: Audit) -> Iterator[Finding]:
         )
 
 
-def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
+def _sinks(stores: OpenPorts, a: Audit) -> Iterator[Finding]:
     for name, noted, rows in a.outbox:
         if noted != rows:
             yield Finding(
@@ -321,7 +331,7 @@ def _sinks(stores: Stores, a: Audit) -> Iterator[Finding]:
                 f"{name}: {noted:,} rows should wait and {rows:,} do",
                 "please report it; keep a copy of the state directory",
             )
-    for sink in ask(stores, sql_queries.sinks):
+    for sink in ask(stores, stores.reports.sinks):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
         end = (
@@ -392,7 +402,7 @@ def _file_of(name: str) -> Path | None:
     return Path(path.partition("?")[0]) if scheme in ("jsonl", "csv") and path else None
 
 
-def _pages(stores: Stores) -> Iterator[Finding]:
+def _pages(stores: OpenPorts) -> Iterator[Finding]:
     (pages, total), problems = ask(
         stores, lambda tx: (stores.pages.totals_in(tx), stores.pages.problems_in(tx))
     )

@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, styled, table
-from penstock.cli.output import show as show_table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    plain,
+    print_json,
+    say,
+    styled,
+    table,
+)
+from penstock.cli.output import (
+    show as show_table,
+)
+from penstock.figures import plural
+from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -85,7 +96,7 @@ def check(
     }
     if chosen:
         from penstock.app import check_sources, open_sinks
-        from penstock.pipeline import load
+        from penstock.loading import load
 
         pipeline = load(chosen)
         open_sinks(pipeline, Path.cwd())
@@ -94,8 +105,8 @@ def check(
             "file": chosen,
             "name": pipeline.name,
             "extractors": [f"{e.name}@{e.version}" for e in pipeline.extractors],
-            "sinks": [units.mask(s.url) for s in pipeline.sinks],
-            "sources": [units.mask(s.url) for s in pipeline.sources],
+            "sinks": [mask(s.url) for s in pipeline.sinks],
+            "sources": [mask(s.url) for s in pipeline.sources],
         }
     if json:
         print_json(found)

@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from penstock.cli.options import DEFAULTS, Common, Json, confirmed
-from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, show, styled, table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    plain,
+    print_json,
+    say,
+    show,
+    styled,
+    table,
+)
 from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, UsageError
+from penstock.figures import plural
 
 if TYPE_CHECKING:
     from penstock.connect.planning import Plan, Step
@@ -306,7 +316,7 @@ def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker,
     from penstock.connect.planning import make_plan
     from penstock.connect.rendering import render
     from penstock.connect.rest import Worker
-    from penstock.pipeline import load
+    from penstock.loading import load
 
     config = common.load().config
     chosen = file or config.pipeline
@@ -325,7 +335,7 @@ def _pipeline_name(given: str | None) -> str | None:
     """As it is called; a file is asked for its name."""
     if given is None or not given.endswith((".py", ".toml")):
         return given
-    from penstock.pipeline import load
+    from penstock.loading import load
 
     return load(given).name
 

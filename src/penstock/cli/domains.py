@@ -16,20 +16,15 @@ from penstock.cli.output import (
     FOLD,
     RIGHT,
     console,
-    count,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
     show,
-    size,
     styled,
     table,
 )
 from penstock.errors import OK, ConfigError, UsageError
+from penstock.figures import count, iso, lasting, moment, plural, size
 
 if TYPE_CHECKING:
     from rich.text import Text

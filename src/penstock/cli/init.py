@@ -9,7 +9,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.cli.output import say, styled
+from penstock.cli.output import (
+    say,
+    styled,
+)
 from penstock.errors import UsageError
 
 PYTHON = '''\

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from penstock.cli.output import plain
+from penstock.cli.output import (
+    plain,
+)
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -113,10 +115,10 @@ class Common:
         finally:
             opened.close()
 
-    def read(self, question: Callable[[Any], T]) -> T:
+    def read(self, question: Callable[[Stores, Any], T]) -> T:
         """One question to the books, answered from one moment."""
         with self.stores() as stores:
-            return ask(stores, question)
+            return ask(stores, lambda tx: question(stores, tx))
 
 
 @Parameter(name="*")

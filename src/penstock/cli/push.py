@@ -13,8 +13,15 @@ from cyclopts import Parameter
 from penstock import units
 from penstock.cli.main import STDIN
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import console, plural, print_json, say, short, styled
+from penstock.cli.output import (
+    console,
+    print_json,
+    say,
+    styled,
+)
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
+from penstock.figures import plural, short
+from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
     from penstock.intake import Pushed
@@ -81,7 +88,7 @@ def _lines(name: str, stream: BinaryIO) -> Iterator[tuple[str, str]]:
 
 
 def _without_password(text: str) -> str:
-    return units.mask(text[:200])
+    return mask(text[:200])
 
 
 def push(

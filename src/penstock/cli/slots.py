@@ -12,7 +12,16 @@ from cyclopts import App, Parameter
 
 from penstock import units
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import FOLD, RIGHT, plain, print_json, say, show, styled, table
+from penstock.cli.output import (
+    FOLD,
+    RIGHT,
+    plain,
+    print_json,
+    say,
+    show,
+    styled,
+    table,
+)
 from penstock.errors import DIFFERENCES, OK, UsageError
 
 if TYPE_CHECKING:
@@ -140,7 +149,7 @@ def _state(slot: SlotInfo) -> Any:
 
 
 def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSpec]:
-    from penstock.pipeline import load
+    from penstock.loading import load
 
     chosen = file or config.pipeline
     if not chosen:

@@ -10,18 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli import slots
 from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import (
     FOLD,
     RIGHT,
-    count,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
     show,
@@ -29,6 +23,8 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, UsageError
+from penstock.figures import count, iso, lasting, moment, plural
+from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
     from penstock.intake import Taken
@@ -158,7 +154,7 @@ def reset(
         books = stores.sources
 
         def work(tx: Any) -> None:
-            books.declare_in(tx, name, units.mask(spec.url))
+            books.declare_in(tx, name, mask(spec.url))
             stores.ledger.move_cursor_in(tx, name, cursor, stores.clock.now())
             books.renew_in(tx, name)
 
@@ -197,7 +193,7 @@ def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) 
 
         def work(tx: Any) -> list[str]:
             if name in known:
-                books.declare_in(tx, name, units.mask(known[name].url))
+                books.declare_in(tx, name, mask(known[name].url))
             books.pause_in(tx, name, reason)
             return [s.name for s in books.all_in(tx)]
 
@@ -219,7 +215,7 @@ def _declared(config: Config, file: str | None, *, required: bool = True) -> lis
                 "which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml'
             )
         return []
-    from penstock.pipeline import load
+    from penstock.loading import load
 
     return list(load(Path(chosen)).sources)
 
@@ -266,7 +262,7 @@ def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> 
     times = ("looked_at", "next_at", "event_at", "error_at")
     return {
         "name": name,
-        "url": units.mask(spec.url) if spec else state.url if state else "",
+        "url": mask(spec.url) if spec else state.url if state else "",
         "declared": spec is not None,
         "every": spec.every if spec else None,
         "paused": state.paused if state else None,

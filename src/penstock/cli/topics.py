@@ -14,20 +14,15 @@ from penstock.cli.options import DEFAULTS, Common, Json, ask, confirmed
 from penstock.cli.output import (
     FOLD,
     RIGHT,
-    count,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
-    short,
     show,
     styled,
     table,
 )
 from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
+from penstock.figures import count, iso, lasting, moment, plural, short
 
 if TYPE_CHECKING:
     from penstock.opening import Stores

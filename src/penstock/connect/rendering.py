@@ -13,12 +13,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-from penstock import units
 from penstock.connect.catalogue import MARK, Plugin
 from penstock.connect.kinds import KINDS, Kind, Place
 from penstock.connect.table import Table, is_secret, shown
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
+from penstock.rules.masking import mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def rendered(
     given: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
 ) -> Connector:
-    where = f"{side} {units.mask(url.partition('?')[0])!r}"
+    where = f"{side} {mask(url.partition('?')[0])!r}"
     kind = _kind(where, side, given)
     table = Table(where, given, environment)
     parts = urlsplit(url)

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from penstock import units
 from penstock.errors import ConfigError
+from penstock.rules.masking import mask
 
 # Resolved by the Connect worker's own configuration providers, so that the value never passes
 # through us: ${env:NAME}, ${file:PATH:KEY}.
@@ -39,7 +40,7 @@ def shown(option: str, value: str, secrets: frozenset[str] = frozenset()) -> str
     """A value as it may be printed."""
     if is_secret(option, value, secrets):
         return MASKED
-    return units.mask(value) if "://" in value else value
+    return mask(value) if "://" in value else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class Table:
             or "/" in database
         ):
             raise self.wrong(
-                name, f"is {units.mask(url)!r}, which names no user, host and database", example
+                name, f"is {mask(url)!r}, which names no user, host and database", example
             )
         if not password and parts.password:
             password = parts.password if is_placeholder(parts.password) else unquote(parts.password)

@@ -252,7 +252,7 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
             elapsed = time.time() - started
     stores = open_stores(settings, create=False, inline=True)
     try:
-        look = stores.db.read_now(lambda tx: Look(tx, stores.broker))
+        look = stores.db.read_now(lambda tx: Look(stores.reports, tx, stores.broker))
     finally:
         stores.close()
     made = ending.Ending(

@@ -11,10 +11,9 @@ from typing import Any
 
 from penstock.app import Running
 from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting
-from penstock.ledgers import sql_queries as queries
 from penstock.ports import SourceState
+from penstock.reports import Filter, Reports
 from penstock.rules.identity import host_key
-from penstock.stores.sql import Tx
 
 LATELY = 3.0  # seconds over which a host's rate is taken
 RECENT = 50  # events whose way to the row is told
@@ -26,17 +25,19 @@ _STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 class Look:
     """The books at one moment."""
 
-    def __init__(self, tx: Tx, broker: Any, sources: Sequence[SourceState] = ()) -> None:
+    def __init__(
+        self, reports: Reports, tx: Any, broker: Any, sources: Sequence[SourceState] = ()
+    ) -> None:
         self.sources = {state.name: state for state in sources}
-        found = queries.standing(tx, broker)
+        found = reports.standing(tx, broker)
         self.counters = found.counters
         self.counts = Counts(
             **{name: sum(row[name] for row in found.topics.values()) for name in _STATES}
         )
         self.breaker = next(iter(found.paused.values()), "")
         self.hooks_waiting = found.changes_waiting
-        self.delayed = queries.events(tx, status="delayed", limit=LISTED, broker=broker).events
-        self.dead = queries.letters(tx, queries.Filter(), limit=LISTED, newest_first=True)
+        self.delayed = reports.events(tx, status="delayed", limit=LISTED, broker=broker).events
+        self.dead = reports.letters(tx, Filter(), limit=LISTED, newest_first=True)
 
     @property
     def open(self) -> int:
@@ -73,7 +74,9 @@ class Watch:
 
     async def look(self) -> Snapshot:
         stores = self._running.stores
-        look = await stores.db.read(lambda tx: Look(tx, stores.broker, stores.sources.all_in(tx)))
+        look = await stores.db.read(
+            lambda tx: Look(stores.reports, tx, stores.broker, stores.sources.all_in(tx))
+        )
         now, elapsed = self._clock.now(), self.elapsed
         c = look.counters
         if c.get("records") and self.first_row is None:

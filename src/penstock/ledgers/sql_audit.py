@@ -4,22 +4,11 @@ doctor, on purpose slow.
 
 from __future__ import annotations
 
-import msgspec
-
 from penstock.ports import QueueAudit, Status
+from penstock.reports import Audit
 from penstock.stores.sql import Tx
 
 _STATUSES = frozenset(status.value for status in Status)
-
-
-class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    counters: dict[tuple[str, str], int]  # (topic, status)
-    rows: dict[tuple[str, str], int]
-    entered: int | None  # events ever entered, where the store knows
-    queue: QueueAudit
-    letterless: int  # letters of events that are not dead
-    outbox: list[tuple[str, int, int]]  # sink, noted backlog, rows
-    future: float  # newest note in the history
 
 
 def audit(tx: Tx, queue: QueueAudit, *, entered: int | None) -> Audit:

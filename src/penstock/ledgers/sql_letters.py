@@ -9,26 +9,12 @@ from typing import Any
 
 import msgspec
 
+from penstock.reports import Cause, Filter, Letter
 from penstock.stores.sql import Tx
 
 CAUSES = 200  # distinct causes of death looked at by `status`
 COUNTED = 10_000  # letters of one cause that `status` counts
 _END = "\U0010ffff"  # above everything an id begins with
-
-
-class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """Dead letters with one fingerprint, told by the newest of them."""
-
-    fingerprint: str
-    letters: int
-    exact: bool
-    stage: str
-    error_class: str
-    reason: str
-    newest: float
-    first: float
-    event_id: str
-    url: str
 
 
 def causes(tx: Tx, *, most: int = 5) -> list[Cause]:
@@ -78,50 +64,23 @@ def _cause(
     )
 
 
-class Letter(msgspec.Struct, frozen=True, kw_only=True):
-    n: int
-    event: str
-    topic: str
-    url: str
-    host: str
-    at: float
-    stage: str
-    error_class: str
-    reason: str
-    fingerprint: str
-    detail: str
-    envelope: bytes
-    headers: str
-
-
-class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which letters; reason is a part of the text, the rest is exact (a fingerprint may be a
-    prefix).
-    """
-
-    reason: str | None = None
-    host: str | None = None
-    error_class: str | None = None
-    stage: str | None = None
-    fingerprint: str | None = None
-
-    def where(self) -> tuple[str, list[Any]]:
-        conditions, bindings = [], []
-        for column, value in (
-            ("host", self.host),
-            ("class", self.error_class),
-            ("stage", self.stage),
-        ):
-            if value is not None:
-                conditions.append(f"{column}=?")
-                bindings.append(value)
-        if self.reason is not None:
-            conditions.append("lower(reason) LIKE lower(?) ESCAPE '!'")
-            bindings.append("%" + re.sub("[!%_]", r"!\g<0>", self.reason) + "%")
-        if self.fingerprint is not None:
-            conditions.append("fingerprint>=? AND fingerprint<?")
-            bindings += [self.fingerprint, self.fingerprint + _END]
-        return " AND ".join(conditions) or "1=1", bindings
+def _where(which: Filter) -> tuple[str, list[Any]]:
+    conditions, bindings = [], []
+    for column, value in (
+        ("host", which.host),
+        ("class", which.error_class),
+        ("stage", which.stage),
+    ):
+        if value is not None:
+            conditions.append(f"{column}=?")
+            bindings.append(value)
+    if which.reason is not None:
+        conditions.append("lower(reason) LIKE lower(?) ESCAPE '!'")
+        bindings.append("%" + re.sub("[!%_]", r"!\g<0>", which.reason) + "%")
+    if which.fingerprint is not None:
+        conditions.append("fingerprint>=? AND fingerprint<?")
+        bindings += [which.fingerprint, which.fingerprint + _END]
+    return " AND ".join(conditions) or "1=1", bindings
 
 
 _LETTER = (
@@ -134,7 +93,7 @@ def letter_groups(tx: Tx, which: Filter, most: int) -> tuple[list[Cause], int]:
     """(causes, letters in all), the largest cause first. Without filters it is answered from an
     index alone.
     """
-    where, bindings = which.where()
+    where, bindings = _where(which)
     groups = tx.execute(
         f"SELECT count(*), fingerprint, max(n), min(n) FROM dead WHERE {where} GROUP BY fingerprint ORDER BY 1 DESC, 3 DESC",
         bindings,
@@ -154,7 +113,7 @@ def letters(
     limit: int = 100,
     newest_first: bool = False,
 ) -> list[Letter]:
-    where, bindings = which.where()
+    where, bindings = _where(which)
     bounds, order = ("n>? AND n<=?", "DESC" if newest_first else "ASC")
     rows = tx.execute(
         f"SELECT {_LETTER} FROM dead WHERE {where} AND {bounds} ORDER BY n {order} LIMIT ?",
@@ -164,7 +123,7 @@ def letters(
 
 
 def letter_count(tx: Tx, which: Filter) -> int:
-    where, bindings = which.where()
+    where, bindings = _where(which)
     return int(tx.execute(f"SELECT count(*) FROM dead WHERE {where}", bindings).get)
 
 

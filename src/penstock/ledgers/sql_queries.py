@@ -5,17 +5,13 @@ bound. Nothing is changed or printed here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.ledgers.sql import decode_meta
-from penstock.ledgers.sql_audit import Audit, audit
+from penstock.ledgers.sql_audit import audit
 from penstock.ledgers.sql_letters import (
-    Cause,
-    Filter,
-    Letter,
     causes,
     last_letter,
     letter,
@@ -24,25 +20,13 @@ from penstock.ledgers.sql_letters import (
     letters,
     letters_like,
 )
-from penstock.ports import PageMeta
+from penstock.reports import SCAN, EventRow, Listing, SinkState, Sizes, Standing, Step, Waiting
 from penstock.stores.sql import Tx
 
-# What commands may ask, in one place; letters and the audit have modules of their own only for
-# their size.
+# The module is a `Reports`: letters and the audit have modules of their own only for their size.
 __all__ = [
-    "Audit",
-    "Cause",
-    "EventRow",
-    "Filter",
-    "Letter",
-    "Listing",
-    "SinkState",
-    "Standing",
-    "Step",
-    "Waiting",
     "audit",
     "causes",
-    "delays",
     "duplicates_of",
     "event",
     "event_of_page",
@@ -67,7 +51,6 @@ __all__ = [
     "traces_like",
 ]
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
-SCAN = 200_000  # rows looked at, newest first, where no index answers
 LEASES = 30_000  # a fleet holds fewer; a statement of PostgreSQL takes 65,535 values
 STRETCH = 500  # of those, looked at in one go
 SAMPLE = 1000  # delayed events looked at for their reasons
@@ -75,32 +58,6 @@ _END = "\U0010ffff"  # above everything an id begins with
 
 
 # -- status ----------------------------------------------------------------------------------------
-
-
-class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    reason: str
-    events: int
-    next_at: float
-
-
-class SinkState(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    flushed: int
-    backlog: int
-    mark: str
-
-
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    topics: dict[str, dict[str, int]]  # per topic: accepted and the six states, which add up to it
-    counters: dict[str, int]  # everything else that is counted, over all topics
-    paused: dict[str, str]  # topic → why
-    waiting: list[Waiting]
-    waiting_seen: int  # of how many delayed events the reasons are
-    causes: list[Cause]
-    sinks: list[SinkState]
-    running: dict[str, int]  # worker → leases it holds, at most SCAN of all
-    changes_waiting: bool
-    oldest: float | None  # when the oldest unfinished message was queued
 
 
 def counts_of(row: dict[str, int]) -> dict[str, int]:
@@ -162,50 +119,6 @@ def sinks(tx: Tx) -> list[SinkState]:
 
 
 # -- events ----------------------------------------------------------------------------------------
-
-
-class EventRow(msgspec.Struct, frozen=True, kw_only=True):
-    n: int
-    id: str
-    topic: str
-    position: int | None
-    source: str
-    trace: str
-    url: str
-    host: str
-    status: str
-    attempts: int
-    starts: int
-    crashes: int
-    accepted_at: float
-    dispatched_at: float | None
-    finished_at: float | None
-    not_before: float | None
-    response_status: int | None
-    response_hash: str | None
-    reason: str | None
-    worker: str | None
-    extractors: str | None
-    page: str | None
-    duplicate_of: str | None
-    promoted: int
-    page_meta: bytes | None
-    envelope: bytes
-
-    @property
-    def meta(self) -> PageMeta | None:
-        return decode_meta(self.page_meta) if self.page_meta else None
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of an event's history."""
-
-    at: float
-    status: str
-    worker: str | None
-    stage: str | None
-    error_class: str | None
-    reason: str | None
 
 
 _FIELDS = tuple(f.name for f in msgspec.structs.fields(EventRow))
@@ -312,11 +225,6 @@ def records_of(tx: Tx, events: Iterable[int]) -> dict[int, list[tuple[str, str]]
     return found
 
 
-class Listing(msgspec.Struct, frozen=True):
-    events: list[EventRow]
-    complete: bool  # False: older ones were not looked at
-
-
 def events(
     tx: Tx,
     *,
@@ -362,10 +270,6 @@ def events(
     )
     return Listing(found, len(found) == limit or not bounded)
 
-
-Sizes = Callable[
-    [Sequence[str]], Mapping[str, int]
-]  # the page store's: of these pages, the ones that are stored
 
 # -- pages -----------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""What every sink shares: how its URL is read, how a record becomes columns, how it asks to be
-opened again. No target is touched here.
+"""What every sink shares: how its URL is read, how a record becomes columns. No target is touched
+here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,6 @@ REST = (
 )  # what has no column of its own, as a JSON object: a row that is accepted must never be what blocks a sink
 DELETED = PREFIX + "deleted"
 MAX_COLUMNS = 1000
-
-
-class Reopen(OSError):
-    """Nothing was written; the target is not in the noted state any more (moved, rewritten). Open
-    it again and write then.
-    """
 
 
 def file_url(

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import ConfigError, Unreachable
 from penstock.locks import lock_descriptor, unlock_descriptor
-from penstock.sinks import Reopen
+from penstock.ports import Reopen
 
 _TAIL = 4096
 _FILES = 32  # of one sink whose marks are kept: one for each machine that ever wrote it

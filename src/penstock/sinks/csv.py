@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import Unreachable
-from penstock.ports import Row
+from penstock.ports import Reopen, Row
 from penstock.sinks import (
     DELETED,
     PROVENANCE_COLUMNS,
     REST,
     Flat,
-    Reopen,
     file_url,
     flatten,
     json_text,

@@ -26,8 +26,9 @@ from confluent_kafka.admin import AdminClient
 
 from penstock import units
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.ports import Row
-from penstock.sinks import PREFIX, Reopen
+from penstock.ports import Reopen, Row
+from penstock.rules.masking import mask
+from penstock.sinks import PREFIX
 from penstock.sinks.kafka_records import TYPES, Shape
 from penstock.stores.kafka import Topic, parse, sentence
 from penstock.stores.kafka_access import error_of, weightier
@@ -357,5 +358,5 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> KafkaSink:
     """`kafka://host:9092/products?key=sku`. Checks, and connects to nothing yet. Raises
     ConfigError.
     """
-    topic, given = parse(url, options, OPTIONS, where=f"sink {units.mask(url).partition('?')[0]}")
+    topic, given = parse(url, options, OPTIONS, where=f"sink {mask(url).partition('?')[0]}")
     return KafkaSink(topic, Options(**given))

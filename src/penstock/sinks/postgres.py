@@ -15,8 +15,8 @@ import psycopg
 from psycopg import errors
 
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.ports import Row
-from penstock.sinks import PREFIX, Reopen, option_max_columns
+from penstock.ports import Reopen, Row
+from penstock.sinks import PREFIX, option_max_columns
 from penstock.sinks.postgres_table import Table, quoted, savepoint
 from penstock.stores.postgres_opening import Address, refusal
 from penstock.stores.postgres_wire import Wire

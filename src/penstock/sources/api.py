@@ -18,6 +18,7 @@ from penstock.model import Failure, mint
 from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding, Response
 from penstock.rules.identity import BadUrl, canonical_url, origin
+from penstock.rules.masking import mask
 from penstock.sources.api_reading import ApiError, Page, Shape, next_link
 from penstock.sources.context import BATCH, SourceContext, options
 from penstock.sources.polling import (
@@ -32,7 +33,6 @@ from penstock.sources.polling import (
     unpack,
     whole,
 )
-from penstock.units import mask
 
 log = logging.getLogger("penstock.sources")
 EVERY = 300.0

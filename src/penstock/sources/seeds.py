@@ -14,6 +14,7 @@ from penstock import units
 from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
+from penstock.rules.masking import mask
 from penstock.sources.context import BATCH, BaseSource, SourceContext, options
 from penstock.sources.seeds_formats import FORMATS, format_of
 from penstock.sources.seeds_lines import Caps
@@ -255,7 +256,7 @@ def open_source(spec: SourceSpec, context: SourceContext) -> Seeds:
         )
         default = EVERY_DIRECTORY
     else:
-        raise ConfigError(f"source {units.mask(spec.url)!r} names no seed list", hint=EXAMPLE)
+        raise ConfigError(f"source {mask(spec.url)!r} names no seed list", hint=EXAMPLE)
     every = spec.every if spec.every is not None else default if place.is_directory else None
     return Seeds(spec, context, place, manner, every=every)
 

@@ -4,16 +4,17 @@ page. What is asked for is theirs.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 
 import msgspec
 
-from penstock.intake import event_of
 from penstock.model import Ask, ErrorClass, Failure
 from penstock.ports import Baseline, Clock, Pace, Response
+from penstock.rules.events import event_of
 from penstock.rules.identity import BadUrl
+from penstock.rules.masking import mask
 from penstock.stages.fetch import FetchStage
-from penstock.units import mask
 
 
 class SourceWeb:
@@ -37,7 +38,7 @@ class SourceWeb:
         assert self._bound is not None
         stage, pace, clock = self._bound
         try:
-            event = event_of(url, source="source", host_by=stage.key_by)
+            event = event_of(url, id_=secrets.token_hex(16), source="source", host_by=stage.key_by)
         except BadUrl as e:
             raise Failure(
                 ErrorClass.PERMANENT, f"{mask(url)[:200]!r} is no URL: {e.reason}"

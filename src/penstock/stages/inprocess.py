@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock import extracting
-from penstock.model import ErrorClass, Page
+from penstock.model import ErrorClass
+from penstock.page import Page
 from penstock.pipeline import Change, Pipeline
-from penstock.ports import Extracted
+from penstock.ports import Extracted, FetchedPage
 
 # pages in a row: the parser's caches stay warm, and the loop waits a few milliseconds at most
 GROUP = 32
@@ -87,9 +88,20 @@ class InProcess:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    async def extract(self, pages: Sequence[Page], *, alone: bool = False) -> Sequence[Extracted]:
+    async def extract(
+        self, pages: Sequence[FetchedPage], *, alone: bool = False
+    ) -> Sequence[Extracted]:
         results = []
-        for i, page in enumerate(pages, 1):
+        for i, fetched in enumerate(pages, 1):
+            page = Page.received(
+                fetched.url,
+                fetched.body,
+                fetched.status,
+                fetched.headers,
+                fetched.fetched_at,
+                fetched.event,
+                fetched.requested_url,
+            )
             try:
                 results.append(run_page(self._pipeline, page))
             except (MemoryError, SystemExit) as e:

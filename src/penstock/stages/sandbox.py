@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.model import ErrorClass, Page
-from penstock.ports import Extracted
+from penstock.model import ErrorClass
+from penstock.ports import Extracted, FetchedPage
 from penstock.stages import sandbox_wire as wire
 from penstock.stages.sandbox_process import ChildProcess, Death, Limits, Reply
 from penstock.stages.sandbox_zygote import ZygoteProcess
@@ -64,7 +64,9 @@ class Sandbox:
 
     # -- the port
 
-    async def extract(self, pages: Sequence[Page], *, alone: bool = False) -> Sequence[Extracted]:
+    async def extract(
+        self, pages: Sequence[FetchedPage], *, alone: bool = False
+    ) -> Sequence[Extracted]:
         results: list[Extracted | None] = [None] * len(pages)
         todo, suspects = list(range(len(pages))), list[int]()
         fresh = False
@@ -191,7 +193,7 @@ class Sandbox:
                 self._zygote = await ZygoteProcess.start(self._file, self._limits)
             return self._zygote
 
-    async def _alone(self, page: Page) -> Extracted:
+    async def _alone(self, page: FetchedPage) -> Extracted:
         if why := wire.cannot_travel(page):
             return _unfit(why)
         reply = await self._ask(
@@ -214,7 +216,7 @@ class Sandbox:
             detail=death.detail,
         )
 
-    async def _with_a_zygote_of_its_own(self, page: Page) -> Reply:
+    async def _with_a_zygote_of_its_own(self, page: FetchedPage) -> Reply:
         """Whose page killed the zygote that several shared? Here it can only be this one."""
         async with self._places:
             try:

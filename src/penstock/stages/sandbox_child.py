@@ -24,9 +24,10 @@ from typing import NoReturn
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.model import ErrorClass, Page
+from penstock.loading import load as load_pipeline
+from penstock.model import ErrorClass
+from penstock.page import Page
 from penstock.pipeline import Pipeline
-from penstock.pipeline import load as load_pipeline
 from penstock.stages import sandbox_wire as wire
 from penstock.stages.inprocess import failed, printable
 from penstock.stages.sandbox_serving import Child, Settings, flush_output, high

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.model import Page
-from penstock.ports import Extracted
+from penstock.page import Page
+from penstock.ports import Extracted, FetchedPage
 
 # -- worker -> zygote: fixed size, so that one read is one message and the descriptors that came wit
 
@@ -85,7 +85,7 @@ decode_heads = msgspec.msgpack.Decoder(list[PageHead]).decode
 decode_changes = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
-def head_of(page: Page) -> PageHead:
+def head_of(page: FetchedPage) -> PageHead:
     return PageHead(
         page.url, "" if page.requested_url == page.url else page.requested_url, page.status, page.headers, page.fetched_at, len(page.body),
         b"" if page.event is None else _encode_event(page.event),
@@ -111,7 +111,7 @@ class CannotTravel(Exception):
 _UNENCODABLE = (UnicodeError, TypeError, ValueError, OverflowError, RecursionError)
 
 
-def request(pages: Sequence[Page], token: int, memory: mmap.mmap) -> list[bytes]:
+def request(pages: Sequence[FetchedPage], token: int, memory: mmap.mmap) -> list[bytes]:
     """What goes through the pipe; the rest is in the memory."""
     try:
         meta = _encode([head_of(p) for p in pages])
@@ -128,7 +128,7 @@ def request(pages: Sequence[Page], token: int, memory: mmap.mmap) -> list[bytes]
     return [REQUEST.pack(len(meta), len(pages), token, shared, Kind.PAGES) + meta, *rest]
 
 
-def cannot_travel(page: Page) -> str:
+def cannot_travel(page: FetchedPage) -> str:
     """Why; "" where it can."""
     try:
         _encode(head_of(page))
