@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import config
-from penstock.desk import SinkBinding
+from penstock.engine.unit_of_work import SinkBinding
 from penstock.errors import BadEnvelope
 from penstock.intake import new_id
 from penstock.model import Event, Record, decode_event, page_id

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from penstock import locks
-from penstock.books import PARK_BEYOND, Books
 from penstock.clock import SystemClock
-from penstock.desk import SinkBinding
+from penstock.engine.flusher import Flusher
+from penstock.engine.hooks import HookRunner
+from penstock.engine.lifecycle import PARK_BEYOND, Books
+from penstock.engine.signals import Signals
+from penstock.engine.unit_of_work import SinkBinding
+from penstock.engine.worker import ENTRY, Options, Stage, Worker
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
-from penstock.flusher import Flusher
-from penstock.hooks import HookRunner
 from penstock.intake import Intake
 from penstock.ledgers.sql import OPEN
 from penstock.loading import load
@@ -61,8 +63,6 @@ from penstock.stages.fetch import FetchOptions, FetchStage
 from penstock.stages.inprocess import InProcess
 from penstock.stages.proxies import Proxies, fetch_list
 from penstock.stages.sandbox import Limits, Sandbox
-from penstock.telemetry import Signals
-from penstock.worker import ENTRY, Options, Stage, Worker
 
 if TYPE_CHECKING:
     from penstock.listening import Listener

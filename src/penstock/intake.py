@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.books import Books
+from penstock.engine.lifecycle import Books
 from penstock.model import Event, Priority, Route
 from penstock.ports import Accepted, Batch, Clock, Finding
 from penstock.rules.events import ANY_ROUTE, Refused, event_of

@@ -17,12 +17,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.books import Books
-from penstock.brokers.relay import Relay
 from penstock.claims.sql_hosts import SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
-from penstock.desk import Settings, SinkBinding
+from penstock.engine.lifecycle import Books
+from penstock.engine.relay import Relay
+from penstock.engine.unit_of_work import Settings, SinkBinding
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ledgers import sql_queries
 from penstock.ledgers.sql_outbox import SqlOutbox

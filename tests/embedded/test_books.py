@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.books import Books
 from penstock.brokers.sqlite import SqliteBroker
 from penstock.claims.sql import SqlClaims
-from penstock.desk import Settings, SinkBinding
+from penstock.engine.lifecycle import Books
+from penstock.engine.messages import PageMessage
+from penstock.engine.unit_of_work import Settings, SinkBinding
 from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.intake import push
 from penstock.ledgers.sql import SqlLedger
@@ -34,7 +35,6 @@ from penstock.pages.segments import SegmentStore
 from penstock.ports import Accepted, Admitted, Delivery, End, Out, PageMeta, TopicSpec
 from penstock.rules import breaker, pace
 from penstock.rules.events import event_of
-from penstock.stages.handover import PageMessage
 from penstock.stores.sqlite import Database
 from penstock.testing.clock import ManualClock
 

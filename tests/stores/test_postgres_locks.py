@@ -15,7 +15,7 @@ import pytest
 from tests.servers import Handle
 
 from penstock.clock import SystemClock
-from penstock.flusher import Flusher
+from penstock.engine.flusher import Flusher
 from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.locks import Lost, holder_alive, note_of
 from penstock.sinks import jsonl

@@ -22,8 +22,8 @@ from typing import Any
 import apsw
 import pytest
 
+from penstock.engine.flusher import LAST_BACK_OFF, Flusher
 from penstock.errors import StoreUnavailable
-from penstock.flusher import LAST_BACK_OFF, Flusher
 from penstock.locks import FileLock, holder_alive
 from penstock.ports import Row, Sink
 from penstock.sinks import csv as csv_sink

@@ -361,8 +361,8 @@ def _offsets(given: list[str]) -> dict[int, int]:
 
 
 def _url(m: Out) -> str | None:
+    from penstock.engine.messages import PageMessage, RecordsMessage
     from penstock.model import decode_event
-    from penstock.stages.handover import PageMessage, RecordsMessage
 
     try:
         match m.topic.removesuffix(".dead"):

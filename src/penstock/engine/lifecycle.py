@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.desk import out_of
+from penstock.engine.claim_session import Seen
+from penstock.engine.maintenance import Upkeep
+from penstock.engine.unit_of_work import out_of
 from penstock.errors import BadEnvelope
 from penstock.model import (
     Ack,
@@ -34,8 +36,6 @@ from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.masking import mask
 from penstock.rules.proxies import needs_proxy
-from penstock.seen import Seen
-from penstock.upkeep import Upkeep
 
 PARK_BEYOND = 10.0  # a longer wait for a slot is a delay in the books, not a place in the window
 HOLD_BEYOND = 0.05

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import locks
-from penstock.desk import Desk, out_of
+from penstock.engine.unit_of_work import Desk, out_of
 from penstock.model import Event, decode_event
 from penstock.ports import Out
 from penstock.rules import breaker

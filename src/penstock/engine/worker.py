@@ -15,9 +15,12 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from penstock.books import Books
+from penstock.engine.batching import Group
+from penstock.engine.dispatch import Item, Turns
+from penstock.engine.lifecycle import Books
+from penstock.engine.messages import PageMessage, RecordsMessage, page_message
+from penstock.engine.signals import Signals
 from penstock.errors import BadEnvelope, StoreUnavailable
-from penstock.grouping import Group
 from penstock.model import ErrorClass, Event, Failure, Release, decode_event, page_id
 from penstock.ports import (
     Baseline,
@@ -37,9 +40,6 @@ from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.proxies import PoolExhausted
-from penstock.stages.handover import PageMessage, RecordsMessage, page_message
-from penstock.telemetry import Signals
-from penstock.turns import Item, Turns
 
 T = TypeVar("T")
 Stage = Literal["fetch", "extract", "sink"]
