@@ -17,7 +17,7 @@ import msgspec
 from penstock import config
 from penstock.engine.unit_of_work import SinkBinding
 from penstock.errors import BadEnvelope
-from penstock.intake import new_id
+from penstock.intake.accept import new_id
 from penstock.model import Event, Record, decode_event, page_id
 from penstock.opening import Stores, open_stores
 from penstock.ports import Accepted, Admitted, Delivery, End, PageMeta, Subscription

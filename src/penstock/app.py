@@ -27,11 +27,12 @@ from penstock.engine.signals import Signals
 from penstock.engine.unit_of_work import SinkBinding
 from penstock.engine.worker import ENTRY, Options, Stage, Worker
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
-from penstock.intake import Intake
+from penstock.intake.accept import Intake
+from penstock.intake.mapping import Mapping as SourceMapping
+from penstock.intake.reader import Reader
 from penstock.ledgers.sql import OPEN
 from penstock.loading import load
 from penstock.locks import WorkerLock
-from penstock.mapping import Mapping as SourceMapping
 from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
@@ -51,7 +52,6 @@ from penstock.ports import (
     Source,
     TableSink,
 )
-from penstock.reader import Reader
 from penstock.rules import retry
 from penstock.rules.masking import mask
 from penstock.rules.proxies import Member
@@ -65,7 +65,7 @@ from penstock.stages.proxies import Proxies, fetch_list
 from penstock.stages.sandbox import Limits, Sandbox
 
 if TYPE_CHECKING:
-    from penstock.listening import Listener
+    from penstock.intake.http_server import Listener
 
 log = logging.getLogger("penstock")
 ROLES = ("source", "serve", "fetch", "extract", "sink")
@@ -421,10 +421,10 @@ class Running:
             )
 
     def _open_listener(self, books: Books) -> Listener:
-        from penstock.listening import (
-            Listener,
-        )  # here: most pipelines have no webhook, and need no HTTP server
-        from penstock.serving import Endpoint, Hook
+        from penstock.intake.endpoint import Endpoint, Hook
+        from penstock.intake.http_server import (
+            Listener,  # here: most pipelines have no webhook, and need no HTTP server
+        )
 
         c = self.config.serve
         hooks = [

@@ -68,7 +68,9 @@ class SourceSpec:
     priority: int
     window: float | None  # seconds
     window_mode: str | None  # "delay" | "drop"
-    map: dict[str, str]  # JMESPath over a finding's payload, by what it gives: see penstock.mapping
+    map: dict[
+        str, str
+    ]  # JMESPath over a finding's payload, by what it gives: see penstock.intake.mapping
     where: str | None  # JMESPath: findings for which it is false are passed over
     hook: Callable[[dict[str, Any]], Any] | None
     options: dict[str, Any]  # the adapter's own

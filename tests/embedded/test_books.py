@@ -25,7 +25,7 @@ from penstock.engine.lifecycle import Books
 from penstock.engine.messages import PageMessage
 from penstock.engine.unit_of_work import Settings, SinkBinding
 from penstock.errors import BadEnvelope, StoreUnavailable
-from penstock.intake import push
+from penstock.intake.accept import push
 from penstock.ledgers.sql import SqlLedger
 from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.ledgers.sqlite import SqliteLedger

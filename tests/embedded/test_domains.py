@@ -20,7 +20,7 @@ from penstock import config
 from penstock.app import Running
 from penstock.cli.main import main
 from penstock.cli.output import console
-from penstock.intake import push
+from penstock.intake.accept import push
 from penstock.opening import open_stores
 from penstock.testing.web import Reply, Request, Web, reply
 

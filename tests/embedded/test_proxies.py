@@ -22,7 +22,7 @@ from penstock.app import Running
 from penstock.claims.sql import SqlClaims
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.cli.main import main
-from penstock.intake import new_id, push
+from penstock.intake.accept import new_id, push
 from penstock.model import ErrorClass, Failure, Route
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions

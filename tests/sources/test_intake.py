@@ -18,8 +18,8 @@ from tests.sources.seeds_rig import spec_of
 
 from penstock import config
 from penstock.clock import SystemClock
-from penstock.intake import Intake
-from penstock.mapping import Mapping
+from penstock.intake.accept import Intake
+from penstock.intake.mapping import Mapping
 from penstock.opening import Stores, open_stores
 from penstock.ports import Accepted, Batch, Finding
 

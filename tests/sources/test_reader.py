@@ -16,13 +16,13 @@ import pytest
 from penstock import config as configuration
 from penstock.clock import SystemClock
 from penstock.errors import SourceDown
-from penstock.intake import Intake
-from penstock.mapping import Mapping
+from penstock.intake.accept import Intake
+from penstock.intake.mapping import Mapping
+from penstock.intake.reader import Reader
 from penstock.model import mint
 from penstock.opening import Stores, open_stores
 from penstock.pipeline import Pipeline
 from penstock.ports import Batch, Finding
-from penstock.reader import Reader
 from penstock.sources.context import BaseSource, SourceContext
 
 

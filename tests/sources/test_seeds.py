@@ -24,7 +24,7 @@ from tests.servers import Handle
 from tests.sources.seeds_rig import Skipping, context, ids, read, spec_of, urls
 
 from penstock.errors import ConfigError, SourceDown, UsageError
-from penstock.mapping import Mapping
+from penstock.intake.mapping import Mapping
 from penstock.ports import Finding
 from penstock.sources.context import BATCH
 from penstock.sources.seeds import Seeds, open_source

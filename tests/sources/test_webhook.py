@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from penstock import config
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, RequestRefused
-from penstock.mapping import Mapping
+from penstock.intake.mapping import Mapping
 from penstock.pipeline import Pipeline
 from penstock.ports import Finding
 from penstock.rules.events import Refused

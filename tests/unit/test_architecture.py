@@ -485,7 +485,7 @@ def planted(place: str, source: str) -> list[Module]:
         ("engine.deep.planted", "from penstock.fetching.stage import FetchStage"),
         ("extraction.planted", "from penstock.engine.worker import Worker"),
         ("connect.planted", "from penstock.net.http import CurlFetcher"),
-        ("fetching.planted", "from penstock.intake.accept import push"),
+        ("fetching.planted", "from penstock.intake.accept.accept import push"),
         ("intake.planted", "from penstock.fetching.stage import FetchStage"),
         ("operate.planted", "from penstock.runtime.stores import Stores"),
         ("operate.planted", "from penstock.cli.output import say"),

@@ -66,7 +66,7 @@ def fetch(
     import msgspec
 
     from penstock import units
-    from penstock.intake import new_id
+    from penstock.intake.accept import new_id
     from penstock.model import Ask, Route
     from penstock.rules.events import event_of
     from penstock.rules.identity import BadUrl

@@ -24,7 +24,7 @@ from penstock.figures import plural, short
 from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
-    from penstock.intake import Pushed
+    from penstock.intake.accept import Pushed
 
 TOLD = 20  # refused inputs that are printed
 LISTED = 1000  # and those that --json lists; the rest is counted
@@ -132,7 +132,7 @@ def push(
         if name not in (STDIN, "-"):
             _readable(name)
 
-    from penstock import intake
+    from penstock.intake import accept as intake
     from penstock.model import Route
 
     inputs = Inputs(urls, file)

@@ -27,7 +27,7 @@ from penstock.figures import count, iso, lasting, moment, plural
 from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
-    from penstock.intake import Taken
+    from penstock.intake.accept import Taken
     from penstock.options import Config
     from penstock.pipeline import SourceSpec
     from penstock.ports import SourceState
@@ -312,7 +312,7 @@ def _behind(state: SourceState | None) -> str:
 
 async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> Taken:
     from penstock.app import source_to_look_at
-    from penstock.intake import judge
+    from penstock.intake.accept import judge
 
     async with source_to_look_at(config, spec) as (source, mapping):
         return judge(mapping, await source.preview(cursor, limit))

@@ -1,5 +1,5 @@
 """`webhook:NAME`: what may be told to /hooks/NAME, by whom, and which event that is. It is served,
-not read; the HTTP server is penstock.serving.
+not read; the HTTP server is penstock.intake.endpoint.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from penstock.errors import PenstockError, StoreUnavailable
-from penstock.intake import Intake, Taken
+from penstock.intake.accept import Intake, Taken
 from penstock.locks import Lock, Lost
 from penstock.model import Failure
 from penstock.ports import Accepted, Batch, Clock, Source, SourceBooks, SourceState

@@ -17,7 +17,7 @@ from penstock.rules.events import ANY_ROUTE, Refused, event_of
 from penstock.rules.identity import BadUrl
 
 if TYPE_CHECKING:
-    from penstock.mapping import Mapping
+    from penstock.intake.mapping import Mapping
 
 FULL_WAIT = 0.5  # a full queue stops the reading, never drops
 

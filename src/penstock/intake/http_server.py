@@ -19,9 +19,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.errors import ConfigError, Unreachable
+from penstock.intake.endpoint import MAX_HEAD, Endpoint, error
 from penstock.locks import FileLock
 from penstock.ports import Clock
-from penstock.serving import MAX_HEAD, Endpoint, error
 
 log = logging.getLogger("penstock.serving")
 BACKLOG = 1024

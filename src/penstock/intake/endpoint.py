@@ -20,9 +20,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import RequestRefused, StoreUnavailable
-from penstock.intake import Intake, Taken, judge
+from penstock.intake.accept import Intake, Taken, judge
+from penstock.intake.openapi import document
 from penstock.ports import Accepted, Clock, ServedSource, SourceBooks
-from penstock.serving_schema import document
 
 log = logging.getLogger("penstock.serving")
 MAX_HEAD = 16 << 10  # bytes of a request's line and headers
