@@ -1,8 +1,8 @@
 """Penstock: something changed goes in, one correct row comes out."""
 
+from penstock.authoring.page import Page
+from penstock.authoring.pipeline import Change, Pipeline
 from penstock.model import ErrorClass, Event, Failure, Follow, Removed, Route
-from penstock.page import Page
-from penstock.pipeline import Change, Pipeline
 
 __all__ = [
     "Change",

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from penstock import locks
+from penstock.authoring.load import load
+from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.clock import SystemClock
 from penstock.engine.flusher import Flusher
 from penstock.engine.hooks import HookRunner
@@ -31,7 +33,6 @@ from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.intake.reader import Reader
 from penstock.ledgers.sql import OPEN
-from penstock.loading import load
 from penstock.locks import WorkerLock
 from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
@@ -39,7 +40,6 @@ from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
 from penstock.opening import Politeness, Stores, adapter, open_stores, settings, worker_id
 from penstock.options import Config
-from penstock.pipeline import Pipeline, SourceSpec
 from penstock.ports import (
     Clock,
     Extraction,

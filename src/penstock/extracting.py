@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from penstock.authoring.page import Page
+from penstock.authoring.pipeline import Extractor, Pipeline
 from penstock.errors import PenstockError
 from penstock.model import REMOVED, ErrorClass, Failure, Follow, Link, Record, Removed
-from penstock.page import Page
-from penstock.pipeline import Extractor, Pipeline
 from penstock.ports import Extracted
 from penstock.rules.identity import BadUrl
 
@@ -234,7 +234,7 @@ def _clean(value: Any, where: str) -> Any:
         return [_clean(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, (set, frozenset)):
         return sorted((_clean(v, where) for v in value), key=_canonical)
-    if kind.__module__ == "penstock.selecting":
+    if kind.__module__ == "penstock.authoring.selectors":
         raise _Refused(f"field {where!r} is a {kind.__name__}; add .get() or .getall()")
     inner = _as_dict(value)
     if inner is None:

@@ -23,10 +23,10 @@ import pytest
 from tests.e2e.harness import free_port
 
 from penstock import config
+from penstock.authoring.load import load
 from penstock.brokers import kafka_dsn, rabbitmq_link, sqs_wire
 from penstock.cli.main import COMMANDS, build
 from penstock.errors import PenstockError
-from penstock.loading import load
 from penstock.options import OPTIONS, pool_options
 from penstock.ports import Capabilities, Row
 from penstock.stores import redis

@@ -22,11 +22,11 @@ import msgspec
 import pytest
 import zstandard
 
+from penstock.authoring.page import Page
 from penstock.model import ErrorClass, Failure
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
 from penstock.net.transfer import Engine
-from penstock.page import Page
 from penstock.testing.web import Reply, Request, Web
 
 MIB = 1 << 20

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.authoring.load import load
+from penstock.authoring.page import Page
+from penstock.authoring.pipeline import Change
 from penstock.errors import ConfigError
-from penstock.loading import load
 from penstock.model import Event
-from penstock.page import Page
-from penstock.pipeline import Change
 from penstock.ports import Extracted, Extraction
 from penstock.stages.inprocess import InProcess
 from penstock.stages.sandbox import Limits, Sandbox
@@ -617,7 +617,7 @@ def test_a_killed_worker_leaves_no_process(shop: Path, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from penstock.page import Page\n"
+        "from penstock.authoring.page import Page\n"
         "from penstock.stages.sandbox import Sandbox\n"
         "async def main():\n"
         f"    s = Sandbox({str(shop)!r}, size=3)\n"

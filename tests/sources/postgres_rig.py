@@ -14,9 +14,9 @@ import psycopg
 from psycopg import sql
 
 from penstock import config as configuration
+from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.clock import SystemClock
 from penstock.errors import SourceDown
-from penstock.pipeline import Pipeline, SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.sources.context import SourceContext
 from penstock.sources.postgres import open_source

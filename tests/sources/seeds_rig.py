@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock import config
-from penstock.pipeline import Pipeline, SourceSpec
+from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.ports import Clock, Finding, Source
 from penstock.sources.context import SourceContext, Web
 

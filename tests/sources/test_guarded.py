@@ -12,9 +12,9 @@ from tests.sources.web_rig import run
 
 from penstock import config
 from penstock.app import source_to_look_at
+from penstock.authoring.pipeline import Pipeline
 from penstock.errors import SourceDown
 from penstock.model import Failure
-from penstock.pipeline import Pipeline
 from penstock.testing.web import Reply, Request, Web, json_reply, reply
 
 FEED = b"<rss><channel><item><guid>1</guid><link>https://shop.test/1</link></item></channel></rss>"

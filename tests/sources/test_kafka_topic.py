@@ -21,8 +21,8 @@ from confluent_kafka import (
 from tests.servers import Handle
 from tests.sources.kafka_ground import Ground, context, numbers, until_idle
 
+from penstock.authoring.pipeline import Pipeline
 from penstock.errors import ConfigError, SourceDown, UsageError
-from penstock.pipeline import Pipeline
 from penstock.ports import Batch
 from penstock.sources.context import BATCH
 from penstock.sources.kafka import KafkaSource, open_source

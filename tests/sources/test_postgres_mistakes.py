@@ -19,9 +19,9 @@ from tools.services.servers import Postgres
 from tools.services.state import Place
 
 from penstock import config as configuration
+from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, UsageError
-from penstock.pipeline import Pipeline
 from penstock.sources.context import SourceContext
 from penstock.sources.postgres import open_source
 from penstock.sources.postgres_dsn import derived_name

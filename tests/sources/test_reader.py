@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from penstock import config as configuration
+from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
 from penstock.errors import SourceDown
 from penstock.intake.accept import Intake
@@ -21,7 +22,6 @@ from penstock.intake.mapping import Mapping
 from penstock.intake.reader import Reader
 from penstock.model import mint
 from penstock.opening import Stores, open_stores
-from penstock.pipeline import Pipeline
 from penstock.ports import Batch, Finding
 from penstock.sources.context import BaseSource, SourceContext
 

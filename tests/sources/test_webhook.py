@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import config
+from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, RequestRefused
 from penstock.intake.mapping import Mapping
-from penstock.pipeline import Pipeline
 from penstock.ports import Finding
 from penstock.rules.events import Refused
 from penstock.sources.context import SourceContext

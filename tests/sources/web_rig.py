@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from penstock import config
 from penstock.app import source_to_look_at
+from penstock.authoring.pipeline import Pipeline
 from penstock.intake.mapping import Mapping
-from penstock.pipeline import Pipeline
 from penstock.ports import Finding, Source
 from penstock.testing.web import Web
 

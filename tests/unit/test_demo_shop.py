@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from penstock import Page
+from penstock.authoring.load import load
 from penstock.demo.goods import BROKEN, CATEGORIES, LIMITED, PRODUCTS
 from penstock.demo.shop import Shop, serve
-from penstock.loading import load
 from penstock.model import Follow
 from penstock.testing.web import Reply, Request
 

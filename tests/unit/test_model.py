@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.authoring.page import Page
 from penstock.errors import BadEnvelope
 from penstock.model import (
     Ask,
@@ -23,7 +24,6 @@ from penstock.model import (
     mint,
     page_id,
 )
-from penstock.page import Page
 
 EVENT = Event(id="e1", url="https://shop.test/p/1", key="shop.test")
 FULL = Event(

@@ -21,9 +21,9 @@ from penstock.figures import joined, lasting, plural, short, size
 from penstock.reports import SCAN
 
 if TYPE_CHECKING:
+    from penstock.authoring.pipeline import Pipeline
     from penstock.config import Loaded
     from penstock.options import Config
-    from penstock.pipeline import Pipeline
     from penstock.ports import StoreFacts
     from penstock.reports import Audit, OpenPorts
 
@@ -157,7 +157,7 @@ def settings(
         path = Path(chosen) if chosen else Path(scratch) / "probe.py"
         if chosen:
             try:
-                from penstock.loading import load
+                from penstock.authoring.load import load
 
                 pipeline = load(path)
                 open_sinks(pipeline, Path.cwd())

@@ -96,7 +96,7 @@ def check(
     }
     if chosen:
         from penstock.app import check_sources, open_sinks
-        from penstock.loading import load
+        from penstock.authoring.load import load
 
         pipeline = load(chosen)
         open_sinks(pipeline, Path.cwd())

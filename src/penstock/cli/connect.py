@@ -22,9 +22,9 @@ from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, U
 from penstock.figures import plural
 
 if TYPE_CHECKING:
+    from penstock.authoring.pipeline import Pipeline
     from penstock.connect.planning import Plan, Step
     from penstock.connect.rest import Known, Status, Worker
-    from penstock.pipeline import Pipeline
 
 app = App(
     name="connect",
@@ -313,10 +313,10 @@ def _worker(common: Common, url: str | None) -> Worker:
 
 
 def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker, Plan, Pipeline]:
+    from penstock.authoring.load import load
     from penstock.connect.planning import make_plan
     from penstock.connect.rendering import render
     from penstock.connect.rest import Worker
-    from penstock.loading import load
 
     config = common.load().config
     chosen = file or config.pipeline
@@ -335,7 +335,7 @@ def _pipeline_name(given: str | None) -> str | None:
     """As it is called; a file is asked for its name."""
     if given is None or not given.endswith((".py", ".toml")):
         return given
-    from penstock.loading import load
+    from penstock.authoring.load import load
 
     return load(given).name
 

@@ -490,7 +490,7 @@ def _charset(response: Response) -> str | None:
     kind = response.headers.get("content-type")
     if not response.body or (kind and not _TEXT.search(kind)):
         return None
-    from penstock.selecting import charset
+    from penstock.authoring.selectors import charset
 
     return charset(response.body, kind).removeprefix("whatwg-") or None
 

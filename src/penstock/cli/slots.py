@@ -25,8 +25,8 @@ from penstock.cli.output import (
 from penstock.errors import DIFFERENCES, OK, UsageError
 
 if TYPE_CHECKING:
+    from penstock.authoring.pipeline import SourceSpec
     from penstock.options import Config
-    from penstock.pipeline import SourceSpec
     from penstock.ports import SlotInfo
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def _state(slot: SlotInfo) -> Any:
 
 
 def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSpec]:
-    from penstock.loading import load
+    from penstock.authoring.load import load
 
     chosen = file or config.pipeline
     if not chosen:

@@ -27,9 +27,9 @@ from penstock.figures import count, iso, lasting, moment, plural
 from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
+    from penstock.authoring.pipeline import SourceSpec
     from penstock.intake.accept import Taken
     from penstock.options import Config
-    from penstock.pipeline import SourceSpec
     from penstock.ports import SourceState
 
 app = App(name="sources", help="what tells us of changes: list, try, reset, pause, resume")
@@ -215,7 +215,7 @@ def _declared(config: Config, file: str | None, *, required: bool = True) -> lis
                 "which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml'
             )
         return []
-    from penstock.loading import load
+    from penstock.authoring.load import load
 
     return list(load(Path(chosen)).sources)
 

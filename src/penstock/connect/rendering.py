@@ -13,11 +13,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
+from penstock.authoring.pipeline import Pipeline
 from penstock.connect.catalogue import MARK, Plugin
 from penstock.connect.kinds import KINDS, Kind, Place
 from penstock.connect.table import Table, is_secret, shown
 from penstock.errors import ConfigError
-from penstock.pipeline import Pipeline
 from penstock.rules.masking import mask
 
 

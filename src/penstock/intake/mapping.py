@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 from penstock import units
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError
 from penstock.model import Event, Priority, Route
-from penstock.pipeline import SourceSpec
 from penstock.ports import Finding
 from penstock.rules.events import Refused, event_of
 from penstock.rules.expressions import Expression, Unfit

@@ -13,9 +13,9 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, SourceDown
 from penstock.model import Failure, mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding, Response
 from penstock.rules.identity import BadUrl, canonical_url, origin
 from penstock.rules.masking import mask

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import PenstockError
-from penstock.pipeline import SourceSpec
 from penstock.rules.expressions import Expression, Unfit
 from penstock.sources.markup import Unreadable, encoding_of, unpacked
 

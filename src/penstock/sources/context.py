@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, UsageError
 from penstock.options import Config
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Clock, Finding, Response
 
 BATCH = 1000  # findings; what is accepted in one transaction

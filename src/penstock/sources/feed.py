@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import SourceDown
 from penstock.model import mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
 from penstock.sources.context import BATCH, SourceContext, options

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock import units
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, SourceDown, UsageError
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.sources.context import BATCH, BaseSource, SourceContext
 from penstock.sources.kafka_client import Client

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 import zstandard
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, UsageError
-from penstock.pipeline import SourceSpec
 from penstock.rules.identity import BadUrl, canonical_url
 from penstock.sources.context import BaseSource, SourceContext
 

@@ -4,8 +4,8 @@ whose rows are taken (postgres+table:).
 
 from __future__ import annotations
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError
-from penstock.pipeline import SourceSpec
 from penstock.ports import Source
 from penstock.sources.context import SourceContext
 from penstock.sources.postgres_cdc import CdcSource

@@ -11,9 +11,9 @@ from typing import Any
 
 import psycopg2
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import SourceDown, UsageError
 from penstock.model import mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding, SlotInfo
 from penstock.sources import pgoutput
 from penstock.sources import postgres_slot as server

@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
 from penstock import units
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError
 from penstock.options import Config
-from penstock.pipeline import SourceSpec
 from penstock.sources.context import options
 from penstock.stores.postgres_opening import Address
 

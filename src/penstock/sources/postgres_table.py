@@ -11,9 +11,9 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import SourceDown
 from penstock.model import mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.sources import pgoutput
 from penstock.sources.context import BATCH, BaseSource, SourceContext

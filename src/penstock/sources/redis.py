@@ -12,9 +12,9 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, PenstockError, SourceDown, Unreachable, UsageError
 from penstock.model import mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
 from penstock.sources.context import BATCH, BaseSource, SourceContext, options

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from penstock import units
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, SourceDown, UsageError
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
 from penstock.sources.context import BATCH, BaseSource, SourceContext, options

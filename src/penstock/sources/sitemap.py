@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Iterator
 
 import msgspec
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, SourceDown
 from penstock.model import ErrorClass, Failure, mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.rules import robots
 from penstock.rules.identity import BadUrl, authority, canonical_url, origin, registrable_domain

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from penstock import units
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, RequestRefused, UsageError
 from penstock.model import mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.rules import signatures
 from penstock.rules.expressions import Expression, Unfit

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock import extracting
+from penstock.authoring.page import Page
+from penstock.authoring.pipeline import Change, Pipeline
 from penstock.model import ErrorClass
-from penstock.page import Page
-from penstock.pipeline import Change, Pipeline
 from penstock.ports import Extracted, FetchedPage
 
 # pages in a row: the parser's caches stay warm, and the loop waits a few milliseconds at most

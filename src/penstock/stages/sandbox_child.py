@@ -23,11 +23,11 @@ from typing import NoReturn
 
 import msgspec
 
+from penstock.authoring.load import load as load_pipeline
+from penstock.authoring.page import Page
+from penstock.authoring.pipeline import Pipeline
 from penstock.errors import PenstockError
-from penstock.loading import load as load_pipeline
 from penstock.model import ErrorClass
-from penstock.page import Page
-from penstock.pipeline import Pipeline
 from penstock.stages import sandbox_wire as wire
 from penstock.stages.inprocess import failed, printable
 from penstock.stages.sandbox_serving import Child, Settings, flush_output, high

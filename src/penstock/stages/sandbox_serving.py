@@ -18,8 +18,8 @@ from typing import NoReturn
 
 import msgspec
 
+from penstock.authoring.pipeline import Pipeline
 from penstock.model import ErrorClass
-from penstock.pipeline import Pipeline
 from penstock.ports import Extracted
 from penstock.stages import sandbox_wire as wire
 from penstock.stages.inprocess import failed, printable, run_hooks, run_page

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.page import Page
+from penstock.authoring.page import Page
 from penstock.ports import Extracted, FetchedPage
 
 # -- worker -> zygote: fixed size, so that one read is one message and the descriptors that came wit

@@ -9,7 +9,7 @@ import re
 from turbohtml import Document, Element, Node
 from turbohtml import parse as parse_html
 
-from penstock.queries import Query
+from penstock.authoring.queries import Query
 
 SMALLEST = 2 << 10  # bytes of a beginning
 _UNSETTLED = frozenset(

@@ -8,8 +8,8 @@ import traceback
 import types
 from pathlib import Path
 
+from penstock.authoring.pipeline import Pipeline
 from penstock.errors import ConfigError
-from penstock.pipeline import Pipeline
 
 
 def load(path: str | Path) -> Pipeline:
@@ -27,9 +27,9 @@ def load(path: str | Path) -> Pipeline:
             hint="name a .py or .toml file that you may read",
         ) from None
     if path.suffix == ".toml":
-        from penstock.declarative import (
-            compile_toml,
-        )  # here: it needs the parser, and a Python pipeline's parent never does
+        from penstock.authoring.toml import (
+            compile_toml,  # here: it needs the parser, and a Python pipeline's parent never does
+        )
 
         pipeline = compile_toml(source, str(path))
     elif path.suffix == ".py":

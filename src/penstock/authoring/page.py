@@ -16,7 +16,7 @@ from penstock.rules.identity import join
 if TYPE_CHECKING:
     from os import PathLike
 
-    from penstock.selecting import Selector, SelectorList
+    from penstock.authoring.selectors import Selector, SelectorList
 
 _decode_event = msgspec.json.Decoder(Event).decode
 
@@ -83,9 +83,9 @@ class Page:
     @property
     def _document(self) -> Selector:
         if self._parsed is None:
-            from penstock.selecting import (
-                parse,
-            )  # here: the parser is heavy, and most processes never parse
+            from penstock.authoring.selectors import (
+                parse,  # here: the parser is heavy, and most processes never parse
+            )
 
             self._parsed = parse(self.body, self.headers.get("content-type"))
         return self._parsed
@@ -98,7 +98,7 @@ class Page:
 
     @cached_property
     def text(self) -> str:
-        from penstock.selecting import decode
+        from penstock.authoring.selectors import decode
 
         return decode(self.body, self.headers.get("content-type"))
 
@@ -113,7 +113,7 @@ class Page:
 
     def jsonld(self) -> list[dict[str, Any]]:
         """Every JSON-LD object of the page, `@graph` flattened; a broken block is left out."""
-        from penstock.selecting import jsonld
+        from penstock.authoring.selectors import jsonld
 
         return jsonld(self._document)
 
@@ -122,7 +122,7 @@ class Page:
 
     @cached_property
     def base_url(self) -> str:
-        from penstock.selecting import base_url
+        from penstock.authoring.selectors import base_url
 
         return base_url(self._document, self.url)
 
@@ -137,7 +137,7 @@ class Page:
         """A CSS selector (elements with href, or `::attr(...)`), or URLs. What is no http(s) URL is
         left out.
         """
-        from penstock.selecting import links_of
+        from penstock.authoring.selectors import links_of
 
         rank = Priority.named(priority)
         for url in links_of(self, links):

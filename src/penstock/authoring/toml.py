@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from penstock import queries
+from penstock.authoring import queries
+from penstock.authoring.page import Page
+from penstock.authoring.pipeline import Pipeline
+from penstock.authoring.selectors import SelectorList
+from penstock.authoring.transforms import TRANSFORMS, Transform, Unreadable
 from penstock.errors import ConfigError
 from penstock.model import ErrorClass, Failure, Follow
-from penstock.page import Page
-from penstock.pipeline import Pipeline
-from penstock.selecting import SelectorList
-from penstock.transforms import TRANSFORMS, Transform, Unreadable
 
 MAX_PATTERN = 500
 # characters a regex looks at: a bad pattern costs the page its time limit at most, not by the

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypeAlias
 
-from penstock.page import Page
+from penstock.authoring.page import Page
 from penstock.rules.identity import BadUrl
 
 Transform: TypeAlias = Callable[[Any, Page], Any]

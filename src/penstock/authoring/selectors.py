@@ -16,9 +16,9 @@ import turbohtml.detect as charsets  # importing it registers the whatwg-* codec
 from turbohtml import Document, Element, Node
 from turbohtml import parse as parse_html
 
-from penstock import queries
-from penstock.beginnings import SMALLEST, Beginning, beginning
-from penstock.queries import Found, Path, Query, string
+from penstock.authoring import queries
+from penstock.authoring.prefix import SMALLEST, Beginning, beginning
+from penstock.authoring.queries import Found, Path, Query, string
 from penstock.rules.identity import BadUrl, canonical_url, join
 
 # -- the surface -----------------------------------------------------------------------------------
