@@ -29,6 +29,8 @@ from penstock.engine.signals import Signals
 from penstock.engine.unit_of_work import SinkBinding
 from penstock.engine.worker import ENTRY, Options, Stage, Worker
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
+from penstock.extraction.in_process import InProcess
+from penstock.extraction.sandbox import Limits, Sandbox
 from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.intake.reader import Reader
@@ -60,9 +62,7 @@ from penstock.sinks.sqlite import SqliteSink
 from penstock.sources.context import SourceContext
 from penstock.sources.web import SourceWeb
 from penstock.stages.fetch import FetchOptions, FetchStage
-from penstock.stages.inprocess import InProcess
 from penstock.stages.proxies import Proxies, fetch_list
-from penstock.stages.sandbox import Limits, Sandbox
 
 if TYPE_CHECKING:
     from penstock.intake.http_server import Listener

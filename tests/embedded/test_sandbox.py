@@ -21,11 +21,11 @@ from penstock.authoring.load import load
 from penstock.authoring.page import Page
 from penstock.authoring.pipeline import Change
 from penstock.errors import ConfigError
+from penstock.extraction.in_process import InProcess
+from penstock.extraction.sandbox import Limits, Sandbox
+from penstock.extraction.zygote import ZygoteProcess
 from penstock.model import Event
 from penstock.ports import Extracted, Extraction
-from penstock.stages.inprocess import InProcess
-from penstock.stages.sandbox import Limits, Sandbox
-from penstock.stages.sandbox_zygote import ZygoteProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and clean-up lean on Linux")
 
@@ -618,7 +618,7 @@ def test_a_killed_worker_leaves_no_process(shop: Path, tmp_path: Path) -> None:
     script.write_text(
         "import asyncio, sys\n"
         "from penstock.authoring.page import Page\n"
-        "from penstock.stages.sandbox import Sandbox\n"
+        "from penstock.extraction.sandbox import Sandbox\n"
         "async def main():\n"
         f"    s = Sandbox({str(shop)!r}, size=3)\n"
         "    await s.start()\n"

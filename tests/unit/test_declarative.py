@@ -12,7 +12,7 @@ from penstock import Page
 from penstock.authoring.load import load
 from penstock.authoring.toml import compile_toml
 from penstock.errors import ConfigError
-from penstock.extracting import run
+from penstock.extraction.run import run
 
 SHOP_PY = """\
 from penstock import Page, Pipeline

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from penstock import Failure, Page, Pipeline, Removed
-from penstock import extracting as module
-from penstock.extracting import run
+from penstock.extraction import run as module
+from penstock.extraction.run import run
 from penstock.model import ErrorClass, Follow, Priority, Route
 from penstock.ports import Extracted
 

@@ -27,11 +27,11 @@ from penstock.authoring.load import load as load_pipeline
 from penstock.authoring.page import Page
 from penstock.authoring.pipeline import Pipeline
 from penstock.errors import PenstockError
+from penstock.extraction import protocol as wire
+from penstock.extraction.child_main import Child, Settings, flush_output, high
+from penstock.extraction.in_process import failed, printable
+from penstock.extraction.protocol import Order
 from penstock.model import ErrorClass
-from penstock.stages import sandbox_wire as wire
-from penstock.stages.inprocess import failed, printable
-from penstock.stages.sandbox_serving import Child, Settings, flush_output, high
-from penstock.stages.sandbox_wire import Order
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3

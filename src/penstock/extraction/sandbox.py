@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.extraction import protocol as wire
+from penstock.extraction.child import ChildProcess, Death, Limits, Reply
+from penstock.extraction.zygote import ZygoteProcess
 from penstock.model import ErrorClass
 from penstock.ports import Extracted, FetchedPage
-from penstock.stages import sandbox_wire as wire
-from penstock.stages.sandbox_process import ChildProcess, Death, Limits, Reply
-from penstock.stages.sandbox_zygote import ZygoteProcess
 
 __all__ = ["Limits", "Sandbox"]
 

@@ -19,11 +19,11 @@ from typing import NoReturn
 import msgspec
 
 from penstock.authoring.pipeline import Pipeline
+from penstock.extraction import protocol as wire
+from penstock.extraction.in_process import failed, printable, run_hooks, run_page
+from penstock.extraction.protocol import Mark
 from penstock.model import ErrorClass
 from penstock.ports import Extracted
-from penstock.stages import sandbox_wire as wire
-from penstock.stages.inprocess import failed, printable, run_hooks, run_page
-from penstock.stages.sandbox_wire import Mark
 
 _HIGH = 500  # our descriptors live up here: what user code closes and opens by accident is low
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock import extracting
 from penstock.authoring.page import Page
 from penstock.authoring.pipeline import Change, Pipeline
+from penstock.extraction import run as extracting
 from penstock.model import ErrorClass
 from penstock.ports import Extracted, FetchedPage
 

@@ -21,15 +21,15 @@ import msgspec
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.stages import sandbox_wire as wire
-from penstock.stages.sandbox_process import (
+from penstock.extraction import protocol as wire
+from penstock.extraction.child import (
     ZYGOTE_PATIENCE,
     ChildProcess,
     Limits,
     memory_file,
     signal_name,
 )
-from penstock.stages.sandbox_wire import Order
+from penstock.extraction.protocol import Order
 
 _SLOTS = 1024  # children at once, the dying included
 _MARK = "_PENSTOCK_SANDBOX"  # in the environment of everything that comes of a zygote
@@ -59,7 +59,7 @@ class ZygoteProcess:
         }  # fmt: skip
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "penstock.stages.sandbox_child", msgspec.json.encode(settings).decode(), str(pipeline_file)],
+                [sys.executable, "-P", "-m", "penstock.extraction.zygote_main", msgspec.json.encode(settings).decode(), str(pipeline_file)],
                 stdin=subprocess.DEVNULL, stdout=_stderr(), stderr=_stderr(), pass_fds=(theirs.fileno(), memory), env={**_environment(), _MARK: self._mark},
                 start_new_session=True,  # Ctrl-C is for the worker, which finishes its pages first
             )  # fmt: skip

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.stages import sandbox_wire as wire
-from penstock.stages.sandbox_wire import Mark, Order
+from penstock.extraction import protocol as wire
+from penstock.extraction.protocol import Mark, Order
 
 if TYPE_CHECKING:
-    from penstock.stages.sandbox_zygote import ZygoteProcess
+    from penstock.extraction.zygote import ZygoteProcess
 
 _PIPE_BYTES = 1 << 20  # a group of ordinary pages in one system call
 _READ_BYTES = 256 << 10
