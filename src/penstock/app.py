@@ -31,6 +31,9 @@ from penstock.engine.worker import ENTRY, Options, Stage, Worker
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
 from penstock.extraction.in_process import InProcess
 from penstock.extraction.sandbox import Limits, Sandbox
+from penstock.fetching.proxies import Proxies, fetch_list
+from penstock.fetching.source_client import SourceWeb
+from penstock.fetching.stage import FetchOptions, FetchStage
 from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.intake.reader import Reader
@@ -60,9 +63,6 @@ from penstock.rules.proxies import Member
 from penstock.rules.robots import product_token
 from penstock.sinks.sqlite import SqliteSink
 from penstock.sources.context import SourceContext
-from penstock.sources.web import SourceWeb
-from penstock.stages.fetch import FetchOptions, FetchStage
-from penstock.stages.proxies import Proxies, fetch_list
 
 if TYPE_CHECKING:
     from penstock.intake.http_server import Listener

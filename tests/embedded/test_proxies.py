@@ -22,6 +22,8 @@ from penstock.app import Running
 from penstock.claims.sql import SqlClaims
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.cli.main import main
+from penstock.fetching.proxies import Proxies
+from penstock.fetching.stage import FetchOptions, FetchStage
 from penstock.intake.accept import new_id, push
 from penstock.model import ErrorClass, Failure, Route
 from penstock.net.guard import Guard, parse_allow
@@ -32,8 +34,6 @@ from penstock.ports import Response
 from penstock.rules import pace
 from penstock.rules.events import event_of
 from penstock.rules.proxies import PoolExhausted
-from penstock.stages.fetch import FetchOptions, FetchStage
-from penstock.stages.proxies import Proxies
 from penstock.stores.sqlite import Database
 
 
@@ -417,7 +417,7 @@ async def test_without_an_account_cookies_live_only_for_a_chain_of_redirects() -
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """An event waits two seconds for a list, and this machine may stop for longer."""
-    monkeypatch.setattr("penstock.stages.proxies.LIST_WAIT", 60.0)
+    monkeypatch.setattr("penstock.fetching.proxies.LIST_WAIT", 60.0)
 
 
 # -- lists -----------------------------------------------------------------------------------------

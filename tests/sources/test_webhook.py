@@ -21,11 +21,11 @@ from penstock import config
 from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, RequestRefused
+from penstock.fetching.source_client import SourceWeb
 from penstock.intake.mapping import Mapping
 from penstock.ports import Finding
 from penstock.rules.events import Refused
 from penstock.sources.context import SourceContext
-from penstock.sources.web import SourceWeb
 from penstock.sources.webhook import Webhook, open_source
 
 NOW = 1_760_000_000.0

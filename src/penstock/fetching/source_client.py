@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from penstock.fetching.stage import FetchStage
 from penstock.model import Ask, ErrorClass, Failure
 from penstock.ports import Baseline, Clock, Pace, Response
 from penstock.rules.events import event_of
 from penstock.rules.identity import BadUrl
 from penstock.rules.masking import mask
-from penstock.stages.fetch import FetchStage
 
 
 class SourceWeb:

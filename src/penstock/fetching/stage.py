@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.fetching.proxies import Proxies
 from penstock.model import ErrorClass, Event, Failure
 from penstock.net.cookies import Jar
 from penstock.net.guard import NotResolved
@@ -30,7 +31,6 @@ from penstock.rules import robots as rules
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
 from penstock.rules.pace import LATE, MAX_RETRY_AFTER, parse_retry_after
 from penstock.rules.verdict import Breach, breach, judge, oversized
-from penstock.stages.proxies import Proxies
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # What may go along to another origin: it says what we can read, not who we are.
