@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import config
+from penstock.config import files as config
 from penstock.engine.unit_of_work import SinkBinding
 from penstock.errors import BadEnvelope
 from penstock.intake.accept import new_id

@@ -11,8 +11,8 @@ from typing import Any
 
 import apsw
 
-from penstock import config
 from penstock.cli.status import document, look
+from penstock.config import files as config
 from penstock.opening import open_stores
 
 SCAN = re.compile(r"SCAN (\w+)$")  # without an index

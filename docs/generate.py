@@ -74,7 +74,7 @@ WRITTEN_AS = """\
 
 
 def configuration() -> str:
-    from penstock.options import OPTIONS, pool_options
+    from penstock.config.schema import OPTIONS, pool_options
 
     lines = [CONFIGURATION + WRITTEN_AS]
     section: str | None = None
@@ -204,8 +204,8 @@ the class decides what happens next:
 
 
 def outcomes() -> str:
+    from penstock.config.schema import RetryConfig
     from penstock.model import ErrorClass
-    from penstock.options import RetryConfig
     from penstock.rules.retry import table
     from penstock.rules.verdict import (
         CHALLENGES,

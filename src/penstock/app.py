@@ -22,6 +22,7 @@ from penstock import locks
 from penstock.authoring.load import load
 from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.clock import SystemClock
+from penstock.config.schema import Config
 from penstock.engine.flusher import Flusher
 from penstock.engine.hooks import HookRunner
 from penstock.engine.lifecycle import PARK_BEYOND, Books
@@ -44,7 +45,6 @@ from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
 from penstock.opening import Politeness, Stores, adapter, open_stores, settings, worker_id
-from penstock.options import Config
 from penstock.ports import (
     Clock,
     Extraction,

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from penstock.claims.sql_hosts import SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
+from penstock.config.schema import Config
 from penstock.engine.lifecycle import Books
 from penstock.engine.relay import Relay
 from penstock.engine.unit_of_work import Settings, SinkBinding
@@ -27,7 +28,6 @@ from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ledgers import sql_queries
 from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.ledgers.sql_sources import SqlSources
-from penstock.options import Config
 from penstock.ports import Clock, StoreFacts, TopicSpec
 from penstock.reports import Reports
 from penstock.rules import breaker

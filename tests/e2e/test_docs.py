@@ -22,12 +22,12 @@ from types import ModuleType
 import pytest
 from tests.e2e.harness import free_port
 
-from penstock import config
 from penstock.authoring.load import load
 from penstock.brokers import kafka_dsn, rabbitmq_link, sqs_wire
 from penstock.cli.main import COMMANDS, build
+from penstock.config import files as config
+from penstock.config.schema import OPTIONS, pool_options
 from penstock.errors import PenstockError
-from penstock.options import OPTIONS, pool_options
 from penstock.ports import Capabilities, Row
 from penstock.stores import redis
 from penstock.testing.conformance import BrokerConformance

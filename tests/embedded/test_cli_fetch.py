@@ -16,9 +16,9 @@ import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy
 from tests.embedded.test_domains import lateness
 
-from penstock import config
 from penstock.cli.main import main
 from penstock.cli.output import console
+from penstock.config import files as config
 from penstock.opening import open_stores
 from penstock.testing.web import Reply, Web, reply
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from penstock import config
 from penstock.app import Running
 from penstock.cli.main import main
 from penstock.cli.output import console
+from penstock.config import files as config
 from penstock.intake.accept import push
 from penstock.opening import open_stores
 from penstock.testing.web import Reply, Request, Web, reply

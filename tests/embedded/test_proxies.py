@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy, Target
 
-from penstock import config
 from penstock.app import Running
 from penstock.claims.sql import SqlClaims
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.cli.main import main
+from penstock.config import files as config
+from penstock.config.schema import ProxyPoolConfig
 from penstock.fetching.proxies import Proxies
 from penstock.fetching.stage import FetchOptions, FetchStage
 from penstock.intake.accept import new_id, push
@@ -29,7 +30,6 @@ from penstock.model import ErrorClass, Failure, Route
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
 from penstock.opening import open_stores
-from penstock.options import ProxyPoolConfig
 from penstock.ports import Response
 from penstock.rules import pace
 from penstock.rules.events import event_of

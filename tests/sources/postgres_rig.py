@@ -13,9 +13,9 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from penstock import config as configuration
 from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.clock import SystemClock
+from penstock.config import files as configuration
 from penstock.errors import SourceDown
 from penstock.ports import Batch, Finding
 from penstock.sources.context import SourceContext

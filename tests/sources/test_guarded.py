@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tests.sources.web_rig import run
 
-from penstock import config
 from penstock.app import source_to_look_at
 from penstock.authoring.pipeline import Pipeline
+from penstock.config import files as config
 from penstock.errors import SourceDown
 from penstock.model import Failure
 from penstock.testing.web import Reply, Request, Web, json_reply, reply

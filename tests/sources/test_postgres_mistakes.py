@@ -18,9 +18,9 @@ from tools.services.control import down, up
 from tools.services.servers import Postgres
 from tools.services.state import Place
 
-from penstock import config as configuration
 from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
+from penstock.config import files as configuration
 from penstock.errors import ConfigError, UsageError
 from penstock.sources.context import SourceContext
 from penstock.sources.postgres import open_source

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from penstock import config as configuration
 from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
+from penstock.config import files as configuration
 from penstock.errors import SourceDown
 from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import config
 from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
+from penstock.config import files as config
 from penstock.errors import ConfigError, RequestRefused
 from penstock.fetching.source_client import SourceWeb
 from penstock.intake.mapping import Mapping

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock import units
-from penstock.config import OPTIONS, Config, Loaded, load, show
+from penstock.config import units
+from penstock.config.files import OPTIONS, Config, Loaded, load, show
+from penstock.config.schema import BY_PATH
 from penstock.errors import CONFIGURATION, ConfigError
-from penstock.options import BY_PATH
 from penstock.rules.masking import mask
 
 TOML_VALUES = st.recursive(

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import msgspec
 
-from penstock import units
+from penstock.config import units
 from penstock.errors import ConfigError
 from penstock.model import Priority, Route
 from penstock.rules.masking import mask

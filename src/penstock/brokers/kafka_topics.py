@@ -22,12 +22,12 @@ from confluent_kafka import admin as _admin
 from confluent_kafka.admin import AdminClient
 
 from penstock.brokers.kafka_dsn import Settings, running, starting
+from penstock.config.units import write_duration
 from penstock.errors import ConfigError
 from penstock.ports import TopicSpec
 from penstock.rules.shares import WEIGHTS, class_of
 from penstock.rules.watermark import settled_ahead
 from penstock.stores.kafka_access import error_of, weightier
-from penstock.units import write_duration
 
 _api: Any = _admin  # the library does not export these names to type checkers
 EARLIEST, LATEST = _api.OffsetSpec.earliest(), _api.OffsetSpec.latest()

@@ -22,8 +22,8 @@ from penstock.reports import SCAN
 
 if TYPE_CHECKING:
     from penstock.authoring.pipeline import Pipeline
-    from penstock.config import Loaded
-    from penstock.options import Config
+    from penstock.config.files import Loaded
+    from penstock.config.schema import Config
     from penstock.ports import StoreFacts
     from penstock.reports import Audit, OpenPorts
 

@@ -40,7 +40,7 @@ def show(
     common: Common = DEFAULTS,
 ) -> int:
     """Every option and its value; passwords are masked."""
-    from penstock import config
+    from penstock.config import files as config
 
     loaded = common.load()
     by_path = {option.path: option for option in config.options(loaded.config)}

@@ -143,7 +143,7 @@ def apply(
     common: Common = DEFAULTS,
 ) -> int:
     """Create and change what differs, nothing else, and wait until it runs. Exit code 1 where one does not, with its trace."""
-    from penstock import units
+    from penstock.config import units
     from penstock.connect.applying import apply as carry_out
 
     try:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli import find
 from penstock.cli.options import (
     DEFAULTS,
@@ -41,6 +40,7 @@ from penstock.cli.output import (
     show as show_table,
 )
 from penstock.cli.trace import step_document
+from penstock.config import units
 from penstock.errors import BadEnvelope, UsageError
 from penstock.figures import count, iso, lasting, moment, plural, short
 from penstock.model import Event, Priority, decode_event

@@ -135,7 +135,7 @@ def pause(
     common: Common = DEFAULTS,
 ) -> int:
     """Send nothing to a host, from any worker; what is in flight is finished, what is queued waits."""
-    from penstock import units
+    from penstock.config import units
 
     key, seconds = _key(host, common), None
     if for_ is not None:

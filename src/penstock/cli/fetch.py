@@ -27,9 +27,9 @@ from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
 from penstock.figures import lasting, plural, size
 
 if TYPE_CHECKING:
+    from penstock.config.schema import Config
     from penstock.model import Event, Failure
     from penstock.opening import Politeness
-    from penstock.options import Config
     from penstock.ports import Response
     from penstock.rules.robots import Robots
 
@@ -65,7 +65,7 @@ def fetch(
     """Fetch one URL as a worker would, and tell what happened on the way. It counts for the host's pace, and enters no queue and no books."""
     import msgspec
 
-    from penstock import units
+    from penstock.config import units
     from penstock.intake.accept import new_id
     from penstock.model import Ask, Route
     from penstock.rules.events import event_of

@@ -113,7 +113,7 @@ def settings_text(pipeline: str) -> str:
     """Every option once, with its default; only the pipeline is set."""
     import msgspec
 
-    from penstock.options import OPTIONS, Option
+    from penstock.config.schema import OPTIONS, Option
 
     def line(option: Option) -> str:
         # A derived default is a sentence, not a value.

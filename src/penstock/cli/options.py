@@ -1,4 +1,4 @@
-"""Options that every command has, and how they become a configuration and open stores. What an option means is in penstock.options."""
+"""Options that every command has, and how they become a configuration and open stores. What an option means is in penstock.config.schema."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from penstock.cli.output import (
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.config import Loaded
+    from penstock.config.files import Loaded
+    from penstock.config.schema import Config
     from penstock.opening import Stores
-    from penstock.options import Config
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
@@ -81,7 +81,7 @@ class Common:
         return given
 
     def load(self) -> Loaded:
-        from penstock import config
+        from penstock.config import files as config
 
         self.start_logging()
         return config.load(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli import find
 from penstock.cli.options import DEFAULTS, WITH_OUTPUT, Common, CommonWithOutput, Json, ask
 from penstock.cli.output import (
@@ -28,6 +27,7 @@ from penstock.cli.output import (
 from penstock.cli.output import (
     show as show_table,
 )
+from penstock.config import units
 from penstock.errors import PenstockError, UsageError
 from penstock.figures import iso, moment, plural, short, size
 

@@ -28,7 +28,7 @@ from penstock.figures import iso, lasting, moment, plural
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from penstock.options import Config
+    from penstock.config.schema import Config
     from penstock.ports import Fetcher
     from penstock.rules.proxies import Member
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import msgspec
 from cyclopts import Parameter
 
-from penstock import units
 from penstock.cli.main import STDIN
 from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import (
@@ -19,6 +18,7 @@ from penstock.cli.output import (
     say,
     styled,
 )
+from penstock.config import units
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
 from penstock.figures import plural, short
 from penstock.rules.masking import mask

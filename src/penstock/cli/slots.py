@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import (
     FOLD,
@@ -22,11 +21,12 @@ from penstock.cli.output import (
     styled,
     table,
 )
+from penstock.config import units
 from penstock.errors import DIFFERENCES, OK, UsageError
 
 if TYPE_CHECKING:
     from penstock.authoring.pipeline import SourceSpec
-    from penstock.options import Config
+    from penstock.config.schema import Config
     from penstock.ports import SlotInfo
 
 T = TypeVar("T")

@@ -28,8 +28,8 @@ from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
     from penstock.authoring.pipeline import SourceSpec
+    from penstock.config.schema import Config
     from penstock.intake.accept import Taken
-    from penstock.options import Config
     from penstock.ports import SourceState
 
 app = App(name="sources", help="what tells us of changes: list, try, reset, pause, resume")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json, ask, confirmed
 from penstock.cli.output import (
@@ -21,6 +20,7 @@ from penstock.cli.output import (
     styled,
     table,
 )
+from penstock.config import units
 from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
 from penstock.figures import count, iso, lasting, moment, plural, short
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from penstock import units
+from penstock.config import units
 from penstock.errors import ConfigError
 from penstock.rules.masking import mask
 

@@ -20,10 +20,11 @@ from typing import Any
 
 from rich.live import Live
 
-from penstock import config, locks
+from penstock import locks
 from penstock.app import ROLES, Running
 from penstock.cli.options import SafeFormatter
 from penstock.cli.output import console
+from penstock.config import files as config
 from penstock.demo import ending
 from penstock.demo.display import Snapshot, plain, render
 from penstock.demo.watching import Look, Watch

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
+from penstock.config.schema import ProxyPoolConfig
 from penstock.model import ErrorClass, Event, Failure
 from penstock.net.cookies import Jar
-from penstock.options import ProxyPoolConfig
 from penstock.ports import Clock, Fetcher, ProxyHealth, Response
 from penstock.rules import proxies as rules
 

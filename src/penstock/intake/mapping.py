@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock import units
 from penstock.authoring.pipeline import SourceSpec
+from penstock.config import units
 from penstock.errors import ConfigError
 from penstock.model import Event, Priority, Route
 from penstock.ports import Finding

@@ -24,7 +24,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka import admin as _admin
 from confluent_kafka.admin import AdminClient
 
-from penstock import units
+from penstock.config import units
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Reopen, Row
 from penstock.rules.masking import mask

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.authoring.pipeline import SourceSpec
+from penstock.config.schema import Config
 from penstock.errors import ConfigError, UsageError
-from penstock.options import Config
 from penstock.ports import Batch, Clock, Finding, Response
 
 BATCH = 1000  # findings; what is accepted in one transaction

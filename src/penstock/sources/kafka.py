@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock import units
 from penstock.authoring.pipeline import SourceSpec
+from penstock.config import units
 from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.ports import Batch, Finding
 from penstock.sources.context import BATCH, BaseSource, SourceContext

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
-from penstock import units
 from penstock.authoring.pipeline import SourceSpec
+from penstock.config import units
+from penstock.config.schema import Config
 from penstock.errors import ConfigError
-from penstock.options import Config
 from penstock.sources.context import options
 from penstock.stores.postgres_opening import Address
 

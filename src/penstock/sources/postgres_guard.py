@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from penstock import units
+from penstock.config import units
 from penstock.errors import SourceDown
 from penstock.sources.postgres_dsn import CdcSettings
 from penstock.sources.postgres_slot import Slot

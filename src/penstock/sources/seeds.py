@@ -10,8 +10,8 @@ import os
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
-from penstock import units
 from penstock.authoring.pipeline import SourceSpec
+from penstock.config import units
 from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask

@@ -11,8 +11,8 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from penstock import units
 from penstock.authoring.pipeline import SourceSpec
+from penstock.config import units
 from penstock.errors import ConfigError, RequestRefused, UsageError
 from penstock.model import mint
 from penstock.ports import Batch, Finding

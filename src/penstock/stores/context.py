@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.config.schema import Config
 from penstock.errors import ConfigError
-from penstock.options import Config
 from penstock.ports import Clock
 from penstock.stores.sql import SqlStore
 from penstock.stores.sqlite import Database

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote
 
 from confluent_kafka import KafkaError
 
-from penstock import units
+from penstock.config import units
 from penstock.errors import ConfigError
 from penstock.rules.masking import mask
 from penstock.stores.kafka_access import SASL, Access, server, told

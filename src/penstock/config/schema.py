@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from penstock import units
+from penstock.config import units
 from penstock.rules.masking import mask
 from penstock.rules.proxies import canonical_list, masked_list, parse_members
 

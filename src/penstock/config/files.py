@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from penstock.errors import ConfigError
-from penstock.options import (
+from penstock.config.schema import (
     BY_PATH,
     OPTIONS,
     POOL,
@@ -26,6 +25,7 @@ from penstock.options import (
     ProxyPoolConfig,
     pool_options,
 )
+from penstock.errors import ConfigError
 
 __all__ = ["OPTIONS", "Config", "Loaded", "Option", "Shown", "load", "options", "show"]
 
