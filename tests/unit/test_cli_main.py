@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import figures
 from penstock.cli import main as cli
 from penstock.cli import output
 from penstock.cli.push import LONGEST, Inputs, _lines
 from penstock.errors import ConfigError, StoreUnavailable, UsageError
+from penstock.operate import figures
 
 
 @pytest.mark.parametrize(

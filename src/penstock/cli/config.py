@@ -20,7 +20,7 @@ from penstock.cli.output import (
 from penstock.cli.output import (
     show as show_table,
 )
-from penstock.figures import plural
+from penstock.operate.figures import plural
 from penstock.rules.masking import mask
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, UsageError
-from penstock.figures import plural
+from penstock.operate.figures import plural
 
 if TYPE_CHECKING:
     from penstock.authoring.pipeline import Pipeline

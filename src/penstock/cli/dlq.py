@@ -42,8 +42,8 @@ from penstock.cli.output import (
 from penstock.cli.trace import step_document
 from penstock.config import units
 from penstock.errors import BadEnvelope, UsageError
-from penstock.figures import count, iso, lasting, moment, plural, short
 from penstock.model import Event, Priority, decode_event
+from penstock.operate.figures import count, iso, lasting, moment, plural, short
 from penstock.reports import EventRow, Filter, Letter, Step
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import DIFFERENCES, OK, UNREACHABLE, PenstockError
-from penstock.figures import plural
+from penstock.operate.figures import plural
 
 
 def doctor(
@@ -32,8 +32,8 @@ def doctor(
 ) -> int:
     """Check the store, the books, the sinks and the machine. Exit code 0: nothing wrong, 4: the store cannot be opened, 5: differences found."""
     from penstock.app import open_sandbox, open_sinks
-    from penstock.cli import checks
     from penstock.opening import store_facts
+    from penstock.operate import doctor as checks
 
     loaded = common.load()
     config = loaded.config

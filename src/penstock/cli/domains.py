@@ -1,4 +1,4 @@
-"""`penstock domains …`: how each host is treated, and the orders that change it for the whole fleet. The decisions are in penstock.domains."""
+"""`penstock domains …`: how each host is treated, and the orders that change it for the whole fleet. The decisions are in penstock.operate.hosts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, ConfigError, UsageError
-from penstock.figures import count, iso, lasting, moment, plural, size
+from penstock.operate.figures import count, iso, lasting, moment, plural, size
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from penstock.domains import Domain, Domains
+    from penstock.operate.hosts import Domain, Domains
     from penstock.ports import Exempt
 
 app = App(name="domains", help="hosts: their limits, pauses, robots.txt and exceptions")
@@ -211,7 +211,7 @@ def robots(
 
 @contextlib.contextmanager
 def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
-    from penstock.domains import Domains
+    from penstock.operate.hosts import Domains
     from penstock.rules.robots import product_token
 
     config = common.load().config
@@ -220,7 +220,7 @@ def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
 
 
 def _key(host: str, common: Common) -> str:
-    from penstock.domains import host_of
+    from penstock.operate.hosts import host_of
     from penstock.rules.identity import BadUrl
 
     try:

@@ -23,7 +23,7 @@ from penstock.cli.output import (
 )
 from penstock.cli.trace import row_document
 from penstock.errors import UsageError
-from penstock.figures import lasting, moment, short
+from penstock.operate.figures import lasting, moment, short
 from penstock.reports import SCAN
 
 app = App(name="events", help="list events")

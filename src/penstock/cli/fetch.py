@@ -24,7 +24,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
-from penstock.figures import lasting, plural, size
+from penstock.operate.figures import lasting, plural, size
 
 if TYPE_CHECKING:
     from penstock.config.schema import Config

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.errors import PenstockError, UsageError
-from penstock.figures import joined, short
+from penstock.operate.figures import joined, short
 
 if TYPE_CHECKING:
     from penstock.opening import Stores

@@ -29,7 +29,7 @@ from penstock.cli.output import (
 )
 from penstock.config import units
 from penstock.errors import PenstockError, UsageError
-from penstock.figures import iso, moment, plural, short, size
+from penstock.operate.figures import iso, moment, plural, short, size
 
 if TYPE_CHECKING:
     from penstock.opening import Stores

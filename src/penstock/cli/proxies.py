@@ -23,7 +23,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, UsageError
-from penstock.figures import iso, lasting, moment, plural
+from penstock.operate.figures import iso, lasting, moment, plural
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -20,7 +20,7 @@ from penstock.cli.output import (
 )
 from penstock.config import units
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
-from penstock.figures import plural, short
+from penstock.operate.figures import plural, short
 from penstock.rules.masking import mask
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, UsageError
-from penstock.figures import count, iso, lasting, moment, plural
+from penstock.operate.figures import count, iso, lasting, moment, plural
 from penstock.rules.masking import mask
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from penstock.cli.output import (
     styled,
     table,
 )
-from penstock.figures import count, iso, lasting, plural, short
+from penstock.operate.figures import count, iso, lasting, plural, short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

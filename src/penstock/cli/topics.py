@@ -22,7 +22,7 @@ from penstock.cli.output import (
 )
 from penstock.config import units
 from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
-from penstock.figures import count, iso, lasting, moment, plural, short
+from penstock.operate.figures import count, iso, lasting, moment, plural, short
 
 if TYPE_CHECKING:
     from penstock.opening import Stores

@@ -18,8 +18,8 @@ from penstock.cli.output import (
     styled,
 )
 from penstock.errors import BadEnvelope
-from penstock.figures import iso, lasting, moment, plural, short, size
 from penstock.model import Event, decode_event
+from penstock.operate.figures import iso, lasting, moment, plural, short, size
 from penstock.reports import EventRow, Letter, Step
 
 if TYPE_CHECKING:

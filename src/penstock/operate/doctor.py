@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from penstock import locks
 from penstock.errors import PenstockError
-from penstock.figures import joined, lasting, plural, short, size
+from penstock.operate.figures import joined, lasting, plural, short, size
 from penstock.reports import SCAN
 
 if TYPE_CHECKING:
