@@ -20,8 +20,8 @@ from raw_clients import RAW, Turn
 from penstock.clock import SystemClock
 from penstock.config import files as config
 from penstock.model import Ack
-from penstock.opening import adapter
 from penstock.ports import Out, TopicSpec
+from penstock.runtime.stores import adapter
 from penstock.stores.context import Context
 
 BODY = b'{"specversion":"1.0","data":"' + b"x" * 400 + b'"}'

@@ -19,9 +19,9 @@ from penstock.engine.unit_of_work import SinkBinding
 from penstock.errors import BadEnvelope
 from penstock.intake.accept import new_id
 from penstock.model import Event, Record, decode_event, page_id
-from penstock.opening import Stores, open_stores
 from penstock.ports import Accepted, Admitted, Delivery, End, PageMeta, Subscription
 from penstock.rules.events import event_of
+from penstock.runtime.stores import Stores, open_stores
 
 RECEIVE, BEGIN, CONCLUDE = 256, 16, 128  # how many at a time, as a worker at full speed does
 SLICE = 2 * RECEIVE

@@ -13,7 +13,7 @@ import apsw
 
 from penstock.cli.status import document, look
 from penstock.config import files as config
-from penstock.opening import open_stores
+from penstock.runtime.stores import open_stores
 
 SCAN = re.compile(r"SCAN (\w+)$")  # without an index
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy, Target
 
-from penstock.app import Running
 from penstock.claims.sql import SqlClaims
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.cli.main import main
@@ -29,11 +28,12 @@ from penstock.intake.accept import new_id, push
 from penstock.model import ErrorClass, Failure, Route
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
-from penstock.opening import open_stores
 from penstock.ports import Response
 from penstock.rules import pace
 from penstock.rules.events import event_of
 from penstock.rules.proxies import PoolExhausted
+from penstock.runtime.process import Running
+from penstock.runtime.stores import open_stores
 from penstock.stores.sqlite import Database
 
 

@@ -20,8 +20,8 @@ from penstock.clock import SystemClock
 from penstock.config import files as config
 from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping
-from penstock.opening import Stores, open_stores
 from penstock.ports import Accepted, Batch, Finding
+from penstock.runtime.stores import Stores, open_stores
 
 
 class Rude:

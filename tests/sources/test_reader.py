@@ -21,8 +21,8 @@ from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping
 from penstock.intake.reader import Reader
 from penstock.model import mint
-from penstock.opening import Stores, open_stores
 from penstock.ports import Batch, Finding
+from penstock.runtime.stores import Stores, open_stores
 from penstock.sources.context import BaseSource, SourceContext
 
 

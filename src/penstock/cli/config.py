@@ -95,8 +95,8 @@ def check(
         "pipeline": None,
     }
     if chosen:
-        from penstock.app import check_sources, open_sinks
         from penstock.authoring.load import load
+        from penstock.runtime.process import check_sources, open_sinks
 
         pipeline = load(chosen)
         open_sinks(pipeline, Path.cwd())

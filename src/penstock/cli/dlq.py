@@ -47,7 +47,7 @@ from penstock.operate.figures import count, iso, lasting, moment, plural, short
 from penstock.reports import EventRow, Filter, Letter, Step
 
 if TYPE_CHECKING:
-    from penstock.opening import Stores
+    from penstock.runtime.stores import Stores
 
 app = App(name="dlq", help="dead letters: list, show, retry, drop, export")
 BATCH = 500

@@ -31,9 +31,9 @@ def doctor(
     common: Common = DEFAULTS,
 ) -> int:
     """Check the store, the books, the sinks and the machine. Exit code 0: nothing wrong, 4: the store cannot be opened, 5: differences found."""
-    from penstock.app import open_sandbox, open_sinks
-    from penstock.opening import store_facts
     from penstock.operate import doctor as checks
+    from penstock.runtime.process import open_sandbox, open_sinks
+    from penstock.runtime.stores import store_facts
 
     loaded = common.load()
     config = loaded.config

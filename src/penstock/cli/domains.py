@@ -198,7 +198,7 @@ def robots(
     if what is not None:
         with _open(common, create=True) as (domains, _):
             if what == "ignore":
-                from penstock.app import operator
+                from penstock.runtime.process import operator
 
                 domains.ignore_robots(key, " ".join(reason.split()), operator())
             else:

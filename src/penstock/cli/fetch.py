@@ -29,9 +29,9 @@ from penstock.operate.figures import lasting, plural, size
 if TYPE_CHECKING:
     from penstock.config.schema import Config
     from penstock.model import Event, Failure
-    from penstock.opening import Politeness
     from penstock.ports import Response
     from penstock.rules.robots import Robots
+    from penstock.runtime.stores import Politeness
 
 _SECRET = re.compile(r"(?i)cookie|auth|token|secret|session|csrf|xsrf|api-?key|signature|password")
 _TEXT = re.compile(r"(?i)text/|html|xml|json|javascript")
@@ -277,10 +277,10 @@ async def _guarded(
 
 
 async def _run(config: Config, event: Event, patience: float, ignoring: str) -> _Seen:
-    from penstock.app import open_fetcher, open_stage
     from penstock.model import Failure
-    from penstock.opening import Politeness
     from penstock.rules.proxies import needs_proxy
+    from penstock.runtime.process import open_fetcher, open_stage
+    from penstock.runtime.stores import Politeness
 
     store = Politeness(config)
     try:
@@ -339,7 +339,7 @@ async def _slot(store: Politeness, pace: _Pace, host: str, patience: float) -> N
 
 
 def _who() -> str:
-    from penstock.app import operator
+    from penstock.runtime.process import operator
 
     return operator()
 

@@ -9,8 +9,8 @@ from penstock.errors import PenstockError, UsageError
 from penstock.operate.figures import joined, short
 
 if TYPE_CHECKING:
-    from penstock.opening import Stores
     from penstock.reports import EventRow
+    from penstock.runtime.stores import Stores
 
 MOST = 6
 

@@ -21,7 +21,7 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
-    from penstock.opening import Stores
+    from penstock.runtime.stores import Stores
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
@@ -107,7 +107,7 @@ class Common:
     @contextlib.contextmanager
     def stores(self, *, create: bool = False, config: Config | None = None) -> Iterator[Stores]:
         """Open for one command: on this thread, closed at its end. Without `create`, missing state is an error."""
-        from penstock.opening import open_stores
+        from penstock.runtime.stores import open_stores
 
         opened = open_stores(config or self.load().config, create=create, inline=True)
         try:

@@ -32,8 +32,8 @@ from penstock.errors import PenstockError, UsageError
 from penstock.operate.figures import iso, moment, plural, short, size
 
 if TYPE_CHECKING:
-    from penstock.opening import Stores
     from penstock.reports import EventRow
+    from penstock.runtime.stores import Stores
 
 app = App(name="pages", help="stored pages: show, list, prune")
 
@@ -177,7 +177,7 @@ def prune(
         if max_bytes is None
         else _read(units.sizes(0), max_bytes, "--max-bytes")
     )
-    from penstock.app import retain
+    from penstock.runtime.process import retain
 
     with common.stores(create=True, config=config) as stores:
         pages, freed = asyncio.run(

@@ -231,9 +231,9 @@ def _state(trouble: dict[str, Any] | None) -> tuple[Any, str, str]:
 
 
 async def _try_all(config: Config, names: list[str], url: str, limit: int) -> list[dict[str, Any]]:
-    from penstock.app import listed_proxies, open_fetcher
     from penstock.model import Failure
     from penstock.rules.proxies import masked_list, parse_members
+    from penstock.runtime.process import listed_proxies, open_fetcher
 
     fetcher, gate = open_fetcher(config), asyncio.Semaphore(AT_ONCE)
     results: list[dict[str, Any]] = []

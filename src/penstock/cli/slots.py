@@ -172,7 +172,7 @@ def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSp
 
 
 def _ask(config: Config, spec: SourceSpec, question: Callable[[Any], Awaitable[T]]) -> T:
-    from penstock.app import source_to_look_at
+    from penstock.runtime.process import source_to_look_at
 
     async def whole() -> T:
         async with source_to_look_at(config, spec) as (source, _):

@@ -311,15 +311,15 @@ def _behind(state: SourceState | None) -> str:
 
 
 async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> Taken:
-    from penstock.app import source_to_look_at
     from penstock.intake.accept import judge
+    from penstock.runtime.process import source_to_look_at
 
     async with source_to_look_at(config, spec) as (source, mapping):
         return judge(mapping, await source.preview(cursor, limit))
 
 
 async def _place(config: Config, spec: SourceSpec, to: str) -> tuple[bytes | None, str]:
-    from penstock.app import source_to_look_at
+    from penstock.runtime.process import source_to_look_at
 
     async with source_to_look_at(config, spec) as (source, _):
         cursor = await source.place(to)

@@ -23,9 +23,9 @@ from penstock.operate.figures import count, iso, lasting, plural, short
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from penstock.opening import Stores
     from penstock.ports import SourceState
     from penstock.reports import Standing
+    from penstock.runtime.stores import Stores
 
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 COUNTERS = (
@@ -91,8 +91,8 @@ Look = tuple[
 
 
 def look(stores: Stores) -> tuple[Look, float]:
-    from penstock.app import sink_lock
     from penstock.locks import holder_alive, note_of, worker_alive
+    from penstock.runtime.process import sink_lock
 
     found = ask(stores, lambda tx: stores.reports.standing(tx, stores.broker))
     alerts, sources = ask(stores, stores.books.alerts_in), ask(stores, stores.sources.all_in)

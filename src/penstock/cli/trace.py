@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from penstock.opening import Stores
+    from penstock.runtime.stores import Stores
 
 
 class Found(msgspec.Struct, kw_only=True):

@@ -29,7 +29,7 @@ PARTS = (
 
 def version(*, json: Json = False) -> int:
     """Versions of Penstock and of what it stands on; for bug reports."""
-    from penstock.opening import sqlite_version
+    from penstock.runtime.stores import sqlite_version
 
     parts = {"python": platform.python_version(), "sqlite": ".".join(map(str, sqlite_version()))}
     for name in PARTS:

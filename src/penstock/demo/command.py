@@ -21,7 +21,6 @@ from typing import Any
 from rich.live import Live
 
 from penstock import locks
-from penstock.app import ROLES, Running
 from penstock.cli.options import SafeFormatter
 from penstock.cli.output import console
 from penstock.config import files as config
@@ -30,7 +29,8 @@ from penstock.demo.display import Snapshot, plain, render
 from penstock.demo.watching import Look, Watch
 from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
 from penstock.locks import FileLock
-from penstock.opening import open_stores
+from penstock.runtime.process import ROLES, Running
+from penstock.runtime.stores import open_stores
 
 FRAME, LINE = 0.25, 2.0  # seconds between two pictures, between two lines
 FINISH = 3.0  # seconds that open events get after the end of the run

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.app import Running
 from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting
 from penstock.ports import SourceState
 from penstock.reports import Filter, Reports
 from penstock.rules.identity import host_key
+from penstock.runtime.process import Running
 
 LATELY = 3.0  # seconds over which a host's rate is taken
 RECENT = 50  # events whose way to the row is told

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.app import Running
 from penstock.config.schema import Config
 from penstock.errors import OK, RAN_WITH_FAILURES, UNREACHABLE, PenstockError
+from penstock.runtime.process import Running
 
 log = logging.getLogger("penstock")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

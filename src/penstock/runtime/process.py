@@ -44,7 +44,6 @@ from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
-from penstock.opening import Politeness, Stores, adapter, open_stores, settings, worker_id
 from penstock.ports import (
     Clock,
     Extraction,
@@ -61,6 +60,7 @@ from penstock.rules import retry
 from penstock.rules.masking import mask
 from penstock.rules.proxies import Member
 from penstock.rules.robots import product_token
+from penstock.runtime.stores import Politeness, Stores, adapter, open_stores, settings, worker_id
 from penstock.sinks.sqlite import SqliteSink
 from penstock.sources.context import SourceContext
 
