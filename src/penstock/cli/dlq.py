@@ -44,7 +44,7 @@ from penstock.config import units
 from penstock.errors import BadEnvelope, UsageError
 from penstock.model import Event, Priority, decode_event
 from penstock.operate.figures import count, iso, lasting, moment, plural, short
-from penstock.reports import EventRow, Filter, Letter, Step
+from penstock.ports.reports import EventRow, Filter, Letter, Step
 
 if TYPE_CHECKING:
     from penstock.runtime.stores import Stores

@@ -24,7 +24,7 @@ from penstock.cli.output import (
 from penstock.cli.trace import row_document
 from penstock.errors import UsageError
 from penstock.operate.figures import lasting, moment, short
-from penstock.reports import SCAN
+from penstock.ports.reports import SCAN
 
 app = App(name="events", help="list events")
 STATUSES = ("pending", "in_flight", "delayed", "writing", "success", "duplicate", "dead")

@@ -9,7 +9,7 @@ from penstock.errors import PenstockError, UsageError
 from penstock.operate.figures import joined, short
 
 if TYPE_CHECKING:
-    from penstock.reports import EventRow
+    from penstock.ports.reports import EventRow
     from penstock.runtime.stores import Stores
 
 MOST = 6

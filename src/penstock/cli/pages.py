@@ -32,7 +32,7 @@ from penstock.errors import PenstockError, UsageError
 from penstock.operate.figures import iso, moment, plural, short, size
 
 if TYPE_CHECKING:
-    from penstock.reports import EventRow
+    from penstock.ports.reports import EventRow
     from penstock.runtime.stores import Stores
 
 app = App(name="pages", help="stored pages: show, list, prune")

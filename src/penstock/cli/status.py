@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from penstock.ports import SourceState
-    from penstock.reports import Standing
+    from penstock.ports.reports import Standing
     from penstock.runtime.stores import Stores
 
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")

@@ -20,7 +20,7 @@ from penstock.cli.output import (
 from penstock.errors import BadEnvelope
 from penstock.model import Event, decode_event
 from penstock.operate.figures import iso, lasting, moment, plural, short, size
-from penstock.reports import EventRow, Letter, Step
+from penstock.ports.reports import EventRow, Letter, Step
 
 if TYPE_CHECKING:
     from rich.text import Text

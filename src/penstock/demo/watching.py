@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting
 from penstock.ports import SourceState
-from penstock.reports import Filter, Reports
+from penstock.ports.reports import Filter, Reports
 from penstock.rules.identity import host_key
 from penstock.runtime.process import Running
 

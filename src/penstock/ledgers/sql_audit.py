@@ -5,7 +5,7 @@ doctor, on purpose slow.
 from __future__ import annotations
 
 from penstock.ports import QueueAudit, Status
-from penstock.reports import Audit
+from penstock.ports.reports import Audit
 from penstock.stores.sql import Tx
 
 _STATUSES = frozenset(status.value for status in Status)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.reports import Cause, Filter, Letter
+from penstock.ports.reports import Cause, Filter, Letter
 from penstock.stores.sql import Tx
 
 CAUSES = 200  # distinct causes of death looked at by `status`

@@ -20,7 +20,16 @@ from penstock.ledgers.sql_letters import (
     letters,
     letters_like,
 )
-from penstock.reports import SCAN, EventRow, Listing, SinkState, Sizes, Standing, Step, Waiting
+from penstock.ports.reports import (
+    SCAN,
+    EventRow,
+    Listing,
+    SinkState,
+    Sizes,
+    Standing,
+    Step,
+    Waiting,
+)
 from penstock.stores.sql import Tx
 
 # The module is a `Reports`: letters and the audit have modules of their own only for their size.

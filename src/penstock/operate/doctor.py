@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from penstock import locks
 from penstock.errors import PenstockError
 from penstock.operate.figures import joined, lasting, plural, short, size
-from penstock.reports import SCAN
+from penstock.ports.reports import SCAN
 
 if TYPE_CHECKING:
     from penstock.authoring.pipeline import Pipeline
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
     from penstock.ports import StoreFacts
-    from penstock.reports import Audit, OpenPorts
+    from penstock.ports.reports import Audit, OpenPorts
 
 T = TypeVar("T")
 LOW, VERY_LOW = 1 << 30, 64 << 20  # free disk space

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.ports import Exempt
-from penstock.reports import OpenPorts
+from penstock.ports.reports import OpenPorts
 from penstock.rules import pace
 from penstock.rules.identity import host_key
 from penstock.rules.robots import from_answer

@@ -29,7 +29,7 @@ from penstock.ledgers import sql_queries
 from penstock.ledgers.sql_outbox import SqlOutbox
 from penstock.ledgers.sql_sources import SqlSources
 from penstock.ports import Clock, StoreFacts, TopicSpec
-from penstock.reports import Reports
+from penstock.ports.reports import Reports
 from penstock.rules import breaker
 from penstock.stores import sqlite
 from penstock.stores.context import Context
