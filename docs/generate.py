@@ -333,7 +333,7 @@ def asked_for(needs: Callable[[Any], bool]) -> list[str]:
     """The capabilities that a sentence of the suite depends on, found by asking it on behalf of a
     broker that has them all.
     """
-    from penstock.brokers.sql_queue import CAPS
+    from penstock.brokers.sql import CAPS
 
     names: list[str] = []
 
@@ -355,9 +355,7 @@ def adapters() -> dict[str, Any]:
         for e in entry_points(group="penstock.brokers")
         if e.module.startswith("penstock.")
     }
-    shared = import_module(
-        "penstock.brokers.sql_queue"
-    ).CAPS  # of the brokers that lie in an SQL store
+    shared = import_module("penstock.brokers.sql").CAPS  # of the brokers that lie in an SQL store
     return {
         title: getattr(import_module(modules[scheme]), "CAPS", shared)
         for scheme, title in ADAPTERS.items()

@@ -17,8 +17,8 @@ import pytest
 from tests.brokers.served import Served
 from tests.servers import Handle
 
-from penstock.brokers.postgres import PostgresBroker
-from penstock.brokers.postgres_listening import EVERY
+from penstock.brokers.postgres.notify import EVERY
+from penstock.brokers.postgres.queue import PostgresBroker
 from penstock.clock import SystemClock
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Release, Retry

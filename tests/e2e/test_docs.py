@@ -23,7 +23,9 @@ import pytest
 from tests.e2e.harness import free_port
 
 from penstock.authoring.load import load
-from penstock.brokers import kafka_dsn, rabbitmq_link, sqs_wire
+from penstock.brokers.kafka import url as kafka_dsn
+from penstock.brokers.rabbitmq import connection as rabbitmq_link
+from penstock.brokers.sqs import message as sqs_wire
 from penstock.cli.main import COMMANDS, build
 from penstock.config import files as config
 from penstock.config.schema import OPTIONS, pool_options

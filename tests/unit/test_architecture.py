@@ -510,7 +510,7 @@ def test_an_import_against_the_table_is_found(place: str, source: str) -> None:
         ("brokers.kafka.planted", "from penstock.stores.kafka import parse"),
         ("sources.planted", "from penstock.net.decoding import decode"),
         ("cli.planted", "from penstock.engine.messages import PageMessage"),
-        ("runtime.planted", "from penstock.brokers.kafka.broker import KafkaBroker"),
+        ("runtime.planted", "from penstock.brokers.kafka.broker.broker import KafkaBroker"),
     ],
 )
 def test_an_import_that_the_table_allows_is_not_reported(place: str, source: str) -> None:
@@ -520,10 +520,13 @@ def test_an_import_that_the_table_allows_is_not_reported(place: str, source: str
 @pytest.mark.parametrize(
     ("place", "source"),
     [
-        ("brokers.kafka.broker", "from penstock.brokers.rabbitmq.message import open_letter"),
-        ("brokers.kafka.deep.planted", "from penstock.brokers.rabbitmq import broker"),
+        (
+            "brokers.kafka.broker",
+            "from penstock.brokers.rabbitmq.broker.message import open_letter",
+        ),
+        ("brokers.kafka.deep.planted", "from penstock.brokers.rabbitmq.broker import broker"),
         ("brokers.kafka.planted", "from ..rabbitmq import broker"),
-        ("brokers.sqlite", "import penstock.brokers.redis"),
+        ("brokers.sqlite", "import penstock.brokers.redis.broker"),
         ("brokers.sql", "from penstock.brokers.sqlite import SqliteBroker"),
         ("sinks.csv", "from penstock.sinks import jsonl"),
     ],
@@ -535,7 +538,7 @@ def test_an_adapter_that_imports_another_is_found(place: str, source: str) -> No
 @pytest.mark.parametrize(
     ("place", "source"),
     [
-        ("brokers.kafka.broker", "from penstock.brokers.kafka.topics import Place"),
+        ("brokers.kafka.broker", "from penstock.brokers.kafka.broker.topics import Place"),
         ("brokers.sqlite", "from penstock.brokers.sql import SqlQueue"),
         ("ledgers.postgres", "from penstock.ledgers.sql.events import OPEN"),
     ],
@@ -547,8 +550,8 @@ def test_an_adapter_may_use_its_own_folder_and_shared_modules(place: str, source
 @pytest.mark.parametrize(
     ("rule", "place", "source"),
     [
-        (adapters_named_as_text, "cli.planted", 'x = "penstock.brokers.kafka"'),
-        (adapters_named_as_text, "engine.planted", 'x = "penstock.brokers.kafka.broker"'),
+        (adapters_named_as_text, "cli.planted", 'x = "penstock.brokers.kafka.broker"'),
+        (adapters_named_as_text, "engine.planted", 'x = "penstock.brokers.kafka.broker.broker"'),
         (adapters_named_as_text, "operate.planted", 'x = "penstock.sinks.csv:open_sink"'),
         (impure_imports, "rules.planted", "import time"),
         (impure_imports, "model", "from os import PathLike"),

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from penstock.brokers import redis_looking as looking
-from penstock.brokers import redis_scripts as lua
+from penstock.brokers.redis import reports as looking
+from penstock.brokers.redis import scripts as lua
 from penstock.errors import PenstockError
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import (

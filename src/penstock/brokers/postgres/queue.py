@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.brokers import postgres_sql as sql
-from penstock.brokers.postgres_figures import Figures
-from penstock.brokers.postgres_listening import Listener
-from penstock.brokers.postgres_sql import NEVER
-from penstock.brokers.sql_queue import Group, SqlSubscription, letter
+from penstock.brokers.postgres import statements as sql
+from penstock.brokers.postgres.notify import Listener
+from penstock.brokers.postgres.reports import Figures
+from penstock.brokers.postgres.statements import NEVER
+from penstock.brokers.sql import Group, SqlSubscription, letter
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec

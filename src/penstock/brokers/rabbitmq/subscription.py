@@ -15,10 +15,10 @@ from aiormq import exceptions as amqp
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from penstock.brokers.rabbitmq_link import ANSWER, TROUBLE, Link
-from penstock.brokers.rabbitmq_message import Held, open_letter
-from penstock.brokers.rabbitmq_publisher import Letter, Publisher
-from penstock.brokers.rabbitmq_topology import CLASSES, DEAD, Names, level_for, ranks
+from penstock.brokers.rabbitmq.connection import ANSWER, TROUBLE, Link
+from penstock.brokers.rabbitmq.message import Held, open_letter
+from penstock.brokers.rabbitmq.publisher import Letter, Publisher
+from penstock.brokers.rabbitmq.topology import CLASSES, DEAD, Names, level_for, ranks
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published

@@ -23,9 +23,9 @@ from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
 from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped, unused-ignore]
 
-from penstock.brokers import sqs_wire as wire
-from penstock.brokers.sqs_subscription import SqsSubscription
-from penstock.brokers.sqs_wire import CLASSES, NOTE, Gone, NotSent, Place, Rejected, Where
+from penstock.brokers.sqs import message as wire
+from penstock.brokers.sqs.message import CLASSES, NOTE, Gone, NotSent, Place, Rejected, Where
+from penstock.brokers.sqs.subscription import SqsSubscription
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Capabilities, Clock, Out, Published, Stats, TopicSpec
 from penstock.stores.context import Context

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 from confluent_kafka import KafkaError
 
-from penstock.brokers.kafka_backlog import FRAMING, Backlog, Entry, Partition, Run
-from penstock.brokers.kafka_consumer import Member, Order
-from penstock.brokers.kafka_dsn import Settings, running
-from penstock.brokers.kafka_topics import Layout
+from penstock.brokers.kafka.consumer import Member, Order
+from penstock.brokers.kafka.entries import FRAMING, Backlog, Entry, Partition, Run
+from penstock.brokers.kafka.topics import Layout
+from penstock.brokers.kafka.url import Settings, running
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Outcome
 from penstock.ports import Clock, Delivery

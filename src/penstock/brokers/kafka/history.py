@@ -10,7 +10,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
-from penstock.brokers.kafka_dsn import Settings, running
+from penstock.brokers.kafka.url import Settings, running
 from penstock.stores.kafka_access import error_of
 
 _QUIET = 0.2  # a gap at the end (a transaction's marker) is no message: so long we wait for one

@@ -12,7 +12,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from penstock.brokers.kafka_dsn import Settings
+from penstock.brokers.kafka.url import Settings
 from penstock.ports import Published
 
 # Certainly not written: the server said so, or it never left. Everything else may be there.

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 
-from penstock.brokers.rabbitmq_link import ANSWER, Address, Link, read_address
-from penstock.brokers.rabbitmq_message import AT, COUNT, DUE, KEY, Held, number, open_letter
-from penstock.brokers.rabbitmq_publisher import Letter, Publisher, declare_exchange
-from penstock.brokers.rabbitmq_subscription import RabbitSubscription
-from penstock.brokers.rabbitmq_topology import (
+from penstock.brokers.rabbitmq.connection import ANSWER, Address, Link, read_address
+from penstock.brokers.rabbitmq.message import AT, COUNT, DUE, KEY, Held, number, open_letter
+from penstock.brokers.rabbitmq.publisher import Letter, Publisher, declare_exchange
+from penstock.brokers.rabbitmq.subscription import RabbitSubscription
+from penstock.brokers.rabbitmq.topology import (
     DEAD,
     LEVELS,
     NORMAL,

@@ -7,8 +7,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
-from penstock.brokers import postgres_sql as sql
-from penstock.brokers.sql_queue import Group, SqlQueue
+from penstock.brokers.postgres import statements as sql
+from penstock.brokers.sql import Group, SqlQueue
 from penstock.stores.postgres import PostgresStore
 from penstock.stores.postgres_arrays import texts
 from penstock.stores.sql import Tx

@@ -21,7 +21,7 @@ from confluent_kafka import (
 from confluent_kafka import admin as _admin
 from confluent_kafka.admin import AdminClient
 
-from penstock.brokers.kafka_dsn import Settings, running, starting
+from penstock.brokers.kafka.url import Settings, running, starting
 from penstock.config.units import write_duration
 from penstock.errors import ConfigError
 from penstock.ports import TopicSpec

@@ -10,9 +10,9 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
-from penstock.brokers.kafka_backlog import FRAMING, Entry, Partition, Run
-from penstock.brokers.kafka_producer import Message
-from penstock.brokers.kafka_topics import NORMAL
+from penstock.brokers.kafka.entries import FRAMING, Entry, Partition, Run
+from penstock.brokers.kafka.producer import Message
+from penstock.brokers.kafka.topics import NORMAL
 from penstock.model import mint
 from penstock.rules.shares import class_of
 

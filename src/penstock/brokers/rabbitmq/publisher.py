@@ -12,8 +12,8 @@ from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from penstock.brokers.rabbitmq_link import ANSWER, TROUBLE, Link
-from penstock.brokers.rabbitmq_topology import Names
+from penstock.brokers.rabbitmq.connection import ANSWER, TROUBLE, Link
+from penstock.brokers.rabbitmq.topology import Names
 from penstock.errors import Unreachable
 from penstock.ports import Published
 

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.brokers.kafka_backlog import Entry, Partition
-from penstock.brokers.kafka_dsn import Settings, parse
-from penstock.brokers.kafka_history import read
-from penstock.brokers.kafka_producer import Message, Outbound
-from penstock.brokers.kafka_reader import Reader
-from penstock.brokers.kafka_topics import EARLIEST, LATEST, Layout, Reach, Topics, at_time
-from penstock.brokers.kafka_wire import ID, compose, read_message
+from penstock.brokers.kafka.entries import Entry, Partition
+from penstock.brokers.kafka.group_reader import Reader
+from penstock.brokers.kafka.history import read
+from penstock.brokers.kafka.message import ID, compose, read_message
+from penstock.brokers.kafka.producer import Message, Outbound
+from penstock.brokers.kafka.topics import EARLIEST, LATEST, Layout, Reach, Topics, at_time
+from penstock.brokers.kafka.url import Settings, parse
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.model import Dead, Outcome, Release, Retry
 from penstock.ports import (

@@ -8,7 +8,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from penstock.brokers.kafka_topics import Place, position
+from penstock.brokers.kafka.topics import Place, position
 from penstock.ports import Delivery
 from penstock.rules.shares import WEIGHTS, shares
 from penstock.rules.watermark import Window

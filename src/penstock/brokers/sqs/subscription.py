@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.brokers import sqs_wire as wire
-from penstock.brokers.sqs_wire import NOTE, Place, Where
+from penstock.brokers.sqs import message as wire
+from penstock.brokers.sqs.message import NOTE, Place, Where
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.brokers.kafka_backlog import Entry, Partition, Run
-from penstock.brokers.kafka_dsn import Settings
-from penstock.brokers.kafka_topics import Layout
-from penstock.brokers.kafka_wire import read_runs
+from penstock.brokers.kafka.entries import Entry, Partition, Run
+from penstock.brokers.kafka.message import read_runs
+from penstock.brokers.kafka.topics import Layout
+from penstock.brokers.kafka.url import Settings
 from penstock.rules.watermark import SPAN, Window, settled_ahead
 from penstock.stores.kafka_access import error_of, weightier
 

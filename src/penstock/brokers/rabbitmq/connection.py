@@ -18,7 +18,7 @@ from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
 
-from penstock.brokers.rabbitmq_management import Management
+from penstock.brokers.rabbitmq.management import Management
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.rules.masking import mask
 

@@ -4,7 +4,7 @@ purge, replay. The names are told in redis_scripts.
 
 from __future__ import annotations
 
-from penstock.brokers.redis_scripts import COMMON
+from penstock.brokers.redis.scripts import COMMON
 from penstock.stores.redis import Script
 
 STATS = Script(
