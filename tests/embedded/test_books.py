@@ -26,8 +26,8 @@ from penstock.engine.messages import PageMessage
 from penstock.engine.unit_of_work import Settings, SinkBinding
 from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.intake.accept import push
-from penstock.ledgers.sql import SqlLedger
-from penstock.ledgers.sql_outbox import SqlOutbox
+from penstock.ledgers.sql.events import SqlLedger
+from penstock.ledgers.sql.outbox import SqlOutbox
 from penstock.ledgers.sqlite import SqliteLedger
 from penstock.locks import WorkerLock
 from penstock.model import REMOVED, Event, Link, Record, decode_event, encode_event, page_id

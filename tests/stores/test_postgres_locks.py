@@ -16,7 +16,7 @@ from tests.servers import Handle
 
 from penstock.clock import SystemClock
 from penstock.engine.flusher import Flusher
-from penstock.ledgers.sql_outbox import SqlOutbox
+from penstock.ledgers.sql.outbox import SqlOutbox
 from penstock.locks import Lost, holder_alive, note_of
 from penstock.sinks import jsonl
 from penstock.stores.postgres import PostgresStore

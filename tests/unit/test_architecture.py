@@ -476,9 +476,9 @@ def planted(place: str, source: str) -> list[Module]:
         ("config.planted", "from penstock.authoring.pipeline import Pipeline"),
         ("authoring.planted", "from penstock.net.guard import Guard"),
         ("net.planted", "from penstock.stores.redis import Redis"),
-        ("stores.planted", "from penstock.ledgers.sql.events import OPEN"),
+        ("stores.planted", "from penstock.ledgers.sql.events.events import OPEN"),
         ("brokers.kafka.planted", "from penstock.engine.relay import Relay"),
-        ("brokers.kafka.planted", "from penstock.ledgers.sql import events"),
+        ("brokers.kafka.planted", "from penstock.ledgers.sql.events import events"),
         ("sinks.planted", "from penstock.net.http import CurlFetcher"),
         ("engine.planted", "from penstock.config.files.schema import Config"),
         ("engine.planted", "from penstock.stores.context import Context"),
@@ -491,7 +491,7 @@ def planted(place: str, source: str) -> list[Module]:
         ("operate.planted", "from penstock.cli.output import say"),
         ("runtime.planted", "from penstock.cli.main import main"),
         ("cli.planted", "from penstock.engine.worker import Worker"),
-        ("cli.planted", "from penstock.ledgers.sql import reports"),
+        ("cli.planted", "from penstock.ledgers.sql.events import reports"),
         ("cli.planted", "from penstock.net.http import CurlFetcher"),
         ("demo.planted", "from penstock.stores.sql import Tx"),
         ("testing.planted", "from penstock.runtime.process import Running"),
@@ -540,7 +540,7 @@ def test_an_adapter_that_imports_another_is_found(place: str, source: str) -> No
     [
         ("brokers.kafka.broker", "from penstock.brokers.kafka.broker.topics import Place"),
         ("brokers.sqlite", "from penstock.brokers.sql import SqlQueue"),
-        ("ledgers.postgres", "from penstock.ledgers.sql.events import OPEN"),
+        ("ledgers.postgres", "from penstock.ledgers.sql.events.events import OPEN"),
     ],
 )
 def test_an_adapter_may_use_its_own_folder_and_shared_modules(place: str, source: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.ledgers.sql import SCHEMA, SqlLedger
+from penstock.ledgers.sql.events import SCHEMA, SqlLedger
 from penstock.ports import Clock
 from penstock.rules.identity import DEFAULT_TRACKING, tracking
 from penstock.stores.context import Context

@@ -38,7 +38,7 @@ from penstock.fetching.stage import FetchOptions, FetchStage
 from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.intake.reader import Reader
-from penstock.ledgers.sql import OPEN
+from penstock.ledgers.sql.events import OPEN
 from penstock.locks import WorkerLock
 from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow

@@ -25,9 +25,9 @@ from penstock.engine.lifecycle import Books
 from penstock.engine.relay import Relay
 from penstock.engine.unit_of_work import Settings, SinkBinding
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
-from penstock.ledgers import sql_queries
-from penstock.ledgers.sql_outbox import SqlOutbox
-from penstock.ledgers.sql_sources import SqlSources
+from penstock.ledgers.sql import reports as sql_queries
+from penstock.ledgers.sql.outbox import SqlOutbox
+from penstock.ledgers.sql.sources import SqlSources
 from penstock.ports import Clock, StoreFacts, TopicSpec
 from penstock.ports.reports import Reports
 from penstock.rules import breaker

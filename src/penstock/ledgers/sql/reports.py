@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.ledgers.sql_audit import audit
-from penstock.ledgers.sql_letters import (
+from penstock.ledgers.sql.audit import audit
+from penstock.ledgers.sql.dead_letters import (
     causes,
     last_letter,
     letter,
