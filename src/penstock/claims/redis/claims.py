@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from penstock.claims import redis_scripts as lua
-from penstock.claims.redis_hosts import RedisHosts, aside
-from penstock.claims.redis_proxies import RedisProxies
+from penstock.claims.redis import scripts as lua
+from penstock.claims.redis.hosts import RedisHosts, aside
+from penstock.claims.redis.proxies import RedisProxies
 from penstock.ports import Clock, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context

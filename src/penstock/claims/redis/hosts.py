@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.claims import redis_scripts as lua
 from penstock.claims.hosts import Hosts, Kept
+from penstock.claims.redis import scripts as lua
 from penstock.ports import Clock, Exempt
 from penstock.rules import pace
 from penstock.stores.redis import Blocking, Server

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.claims import redis_scripts as lua
+from penstock.claims.redis import scripts as lua
 from penstock.ports import Clock
 from penstock.rules import proxies as rules
 from penstock.stores.redis import Argument, Blocking, Server
