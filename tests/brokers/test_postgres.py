@@ -23,7 +23,7 @@ from penstock.clock import SystemClock
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Release, Retry
 from penstock.ports import Broker, Clock, Delivery, Out, Published, TopicSpec
-from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 from penstock.testing.clock import ManualClock
 

@@ -13,7 +13,7 @@ from tests.embedded.test_books import Ground, Rig
 
 from penstock.brokers.postgres.queue import PostgresBroker
 from penstock.ledgers.postgres import PostgresLedger
-from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres.store import PostgresStore
 
 
 class PostgresGround(Ground):

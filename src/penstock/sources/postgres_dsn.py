@@ -17,7 +17,7 @@ from penstock.config import units
 from penstock.config.schema import Config
 from penstock.errors import ConfigError
 from penstock.sources.context import options
-from penstock.stores.postgres_opening import Address
+from penstock.stores.postgres.url import Address
 
 TABLE = "scrape_requests"
 CDC = {

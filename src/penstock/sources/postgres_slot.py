@@ -16,7 +16,7 @@ import psycopg2.extras
 from penstock.errors import SourceDown
 from penstock.sources.pgoutput import lsn_of
 from penstock.sources.postgres_dsn import CdcSettings, Table, identifier, inline
-from penstock.stores.postgres_opening import OLDEST, refusal
+from penstock.stores.postgres.url import OLDEST, refusal
 
 log = logging.getLogger("penstock")
 # Values are read from their text, so the session says how they are written, whatever the server's

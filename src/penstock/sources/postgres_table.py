@@ -18,7 +18,7 @@ from penstock.ports import Batch, Finding
 from penstock.sources import pgoutput
 from penstock.sources.context import BATCH, BaseSource, SourceContext
 from penstock.sources.postgres_dsn import ClaimSettings, identifier, inline
-from penstock.stores.postgres_opening import OLDEST, refusal
+from penstock.stores.postgres.url import OLDEST, refusal
 
 EVERY = 1.0  # seconds between two looks, where nothing else is said
 WORD = 2.0  # seconds after which a word is given, whatever `every` is

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import psycopg
 
 from penstock.errors import StoreUnavailable
-from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 
 # seconds between two notifications of a process: at commit, all who notify wait in one line

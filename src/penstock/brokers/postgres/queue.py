@@ -21,8 +21,8 @@ from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
 from penstock.rules.shares import WEIGHTS, class_of, shares
 from penstock.stores.context import Context
-from penstock.stores.postgres import PostgresStore
-from penstock.stores.postgres_arrays import bigints, byteas, doubles, texts
+from penstock.stores.postgres.arrays import bigints, byteas, doubles, texts
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 
 POLL = 1.0  # what no notification and no known time announced is found by asking

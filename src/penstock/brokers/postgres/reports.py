@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from penstock.brokers.postgres import statements as sql
 from penstock.brokers.sql import Group, SqlQueue
-from penstock.stores.postgres import PostgresStore
-from penstock.stores.postgres_arrays import texts
+from penstock.stores.postgres.arrays import texts
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 
 

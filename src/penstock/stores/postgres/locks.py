@@ -16,7 +16,7 @@ import psycopg
 from penstock.locks import FileLock, Lost
 
 if TYPE_CHECKING:
-    from penstock.stores.postgres import PostgresStore
+    from penstock.stores.postgres.store import PostgresStore
 
 SCHEMA = "CREATE TABLE holder(name TEXT PRIMARY KEY, token TEXT NOT NULL)"
 _TAKEN = "INSERT INTO holder VALUES(?,?) ON CONFLICT(name) DO UPDATE SET token=excluded.token"

@@ -18,9 +18,9 @@ import psycopg
 from psycopg import sql as quoting
 
 from penstock.errors import StoreUnavailable, Unreachable
-from penstock.stores.postgres_locks import FleetLock
-from penstock.stores.postgres_opening import OLDEST, Address, refusal
-from penstock.stores.postgres_wire import Wire, statements
+from penstock.stores.postgres.connection import Wire, statements
+from penstock.stores.postgres.locks import FleetLock
+from penstock.stores.postgres.url import OLDEST, Address, refusal
 from penstock.stores.sql import Tx
 
 T = TypeVar("T")
