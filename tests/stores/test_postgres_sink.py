@@ -14,7 +14,7 @@ from tests.servers import Handle
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Reopen, Row
-from penstock.sinks import postgres
+from penstock.sinks.common import postgres
 from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 

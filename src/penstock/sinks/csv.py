@@ -19,7 +19,8 @@ from typing import Any
 
 from penstock.errors import Unreachable
 from penstock.ports import Reopen, Row
-from penstock.sinks import (
+from penstock.sinks.append_file import AppendFile, Mark, read_mark, sync_directory
+from penstock.sinks.common import (
     DELETED,
     PROVENANCE_COLUMNS,
     REST,
@@ -29,7 +30,6 @@ from penstock.sinks import (
     json_text,
     option_max_columns,
 )
-from penstock.sinks.appending import AppendFile, Mark, read_mark, sync_directory
 
 _HEADER_LIMIT = 4 << 20
 

@@ -28,7 +28,7 @@ from penstock.config import units
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Reopen, Row
 from penstock.rules.masking import mask
-from penstock.sinks import PREFIX
+from penstock.sinks.common import PREFIX
 from penstock.sinks.kafka_records import TYPES, Shape
 from penstock.stores.kafka import Topic, parse, sentence
 from penstock.stores.kafka_access import error_of, weightier

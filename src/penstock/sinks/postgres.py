@@ -16,7 +16,7 @@ from psycopg import errors
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Reopen, Row
-from penstock.sinks import PREFIX, option_max_columns
+from penstock.sinks.common import PREFIX, option_max_columns
 from penstock.sinks.postgres_table import Table, quoted, savepoint
 from penstock.stores.postgres.connection import Wire
 from penstock.stores.postgres.url import Address, refusal

@@ -17,7 +17,7 @@ import apsw
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Reopen, Row
-from penstock.sinks import (
+from penstock.sinks.common import (
     PREFIX,
     PROVENANCE_COLUMNS,
     REST,
