@@ -16,8 +16,8 @@ from confluent_kafka import Producer, TopicPartition, admin
 from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
 from penstock.ports import Batch, Finding
-from penstock.sources.context import SourceContext
-from penstock.sources.kafka import KafkaSource, open_source
+from penstock.sources.base import SourceContext
+from penstock.sources.kafka.source import KafkaSource, open_source
 
 _api: Any = admin
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.config import files as config
 from penstock.ports import Clock, Finding, Source
-from penstock.sources.context import SourceContext, Web
+from penstock.sources.base import SourceContext, Web
 
 
 class Skipping:

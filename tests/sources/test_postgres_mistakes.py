@@ -22,9 +22,9 @@ from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
 from penstock.config import files as configuration
 from penstock.errors import ConfigError, UsageError
-from penstock.sources.context import SourceContext
+from penstock.sources.base import SourceContext
 from penstock.sources.postgres import open_source
-from penstock.sources.postgres_dsn import derived_name
+from penstock.sources.postgres.settings import derived_name
 
 postgres = pytest.mark.server("postgres")
 

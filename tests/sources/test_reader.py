@@ -23,7 +23,7 @@ from penstock.intake.reader import Reader
 from penstock.model import mint
 from penstock.ports import Batch, Finding
 from penstock.runtime.stores import Stores, open_stores
-from penstock.sources.context import BaseSource, SourceContext
+from penstock.sources.base import BaseSource, SourceContext
 
 
 class Pages(BaseSource):

@@ -25,7 +25,7 @@ from penstock.fetching.source_client import SourceWeb
 from penstock.intake.mapping import Mapping
 from penstock.ports import Finding
 from penstock.rules.events import Refused
-from penstock.sources.context import SourceContext
+from penstock.sources.base import SourceContext
 from penstock.sources.webhook import Webhook, open_source
 
 NOW = 1_760_000_000.0

@@ -62,7 +62,7 @@ from penstock.rules.proxies import Member
 from penstock.rules.robots import product_token
 from penstock.runtime.stores import Politeness, Stores, adapter, open_stores, settings, worker_id
 from penstock.sinks.sqlite import SqliteSink
-from penstock.sources.context import SourceContext
+from penstock.sources.base import SourceContext
 
 if TYPE_CHECKING:
     from penstock.intake.http_server import Listener

@@ -19,8 +19,8 @@ from penstock.model import Failure, mint
 from penstock.ports import Batch, Finding, Response
 from penstock.rules.identity import BadUrl, canonical_url, origin
 from penstock.rules.masking import mask
-from penstock.sources.api_reading import ApiError, Page, Shape, next_link
-from penstock.sources.context import BATCH, SourceContext, options
+from penstock.sources.api_parser import ApiError, Page, Shape, next_link
+from penstock.sources.base import BATCH, SourceContext, options
 from penstock.sources.polling import (
     Kept,
     Memory,

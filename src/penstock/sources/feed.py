@@ -14,8 +14,8 @@ from penstock.errors import SourceDown
 from penstock.model import mint
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
-from penstock.sources.context import BATCH, SourceContext, options
-from penstock.sources.feed_reading import MAX_ENTRIES, Feed, FeedEntry, FeedError, Hints, parse
+from penstock.sources.base import BATCH, SourceContext, options
+from penstock.sources.feed_parser import MAX_ENTRIES, Feed, FeedEntry, FeedError, Hints, parse
 from penstock.sources.polling import Kept, Memory, Polling, one_of, pack, short, target, unpack
 
 __all__ = ["Feed", "FeedEntry", "FeedError", "Hints", "open_source", "parse"]

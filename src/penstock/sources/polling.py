@@ -16,7 +16,7 @@ import zstandard
 from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, UsageError
 from penstock.rules.identity import BadUrl, canonical_url
-from penstock.sources.context import BaseSource, SourceContext
+from penstock.sources.base import BaseSource, SourceContext
 
 LEFT = 50_000  # versions that are remembered after they were left; twelve bytes each
 MAX_STATE = 256 << 20  # bytes of an unpacked state

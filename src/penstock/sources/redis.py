@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, PenstockError, SourceDown, Unreachable,
 from penstock.model import mint
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
-from penstock.sources.context import BATCH, BaseSource, SourceContext, options
+from penstock.sources.base import BATCH, BaseSource, SourceContext, options
 from penstock.stores.redis import Script, Server
 
 OLDEST: Final = (5, 0)  # scripts that are replicated by what they did, and ZPOPMAX

@@ -19,9 +19,9 @@ from penstock.ports import Batch, Finding
 from penstock.rules import robots
 from penstock.rules.identity import BadUrl, authority, canonical_url, origin, registrable_domain
 from penstock.rules.masking import mask
-from penstock.sources.context import BATCH, SourceContext, options
+from penstock.sources.base import BATCH, SourceContext, options
 from penstock.sources.polling import Left, Polling, one_of, pack, target, unpack, whole
-from penstock.sources.sitemap_reading import Sitemap, SitemapEntry, SitemapError, parse
+from penstock.sources.sitemap_parser import Sitemap, SitemapEntry, SitemapError, parse
 
 __all__ = ["Sitemap", "SitemapEntry", "SitemapError", "open_source", "parse"]
 

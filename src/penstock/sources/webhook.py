@@ -20,7 +20,7 @@ from penstock.rules import signatures
 from penstock.rules.expressions import Expression, Unfit
 from penstock.rules.masking import mask
 from penstock.rules.signatures import Forged, Headers, Shape
-from penstock.sources.context import BATCH, BaseSource, SourceContext, options
+from penstock.sources.base import BATCH, BaseSource, SourceContext, options
 from penstock.sources.webhook_bodies import LONGEST, Item, items, media
 
 SCHEMES = ("standard", "github", "stripe", "hmac", "bearer")

@@ -16,7 +16,7 @@ from penstock.authoring.pipeline import SourceSpec
 from penstock.config import units
 from penstock.config.schema import Config
 from penstock.errors import ConfigError
-from penstock.sources.context import options
+from penstock.sources.base import options
 from penstock.stores.postgres.url import Address
 
 TABLE = "scrape_requests"

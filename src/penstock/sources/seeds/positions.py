@@ -9,7 +9,7 @@ from collections.abc import Collection
 import msgspec
 
 from penstock.errors import SourceDown
-from penstock.sources.seeds_formats import short
+from penstock.sources.seeds.formats import short
 
 VANISHED = (
     10_000  # objects that are not there any more, and may come back: the last ones are remembered

@@ -15,12 +15,12 @@ from penstock.config import units
 from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
-from penstock.sources.context import BATCH, BaseSource, SourceContext, options
-from penstock.sources.seeds_formats import FORMATS, format_of
-from penstock.sources.seeds_lines import Caps
-from penstock.sources.seeds_marks import Mark, Marks, last_of
-from penstock.sources.seeds_places import Changed, Files, Found, Place, Unread
-from penstock.sources.seeds_reading import WEIGHT, Manner, Reading
+from penstock.sources.base import BATCH, BaseSource, SourceContext, options
+from penstock.sources.seeds.files import Changed, Files, Found, Place, Unread
+from penstock.sources.seeds.formats import FORMATS, format_of
+from penstock.sources.seeds.lines import Caps
+from penstock.sources.seeds.object_reader import WEIGHT, Manner, Reading
+from penstock.sources.seeds.positions import Mark, Marks, last_of
 
 EVERY_DIRECTORY, EVERY_PREFIX = 5.0, 60.0
 QUIET = 5.0  # seconds in which nobody wrote to a file: its last line is a line, even without an end
@@ -288,7 +288,7 @@ def _size(spec: SourceSpec, given: dict[str, Any], name: str, default: int, most
 
 def _bucket(spec: SourceSpec, *, any_name: bool) -> Any:
     try:
-        from penstock.sources.seeds_s3 import Bucket  # an extra
+        from penstock.sources.seeds.s3 import Bucket  # an extra
     except ImportError as e:
         raise ConfigError(
             f"seeds on S3 need a package that is missing: {e.name or e}",

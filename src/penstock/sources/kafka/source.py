@@ -25,9 +25,9 @@ from penstock.authoring.pipeline import SourceSpec
 from penstock.config import units
 from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.ports import Batch, Finding
-from penstock.sources.context import BATCH, BaseSource, SourceContext
-from penstock.sources.kafka_client import Client
-from penstock.sources.kafka_messages import FORMATS, OPERATIONS, Message, Reading
+from penstock.sources.base import BATCH, BaseSource, SourceContext
+from penstock.sources.kafka.client import Client
+from penstock.sources.kafka.messages import FORMATS, OPERATIONS, Message, Reading
 from penstock.stores.kafka import Topic, parse
 
 T = TypeVar("T")

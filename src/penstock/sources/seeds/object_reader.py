@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple
 
 from penstock.model import mint
 from penstock.ports import Finding
-from penstock.sources.seeds_formats import SHOWN, Bad, Csv, Format, JsonLines, Text, row
-from penstock.sources.seeds_lines import BUDGET, Caps, Lines, Record, Stream
-from penstock.sources.seeds_marks import Mark
-from penstock.sources.seeds_places import Found, Opened, Place, Unread
+from penstock.sources.seeds.files import Found, Opened, Place, Unread
+from penstock.sources.seeds.formats import SHOWN, Bad, Csv, Format, JsonLines, Text, row
+from penstock.sources.seeds.lines import BUDGET, Caps, Lines, Record, Stream
+from penstock.sources.seeds.positions import Mark
 
 WEIGHT: Final = 4 << 20  # bytes of records in one batch
 RECORDS: Final = 50_000  # of one step, most of them comments

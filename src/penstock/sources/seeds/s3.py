@@ -11,8 +11,8 @@ import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
 from penstock.errors import SourceDown
-from penstock.sources.seeds_formats import format_of
-from penstock.sources.seeds_places import MOST, Changed, Found, Opened, Unread, passed_over, stamp
+from penstock.sources.seeds.files import MOST, Changed, Found, Opened, Unread, passed_over, stamp
+from penstock.sources.seeds.formats import format_of
 from penstock.stores.s3 import bucket_at, refused
 
 RIGHTS = "s3:ListBucket and s3:GetObject"

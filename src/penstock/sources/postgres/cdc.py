@@ -15,13 +15,13 @@ from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import SourceDown, UsageError
 from penstock.model import mint
 from penstock.ports import Batch, Finding, SlotInfo
-from penstock.sources import pgoutput
-from penstock.sources import postgres_slot as server
-from penstock.sources.context import BaseSource, SourceContext
-from penstock.sources.pgoutput import lsn_of, lsn_text
-from penstock.sources.postgres_dsn import CdcSettings, identifier, inline
-from penstock.sources.postgres_feed import Feed
-from penstock.sources.postgres_position import Cursor
+from penstock.sources.base import BaseSource, SourceContext
+from penstock.sources.postgres import pgoutput
+from penstock.sources.postgres import slot as server
+from penstock.sources.postgres.pgoutput import lsn_of, lsn_text
+from penstock.sources.postgres.position import Cursor
+from penstock.sources.postgres.settings import CdcSettings, identifier, inline
+from penstock.sources.postgres.slot_reader import Feed
 
 PATIENCE = 1.0  # seconds without a change after which a word is given all the same
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.model import mint
 from penstock.ports import Finding
-from penstock.sources.pgoutput import Begin, Insert, Update, lsn_text
-from penstock.sources.postgres_dsn import CdcSettings
+from penstock.sources.postgres.pgoutput import Begin, Insert, Update, lsn_text
+from penstock.sources.postgres.settings import CdcSettings
 
 Known = Callable[[int, int, str, dict[str, Any]], bool]
 

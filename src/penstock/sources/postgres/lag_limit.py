@@ -9,9 +9,9 @@ from typing import Literal
 
 from penstock.config import units
 from penstock.errors import SourceDown
-from penstock.sources.postgres_dsn import CdcSettings
-from penstock.sources.postgres_slot import Slot
-from penstock.sources.postgres_spill import Spill
+from penstock.sources.postgres.settings import CdcSettings
+from penstock.sources.postgres.slot import Slot
+from penstock.sources.postgres.spill import Spill
 
 log = logging.getLogger("penstock")
 

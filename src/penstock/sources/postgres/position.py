@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.errors import SourceDown
-from penstock.sources.pgoutput import lsn_text
+from penstock.sources.postgres.pgoutput import lsn_text
 
 WHOLE = (1 << 63) - 1  # of a transaction's changes: all of them
 

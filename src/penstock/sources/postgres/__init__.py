@@ -7,10 +7,10 @@ from __future__ import annotations
 from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError
 from penstock.ports import Source
-from penstock.sources.context import SourceContext
-from penstock.sources.postgres_cdc import CdcSource
-from penstock.sources.postgres_dsn import cdc_settings, claim_settings
-from penstock.sources.postgres_table import TableSource
+from penstock.sources.base import SourceContext
+from penstock.sources.postgres.cdc import CdcSource
+from penstock.sources.postgres.settings import cdc_settings, claim_settings
+from penstock.sources.postgres.table import TableSource
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> Source:

@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollectio
 from confluent_kafka.admin import AdminClient
 
 from penstock.errors import SourceDown
-from penstock.sources.kafka_messages import Message
+from penstock.sources.kafka.messages import Message
 from penstock.stores.kafka import Topic, sentence
 from penstock.stores.kafka_access import error_of, weightier
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import PenstockError, SourceDown
-from penstock.sources.seeds_formats import format_of, short
+from penstock.sources.seeds.formats import format_of, short
 
 MOST = 50_000  # objects of one source: its position has a line for each
 

@@ -15,9 +15,9 @@ from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import SourceDown
 from penstock.model import mint
 from penstock.ports import Batch, Finding
-from penstock.sources import pgoutput
-from penstock.sources.context import BATCH, BaseSource, SourceContext
-from penstock.sources.postgres_dsn import ClaimSettings, identifier, inline
+from penstock.sources.base import BATCH, BaseSource, SourceContext
+from penstock.sources.postgres import pgoutput
+from penstock.sources.postgres.settings import ClaimSettings, identifier, inline
 from penstock.stores.postgres.url import OLDEST, refusal
 
 EVERY = 1.0  # seconds between two looks, where nothing else is said

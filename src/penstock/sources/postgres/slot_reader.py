@@ -19,9 +19,11 @@ import psycopg2
 
 from penstock.errors import SourceDown
 from penstock.ports import Finding
-from penstock.sources import postgres_slot as slots
-from penstock.sources.context import BATCH
-from penstock.sources.pgoutput import (
+from penstock.sources.base import BATCH
+from penstock.sources.postgres import slot as slots
+from penstock.sources.postgres.findings import Findings
+from penstock.sources.postgres.lag_limit import Guard
+from penstock.sources.postgres.pgoutput import (
     BadChange,
     Begin,
     Commit,
@@ -32,12 +34,10 @@ from penstock.sources.pgoutput import (
     Update,
     lsn_text,
 )
-from penstock.sources.postgres_dsn import CdcSettings, identifier
-from penstock.sources.postgres_findings import Findings
-from penstock.sources.postgres_guard import Guard
-from penstock.sources.postgres_position import WHOLE, Cursor, Part, Reading
-from penstock.sources.postgres_snapshot import Included, Snapshot, upto_now
-from penstock.sources.postgres_spill import Frame, Spill
+from penstock.sources.postgres.position import WHOLE, Cursor, Part, Reading
+from penstock.sources.postgres.settings import CdcSettings, identifier
+from penstock.sources.postgres.snapshot import Included, Snapshot, upto_now
+from penstock.sources.postgres.spill import Frame, Spill
 
 log = logging.getLogger("penstock")
 ROOM = 2  # pieces that wait, beside the one that is being accepted

@@ -15,8 +15,8 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.rules.identity import BadUrl, canonical_url
-from penstock.sources.feed_reading import FeedError
-from penstock.sources.feed_reading import parse as parse_feed
+from penstock.sources.feed_parser import FeedError
+from penstock.sources.feed_parser import parse as parse_feed
 from penstock.sources.markup import (
     MAX_MENDED,
     Unreadable,

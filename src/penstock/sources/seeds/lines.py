@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from penstock.sources.seeds_places import Opened
+from penstock.sources.seeds.files import Opened
 
 CHUNK: Final = 1 << 20  # bytes asked for at once
 BUDGET: Final = 8  # chunks of one step: a fraction of a second

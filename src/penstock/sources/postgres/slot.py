@@ -14,8 +14,8 @@ import psycopg2
 import psycopg2.extras
 
 from penstock.errors import SourceDown
-from penstock.sources.pgoutput import lsn_of
-from penstock.sources.postgres_dsn import CdcSettings, Table, identifier, inline
+from penstock.sources.postgres.pgoutput import lsn_of
+from penstock.sources.postgres.settings import CdcSettings, Table, identifier, inline
 from penstock.stores.postgres.url import OLDEST, refusal
 
 log = logging.getLogger("penstock")

@@ -10,11 +10,11 @@ from typing import Any
 from penstock.errors import SourceDown
 from penstock.model import mint
 from penstock.ports import Finding
-from penstock.sources import pgoutput
-from penstock.sources.context import BATCH
-from penstock.sources.postgres_dsn import CdcSettings, inline
-from penstock.sources.postgres_position import Part, Reading, saw
-from penstock.sources.postgres_slot import columns, key_columns, rows
+from penstock.sources.base import BATCH
+from penstock.sources.postgres import pgoutput
+from penstock.sources.postgres.position import Part, Reading, saw
+from penstock.sources.postgres.settings import CdcSettings, inline
+from penstock.sources.postgres.slot import columns, key_columns, rows
 
 _WHOLE = ("smallint", "integer", "bigint")
 
