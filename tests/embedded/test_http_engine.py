@@ -26,7 +26,7 @@ import zstandard
 
 from penstock.model import ErrorClass, Failure
 from penstock.net.guard import Guard, parse_allow
-from penstock.net.heads import parse_head
+from penstock.net.headers import parse_head
 from penstock.net.http import CurlFetcher, HttpOptions, parse_proxy
 from penstock.ports import Response
 
