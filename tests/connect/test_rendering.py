@@ -14,9 +14,9 @@ from penstock.authoring.pipeline import Pipeline
 from penstock.authoring.toml import compile_toml
 from penstock.connect import catalogue
 from penstock.connect.catalogue import MARK, PLUGINS, check
-from penstock.connect.kinds import KINDS
-from penstock.connect.rendering import Connector, declaration, document, render, template
-from penstock.connect.table import is_secret, shown
+from penstock.connect.connectors import KINDS
+from penstock.connect.options import is_secret, shown
+from penstock.connect.render import Connector, declaration, document, render, template
 from penstock.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

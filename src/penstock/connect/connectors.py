@@ -11,7 +11,7 @@ from typing import Literal
 
 from penstock.connect import catalogue
 from penstock.connect.catalogue import Plugin
-from penstock.connect.table import Table
+from penstock.connect.options import Table
 
 JSON = "org.apache.kafka.connect.json.JsonConverter"
 STRING = "org.apache.kafka.connect.storage.StringConverter"

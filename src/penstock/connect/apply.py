@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.connect.planning import Plan, Step
+from penstock.connect.plan import Plan, Step
 from penstock.connect.rest import Refused, State, Status, Worker
 from penstock.errors import ConfigError
 

@@ -15,8 +15,8 @@ import msgspec
 
 from penstock.authoring.pipeline import Pipeline
 from penstock.connect.catalogue import MARK, Plugin
-from penstock.connect.kinds import KINDS, Kind, Place
-from penstock.connect.table import Table, is_secret, shown
+from penstock.connect.connectors import KINDS, Kind, Place
+from penstock.connect.options import Table, is_secret, shown
 from penstock.errors import ConfigError
 from penstock.rules.masking import mask
 

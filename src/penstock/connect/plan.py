@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.connect.catalogue import MARK, Problem, check, unknown
-from penstock.connect.rendering import Connector
+from penstock.connect.options import shown
+from penstock.connect.render import Connector
 from penstock.connect.rest import Known, Worker
-from penstock.connect.table import shown
 from penstock.errors import UsageError
 
 Action = Literal["create", "change", "keep", "delete", "foreign"]
