@@ -24,9 +24,9 @@ from penstock import locks
 from penstock.cli.options import SafeFormatter
 from penstock.cli.output import console
 from penstock.config import files as config
-from penstock.demo import ending
+from penstock.demo import summary as ending
 from penstock.demo.display import Snapshot, plain, render
-from penstock.demo.watching import Look, Watch
+from penstock.demo.monitor import Look, Watch
 from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
 from penstock.locks import FileLock
 from penstock.runtime.process import ROLES, Running

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from rich.text import Text
 
-from penstock.demo.watching import Look
+from penstock.demo.monitor import Look
 from penstock.testing.web import Entry, read_log
 
 
