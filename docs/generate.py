@@ -364,7 +364,7 @@ def adapters() -> dict[str, Any]:
 
 def broker_guarantees() -> str:
     import penstock.testing.conformance  # fills SENTENCES
-    from penstock.testing.rig import SENTENCES
+    from penstock.testing.broker_rig import SENTENCES
 
     assert penstock.testing.conformance.BrokerConformance
     brokers = adapters()

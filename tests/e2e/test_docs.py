@@ -32,8 +32,8 @@ from penstock.config.schema import OPTIONS, pool_options
 from penstock.errors import PenstockError
 from penstock.ports import Capabilities, Row
 from penstock.stores import redis
+from penstock.testing.broker_rig import SENTENCES
 from penstock.testing.conformance import BrokerConformance
-from penstock.testing.rig import SENTENCES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
