@@ -13,7 +13,7 @@ import msgspec
 from penstock.brokers.sql import Group, SqlQueue, SqlSubscription, letter
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
-from penstock.rules.shares import LOWEST, WEIGHTS, class_of, shares
+from penstock.rules.priority import LOWEST, WEIGHTS, class_of, shares
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx
 from penstock.stores.sqlite import Database

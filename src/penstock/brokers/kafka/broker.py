@@ -37,7 +37,7 @@ from penstock.ports import (
     Subscription,
     TopicSpec,
 )
-from penstock.rules.shares import LOWEST
+from penstock.rules.priority import LOWEST
 from penstock.rules.watermark import Window
 from penstock.stores.context import Context
 

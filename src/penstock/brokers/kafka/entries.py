@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from penstock.brokers.kafka.topics import Place, position
 from penstock.ports import Delivery
-from penstock.rules.shares import WEIGHTS, shares
+from penstock.rules.priority import WEIGHTS, shares
 from penstock.rules.watermark import Window
 
 

@@ -14,7 +14,7 @@ from penstock.brokers.kafka.entries import FRAMING, Entry, Partition, Run
 from penstock.brokers.kafka.producer import Message
 from penstock.brokers.kafka.topics import NORMAL
 from penstock.model import mint
-from penstock.rules.shares import class_of
+from penstock.rules.priority import class_of
 
 ID, NOT_BEFORE, GROUP, PRIORITY = (
     "penstock-id",

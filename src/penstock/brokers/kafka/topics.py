@@ -25,7 +25,7 @@ from penstock.brokers.kafka.url import Settings, running, starting
 from penstock.config.units import write_duration
 from penstock.errors import ConfigError
 from penstock.ports import TopicSpec
-from penstock.rules.shares import WEIGHTS, class_of
+from penstock.rules.priority import WEIGHTS, class_of
 from penstock.rules.watermark import settled_ahead
 from penstock.stores.kafka_access import error_of, weightier
 

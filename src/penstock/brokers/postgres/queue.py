@@ -19,7 +19,7 @@ from penstock.brokers.sql import Group, SqlSubscription, letter
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
-from penstock.rules.shares import WEIGHTS, class_of, shares
+from penstock.rules.priority import WEIGHTS, class_of, shares
 from penstock.stores.context import Context
 from penstock.stores.postgres.arrays import bigints, byteas, doubles, texts
 from penstock.stores.postgres.store import PostgresStore

@@ -22,7 +22,7 @@ from penstock.brokers.rabbitmq.topology import CLASSES, DEAD, Names, level_for, 
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
-from penstock.rules.shares import TURNS
+from penstock.rules.priority import TURNS
 
 # messages of a class that are looked at beyond what is asked for, so that a key with many does not
 # hide the others

@@ -31,7 +31,7 @@ from penstock.ports import (
     Subscription,
     TopicSpec,
 )
-from penstock.rules.shares import shares
+from penstock.rules.priority import shares
 from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Lost, Server
 

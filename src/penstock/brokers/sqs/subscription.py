@@ -19,7 +19,7 @@ from penstock.brokers.sqs.message import NOTE, Place, Where
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
-from penstock.rules.shares import shares
+from penstock.rules.priority import shares
 
 BATCH = 10  # what SQS gives at once
 WIDEST = 16  # polls of one queue at once, while it is full
