@@ -291,7 +291,7 @@ BROKERS = """\
 # What each broker promises
 
 All brokers pass one suite, `penstock.testing.conformance`, each on a real server (`./dev test brokers`). What they can do besides is data,
-`Capabilities` in `src/penstock/ports/__init__.py`. A sentence of the suite that needs a capability is skipped where a broker does not claim it.
+`Capabilities` in `src/penstock/ports/`. A sentence of the suite that needs a capability is skipped where a broker does not claim it.
 This page is made from that data and from the suite. How to choose and how to connect is in [Brokers](brokers.md).
 
 ## Capabilities

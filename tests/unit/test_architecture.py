@@ -18,139 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "penstock"
 
-# -- the moves that are still to come --------------------------------------------------------------
-
-# Today's module and its room-to-be, without "penstock.". Delete this dict when the files have moved.
-MOVES: dict[str, str] = {
-    "reports": "ports.reports",
-    "books": "engine.lifecycle",
-    "desk": "engine.unit_of_work",
-    "upkeep": "engine.maintenance",
-    "seen": "engine.claim_session",
-    "worker": "engine.worker",
-    "turns": "engine.dispatch",
-    "grouping": "engine.batching",
-    "flusher": "engine.flusher",
-    "hooks": "engine.hooks",
-    "telemetry": "engine.signals",
-    "stages.handover": "engine.messages",
-    "brokers.relay": "engine.relay",
-    "intake": "intake.accept",
-    "mapping": "intake.mapping",
-    "reader": "intake.reader",
-    "serving": "intake.endpoint",
-    "serving_schema": "intake.openapi",
-    "listening": "intake.http_server",
-    "pipeline": "authoring.pipeline",
-    "loading": "authoring.load",
-    "declarative": "authoring.toml",
-    "page": "authoring.page",
-    "transforms": "authoring.transforms",
-    "selecting": "authoring.selectors",
-    "queries": "authoring.queries",
-    "beginnings": "authoring.prefix",
-    "options": "config.schema",
-    "config": "config.files",
-    "units": "config.units",
-    "extracting": "extraction.run",
-    "stages.inprocess": "extraction.in_process",
-    "stages.sandbox": "extraction.sandbox",
-    "stages.sandbox_child": "extraction.zygote_main",
-    "stages.sandbox_serving": "extraction.child_main",
-    "stages.sandbox_process": "extraction.child",
-    "stages.sandbox_zygote": "extraction.zygote",
-    "stages.sandbox_wire": "extraction.protocol",
-    "stages.fetch": "fetching.stage",
-    "stages.proxies": "fetching.proxies",
-    "sources.web": "fetching.source_client",
-    "domains": "operate.hosts",
-    "cli.checks": "operate.doctor",
-    "figures": "operate.figures",
-    "app": "runtime.process",
-    "opening": "runtime.stores",
-    "supervisor": "runtime.supervisor",
-    "brokers.sql_queue": "brokers.sql",
-    "brokers.kafka": "brokers.kafka.broker",
-    "brokers.kafka_backlog": "brokers.kafka.entries",
-    "brokers.kafka_consumer": "brokers.kafka.consumer",
-    "brokers.kafka_reader": "brokers.kafka.group_reader",
-    "brokers.kafka_producer": "brokers.kafka.producer",
-    "brokers.kafka_topics": "brokers.kafka.topics",
-    "brokers.kafka_wire": "brokers.kafka.message",
-    "brokers.kafka_dsn": "brokers.kafka.url",
-    "brokers.kafka_history": "brokers.kafka.history",
-    "brokers.postgres": "brokers.postgres.queue",
-    "brokers.postgres_figures": "brokers.postgres.reports",
-    "brokers.postgres_listening": "brokers.postgres.notify",
-    "brokers.postgres_sql": "brokers.postgres.statements",
-    "brokers.rabbitmq": "brokers.rabbitmq.broker",
-    "brokers.rabbitmq_link": "brokers.rabbitmq.connection",
-    "brokers.rabbitmq_management": "brokers.rabbitmq.management",
-    "brokers.rabbitmq_message": "brokers.rabbitmq.message",
-    "brokers.rabbitmq_publisher": "brokers.rabbitmq.publisher",
-    "brokers.rabbitmq_subscription": "brokers.rabbitmq.subscription",
-    "brokers.rabbitmq_topology": "brokers.rabbitmq.topology",
-    "brokers.redis": "brokers.redis.broker",
-    "brokers.redis_looking": "brokers.redis.reports",
-    "brokers.redis_scripts": "brokers.redis.scripts",
-    "brokers.sqs": "brokers.sqs.broker",
-    "brokers.sqs_subscription": "brokers.sqs.subscription",
-    "brokers.sqs_wire": "brokers.sqs.message",
-    "ledgers.sql": "ledgers.sql.events",
-    "ledgers.sql_letters": "ledgers.sql.dead_letters",
-    "ledgers.sql_audit": "ledgers.sql.audit",
-    "ledgers.sql_outbox": "ledgers.sql.outbox",
-    "ledgers.sql_queries": "ledgers.sql.reports",
-    "ledgers.sql_sources": "ledgers.sql.sources",
-    "claims.redis": "claims.redis.claims",
-    "claims.redis_hosts": "claims.redis.hosts",
-    "claims.redis_proxies": "claims.redis.proxies",
-    "claims.redis_scripts": "claims.redis.scripts",
-    "stores.postgres": "stores.postgres.store",
-    "stores.postgres_wire": "stores.postgres.connection",
-    "stores.postgres_arrays": "stores.postgres.arrays",
-    "stores.postgres_locks": "stores.postgres.locks",
-    "stores.postgres_opening": "stores.postgres.url",
-    "rules.shares": "rules.priority",
-    "sinks": "sinks.common",
-    "sinks.appending": "sinks.append_file",
-    "sources.feed_reading": "sources.feed_parser",
-    "sources.sitemap_reading": "sources.sitemap_parser",
-    "sources.api_reading": "sources.api_parser",
-    "sources.context": "sources.base",
-    "sources.kafka": "sources.kafka.source",
-    "sources.kafka_client": "sources.kafka.client",
-    "sources.kafka_messages": "sources.kafka.messages",
-    "sources.seeds": "sources.seeds.source",
-    "sources.seeds_formats": "sources.seeds.formats",
-    "sources.seeds_lines": "sources.seeds.lines",
-    "sources.seeds_marks": "sources.seeds.positions",
-    "sources.seeds_places": "sources.seeds.files",
-    "sources.seeds_reading": "sources.seeds.object_reader",
-    "sources.seeds_s3": "sources.seeds.s3",
-    "sources.postgres_cdc": "sources.postgres.cdc",
-    "sources.postgres_findings": "sources.postgres.findings",
-    "sources.postgres_dsn": "sources.postgres.settings",
-    "sources.postgres_feed": "sources.postgres.slot_reader",
-    "sources.postgres_guard": "sources.postgres.lag_limit",
-    "sources.postgres_position": "sources.postgres.position",
-    "sources.postgres_slot": "sources.postgres.slot",
-    "sources.postgres_snapshot": "sources.postgres.snapshot",
-    "sources.postgres_spill": "sources.postgres.spill",
-    "sources.postgres_table": "sources.postgres.table",
-    "sources.pgoutput": "sources.postgres.pgoutput",
-    "net.bodies": "net.body_budget",
-    "net.heads": "net.headers",
-    "connect.applying": "connect.apply",
-    "connect.planning": "connect.plan",
-    "connect.rendering": "connect.render",
-    "connect.kinds": "connect.connectors",
-    "connect.table": "connect.options",
-    "demo.watching": "demo.monitor",
-    "demo.ending": "demo.summary",
-    "testing.rig": "testing.broker_rig",
-}
-
 # -- the table -------------------------------------------------------------------------------------
 
 CORE = set("errors model rules ports".split())
@@ -179,7 +46,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "intake": BASE | {"authoring", "engine", PUBLIC},
     "operate": BASE | {"authoring", "engine", "intake"},
     PUBLIC: {"model", "authoring"},
-    "stages": {"extraction"},  # a stub under the old path, for workers that run during an upgrade
 }
 MAY_IMPORT["runtime"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = BASE | set(
@@ -226,8 +92,7 @@ def under(name: str, prefixes: Sequence[str]) -> bool:
 
 def target(name: str) -> str:
     """Where a module of ours belongs, without "penstock."; the package itself is `penstock`."""
-    inner = name.removeprefix("penstock.")
-    return MOVES.get(inner, inner)
+    return name.removeprefix("penstock.")
 
 
 def room_of(place: str) -> str:
@@ -288,7 +153,7 @@ class Module:
 
 def _module_in(name: str) -> str:
     """The longest beginning of a dotted name that is a module, as its place."""
-    while name not in KNOWN:
+    while name not in NAMES:
         name = name.rpartition(".")[0]
     return target(name)
 
@@ -309,7 +174,6 @@ def adapters_of_the_distribution() -> set[str]:
 
 MODULES = [read(path) for path in sorted(PACKAGE.rglob("*.py"))]
 NAMES = {m.name for m in MODULES}
-KNOWN = NAMES | {f"penstock.{place}" for place in MOVES.values()}
 OWN_ADAPTERS = adapters_of_the_distribution()
 
 # -- the rules, each as a function from modules to what is wrong -----------------------------------

@@ -32,16 +32,17 @@ RESERVED = "_penstock"
 _encode = msgspec.json.Encoder().encode
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 _PLAIN = frozenset({str, int, bool, type(None)})
+_PACKAGE = Path(__file__).parents[1]
 _OURS = frozenset(
-    str(Path(__file__).with_name(name))
+    str(_PACKAGE / name)
     for name in (
-        "extracting.py",
-        "selecting.py",
-        "beginnings.py",
-        "queries.py",
-        "declarative.py",
+        "extraction/run.py",
+        "authoring/selectors.py",
+        "authoring/prefix.py",
+        "authoring/queries.py",
+        "authoring/toml.py",
+        "authoring/page.py",
         "model.py",
-        "page.py",
     )
 )
 

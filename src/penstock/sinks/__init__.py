@@ -1,0 +1,1 @@
+"""Sinks: targets of records."""
