@@ -120,7 +120,7 @@ def test_server_side_names() -> None:
         None, None, "shop.requests.retry.5s", "shop.requests.retry.5s", "shop.requests.retry.1m",
     ]  # fmt: skip
     ordered = layout(settings, "shop", "requests", ordered=True)
-    assert [place.name for place in ordered.places] == ["shop.requests"]
+    assert [place.name for place in ordered.server_topics] == ["shop.requests"]
     assert ordered.level(1e6) is None
 
 
