@@ -38,8 +38,8 @@ _IDLE_POLL, _MAX_BUSY_POLL, _MIN_BUSY_POLL = 0.1, 0.02, 0.003
 # Seconds after an arrival or a commit in which commit requests are likely. The poll is shorter the
 # less of this time has passed.
 _BUSY_PERIOD = 0.5
-# Seconds that the first batch after an assignment waits for messages of the other partitions, so
-# that no host key or priority class gets ahead of the others.
+# Seconds that the first batch after an assignment waits for messages of the other partitions.
+# Otherwise the keys and classes of the first partition would get ahead of the others.
 _FIRST_BATCH_WAIT = 0.03
 # Seconds that a partition stays paused at least. Each change of the pause discards the messages
 # that the client has prefetched.

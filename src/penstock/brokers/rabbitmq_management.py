@@ -30,6 +30,8 @@ class _Page(msgspec.Struct):
 
 
 class Management:
+    """Client of the management API. Each call opens a connection."""
+
     def __init__(self, url: str, user: str, password: str) -> None:
         """Parse the URL. `user` and `password` are used if it has none. Raises ConfigError."""
         try:

@@ -34,6 +34,8 @@ class OutgoingMessage(msgspec.Struct, frozen=True):
 
 
 class Publisher:
+    """Publisher of one broker object. The first `send` opens the channel."""
+
     def __init__(self, connection: Connection, names: Names) -> None:
         self.connection, self.names = connection, names
         self._channel: Channel | None = None

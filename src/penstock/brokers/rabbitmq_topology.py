@@ -53,6 +53,8 @@ AT_LEAST_ONCE: dict[str, Any] = {
 
 
 class Queue(msgspec.Struct, frozen=True):
+    """A queue to declare."""
+
     name: str
     arguments: dict[str, Any]
     bindings: tuple[tuple[str, str], ...]  # (exchange, pattern)

@@ -3,8 +3,8 @@
 Each call is one Lua script. See `redis_scripts` for the Lua code.
 
 `ok` is as durable as the server's `appendfsync`. With `always` no message is lost. With `everysec`
-a kill or a power cut may lose the last one or two seconds, because Redis answers before it writes
-while a sync is running.
+a kill or a power cut may lose the last one or two seconds. The reason is that Redis answers before
+it writes while a sync is running.
 
 A lease is the idle time of an entry in the group's pending list, by the server's clock. All members
 of a group must use the same lease.
@@ -235,6 +235,8 @@ class RedisBroker:
 
 
 class RedisSubscription:
+    """Implements ports.Subscription."""
+
     def __init__(
         self, broker: RedisBroker, topic: str, group: str, owner: str, lease: float
     ) -> None:

@@ -2,8 +2,8 @@
 
 See `sqs_subscription` for receiving.
 
-SQS has no groups, no priorities and no order. So each group has a queue for each priority class, a
-publish sends to the queues of all groups, and a subscription polls the classes by their shares.
+SQS has no groups, no priorities and no order. So each group has a queue for each priority class. A
+publish sends to the queues of all groups. A subscription polls the classes by their shares.
 The receive count of SQS also counts released and peeked messages, so it is not reported: the ledger
 counts starts. CAPS lists the features that SQS does not have.
 """

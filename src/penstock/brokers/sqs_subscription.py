@@ -153,14 +153,14 @@ class SqsSubscription:
             self._hide_extra()
 
     def _plan_polls(self, batch: _Batch, share: bool) -> list[tuple[_QueueState, int]]:
-        with_more = [state for state in self._states if state.has_more]
+        nonempty = [state for state in self._states if state.has_more]
         if not share:
-            return [(state, batch.left) for state in with_more[:1]]
-        if len(with_more) == 1:
+            return [(state, batch.left) for state in nonempty[:1]]
+        if len(nonempty) == 1:
             return []  # the other classes have no messages
         return [
             (state, min(batch.left, quota))
-            for state in with_more
+            for state in nonempty
             if (quota := batch.quotas.get(state.queue.priority, 0)) > 0
         ]
 

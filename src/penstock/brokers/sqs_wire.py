@@ -218,6 +218,8 @@ class Attributes(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class PackedMessage(msgspec.Struct):
+    """A message in the format of SQS."""
+
     body: str
     attributes: str
     size: int  # bytes, as SQS counts them
