@@ -50,7 +50,7 @@ def sweep(url: str) -> None:
 async def die(broker: KafkaBroker) -> None:
     """As if its process had been killed: nothing more is committed or published."""
     for reader in broker._readers.values():
-        reader.member.abandoned = True
+        reader.consumer.abandoned = True
     await broker.close()
 
 

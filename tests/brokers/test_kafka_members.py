@@ -97,7 +97,7 @@ async def test_work_in_flight_may_finish_when_its_partition_goes_to_another_and_
     async with asyncio.timeout(60):
         while not any(part.leaving for part in reader.partitions.values()):  # noqa: ASYNC110 (the server decides when)
             await asyncio.sleep(0.01)
-    leaving = [d for d in held if reader.out[d.position].part.leaving]
+    leaving = [d for d in held if reader.handed_out[d.position].part.leaving]
     done, late = leaving[:1], leaving[1:]
     assert list(await sub.settle([(d, Ack()) for d in done])) == [True], (
         "a request that was sent may finish"

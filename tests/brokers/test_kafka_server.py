@@ -247,11 +247,11 @@ async def test_what_the_server_refuses_fails_and_what_went_to_other_partitions_i
 def test_of_several_messages_alike_of_which_one_failed_none_is_certain() -> None:
     loop = asyncio.new_event_loop()
     batch, answers = _Batch(loop), [Published.OK] * 4
-    batch.wrong = [
+    batch.failures = [
         (("t", b"same", b"k"), Published.FAILED),
         (("t", b"other", b""), Published.FAILED),
     ]
-    batch.blame(
+    batch.mark_failures(
         [
             ("t", b"same", "k", {}),
             ("t", b"same", b"k", {}),
@@ -349,7 +349,7 @@ async def test_work_that_retention_is_about_to_delete_unread_raises_an_alarm(
     (alarm,) = await broker.alarms()
     assert "group main is 36.0 h behind and retention deletes after 48.0 h" in alarm
     with caplog.at_level(logging.WARNING, "penstock"):
-        broker._readers["t", "main"]._watch()
+        broker._readers["t", "main"]._check_retention()
     assert alarm in caplog.text
     await sub.settle([(first, Ack())])
     assert len(await broker.alarms()) == 1, "the other one is still open"
@@ -369,7 +369,7 @@ async def test_what_was_deleted_unread_is_told(url: str, caplog: pytest.LogCaptu
     await fill(other, ["a4"])
     with caplog.at_level(logging.WARNING, "penstock"):
         assert [d.id for d in await take(sub_of(other), 1)] == ["a4"]
-    assert "2 messages that group main had not read are gone" in caplog.text
+    assert "2 messages that group main had not read were deleted" in caplog.text
     await other.close()
 
 
@@ -466,14 +466,14 @@ async def test_a_missing_right_is_told_with_the_rights_that_are_needed(kafka: Ha
             future.result(30)
         await owner.close()
     assert isinstance(denied, Unreachable)
-    assert f"does not permit us making topic {name}." in denied.message
+    assert f"does not permit us creating topic {name}." in denied.message
     assert "Create, Describe, Read, Write" in denied.hint
 
 
 async def test_a_topic_that_cannot_be_made_so_says_what_to_change(url: str) -> None:
     refused = await refusal(open_kafka(url, "n" * 300))
     assert isinstance(refused, ConfigError)
-    assert "refuses to make topic" in refused.message
+    assert "refuses to create topic" in refused.message
 
 
 async def test_what_a_closed_subscription_had_is_ready_for_others(url: str) -> None:

@@ -17,8 +17,8 @@ from redis import Redis
 from tests.brokers.served import Served
 from tests.servers import Handle
 
-from penstock.brokers.redis import broker as adapter
 from penstock.brokers.redis.broker import RedisBroker, base_of, entry_of, position
+from penstock.brokers.redis.broker import broker as adapter
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.model import Ack, Dead, Retry
@@ -476,7 +476,7 @@ async def test_a_group_that_comes_before_any_other_sees_all_and_a_later_one_what
 async def test_a_receiver_that_waits_is_woken_by_a_publish_and_by_the_end_of_a_delay(
     server: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter, "LOOK", 3600.0)  # asking again would be too late
+    monkeypatch.setattr(adapter, "POLL_INTERVAL", 3600.0)  # asking again would be too late
     async with opened(server("redis").url) as broker:
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         waiting = asyncio.create_task(sub.receive(5, 3600.0))

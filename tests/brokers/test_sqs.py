@@ -18,7 +18,7 @@ from tests.servers import Handle
 
 from penstock.brokers.sqs import message as wire
 from penstock.brokers.sqs.broker import SqsBroker
-from penstock.brokers.sqs.subscription import SITTING
+from penstock.brokers.sqs.subscription import PREFETCH_HOLD
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.model import Dead, Release, Retry
@@ -33,7 +33,7 @@ def opened(url: str, namespace: str) -> SqsBroker:
 
 async def removed(broker: SqsBroker) -> None:
     """The queues of a namespace, whose names begin alike."""
-    for url in (await broker.call("list_queues", QueueNamePrefix=broker.place.prefix + "-")).get(
+    for url in (await broker.call("list_queues", QueueNamePrefix=broker.address.prefix + "-")).get(
         "QueueUrls", []
     ):
         await broker.call("delete_queue", QueueUrl=url)
@@ -64,7 +64,7 @@ class TestSqs(Served):
 # -- what only SQS promises, or cannot -------------------------------------------------------------
 
 Place = Callable[[str], Handle]
-NORMAL = wire.Where("t", "main", wire.NORMAL)
+NORMAL = wire.QueueId("t", "main", wire.NORMAL)
 
 
 @contextlib.asynccontextmanager
@@ -86,7 +86,7 @@ def out(id_: str, **more: object) -> Out:
 
 async def test_a_message_of_another_tool_is_handed_out_as_it_is(server: Place) -> None:
     async with at(server("sqs").url) as broker:
-        sent = await broker.on(NORMAL, "send_message", MessageBody='{"made": "by hand"}')
+        sent = await broker.call_queue(NORMAL, "send_message", MessageBody='{"made": "by hand"}')
         (d,) = await broker.subscribe("t", "main", owner="w", lease=30).receive(5, 20.0)
         assert (d.id, d.body, d.headers) == (sent["MessageId"], b'{"made": "by hand"}', {})
 
@@ -128,9 +128,11 @@ async def test_a_message_that_arrives_before_its_time_is_hidden_until_then(serve
         )  # as after the fifteen minutes that SQS keeps a new one back
         fields = {
             "MessageBody": parcel.body,
-            "MessageAttributes": {wire.NOTE: {"DataType": "String", "StringValue": parcel.note}},
+            "MessageAttributes": {
+                wire.ATTRIBUTE: {"DataType": "String", "StringValue": parcel.attributes}
+            },
         }
-        await broker.on(NORMAL, "send_message", **fields)
+        await broker.call_queue(NORMAL, "send_message", **fields)
         sub = broker.subscribe("t", "main", owner="w", lease=30)
         early = await sub.receive(5, 0.5)
         assert not early or time.time() >= due
@@ -144,7 +146,7 @@ async def test_a_group_that_another_process_declared_gets_what_is_published_here
 ) -> None:
     url = server("sqs").url
     async with at(url, "", TopicSpec(name="t", groups=("main", "archive"))) as elsewhere:
-        here = opened(url, elsewhere.place.prefix)
+        here = opened(url, elsewhere.address.prefix)
         try:
             assert list(await here.publish([out("a")])) == [Published.OK]
         finally:
@@ -161,7 +163,7 @@ async def test_a_queue_that_is_not_as_we_would_make_it_is_told_and_left_alone(
 ) -> None:
     url = server("sqs").url
     async with at(url, "", TopicSpec(name="other")) as broker:
-        name = wire.queue_name(broker.place.prefix, NORMAL)
+        name = wire.queue_name(broker.address.prefix, NORMAL)
         made = await broker.call("create_queue", QueueName=name, Attributes={"DelaySeconds": "5"})
         dead = await broker.call(
             "get_queue_attributes",
@@ -186,7 +188,7 @@ async def test_a_queue_that_is_not_as_we_would_make_it_is_told_and_left_alone(
 
 
 async def test_an_ordered_topic_is_refused(server: Place) -> None:
-    with pytest.raises(ConfigError, match="asks for order"):
+    with pytest.raises(ConfigError, match="needs order per key"):
         async with at(server("sqs").url, "", TopicSpec(name="t", ordered=True)):
             pass
 
@@ -209,7 +211,7 @@ async def test_what_was_not_asked_for_is_given_back_soon(server: Place) -> None:
         began = time.monotonic()
         assert len(await one.receive(8, 10.0, per_key=2)) == 2
         got = [d.id for d in await other.receive(8, 0.0)]
-        assert not got or time.monotonic() >= began + SITTING
+        assert not got or time.monotonic() >= began + PREFETCH_HOLD
         async with asyncio.timeout(20):  # less than the lease
             while len(got) < 6:
                 got += [d.id for d in await other.receive(8, 1.0)]

@@ -116,12 +116,17 @@ def test_server_side_names() -> None:
         "shop.requests.retry.1m",
     ]
     assert plan.dead == "shop.requests.dead"
-    assert [place and place.name for place in map(plan.level, (0.0, 4.9, 5.0, 59.0, 1e6))] == [
-        None, None, "shop.requests.retry.5s", "shop.requests.retry.5s", "shop.requests.retry.1m",
-    ]  # fmt: skip
+    found = [plan.retry_topic_for(delay) for delay in (0.0, 4.9, 5.0, 59.0, 1e6)]
+    assert [retry and retry.name for retry in found] == [
+        None,
+        None,
+        "shop.requests.retry.5s",
+        "shop.requests.retry.5s",
+        "shop.requests.retry.1m",
+    ]
     ordered = layout(settings, "shop", "requests", ordered=True)
-    assert [place.name for place in ordered.places] == ["shop.requests"]
-    assert ordered.level(1e6) is None
+    assert [place.name for place in ordered.server_topics] == ["shop.requests"]
+    assert ordered.retry_topic_for(1e6) is None
 
 
 def test_a_position_is_the_offset_where_there_is_one_partition_and_a_number_of_its_own_elsewhere() -> (

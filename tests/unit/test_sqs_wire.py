@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.brokers.sqs import message as wire
-from penstock.brokers.sqs.message import Where
+from penstock.brokers.sqs.message import QueueId
 from penstock.errors import ConfigError
 from penstock.ports import Out
 
@@ -51,10 +51,10 @@ def test_a_dsn_carries_credentials_a_prefix_and_how_to_poll() -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("sqs://key:sec/ret@localhost/", "is no SQS URL"),
-        ("sqs://key:secret@localhost:port/", "is no SQS URL"),
+        ("sqs://key:sec/ret@localhost/", "is not an SQS URL"),
+        ("sqs://key:secret@localhost:port/", "is not an SQS URL"),
         ("sqs://key@localhost/", "half of its credentials"),
-        ("sqs://key:secret@localhost/?regoin=x", "'regoin' is no option"),
+        ("sqs://key:secret@localhost/?regoin=x", "no option 'regoin'"),
         ("sqs://key:secret@localhost/?tls=no", "tls is 'no'"),
         ("sqs://key:secret@localhost/?poll=21", "poll is '21'"),
         ("sqs://key:secret@localhost/?max_receives=-1", "max_receives is '-1'"),
@@ -71,12 +71,12 @@ def test_a_mistyped_dsn_is_one_sentence_with_a_next_step_and_no_secret(url: str,
 
 
 def test_queues_are_named_after_pipeline_topic_group_and_class() -> None:
-    assert [wire.queue_name("shop", w) for w in wire.lanes("requests", "main")] == [
+    assert [wire.queue_name("shop", w) for w in wire.group_queues("requests", "main")] == [
         "shop-requests-main-high",
         "shop-requests-main",
         "shop-requests-main-low",
     ]
-    assert [wire.queue_name("shop", w) for w in wire.lanes("requests.dead", "main")] == [
+    assert [wire.queue_name("shop", w) for w in wire.group_queues("requests.dead", "main")] == [
         "shop-requests_dead-main"
     ]
 
@@ -85,7 +85,7 @@ def test_names_are_short_of_the_characters_sqs_takes_and_never_the_same_for_two(
     topics = ["t", "t.dead", "t_dead", "t.x", "t_x", "t-x", "t" * 90, "t" * 91, "é", "T"]
     groups = ["main", "main-high", "high", "g" * 70, "g" * 71, "ma in"]
     names = [
-        wire.queue_name("p" * 24, Where(t, g, rank))
+        wire.queue_name("p" * 24, QueueId(t, g, rank))
         for t, g, rank in itertools.product(topics, groups, range(3))
     ]
     assert len(set(names)) == len(names)
@@ -94,9 +94,9 @@ def test_names_are_short_of_the_characters_sqs_takes_and_never_the_same_for_two(
 
 @given(TEXT.filter(bool), TEXT.filter(bool))
 def test_a_group_is_found_again_by_the_names_of_its_queues(topic: str, group: str) -> None:
-    names = [wire.queue_name("shop", w) for w in wire.lanes(topic, group)]
+    names = [wire.queue_name("shop", w) for w in wire.group_queues(topic, group)]
     (found,) = wire.groups_of([*names, "shop-other-main", "shop"], wire.topic_prefix("shop", topic))
-    assert [wire.queue_name("shop", w) for w in wire.lanes(topic, found)] == names
+    assert [wire.queue_name("shop", w) for w in wire.group_queues(topic, found)] == names
 
 
 @given(
@@ -112,12 +112,12 @@ def test_whatever_is_sent_is_text_for_sqs_and_comes_back_unchanged(
         Out(topic="t", id=id_, key=key, body=body, headers=headers, priority=2), 7, 3.5
     )
     assert parcel.body
-    assert not wire._UNSAFE.search(parcel.body + parcel.note)
+    assert not wire._UNSAFE.search(parcel.body + parcel.attributes)
     note, back = wire.unpack(
         {
             "MessageId": "m",
             "Body": parcel.body,
-            "MessageAttributes": {wire.NOTE: {"StringValue": parcel.note}},
+            "MessageAttributes": {wire.ATTRIBUTE: {"StringValue": parcel.attributes}},
         }
     )
     assert (note.id, note.key, note.headers, note.prio, note.seq, note.after, back) == (
@@ -149,7 +149,7 @@ def test_what_is_not_ours_is_handed_out_as_it_is(note: str) -> None:
     message = {
         "MessageId": "m1",
         "Body": "no: base64!",
-        "MessageAttributes": {wire.NOTE: {"StringValue": note}},
+        "MessageAttributes": {wire.ATTRIBUTE: {"StringValue": note}},
     }
     found, body = wire.unpack(message)
     assert (found.id, body) == ("m1", b"no: base64!")

@@ -1,1 +1,1 @@
-"""Brokers: one adapter, one module."""
+"""Message brokers: one adapter for each kind of server."""

@@ -1,10 +1,12 @@
-"""The thread that owns the client of one group: it joins, polls, pauses and commits. What was
-received lives in the event loop, in kafka_reader.
+"""Thread that owns the Kafka client of one consumer group: it joins, polls, pauses and commits.
 
-It alone touches the client: a call from another thread would wait until its poll ends. What it
-finds is told to the loop by `call_soon_threadsafe`; what the loop wants committed comes in a deque.
-While somebody waits for messages it sleeps in the client, which they end; else in a bell that the
-loop rings, so that a commit starts at once and messages are taken in together.
+Received messages belong to the event loop, in `group_reader`.
+
+Only this thread calls the client, because a call from another thread would wait until the poll
+ends. The thread reports to the event loop by `call_soon_threadsafe`, and the event loop passes
+commit requests in a deque. While a receive call waits, the thread waits in the client, and a
+message ends that wait. Otherwise it waits for an event that the loop sets, so that a commit starts
+without delay and messages are collected into larger batches.
 """
 
 from __future__ import annotations
@@ -20,31 +22,30 @@ from typing import Any, Protocol
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.brokers.kafka.entries import Entry, Partition, Run
+from penstock.brokers.kafka.entries import BufferedMessage, Partition, Run
 from penstock.brokers.kafka.message import read_runs
 from penstock.brokers.kafka.topics import Layout
 from penstock.brokers.kafka.url import Settings
 from penstock.rules.watermark import SPAN, Window, settled_ahead
 from penstock.stores.kafka_access import error_of, weightier
 
-BATCH = 500
-# messages of a retry partition that are held until they are due; its others stay on the server
+MAX_POLL_MESSAGES = 500  # messages of one poll
+# Messages of a retry partition that are held until they are due. The others stay on the server.
 RETRY_WINDOW = 200
-_IDLE, _SLOW, _BUSY = (
-    0.1,
-    0.02,
-    0.003,
-)  # seconds of one poll; a message ends it at once, a commit that waits does not
-# seconds after an arrival or a commit in which a commit is likely, the more so the fewer they are
-_SOON = 0.5
-# how long the first batch of an assignment waits for its other partitions, so that keys and classes
-# start level
-_FIRST = 0.03
-# seconds between two changes of a partition's pause: each throws away what the client has
-# prefetched
-_DAMPING = 1.0
-_RESUME = 0.6  # of the window
-_PROBE = 1.0
+# Seconds of one poll: idle, longest and shortest while commit requests are likely. A message ends
+# a poll, a commit request does not.
+_IDLE_POLL, _MAX_BUSY_POLL, _MIN_BUSY_POLL = 0.1, 0.02, 0.003
+# Seconds after an arrival or a commit in which commit requests are likely. The poll is shorter the
+# less of this time has passed.
+_BUSY_PERIOD = 0.5
+# Seconds that the first batch after an assignment waits for messages of the other partitions.
+# Otherwise the keys and classes of the first partition would get ahead of the others.
+_FIRST_BATCH_WAIT = 0.03
+# Seconds that a partition stays paused at least. Each change of the pause discards the messages
+# that the client has prefetched.
+_MIN_PAUSE = 1.0
+_RESUME_SHARE = 0.6  # share of the offset window at which a paused partition is resumed
+_PROBE_INTERVAL = 1.0  # seconds between two probes of servers that were reported as down
 _OUTAGES = (
     KafkaError._ALL_BROKERS_DOWN,
     KafkaError._TRANSPORT,
@@ -52,26 +53,29 @@ _OUTAGES = (
     KafkaError._AUTHENTICATION,
     KafkaError._SSL,
 )
-_epochs = itertools.count(
-    1
-)  # of all assignments in this process: a token of an earlier reader is never one of a later
-Order = list[tuple[Partition, int, str]]  # watermark and metadata to commit
+# Numbers all assignments of this process, so that a token of an earlier reader never equals a
+# token of a later one.
+_epochs = itertools.count(1)
+CommitRequest = list[tuple[Partition, int, str]]  # partition, watermark and metadata to commit
 
 
-class Told(Protocol):
-    """The loop's side: called there, in this order of events."""
+class ReaderCallbacks(Protocol):
+    """Callbacks of the reader. They run in the event loop, in the order of the events."""
 
-    def adopt(self, parts: Sequence[Partition]) -> None: ...
-    def arrive(self, runs: Sequence[Run]) -> None: ...
-    def leave(self, at: Sequence[tuple[str, int]], answer: Future[Order]) -> None: ...
-    def lose(self, at: Sequence[tuple[str, int]]) -> None: ...
-    def parted(self, parts: Sequence[Partition], saved: bool) -> None: ...
-    def committed(self, order: Order, error: KafkaError | None) -> None: ...
-    def end(self, error: KafkaError | None) -> None: ...
+    def on_assigned(self, parts: Sequence[Partition]) -> None: ...
+    def on_messages(self, runs: Sequence[Run]) -> None: ...
+    def on_revoking(self, at: Sequence[tuple[str, int]], answer: Future[CommitRequest]) -> None: ...
+    def on_lost(self, at: Sequence[tuple[str, int]]) -> None: ...
+    def on_revoked(self, parts: Sequence[Partition], confirmed: bool) -> None: ...
+    def on_committed(self, request: CommitRequest, error: KafkaError | None) -> None: ...
+    def on_ended(self, error: KafkaError | None) -> None: ...
 
 
-class Member:
-    """Of the group from when it is made until `closing` is set; then `end` is told."""
+class GroupConsumer:
+    """Member of a consumer group. The thread starts with the object.
+
+    When `closing` is set, the consumer leaves the group and calls `on_ended`.
+    """
 
     def __init__(
         self,
@@ -81,37 +85,48 @@ class Member:
         group_id: str,
         lease: float,
         loop: asyncio.AbstractEventLoop,
-        told: Told,
+        callbacks: ReaderCallbacks,
     ) -> None:
-        self.settings, self.plan, self.group, self.group_id, self.lease, self._loop, self._told = (
+        (
+            self.settings,
+            self.plan,
+            self.group,
+            self.group_id,
+            self.lease,
+            self._loop,
+            self._callbacks,
+        ) = (
             settings,
             plan,
             group,
             group_id,
             lease,
             loop,
-            told,
+            callbacks,
         )
-        self.orders: deque[Order] = deque()
-        self._bell = threading.Event()
-        self.busy = (
-            False  # something is handed out or being committed, so that orders come at any time
-        )
-        self.wanted = False  # somebody waits for what arrives, so that it is not gathered first
+        self.commit_requests: deque[CommitRequest] = deque()
+        self._wakeup = threading.Event()
+        # A delivery is unsettled or a commit is in progress, so a commit request is likely.
+        self.busy = False
+        # A receive call waits for messages, so they are reported without being collected first.
+        self.has_receivers = False
         self.closing = self.abandoned = False
-        self.trouble: KafkaError | None = None
-        self._ordered: Order = []  # what the commit that is on its way is about
-        self._held: dict[tuple[str, int], Partition] = {}
-        self._pressed: set[Partition] = set()  # something arrived, or it is held back
-        self._places = {place.name: place for place in plan.places}
-        self._fresh = False
-        self._probed = self._active = 0.0
+        self.outage: KafkaError | None = None
+        self._commit_in_progress: CommitRequest = []
+        self._partitions: dict[tuple[str, int], Partition] = {}
+        # partitions that are paused or have received messages since the last check
+        self._backpressure_checks: set[Partition] = set()
+        self._server_topics = {
+            server_topic.name: server_topic for server_topic in plan.server_topics
+        }
+        self._newly_assigned = False
+        self._last_probe = self._last_activity = 0.0
         threading.Thread(target=self._run, name=f"kafka-{group_id}", daemon=True).start()
 
-    def _post(self, call: Callable[..., Any], *args: Any) -> None:
+    def _call_in_loop(self, call: Callable[..., Any], *args: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(call, *args)
-        except RuntimeError:  # the loop is closed: whoever had us is gone, without a word
+        except RuntimeError:  # the loop is closed, and the owner did not close this consumer
             self.closing = self.abandoned = True
 
     def _run(self) -> None:
@@ -120,22 +135,22 @@ class Member:
         try:
             consumer = Consumer(self._configuration())
             consumer.subscribe(
-                [place.name for place in self.plan.places],
+                [server_topic.name for server_topic in self.plan.server_topics],
                 on_assign=self._on_assign,
                 on_revoke=self._on_revoke,
                 on_lost=self._on_lost,
             )
             while not self.closing:
-                self._turn(consumer)
+                self._poll_once(consumer)
         except KafkaException as e:
-            error = weightier(self.trouble, error_of(e))
+            error = weightier(self.outage, error_of(e))
         finally:
             if consumer is not None:
                 try:
                     consumer.close()
                 except (KafkaException, RuntimeError):
                     pass
-            self._post(self._told.end, error)
+            self._call_in_loop(self._callbacks.on_ended, error)
 
     def _configuration(self) -> dict[str, Any]:
         s = self.settings
@@ -146,7 +161,7 @@ class Member:
             "auto.offset.reset": "earliest",
             "fetch.wait.max.ms": 100,
             "fetch.error.backoff.ms": 50,
-            "queued.min.messages": 2 * BATCH,
+            "queued.min.messages": 2 * MAX_POLL_MESSAGES,
             "queued.max.messages.kbytes": 16 * 1024,
             "on_commit": self._on_commit,
             "error_cb": self._on_error,
@@ -163,89 +178,105 @@ class Member:
             }
         return s.client() | conf | s.rdkafka
 
-    def ring(self) -> None:
-        """Somebody waits for messages, something is to be committed, or it is the end."""
-        self._bell.set()
+    def wake(self) -> None:
+        """Wake the thread for a waiting receive call, a commit request or the end."""
+        self._wakeup.set()
 
-    def _turn(self, consumer: Consumer) -> None:
-        self._bell.clear()  # before we look at what it may ring for
-        quiet = time.monotonic() - self._active
-        nap = _IDLE if not (self.busy or quiet < _SOON) else min(max(_BUSY, quiet / 8), _SLOW)
-        if self._held and not (
-            self.wanted or self.orders or self._ordered or self.closing
-        ):  # nobody waits: only membership is to be kept up
-            nap = 0
-            self._bell.wait(_IDLE)
-        messages = consumer.consume(1, 0 if self.orders else nap)
+    def _poll_once(self, consumer: Consumer) -> None:
+        self._wakeup.clear()  # before the conditions are read that the event announces
+        quiet = time.monotonic() - self._last_activity
+        poll_timeout = (
+            _IDLE_POLL
+            if not (self.busy or quiet < _BUSY_PERIOD)
+            else min(max(_MIN_BUSY_POLL, quiet / 8), _MAX_BUSY_POLL)
+        )
+        if self._partitions and not (
+            self.has_receivers or self.commit_requests or self._commit_in_progress or self.closing
+        ):
+            # No call waits for the thread. Polling only keeps the group membership.
+            poll_timeout = 0
+            self._wakeup.wait(_IDLE_POLL)
+        messages = consumer.consume(1, 0 if self.commit_requests else poll_timeout)
         if messages:
-            messages += consumer.consume(BATCH - 1, _FIRST if self._fresh else 0)
-            self._fresh = False
-            self._active = time.monotonic()
-            self._take_in(messages)
-        elif self.trouble is not None and time.monotonic() > self._probed + _PROBE:
+            messages += consumer.consume(
+                MAX_POLL_MESSAGES - 1, _FIRST_BATCH_WAIT if self._newly_assigned else 0
+            )
+            self._newly_assigned = False
+            self._last_activity = time.monotonic()
+            self._handle_messages(messages)
+        elif self.outage is not None and time.monotonic() > self._last_probe + _PROBE_INTERVAL:
             self._probe(consumer)
-        while self.orders:
-            self._active = time.monotonic()
-            self._carry_out(consumer, self.orders.popleft())
-        if self._pressed:
-            self._press(consumer)
+        while self.commit_requests:
+            self._last_activity = time.monotonic()
+            self._start_commit(consumer, self.commit_requests.popleft())
+        if self._backpressure_checks:
+            self._apply_backpressure(consumer)
 
-    def _take_in(self, messages: Sequence[Any]) -> None:
-        runs = read_runs(messages, self._held, self._on_error)
+    def _handle_messages(self, messages: Sequence[Any]) -> None:
+        runs = read_runs(messages, self._partitions, self._on_error)
         if runs:
-            self.trouble = None
-            self._pressed.update([run[0] for run in runs])
-            self._post(self._told.arrive, runs)
+            self.outage = None
+            self._backpressure_checks.update([run[0] for run in runs])
+            self._call_in_loop(self._callbacks.on_messages, runs)
 
-    def _carry_out(self, consumer: Consumer, order: Order) -> None:
-        live = [item for item in order if self._held.get(item[0].at) is item[0]]
+    def _start_commit(self, consumer: Consumer, request: CommitRequest) -> None:
+        live = [
+            item for item in request if self._partitions.get(item[0].topic_partition) is item[0]
+        ]
         if not live:
-            self._post(self._told.committed, order, None)
+            self._call_in_loop(self._callbacks.on_committed, request, None)
             return
-        self._ordered = order
+        self._commit_in_progress = request
         try:
-            consumer.commit(offsets=_positions(live), asynchronous=True)
+            consumer.commit(offsets=_offsets_of(live), asynchronous=True)
         except KafkaException as e:
-            self._ordered = []
-            self._post(self._told.committed, order, error_of(e))
+            self._commit_in_progress = []
+            self._call_in_loop(self._callbacks.on_committed, request, error_of(e))
 
     def _on_commit(self, error: KafkaError | None, partitions: Sequence[TopicPartition]) -> None:
-        order, self._ordered = self._ordered, []
-        if not order:
+        request, self._commit_in_progress = self._commit_in_progress, []
+        if not request:
             return
-        wrong = error or next((tp.error for tp in partitions if tp.error is not None), None)
-        if wrong is None:
-            self.trouble = None
-        self._post(self._told.committed, order, wrong)
+        failure = error or next((tp.error for tp in partitions if tp.error is not None), None)
+        if failure is None:
+            self.outage = None
+        self._call_in_loop(self._callbacks.on_committed, request, failure)
 
-    def _press(self, consumer: Consumer) -> None:
-        """Each partition is held back by itself, by count, bytes and span; polling goes on."""
+    def _apply_backpressure(self, consumer: Consumer) -> None:
+        """Pause or resume each partition by its unsettled messages: count, size, offset range.
+
+        Polling continues, so the membership is kept.
+        """
         now = time.monotonic()
-        for part in list(self._pressed):
-            count, size = part.received - part.finished, part.received_bytes - part.finished_bytes
-            window = RETRY_WINDOW if part.place.delay else self.settings.window
+        for part in list(self._backpressure_checks):
+            count, size = (
+                part.received_count - part.settled_count,
+                part.received_bytes - part.settled_bytes,
+            )
+            window = RETRY_WINDOW if part.server_topic.delay else self.settings.window
             share = max(
                 count / window,
                 size / self.settings.window_bytes,
-                (part.reached - part.low) / (SPAN - 2 * BATCH),
+                (part.next_offset - part.last_watermark) / (SPAN - 2 * MAX_POLL_MESSAGES),
             )
             if (share >= 1 and not part.paused) or (
-                share <= _RESUME and part.paused and now - part.switched >= _DAMPING
+                share <= _RESUME_SHARE and part.paused and now - part.pause_changed_at >= _MIN_PAUSE
             ):
-                where = [TopicPartition(*part.at)]
+                where = [TopicPartition(*part.topic_partition)]
                 try:
                     (consumer.resume if part.paused else consumer.pause)(where)
-                except KafkaException:  # being taken away
+                except KafkaException:  # the partition is being revoked
                     continue
-                part.paused, part.switched = not part.paused, now
+                part.paused, part.pause_changed_at = not part.paused, now
             if not part.paused:
-                self._pressed.discard(part)
+                self._backpressure_checks.discard(part)
 
     # -- membership --------------------------------------------------------------------------------
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        """We say where each begins, from what was committed with it; a new one begins with its
-        oldest message.
+        """Start each partition at its committed offset, with the settled offsets above it.
+
+        A partition without a commit starts at its oldest message.
         """
         parts, starts = [], []
         committed = (
@@ -255,80 +286,82 @@ class Member:
             if tp.error is not None:
                 raise KafkaException(tp.error)
             start = max(0, tp.offset)
-            window: Window[Entry] = Window(next(_epochs), start, settled_ahead(start, tp.metadata))
-            part = self._held[tp.topic, tp.partition] = Partition(
-                self._places[tp.topic], tp.partition, window, self.plan.topic, self.group
+            window: Window[BufferedMessage] = Window(
+                next(_epochs), start, settled_ahead(start, tp.metadata)
+            )
+            part = self._partitions[tp.topic, tp.partition] = Partition(
+                self._server_topics[tp.topic], tp.partition, window, self.plan.topic, self.group
             )
             parts.append(part)
             starts.append(TopicPartition(tp.topic, tp.partition, start))
         consumer.incremental_assign(starts)
         if starts:
-            consumer.resume(
-                starts
-            )  # the library remembers that we held a partition back when we had it last, and would never read it again
-        self._fresh = True
-        self.trouble = None
-        self._post(self._told.adopt, parts)
+            # librdkafka remembers the pause of a partition that this consumer had before. Without
+            # a resume it would never read that partition again.
+            consumer.resume(starts)
+        self._newly_assigned = True
+        self.outage = None
+        self._call_in_loop(self._callbacks.on_assigned, parts)
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         at = [(tp.topic, tp.partition) for tp in partitions]
-        last: Order = []
+        last: CommitRequest = []
         if not self.abandoned:
-            answer: Future[Order] = Future()
-            self._post(self._told.leave, at, answer)
+            answer: Future[CommitRequest] = Future()
+            self._call_in_loop(self._callbacks.on_revoking, at, answer)
             try:
                 last = answer.result(self.settings.grace + 5)
-            except (
-                TimeoutError
-            ):  # the loop is stuck: what it settles from now on is refused, and comes again
+            except TimeoutError:
+                # The event loop is stuck. Its later settles are refused, and Kafka redelivers
+                # the messages.
                 answer.cancel()
-        live = [item for item in last if self._held.get(item[0].at) is item[0]]
-        saved = not live
+        live = [item for item in last if self._partitions.get(item[0].topic_partition) is item[0]]
+        confirmed = not live
         if live:
             try:
-                saved = all(
+                confirmed = all(
                     tp.error is None
-                    for tp in consumer.commit(offsets=_positions(live), asynchronous=False) or ()
+                    for tp in consumer.commit(offsets=_offsets_of(live), asynchronous=False) or ()
                 )
             except KafkaException:
-                saved = False
-        self._forget(consumer, partitions)
-        self._post(self._told.lose, at)
-        self._post(self._told.parted, [item[0] for item in last], saved)
+                confirmed = False
+        self._unassign(consumer, partitions)
+        self._call_in_loop(self._callbacks.on_lost, at)
+        self._call_in_loop(self._callbacks.on_revoked, [item[0] for item in last], confirmed)
 
     def _on_lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        """Others have them already: nothing may be committed any more."""
-        self._forget(consumer, partitions)
-        self._post(self._told.lose, [(tp.topic, tp.partition) for tp in partitions])
-        self._post(self._told.parted, [], False)
+        """Drop the partitions without a commit: other members own them already."""
+        self._unassign(consumer, partitions)
+        self._call_in_loop(self._callbacks.on_lost, [(tp.topic, tp.partition) for tp in partitions])
+        self._call_in_loop(self._callbacks.on_revoked, [], False)
 
-    def _forget(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+    def _unassign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         for tp in partitions:
-            part = self._held.pop((tp.topic, tp.partition), None)
+            part = self._partitions.pop((tp.topic, tp.partition), None)
             if part is not None:
-                self._pressed.discard(part)
+                self._backpressure_checks.discard(part)
         consumer.incremental_unassign(partitions)
 
-    # -- trouble -----------------------------------------------------------------------------------
+    # -- outages -----------------------------------------------------------------------------------
 
     def _on_error(self, error: KafkaError) -> None:
         if error.fatal():
             raise KafkaException(error)
         if error.code() in _OUTAGES or not error.retriable():
-            self.trouble = weightier(self.trouble, error)
+            self.outage = weightier(self.outage, error)
 
     def _probe(self, consumer: Consumer) -> None:
-        """The client tells when the servers go, not when they come back."""
-        self._probed = time.monotonic()
+        """Clear the outage if a server answers. The client only reports when servers go down."""
+        self._last_probe = time.monotonic()
         try:
             consumer.list_topics(timeout=1.0)
         except KafkaException:
             return
-        self.trouble = None
+        self.outage = None
 
 
-def _positions(order: Order) -> list[TopicPartition]:
+def _offsets_of(request: CommitRequest) -> list[TopicPartition]:
     return [
-        TopicPartition(part.place.name, part.number, offset, metadata=metadata)
-        for part, offset, metadata in order
+        TopicPartition(part.server_topic.name, part.number, offset, metadata=metadata)
+        for part, offset, metadata in request
     ]

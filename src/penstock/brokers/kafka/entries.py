@@ -1,5 +1,6 @@
-"""What a worker has received from Kafka and not handed out: by class and key, in turns, some of it
-not due yet. No client and no clock lives here.
+"""Buffer of messages that were received from Kafka and not yet handed out.
+
+Messages are ordered by priority class, key and due time. Uses no Kafka client and no clock.
 """
 
 from __future__ import annotations
@@ -8,116 +9,154 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from penstock.brokers.kafka.topics import Place, position
+from penstock.brokers.kafka.topics import ServerTopic, position
 from penstock.ports import Delivery
 from penstock.rules.priority import WEIGHTS, shares
 from penstock.rules.watermark import Window
 
 
 class Partition:
-    """One assigned partition. `received*` and `reached` are written by the consumer's thread, all
-    else by the loop: their differences need no lock.
+    """One assigned partition.
+
+    The consumer thread writes `received_count`, `received_bytes`, `next_offset`, `paused` and
+    `pause_changed_at`. The event loop writes all other attributes. So the counters need no lock.
     """
 
     __slots__ = (
-        "at", "base", "epoch", "finished", "finished_bytes", "group", "leaving", "lost", "low", "number", "paused", "place", "reached", "received",
-        "received_bytes", "saved", "switched", "token", "topic", "window",
-    )  # fmt: skip
+        "base",
+        "commit_confirmed",
+        "epoch",
+        "group",
+        "last_watermark",
+        "leaving",
+        "lost",
+        "next_offset",
+        "number",
+        "pause_changed_at",
+        "paused",
+        "received_bytes",
+        "received_count",
+        "server_topic",
+        "settled_bytes",
+        "settled_count",
+        "token",
+        "topic",
+        "topic_partition",
+        "window",
+    )
 
     def __init__(
-        self, place: Place, number: int, window: Window[Entry], topic: str, group: str
+        self,
+        server_topic: ServerTopic,
+        number: int,
+        window: Window[BufferedMessage],
+        topic: str,
+        group: str,
     ) -> None:
-        self.place, self.number, self.window, self.topic, self.group = (
-            place,
+        self.server_topic, self.number, self.window, self.topic, self.group = (
+            server_topic,
             number,
             window,
             topic,
             group,
         )
-        self.at = (place.name, number)
-        self.base = position(place.slot, number, 0)  # an offset's position is this and the offset
-        self.token = (
-            window.epoch << 32
-        )  # of a first delivery; a copy of it that is handed out again has one of its own
-        self.received = self.received_bytes = self.finished = self.finished_bytes = 0
-        self.low = self.reached = (
-            window.next
-        )  # the watermark when it was last committed, and what comes after the last message received
-        self.paused, self.switched = False, 0.0  # the thread's
-        self.leaving = False  # another worker is to have it: nothing more is handed out
-        self.lost = False  # another worker has it
-        self.saved = True  # and what was settled before that was committed
+        self.topic_partition = (server_topic.name, number)
+        # position of a message: base | offset
+        self.base = position(server_topic.topic_index, number, 0)
+        # Token of a first delivery. A message that is returned to the backlog gets a new token.
+        self.token = window.epoch << 32
+        self.received_count = self.received_bytes = self.settled_count = self.settled_bytes = 0
+        # the watermark at the last commit, and the offset after the last received message
+        self.last_watermark = self.next_offset = window.next
+        self.paused, self.pause_changed_at = False, 0.0
+        self.leaving = False  # being revoked: hands out no messages
+        self.lost = False  # another worker owns the partition
+        # False if the partition was lost before the last commit was confirmed
+        self.commit_confirmed = True
 
 
-class Entry(Delivery, kw_only=True, frozen=False, eq=False, gc=False):  # type: ignore[misc]
-    """One message, received and not settled. It is handed out as it is, so that there is one object
-    for each message; what comes back is replaced by a copy.
+class BufferedMessage(  # type: ignore[misc]
+    Delivery, kw_only=True, frozen=False, eq=False, gc=False
+):
+    """A message that is received and not settled.
 
-    The collector does not look at them: the only circle they are part of is through their window,
-    which is emptied when its partition goes.
+    The same object is handed out as the delivery, so that each message has one object. A message
+    that is returned to the backlog is replaced by a copy.
+
+    Entries are not tracked by the garbage collector. Their only reference cycle leads through the
+    window of their partition, and the window is cleared when the partition is lost.
     """
 
     part: Partition
     offset: int
-    at: float  # when it was published, or the first that was received in a row with it
+    published_at: float  # when this message, or the first message of its run, was published
     not_before: float = 0.0
-    meant: str = ""  # the group it is for, where it is for one
-    due: float = 0.0
+    target_group: str = ""  # the only group that gets the message, or "" for all groups
+    due: float = 0.0  # 0 if the message is ready
     settling: bool = False
-    holder: object = None  # the subscription that has it
+    holder: object = None  # the subscription that has the delivery
 
 
-FRAMING = 200  # bytes of memory that a message takes beside its body, about
-Run = tuple[
-    Partition, list[Entry], bool
-]  # received in a row; True: without a gap, and none of them is for a certain time, group or class
+MESSAGE_OVERHEAD = 200  # approximate bytes of memory that a message takes in addition to its body
+# Consecutive messages of one partition. The flag is True if the offsets have no gap and all are
+# plain: no due time, no target group, and the priority class of their topic.
+Run = tuple[Partition, list[BufferedMessage], bool]
 
 
-class _Class:
-    __slots__ = ("keys", "turn")
+class _PriorityClass:
+    """Messages of one priority class."""
+
+    __slots__ = ("keys", "rotation")
 
     def __init__(self) -> None:
-        self.keys: dict[str, deque[Entry]] = {}  # never an empty one
-        self.turn: deque[str] = (
-            deque()
-        )  # keys that may be asked, each once, the one that waited longest first
+        self.keys: dict[str, deque[BufferedMessage]] = {}  # without empty queues
+        # Keys that messages may be taken from, each once. The longest-waiting key is first.
+        self.rotation: deque[str] = deque()
 
 
 class Backlog:
-    """Keys take turns, classes have their shares. In an ordered topic a key is away while one of
-    its messages is out or waits for its time.
+    """Buffered messages. Keys are served in rotation, and priority classes by their shares.
+
+    In an ordered topic a key is skipped while one of its messages is handed out or not due.
     """
 
     def __init__(self, *, ordered: bool) -> None:
         self.ordered = ordered
-        self._classes = [_Class() for _ in WEIGHTS]
-        self._away: set[str] = set()
-        self._later: list[tuple[float, int, Entry]] = []
-        self._n = 0
-        self._given = 0
-        self.ready = 0  # messages in the queues, in their turn or not
+        self._classes = [_PriorityClass() for _ in WEIGHTS]
+        self._busy_keys: set[str] = set()
+        self._delayed: list[tuple[float, int, BufferedMessage]] = []
+        self._sequence = 0
+        self._taken_count = 0
+        self.ready = 0  # messages in the queues, including those of skipped keys
 
-    def put(self, e: Entry, *, first: bool = False) -> None:
-        """Ready at `e.due`. `first`: before its key's others, where it was before."""
+    def put(self, e: BufferedMessage, *, first: bool = False) -> None:
+        """Add a message that becomes ready at `e.due`.
+
+        With `first`, put it before the other messages of its key, at its earlier place.
+        """
         if e.due and not self.ordered:
-            self._n += 1
-            heapq.heappush(self._later, (e.due, self._n, e))
+            self._sequence += 1
+            heapq.heappush(self._delayed, (e.due, self._sequence, e))
             return
         self.ready += 1
         c = self._classes[e.priority]
         queue = c.keys.get(e.key)
         if queue is None:
             c.keys[e.key] = deque((e,))
-            if e.key not in self._away:
-                c.turn.append(e.key)
+            if e.key not in self._busy_keys:
+                c.rotation.append(e.key)
         elif first:
             queue.appendleft(e)
         else:
             queue.append(e)
 
-    def put_all(self, entries: Sequence[Entry], priority: int) -> None:
-        """Ready now, after their keys' others; all of one class."""
-        keys, turn, away = self._classes[priority].keys, self._classes[priority].turn, self._away
+    def put_all(self, entries: Sequence[BufferedMessage], priority: int) -> None:
+        """Add ready messages of one priority class, after the other messages of their keys."""
+        keys, rotation, busy_keys = (
+            self._classes[priority].keys,
+            self._classes[priority].rotation,
+            self._busy_keys,
+        )
         self.ready += len(entries)
         for e in entries:
             key = e.key
@@ -126,46 +165,46 @@ class Backlog:
                 queue.append(e)
                 continue
             keys[key] = deque((e,))
-            if key not in away:
-                turn.append(key)
+            if key not in busy_keys:
+                rotation.append(key)
 
-    def back(self, key: str) -> None:
-        """In an ordered topic: the message of this key that was out is settled, or put back."""
-        if self.ordered and key in self._away:
-            self._away.discard(key)
+    def free_key(self, key: str) -> None:
+        """Stop skipping the key. Used in ordered topics when its message is settled or returned."""
+        if self.ordered and key in self._busy_keys:
+            self._busy_keys.discard(key)
             for c in self._classes:
                 if key in c.keys:
-                    c.turn.append(key)
+                    c.rotation.append(key)
 
     def next_due(self) -> float | None:
-        return self._later[0][0] if self._later else None
+        return self._delayed[0][0] if self._delayed else None
 
-    def due(self, now: float) -> Iterator[Entry]:
-        """What waited for its time, taken out: it is put again, or sent on. In an ordered topic
-        only its key is let go.
+    def pop_due(self, now: float) -> Iterator[BufferedMessage]:
+        """Remove and yield the delayed messages that are due. The caller adds or forwards them.
+
+        In an ordered topic the messages are still queued, so only their keys are freed.
         """
-        while self._later and self._later[0][0] <= now:
-            _, _, e = heapq.heappop(self._later)
+        while self._delayed and self._delayed[0][0] <= now:
+            _, _, e = heapq.heappop(self._delayed)
             if self.ordered:
-                self.back(e.key)
+                self.free_key(e.key)
             else:
                 yield e
 
-    def waiting(self) -> Iterator[Entry]:
-        """What is not due yet."""
-        return (e for _, _, e in self._later)
+    def delayed(self) -> Iterator[BufferedMessage]:
+        """Return the messages that are not due."""
+        return (e for _, _, e in self._delayed)
 
-    def take(self, limit: int, per_key: int | None, now: float) -> list[Entry]:
-        got: list[Entry] = []
+    def take(self, limit: int, per_key: int | None, now: float) -> list[BufferedMessage]:
+        """Remove and return up to `limit` ready messages, at most `per_key` of one key."""
+        got: list[BufferedMessage] = []
         taken: dict[str, int] = {}
-        quotas = shares(self._given, limit)
-        for share in (
-            True,
-            False,
-        ):  # first each class its part, then whoever still has work fills the batch
+        quotas = shares(self._taken_count, limit)
+        # First each priority class gets its share. Then any class fills the rest of the batch.
+        for share in (True, False):
             for c, quota in zip(self._classes, quotas, strict=True):
-                if c.turn and len(got) < limit:
-                    self._pick(
+                if c.rotation and len(got) < limit:
+                    self._take_from(
                         c,
                         min(quota, limit - len(got)) if share else limit - len(got),
                         per_key,
@@ -173,38 +212,38 @@ class Backlog:
                         taken,
                         got,
                     )
-        self._given += len(got)
+        self._taken_count += len(got)
         self.ready -= len(got)
         return got
 
-    def _pick(
+    def _take_from(
         self,
-        c: _Class,
+        c: _PriorityClass,
         quota: int,
         per_key: int | None,
         now: float,
         taken: dict[str, int],
-        got: list[Entry],
+        got: list[BufferedMessage],
     ) -> None:
         end = len(got) + quota
-        aside: list[str] = []
-        while c.turn and len(got) < end:
-            share = max(1, (end - len(got)) // len(c.turn))
-            for _ in range(len(c.turn)):
+        skipped: list[str] = []
+        while c.rotation and len(got) < end:
+            share = max(1, (end - len(got)) // len(c.rotation))
+            for _ in range(len(c.rotation)):
                 if len(got) >= end:
                     break
-                key = c.turn.popleft()
+                key = c.rotation.popleft()
                 queue = c.keys[key]
                 n = 1 if self.ordered else min(share, end - len(got), len(queue))
                 if self.ordered and queue[0].due > now:
-                    self._away.add(key)
-                    self._n += 1
-                    heapq.heappush(self._later, (queue[0].due, self._n, queue[0]))
+                    self._busy_keys.add(key)
+                    self._sequence += 1
+                    heapq.heappush(self._delayed, (queue[0].due, self._sequence, queue[0]))
                     continue
                 if per_key is not None:
                     n = min(n, per_key - taken.get(key, 0))
                     if n <= 0:
-                        aside.append(key)
+                        skipped.append(key)
                         continue
                     taken[key] = taken.get(key, 0) + n
                 if n == len(queue):
@@ -213,24 +252,24 @@ class Backlog:
                 else:
                     got.extend([queue.popleft() for _ in range(n)])
                 if self.ordered:
-                    self._away.add(key)
+                    self._busy_keys.add(key)
                 elif queue:
-                    c.turn.append(key)
+                    c.rotation.append(key)
                 if not queue:
                     del c.keys[key]
-        c.turn.extend(aside)
+        c.rotation.extend(skipped)
 
-    def drop(self, unwanted: Callable[[Entry], bool]) -> None:
-        """Forget what was not handed out."""
+    def drop(self, unwanted: Callable[[BufferedMessage], bool]) -> None:
+        """Remove the buffered messages for which `unwanted` is true."""
         for c in self._classes:
-            kept = {
+            remaining = {
                 key: deque(e for e in queue if not unwanted(e)) for key, queue in c.keys.items()
             }
-            c.keys = {key: queue for key, queue in kept.items() if queue}
-            c.turn = deque(key for key in c.turn if key in c.keys)
+            c.keys = {key: queue for key, queue in remaining.items() if queue}
+            c.rotation = deque(key for key in c.rotation if key in c.keys)
         self.ready = sum(len(queue) for c in self._classes for queue in c.keys.values())
-        gone = [e for _, _, e in self._later if unwanted(e)]
-        self._later = [item for item in self._later if not unwanted(item[2])]
-        heapq.heapify(self._later)
-        for e in gone:
-            self.back(e.key)
+        removed = [e for _, _, e in self._delayed if unwanted(e)]
+        self._delayed = [item for item in self._delayed if not unwanted(item[2])]
+        heapq.heapify(self._delayed)
+        for e in removed:
+            self.free_key(e.key)

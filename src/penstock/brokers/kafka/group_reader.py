@@ -1,5 +1,6 @@
-"""What this process has of one topic and group: windows, what is handed out, what is to be
-committed. The client itself is kafka_consumer's.
+"""Event-loop side of one Kafka topic and consumer group: buffering, settling and commits.
+
+The Kafka client belongs to the thread in `consumer`.
 """
 
 from __future__ import annotations
@@ -14,30 +15,36 @@ from typing import Any
 import msgspec
 from confluent_kafka import KafkaError
 
-from penstock.brokers.kafka.consumer import Member, Order
-from penstock.brokers.kafka.entries import FRAMING, Backlog, Entry, Partition, Run
+from penstock.brokers.kafka.consumer import CommitRequest, GroupConsumer
+from penstock.brokers.kafka.entries import (
+    MESSAGE_OVERHEAD,
+    Backlog,
+    BufferedMessage,
+    Partition,
+    Run,
+)
 from penstock.brokers.kafka.topics import Layout
-from penstock.brokers.kafka.url import Settings, running
+from penstock.brokers.kafka.url import Settings, unavailable_error
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Outcome
 from penstock.ports import Clock, Delivery
 from penstock.rules.watermark import Window
 
-_FLOW, _GATHER = (
-    16,
-    0.003,
-)  # after so many messages at once, a batch that is not full waits so many seconds for the next: each batch costs a commit
-# seconds after which what is none of our business is committed by itself: nobody may settle
-# anything for long
-_SKIPPED = 0.2
-_WATCH = 30.0  # seconds between two looks at the age of what is open
-SendOn = Callable[["Reader", Entry], Coroutine[Any, Any, None]]
+# After this many messages arrived together, a receive call with a partial batch waits this long
+# for more. Every batch costs a commit.
+BURST_MESSAGES, BURST_WAIT = 16, 0.003  # messages, seconds
+# Offsets of skipped messages are committed after this delay. Otherwise they would count as lag
+# until the group settles a message.
+SKIP_COMMIT_DELAY = 0.2  # seconds
+RETENTION_CHECK_INTERVAL = 30.0  # seconds
+ForwardEarly = Callable[["GroupReader", BufferedMessage], Coroutine[Any, Any, None]]
 _log = logging.getLogger("penstock.brokers.kafka")
 
 
-class Reader:
-    """Made by the first `receive`, shared by all subscriptions of this process to the same topic
-    and group.
+class GroupReader:
+    """State of one topic and consumer group in this process.
+
+    Created by the first `receive`, shared by all subscriptions of this process to the group.
     """
 
     def __init__(
@@ -49,7 +56,7 @@ class Reader:
         clock: Clock,
         *,
         lease: float,
-        send_on: SendOn,
+        forward_early: ForwardEarly,
     ) -> None:
         self.settings, self.plan, self.group, self.group_id, self.clock, self.lease = (
             settings,
@@ -61,142 +68,158 @@ class Reader:
         )
         self.backlog = Backlog(ordered=plan.ordered)
         self.partitions: dict[tuple[str, int], Partition] = {}
-        self.out: dict[int, Entry] = {}
+        self.handed_out: dict[int, BufferedMessage] = {}  # position -> unsettled delivery
         self.warnings: dict[tuple[str, int], str] = {}
         self.retention: dict[str, float] = {}
-        self._send_on = send_on  # what came early: it goes to the next retry topic
+        # moves a message that is not due to the next retry topic
+        self._forward_early = forward_early
         self._loop = asyncio.get_running_loop()
-        self._wake, self._joined, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._changed, self._assigned, self._revocation_progress = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
-        self._armed: float | None = None  # when it rings
-        self._watcher: asyncio.TimerHandle | None = None
+        self._timer_due: float | None = None  # when the timer for delayed messages fires
+        self._retention_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._serial = itertools.count(1)
-        self._dirty: set[Partition] = set()
-        self._waiting: list[asyncio.Future[None]] = []
-        self._committing: list[asyncio.Future[None]] | None = None
-        self._order: Order = []  # what is being committed, and since when
-        self._ordered_at = 0.0
-        self._keeps_metadata, self._scheduled = True, False
-        self._waiters = 0
-        self._flowing, self._arrived_at = False, 0.0
-        self.member = Member(settings, plan, group, group_id, lease, self._loop, self)
+        self._uncommitted: set[Partition] = set()  # partitions with settled, uncommitted messages
+        # callers waiting for the next commit
+        self._commit_waiters: list[asyncio.Future[None]] = []
+        # callers waiting for the commit in progress, None if there is no commit in progress
+        self._commit_in_progress: list[asyncio.Future[None]] | None = None
+        self._commit_request: CommitRequest = []  # offsets of the commit in progress
+        self._commit_started_at = 0.0
+        self._metadata_accepted, self._commit_scheduled = True, False
+        self._receivers_waiting = 0
+        self._in_burst, self._last_arrival = False, 0.0
+        self.consumer = GroupConsumer(settings, plan, group, group_id, lease, self._loop, self)
 
     # -- receiving ---------------------------------------------------------------------------------
 
     async def receive(
         self, limit: int, wait: float, per_key: int | None, holder: object
     ) -> Sequence[Delivery]:
-        if not self._joined.is_set():  # the first time, joining the group is not part of the wait
+        """Return up to `limit` deliveries, at most `per_key` of one key. Wait up to `wait` seconds.
+
+        The first call also waits for the group assignment, which does not count towards `wait`.
+        Returns an empty list if no message arrives. Raises StoreUnavailable if the consumer has
+        stopped, or has reported an outage and no message is available.
+        """
+        if not self._assigned.is_set():
             try:
                 async with asyncio.timeout(self.settings.timeout):
-                    await self._joined.wait()
+                    await self._assigned.wait()
             except TimeoutError:
-                self._complain()
+                self._raise_outage()
         until = self._loop.time() + wait
         while True:
             while (
-                self._flowing
+                self._in_burst
                 and self.backlog.ready < limit
-                and self._loop.time() < min(until, self._arrived_at + _GATHER)
+                and self._loop.time() < min(until, self._last_arrival + BURST_WAIT)
             ):
-                await self._woken(_GATHER)
+                await self._wait_for_messages(BURST_WAIT)
             if self._ended.done():
-                self._complain()
+                self._raise_outage()
                 raise StoreUnavailable(
-                    f"the reader of {self.plan.topic} has ended",
-                    hint="it is closed; subscribe again",
+                    f"the Kafka consumer of topic {self.plan.topic} is closed",
+                    hint="subscribe again",
                 )
             got = self.backlog.take(limit, per_key, self.clock.now())
             if self.plan.ordered:
-                self._arm()  # a key may have been found that waits for its time
+                self._set_timer()  # `take` may have found a key whose next message is not due
             if got:
                 return self._hand_out(got, holder)
             left = until - self._loop.time()
             if left <= 0:
-                self._complain()
+                self._raise_outage()
                 return []
-            await self._woken(left)
+            await self._wait_for_messages(left)
 
-    async def _woken(self, longest: float) -> None:
-        """Until there is something to look at, or for so long."""
-        self._waiters += 1
-        self.member.wanted = True
-        self.member.ring()
-        self._wake.clear()
+    async def _wait_for_messages(self, timeout: float) -> None:
+        """Wake the consumer thread, and wait until it reports something or the timeout ends."""
+        self._receivers_waiting += 1
+        self.consumer.has_receivers = True
+        self.consumer.wake()
+        self._changed.clear()
         try:
-            async with asyncio.timeout(longest):
-                await self._wake.wait()
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
         except TimeoutError:
             pass
         finally:
-            self._waiters -= 1
-            self.member.wanted = self._waiters > 0
+            self._receivers_waiting -= 1
+            self.consumer.has_receivers = self._receivers_waiting > 0
 
-    def _complain(self) -> None:
-        if self.member.trouble is not None:
-            raise running(self.settings, self.member.trouble, f"reading {self.plan.topic}")
+    def _raise_outage(self) -> None:
+        if self.consumer.outage is not None:
+            raise unavailable_error(
+                self.settings, self.consumer.outage, f"reading {self.plan.topic}"
+            )
 
-    def _hand_out(self, got: Sequence[Entry], holder: object) -> Sequence[Delivery]:
-        out = self.out
-        for e in got:
+    def _hand_out(self, entries: Sequence[BufferedMessage], holder: object) -> Sequence[Delivery]:
+        handed_out = self.handed_out
+        for e in entries:
             e.holder = holder
-            out[e.position] = e
-        self.member.busy = True
-        return got
+            handed_out[e.position] = e
+        self.consumer.busy = True
+        return entries
 
     @property
     def ended(self) -> bool:
         return self._ended.done()
 
-    def waiting(self) -> int:
-        """Messages of ordinary partitions that wait here for their time."""
-        return sum(1 for e in self.backlog.waiting() if not e.part.place.delay)
+    def delayed_count(self) -> int:
+        """Return how many messages wait here until due, except those in delayed retry topics."""
+        return sum(1 for e in self.backlog.delayed() if not e.part.server_topic.delay)
 
-    def settled(self) -> dict[tuple[str, int], tuple[int, Any]]:
-        """By partition, below which offset all is settled, and what is above it: as it is now,
-        committed or not.
-        """
+    def progress(self) -> dict[tuple[str, int], tuple[int, Any]]:
+        """Return each partition's watermark and the settled offsets above it, committed or not."""
         return {
             at: (part.window.watermark, part.window.ahead) for at, part in self.partitions.items()
         }
 
-    def forget(self, ends: Mapping[tuple[str, int], int]) -> None:
-        """These were deleted on the server up to there: what was not handed out is done with."""
+    def drop_deleted(self, ends: Mapping[tuple[str, int], int]) -> None:
+        """Settle messages below these offsets, which the server has deleted, unless handed out."""
         parts = [
             (part, end) for at, end in ends.items() if (part := self.partitions.get(at)) is not None
         ]
-        gone = [
+        deleted = [
             e
             for part, end in parts
             for e in part.window.open.values()
             if e.offset < end and e.holder is None
         ]
-        unwanted = set(map(id, gone))
-        self.backlog.drop(lambda e: id(e) in unwanted)
-        for e in gone:
-            self.finish(e)
-        self._commit()
+        deleted_ids = set(map(id, deleted))
+        self.backlog.drop(lambda e: id(e) in deleted_ids)
+        for e in deleted:
+            self.mark_settled(e)
+        self._start_commit()
 
-    def holds(self, d: Delivery) -> Entry | None:
-        e = self.out.get(d.position)
-        return e if e is not None and e.token == d.token and not e.part.lost else None
+    def find_held(self, delivery: Delivery) -> BufferedMessage | None:
+        """Return the delivery's message, or None if its token is outdated or its partition lost."""
+        e = self.handed_out.get(delivery.position)
+        return e if e is not None and e.token == delivery.token and not e.part.lost else None
 
     # -- settling ----------------------------------------------------------------------------------
 
     def acknowledge(
         self, items: Sequence[tuple[Delivery, Outcome]]
-    ) -> tuple[list[Partition | None], list[tuple[Entry, Outcome]]]:
-        """Acks are finished, all else is marked as being settled and given back. Also, for each
-        item, its partition; None: it is not ours to settle.
+    ) -> tuple[list[Partition | None], list[tuple[BufferedMessage, Outcome]]]:
+        """Settle the acks, and mark all other items as being settled.
+
+        Return the partition of each item, and the items that are not acks. The partition is None
+        if the token is outdated, or if the item is already settled or being settled.
         """
         parts: list[Partition | None] = []
-        others: list[tuple[Entry, Outcome]] = []
-        out, ordered, last, opened = self.out, self.plan.ordered, None, None
+        others: list[tuple[BufferedMessage, Outcome]] = []
+        handed_out, ordered, last, opened = self.handed_out, self.plan.ordered, None, None
         for d, outcome in items:
             where = d.position
-            e = out.get(where)
+            e = handed_out.get(where)
             if e is None or (e is not d and e.token != d.token) or e.settling:
                 parts.append(None)
                 continue
@@ -206,34 +229,38 @@ class Reader:
                 e.settling = True
                 others.append((e, outcome))
                 continue
-            if part is not last or opened is None:  # what is settled together often came together
+            # Look up the window once per partition: items of one call often share a partition.
+            if part is not last or opened is None:
                 last, opened = part, part.window.open
-                self._dirty.add(part)
+                self._uncommitted.add(part)
                 if part.leaving:
-                    self._quiet.set()
-            del out[where], opened[e.offset]
-            part.finished += 1
-            part.finished_bytes += len(e.body) + FRAMING
+                    self._revocation_progress.set()
+            del handed_out[where], opened[e.offset]
+            part.settled_count += 1
+            part.settled_bytes += len(e.body) + MESSAGE_OVERHEAD
             if ordered:
-                self.backlog.back(e.key)
+                self.backlog.free_key(e.key)
         return parts, others
 
-    def finish(self, e: Entry) -> None:
-        """Settled for good; committed by the next `save`."""
+    def mark_settled(self, e: BufferedMessage) -> None:
+        """Mark the message as settled. The next `commit` commits it."""
         part = e.part
-        if self._take_back(e):
+        if self._remove_handed_out(e):
             del part.window.open[e.offset]
-            part.finished += 1
-            part.finished_bytes += len(e.body) + FRAMING
-            self._dirty.add(part)
+            part.settled_count += 1
+            part.settled_bytes += len(e.body) + MESSAGE_OVERHEAD
+            self._uncommitted.add(part)
             if self.plan.ordered:
-                self.backlog.back(e.key)
+                self.backlog.free_key(e.key)
 
-    def put_back(self, e: Entry, due: float = 0.0) -> None:
-        """Ready again, at once or at `due`; where its partition is leaving, for its next owner."""
+    def return_to_backlog(self, e: BufferedMessage, due: float = 0.0) -> None:
+        """Return the message to the backlog, ready now or at `due`.
+
+        If its partition is being revoked, the next owner of the partition receives the message.
+        """
         part = e.part
-        if self._take_back(e):
-            if e.holder is not None:  # whoever had it has nothing any more
+        if self._remove_handed_out(e):
+            if e.holder is not None:  # a new token, so that the old delivery cannot be settled
                 e = msgspec.structs.replace(
                     e, token=part.token | next(self._serial), settling=False, holder=None
                 )
@@ -241,278 +268,314 @@ class Reader:
             e.due = due
             if not part.leaving:
                 self.backlog.put(e, first=True)
-                self.backlog.back(e.key)
-                self.member.busy = bool(self.out or self._dirty or self._committing is not None)
-                self._arm()
-                self._wake.set()
+                self.backlog.free_key(e.key)
+                self.consumer.busy = bool(
+                    self.handed_out or self._uncommitted or self._commit_in_progress is not None
+                )
+                self._set_timer()
+                self._changed.set()
 
-    def _take_back(self, e: Entry) -> bool:
-        """False: it is another's, or of a topic that was made anew."""
+    def _remove_handed_out(self, e: BufferedMessage) -> bool:
+        """Remove the message from the unsettled deliveries.
+
+        Return False if its partition is lost, or if the message is settled or was replaced: it was
+        released, or the topic was recreated.
+        """
         part = e.part
         if part.lost or part.window.open.get(e.offset) is not e:
             return False
-        if self.out.pop(e.position, None) is not None and part.leaving:
-            self._quiet.set()
+        if self.handed_out.pop(e.position, None) is not None and part.leaving:
+            self._revocation_progress.set()
         return True
 
-    async def save(self) -> None:
-        """Everything finished so far is committed when this returns. Raises StoreUnavailable; then
-        it is committed later.
+    async def commit(self) -> None:
+        """Commit all messages that are settled so far, and wait until Kafka confirms the commit.
+
+        With `commit_interval`, only schedule the commit. Raises StoreUnavailable if no confirmation
+        arrives in time. Then the messages are committed later.
         """
         if self.settings.commit_interval:
-            if not self._scheduled:
-                self._scheduled = True
-                self._loop.call_later(self.settings.commit_interval, self._commit)
+            if not self._commit_scheduled:
+                self._commit_scheduled = True
+                self._loop.call_later(self.settings.commit_interval, self._start_commit)
             return
         future: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.append(future)
-        self._commit()
+        self._commit_waiters.append(future)
+        self._start_commit()
         try:
             async with asyncio.timeout(self.settings.timeout):
                 await future
         except TimeoutError:
-            raise running(
+            raise unavailable_error(
                 self.settings,
-                self.member.trouble or KafkaError(KafkaError._TIMED_OUT),
+                self.consumer.outage or KafkaError(KafkaError._TIMED_OUT),
                 f"committing {self.plan.topic}",
             ) from None
 
-    def _commit(self) -> None:
-        """One commit at a time; what is finished meanwhile goes with the next."""
-        self._scheduled = False
-        if self._committing is not None:
-            if (
-                self._loop.time() > self._ordered_at + self.settings.timeout
-            ):  # its answer was lost with a server
-                self.committed(self._order, KafkaError(KafkaError._TIMED_OUT))
+    def _start_commit(self) -> None:
+        """Start a commit, unless one is in progress. The next commit includes later settles."""
+        self._commit_scheduled = False
+        if self._commit_in_progress is not None:
+            # No answer arrived in time: a server failure may have lost it.
+            if self._loop.time() > self._commit_started_at + self.settings.timeout:
+                self.on_committed(self._commit_request, KafkaError(KafkaError._TIMED_OUT))
             return
-        order = self._positions(part for part in self._dirty if not part.lost)
-        self._dirty.clear()
-        waiting, self._waiting = self._waiting, []
-        if order and not self._ended.done():
-            self._committing = waiting
-            self._order, self._ordered_at = order, self._loop.time()
-            self.member.orders.append(order)
-            self.member.ring()
+        request = self._commit_request_for(part for part in self._uncommitted if not part.lost)
+        self._uncommitted.clear()
+        waiting, self._commit_waiters = self._commit_waiters, []
+        if request and not self._ended.done():
+            self._commit_in_progress = waiting
+            self._commit_request, self._commit_started_at = request, self._loop.time()
+            self.consumer.commit_requests.append(request)
+            self.consumer.wake()
         else:
             _resolve(waiting)
 
-    def _positions(self, parts: Iterable[Partition]) -> Order:
-        order = []
+    def _commit_request_for(self, parts: Iterable[Partition]) -> CommitRequest:
+        request = []
         for part in parts:
-            part.low = part.window.watermark
-            order.append((part, part.low, part.window.metadata() if self._keeps_metadata else ""))
-        return order
+            part.last_watermark = part.window.watermark
+            request.append(
+                (
+                    part,
+                    part.last_watermark,
+                    part.window.metadata() if self._metadata_accepted else "",
+                )
+            )
+        return request
 
-    def committed(self, order: Order, error: KafkaError | None) -> None:
-        waiting, self._committing = self._committing or [], None
+    def on_committed(self, request: CommitRequest, error: KafkaError | None) -> None:
+        waiting, self._commit_in_progress = self._commit_in_progress or [], None
         if error is None:
             _resolve(waiting)
-            if self._waiting or self._dirty:
-                self._commit()
-            self.member.busy = bool(self.out or self._committing is not None)
+            if self._commit_waiters or self._uncommitted:
+                self._start_commit()
+            self.consumer.busy = bool(self.handed_out or self._commit_in_progress is not None)
             return
         if error.code() == KafkaError.OFFSET_METADATA_TOO_LARGE:
-            self._keeps_metadata = False
+            self._metadata_accepted = False
             _log.warning(
-                "Kafka takes no metadata with the commits of %s: after a crash, what was settled out of order comes again",
+                "Kafka rejected the commit metadata of %s:"
+                " after a crash, messages settled out of request will be redelivered",
                 self.plan.topic,
             )
-        self._waiting = waiting + self._waiting
-        self._dirty.update(part for part, _, _ in order if not part.lost)
-        self._loop.call_later(0.2, self._commit)
+        self._commit_waiters = waiting + self._commit_waiters
+        self._uncommitted.update(part for part, _, _ in request if not part.lost)
+        self._loop.call_later(0.2, self._start_commit)
 
     # -- arrivals ----------------------------------------------------------------------------------
 
-    def adopt(self, parts: Sequence[Partition]) -> None:
-        self._joined.set()
+    def on_assigned(self, parts: Sequence[Partition]) -> None:
+        self._assigned.set()
         for part in parts:
-            self.partitions[part.at] = part
-        if self._watcher is None:
-            self._watcher = self._loop.call_later(_WATCH, self._watch)
+            self.partitions[part.topic_partition] = part
+        if self._retention_timer is None:
+            self._retention_timer = self._loop.call_later(
+                RETENTION_CHECK_INTERVAL, self._check_retention
+            )
 
-    def arrive(self, runs: Sequence[Run]) -> None:
+    def on_messages(self, runs: Sequence[Run]) -> None:
         now, n = self.clock.now(), self.backlog.ready
         for part, entries, plain in runs:
             if part.leaving:
                 continue
             window, first = part.window, entries[0].offset
-            if first > window.next > 0 and not window.open and not part.finished:
+            if first > window.next > 0 and not window.open and not part.settled_count:
                 _log.warning(
-                    "%s, partition %d: %d messages that group %s had not read are gone (retention, a purge or compaction)",
-                    *part.at, first - window.next, self.group,
-                )  # fmt: skip
+                    "%s, partition %d: %d messages that group %s had not read were deleted"
+                    " (by retention, a purge or compaction)",
+                    *part.topic_partition,
+                    first - window.next,
+                    self.group,
+                )
             if plain and window.add_run(first, entries):
-                self.backlog.put_all(entries, part.place.priority)
+                self.backlog.put_all(entries, part.server_topic.priority)
             else:
                 for e in entries:
-                    self._arrive(part, e, now)
-                part.low = part.window.watermark
-        self._flowing, self._arrived_at = self.backlog.ready - n >= _FLOW, self._loop.time()
-        self._arm()
-        self._wake.set()
+                    self._add_message(part, e, now)
+                part.last_watermark = part.window.watermark
+        self._in_burst, self._last_arrival = (
+            self.backlog.ready - n >= BURST_MESSAGES,
+            self._loop.time(),
+        )
+        self._set_timer()
+        self._changed.set()
 
-    def _arrive(self, part: Partition, e: Entry, now: float) -> None:
-        """One that may be known, or is for a certain time or group."""
+    def _add_message(self, part: Partition, e: BufferedMessage, now: float) -> None:
+        """Add one message that may be settled already, or has a due time or a target group."""
         if e.offset < part.window.next:
-            self._restart(part, e.offset)
-        if not part.window.add(e.offset, e) or (
-            e.meant and e.meant != self.group
-        ):  # settled before a restart, or meant for another group
+            self._reset_partition(part, e.offset)
+        if not part.window.add(e.offset, e) or (e.target_group and e.target_group != self.group):
+            # Skip the message: it was settled before a restart, or is for another group.
             part.window.settle(e.offset, part.window.epoch)
-            part.finished += 1
-            part.finished_bytes += len(e.body) + FRAMING
-            self._dirty.add(part)
-            if not self._scheduled:
-                self._scheduled = True
-                self._loop.call_later(self.settings.commit_interval or _SKIPPED, self._commit)
+            part.settled_count += 1
+            part.settled_bytes += len(e.body) + MESSAGE_OVERHEAD
+            self._uncommitted.add(part)
+            if not self._commit_scheduled:
+                self._commit_scheduled = True
+                self._loop.call_later(
+                    self.settings.commit_interval or SKIP_COMMIT_DELAY, self._start_commit
+                )
             return
-        delay = part.place.delay
-        if delay is not None and e.at + delay > now:
-            e.due = e.at + delay
+        delay = part.server_topic.delay
+        if delay is not None and e.published_at + delay > now:
+            e.due = e.published_at + delay
             self.backlog.put(e)
         else:
-            self._place(e, now)
+            self._schedule(e, now)
 
-    def _restart(self, part: Partition, offset: int) -> None:
-        """Offsets went back: the topic was made anew, or a server lost its end. What we know of
-        them is about other messages.
+    def _reset_partition(self, part: Partition, offset: int) -> None:
+        """Start the partition again at `offset`, because its offsets went backwards.
+
+        The topic was recreated, or a server lost its newest messages. The recorded offsets belong
+        to other messages now.
         """
         self.backlog.drop(lambda e: e.part is part)
-        for where in [where for where, e in self.out.items() if e.part is part]:
-            self.backlog.back(self.out.pop(where).key)
-        part.finished += len(part.window)
-        part.finished_bytes += sum(len(e.body) + FRAMING for e in part.window.open.values())
-        part.window, part.low = Window(part.window.epoch, offset), offset
+        for where in [where for where, e in self.handed_out.items() if e.part is part]:
+            self.backlog.free_key(self.handed_out.pop(where).key)
+        part.settled_count += len(part.window)
+        part.settled_bytes += sum(len(e.body) + MESSAGE_OVERHEAD for e in part.window.open.values())
+        part.window, part.last_watermark = Window(part.window.epoch, offset), offset
 
-    def _place(self, e: Entry, now: float) -> None:
-        """Its wait in a retry topic is over; is it due?"""
+    def _schedule(self, e: BufferedMessage, now: float) -> None:
+        """Make the message ready if it is due. Otherwise delay it here or in a retry topic."""
         left = e.not_before - now
         e.due = 0.0
         if left > 0:
-            if self.plan.level(left) is not None:
-                self._early(e)
+            if self.plan.retry_topic_for(left) is not None:
+                self._start_forwarding(e)
                 return
             e.due = e.not_before
         self.backlog.put(e)
 
-    def _early(self, e: Entry) -> None:
-        task = self._loop.create_task(self._send_on(self, e))
+    def _start_forwarding(self, e: BufferedMessage) -> None:
+        task = self._loop.create_task(self._forward_early(self, e))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         due = self.backlog.next_due()
-        if due == self._armed:
+        if due == self._timer_due:
             return
-        self._armed = due
+        self._timer_due = due
         if self._timer is not None:
             self._timer.cancel()
         self._timer = (
             None
             if due is None
-            else self._loop.call_later(max(0.0, due - self.clock.now()) + 0.001, self._ring)
+            else self._loop.call_later(max(0.0, due - self.clock.now()) + 0.001, self._on_timer)
         )
 
-    def _ring(self) -> None:
-        self._armed = None
+    def _on_timer(self) -> None:
+        self._timer_due = None
         now = self.clock.now()
-        for e in self.backlog.due(now):
-            self._place(e, now)
-        self._arm()
-        self._wake.set()
+        for e in self.backlog.pop_due(now):
+            self._schedule(e, now)
+        self._set_timer()
+        self._changed.set()
 
     # -- leaving -----------------------------------------------------------------------------------
 
-    def leave(self, at: Sequence[tuple[str, int]], answer: Future[Order]) -> None:
+    def on_revoking(self, at: Sequence[tuple[str, int]], answer: Future[CommitRequest]) -> None:
         parts = [self.partitions[a] for a in at if a in self.partitions]
         for part in parts:
             part.leaving = True
         self.backlog.drop(lambda e: e.part.leaving)
-        task = self._loop.create_task(self._part_with(parts, answer))
+        task = self._loop.create_task(self._finish_revocation(parts, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _part_with(self, parts: Sequence[Partition], answer: Future[Order]) -> None:
-        """Work in flight may finish for a while: a request that was sent has cost something
-        already.
+    async def _finish_revocation(
+        self, parts: Sequence[Partition], answer: Future[CommitRequest]
+    ) -> None:
+        """Wait up to `grace` seconds for unsettled deliveries, then give the partitions up.
+
+        A delivery in progress may already have sent its request, and redelivery would repeat it.
         """
-        until = self._loop.time() + (0.0 if self.member.closing else self.settings.grace)
+        until = self._loop.time() + (0.0 if self.consumer.closing else self.settings.grace)
         while (
-            any(e.part in parts for e in self.out.values())
+            any(e.part in parts for e in self.handed_out.values())
             and (left := until - self._loop.time()) > 0
         ):
-            self._quiet.clear()
+            self._revocation_progress.clear()
             try:
                 async with asyncio.timeout(left):
-                    await self._quiet.wait()
+                    await self._revocation_progress.wait()
             except TimeoutError:
                 pass
-        last = self._positions(parts)
-        self.lose([part.at for part in parts])
+        last = self._commit_request_for(parts)
+        self.on_lost([part.topic_partition for part in parts])
         if not answer.cancelled():
             answer.set_result(last)
 
-    def lose(self, at: Sequence[tuple[str, int]]) -> None:
+    def on_lost(self, at: Sequence[tuple[str, int]]) -> None:
         parts = {part for a in at if (part := self.partitions.pop(a, None)) is not None}
         for part in parts:
             part.lost = part.leaving = True
-            part.saved = False  # until it is known that it was
-        self._dirty -= parts
+            part.commit_confirmed = False  # until `on_revoked` reports the last commit
+        self._uncommitted -= parts
         self.backlog.drop(lambda e: e.part.lost)
-        for where in [where for where, e in self.out.items() if e.part in parts]:
-            self.backlog.back(self.out.pop(where).key)
+        for where in [where for where, e in self.handed_out.items() if e.part in parts]:
+            self.backlog.free_key(self.handed_out.pop(where).key)
         for part in parts:
             part.window.open.clear()
-        self._quiet.set()
-        self._wake.set()
+        self._revocation_progress.set()
+        self._changed.set()
 
-    def parted(self, parts: Sequence[Partition], saved: bool) -> None:
+    def on_revoked(self, parts: Sequence[Partition], confirmed: bool) -> None:
         for part in parts:
-            part.saved = saved
-        self._commit()  # whoever waited for them is told
+            part.commit_confirmed = confirmed
+        self._start_commit()  # also ends the wait of callers whose partitions are lost
 
     async def close(self) -> None:
-        """What is settled is committed, and the group is told that we leave."""
-        self.member.closing = True
-        self.member.ring()
+        """Commit the settled messages, leave the group, and wait until the consumer has ended."""
+        self.consumer.closing = True
+        self.consumer.wake()
         await self._ended
 
-    def end(self, error: KafkaError | None) -> None:
-        self.member.trouble = error or self.member.trouble
-        self.member.busy = False
-        self.lose(list(self.partitions))
-        _resolve(self._waiting + (self._committing or []))
-        self._waiting, self._committing = [], None
-        for handle in (self._timer, self._watcher):
+    def on_ended(self, error: KafkaError | None) -> None:
+        self.consumer.outage = error or self.consumer.outage
+        self.consumer.busy = False
+        self.on_lost(list(self.partitions))
+        _resolve(self._commit_waiters + (self._commit_in_progress or []))
+        self._commit_waiters, self._commit_in_progress = [], None
+        for handle in (self._timer, self._retention_timer):
             if handle is not None:
                 handle.cancel()
         for task in self._tasks:
             task.cancel()
-        self._joined.set()
-        self._wake.set()
+        self._assigned.set()
+        self._changed.set()
         if not self._ended.done():
             self._ended.set_result(None)
 
     # -- retention ---------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _check_retention(self) -> None:
         for at, text in self.alarms().items():
             if at not in self.warnings:
                 _log.warning("%s", text)
             self.warnings[at] = text
-        self._watcher = self._loop.call_later(_WATCH, self._watch)
+        self._retention_timer = self._loop.call_later(
+            RETENTION_CHECK_INTERVAL, self._check_retention
+        )
 
     def alarms(self) -> dict[tuple[str, int], str]:
-        """Partitions whose oldest open message is more than half way to being deleted by retention."""
+        """Return a warning for each partition that is too far behind.
+
+        The oldest unsettled message of such a partition is older than half of the retention.
+        """
         now, found = self.clock.now(), {}
         for at, part in self.partitions.items():
             oldest = part.window.open.get(part.window.watermark)
-            keep = self.retention.get(part.place.name, self.settings.retention)
-            if oldest is not None and keep > 0 and now - oldest.at > keep / 2:
+            keep = self.retention.get(part.server_topic.name, self.settings.retention)
+            if oldest is not None and keep > 0 and now - oldest.published_at > keep / 2:
                 found[at] = (
-                    f"{part.place.name}, partition {part.number}: group {self.group} is {(now - oldest.at) / 3600:.1f} h behind and retention deletes after"
-                    f" {keep / 3600:.1f} h, read or not; start more workers, or raise retention.ms"
+                    f"{part.server_topic.name}, partition {part.number}: group {self.group} is"
+                    f" {(now - oldest.published_at) / 3600:.1f} h behind"
+                    " and retention deletes after"
+                    f" {keep / 3600:.1f} h, even unread messages:"
+                    " start more workers, or raise retention.ms"
                 )
         return found
 

@@ -1,5 +1,6 @@
-"""Reading Kafka without a group: for a look, for the age of what waits, and to hand history to a
-group again. Nothing is committed here.
+"""Reads Kafka topics without a consumer group: for `peek`, `stats` and `replay`.
+
+Commits no offsets.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
-from penstock.brokers.kafka.url import Settings, running
+from penstock.brokers.kafka.url import Settings, unavailable_error
 from penstock.stores.kafka_access import error_of
 
-_QUIET = 0.2  # a gap at the end (a transaction's marker) is no message: so long we wait for one
+# Seconds of one poll. A gap at the end of a partition, such as a transaction marker, is not
+# returned as a message. So the consumer's position is checked when a poll returns none.
+_POLL_WAIT = 0.2
 
 
 def read(
     settings: Settings, spans: Mapping[tuple[str, int], tuple[int, int]], limit: int
 ) -> Iterator[Any]:
-    """Messages of these partitions from an offset to another, at most `limit` of each, in no order
-    between partitions. Waits; for a thread.
+    """Yield messages of these partitions, each from its first offset to before its second.
+
+    Yields at most `limit` messages of each partition. Messages of different partitions are in no
+    order. Blocks, so call it in a thread.
     """
     open_spans = {at: span for at, span in spans.items() if span[0] < span[1]}
     if not open_spans or limit <= 0:
@@ -43,10 +48,10 @@ def read(
         consumer.assign([TopicPartition(*at, span[0]) for at, span in open_spans.items()])
         until = time.monotonic() + settings.timeout
         while left:
-            batch: list[Any] = consumer.consume(min(500, sum(left.values())), _QUIET)
+            batch: list[Any] = consumer.consume(min(500, sum(left.values())), _POLL_WAIT)
             for m in batch:
                 if (error := m.error()) is not None:
-                    raise running(settings, error, f"reading {m.topic()}")
+                    raise unavailable_error(settings, error, f"reading {m.topic()}")
                 at = (m.topic(), m.partition())
                 if at not in left:
                     continue
@@ -65,6 +70,6 @@ def read(
                 if time.monotonic() > until:
                     return
     except KafkaException as e:
-        raise running(settings, error_of(e), "reading") from e
+        raise unavailable_error(settings, error_of(e), "reading") from e
     finally:
         consumer.close()

@@ -1,5 +1,6 @@
-"""A message of ours on Kafka's wire: body and key as they are, everything else in headers. Nothing
-is sent or received here.
+"""Format of a Penstock message in Kafka: body and key are unchanged, all else is in headers.
+
+Sends and receives no messages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
-from penstock.brokers.kafka.entries import FRAMING, Entry, Partition, Run
+from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Partition, Run
 from penstock.brokers.kafka.producer import Message
 from penstock.brokers.kafka.topics import NORMAL
 from penstock.model import mint
@@ -35,7 +36,11 @@ def compose(
     group: str = "",
     priority: int = NORMAL,
 ) -> Message:
-    """`group`: for that one only. `priority`: where the topic does not tell."""
+    """Compose a message.
+
+    `group` is the only group that gets the message, or "" for all. `priority` is needed for topics
+    that hold several priority classes.
+    """
     extra: dict[str, str | bytes | None] = {ID: id_}
     if not_before:
         extra[NOT_BEFORE] = repr(not_before)
@@ -50,30 +55,31 @@ def compose(
 
 def read_runs(
     messages: Sequence[Any],
-    held: Mapping[tuple[str, int], Partition],
-    complain: Callable[[KafkaError], None],
+    assigned: Mapping[tuple[str, int], Partition],
+    on_error: Callable[[KafkaError], None],
 ) -> list[Run]:
-    """What the client received, partition by partition as it came. Of partitions that are not held
-    any more, nothing.
+    """Return the received messages as runs of one partition, in the order of arrival.
+
+    Messages of partitions that are no longer assigned are dropped.
     """
     runs: list[Run] = []
     part: Partition | None = None
-    entries: list[Entry] = []
-    plain, size, at = True, 0, 0.0
+    entries: list[BufferedMessage] = []
+    plain, size, published_at = True, 0, 0.0
     for m in messages:
         error = m.error()
         if error is not None:
-            complain(error)
+            on_error(error)
             continue
         number = m.partition()
-        if part is None or number != part.number or m.topic() != part.place.name:
+        if part is None or number != part.number or m.topic() != part.server_topic.name:
             if entries:
                 runs.append(_run(part, entries, plain, size))
             entries, plain, size = [], True, 0
-            part = held.get((m.topic(), number))
+            part = assigned.get((m.topic(), number))
             if part is None:
                 continue
-            at = m.timestamp()[1] / 1000
+            published_at = m.timestamp()[1] / 1000
         headers, key, body = m.headers(), m.key(), m.value()
         e = None
         if (
@@ -83,48 +89,67 @@ def read_runs(
             and body
             and headers[0][0] == ID
             and (id_ := headers[0][1])
-        ):  # nearly always, and never in a retry topic
+        ):
+            # Fast path for nearly all messages, but never for those of a retry topic.
             offset = m.offset()
             try:
-                e = Entry(
-                    topic=part.topic, group=part.group, id=id_.decode(), key=key.decode(), body=body, headers={}, position=part.base | offset,
-                    token=part.token, deliveries=1, priority=part.place.priority, part=part, offset=offset, at=at,
-                )  # fmt: skip
+                e = BufferedMessage(
+                    topic=part.topic,
+                    group=part.group,
+                    id=id_.decode(),
+                    key=key.decode(),
+                    body=body,
+                    headers={},
+                    position=part.base | offset,
+                    token=part.token,
+                    deliveries=1,
+                    priority=part.server_topic.priority,
+                    part=part,
+                    offset=offset,
+                    published_at=published_at,
+                )
                 size += len(body)
             except UnicodeDecodeError:
                 pass
         if e is None:
             e = read_message(m, part)
             size += len(e.body)
-            plain = plain and not e.not_before and not e.meant and e.priority == part.place.priority
+            plain = (
+                plain
+                and not e.not_before
+                and not e.target_group
+                and e.priority == part.server_topic.priority
+            )
         entries.append(e)
     if entries:
         runs.append(_run(part, entries, plain, size))
     return runs
 
 
-def _run(part: Partition | None, entries: list[Entry], plain: bool, size: int) -> Run:
+def _run(part: Partition | None, entries: list[BufferedMessage], plain: bool, size: int) -> Run:
     assert part is not None
     first, last, n = entries[0].offset, entries[-1].offset, len(entries)
-    part.received += n
-    part.received_bytes += size + FRAMING * n
-    part.reached = last + 1
-    return part, entries, plain and part.place.delay is None and last - first == n - 1
+    part.received_count += n
+    part.received_bytes += size + MESSAGE_OVERHEAD * n
+    part.next_offset = last + 1
+    return part, entries, plain and part.server_topic.delay is None and last - first == n - 1
 
 
-def read_message(m: Any, part: Partition) -> Entry:
-    """A message with whatever headers it has. One of another program has no id: it gets one from
-    its place, the same every time.
+def read_message(m: Any, part: Partition) -> BufferedMessage:
+    """Decode a message with any headers.
+
+    A message of another program has no id. Its id is derived from topic, partition and offset, so
+    that it is the same on every delivery.
     """
     offset = m.offset()
-    id_, not_before, meant, priority = "", 0.0, "", part.place.priority
+    id_, not_before, target_group, priority = "", 0.0, "", part.server_topic.priority
     headers: dict[str, str] = {}
     for name, value in m.headers() or ():
         text = value.decode("utf-8", "replace") if value is not None else ""
         if name == ID:
             id_ = text
         elif name == GROUP:
-            meant = text
+            target_group = text
         elif name == PRIORITY:
             priority = class_of(int(text)) if text.isdecimal() else priority
         elif name == NOT_BEFORE:
@@ -136,8 +161,20 @@ def read_message(m: Any, part: Partition) -> Entry:
                 not_before = 0.0
         else:
             headers[name] = text
-    return Entry(
-        topic=part.topic, group=part.group, id=id_ or mint("kafka", part.place.name, str(part.number), str(offset)),
-        key=(m.key() or b"").decode("utf-8", "replace"), body=m.value() or b"", headers=headers, position=part.base | offset, token=part.token, deliveries=1,
-        priority=priority, part=part, offset=offset, at=m.timestamp()[1] / 1000, not_before=not_before, meant=meant,
-    )  # fmt: skip
+    return BufferedMessage(
+        topic=part.topic,
+        group=part.group,
+        id=id_ or mint("kafka", part.server_topic.name, str(part.number), str(offset)),
+        key=(m.key() or b"").decode("utf-8", "replace"),
+        body=m.value() or b"",
+        headers=headers,
+        position=part.base | offset,
+        token=part.token,
+        deliveries=1,
+        priority=priority,
+        part=part,
+        offset=offset,
+        published_at=m.timestamp()[1] / 1000,
+        not_before=not_before,
+        target_group=target_group,
+    )

@@ -1,5 +1,6 @@
-"""The one producer of a Kafka broker object: messages out, one answer for each. What is sent where
-is decided by others.
+"""Kafka producer: sends batches of messages and returns one result for each message.
+
+The caller chooses the topics.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from penstock.brokers.kafka.url import Settings
 from penstock.ports import Published
 
-# Certainly not written: the server said so, or it never left. Everything else may be there.
-_REFUSED = frozenset(
+# Errors after which a message is certainly not written: the server rejected it, or it was never
+# sent. After any other error the message may be written.
+_NOT_WRITTEN = frozenset(
     {
         KafkaError.MSG_SIZE_TOO_LARGE,
         KafkaError.INVALID_MSG,
@@ -33,108 +35,112 @@ _REFUSED = frozenset(
         KafkaError._INVALID_ARG,
     }
 )
-_FLUSH = 0.2  # seconds; the last report ends it at once
-_SPARE = 2.0  # how much later than its own limit the library may report
+_FLUSH_TIMEOUT = 0.2  # seconds of one flush. The last report ends a flush early.
+_REPORT_MARGIN = 2.0  # seconds that librdkafka may report later than its own timeout
 
 
 Message = tuple[str, bytes, str | bytes, dict[str, str | bytes | None]]  # topic, body, key, headers
 
 
-_OK, _FAILED, _UNKNOWN = (
-    Published.OK,
-    Published.FAILED,
-    Published.UNKNOWN,
-)  # looked up once: they are asked for with every message
-_ANY = -1  # partition: by the key
+# Looked up once, because they are used for every message.
+_OK, _FAILED, _UNKNOWN = Published.OK, Published.FAILED, Published.UNKNOWN
+_BY_KEY = -1  # partition number: librdkafka chooses the partition by the key
 
 
 class _Batch:
-    """Reports of one `send`, all to one function. `reported` is written by the producer's thread
-    only, `expected` by the loop only: no lock is needed.
+    """Collects the delivery reports of one `send`.
+
+    Only the producer thread writes `reported`, and only the event loop writes `expected`. So no
+    lock is needed.
     """
 
-    __slots__ = ("_loop", "expected", "future", "reported", "wrong")
+    __slots__ = ("_loop", "expected", "failures", "future", "reported")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.reported, self.expected = 0, -1
-        self.wrong: list[tuple[tuple[str, bytes, bytes], Published]] = []
+        self.failures: list[tuple[tuple[str, bytes, bytes], Published]] = []
         self.future: asyncio.Future[None] = loop.create_future()
         self._loop = loop
 
     def report(self, error: KafkaError | None, message: Any) -> None:
         if error is not None:
-            self.wrong.append(
+            self.failures.append(
                 (
                     _contents(message.topic(), message.value(), message.key()),
-                    _FAILED if error.code() in _REFUSED else _UNKNOWN,
+                    _FAILED if error.code() in _NOT_WRITTEN else _UNKNOWN,
                 )
             )
         self.reported += 1
         if self.reported == self.expected:
             try:
                 self._loop.call_soon_threadsafe(self.finish)
-            except RuntimeError:  # the loop is closed: nobody waits
+            except RuntimeError:  # the loop is closed, so no call waits for this batch
                 pass
 
     def finish(self) -> None:
         if not self.future.done():
             self.future.set_result(None)
 
-    def blame(self, messages: Iterable[Message], answers: list[Published]) -> None:
-        """The library tells what was in a message that failed, not which it was: of several that
-        are alike, none is certain unless all have failed.
+    def mark_failures(self, messages: Iterable[Message], answers: list[Published]) -> None:
+        """Set the results of failed messages in `answers`.
+
+        librdkafka reports the contents of a failed message, not its index. If messages have equal
+        contents and not all of them failed alike, mark all of them `unknown`.
         """
-        told: dict[tuple[str, bytes, bytes], list[Published]] = {}
-        for contents, answer in self.wrong:
-            told.setdefault(contents, []).append(answer)
-        alike: dict[tuple[str, bytes, bytes], list[int]] = {}
-        for place, (topic, value, key, _) in enumerate(messages):
-            if answers[place] is _OK and (contents := _contents(topic, value, key)) in told:
-                alike.setdefault(contents, []).append(place)
-        for contents, places in alike.items():
-            certain = len(places) == len(told[contents]) and len(set(told[contents])) == 1
-            for place in places:
-                answers[place] = told[contents][0] if certain else _UNKNOWN
+        failed: dict[tuple[str, bytes, bytes], list[Published]] = {}
+        for contents, answer in self.failures:
+            failed.setdefault(contents, []).append(answer)
+        equal: dict[tuple[str, bytes, bytes], list[int]] = {}
+        for index, (topic, value, key, _) in enumerate(messages):
+            if answers[index] is _OK and (contents := _contents(topic, value, key)) in failed:
+                equal.setdefault(contents, []).append(index)
+        for contents, indexes in equal.items():
+            certain = len(indexes) == len(failed[contents]) and len(set(failed[contents])) == 1
+            for index in indexes:
+                answers[index] = failed[contents][0] if certain else _UNKNOWN
 
 
 def _contents(topic: str, value: bytes | None, key: str | bytes | None) -> tuple[str, bytes, bytes]:
     return topic, value or b"", key.encode() if isinstance(key, str) else key or b""
 
 
-class Outbound:
-    """Made at the first `send`. `produce` never waits and may be called by the loop; all waiting is
-    in the thread that polls.
+class BatchProducer:
+    """Producer of one broker object. The first `send` opens it.
+
+    The event loop calls `produce`, which never waits. All waiting is done in a separate thread.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._producer: Producer | None = None
         self._thread: threading.Thread | None = None
-        self._handed: SimpleQueue[bool] = (
-            SimpleQueue()
-        )  # True: something was handed over; False: it is the end
+        # True when messages were passed to librdkafka, False when the thread must end
+        self._wakeups: SimpleQueue[bool] = SimpleQueue()
 
     def _open(self) -> Producer:
         if self._producer is None:
             conf = {
                 "acks": "all",
                 "enable.idempotence": True,
-                # what Java clients do, so that theirs and ours agree where a key lives
+                # The default of Java clients, so that all clients use the same partition for a key.
                 "partitioner": "murmur2_random",
                 "linger.ms": 1,
                 "message.timeout.ms": int(self.settings.timeout * 1000),
                 "message.max.bytes": self.settings.max_message,
                 "queue.buffering.max.kbytes": 64 * 1024,
                 "topic.metadata.refresh.fast.interval.ms": 50,
-                # after that, a topic that nobody made is told as failed
+                # After this time, messages to a topic that does not exist are reported as failed.
                 "topic.metadata.propagation.max.ms": 3000,
             }
-            self._handed = SimpleQueue()
+            self._wakeups = SimpleQueue()
             producer = self._producer = Producer(
                 self.settings.client() | conf | self.settings.rdkafka
             )
             self._thread = threading.Thread(
-                target=_serve, args=(producer, self._handed), name="kafka-producer", daemon=True
+                target=_handle_reports,
+                args=(producer, self._wakeups),
+                name="kafka-producer",
+                daemon=True,
             )
             self._thread.start()
         return self._producer
@@ -143,11 +149,13 @@ class Outbound:
         return await self.send(len(messages), lambda: messages)
 
     async def send(self, n: int, compose: Callable[[], Iterable[Message]]) -> list[Published]:
-        """`ok` is written by all copies in sync, `full` did not fit into the local queue, `unknown`
-        may be there.
+        """Send `n` messages and return one result for each.
 
-        The messages are made one by one, and once more where some have failed: so that they do not
-        lie around.
+        `ok` means that all in-sync replicas have the message, `full` that the local queue was full,
+        and `unknown` that the message may be written.
+
+        `compose` creates the messages one by one, so that they are not kept in memory. It is called
+        again if some messages failed.
         """
         if not n:
             return []
@@ -158,46 +166,48 @@ class Outbound:
         except KafkaException:
             return [_FAILED] * n
         refused = 0
-        for place, (topic, value, key, headers) in enumerate(compose()):
+        for index, (topic, value, key, headers) in enumerate(compose()):
             try:
-                produce(
-                    topic, value, key, _ANY, report, report, 0, headers
-                )  # by place: names cost a third more
+                # Positional arguments, because keyword arguments make the call a third slower.
+                produce(topic, value, key, _BY_KEY, report, report, 0, headers)
             except BufferError:
-                answers[place] = Published.FULL
+                answers[index] = Published.FULL
                 refused += 1
             except KafkaException as e:
                 fatal = fatal or e.args[0].code() == KafkaError._FATAL
-                answers[place] = _FAILED
+                answers[index] = _FAILED
                 refused += 1
         batch.expected = n - refused
-        self._handed.put(True)
+        self._wakeups.put(True)
         if batch.reported == batch.expected:
             batch.finish()
         try:
-            async with asyncio.timeout(self.settings.timeout + _SPARE):
+            async with asyncio.timeout(self.settings.timeout + _REPORT_MARGIN):
                 await batch.future
         except TimeoutError:
             answers = [_UNKNOWN if answer is _OK else answer for answer in answers]
-        if batch.wrong:
-            batch.blame(compose(), answers)
-        if fatal:  # an idempotent producer that lost its place in line cannot go on; a new one can
+        if batch.failures:
+            batch.mark_failures(compose(), answers)
+        # An idempotent producer that lost its sequence number cannot continue. The next `send`
+        # opens a new producer.
+        if fatal:
             await self.close()
         return answers
 
     async def close(self) -> None:
         producer, thread, self._producer = self._producer, self._thread, None
         if producer is not None and thread is not None:
-            self._handed.put(False)
+            self._wakeups.put(False)
             await asyncio.get_running_loop().run_in_executor(None, thread.join)
 
 
-def _serve(producer: Producer, handed: SimpleQueue[bool]) -> None:
-    """Reports are read by `flush`: one call for all of a batch, and nothing lingers once the batch
-    is handed over.
+def _handle_reports(producer: Producer, wakeups: SimpleQueue[bool]) -> None:
+    """Run the producer thread, until the queue contains False.
+
+    `flush` handles the reports of a whole batch in one call, and does not wait for `linger.ms`.
     """
-    while handed.get():
-        while producer.flush(_FLUSH) and handed.empty():
+    while wakeups.get():
+        while producer.flush(_FLUSH_TIMEOUT) and wakeups.empty():
             pass
     if producer.flush(2.0):
         producer.purge()

@@ -1,5 +1,6 @@
-"""Kafka's side of a topic: which server-side topics it is made of, how they are made and compared,
-and their offsets. No messages are read here.
+"""Server-side topics of a Penstock topic: their names, creation, configuration and offsets.
+
+Reads no messages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from confluent_kafka import (
 from confluent_kafka import admin as _admin
 from confluent_kafka.admin import AdminClient
 
-from penstock.brokers.kafka.url import Settings, running, starting
+from penstock.brokers.kafka.url import Settings, unavailable_error, unreachable_error
 from penstock.config.units import write_duration
 from penstock.errors import ConfigError
 from penstock.ports import TopicSpec
@@ -34,68 +35,74 @@ EARLIEST, LATEST = _api.OffsetSpec.earliest(), _api.OffsetSpec.latest()
 
 
 def at_time(when: float) -> Any:
-    """The first message that was published then or later."""
+    """Return the offset specification of the first message published at `when` or later."""
     return _api.OffsetSpec.for_timestamp(int(when * 1000))
 
 
 NORMAL = 1
 DEAD = ".dead"
-_CLASSES = {0: ".high", 2: ".low"}  # normal has the bare name, so that other programs find it there
+# Suffixes of the priority classes. Normal has none, so that other programs find the topic.
+_CLASSES = {0: ".high", 2: ".low"}
 _PARTITION_BITS, _OFFSET_BITS = 12, 46
-_NOBODY = frozenset({ConsumerGroupState.EMPTY, ConsumerGroupState.DEAD})
+_NO_MEMBERS = frozenset({ConsumerGroupState.EMPTY, ConsumerGroupState.DEAD})
 
 
-class Place(msgspec.Struct, frozen=True):
-    """One server-side topic of a topic of ours."""
+class ServerTopic(msgspec.Struct, frozen=True):
+    """One server-side topic of a Penstock topic."""
 
     name: str
-    slot: int  # its number in positions
+    topic_index: int  # number of the topic in positions
     priority: int = NORMAL
-    delay: float | None = None  # a retry topic: every message waits this long in it
+    delay: float | None = None  # seconds that messages wait in a retry topic, None in other topics
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """A topic as the server sees it. An ordered one is a single topic: any other would let a key
-    overtake itself.
+    """Server-side topics of one Penstock topic.
+
+    An ordered topic has only one, besides its dead letters. With several, a message could overtake
+    an earlier one of its key.
     """
 
     topic: str
     ordered: bool
-    classes: tuple[Place, ...]  # by priority; one for ordered topics
-    retries: tuple[
-        Place, ...
-    ]  # shortest delay first; the first waits 0 s and is for what is handed to one group again
+    classes: tuple[ServerTopic, ...]  # by priority, or only one for ordered topics
+    # Shortest delay first. The first has a delay of 0 s, for messages replayed to one group.
+    retries: tuple[ServerTopic, ...]
     dead: str
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def server_topics(self) -> tuple[ServerTopic, ...]:
         return self.classes + self.retries
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Where what is due goes, by class."""
-        return tuple(self.of(priority).name for priority in range(len(WEIGHTS)))
+        """Return the server-side topic names for messages that are due, by priority class."""
+        return tuple(self.for_priority(priority).name for priority in range(len(WEIGHTS)))
 
-    def of(self, priority: int) -> Place:
+    def for_priority(self, priority: int) -> ServerTopic:
         return self.classes[0] if len(self.classes) == 1 else self.classes[class_of(priority)]
 
-    def level(self, delay: float) -> Place | None:
-        """The retry topic with the longest wait that is not too long; None: so short a wait is
-        spent in the worker.
+    def retry_topic_for(self, delay: float) -> ServerTopic | None:
+        """Return the retry topic with the longest delay that is at most `delay` seconds.
+
+        Return None if all retry topics have longer delays. Then the worker holds the message.
         """
         return next(
             (
-                place
-                for place in reversed(self.retries[1:])
-                if place.delay is not None and place.delay <= delay
+                server_topic
+                for server_topic in reversed(self.retries[1:])
+                if server_topic.delay is not None and server_topic.delay <= delay
             ),
             None,
         )
 
 
-def position(slot: int, partition: int, offset: int) -> int:
-    """One number below 2**63; for the first partition of the bare topic it is the offset itself."""
-    return slot << (_PARTITION_BITS + _OFFSET_BITS) | partition << _OFFSET_BITS | offset
+def position(topic_index: int, partition: int, offset: int) -> int:
+    """Return the position as one number below 2**63.
+
+    For the first partition of the bare topic it is the offset.
+    """
+    return topic_index << (_PARTITION_BITS + _OFFSET_BITS) | partition << _OFFSET_BITS | offset
 
 
 def server_name(namespace: str, topic: str) -> str:
@@ -104,26 +111,29 @@ def server_name(namespace: str, topic: str) -> str:
 
 def layout(settings: Settings, namespace: str, topic: str, *, ordered: bool) -> Layout:
     bare = server_name(namespace, topic)
-    if topic.endswith(
-        DEAD
-    ):  # letters: no classes, no retries, and their own dead letters stay with them
-        return Layout(topic=topic, ordered=False, classes=(Place(bare, 0),), retries=(), dead=bare)
+    # A topic of dead letters has no priority classes and no retries. A dead letter that fails again
+    # stays in the same topic.
+    if topic.endswith(DEAD):
+        return Layout(
+            topic=topic, ordered=False, classes=(ServerTopic(bare, 0),), retries=(), dead=bare
+        )
     if ordered:
         return Layout(
-            topic=topic, ordered=True, classes=(Place(bare, 0),), retries=(), dead=bare + DEAD
+            topic=topic, ordered=True, classes=(ServerTopic(bare, 0),), retries=(), dead=bare + DEAD
         )
     classes = tuple(
-        Place(bare + _CLASSES.get(p, ""), slot, p) for p, slot in ((0, 1), (NORMAL, 0), (2, 2))
+        ServerTopic(bare + _CLASSES.get(p, ""), topic_index, p)
+        for p, topic_index in ((0, 1), (NORMAL, 0), (2, 2))
     )
     retries = tuple(
-        Place(f"{bare}.retry.{write_duration(d)}", 3 + i, NORMAL, d)
+        ServerTopic(f"{bare}.retry.{write_duration(d)}", 3 + i, NORMAL, d)
         for i, d in enumerate((0.0, *settings.retry_levels))
     )
     return Layout(topic=topic, ordered=False, classes=classes, retries=retries, dead=bare + DEAD)
 
 
-class _Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A server-side topic as it is to be made."""
+class _NewTopic(msgspec.Struct, frozen=True, kw_only=True):
+    """Wanted configuration of a server-side topic."""
 
     name: str
     partitions: int
@@ -131,15 +141,15 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, str]
 
 
-class Reach(msgspec.Struct, frozen=True, kw_only=True):
-    """One partition as a group has it."""
+class PartitionLag(msgspec.Struct, frozen=True, kw_only=True):
+    """Offsets of one partition and one consumer group."""
 
     topic: str
     partition: int
-    low: int  # the oldest message that is still there
+    low: int  # offset of the oldest message that is not deleted
     end: int
-    committed: int  # everything below is settled; -1: the group never said
-    ahead: frozenset[int]  # settled above it
+    committed: int  # all messages below are settled. -1 if the group never committed
+    ahead: frozenset[int]  # settled offsets above `committed`
 
     @property
     def start(self) -> int:
@@ -151,53 +161,60 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Topics:
-    """All calls wait for the server: they run in a thread of their own, one at a time."""
+    """Administrative calls to the Kafka servers.
+
+    They block, so the broker runs them in a separate thread, one at a time.
+    """
 
     def __init__(self, settings: Settings, namespace: str) -> None:
         self.settings, self.namespace = settings, namespace
         self.layouts: dict[str, Layout] = {}
         self.groups: dict[str, set[str]] = {}
-        self.retention: dict[str, float] = {}  # by server-side name, where it is known
+        self.retention: dict[str, float] = {}  # server-side name -> seconds, if known
         self._admin: AdminClient | None = None
-        self._complaint: KafkaError | None = None
+        self._last_error: KafkaError | None = None
 
-    def group(self, topic: str, group: str) -> str:
-        """Each topic has groups of its own: in a shared one, readers of different topics would
-        rebalance each other.
+    def group_id(self, topic: str, group: str) -> str:
+        """Return the Kafka group id of a topic's group.
+
+        Topics do not share groups: a new reader of one topic would rebalance the readers of others.
         """
         return server_name(self.namespace, f"{topic}.{group}")
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @property
     def admin(self) -> AdminClient:
         if self._admin is None:
             try:
                 self._admin = AdminClient(
-                    self.settings.client() | {"error_cb": self._complain} | self.settings.rdkafka
+                    self.settings.client() | {"error_cb": self._on_error} | self.settings.rdkafka
                 )
             except KafkaException as e:
                 raise ConfigError(
-                    f"Kafka's client refuses {self.settings.shown!r}: {error_of(e).str()}",
-                    hint="check the options of TLS and rdkafka.NAME",
+                    f"the Kafka client rejects {self.settings.shown!r}: {error_of(e).str()}",
+                    hint="check the TLS options and rdkafka.NAME",
                 ) from e
         return self._admin
 
-    def _complain(self, error: KafkaError) -> None:
-        self._complaint = weightier(self._complaint, error)
+    def _on_error(self, error: KafkaError) -> None:
+        self._last_error = weightier(self._last_error, error)
 
     def metadata(self, doing: str, *, first: bool = False) -> Any:
-        """Raises Unreachable for the first question of a process, StoreUnavailable later."""
-        self._complaint = None
+        """Return the cluster metadata.
+
+        Raises Unreachable if this is the first request of a process, otherwise StoreUnavailable.
+        """
+        self._last_error = None
         try:
             return self.admin.list_topics(timeout=self.settings.timeout)
         except KafkaException as e:
             self.admin.poll(0)
-            raise (starting if first else running)(
-                self.settings, weightier(self._complaint, error_of(e)), doing
+            raise (unreachable_error if first else unavailable_error)(
+                self.settings, weightier(self._last_error, error_of(e)), doing
             ) from e
 
-    def answers(self, futures: Mapping[Any, Future[Any]], doing: str) -> dict[Any, Any]:
+    def wait_for(self, futures: Mapping[Any, Future[Any]], doing: str) -> dict[Any, Any]:
         try:
             return {
                 key: future.result(self.settings.timeout + 5) for key, future in futures.items()
@@ -206,16 +223,17 @@ class Topics:
             error = (
                 error_of(e) if isinstance(e, KafkaException) else KafkaError(KafkaError._TIMED_OUT)
             )
-            raise running(self.settings, error, doing) from e
+            raise unavailable_error(self.settings, error, doing) from e
 
-    # -- making topics -----------------------------------------------------------------------------
+    # -- creating topics ---------------------------------------------------------------------------
 
     def layout(self, topic: str) -> Layout:
-        """As `ensure` was told, else as it is on the server: a topic that has no classes is
-        ordered.
+        """Return the layout from `ensure`. Without it, read the layout from the server.
+
+        A topic without priority classes on the server is ordered.
         """
         if topic not in self.layouts:
-            found = self.metadata(f"looking for topic {topic}").topics
+            found = self.metadata(f"looking up topic {topic}").topics
             plain = layout(self.settings, self.namespace, topic, ordered=False)
             there = plain.classes[0].name in found
             self.layouts[topic] = (
@@ -226,17 +244,18 @@ class Topics:
         return self.layouts[topic]
 
     def ensure(self, topology: Sequence[TopicSpec]) -> list[str]:
-        cluster = self.metadata("making topics", first=True)
+        cluster = self.metadata("creating topics", first=True)
         drift: list[str] = []
-        wanted: dict[str, _Plan] = {}
-        last: dict[str, _Plan] = {}
+        wanted: dict[str, _NewTopic] = {}
+        last: dict[str, _NewTopic] = {}
         for spec in topology:
             bare = server_name(self.namespace, spec.name)
             classed = bare + _CLASSES[0] in cluster.topics
             ordered = spec.ordered and not classed
             if spec.ordered and classed:
                 drift.append(
-                    f"topic {spec.name}: ordered is False on the server and True in the configuration; delete its topics ({bare}, {bare}.*) to change that"
+                    f"topic {spec.name}: ordered is False on the server and True in the"
+                    f" configuration: delete its topics ({bare}, {bare}.*) to change that"
                 )
             plan = self.layouts[spec.name] = layout(
                 self.settings, self.namespace, spec.name, ordered=ordered
@@ -249,16 +268,20 @@ class Topics:
                 and len(plan.classes) > 1
             ):
                 drift.append(
-                    f"topic {spec.name}: {bare} was made by another program, or as an ordered topic; priority classes and retries are added beside it"
+                    f"topic {spec.name}: {bare} was made by another program, or as an ordered"
+                    " topic: separate topics for priority classes and retries are added"
                 )
-            for place in plan.places:
-                new = self._new(place.name, cluster, spec, retry=place.delay is not None)
-                (last if place.name == bare else wanted)[place.name] = new
+            for server_topic in plan.server_topics:
+                new = self._new_topic(
+                    server_topic.name, cluster, spec, retry=server_topic.delay is not None
+                )
+                (last if server_topic.name == bare else wanted)[server_topic.name] = new
             if plan.dead != bare:
                 wanted.setdefault(
-                    plan.dead, self._new(plan.dead, cluster, spec, retry=True, keep=30 * 86400.0)
+                    plan.dead,
+                    self._new_topic(plan.dead, cluster, spec, retry=True, keep=30 * 86400.0),
                 )
-        # The bare topic last: where it is there, all that belongs to it is.
+        # Create the bare topic last. If it exists, all topics that belong to it exist.
         for step in (wanted, last):
             self._create([new for name, new in step.items() if name not in cluster.topics])
         drift += self._compare(
@@ -268,9 +291,9 @@ class Topics:
             self.retention.setdefault(name, int(new.config["retention.ms"]) / 1000)
         return drift
 
-    def _new(
+    def _new_topic(
         self, name: str, cluster: Any, spec: TopicSpec, *, retry: bool, keep: float = 0.0
-    ) -> _Plan:
+    ) -> _NewTopic:
         s = self.settings
         copies = min(s.replication, max(1, len(cluster.brokers)))
         small = retry or spec.name.endswith(DEAD)
@@ -280,14 +303,14 @@ class Topics:
             "max.message.bytes": str(s.max_message),
             "cleanup.policy": "delete",
         }
-        return _Plan(
+        return _NewTopic(
             name=name,
             partitions=max(1, s.partitions // 4) if small else s.partitions,
             copies=copies,
             config=config,
         )
 
-    def _create(self, topics: Sequence[_Plan]) -> None:
+    def _create(self, topics: Sequence[_NewTopic]) -> None:
         if not topics:
             return
         made = [
@@ -305,9 +328,8 @@ class Topics:
             try:
                 future.result(self.settings.timeout + 5)
             except KafkaException as e:
-                if (
-                    error_of(e).code() == KafkaError.TOPIC_ALREADY_EXISTS
-                ):  # another worker was quicker
+                # another worker created the topic at the same time
+                if error_of(e).code() == KafkaError.TOPIC_ALREADY_EXISTS:
                     continue
                 if error_of(e).code() in (
                     KafkaError.INVALID_REPLICATION_FACTOR,
@@ -316,20 +338,23 @@ class Topics:
                     KafkaError.TOPIC_EXCEPTION,
                 ):
                     raise ConfigError(
-                        f"Kafka refuses to make topic {name} ({error_of(e).str()})",
-                        hint="check partitions, replication, min_insync and retention in the URL, or make the topic by hand",
+                        f"Kafka refuses to create topic {name} ({error_of(e).str()})",
+                        hint="check partitions, replication, min_insync and retention in the URL,"
+                        " or create the topic by hand",
                     ) from e
-                raise starting(self.settings, error_of(e), f"making topic {name}") from e
+                raise unreachable_error(self.settings, error_of(e), f"creating topic {name}") from e
         until = time.monotonic() + self.settings.timeout
         names = {new.name for new in topics}
+        # A new topic appears in the metadata of different servers at different times.
         while (
-            not names <= self.metadata("making topics").topics.keys() and time.monotonic() < until
-        ):  # every server hears of a new topic in its own time
+            not names <= self.metadata("creating topics").topics.keys() and time.monotonic() < until
+        ):
             time.sleep(0.05)
 
-    def _compare(self, topics: Sequence[_Plan], cluster: Any) -> list[str]:
-        """What the server has otherwise than the configuration, in sentences. Where reading the
-        settings of topics is not permitted, what can be seen.
+    def _compare(self, topics: Sequence[_NewTopic], cluster: Any) -> list[str]:
+        """Return a sentence for each difference between the server and the configuration.
+
+        If the settings of a topic cannot be read, only its partitions and copies are compared.
         """
         drift = []
         found = self.configs([new.name for new in topics])
@@ -345,7 +370,8 @@ class Topics:
             ):
                 if have != want:
                     drift.append(
-                        f"topic {new.name}: {have} {what} on the server and {want} in the configuration; nothing was changed"
+                        f"topic {new.name}: {have} {what} on the server and {want} in the"
+                        " configuration; nothing was changed"
                     )
             config = found.get(new.name, {})
             if "retention.ms" in config:
@@ -353,11 +379,13 @@ class Topics:
             for name, value in new.config.items():
                 if name in config and config[name] != value:
                     drift.append(
-                        f"topic {new.name}: {name} is {config[name]} on the server and {value} in the configuration; nothing was changed"
+                        f"topic {new.name}: {name} is {config[name]} on the server and {value} in"
+                        " the configuration; nothing was changed"
                     )
             if int(config.get("retention.bytes", -1)) >= 0:
                 drift.append(
-                    f"topic {new.name}: retention.bytes is {config['retention.bytes']}, so unread messages are deleted when it grows; set it to -1"
+                    f"topic {new.name}: retention.bytes is {config['retention.bytes']}, so unread"
+                    " messages are deleted when the topic grows: set retention.bytes to -1"
                 )
         return drift
 
@@ -372,10 +400,8 @@ class Topics:
                     name: entry.value
                     for name, entry in future.result(self.settings.timeout + 5).items()
                 }
-            except (
-                KafkaException,
-                TimeoutError,
-            ):  # not permitted: a look is not worth a failed start
+            except (KafkaException, TimeoutError):
+                # Not permitted. The comparison is optional, and must not fail the start.
                 continue
         return found
 
@@ -395,26 +421,27 @@ class Topics:
     ) -> dict[tuple[str, int], Any]:
         if not partitions:
             return {}
-        found = self.answers(
+        found = self.wait_for(
             self.admin.list_offsets(
                 {TopicPartition(tp.topic, tp.partition): spec for tp in partitions}
             ),
-            "asking for offsets",
+            "reading offsets",
         )
         return {(tp.topic, tp.partition): info for tp, info in found.items()}
 
-    def reach(self, topic: str, group: str, names: Iterable[str]) -> list[Reach]:
-        """Where a group stands in these server-side topics. A group that never committed begins
-        with the oldest message.
+    def read_lags(self, topic: str, group: str, names: Iterable[str]) -> list[PartitionLag]:
+        """Return the group's offsets in the partitions of these server-side topics.
+
+        A group that never committed starts at the oldest message.
         """
         partitions = self.partitions(names)
         low, end = self.offsets(partitions, EARLIEST), self.offsets(partitions, LATEST)
         committed: dict[tuple[str, int], TopicPartition] = {}
         if partitions:
-            request = [ConsumerGroupTopicPartitions(self.group(topic, group), list(partitions))]
-            (answer,) = self.answers(
+            request = [ConsumerGroupTopicPartitions(self.group_id(topic, group), list(partitions))]
+            (answer,) = self.wait_for(
                 self.admin.list_consumer_group_offsets(request),
-                f"asking where group {group} stands",
+                f"reading the offsets of group {group}",
             ).values()
             committed = {(tp.topic, tp.partition): tp for tp in answer.topic_partitions}
         found = []
@@ -428,7 +455,7 @@ class Topics:
             )
             alive = frozenset(o for o in ahead if low[at].offset <= o < end[at].offset)
             found.append(
-                Reach(
+                PartitionLag(
                     topic=at[0],
                     partition=at[1],
                     low=low[at].offset,
@@ -440,30 +467,33 @@ class Topics:
         return found
 
     def is_active(self, topic: str, group: str) -> bool:
-        """Has it members now? Then its offsets are theirs to move."""
-        name = self.group(topic, group)
+        """Return True if the group has members. Then only they may change its offsets."""
+        name = self.group_id(topic, group)
         future = self.admin.describe_consumer_groups([name], request_timeout=self.settings.timeout)[
             name
         ]
         try:
-            return future.result(self.settings.timeout + 5).state not in _NOBODY
+            return future.result(self.settings.timeout + 5).state not in _NO_MEMBERS
         except KafkaException as e:
             if error_of(e).code() == KafkaError.GROUP_ID_NOT_FOUND:
                 return False
-            raise running(
-                self.settings, error_of(e), f"asking for the members of group {group}"
+            raise unavailable_error(
+                self.settings, error_of(e), f"listing the members of group {group}"
             ) from e
 
-    def move(self, topic: str, group: str, offsets: Mapping[tuple[str, int], int]) -> None:
+    def set_offsets(self, topic: str, group: str, offsets: Mapping[tuple[str, int], int]) -> None:
         request = [
             ConsumerGroupTopicPartitions(
-                self.group(topic, group),
+                self.group_id(topic, group),
                 [TopicPartition(name, p, offset) for (name, p), offset in offsets.items()],
             )
         ]
-        self.answers(self.admin.alter_consumer_group_offsets(request), f"moving group {group}")
+        self.wait_for(
+            self.admin.alter_consumer_group_offsets(request),
+            f"changing the offsets of group {group}",
+        )
 
-    def truncate(self, offsets: Mapping[tuple[str, int], int]) -> None:
+    def delete_before(self, offsets: Mapping[tuple[str, int], int]) -> None:
         request = [TopicPartition(name, p, offset) for (name, p), offset in offsets.items()]
         if request:
-            self.answers(self.admin.delete_records(request), "deleting records")
+            self.wait_for(self.admin.delete_records(request), "deleting records")

@@ -1,37 +1,29 @@
-"""What a `kafka://` DSN says, checked, and how Kafka's errors read to a person. Nothing connects
-here.
+"""Parser of `kafka://` URLs, and explanations of Kafka errors. Opens no connection.
 
     kafka://host:9092,host2:9092?partitions=24                       plain text
-    kafka+ssl://user:password@host:9093?sasl=scram-sha-512&ca=/etc/ca.pem    TLS, and SASL where
-    there is a user
+    kafka+ssl://user:password@host:9093?sasl=scram-sha-512&ca=/etc/ca.pem    TLS, SASL with a user
 
-Options stand in the query, or in PENSTOCK_KAFKA_OPTIONS in the same spelling
-(`sasl=plain&username=…&password=…`); the query wins.
+Options are set in the query, or in PENSTOCK_KAFKA_OPTIONS in the same spelling
+(`sasl=plain&username=…&password=…`). The query takes precedence.
 
 | option | default | meaning |
 |---|---|---|
-| `partitions` | 12 | partitions of a topic when it is made: at most so many workers share it |
-| `replication` | 3, or as many brokers as there are | copies of a topic when it is made |
-| `min_insync` | 2, or 1 with fewer than three copies | copies that must have a message before it is
-`ok` |
-| `retention` | 7d | how long a topic keeps messages, read or not; at least what the topic itself
-asks for |
-| `retry_levels` | 5s,30s,2m,10m,1h | one retry topic for each; shorter waits stay in the worker |
-| `max_message` | 4MiB | largest message of a topic when it is made |
-| `window`, `window_bytes` | 2000, 16MiB | what is held of one partition |
-| `session` | the lease, at least 6s | how long a worker may be silent before its partitions go to
-others |
-| `grace` | 3s | how long work in flight may finish when its partition goes to another worker |
-| `timeout` | 10s | how long the servers may take to answer; a publish without an answer by then is
-`unknown` |
-| `commit_interval` | 0s | 0: a settle returns when it is committed; else it returns at once and is
-committed this often |
-| `protocol` | classic | `consumer`: the rebalance protocol of Kafka 4 (KIP-848), where the servers
-decide `session` |
+| `partitions` | 12 | partitions of a new topic. At most this many workers share it |
+| `replication` | 3, or the number of brokers if lower | copies of a new topic |
+| `min_insync` | 2, or 1 with fewer than three copies | copies needed before a message is `ok` |
+| `retention` | 7d | how long a topic keeps messages, even unread ones. A topic may ask for more |
+| `retry_levels` | 5s,30s,2m,10m,1h | one retry topic each. The worker holds shorter delays |
+| `max_message` | 4MiB | largest message of a new topic |
+| `window`, `window_bytes` | 2000, 16MiB | unsettled messages that a worker holds of one partition |
+| `session` | the lease, at least 6s | silence after which a worker loses its partitions |
+| `grace` | 3s | time in which deliveries may be settled while their partition is revoked |
+| `timeout` | 10s | longest wait for an answer. A publish without an answer is `unknown` |
+| `commit_interval` | 0s | 0: a settle waits for its commit. Else the time between commits |
+| `protocol` | classic | `consumer`: the protocol of Kafka 4 (KIP-848). The servers set `session` |
 | `sasl` | plain | with a user: `plain`, `scram-sha-256` or `scram-sha-512` |
-| `username`, `password` | those of the URL | for the environment |
+| `username`, `password` | those of the URL | for use in the environment variable |
 | `ca`, `cert`, `key`, `key_password` | the system's CAs | files for TLS |
-| `verify` | true | false: any certificate will do |
+| `verify` | true | false: accept any certificate |
 | `rdkafka.NAME` | | any property of librdkafka |
 """
 
@@ -44,7 +36,6 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 from confluent_kafka import KafkaError
 
-from penstock.config import units
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.rules.masking import mask
 from penstock.stores.kafka_access import SASL, Access, server, told
@@ -54,18 +45,18 @@ EXAMPLE = "kafka://127.0.0.1:9092"
 
 
 class Settings(Access, frozen=True, kw_only=True):
-    """A DSN, checked. `shown` is what may be printed."""
+    """A parsed and checked URL. `shown` is the URL with its password masked."""
 
     shown: str
     partitions: int = 12
     replication: int = 3
-    min_insync: int = 0  # 0: by the number of copies
+    min_insync: int = 0  # 0: chosen by the number of copies
     retention: float = 7 * 86400.0
     retry_levels: tuple[float, ...] = (5.0, 30.0, 120.0, 600.0, 3600.0)
     max_message: int = 4 * 2**20
     window: int = 2000
     window_bytes: int = 16 * 2**20
-    session: float = 0.0  # 0: by the lease
+    session: float = 0.0  # 0: chosen by the lease
     grace: float = 3.0
     commit_interval: float = 0.0
     protocol: str = "classic"
@@ -82,19 +73,35 @@ def _levels(text: object) -> tuple[float, ...]:
 
 
 _READ: dict[str, tuple[Callable[[object], Any], str]] = {
-    **{name: (kind.read, kind.expected) for name, kind in {
-        "partitions": units.counts(1, 4096), "replication": units.counts(1, 32), "min_insync": units.counts(1, 32), "retention": units.durations(60),
-        "max_message": units.sizes(1024), "window": units.counts(1, 10_000), "window_bytes": units.sizes(65536), "session": units.durations(0.5, 1800),
-        "grace": units.durations(0, 120), "timeout": units.durations(0.1, 600), "commit_interval": units.durations(0, 60),
-        "sasl": units.choices(*SASL), "protocol": units.choices("classic", "consumer"), "verify": units.FLAG,
-    }.items()},
-    "retry_levels": (_levels, "up to 16 durations of at least 1s with commas between them (5s,1m,1h)"),
+    **{
+        name: (kind.read, kind.expected)
+        for name, kind in {
+            "partitions": units.counts(1, 4096),
+            "replication": units.counts(1, 32),
+            "min_insync": units.counts(1, 32),
+            "retention": units.durations(60),
+            "max_message": units.sizes(1024),
+            "window": units.counts(1, 10_000),
+            "window_bytes": units.sizes(65536),
+            "session": units.durations(0.5, 1800),
+            "grace": units.durations(0, 120),
+            "timeout": units.durations(0.1, 600),
+            "commit_interval": units.durations(0, 60),
+            "sasl": units.choices(*SASL),
+            "protocol": units.choices("classic", "consumer"),
+            "verify": units.FLAG,
+        }.items()
+    },
+    "retry_levels": (
+        _levels,
+        "up to 16 durations of at least 1s with commas between them (5s,1m,1h)",
+    ),
     **dict.fromkeys(("username", "password", "ca", "cert", "key", "key_password"), (str, "a text")),
-}  # fmt: skip
+}
 
 
 def parse(url: str, env: Mapping[str, str]) -> Settings:
-    """Raises ConfigError with the place of the mistake; the password is never part of it."""
+    """Parse a URL and its options. Raises ConfigError, which never shows the password."""
     shown = mask(url)
     scheme, _, rest = url.partition("://")
     if scheme not in ("kafka", "kafka+ssl") or not rest:
@@ -108,8 +115,8 @@ def parse(url: str, env: Mapping[str, str]) -> Settings:
     hosts, _, path = hosts.partition("/")
     if path:
         raise ConfigError(
-            f"{shown!r}: Kafka has no databases, so nothing stands after the host",
-            hint=f"{scheme}://{hosts}; PENSTOCK_NAMESPACE sets the prefix of topics",
+            f"{shown!r}: Kafka has no databases, so a path after the host is not allowed",
+            hint=f"{scheme}://{hosts}, and set PENSTOCK_NAMESPACE for a prefix of topics",
         )
     servers = [server(host.strip(), repr(shown), EXAMPLE) for host in hosts.split(",")]
     found: dict[str, Any] = (
@@ -159,18 +166,19 @@ def _example(name: str) -> str:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def _sentence(settings: Settings, error: KafkaError, doing: str) -> tuple[str, str]:
+def _explain(settings: Settings, error: KafkaError, doing: str) -> tuple[str, str]:
     rights = (
-        "the rights Create, Describe, Read, Write and Delete on topics and groups with our prefix"
+        "the rights Create, Describe, Read, Write and Delete"
+        " on topics and groups with the prefix of the namespace"
     )
     return told(settings, error, doing, url="PENSTOCK_BROKER_URL", rights=rights)
 
 
-def starting(settings: Settings, error: KafkaError, doing: str) -> PenstockError:
-    message, hint = _sentence(settings, error, doing)
+def unreachable_error(settings: Settings, error: KafkaError, doing: str) -> PenstockError:
+    message, hint = _explain(settings, error, doing)
     return Unreachable(message, hint=hint)
 
 
-def running(settings: Settings, error: KafkaError, doing: str) -> StoreUnavailable:
-    message, hint = _sentence(settings, error, doing)
+def unavailable_error(settings: Settings, error: KafkaError, doing: str) -> StoreUnavailable:
+    message, hint = _explain(settings, error, doing)
     return StoreUnavailable(message, hint=hint)

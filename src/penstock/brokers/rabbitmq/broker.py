@@ -1,5 +1,6 @@
-"""The RabbitMQ broker: quorum queues per group and class behind topic exchanges, confirmed
-publishing, a delay ladder. How a worker consumes is next door.
+"""RabbitMQ broker: quorum queues per group and priority class, confirmed publishing, delay queues.
+
+See `subscription` for consuming.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Sequence
 from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 
-from penstock.brokers.rabbitmq.connection import ANSWER, Address, Link, read_address
-from penstock.brokers.rabbitmq.message import AT, COUNT, DUE, KEY, Held, number, open_letter
-from penstock.brokers.rabbitmq.publisher import Letter, Publisher, declare_exchange
+from penstock.brokers.rabbitmq.connection import RESPONSE_TIMEOUT, Address, Connection, read_address
+from penstock.brokers.rabbitmq.message import AT, COUNT, DUE, KEY, HeldMessage, number, read_message
+from penstock.brokers.rabbitmq.publisher import OutgoingMessage, Publisher, declare_exchange
 from penstock.brokers.rabbitmq.subscription import RabbitSubscription
 from penstock.brokers.rabbitmq.topology import (
     DEAD,
@@ -21,22 +22,21 @@ from penstock.brokers.rabbitmq.topology import (
     NORMAL,
     Names,
     Queue,
+    clamp_priority,
     level_for,
-    rank_of,
-    ranks,
+    priority_classes,
 )
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ports import Capabilities, Clock, Out, Published, Stats, Subscription, TopicSpec
 from penstock.stores.context import Context
 
 CAPS = Capabilities(
-    # what is returned or retried is overtaken, and a key's messages may be with several workers
+    # Returned and retried messages are overtaken, and several workers may have messages of a key.
     order_per_key="none",
     strict_priority="none",
     delay="emulated",
-    replay=False,  # what is acked is gone
-    # `full` is answered near the limit of a queue, which does not count what is in flight: no
-    # promise
+    replay=False,  # acked messages are deleted
+    # The limit of a queue does not count deliveries in flight, so `full` is not exact.
     bounded=False,
     counts_deliveries=True,
     hold_keys=False,
@@ -44,7 +44,7 @@ CAPS = Capabilities(
     transactional=False,
     lease="connection",
 )
-LOOKS = 10_000  # messages that a look is remembered for
+MAX_PEEKED = 10_000  # messages whose returns by `peek` are counted
 
 
 class RabbitBroker:
@@ -54,27 +54,26 @@ class RabbitBroker:
 
     def __init__(self, address: Address, namespace: str, clock: Clock, *, worker: str = "") -> None:
         self.clock, self.names = clock, Names(namespace)
-        self.publishing = Link(address, f"{worker or 'penstock'} publishes")
-        self.consuming = Link(address, f"{worker or 'penstock'} consumes")
+        self.publishing = Connection(address, f"{worker or 'penstock'} publishes")
+        self.consuming = Connection(address, f"{worker or 'penstock'} consumes")
         self.publisher = Publisher(self.publishing, self.names)
         self.subscriptions: set[RabbitSubscription] = set()
-        self.looks: dict[tuple[str, str], int] = {}
-        self._groups: dict[
-            str, dict[str, None]
-        ] = {}  # topic → groups whose queues are known to be there
+        self.peeked: dict[tuple[str, str], int] = {}  # (topic, id) -> returns by `peek`
+        # topic -> groups whose queues are declared
+        self._groups: dict[str, dict[str, None]] = {}
         self._specs: dict[str, TopicSpec] = {}
-        self._ladders: set[str] = set()
+        self._with_delay_queues: set[str] = set()  # topics whose delay queues are declared
         self._declaring = asyncio.Lock()
 
     # -- topology ----------------------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
-        """Raises Unreachable and ConfigError: this is where a start fails."""
+        """Declare the topics. Raises Unreachable or ConfigError if the start must fail."""
         for spec in topology:
             if spec.ordered:
                 raise ConfigError(
-                    f"topic {spec.name} asks for order per key, which RabbitMQ does not keep",
-                    hint="carry it by sqlite:, postgres: or kafka:, or drop the order",
+                    f"topic {spec.name} needs order per key, which RabbitMQ does not keep",
+                    hint="use sqlite:, postgres: or kafka: for this topic, or an unordered topic",
                 )
         await self.consuming.connect()
         if self.consuming.address.management is not None:
@@ -89,17 +88,17 @@ class RabbitBroker:
         except StoreUnavailable as e:
             raise Unreachable(e.message, hint=e.hint) from e
 
-    async def declared(self, topic: str, group: str) -> None:
-        """For those who read or retry before anybody has declared what they need."""
+    async def ensure_declared(self, topic: str, group: str) -> None:
+        """Declare the queues of the group, unless this process has already declared them."""
         if group not in self._groups.get(topic, {}):
             known = self._specs.get(topic, TopicSpec(name=topic))
             await self._declare(TopicSpec(name=topic, groups=(group,), max_depth=known.max_depth))
 
-    def forget(self, topic: str) -> None:
-        """Something of it was found to be missing: it is declared again by whoever needs it next."""
+    def forget_declared(self, topic: str) -> None:
+        """Declare the topic again at its next use, because one of its queues is missing."""
         for name in (topic, topic + DEAD):
             self._groups.pop(name, None)
-            self._ladders.discard(name)
+            self._with_delay_queues.discard(name)
 
     async def _declare(self, spec: TopicSpec) -> list[str]:
         drift: list[str] = []
@@ -108,25 +107,25 @@ class RabbitBroker:
             with self.consuming.outage():
                 for name in self.names.exchanges:
                     await declare_exchange(channel, name)
-            queues = [*self.names.work(spec)]
+            queues = [*self.names.work_queues(spec)]
             if not spec.name.endswith(DEAD):
-                queues += self.names.ladder(spec.name)
+                queues += self.names.delay_queues(spec.name)
                 if "main" not in self._groups.get(spec.name + DEAD, {}):
-                    queues += self.names.work(TopicSpec(name=spec.name + DEAD))
+                    queues += self.names.work_queues(TopicSpec(name=spec.name + DEAD))
                     self._groups.setdefault(spec.name + DEAD, {})["main"] = None
             for queue in queues:
                 channel = await self._declare_queue(channel, queue, drift)
-            await self._done(channel)
+            await self._close_channel(channel)
             self._groups.setdefault(spec.name, {}).update(dict.fromkeys(spec.groups))
             self._specs[spec.name] = spec
             if not spec.name.endswith(DEAD):
-                self._ladders.add(spec.name)
+                self._with_delay_queues.add(spec.name)
         return drift
 
     async def _declare_queue(self, channel: Channel, queue: Queue, drift: list[str]) -> Channel:
-        """The channel to go on with: the server closes one over every disagreement."""
+        """Declare a queue. Return an open channel: the server closes it if the arguments differ."""
         with self.consuming.outage():
-            async with asyncio.timeout(ANSWER):
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
                 try:
                     await channel.queue_declare(
                         queue.name, durable=True, arguments=dict(queue.arguments)
@@ -136,18 +135,20 @@ class RabbitBroker:
                     channel = await self._channel()
                 except amqp.ChannelAccessRefused as e:
                     raise Unreachable(
-                        f"the user {self.consuming.address.user!r} may not declare the queue {queue.name!r}",
-                        hint=f"rabbitmqctl set_permissions -p {self.consuming.address.vhost} {self.consuming.address.user} '.*' '.*' '.*'",
+                        f"the user {self.consuming.address.user!r} may not declare"
+                        f" the queue {queue.name!r}",
+                        hint=f"rabbitmqctl set_permissions -p {self.consuming.address.vhost}"
+                        f" {self.consuming.address.user} '.*' '.*' '.*'",
                     ) from e
                 for exchange, pattern in queue.bindings:
                     await channel.queue_bind(queue.name, exchange, pattern)
         return channel
 
     async def _channel(self) -> Channel:
-        """For a few questions. By the connection that consumes: the other one may be blocked."""
+        """Open a channel for single requests. The publishing connection may be blocked."""
         return await self.consuming.channel()
 
-    async def _done(self, channel: Channel) -> None:
+    async def _close_channel(self, channel: Channel) -> None:
         with self.consuming.outage():
             await channel.close()
 
@@ -156,39 +157,41 @@ class RabbitBroker:
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         now = self.clock.now()
         for topic in {
-            m.topic for m in batch if m.not_before > now and m.topic not in self._ladders
+            m.topic for m in batch if m.not_before > now and m.topic not in self._with_delay_queues
         }:
-            await self._declare_ladder(topic)
+            await self._declare_delay_queues(topic)
         at = f"{now:.3f}"
-        return await self.publisher.send([self.letter(m, at=at) for m in batch])
+        return await self.publisher.send([self.outgoing(m, at=at) for m in batch])
 
-    async def _declare_ladder(self, topic: str) -> None:
+    async def _declare_delay_queues(self, topic: str) -> None:
         async with self._declaring:
             channel = await self._channel()
             drift: list[str] = []
             with self.consuming.outage():
                 for name in self.names.exchanges:
                     await declare_exchange(channel, name)
-            for queue in self.names.ladder(topic):
+            for queue in self.names.delay_queues(topic):
                 channel = await self._declare_queue(channel, queue, drift)
-            await self._done(channel)
-            self._ladders.add(topic)
+            await self._close_channel(channel)
+            self._with_delay_queues.add(topic)
 
-    def letter(self, m: Out, *, group: str | None = None, count: int = 0, at: str = "") -> Letter:
-        """A message on its way to its queues: at once, or by the ladder."""
+    def outgoing(
+        self, m: Out, *, group: str | None = None, count: int = 0, at: str = ""
+    ) -> OutgoingMessage:
+        """Compose a message for its work queues, or for a delay queue if it is not due."""
         headers = {**m.headers, KEY: m.key}
         if at:
             headers[AT] = at
         if count > 0:
             headers[COUNT] = str(count)
-        rank = rank_of(m.topic, m.priority)
+        priority = clamp_priority(m.topic, m.priority)
         now = self.clock.now()
         level = level_for(m.not_before - now) if m.not_before > now else None
         if m.not_before > now:
             headers[DUE] = f"{m.not_before:.3f}"
-        return Letter(
+        return OutgoingMessage(
             self.names.exchange if level is None else self.names.delay,
-            self.names.key(m.topic, rank, m.key, group=group, level=level),
+            self.names.key(m.topic, priority, m.key, group=group, level=level),
             m.id,
             m.body,
             headers,
@@ -201,28 +204,29 @@ class RabbitBroker:
         self.subscriptions.add(subscription)
         return subscription
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- stats, peek and purge ---------------------------------------------------------------------
 
     async def stats(self, topic: str, group: str) -> Stats:
-        """What the queues say, and what this process itself has in hand; what others have in hand
-        only the management API knows (`?management=`).
+        """Return estimates from the queues and from the deliveries of this process.
+
+        The deliveries of other processes are known only with the management API (`?management=`).
         """
-        queues = [self.names.queue(topic, group, rank) for rank in ranks(topic)]
-        graves = self.names.queue(topic + DEAD, "main", NORMAL)
+        queues = [self.names.queue(topic, group, priority) for priority in priority_classes(topic)]
+        dead_queue = self.names.queue(topic + DEAD, "main", NORMAL)
         ready = await self._depth(queues)
         delayed = (
-            await self._depth([self.names.waiting(topic, level) for _, level in LEVELS])
+            await self._depth([self.names.delay_queue(topic, level) for _, level in LEVELS])
             if not topic.endswith(DEAD)
             else 0
         )
-        dead = await self._depth([graves])
+        dead = await self._depth([dead_queue])
         held = await self._unacknowledged()
-        here = [s for s in self.subscriptions if s.alive]
-        mine = [s for s in here if (s.topic, s.group) == (topic, group)]
+        open_subscriptions = [s for s in self.subscriptions if s.alive]
+        mine = [s for s in open_subscriptions if (s.topic, s.group) == (topic, group)]
         buffered = sum(s.buffered for s in mine)
         dead += max(
-            held.get(graves, 0),
-            sum(s.buffered + s.in_flight for s in here if s.topic == topic + DEAD),
+            held.get(dead_queue, 0),
+            sum(s.buffered + s.in_flight for s in open_subscriptions if s.topic == topic + DEAD),
         )
         in_flight = max(
             sum(held.get(name, 0) for name in queues) - buffered, sum(s.in_flight for s in mine)
@@ -237,8 +241,10 @@ class RabbitBroker:
         )
 
     async def _unacknowledged(self) -> dict[str, int]:
-        """Nothing where there is no management API, or none now: these figures are estimates with
-        and without it.
+        """Return the unacknowledged messages of each queue.
+
+        Return an empty dict if the management API is not configured or does not answer. The figures
+        are estimates in any case.
         """
         address = self.consuming.address
         if address.management is None:
@@ -249,14 +255,14 @@ class RabbitBroker:
             return {}
 
     async def _depth(self, queues: Sequence[str]) -> int:
-        """Of those that are there."""
+        """Return the number of ready messages in those of the queues that exist."""
         total = 0
         channel: Channel | None = None
         for name in queues:
             if channel is None:
                 channel = await self._channel()
             with self.consuming.outage():
-                async with asyncio.timeout(ANSWER):
+                async with asyncio.timeout(RESPONSE_TIMEOUT):
                     try:
                         total += (
                             await channel.queue_declare(name, passive=True)
@@ -264,35 +270,38 @@ class RabbitBroker:
                     except amqp.ChannelNotFoundEntity:
                         channel = None
         if channel is not None:
-            await self._done(channel)
+            await self._close_channel(channel)
         return total
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        """Taken, looked at and returned to where it was. Up to RabbitMQ 4.2 the server counts a
-        return as a delivery: this process takes that off again, another one shows one delivery too
-        many.
+        """Get messages and return them to their place in the queue.
+
+        RabbitMQ before 4.3 counts a return as a delivery. This process subtracts it again. Another
+        process reports one delivery too many.
         """
         group = next(iter(self._groups.get(topic, {"main": None})))
-        seen: list[Held] = []
+        seen: list[HeldMessage] = []
         channel = await self._channel()
         with self.consuming.outage():
-            async with asyncio.timeout(ANSWER):
-                for rank in ranks(topic):
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
+                for priority in priority_classes(topic):
                     try:
                         for _ in range(limit):
-                            message = await channel.basic_get(self.names.queue(topic, group, rank))
+                            message = await channel.basic_get(
+                                self.names.queue(topic, group, priority)
+                            )
                             if message.delivery.name == "Basic.GetEmpty":
                                 break
-                            seen.append(open_letter(message, rank))
+                            seen.append(read_message(message, priority))
                     except amqp.ChannelNotFoundEntity:
                         return []
                 for held in seen:
                     await channel.basic_nack(held.tag, requeue=True, wait=False)
-        await self._done(channel)
+        await self._close_channel(channel)
         if self.consuming.version < (4, 3):
             for held in seen:
-                if len(self.looks) < LOOKS:
-                    self.looks[topic, held.id] = self.looks.get((topic, held.id), 0) + 1
+                if len(self.peeked) < MAX_PEEKED:
+                    self.peeked[topic, held.id] = self.peeked.get((topic, held.id), 0) + 1
         oldest = sorted(seen, key=lambda held: number(held.at))[:limit]
         return [
             Out(
@@ -301,38 +310,45 @@ class RabbitBroker:
                 key=held.key,
                 body=held.body,
                 headers=held.headers,
-                priority=held.rank,
+                priority=held.priority,
                 not_before=held.due,
             )
             for held in oldest
         ]
 
     async def purge(self, topic: str) -> int:
-        most = 0
+        max_removed = 0
         for group in [*self._groups.get(topic, {"main": None})]:
-            most = max(
-                most,
-                await self._empty([self.names.queue(topic, group, rank) for rank in ranks(topic)]),
+            max_removed = max(
+                max_removed,
+                await self._purge_queues(
+                    [
+                        self.names.queue(topic, group, priority)
+                        for priority in priority_classes(topic)
+                    ]
+                ),
             )
-        return most + await self._empty([self.names.waiting(topic, level) for _, level in LEVELS])
+        return max_removed + await self._purge_queues(
+            [self.names.delay_queue(topic, level) for _, level in LEVELS]
+        )
 
-    async def _empty(self, queues: Sequence[str]) -> int:
-        gone = 0
+    async def _purge_queues(self, queues: Sequence[str]) -> int:
+        removed = 0
         for name in queues:
             channel = await self._channel()
             with self.consuming.outage():
-                async with asyncio.timeout(ANSWER):
+                async with asyncio.timeout(RESPONSE_TIMEOUT):
                     try:
-                        gone += (await channel.queue_purge(name)).message_count or 0
+                        removed += (await channel.queue_purge(name)).message_count or 0
                     except amqp.ChannelNotFoundEntity:
                         continue
                     await channel.close()
-        return gone
+        return removed
 
     async def replay(self, topic: str, group: str, *, since: float) -> int:
         raise ConfigError(
             "RabbitMQ keeps no history to replay",
-            hint="publish again, or carry the topic by kafka: or sqlite:",
+            hint="publish the messages again, or use kafka: or sqlite: for this topic",
         )
 
     async def close(self) -> None:
@@ -342,18 +358,23 @@ class RabbitBroker:
         await self.publishing.close()
 
 
-def _drift(queue: str, said: str) -> str:
-    """PRECONDITION_FAILED - inequivalent arg 'x-max-length' for queue 'q' in vhost '/': received
-    '3' but current is '5'
+def _drift(queue: str, error: str) -> str:
+    """Return a sentence about a queue argument that differs on the server.
+
+    Example of an error: PRECONDITION_FAILED - inequivalent arg 'x-max-length' for queue 'q' in
+    vhost '/': received '3' but current is '5'
     """
-    found = re.search(r"inequivalent arg '([^']+)'.*?received (.+?) but current is (.+)$", said)
+    found = re.search(r"inequivalent arg '([^']+)'.*?received (.+?) but current is (.+)$", error)
     if found is None:
-        return f"queue {queue}: {said}"
-    argument, ours, theirs = (
+        return f"queue {queue}: {error}"
+    argument, configured, current = (
         part.strip().replace("the value ", "").split(" of type ")[0].strip("'")
         for part in found.groups()
     )
-    return f"queue {queue}: {argument} is {theirs} on the server and {ours} in the configuration; delete the queue when it is empty to change that"
+    return (
+        f"queue {queue}: {argument} is {current} on the server and {configured} in the"
+        " configuration; delete the queue when it is empty to change that"
+    )
 
 
 def open_broker(url: str, context: Context) -> RabbitBroker:

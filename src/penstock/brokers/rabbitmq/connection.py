@@ -1,6 +1,4 @@
-"""A connection to RabbitMQ: its DSN, its life, and what its failures mean in our words. What is
-sent over it is decided elsewhere.
-"""
+"""Connection to RabbitMQ: parses the URL, connects, and explains errors."""
 
 from __future__ import annotations
 
@@ -22,26 +20,26 @@ from penstock.brokers.rabbitmq.management import Management
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.rules.masking import mask
 
-CONNECT = 10.0  # seconds until a server that does not answer is taken for unreachable
-ANSWER = 15.0  # seconds that one request to a connected server may take
-READ_AHEAD = 1 << 20
-OLDEST = (3, 10)  # at-least-once dead-lettering, and a time to live on quorum queues
+CONNECT_TIMEOUT = 10.0  # seconds
+RESPONSE_TIMEOUT = 15.0  # seconds for one request to a connected server
+READ_BUFFER = 1 << 20  # bytes
+# The first version with at-least-once dead-lettering and a time to live in quorum queues.
+MIN_VERSION = (3, 10)
 EXAMPLE = "amqp://user:password@host:5672/vhost"
 TLS_OPTIONS = ("cafile", "capath", "certfile", "keyfile", "no_verify_ssl")
 OWN_OPTIONS = ("publish_timeout", "management")
-TROUBLE = (amqp.AMQPError, OSError, TimeoutError, RuntimeError)
+CONNECTION_ERRORS = (amqp.AMQPError, OSError, TimeoutError, RuntimeError)
 
-# Every failure is mapped where it happens; what the library would print beside that is a traceback
-# on the user's terminal.
+# All errors are handled here. The library would also print a traceback to the user's terminal.
 logging.getLogger("aiormq").setLevel(logging.CRITICAL)
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """A DSN that was read and checked."""
+    """A parsed and checked URL."""
 
     url: str  # for the library
-    shown: str  # without the password
-    place: str  # host:port
+    shown: str  # with the password masked
+    host_port: str
     user: str
     vhost: str
     publish_timeout: float = 10.0
@@ -53,15 +51,15 @@ def read_address(dsn: str) -> Address:
     if "#" in dsn:
         raise ConfigError(
             f"{shown!r} has a '#', which ends an address",
-            hint="write it as %23 where it belongs to the password",
+            hint="write it as %23 if it belongs to the password",
         )
     try:
         parts = urlsplit(dsn)
         port = parts.port
-    except ValueError:  # what it says may quote a part of the password
+    except ValueError:  # the text of the error may contain a part of the password
         raise ConfigError(
             f"{shown!r} is not an address of a RabbitMQ server",
-            hint=f"{EXAMPLE}; write / @ : in a password as %2F %40 %3A",
+            hint=f"{EXAMPLE}, and write / @ : in a password as %2F %40 %3A",
         ) from None
     if parts.scheme not in ("amqp", "amqps") or not parts.hostname:
         raise ConfigError(f"{shown!r} names no RabbitMQ server", hint=EXAMPLE)
@@ -73,7 +71,7 @@ def read_address(dsn: str) -> Address:
     if unknown := sorted(set(options) - {"heartbeat", *TLS_OPTIONS, *OWN_OPTIONS}):
         raise ConfigError(
             f"{shown!r}: there is no option {unknown[0]!r}",
-            hint=f"there are: heartbeat, {', '.join((*OWN_OPTIONS, *TLS_OPTIONS))}",
+            hint=f"one of heartbeat, {', '.join((*OWN_OPTIONS, *TLS_OPTIONS))}",
         )
     numbers = {}
     for name, default in (("heartbeat", 30.0), ("publish_timeout", 10.0)):
@@ -92,7 +90,7 @@ def read_address(dsn: str) -> Address:
     return Address(
         url=urlunsplit((parts.scheme, parts.netloc, parts.path, urlencode(options), "")),
         shown=shown,
-        place=f"{parts.hostname}:{port}",
+        host_port=f"{parts.hostname}:{port}",
         user=user,
         vhost=unquote(parts.path[1:]) or "/",
         publish_timeout=numbers["publish_timeout"],
@@ -101,7 +99,7 @@ def read_address(dsn: str) -> Address:
 
 
 class _Transport(TransportFactory):
-    """Keeps hold of the socket, so that a connection can be dropped without a word."""
+    """Keeps the socket, so that a connection can be dropped without the closing handshake."""
 
     def __init__(self, *, tls: bool) -> None:
         self._inner = TLSTransportFactory() if tls else TCPTransportFactory()
@@ -118,10 +116,11 @@ class _Transport(TransportFactory):
             self.writer.transport.abort()
 
 
-class Link:
-    """One connection, made when it is first needed and again when it was lost. Publishing and
-    consuming have one each: a server short of memory stops reading from those that publish, and
-    acks must get through all the same.
+class Connection:
+    """One connection. It is opened when it is first used, and again after it was lost.
+
+    Publishing and consuming use separate connections. A server short of memory stops reading from
+    publishing connections, but must still receive acks.
     """
 
     def __init__(self, address: Address, name: str) -> None:
@@ -133,66 +132,73 @@ class Link:
         self._closed = False
 
     @property
-    def up(self) -> bool:
+    def is_open(self) -> bool:
         return self._connection is not None and self._connection.is_opened
 
     async def connect(self) -> aiormq.Connection:
-        """Raises Unreachable, with the sentence for what is wrong."""
+        """Return the open connection, or open one. Raises Unreachable, with an explanation."""
         async with self._connecting:
             if self._connection is not None and self._connection.is_opened:
                 return self._connection
             if self._closed:
-                raise Unreachable(f"the connection to RabbitMQ at {self.address.place} was closed")
+                raise Unreachable(
+                    f"the connection to RabbitMQ at {self.address.host_port} was closed"
+                )
             transport = _Transport(tls=self.address.url.startswith("amqps:"))
             connection = aiormq.Connection(
-                self.address.url, transport_factory=transport, limit=READ_AHEAD
+                self.address.url, transport_factory=transport, limit=READ_BUFFER
             )
             try:
-                async with asyncio.timeout(CONNECT):
+                async with asyncio.timeout(CONNECT_TIMEOUT):
                     await connection.connect(
                         client_properties={"connection_name": self.name, "product": "penstock"}
                     )
             except BaseException as e:
                 transport.abort()
-                if isinstance(e, asyncio.CancelledError) and not _ours(e):
-                    raise self._refusal(e) from e
-                if not isinstance(e, TROUBLE):
+                if isinstance(e, asyncio.CancelledError) and not _is_task_cancelled(e):
+                    raise self._explain(e) from e
+                if not isinstance(e, CONNECTION_ERRORS):
                     raise
-                raise self._refusal(e) from e
+                raise self._explain(e) from e
             self.version = _version(connection.server_properties)
-            if self.version < OLDEST:
+            if self.version < MIN_VERSION:
                 await connection.close()
                 found = ".".join(map(str, self.version)) or "of an unknown version"
                 raise Unreachable(
-                    f"RabbitMQ at {self.address.place} is {found}, and 3.10 is the oldest that can keep what waits",
+                    f"RabbitMQ at {self.address.host_port} is {found},"
+                    " and 3.10 is the oldest supported version",
                     hint="upgrade the server",
                 )
             self._connection, self._transport = connection, transport
             return connection
 
-    def _refusal(self, e: BaseException) -> Unreachable:
-        """What to do depends on who said no."""
+    def _explain(self, e: BaseException) -> Unreachable:
+        """Return the error with its cause and a next step."""
         a = self.address
         cause = e.__cause__ if isinstance(e.__cause__, OSError) else e
         if isinstance(e, amqp.ProbableAuthenticationError | amqp.AuthenticationError):
             return Unreachable(
-                f"RabbitMQ at {a.place} refuses the user {a.user!r} or its password",
-                hint="correct them in the address; `guest` may only come from the server's own machine",
+                f"RabbitMQ at {a.host_port} refuses the user {a.user!r} or its password",
+                hint="correct them in the address. RabbitMQ accepts the user `guest`"
+                " only from its own machine",
             )
         if isinstance(e, amqp.InvalidFrameError) and "Connection.OpenOk" in str(e):
             return Unreachable(
-                f"RabbitMQ at {a.place} has no virtual host {a.vhost!r}, or does not let the user {a.user!r} in",
-                hint=f"rabbitmqctl add_vhost {a.vhost}; rabbitmqctl set_permissions -p {a.vhost} {a.user} '.*' '.*' '.*'",
+                f"RabbitMQ at {a.host_port} has no virtual host {a.vhost!r},"
+                f" or does not let the user {a.user!r} in",
+                hint=f"rabbitmqctl add_vhost {a.vhost}; rabbitmqctl set_permissions"
+                f" -p {a.vhost} {a.user} '.*' '.*' '.*'",
             )
         if isinstance(cause, ssl.SSLError):
             return Unreachable(
-                f"RabbitMQ at {a.place} and we do not agree on TLS: {cause.reason or cause}",
-                hint="amqp:// or amqps://? its port, ?cafile=FILE for its authority",
+                f"no TLS connection to RabbitMQ at {a.host_port}: {cause.reason or cause}",
+                hint="use amqps:// for TLS ports and amqp:// for plain ones,"
+                " and ?cafile=FILE for the CA of a private certificate",
             )
         if isinstance(e, TimeoutError):
             return Unreachable(
-                f"RabbitMQ at {a.place} did not answer within {CONNECT:g} s",
-                hint="is it another server's port? is a firewall in between?",
+                f"RabbitMQ at {a.host_port} did not answer within {CONNECT_TIMEOUT:g} s",
+                hint="check that the port belongs to RabbitMQ and that no firewall blocks it",
             )
         if (
             isinstance(cause, OSError)
@@ -200,32 +206,34 @@ class Link:
             and not isinstance(e, amqp.AMQPError)
         ) or isinstance(e.__cause__, OSError):
             return Unreachable(
-                f"RabbitMQ at {a.place} cannot be reached: {_said(cause)}",
+                f"RabbitMQ at {a.host_port} cannot be reached: {_error_text(cause)}",
                 hint="start it, or correct the address",
             )
         return Unreachable(
-            f"what answers at {a.place} is no RabbitMQ, or closed the connection: {_said(e)}",
-            hint="correct the address: 5672 is its usual port, 5671 with TLS",
+            f"the server at {a.host_port} is not RabbitMQ, or closed the connection:"
+            f" {_error_text(e)}",
+            hint="correct the address: the usual port is 5672, or 5671 with TLS",
         )
 
     async def channel(self, *, confirms: bool = False) -> Channel:
-        """Raises StoreUnavailable."""
+        """Open a channel. Raises StoreUnavailable."""
         with self.outage():
             connection = await self.connect()
-            async with asyncio.timeout(ANSWER):
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
                 channel = await connection.channel(publisher_confirms=confirms)
                 assert isinstance(channel, Channel)
                 return channel
 
-    async def blocked(self, patience: float) -> bool:
-        """Has the server asked us to publish nothing (memory or disk alarm), and not taken that
-        back for this long?
+    async def blocked(self, timeout: float) -> bool:
+        """Return True if the server blocks publishing for all of the next `timeout` seconds.
+
+        It does so during a memory or disk alarm.
         """
         connection = self._connection
         if connection is None:
             return False
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 await connection.ready()
         except TimeoutError:
             return True
@@ -233,27 +241,27 @@ class Link:
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """Failures of a connection at run time are an outage: wait, and try again."""
+        """Raise connection errors at run time as StoreUnavailable, so that callers retry."""
         try:
             yield
         except Unreachable as e:
             raise StoreUnavailable(e.message, hint=e.hint) from e
         except TimeoutError as e:
-            self.abort()  # half an answer may still come, and would be taken for another's
-            raise StoreUnavailable(f"RabbitMQ at {self.address.place} does not answer") from e
-        except TROUBLE as e:
+            self.abort()  # a late answer would be taken for the answer to a later request
+            raise StoreUnavailable(f"RabbitMQ at {self.address.host_port} does not answer") from e
+        except CONNECTION_ERRORS as e:
             raise StoreUnavailable(
-                f"the connection to RabbitMQ at {self.address.place} was lost: {_said(e)}"
+                f"the connection to RabbitMQ at {self.address.host_port} was lost: {_error_text(e)}"
             ) from e
         except asyncio.CancelledError as e:
-            if _ours(e):
+            if _is_task_cancelled(e):
                 raise
             raise StoreUnavailable(
-                f"the connection to RabbitMQ at {self.address.place} was lost"
+                f"the connection to RabbitMQ at {self.address.host_port} was lost"
             ) from e
 
     def abort(self) -> None:
-        """Drop it without a word: the server gives what was held to others."""
+        """Drop the connection without closing it. The server redelivers unsettled messages."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -262,21 +270,22 @@ class Link:
         connection, self._connection = self._connection, None
         if connection is not None:
             try:
-                async with asyncio.timeout(ANSWER):
+                async with asyncio.timeout(RESPONSE_TIMEOUT):
                     await connection.close()
-            except TROUBLE:
+            except CONNECTION_ERRORS:
                 self.abort()
 
 
-def _ours(e: asyncio.CancelledError) -> bool:
-    """Was this task cancelled? The library also answers with CancelledError whoever waits on a
-    connection that ends.
+def _is_task_cancelled(e: asyncio.CancelledError) -> bool:
+    """Return True if this task was cancelled.
+
+    The library also raises CancelledError in tasks that wait on a connection when it ends.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-def _said(e: BaseException) -> str:
+def _error_text(e: BaseException) -> str:
     if isinstance(e, OSError) and e.strerror:
         return e.strerror
     text = str(e.args[-1]) if e.args else ""

@@ -1,5 +1,6 @@
-"""RabbitMQ's management API, for the one figure that AMQP does not tell: what all workers together
-have in flight. It may be seconds old.
+"""Client of RabbitMQ's management API, for the unacknowledged messages of all workers.
+
+AMQP does not provide this figure. The figure may be seconds old.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import msgspec
 from penstock.errors import ConfigError, Unreachable
 from penstock.rules.masking import mask
 
-PATIENCE = 5.0  # seconds
+RESPONSE_TIMEOUT = 5.0  # seconds
 EXAMPLE = "?management=http://host:15672"
-MOST = 500  # queues of one namespace that are looked at
+MAX_QUEUES = 500  # queues of one namespace that are read
 
 
 class _Queue(msgspec.Struct):
@@ -29,8 +30,10 @@ class _Page(msgspec.Struct):
 
 
 class Management:
+    """Client of the management API. Each call opens a connection."""
+
     def __init__(self, url: str, user: str, password: str) -> None:
-        """Without a user of its own the URL is asked as the broker's. Raises ConfigError."""
+        """Parse the URL. `user` and `password` are used if it has none. Raises ConfigError."""
         try:
             parts = urlsplit(url)
             self.port = parts.port
@@ -50,11 +53,11 @@ class Management:
         self._headers = {"Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
 
     async def unacknowledged(self, vhost: str, namespace: str) -> dict[str, int]:
-        """By queue. Raises Unreachable."""
+        """Return the unacknowledged messages of each queue. Raises Unreachable."""
         query = urlencode(
             {
                 "page": 1,
-                "page_size": MOST,
+                "page_size": MAX_QUEUES,
                 "name": namespace + ".",
                 "use_regex": "false",
                 "columns": "name,messages_unacknowledged",
@@ -70,12 +73,12 @@ class Management:
             }
         except msgspec.MsgspecError as e:
             raise Unreachable(
-                f"what answers at {self.host} is no RabbitMQ management API", hint=EXAMPLE
+                f"the server at {self.host} is not a RabbitMQ management API", hint=EXAMPLE
             ) from e
 
     def _get(self, path: str) -> bytes:
         kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=PATIENCE)
+        connection = kind(self.host, self.port, timeout=RESPONSE_TIMEOUT)
         try:
             connection.request("GET", path, headers=self._headers)
             answer = connection.getresponse()
@@ -83,14 +86,14 @@ class Management:
         except (OSError, http.client.HTTPException) as e:
             raise Unreachable(
                 f"RabbitMQ's management API at {self.host} cannot be reached: {e}",
-                hint="enable its plugin, or correct the address",
+                hint="enable the management plugin, or correct the address",
             ) from e
         finally:
             connection.close()
         if answer.status in (401, 403):
             raise Unreachable(
                 f"RabbitMQ's management API at {self.host} refuses the user {self.user!r}",
-                hint="give it the tag `monitoring`",
+                hint="give this user the tag `monitoring`",
             )
         if answer.status != 200:
             raise Unreachable(

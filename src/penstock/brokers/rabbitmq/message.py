@@ -1,6 +1,4 @@
-"""A message as RabbitMQ hands it over, whoever sent it, and the headers that are our own in it.
-What becomes of it is decided elsewhere.
-"""
+"""Decodes messages received from RabbitMQ, and defines Penstock's headers."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ import msgspec
 from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 
-# Our own part of a message's headers; a reader of the topic does not see them.
+# Penstock's own headers. They are hidden from the readers of a topic.
 KEY, AT, DUE, COUNT = "x-penstock-key", "x-penstock-at", "x-penstock-due", "x-penstock-count"
 DELIVERY_COUNT = "x-delivery-count"
 HIDDEN = {KEY, AT, DUE, COUNT, DELIVERY_COUNT, "x-acquired-count", "x-death"}
 DEATHS = ("x-first-death-", "x-last-death-")
 
 
-class Held(msgspec.Struct, kw_only=True):
-    """A message that the server has given to this channel."""
+class HeldMessage(msgspec.Struct, kw_only=True):
+    """A message that the server has delivered to a channel."""
 
     tag: int
-    rank: int
+    priority: int
     id: str
     key: str
     body: bytes
@@ -45,8 +43,8 @@ def number(value: Any, default: float = 0.0) -> float:
     return found if math.isfinite(found) else default
 
 
-def open_letter(message: DeliveredMessage, rank: int) -> Held:
-    """What arrived, whoever sent it. Raises nothing for any headers."""
+def read_message(message: DeliveredMessage, priority: int) -> HeldMessage:
+    """Decode a message of Penstock or another program. Never raises, even for invalid headers."""
     properties = message.header.properties
     raw: dict[str, Any] = properties.headers or {}
     headers = {
@@ -59,9 +57,9 @@ def open_letter(message: DeliveredMessage, rank: int) -> Held:
     delivery = message.delivery
     assert isinstance(delivery, Basic.Deliver | Basic.GetOk)
     routing = delivery.routing_key or ""
-    return Held(
+    return HeldMessage(
         tag=delivery.delivery_tag or 0,
-        rank=rank,
+        priority=priority,
         id=properties.message_id or "",
         key=text(raw[KEY]) if KEY in raw else routing.split(".", 2)[-1],
         body=bytes(message.body),

@@ -1,5 +1,6 @@
-"""Publishing to RabbitMQ with confirmations: one long-lived channel, many messages on their way,
-one answer for each.
+"""Publishes to RabbitMQ over one channel, and returns one result for each message.
+
+The results are the server's confirmations. Many messages are in flight together.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from penstock.brokers.rabbitmq.connection import ANSWER, TROUBLE, Link
+from penstock.brokers.rabbitmq.connection import CONNECTION_ERRORS, RESPONSE_TIMEOUT, Connection
 from penstock.brokers.rabbitmq.topology import Names
 from penstock.errors import Unreachable
 from penstock.ports import Published
 
-ON_THEIR_WAY = (
-    1000  # confirmations a channel waits for at most; more gains nothing and fills buffers
-)
+# Unconfirmed messages of the channel. A higher limit is not faster and fills buffers.
+MAX_UNCONFIRMED = 1000
 PERSISTENT = 2
 
 
-class Letter(msgspec.Struct, frozen=True):
-    """A message as it goes out."""
+class OutgoingMessage(msgspec.Struct, frozen=True):
+    """A message to publish."""
 
     exchange: str
     key: str
@@ -34,84 +34,95 @@ class Letter(msgspec.Struct, frozen=True):
 
 
 class Publisher:
-    def __init__(self, link: Link, names: Names) -> None:
-        self.link, self.names = link, names
+    """Publisher of one broker object. The first `send` opens the channel."""
+
+    def __init__(self, connection: Connection, names: Names) -> None:
+        self.connection, self.names = connection, names
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
-        self._room = asyncio.Semaphore(ON_THEIR_WAY)
-        self._flying: dict[str, asyncio.Future[None]] = {}
+        self._permits = asyncio.Semaphore(MAX_UNCONFIRMED)
+        self._in_flight: dict[str, asyncio.Future[None]] = {}
 
-    async def send(self, letters: Sequence[Letter]) -> list[Published]:
-        """Raises StoreUnavailable where nothing was sent. `full`: the server is short of memory or
-        disk, or a queue is at its limit.
+    async def send(self, messages: Sequence[OutgoingMessage]) -> list[Published]:
+        """Publish messages and return one result for each.
+
+        `full` means that the server is short of memory or disk, or that a queue is at its limit.
+        Raises StoreUnavailable if no message was sent.
         """
-        if not letters:
+        if not messages:
             return []
         channel = await self._open()
-        patience = self.link.address.publish_timeout
-        if await self.link.blocked(patience):
-            return [Published.FULL] * len(letters)
-        last = len(letters) - 1
+        timeout = self.connection.address.publish_timeout
+        if await self.connection.blocked(timeout):
+            return [Published.FULL] * len(messages)
+        last = len(messages) - 1
         if not last:
-            answers = [await self._one(channel, letters[0], flush=True)]
+            answers = [await self._publish_one(channel, messages[0], flush=True)]
         else:
             answers = await asyncio.gather(
-                *(self._one(channel, letter, flush=i == last) for i, letter in enumerate(letters))
+                *(
+                    self._publish_one(channel, message, flush=i == last)
+                    for i, message in enumerate(messages)
+                )
             )
-        if (
-            last and None in answers
-        ):  # one of them made the server close the channel: it is found by sending them one by one
+        # One message made the server close the channel. Send them one by one to find it.
+        if last and None in answers:
             for i, answer in enumerate(answers):
                 if answer is None:
-                    answers[i] = (await self.send([letters[i]]))[0]
+                    answers[i] = (await self.send([messages[i]]))[0]
         return [Published.FAILED if answer is None else answer for answer in answers]
 
     async def _open(self) -> Channel:
         async with self._opening:
             channel = self._channel
-            if channel is None or channel.is_closed or not self.link.up:
-                channel = await self.link.channel(confirms=True)
-                with self.link.outage():
-                    async with asyncio.timeout(
-                        ANSWER
-                    ):  # a connection that is blocked answers nothing
-                        # to publish where there is no exchange costs the channel and all that is on
-                        # its way
+            if channel is None or channel.is_closed or not self.connection.is_open:
+                channel = await self.connection.channel(confirms=True)
+                with self.connection.outage():
+                    # A blocked connection does not answer.
+                    async with asyncio.timeout(RESPONSE_TIMEOUT):
+                        # Publishing to a missing exchange would close the channel, and with it
+                        # lose the confirmations of all messages in flight.
                         for name in self.names.exchanges:
                             await declare_exchange(channel, name)
                 self._channel = channel
             return channel
 
-    async def _one(self, channel: Channel, letter: Letter, *, flush: bool) -> Published | None:
-        """None: the server closed the channel over something that was sent on it."""
-        while (
-            same := self._flying.get(letter.id)
-        ) is not None:  # a message that comes back is known by its id alone
+    async def _publish_one(
+        self, channel: Channel, message: OutgoingMessage, *, flush: bool
+    ) -> Published | None:
+        """Publish one message. Return None if the server closed the channel because of a message.
+
+        The rejected message may be another one of the same channel.
+        """
+        # A returned message is identified by its id only, so an id must not be in flight twice.
+        while (same := self._in_flight.get(message.id)) is not None:
             await asyncio.wait([same])
-        done = self._flying[letter.id] = asyncio.get_running_loop().create_future()
+        done = self._in_flight[message.id] = asyncio.get_running_loop().create_future()
         try:
-            async with self._room:
+            async with self._permits:
                 await channel.basic_publish(
-                    letter.body,
-                    exchange=letter.exchange,
-                    routing_key=letter.key,
+                    message.body,
+                    exchange=message.exchange,
+                    routing_key=message.key,
                     mandatory=True,
                     properties=Basic.Properties(
-                        message_id=letter.id, delivery_mode=PERSISTENT, headers=dict(letter.headers)
+                        message_id=message.id,
+                        delivery_mode=PERSISTENT,
+                        headers=dict(message.headers),
                     ),
-                    timeout=self.link.address.publish_timeout,
+                    timeout=self.connection.address.publish_timeout,
                     wait=flush,
                 )
             return Published.OK
         except amqp.PublishError:
-            return Published.FAILED  # nobody listens there
+            return Published.FAILED  # no queue is bound to the routing key
         except amqp.DeliveryError:
             return Published.FULL
         except amqp.ChannelPreconditionFailed:
             return None
         except (ValueError, TypeError, UnicodeError):
-            return Published.FAILED  # cannot be put into a message at all
-        except TROUBLE:
+            return Published.FAILED  # cannot be encoded as a message
+        except CONNECTION_ERRORS:
             return Published.UNKNOWN
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -119,7 +130,7 @@ class Publisher:
                 raise
             return Published.UNKNOWN
         finally:
-            del self._flying[letter.id]
+            del self._in_flight[message.id]
             done.set_result(None)
 
 

@@ -1,5 +1,6 @@
-"""Consuming from RabbitMQ: a bounded prefetch that is shared out fairly by class and key, given
-back when nobody asks, and settled in any order.
+"""RabbitMQ subscription: bounded prefetch, fair shares per priority class and key, settling.
+
+Prefetched messages that no call requests are returned to the server.
 """
 
 from __future__ import annotations
@@ -15,103 +16,108 @@ from aiormq import exceptions as amqp
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from penstock.brokers.rabbitmq.connection import ANSWER, TROUBLE, Link
-from penstock.brokers.rabbitmq.message import Held, open_letter
-from penstock.brokers.rabbitmq.publisher import Letter, Publisher
-from penstock.brokers.rabbitmq.topology import CLASSES, DEAD, Names, level_for, ranks
+from penstock.brokers.rabbitmq.connection import CONNECTION_ERRORS, RESPONSE_TIMEOUT, Connection
+from penstock.brokers.rabbitmq.message import HeldMessage, read_message
+from penstock.brokers.rabbitmq.publisher import OutgoingMessage, Publisher
+from penstock.brokers.rabbitmq.topology import CLASSES, DEAD, Names, level_for, priority_classes
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
 from penstock.rules.priority import TURNS
 
-# messages of a class that are looked at beyond what is asked for, so that a key with many does not
-# hide the others
-AHEAD = 256
-AHEAD_BYTES = 32 << 20  # and not more than this much of them
-# seconds that a message may lie here unasked for while others could have it; longer after each time
-# that it came back
-LINGER = 0.2
-LONGEST = 30.0  # the same where nobody else is there
-QUIET = 0.003  # seconds without an arrival after which a burst is over
-BURST = 0.2  # seconds a burst is waited for at most
-MAX_PREFETCH = 65535  # by the protocol
-STUBBORN = 1.0  # seconds until a message that could not be passed on is passed on again
+# Messages of a priority class that are prefetched beyond the requested number, so that a key with
+# many messages does not hide the other keys.
+PREFETCH_AHEAD = 256
+MAX_PREFETCH_BYTES = 32 << 20  # bytes of prefetched messages, above which consuming stops
+# Seconds that a prefetched message may wait for a `receive` while other consumers could process it.
+# The time doubles when messages are returned again and again.
+PREFETCH_HOLD = 0.2
+MAX_PREFETCH_HOLD = 30.0  # seconds, if the queues have no other consumers
+BURST_GAP = 0.003  # seconds without an arrival after which a burst has ended
+BURST_WAIT = 0.2  # longest wait for the end of a burst, in seconds
+MAX_PREFETCH = 65535  # limit of the protocol
+REPUBLISH_INTERVAL = 1.0  # seconds
 
 
-class Home(Protocol):
-    """What a subscription needs of the broker that it belongs to."""
+class ParentBroker(Protocol):
+    """Attributes and methods of the broker that a subscription uses."""
 
-    consuming: Link
+    consuming: Connection
     publisher: Publisher
     names: Names
     clock: Clock
-    looks: dict[tuple[str, str], int]
+    peeked: dict[tuple[str, str], int]
     subscriptions: set[RabbitSubscription]
 
-    def letter(
+    def outgoing(
         self, m: Out, *, group: str | None = None, count: int = 0, at: str = ""
-    ) -> Letter: ...
+    ) -> OutgoingMessage: ...
 
-    async def declared(self, topic: str, group: str) -> None: ...
+    async def ensure_declared(self, topic: str, group: str) -> None: ...
 
-    def forget(self, topic: str) -> None: ...
+    def forget_declared(self, topic: str) -> None: ...
 
 
 class RabbitSubscription:
-    """Implements ports.Subscription. A lease lasts as long as the channel it came through: `token`
-    names that channel.
+    """Implements ports.Subscription.
+
+    A lease lasts as long as the channel of its delivery. `token` identifies that channel.
     """
 
-    def __init__(self, broker: Home, topic: str, group: str, owner: str) -> None:
+    def __init__(self, broker: ParentBroker, topic: str, group: str, owner: str) -> None:
         self.broker, self.topic, self.group, self.owner = broker, topic, group, owner
-        self.ranks = ranks(topic)
-        self._gate = asyncio.Lock()  # opening and standing down exclude each other
+        self.priority_classes = priority_classes(topic)
+        self._consumers_lock = asyncio.Lock()  # held while consumers are added or cancelled
         self._closed = False
-        self._asking = 0
-        self._asked = 0.0  # when it last ended
-        self._ahead = AHEAD
-        self._places = 0
-        self._linger = LINGER
-        self._watch: asyncio.TimerHandle | None = None
+        self._receivers_waiting = 0
+        self._last_receive_end = 0.0
+        self._prefetch_ahead = PREFETCH_AHEAD
+        self._class_index = 0
+        self._prefetch_hold = PREFETCH_HOLD
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        """A channel that ended took everything with it."""
+    def _reset(self) -> None:
+        """Reset the state of the channel. The server redelivers all its unsettled messages."""
         self._epoch = secrets.randbits(30) + 1
         self._channel: Channel | None = None
+        # priority class -> (consumer tag, prefetch count)
         self._consumers: dict[int, list[tuple[str, int]]] = {
-            rank: [] for rank in self.ranks
-        }  # (tag, prefetch)
-        self._ready: dict[int, OrderedDict[str, deque[Held]]] = {
-            rank: OrderedDict() for rank in self.ranks
+            priority: [] for priority in self.priority_classes
+        }
+        self._ready: dict[int, OrderedDict[str, deque[HeldMessage]]] = {
+            priority: OrderedDict() for priority in self.priority_classes
         }
         self._buffered = 0
         self._bytes = 0
-        self._soon: dict[int, tuple[Held, asyncio.TimerHandle]] = {}
-        self._out: dict[int, Held] = {}  # handed out, by position
-        self._busy = dict.fromkeys(self.ranks, 0)  # of each class
-        self._tags: dict[
-            int, None
-        ] = {}  # everything unsettled on the channel, in the order of arrival
-        self._wake = asyncio.Event()
-        self._fresh = False
-        self._written = self._known = 0
-        self._syncing = asyncio.Lock()
+        # delivery tag -> message that is due within a short time
+        self._delayed: dict[int, tuple[HeldMessage, asyncio.TimerHandle]] = {}
+        self._handed_out: dict[int, HeldMessage] = {}  # position -> unsettled delivery
+        # priority class -> number of unsettled deliveries
+        self._handed_out_count = dict.fromkeys(self.priority_classes, 0)
+        # delivery tags of all unsettled messages of the channel, in the order of arrival
+        self._unsettled_tags: dict[int, None] = {}
+        self._changed = asyncio.Event()
+        self._consumer_added = False
+        self._acks_sent = self._acks_confirmed = 0
+        self._qos_lock = asyncio.Lock()
 
     @property
     def alive(self) -> bool:
         return (
-            self._channel is not None and not self._channel.is_closed and self.broker.consuming.up
+            self._channel is not None
+            and not self._channel.is_closed
+            and self.broker.consuming.is_open
         )
 
     @property
     def buffered(self) -> int:
-        return self._buffered + len(self._soon)
+        return self._buffered + len(self._delayed)
 
     @property
     def in_flight(self) -> int:
-        return len(self._out) if self.alive else 0
+        return len(self._handed_out) if self.alive else 0
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -122,51 +128,53 @@ class RabbitSubscription:
             return []
         loop = asyncio.get_running_loop()
         until = loop.time() + wait
-        self._asking += 1
+        self._receivers_waiting += 1
         try:
             while True:
                 await self._open(limit)
-                self._wake.clear()
-                if self._buffered and (self._fresh or self._buffered < limit):
-                    await self._gather(limit)
+                self._changed.clear()
+                if self._buffered and (self._consumer_added or self._buffered < limit):
+                    await self._wait_for_burst(limit)
                 if not self.alive:
                     raise StoreUnavailable(
-                        f"the connection to RabbitMQ at {self.broker.consuming.address.place} was lost"
+                        f"the connection to RabbitMQ at {self.broker.consuming.address.host_port}"
+                        " was lost"
                     )
-                if got := self._pick(limit, per_key or limit):
+                if got := self._take(limit, per_key or limit):
                     return got
                 left = until - loop.time()
                 if left <= 0:
                     return []
                 try:
                     async with asyncio.timeout(left):
-                        await self._wake.wait()
+                        await self._changed.wait()
                 except TimeoutError:
                     pass
         finally:
-            self._asking -= 1
-            self._asked = loop.time()
+            self._receivers_waiting -= 1
+            self._last_receive_end = loop.time()
 
-    async def _gather(self, limit: int) -> None:
-        """A burst is arriving: a full batch, and a fair one, is worth some milliseconds."""
+    async def _wait_for_burst(self, limit: int) -> None:
+        """Wait some milliseconds for a burst to end, so that the batch is fuller and fairer."""
         loop = asyncio.get_running_loop()
-        until, seen = loop.time() + (BURST if self._fresh else QUIET), -1
+        until, seen = loop.time() + (BURST_WAIT if self._consumer_added else BURST_GAP), -1
         while (
             self._buffered != seen
-            and (self._fresh or self._buffered < limit)
+            and (self._consumer_added or self._buffered < limit)
             and loop.time() < until
         ):
             seen = self._buffered
-            await asyncio.sleep(QUIET)
-        self._fresh = False
+            await asyncio.sleep(BURST_GAP)
+        self._consumer_added = False
 
     async def _open(self, limit: int) -> None:
-        """See to it that the server may send what is asked for, and somewhat ahead of that."""
+        """Add consumers until the server may send `limit` messages and some more in advance."""
         if self.alive and all(
-            self._wanted(rank, limit) <= self._granted(rank) for rank in self.ranks
+            self._wanted_prefetch(priority, limit) <= self._granted_prefetch(priority)
+            for priority in self.priority_classes
         ):
             return
-        async with self._gate:
+        async with self._consumers_lock:
             if self._closed:
                 raise StoreUnavailable("this subscription was closed")
             if not self.alive:
@@ -174,134 +182,143 @@ class RabbitSubscription:
             channel = self._channel
             assert channel is not None
             with self.broker.consuming.outage():
-                async with asyncio.timeout(ANSWER):
-                    for rank in self.ranks:
-                        missing = self._wanted(rank, limit) - self._granted(rank)
+                async with asyncio.timeout(RESPONSE_TIMEOUT):
+                    for priority in self.priority_classes:
+                        missing = self._wanted_prefetch(priority, limit) - self._granted_prefetch(
+                            priority
+                        )
                         if missing > 0:
                             try:
                                 await self._consume(
-                                    channel, rank, max(8, 1 << (missing - 1).bit_length())
+                                    channel, priority, max(8, 1 << (missing - 1).bit_length())
                                 )
                             except amqp.ChannelNotFoundEntity:
-                                self.broker.forget(self.topic)
+                                self.broker.forget_declared(self.topic)
                                 raise
-            if self._watch is None:
-                self._watch = asyncio.get_running_loop().call_later(
-                    self._linger / 2, self._spawn, self._look_after
+            if self._idle_timer is None:
+                self._idle_timer = asyncio.get_running_loop().call_later(
+                    self._prefetch_hold / 2, self._spawn, self._return_idle_prefetch
                 )
 
-    def _wanted(self, rank: int, limit: int) -> int:
-        return self._busy[rank] + max(limit + min(limit, self._ahead), self._ahead)
+    def _wanted_prefetch(self, priority: int, limit: int) -> int:
+        return self._handed_out_count[priority] + max(
+            limit + min(limit, self._prefetch_ahead), self._prefetch_ahead
+        )
 
-    def _granted(self, rank: int) -> int:
-        return sum(prefetch for _, prefetch in self._consumers[rank])
+    def _granted_prefetch(self, priority: int) -> int:
+        return sum(prefetch for _, prefetch in self._consumers[priority])
 
     async def _start(self) -> None:
         self._drop_timers()
-        self._forget()
-        await self.broker.declared(self.topic, self.group)
+        self._reset()
+        await self.broker.ensure_declared(self.topic, self.group)
         channel = await self.broker.consuming.channel()
-        wake = self._wake
-        channel.closing.add_done_callback(lambda _: wake.set())
-        channel.on_consumer_cancel_callbacks.add(partial(self._cancelled, channel))
+        changed = self._changed
+        channel.closing.add_done_callback(lambda _: changed.set())
+        channel.on_consumer_cancel_callbacks.add(partial(self._on_consumer_cancelled, channel))
         self._channel = channel
 
-    async def _consume(self, channel: Channel, rank: int, prefetch: int) -> None:
-        """More room is one more consumer: the prefetch of one that runs cannot be changed."""
-        queue = self.broker.names.queue(self.topic, self.group, rank)
-        tag = f"{self.owner}.{CLASSES[rank]}.{secrets.token_hex(4)}"
-        self._fresh = True
-        async with self._syncing:  # nobody else may set another prefetch between these two
+    async def _consume(self, channel: Channel, priority: int, prefetch: int) -> None:
+        """Add a consumer. The prefetch count of a running consumer cannot be changed."""
+        queue = self.broker.names.queue(self.topic, self.group, priority)
+        tag = f"{self.owner}.{CLASSES[priority]}.{secrets.token_hex(4)}"
+        self._consumer_added = True
+        # No other task may set another prefetch count between these two calls.
+        async with self._qos_lock:
             await channel.basic_qos(prefetch_count=min(prefetch, MAX_PREFETCH))
             await channel.basic_consume(
-                queue, partial(self._arrived, self._epoch, rank), consumer_tag=tag
+                queue, partial(self._on_message, self._epoch, priority), consumer_tag=tag
             )
-        self._consumers[rank].append((tag, prefetch))
+        self._consumers[priority].append((tag, prefetch))
 
-    def _cancelled(self, channel: Channel, _: Any) -> None:
-        """The server ended a consumer (its queue was deleted, or moved): begin again with a new
-        channel.
+    def _on_consumer_cancelled(self, channel: Channel, _: Any) -> None:
+        """Close the channel after the server cancelled a consumer. `receive` opens a new channel.
+
+        The queue was deleted or moved.
         """
-        self._spawn(partial(self._hang_up, channel))
+        self._spawn(partial(self._close_channel, channel))
 
-    async def _hang_up(self, channel: Channel) -> None:
+    async def _close_channel(self, channel: Channel) -> None:
         with self.broker.consuming.outage():
             await channel.close()
 
-    async def _arrived(self, epoch: int, rank: int, message: DeliveredMessage) -> None:
+    async def _on_message(self, epoch: int, priority: int, message: DeliveredMessage) -> None:
         if epoch != self._epoch:
             return
-        held = open_letter(message, rank)
-        self._tags[held.tag] = None
-        if looks := self.broker.looks.pop((self.topic, held.id), 0):
-            held.deliveries = max(1, held.deliveries - looks)
+        held = read_message(message, priority)
+        self._unsettled_tags[held.tag] = None
+        if peeks := self.broker.peeked.pop((self.topic, held.id), 0):
+            held.deliveries = max(1, held.deliveries - peeks)
         now = self.broker.clock.now()
-        if not held.id:  # another program's: it gets an id of its own, once, and keeps it
+        # A message of another program has no id. Publish it again with one, so that it keeps it.
+        if not held.id:
             held.id = secrets.token_hex(16)
-            self._spawn(partial(self._pass_on, held))
+            self._spawn(partial(self._republish, held))
         elif held.due > now and level_for(held.due - now) is not None:
-            self._spawn(partial(self._pass_on, held))
+            self._spawn(partial(self._republish, held))
         elif held.due > now:
-            timer = asyncio.get_running_loop().call_later(held.due - now, self._is_due, held.tag)
-            self._soon[held.tag] = (held, timer)
+            timer = asyncio.get_running_loop().call_later(held.due - now, self._on_due, held.tag)
+            self._delayed[held.tag] = (held, timer)
         else:
-            self._is_ready(held)
+            self._make_ready(held)
 
-    def _is_due(self, tag: int) -> None:
-        held, _ = self._soon.pop(tag)
-        self._is_ready(held)
+    def _on_due(self, tag: int) -> None:
+        held, _ = self._delayed.pop(tag)
+        self._make_ready(held)
 
-    def _is_ready(self, held: Held) -> None:
+    def _make_ready(self, held: HeldMessage) -> None:
         held.arrived = asyncio.get_running_loop().time()
-        self._ready[held.rank].setdefault(held.key, deque()).append(held)
+        self._ready[held.priority].setdefault(held.key, deque()).append(held)
         self._buffered += 1
         self._bytes += len(held.body)
-        if self._bytes > AHEAD_BYTES and self._ahead:
-            self._ahead = 0
-            self._spawn(self._hold_back)
-        self._wake.set()
+        if self._bytes > MAX_PREFETCH_BYTES and self._prefetch_ahead:
+            self._prefetch_ahead = 0
+            self._spawn(self._stop_consuming)
+        self._changed.set()
 
-    async def _pass_on(self, held: Held) -> None:
-        """Not for now: once more into the ladder, or out again with an id; the copy first, then the
-        ack.
-        """
-        epoch, letter = self._epoch, self._letter(held, due=held.due, count=held.deliveries - 1)
+    async def _republish(self, held: HeldMessage) -> None:
+        """Publish a copy of the message to a delay queue, or with an id. Then ack the message."""
+        epoch, message = self._epoch, self._outgoing(held, due=held.due, count=held.deliveries - 1)
         while epoch == self._epoch and self.alive:
             try:
-                if (await self.broker.publisher.send([letter]))[0] is Published.OK:
+                if (await self.broker.publisher.send([message]))[0] is Published.OK:
                     await self._ack([held.tag])
                     return
             except StoreUnavailable:
                 pass
-            await asyncio.sleep(STUBBORN)
+            await asyncio.sleep(REPUBLISH_INTERVAL)
 
-    def _pick(self, limit: int, per_key: int) -> list[Delivery]:
-        """By class in turns of 16 : 4 : 1, by key in turns, a key's own in order."""
-        picked: list[Held] = []
+    def _take(self, limit: int, per_key: int) -> list[Delivery]:
+        """Take buffered messages: classes share 16 : 4 : 1, and keys are served in rotation.
+
+        Messages of one key stay in order.
+        """
+        taken_messages: list[HeldMessage] = []
         taken: dict[str, int] = defaultdict(int)
-        dry: set[int] = set()
-        while len(picked) < limit and len(dry) < len(self.ranks):
-            turn = TURNS[self._places % len(TURNS)]
-            for rank in (turn, *self.ranks):
-                if rank in self._ready and rank not in dry:
-                    held = self._next(rank, taken, per_key)
+        empty: set[int] = set()
+        while len(taken_messages) < limit and len(empty) < len(self.priority_classes):
+            first = TURNS[self._class_index % len(TURNS)]
+            for priority in (first, *self.priority_classes):
+                if priority in self._ready and priority not in empty:
+                    held = self._take_one(priority, taken, per_key)
                     if held is not None:
-                        picked.append(held)
+                        taken_messages.append(held)
                         break
-                    dry.add(rank)
-            self._places += 1
-        for held in picked:
-            self._out[self._position(held)] = held
-            self._busy[held.rank] += 1
+                    empty.add(priority)
+            self._class_index += 1
+        for held in taken_messages:
+            self._handed_out[self._position(held)] = held
+            self._handed_out_count[held.priority] += 1
             self._bytes -= len(held.body)
-        self._buffered -= len(picked)
-        if picked and not self._buffered:  # all of it was wanted: look further ahead again
-            self._ahead = min(AHEAD, max(8, self._ahead * 2))
-            self._linger = LINGER
-        return [self._delivery(held) for held in picked]
+        self._buffered -= len(taken_messages)
+        # All messages were requested: prefetch more again.
+        if taken_messages and not self._buffered:
+            self._prefetch_ahead = min(PREFETCH_AHEAD, max(8, self._prefetch_ahead * 2))
+            self._prefetch_hold = PREFETCH_HOLD
+        return [self._delivery(held) for held in taken_messages]
 
-    def _next(self, rank: int, taken: dict[str, int], per_key: int) -> Held | None:
-        ready = self._ready[rank]
+    def _take_one(self, priority: int, taken: dict[str, int], per_key: int) -> HeldMessage | None:
+        ready = self._ready[priority]
         for key in ready:
             if taken[key] < per_key:
                 waiting = ready[key]
@@ -314,116 +331,129 @@ class RabbitSubscription:
                 return held
         return None
 
-    def _position(self, held: Held) -> int:
+    def _position(self, held: HeldMessage) -> int:
         return self._epoch << 32 | held.tag
 
-    def _delivery(self, held: Held) -> Delivery:
+    def _delivery(self, held: HeldMessage) -> Delivery:
         return Delivery(
-            topic=self.topic, group=self.group, id=held.id, key=held.key, body=held.body, headers=held.headers,
-            position=self._position(held), token=self._epoch, deliveries=held.deliveries,
-        )  # fmt: skip
+            topic=self.topic,
+            group=self.group,
+            id=held.id,
+            key=held.key,
+            body=held.body,
+            headers=held.headers,
+            position=self._position(held),
+            token=self._epoch,
+            deliveries=held.deliveries,
+        )
 
-    # -- giving back -------------------------------------------------------------------------------
+    # -- returning prefetched messages -------------------------------------------------------------
 
-    async def _hold_back(self) -> None:
-        """What lies here is large: no more of it until it is asked for."""
-        async with self._gate:
+    async def _stop_consuming(self) -> None:
+        """Stop consuming until the next `receive`: the prefetched messages are too large."""
+        async with self._consumers_lock:
             if self.alive and self._channel is not None:
-                await self._cancel(self._channel)
+                await self._cancel_consumers(self._channel)
 
-    async def _cancel(self, channel: Channel) -> None:
+    async def _cancel_consumers(self, channel: Channel) -> None:
         with self.broker.consuming.outage():
-            async with asyncio.timeout(ANSWER):
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
                 for consumers in self._consumers.values():
                     while consumers:
                         await channel.basic_cancel(consumers[-1][0])
                         consumers.pop()
 
-    async def _look_after(self) -> None:
-        """What lies here unasked for goes to others, if there are any; if not, it is as well off
-        here, and not counted once more.
+    async def _return_idle_prefetch(self) -> None:
+        """Return prefetched messages that no `receive` requested, if there are other consumers.
+
+        Otherwise keep them for up to 30 s, because RabbitMQ before 4.3 counts a return as a
+        delivery.
         """
-        self._watch = None
+        self._idle_timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        resting = not self._asking and now >= self._asked + self._linger
+        idle = not self._receivers_waiting and now >= self._last_receive_end + self._prefetch_hold
         stale = (
             min(
                 (keys[key][0].arrived for keys in self._ready.values() for key in keys), default=now
             )
-            < now - self._linger
+            < now - self._prefetch_hold
         )
-        if (resting and now > self._asked + LONGEST) or (
-            (resting or stale) and await self._others()
+        if (idle and now > self._last_receive_end + MAX_PREFETCH_HOLD) or (
+            (idle or stale) and await self._has_other_consumers()
         ):
-            await self._stand_down()
-            if not self._ahead:
-                self._linger = min(LONGEST, self._linger * 2)
+            await self._return_prefetched()
+            if not self._prefetch_ahead:
+                self._prefetch_hold = min(MAX_PREFETCH_HOLD, self._prefetch_hold * 2)
         if self.alive and any(self._consumers.values()) and not self._closed:
-            self._watch = loop.call_later(self._linger / 2, self._spawn, self._look_after)
+            self._idle_timer = loop.call_later(
+                self._prefetch_hold / 2, self._spawn, self._return_idle_prefetch
+            )
 
-    async def _others(self) -> bool:
-        """Does anybody else consume these queues?"""
+    async def _has_other_consumers(self) -> bool:
+        """Return True if these queues have other consumers, or if the connection is lost."""
         if not self.alive or self._channel is None:
             return True
         with self.broker.consuming.outage():
-            async with asyncio.timeout(ANSWER):
-                for rank in self.ranks:
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
+                for priority in self.priority_classes:
                     found = await self._channel.queue_declare(
-                        self.broker.names.queue(self.topic, self.group, rank), passive=True
+                        self.broker.names.queue(self.topic, self.group, priority), passive=True
                     )
-                    if (found.consumer_count or 0) > len(self._consumers[rank]):
+                    if (found.consumer_count or 0) > len(self._consumers[priority]):
                         return True
         return False
 
-    async def _stand_down(self) -> None:
-        """It goes back to where it was in the queue; up to RabbitMQ 4.2 the server counts that as a
-        delivery.
+    async def _return_prefetched(self) -> None:
+        """Cancel all consumers and return the prefetched messages to their places in the queue.
+
+        RabbitMQ before 4.3 counts a return as a delivery.
         """
-        async with self._gate:
+        async with self._consumers_lock:
             channel = self._channel
             if not self.alive or channel is None:
                 return
-            await self._cancel(channel)
+            await self._cancel_consumers(channel)
             with self.broker.consuming.outage():
-                async with asyncio.timeout(ANSWER):
-                    back = [
+                async with asyncio.timeout(RESPONSE_TIMEOUT):
+                    returned = [
                         held.tag
                         for keys in self._ready.values()
                         for waiting in keys.values()
                         for held in waiting
                     ]
-                    back += self._soon
+                    returned += self._delayed
                     self._drop_timers()
                     for keys in self._ready.values():
                         keys.clear()
                     self._buffered = self._bytes = 0
-                    for tag in sorted(back):
+                    for tag in sorted(returned):
                         await channel.basic_nack(tag, requeue=True, wait=False)
-                    # not before the last of them is sent: an ack of all up to a tag must never
-                    # reach one that goes back
-                    for tag in back:
-                        del self._tags[tag]
-            if back:
-                self._ahead = self._ahead // 2 if self._ahead > 8 else 0
-            self._wake.set()
+                    # Remove the tags after the last return is sent. An ack of all tags up to one
+                    # must never include a returned message.
+                    for tag in returned:
+                        del self._unsettled_tags[tag]
+            if returned:
+                self._prefetch_ahead = self._prefetch_ahead // 2 if self._prefetch_ahead > 8 else 0
+            self._changed.set()
 
     def _drop_timers(self) -> None:
-        for _, timer in self._soon.values():
+        for _, timer in self._delayed.values():
             timer.cancel()
-        self._soon.clear()
+        self._delayed.clear()
 
     # -- settling ----------------------------------------------------------------------------------
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        """Copies first (retry, release, dead letter), then the acks; where a copy is not confirmed
-        nothing is acked, and all of it stays ours.
+        """Publish the copies (retry, release, dead letter), then ack all items.
+
+        If a copy is not confirmed, no item is acked and all leases stay valid.
         """
         answers: list[bool] = []
-        mine: list[tuple[Delivery, Held]] = []
-        copies: list[Letter] = []
+        mine: list[tuple[Delivery, HeldMessage]] = []
+        copies: list[OutgoingMessage] = []
         for delivery, outcome in items:
-            held = self._out.pop(delivery.position, None) if self.holds(delivery) else None
+            held = self._handed_out.pop(delivery.position, None) if self.holds(delivery) else None
             answers.append(held is not None)
             if held is not None:
                 mine.append((delivery, held))
@@ -438,23 +468,23 @@ class RabbitSubscription:
             await self._ack([held.tag for _, held in mine])
         except BaseException:
             if epoch == self._epoch and self.alive:
-                self._out.update({d.position: held for d, held in mine})
+                self._handed_out.update({d.position: held for d, held in mine})
             raise
         if epoch == self._epoch:
             for _, held in mine:
-                self._busy[held.rank] -= 1
+                self._handed_out_count[held.priority] -= 1
         return answers
 
-    def _copy(self, delivery: Delivery, held: Held, outcome: Outcome) -> Letter:
+    def _copy(self, delivery: Delivery, held: HeldMessage, outcome: Outcome) -> OutgoingMessage:
         match outcome:
             case Retry(delay=delay):
-                return self._letter(
+                return self._outgoing(
                     held,
                     due=self.broker.clock.now() + delay if delay > 0 else 0.0,
                     count=held.deliveries,
                 )
             case Release():
-                return self._letter(held, due=0.0, count=held.deliveries - 1)
+                return self._outgoing(held, due=0.0, count=held.deliveries - 1)
             case _:
                 reason = outcome.reason if isinstance(outcome, Dead) else ""
                 headers = {
@@ -462,7 +492,7 @@ class RabbitSubscription:
                     "penstock-reason": reason,
                     "penstock-position": str(delivery.position),
                 }
-                return self.broker.letter(
+                return self.broker.outgoing(
                     Out(
                         topic=self.topic + DEAD,
                         id=held.id,
@@ -472,40 +502,42 @@ class RabbitSubscription:
                     )
                 )
 
-    def _letter(self, held: Held, *, due: float, count: int) -> Letter:
+    def _outgoing(self, held: HeldMessage, *, due: float, count: int) -> OutgoingMessage:
         out = Out(
             topic=self.topic,
             id=held.id,
             key=held.key,
             body=held.body,
             headers=held.headers,
-            priority=held.rank,
+            priority=held.priority,
             not_before=due,
         )
-        return self.broker.letter(out, group=self.group, count=count, at=held.at)
+        return self.broker.outgoing(out, group=self.group, count=count, at=held.at)
 
-    async def _send(self, copies: Sequence[Letter]) -> None:
+    async def _send(self, copies: Sequence[OutgoingMessage]) -> None:
         answers = await self.broker.publisher.send(copies)
-        if (
-            Published.FAILED in answers
-        ):  # its queue is not there, or no longer: make it, and try once more
-            self.broker.forget(self.topic)
-            await self.broker.declared(self.topic, self.group)
+        # A queue is missing. Declare it, and publish again.
+        if Published.FAILED in answers:
+            self.broker.forget_declared(self.topic)
+            await self.broker.ensure_declared(self.topic, self.group)
             answers = await self.broker.publisher.send(copies)
         if any(answer is not Published.OK for answer in answers):
             worst = next(answer for answer in answers if answer is not Published.OK)
             raise StoreUnavailable(
-                f"RabbitMQ at {self.broker.consuming.address.place} does not take a message back now ({worst})"
+                f"RabbitMQ at {self.broker.consuming.address.host_port} did not confirm"
+                f" a retry, a release or a dead letter ({worst})"
             )
 
     async def _ack(self, tags: Sequence[int]) -> None:
-        """Returns when the server has them: an ack has no answer of its own, but what is asked
-        after it on the same channel is answered after it.
+        """Ack these delivery tags, and wait until the server has processed the acks.
+
+        The server does not answer an ack. It processes the requests of a channel in order, so a
+        later `basic.qos` that is answered confirms the acks before it.
         """
         channel, wanted, upto = self._channel, set(tags), 0
         if channel is None:
             raise StoreUnavailable("the connection to RabbitMQ was lost")
-        for tag in self._tags:
+        for tag in self._unsettled_tags:
             if tag not in wanted:
                 break
             upto = tag
@@ -516,52 +548,54 @@ class RabbitSubscription:
                 if tag > upto:
                     await channel.basic_ack(tag, wait=False)
         for tag in wanted:
-            self._tags.pop(tag, None)
-        self._written += 1
-        mine = self._written
-        async with self._syncing:
-            if self._known >= mine:
+            self._unsettled_tags.pop(tag, None)
+        self._acks_sent += 1
+        mine = self._acks_sent
+        async with self._qos_lock:
+            if self._acks_confirmed >= mine:
                 return
-            upto = self._written
+            upto = self._acks_sent
             with self.broker.consuming.outage():
-                async with asyncio.timeout(ANSWER):
+                async with asyncio.timeout(RESPONSE_TIMEOUT):
                     await channel.basic_qos(prefetch_count=1)
-            self._known = upto
+            self._acks_confirmed = upto
 
     def holds(self, delivery: Delivery) -> bool:
-        """Is the lease still ours? Known without asking: it ends with the channel."""
-        return delivery.token == self._epoch and delivery.position in self._out and self.alive
+        """Return True if the lease is valid. Needs no request: a lease ends with its channel."""
+        return (
+            delivery.token == self._epoch and delivery.position in self._handed_out and self.alive
+        )
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
         return [self.holds(d) for d in deliveries]
 
     async def hold(self, until: Mapping[str, float]) -> None:
-        """RabbitMQ cannot keep a key back (caps.hold_keys)."""
+        """Do nothing: RabbitMQ cannot delay the messages of a key (caps.hold_keys)."""
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- background tasks and closing --------------------------------------------------------------
 
     def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(self._quietly(work))
+        task = asyncio.get_running_loop().create_task(self._run_ignoring_outage(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _quietly(self, work: Any) -> None:
-        """A lost connection needs no second report: the next question is answered with it."""
+    async def _run_ignoring_outage(self, work: Any) -> None:
+        """Run `work` and ignore an outage, which the next `receive` or `settle` reports."""
         try:
             await work()
-        except (StoreUnavailable, *TROUBLE):
-            self._wake.set()
+        except (StoreUnavailable, *CONNECTION_ERRORS):
+            self._changed.set()
 
     async def close(self) -> None:
         if self._closed:
             return
-        if self._watch is not None:
-            self._watch.cancel()
-        await self._quietly(self._stand_down)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        await self._run_ignoring_outage(self._return_prefetched)
         self._closed = True
         self._drop_timers()
         for task in list(self._tasks):
             task.cancel()
         if self._channel is not None and self.alive:
-            await self._quietly(partial(self._hang_up, self._channel))
+            await self._run_ignoring_outage(partial(self._close_channel, self._channel))
         self.broker.subscriptions.discard(self)

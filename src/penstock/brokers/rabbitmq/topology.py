@@ -1,12 +1,17 @@
-"""What Penstock declares on RabbitMQ: names, routing keys, the delay ladder and the arguments of
-every queue, as values. Nothing is sent from here.
+"""Exchanges, routing keys, queues and queue arguments that Penstock declares on RabbitMQ.
 
-Three topic exchanges per namespace. `<ns>` takes what is published, with routing keys by stage,
-class and target: `requests.normal.shop.example`. `<ns>.delay` takes what must wait, the level
-first: `5s.requests.normal.shop.example`. A level's queue has one time to live for all that is in
-it, so what is due first is at its head and nothing waits behind another's delay; what has expired
-goes to `<ns>.due`, and from there to the queues that it was meant for. A message for one group only
-(a retry) has `normal@main` in the place of `normal`.
+Sends no requests.
+
+A namespace has three topic exchanges:
+
+- `<ns>` takes published messages. The routing key is the topic, the priority class and the target:
+  `requests.normal.shop.example`.
+- `<ns>.delay` takes delayed messages. The routing key starts with the delay level:
+  `5s.requests.normal.shop.example`. All messages of a delay queue have the same time to live, so
+  messages expire in the order of the queue.
+- `<ns>.due` takes expired messages and routes them to their work queues.
+
+A message for one group only (a retry) has `normal@main` in place of `normal`.
 """
 
 from __future__ import annotations
@@ -32,53 +37,56 @@ LEVELS = (
     (21600.0, "6h"),
 )
 DEAD = ".dead"
-# A back-stop far away: the ledger judges poison by its own starts, and up to 4.2 the server counts
-# every return, innocent ones too.
+# High, because the ledger detects poison by its own count of starts, and RabbitMQ before 4.3 counts
+# every return as a delivery.
 DELIVERY_LIMIT = 10_000
-DEAD_KEPT = (
-    14 * 86400.0
-)  # seconds; the letters themselves are in the ledger, these are copies for other tools
+# Seconds. The ledger keeps the dead letters. The queue has copies of them for other tools.
+DEAD_RETENTION = 14 * 86400.0
 MAX_ROUTING_KEY = 255  # bytes, by the protocol
 QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
-# Both are needed for a dead-lettering that loses nothing (the source is told when the target has
-# it), and it exists since 3.10.
-SAFELY: dict[str, Any] = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
+# Both are needed for dead-lettering without loss: the source queue keeps a message until the target
+# queue confirms it. Available since RabbitMQ 3.10.
+AT_LEAST_ONCE: dict[str, Any] = {
+    "x-dead-letter-strategy": "at-least-once",
+    "x-overflow": "reject-publish",
+}
 
 
 class Queue(msgspec.Struct, frozen=True):
+    """A queue to declare."""
+
     name: str
     arguments: dict[str, Any]
     bindings: tuple[tuple[str, str], ...]  # (exchange, pattern)
 
 
-def word(name: str) -> str:
-    """A name as one word of a routing key: dots separate words there, and `*` and `#` stand for
-    any.
-    """
+def escape_name(name: str) -> str:
+    """Escape a name as one word of a routing key, where dots, `*` and `#` have a meaning."""
     return re.sub(r"[^A-Za-z0-9_:-]", lambda m: ":" if m[0] == "." else f"%{ord(m[0]):02X}", name)
 
 
-def ranks(topic: str) -> tuple[int, ...]:
-    """The classes a topic has queues for. Dead letters are for looking at: one queue is enough."""
+def priority_classes(topic: str) -> tuple[int, ...]:
+    """Return the priority classes of a topic. Dead letters have one: they are only inspected."""
     return (NORMAL,) if topic.endswith(DEAD) else tuple(range(len(CLASSES)))
 
 
-def rank_of(topic: str, priority: int) -> int:
-    """A number that no class has would never be asked for."""
+def clamp_priority(topic: str, priority: int) -> int:
+    """Clamp `priority` to a known class. A message with an unknown class is never received."""
     return NORMAL if topic.endswith(DEAD) else min(max(priority, 0), len(CLASSES) - 1)
 
 
 def level_for(seconds: float) -> str | None:
-    """The longest level that does not last (noticeably) longer than this; None: too short for any,
-    to be waited for in memory.
+    """Return the longest delay level that is at most 1 % and 50 ms longer than `seconds`.
+
+    Return None if there is no such level. Then the message waits in memory.
     """
-    bearable = seconds * 1.01 + 0.05
-    fitting = [name for length, name in LEVELS if length <= bearable]
+    limit = seconds * 1.01 + 0.05
+    fitting = [name for length, name in LEVELS if length <= limit]
     return fitting[-1] if fitting else None
 
 
 class Names:
-    """Everything's name in one namespace."""
+    """Names of the exchanges, queues and routing keys of one namespace."""
 
     def __init__(self, namespace: str, *, delivery_limit: int = DELIVERY_LIMIT) -> None:
         self.delivery_limit = delivery_limit
@@ -92,26 +100,26 @@ class Names:
         )
         self.exchanges = (self.exchange, self.delay, self.due)
 
-    def queue(self, topic: str, group: str, rank: int) -> str:
-        return f"{self.namespace}.{topic}/{group}.{CLASSES[rank]}"
+    def queue(self, topic: str, group: str, priority: int) -> str:
+        return f"{self.namespace}.{topic}/{group}.{CLASSES[priority]}"
 
-    def waiting(self, topic: str, level: str) -> str:
+    def delay_queue(self, topic: str, level: str) -> str:
         return f"{self.namespace}.{topic}/delay.{level}"
 
     def key(
         self,
         topic: str,
-        rank: int,
+        priority: int,
         target: str,
         *,
         group: str | None = None,
         level: str | None = None,
     ) -> str:
-        to = CLASSES[rank] if group is None else f"{CLASSES[rank]}@{word(group)}"
+        to = CLASSES[priority] if group is None else f"{CLASSES[priority]}@{escape_name(group)}"
         path = (
-            f"{word(topic)}.{to}.{target}"
+            f"{escape_name(topic)}.{to}.{target}"
             if level is None
-            else f"{level}.{word(topic)}.{to}.{target}"
+            else f"{level}.{escape_name(topic)}.{to}.{target}"
         )
         raw = path.encode("utf-8", "replace")
         return (
@@ -120,9 +128,9 @@ class Names:
             else raw[:MAX_ROUTING_KEY].decode("utf-8", "ignore")
         )
 
-    def work(self, spec: TopicSpec) -> Iterator[Queue]:
-        """The queues that workers consume: one for each group and class."""
-        topic = word(spec.name)
+    def work_queues(self, spec: TopicSpec) -> Iterator[Queue]:
+        """Yield the queues that workers consume, one for each group and priority class."""
+        topic = escape_name(spec.name)
         arguments = {
             **QUORUM,
             "x-delivery-limit": self.delivery_limit,
@@ -131,36 +139,36 @@ class Names:
         if spec.max_depth is not None:
             arguments["x-max-length"] = spec.max_depth
         if spec.name.endswith(DEAD):
-            arguments["x-message-ttl"] = int(DEAD_KEPT * 1000)
+            arguments["x-message-ttl"] = int(DEAD_RETENTION * 1000)
         else:
             arguments |= {
-                **SAFELY,
+                **AT_LEAST_ONCE,
                 "x-dead-letter-exchange": self.exchange,
                 "x-dead-letter-routing-key": self.key(spec.name + DEAD, NORMAL, "limit"),
             }
         for group in spec.groups:
-            for rank in ranks(spec.name):
-                to = CLASSES[rank]
-                one = f"{to}@{word(group)}"
+            for priority in priority_classes(spec.name):
+                to = CLASSES[priority]
+                one = f"{to}@{escape_name(group)}"
                 bindings = (
                     (self.exchange, f"{topic}.{to}.#"),
                     (self.exchange, f"{topic}.{one}.#"),
                     (self.due, f"*.{topic}.{to}.#"),
                     (self.due, f"*.{topic}.{one}.#"),
                 )
-                yield Queue(self.queue(spec.name, group, rank), arguments, bindings)
+                yield Queue(self.queue(spec.name, group, priority), arguments, bindings)
 
-    def ladder(self, topic: str) -> Iterator[Queue]:
-        """The queues that nobody consumes: what is in them comes out at the other end when its time
-        is over.
-        """
+    def delay_queues(self, topic: str) -> Iterator[Queue]:
+        """Yield the delay queues. They have no consumers: expired messages go to `<ns>.due`."""
         for length, level in LEVELS:
             arguments = {
                 **QUORUM,
-                **SAFELY,
+                **AT_LEAST_ONCE,
                 "x-message-ttl": int(length * 1000),
                 "x-dead-letter-exchange": self.due,
             }
             yield Queue(
-                self.waiting(topic, level), arguments, ((self.delay, f"{level}.{word(topic)}.#"),)
+                self.delay_queue(topic, level),
+                arguments,
+                ((self.delay, f"{level}.{escape_name(topic)}.#"),),
             )

@@ -1,10 +1,13 @@
-"""Redis Streams as a broker: leases, fencing, delays, priorities, order and fairness between keys;
-each call is one script. The Lua is in redis_scripts.
+"""Redis Streams broker: leases, fencing, delays, priorities, order per key and fairness.
 
-`ok` is as safe as the server's `appendfsync`: with `always` nothing is lost; with `everysec` a kill
-or a power cut may take the last second or two, since Redis answers before it writes while a sync is
-under way. A lease is the idle time of an entry in the group's pending list, by the server's clock;
-the members of a group have one length of it.
+Each call is one Lua script. See `scripts` for the Lua code.
+
+`ok` is as durable as the server's `appendfsync`. With `always` no message is lost. With `everysec`
+a kill or a power cut may lose the last one or two seconds. The reason is that Redis answers before
+it writes while a sync is running.
+
+A lease is the idle time of an entry in the group's pending list, by the server's clock. All members
+of a group must use the same lease.
 """
 
 from __future__ import annotations
@@ -36,10 +39,13 @@ from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Lost, Server
 
 CLASSES = ("high", "normal", "low")
-EPOCH = 1_577_836_800_000  # positions count from 2020, so that they fit 63 bits for a long time
-# seconds; a publish wakes a waiting receiver at once, what others give back is noticed by asking
-LOOK = 1.0
-SORTING = 20  # thousands that one look at the figures sorts at most; beyond it they are not exact
+# Milliseconds of the start of 2020. Positions count from it, so that they fit into 63 bits.
+EPOCH = 1_577_836_800_000
+# Seconds between two polls of a waiting `receive`. A publish wakes it earlier, but a message that
+# another worker releases does not.
+POLL_INTERVAL = 1.0
+# Thousands of unread entries that one `stats` call sorts. With more, the figures are not exact.
+MAX_SORT_ROUNDS = 20
 CAPS = Capabilities(
     order_per_key="emulated",
     strict_priority="none",
@@ -54,19 +60,22 @@ CAPS = Capabilities(
 )
 
 
-def position(rank: int, entry: bytes) -> int:
-    """The stream's own id (milliseconds and a number) with the class, in one integer."""
+def position(priority: int, entry: bytes) -> int:
+    """Combine an entry id (milliseconds and a number) and the priority class in one integer."""
     ms, _, seq = entry.partition(b"-")
-    return ((int(ms) - EPOCH) << 23) | (int(seq) << 2) | rank
+    return ((int(ms) - EPOCH) << 23) | (int(seq) << 2) | priority
 
 
 def entry_of(position: int) -> tuple[str, str]:
-    """(class, entry id) of a position."""
+    """Return the priority class and the entry id of a position."""
     return CLASSES[position & 3], f"{(position >> 23) + EPOCH}-{(position >> 2) & 0x1FFFFF}"
 
 
 def base_of(prefix: str, topic: str) -> str:
-    """One hash tag for a topic and its dead letters, so that one script may touch both."""
+    """Return the key prefix of a topic.
+
+    A topic and its dead letters have the same hash tag, so that one script may write to both.
+    """
     root = topic
     while root.endswith(".dead"):
         root = root.removesuffix(".dead")
@@ -113,7 +122,8 @@ class RedisBroker:
             )
             if (found == b"1") != t.ordered:
                 drift.append(
-                    f"topic {t.name}: ordered is {found == b'1'} on the server and {t.ordered} in the configuration; use another name to change that"
+                    f"topic {t.name}: ordered is {found == b'1'} on the server and {t.ordered}"
+                    " in the configuration; use another name to change that"
                 )
         return drift
 
@@ -122,16 +132,16 @@ class RedisBroker:
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         if not batch:
             return []
-        places: dict[str, list[int]] = defaultdict(list)
+        indexes: dict[str, list[int]] = defaultdict(list)
         args: dict[str, list[Argument]] = defaultdict(list)
         answers = [Published.FAILED] * len(batch)
         for i, m in enumerate(batch):
             try:
                 id_, key = m.id.encode(), m.key.encode()
                 headers = msgspec.json.encode(m.headers) if m.headers else b""
-            except UnicodeEncodeError:  # half a character: nobody could ever give it back unchanged
+            except UnicodeEncodeError:  # a lone surrogate cannot be stored
                 continue
-            places[m.topic].append(i)
+            indexes[m.topic].append(i)
             due: Argument = int(m.not_before * 1000) if m.not_before else b""
             args[m.topic] += (
                 min(max(m.priority, 0), len(CLASSES) - 1),
@@ -141,31 +151,31 @@ class RedisBroker:
                 due,
                 m.body,
             )
-        calls = [(lua.PUBLISH, [self.base(topic)], args[topic]) for topic in places]
+        calls = [(lua.PUBLISH, [self.base(topic)], args[topic]) for topic in indexes]
         try:
             replies = await self.server.run_all(calls)
         except Lost:
             return [Published.UNKNOWN] * len(batch)
-        for where, reply in zip(places.values(), replies, strict=True):
-            if isinstance(reply, OutOfMemoryError):  # decided before anything was written
-                reply = b"f" * len(where)
+        for topic_indexes, reply in zip(indexes.values(), replies, strict=True):
+            if isinstance(reply, OutOfMemoryError):  # raised before any message was written
+                reply = b"f" * len(topic_indexes)
             elif isinstance(reply, RedisError):
                 if len(replies) == 1:
                     raise self.server.explained(reply)
                 continue
-            for i, letter in zip(where, reply, strict=True):
-                answers[i] = Published.OK if letter == ord("o") else Published.FULL
+            for i, code in zip(topic_indexes, reply, strict=True):
+                answers[i] = Published.OK if code == ord("o") else Published.FULL
         return answers
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         return RedisSubscription(self, topic, group, owner, lease)
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- stats, peek, purge and replay -------------------------------------------------------------
 
     async def stats(self, topic: str, group: str) -> Stats:
-        for _ in range(
-            SORTING
-        ):  # what is delayed is only known of what was read and sorted: a thousand at a time
+        # Whether an entry is delayed is known only after it was read and sorted. Each call of the
+        # script sorts a thousand entries.
+        for _ in range(MAX_SORT_ROUNDS):
             ready, delayed, in_flight, dead, age, exact = await self.server.run(
                 looking.STATS, [self.base(topic)], group
             )
@@ -193,14 +203,14 @@ class RedisBroker:
                 key=_text(key),
                 body=body,
                 headers=_headers(headers),
-                priority=rank,
+                priority=priority,
                 not_before=due / 1000,
             )
-            for rank, _, id_, key, headers, body, due in rows[:limit]
+            for priority, _, id_, key, headers, body, due in rows[:limit]
         ]
 
     async def purge(self, topic: str) -> int:
-        """What waits goes, and history with it; what is in flight stays."""
+        """Delete the waiting messages and the history. Messages in flight are kept."""
         removed: dict[bytes, int] = defaultdict(int)
         done = 0
         while not done:
@@ -225,6 +235,8 @@ class RedisBroker:
 
 
 class RedisSubscription:
+    """Implements ports.Subscription."""
+
     def __init__(
         self, broker: RedisBroker, topic: str, group: str, owner: str, lease: float
     ) -> None:
@@ -237,7 +249,8 @@ class RedisSubscription:
         )
         self._server, self._keys = broker.server, [broker.base(topic)]
         self._streams = [f"{broker.base(topic)}:{name}" for name in CLASSES]
-        self._place = 0  # handed out so far: whose turn it is
+        # deliveries so far. The number decides the next shares of the priority classes.
+        self._delivered_count = 0
 
     async def receive(
         self, limit: int, wait: float, *, per_key: int | None = None
@@ -253,15 +266,15 @@ class RedisSubscription:
                 self.lease,
                 limit,
                 min(per_key or limit, limit),
-                *shares(self._place, limit),
+                *shares(self._delivered_count, limit),
             )
             if reply[0]:
                 return self._deliveries(reply)
             left = until - clock.now()
             if left <= 0:
                 break
-            pause = int(min(left, reply[1] / 1000, LOOK) * 1000)
-            if pause > 0:  # ends early when something is published
+            pause = int(min(left, reply[1] / 1000, POLL_INTERVAL) * 1000)
+            if pause > 0:  # a publish ends the wait early
                 await self._server.command(
                     "XREAD", "COUNT", 1, "BLOCK", pause, "STREAMS", *self._streams, *reply[2:]
                 )
@@ -277,15 +290,15 @@ class RedisSubscription:
                 key=_text(key),
                 body=body,
                 headers=_headers(headers),
-                position=position(rank, entry),
+                position=position(priority, entry),
                 token=token,
                 deliveries=count,
             )
-            for rank, entry, count, id_, key, headers, body in zip(
+            for priority, entry, count, id_, key, headers, body in zip(
                 *(reply[i::7] for i in range(2, 9)), strict=True
             )
         ]
-        self._place += len(got)
+        self._delivered_count += len(got)
         return got
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
@@ -309,10 +322,13 @@ class RedisSubscription:
                     verb, more = "dead", msgspec.json.encode(headers).decode()
             args += (*entry_of(d.position), d.token, verb, d.deliveries, more)
         reply: bytes = await self._server.run(lua.SETTLE, self._keys, self.group, *args)
-        return [letter == ord("1") for letter in reply]
+        return [code == ord("1") for code in reply]
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
-        """Idle time is what ends a lease, so it cannot end later than a whole lease from now."""
+        """Extend the leases by `seconds`, at most by one whole lease, which is the idle limit.
+
+        The result is False for each delivery whose lease was lost.
+        """
         if not deliveries:
             return []
         args: list[Argument] = []
@@ -322,7 +338,7 @@ class RedisSubscription:
         reply: bytes = await self._server.run(
             lua.EXTEND, self._keys, self.group, self.owner, idle, *args
         )
-        return [letter == ord("1") for letter in reply]
+        return [code == ord("1") for code in reply]
 
     async def hold(self, until: Mapping[str, float]) -> None:
         args: list[Argument] = []
@@ -332,13 +348,14 @@ class RedisSubscription:
             await self._server.run(lua.HOLD, self._keys, self.group, *args)
 
     async def close(self) -> None:
-        with suppress(PenstockError):  # the server sees to it in time
+        with suppress(PenstockError):  # a later `settle` removes consumers that are idle for 1 h
             await self._server.run(lua.LEAVE, self._keys, self.group, self.owner)
 
 
 def open_broker(url: str, context: Context) -> RedisBroker:
-    """No I/O: the server is asked by `ensure`. Our keys never expire, so only a server that evicts
-    any key is a danger to them.
+    """Create the broker without I/O. `ensure` sends the first request.
+
+    Broker keys never expire, so only a server that evicts keys without an expiry is refused.
     """
     return RedisBroker(
         Server(url, evictable=False), context.config.namespace or "penstock", context.clock

@@ -1,5 +1,6 @@
-"""What SQS is told and what it tells: its DSN, names of queues, messages as text, and its errors in
-our words. No connection is kept here.
+"""SQS formats: the URL, queue names, messages as text, and explanations of errors.
+
+Opens no connection.
 """
 
 from __future__ import annotations
@@ -35,28 +36,30 @@ from penstock.rules.masking import mask
 CLASSES = ("high", "normal", "low")
 NORMAL = 1
 DEAD = ".dead"
-NOTE = "penstock"  # the one message attribute that is ours
-LEAST_LIMIT = (
-    256 << 10
-)  # bytes of a message or a batch that every server takes; where a queue says more, more is used
-SQUEEZE = 32 << 10  # larger bodies are compressed
-EXPANDED = 64 << 20  # and none is larger than that
-EXAMPLE = "sqs://?region=eu-west-1, or sqs://key:secret@localhost:9324/?tls=false for a server of your own"
+ATTRIBUTE = "penstock"  # name of Penstock's message attribute
+# Bytes of a message or a batch that every server accepts. A queue may have a higher limit.
+MIN_SIZE_LIMIT = 256 << 10
+COMPRESS_ABOVE = 32 << 10  # bytes. Larger bodies are compressed.
+MAX_BODY = 64 << 20  # bytes of a decompressed body
+EXAMPLE = (
+    "sqs://?region=eu-west-1, or sqs://key:secret@localhost:9324/?tls=false for another server"
+)
 
 
-# -- the DSN ---------------------------------------------------------------------------------------
+# -- the URL ---------------------------------------------------------------------------------------
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the queues are, and how we ask for them."""
+class SqsAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed and checked URL."""
 
-    endpoint: str | None  # None: AWS
+    endpoint: str | None  # None for AWS
     region: str | None
     key: str | None
     secret: str | None
     prefix: str
     poll: int  # seconds of a long poll
-    receives: int  # after so many SQS itself gives a message up; 0: never
+    # receives after which SQS moves a message to the dead-letter queue, or 0 for never
+    receives: int
 
     @property
     def shown(self) -> str:
@@ -72,22 +75,22 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 _OPTIONS = ("region", "tls", "poll", "max_receives")
 
 
-def parse(url: str, namespace: str) -> Place:
-    """Raises ConfigError; shows no secret."""
+def parse(url: str, namespace: str) -> SqsAddress:
+    """Parse a URL. Raises ConfigError, which never shows the secret."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as e:
         raise ConfigError(
-            f"{mask(url)} is no SQS URL: {e}",
-            hint=f"{EXAMPLE}; write / + @ : in a secret as %2F %2B %40 %3A",
+            f"{mask(url)} is not an SQS URL: {e}",
+            hint=f"{EXAMPLE}. Write / + @ : in a secret as %2F %2B %40 %3A",
         ) from e
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options:
         if name not in _OPTIONS:
             near = difflib.get_close_matches(name, _OPTIONS, 1)
             raise ConfigError(
-                f"{mask(url)}: {name!r} is no option of an SQS URL",
+                f"{mask(url)}: there is no option {name!r}",
                 hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(_OPTIONS),
             )
     if bool(parts.username) != bool(parts.password):
@@ -100,15 +103,16 @@ def parse(url: str, namespace: str) -> Place:
         raise ConfigError(f"{mask(url)}: tls is {tls!r}", hint="tls=true or tls=false")
     name = parts.path.strip("/") or namespace or "penstock"
     own = f"[{host}]" if host and ":" in host else host
-    return Place(
+    return SqsAddress(
         endpoint=None
         if own is None
         else f"{'https' if tls == 'true' else 'http'}://{own}{f':{port}' if port else ''}",
         region=options.get("region") or ("elasticmq" if own else None),
         key=unquote(parts.username) if parts.username else None,
         secret=unquote(parts.password) if parts.password else None,
-        prefix=re.sub(r"[^A-Za-z0-9_-]", "-", name) if len(name) <= 24 else _short(name, 24),
-        poll=_number(url, options, "poll", 2, 1, 20),  # also how long a worker takes to leave
+        prefix=re.sub(r"[^A-Za-z0-9_-]", "-", name) if len(name) <= 24 else _shorten(name, 24),
+        # A worker that ends waits for its polls, so this is also a part of its shutdown time.
+        poll=_number(url, options, "poll", 2, 1, 20),
         receives=_number(url, options, "max_receives", 1000, 0, 1000),
     )
 
@@ -125,35 +129,36 @@ def _number(url: str, options: dict[str, str], name: str, default: int, low: int
 # -- names -----------------------------------------------------------------------------------------
 
 
-class Where(msgspec.Struct, frozen=True):
-    """One queue: SQS has no groups and no priorities, so each class of each group has its own."""
+class QueueId(msgspec.Struct, frozen=True):
+    """One queue. SQS has no groups and no priorities, so each class of each group has a queue."""
 
     topic: str
     group: str
-    rank: int
+    priority: int
 
 
-def lanes(topic: str, group: str) -> list[Where]:
-    """The queues of a group, most urgent first. Dead letters are all alike."""
+def group_queues(topic: str, group: str) -> list[QueueId]:
+    """Return the queues of a group, most urgent first. Dead letters have one priority class."""
     return (
-        [Where(topic, group, NORMAL)]
+        [QueueId(topic, group, NORMAL)]
         if topic.endswith(DEAD)
-        else [Where(topic, group, rank) for rank in range(len(CLASSES))]
+        else [QueueId(topic, group, priority) for priority in range(len(CLASSES))]
     )
 
 
-def dead_queue(topic: str) -> Where:
-    return Where(topic.removesuffix(DEAD) + DEAD, "main", NORMAL)
+def dead_queue(topic: str) -> QueueId:
+    return QueueId(topic.removesuffix(DEAD) + DEAD, "main", NORMAL)
 
 
-def queue_name(prefix: str, where: Where) -> str:
-    """`shop-requests-main`, `shop-requests-main-high`: at most 80 of the characters SQS takes, and
-    never the same for two.
+def queue_name(prefix: str, queue: QueueId) -> str:
+    """Return a unique queue name of at most 80 characters, all of which SQS allows.
+
+    Examples: `shop-requests-main`, `shop-requests-main-high`.
     """
     return (
-        topic_prefix(prefix, where.topic)
-        + group_name(where.group)
-        + ("" if where.rank == NORMAL else "-" + CLASSES[where.rank])
+        topic_prefix(prefix, queue.topic)
+        + group_name(queue.group)
+        + ("" if queue.priority == NORMAL else "-" + CLASSES[queue.priority])
     )
 
 
@@ -163,30 +168,32 @@ def topic_prefix(prefix: str, topic: str) -> str:
 
 
 def group_name(group: str) -> str:
-    """As SQS spells it; spelled again it stays the same."""
+    """Return the group's name in queue names. Applied again, it returns the same name."""
     return _part(group, 20)
 
 
 def groups_of(names: list[str], start: str) -> set[str]:
-    """Which groups queues of these names belong to; what only begins alike does not count."""
+    """Return the groups of the queues with these names. Ignore names of another form."""
     found = set()
     for name in names:
-        group, _, rank = name.removeprefix(start).partition("-")
-        if name.startswith(start) and group and rank in ("", *CLASSES):
+        group, _, priority = name.removeprefix(start).partition("-")
+        if name.startswith(start) and group and priority in ("", *CLASSES):
             found.add(group)
     return found
 
 
-def _part(text: str, most: int) -> str:
-    """`-` stays free to separate parts."""
+def _part(text: str, limit: int) -> str:
+    """Return `text` without `-`, which separates the parts of a queue name."""
     return (
-        text if re.fullmatch(rf"[A-Za-z0-9_]{{1,{most}}}(?<!_dead)", text) else _short(text, most)
+        text
+        if re.fullmatch(rf"[A-Za-z0-9_]{{1,{limit}}}(?<!_dead)", text)
+        else _shorten(text, limit)
     )
 
 
-def _short(text: str, most: int) -> str:
+def _shorten(text: str, limit: int) -> str:
     return (
-        re.sub(r"[^A-Za-z0-9]", "_", text)[: most - 7]
+        re.sub(r"[^A-Za-z0-9]", "_", text)[: limit - 7]
         + "_"
         + hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
     )
@@ -195,77 +202,81 @@ def _short(text: str, most: int) -> str:
 # -- messages --------------------------------------------------------------------------------------
 
 
-class Note(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What a message is, apart from its body; travels in an attribute, so that a body which is text
-    stays readable.
+class Attributes(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """All properties of a message except its body.
+
+    They are sent in a message attribute, so that a text body stays readable.
     """
 
     id: str
     key: str = ""
     prio: int = NORMAL
-    seq: int = 0  # when it was published, ns: SQS keeps no order, this restores some of it
-    after: float = 0.0  # not to be handed out before
-    code: str = ""  # of the body: text, b (base64) or z (base64 of zstd)
+    seq: int = 0  # publishing time in ns, used to sort messages because SQS keeps no order
+    after: float = 0.0  # not delivered before this time
+    code: str = ""  # encoding of the body: "" (text), b (base64) or z (base64 of zstd)
     headers: dict[str, str] = {}
 
 
-class Parcel(msgspec.Struct):
+class PackedMessage(msgspec.Struct):
+    """A message in the format of SQS."""
+
     body: str
-    note: str
-    size: int  # as SQS counts it
-    group: str  # on AWS, keys with much work then keep others waiting less
+    attributes: str
+    size: int  # bytes, as SQS counts them
+    group: str  # message group for AWS fair queues: keys with many messages delay others less
 
 
 _UNSAFE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _GROUP = re.compile(r"[!-~]{1,128}")
-_squeeze = zstandard.ZstdCompressor(level=3)
-_expand = zstandard.ZstdDecompressor()
-_note = msgspec.json.Decoder(Note).decode
-_write = msgspec.json.Encoder().encode
+_compressor = zstandard.ZstdCompressor(level=3)
+_decompressor = zstandard.ZstdDecompressor()
+_decode_attributes = msgspec.json.Decoder(Attributes).decode
+_encode_json = msgspec.json.Encoder().encode
 
 
-def pack(m: Out, seq: int, after: float) -> Parcel:
+def pack(m: Out, seq: int, after: float) -> PackedMessage:
     text, code = _text(m.body)
-    note = _write(
-        Note(
+    attributes = _encode_json(
+        Attributes(
             id=m.id, key=m.key, prio=m.priority, seq=seq, after=after, code=code, headers=m.headers
         )
     ).decode()
-    if _UNSAFE.search(note):
-        note = json.dumps(
-            json.loads(note)
-        )  # escaped: a few characters of Unicode are no text for SQS
+    if _UNSAFE.search(attributes):
+        # Escape all characters outside ASCII, because SQS does not accept some of them.
+        attributes = json.dumps(json.loads(attributes))
     size = (
         len(text if text.isascii() else text.encode())
-        + len(note.encode())
-        + len(NOTE)
+        + len(attributes.encode())
+        + len(ATTRIBUTE)
         + len("String")
     )
-    return Parcel(text, note, size, m.key if _GROUP.fullmatch(m.key) else "")
+    return PackedMessage(text, attributes, size, m.key if _GROUP.fullmatch(m.key) else "")
 
 
 def _text(body: bytes) -> tuple[str, str]:
-    if len(body) > SQUEEZE:
-        packed = _squeeze.compress(body)
-        if len(packed) < 0.7 * len(body):  # base64 takes a third
+    if len(body) > COMPRESS_ABOVE:
+        packed = _compressor.compress(body)
+        if len(packed) < 0.7 * len(body):  # base64 adds a third
             return base64.b64encode(packed).decode(), "z"
     try:
         text = body.decode()
     except UnicodeDecodeError:
         text = ""
     if not text or _UNSAFE.search(text):
-        return base64.b64encode(body).decode() or "=", "b"  # SQS refuses an empty one
+        return base64.b64encode(body).decode() or "=", "b"  # SQS refuses an empty body
     return text, ""
 
 
-def unpack(message: dict[str, Any]) -> tuple[Note, bytes]:
-    """Never raises: what is not ours is handed out as it is, and whoever reads it finds that it is
-    no envelope.
+def unpack(message: dict[str, Any]) -> tuple[Attributes, bytes]:
+    """Decode a message. Never raises.
+
+    The body of another program's message is returned unchanged. The worker then finds that it is
+    not an envelope.
     """
     text: str = message.get("Body", "")
     try:
-        note = _note(message["MessageAttributes"][NOTE]["StringValue"])
-        return note, _bytes(text, note.code)
+        attributes = _decode_attributes(message["MessageAttributes"][ATTRIBUTE]["StringValue"])
+        return attributes, _bytes(text, attributes.code)
     except (
         KeyError,
         msgspec.MsgspecError,
@@ -274,29 +285,38 @@ def unpack(message: dict[str, Any]) -> tuple[Note, bytes]:
         zstandard.ZstdError,
         ValueError,
     ):
-        return Note(id=message["MessageId"]), text.encode("utf-8", "surrogatepass")
+        return Attributes(id=message["MessageId"]), text.encode("utf-8", "surrogatepass")
 
 
 def _bytes(text: str, code: str) -> bytes:
     if code == "b":
         return b"" if text == "=" else base64.b64decode(text, validate=True)
     if code == "z":
-        return _expand.decompress(base64.b64decode(text, validate=True), max_output_size=EXPANDED)
+        return _decompressor.decompress(
+            base64.b64decode(text, validate=True), max_output_size=MAX_BODY
+        )
     return text.encode()
 
 
 def position(message_id: str) -> int:
-    """SQS has no positions; its ids are unique, and so are 63 bits of them."""
+    """Return 63 bits of a hash of the id. SQS has no positions, but its ids are unique."""
     return int.from_bytes(hashlib.blake2b(message_id.encode(), digest_size=8).digest(), "big") >> 1
 
 
 # -- errors ----------------------------------------------------------------------------------------
 
-_GONE = ("NonExistentQueue", "QueueDoesNotExist")
-_REFUSED = (
-    "InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch", "InvalidSignatureException", "InvalidAccessKeyId",
-    "IncompleteSignature", "MissingAuthenticationToken", "InvalidSecurity", "AuthFailure",
-)  # fmt: skip
+_MISSING = ("NonExistentQueue", "QueueDoesNotExist")
+_BAD_CREDENTIALS = (
+    "InvalidClientTokenId",
+    "UnrecognizedClientException",
+    "SignatureDoesNotMatch",
+    "InvalidSignatureException",
+    "InvalidAccessKeyId",
+    "IncompleteSignature",
+    "MissingAuthenticationToken",
+    "InvalidSecurity",
+    "AuthFailure",
+)
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
 _DENIED = (
     "AccessDenied",
@@ -320,57 +340,60 @@ _STALE = (
 )
 
 
-class Gone(StoreUnavailable):
-    """The queue is not there: never made, removed, or forgotten by a server that keeps nothing."""
+class QueueMissing(StoreUnavailable):
+    """The queue does not exist: never created, deleted, or lost by a server without storage."""
 
 
 class NotSent(StoreUnavailable):
-    """There was nobody to send it to, so nothing can have happened."""
+    """The request was certainly not sent."""
 
 
 class Rejected(StoreUnavailable):
-    """The server understood and declined: asking again in the same way is of no use."""
+    """The server refused the request. Repeating the same request cannot succeed."""
 
 
 def code_of(e: ClientError) -> str:
-    """Without the service's name, which some servers and older protocols put before it."""
+    """Return the error code without the service name that some servers put before it."""
     error = e.response.get("Error", {})
-    named = re.search(
-        r"<Code>(\w+)</Code>", str(error.get("Message", ""))
-    )  # the answer of an older protocol, taken for a text
+    # The client took an XML answer of the older protocol for a text.
+    named = re.search(r"<Code>(\w+)</Code>", str(error.get("Message", "")))
     return named[1] if named else str(error.get("Code", "")).rpartition(".")[2]
 
 
-def stale(failed: dict[str, Any]) -> bool:
-    """Is this entry of a batch refused for good (the receipt is another's, or the message is gone),
-    or may it be tried again?
+def is_permanent(failed: dict[str, Any]) -> bool:
+    """Return True if SQS refused this entry of a batch permanently, False if it may be retried.
+
+    The receipt handle is outdated, or the message is deleted.
     """
     return (
         bool(failed.get("SenderFault")) or str(failed.get("Code", "")).rpartition(".")[2] in _STALE
     )
 
 
-def outage(e: Exception, place: Place) -> StoreUnavailable:
-    """While running: whoever is told waits and tries again."""
+def outage(e: Exception, address: SqsAddress) -> StoreUnavailable:
+    """Return the error of a request at run time. The caller waits and retries."""
     if isinstance(e, ClientError):
         code, status = code_of(e), e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
-        said = f"{place.shown} answers {e.operation_name} with {code or status}: {e.response.get('Error', {}).get('Message', '')}"
-        if code in _GONE:
-            return Gone(said)
-        return StoreUnavailable(said) if status >= 500 or code in _BUSY else Rejected(said)
-    # Nobody to connect to proves nothing: this may be the client's third try, and its first may
-    # have arrived.
+        text = (
+            f"{address.shown} answers {e.operation_name} with {code or status}:"
+            f" {e.response.get('Error', {}).get('Message', '')}"
+        )
+        if code in _MISSING:
+            return QueueMissing(text)
+        return StoreUnavailable(text) if status >= 500 or code in _BUSY else Rejected(text)
+    # A failed connection does not prove that the request was not sent. It may be the client's third
+    # attempt, and the first attempt may have arrived.
     kind = NotSent if isinstance(e, NoCredentialsError) else StoreUnavailable
-    return kind(f"{place.shown} cannot be reached: {e}")
+    return kind(f"{address.shown} cannot be reached: {e}")
 
 
-def at_start(e: Exception, place: Place) -> PenstockError:
-    """The first contact: one sentence each, and what to do about it."""
+def start_error(e: Exception, address: SqsAddress) -> PenstockError:
+    """Return the error of the first request, with an explanation and a next step."""
     cause = e.__cause__ if isinstance(e, StoreUnavailable) and e.__cause__ is not None else e
     match cause:
         case NoCredentialsError() | PartialCredentialsError():
             return ConfigError(
-                "there are no AWS credentials for SQS",
+                "found no AWS credentials for SQS",
                 hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or write sqs://key:secret@…",
             )
         case NoRegionError() | InvalidRegionError():
@@ -384,41 +407,43 @@ def at_start(e: Exception, place: Place) -> PenstockError:
             )
         case SSLError() if "CERTIFICATE_VERIFY_FAILED" in str(cause):
             return Unreachable(
-                f"the certificate of {place.shown} is not trusted here",
-                hint="set AWS_CA_BUNDLE to a file with its certificate authority",
+                f"the certificate of {address.shown} is not trusted here",
+                hint="set AWS_CA_BUNDLE to a file with the CA of the certificate",
             )
         case SSLError():
             return Unreachable(
-                f"{place.shown} does not answer with TLS",
-                hint="add tls=false to the URL if it speaks plain HTTP",
+                f"{address.shown} does not answer with TLS",
+                hint="add tls=false to the URL if the server uses plain HTTP",
             )
         case ClientError():
-            return _refusal(cause, place)
+            return _explain(cause, address)
         case EndpointConnectionError() | ConnectTimeoutError():
             return Unreachable(
-                f"{place.shown} cannot be reached",
-                hint="check host and port, and that it runs; for AWS, check region and network",
+                f"{address.shown} cannot be reached",
+                hint="check host and port, and that the server runs."
+                " For AWS, check region and network",
             )
         case BotoCoreError() | StoreUnavailable():
             return Unreachable(
-                f"{place.shown} does not answer as SQS does",
-                hint="check host, port and tls=; the server's log may tell more",
+                f"{address.shown} does not answer as SQS does",
+                hint="check host, port and tls=, and read the server's log",
             )
     return Unreachable(
-        f"{place.shown} cannot be used: {cause}", hint="check host and port, and that it runs"
+        f"{address.shown} cannot be used: {cause}",
+        hint="check host and port, and that the server runs",
     )
 
 
-def _refusal(e: ClientError, place: Place) -> PenstockError:
+def _explain(e: ClientError, address: SqsAddress) -> PenstockError:
     code = code_of(e)
-    if code in _REFUSED:
+    if code in _BAD_CREDENTIALS:
         return Unreachable(
-            f"{place.shown} does not know these credentials ({code})",
-            hint="check key and secret, in the URL or in AWS_ACCESS_KEY_ID and so on",
+            f"{address.shown} does not know these credentials ({code})",
+            hint="check key and secret in the URL, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         )
     if code in _EXPIRED:
         return Unreachable(
-            f"{place.shown} says that the credentials have expired",
+            f"{address.shown} reports that the credentials have expired",
             hint="log in again (aws sso login), or renew AWS_SESSION_TOKEN",
         )
     if code in _DENIED:
@@ -427,8 +452,8 @@ def _refusal(e: ClientError, place: Place) -> PenstockError:
             "ReceiveMessage, ChangeMessageVisibility, DeleteMessage, PurgeQueue"
         )
         return Unreachable(
-            f"{place.shown} does not allow sqs:{e.operation_name}",
-            hint=f"allow {actions} on {place.prefix}-*",
+            f"{address.shown} does not allow sqs:{e.operation_name}",
+            hint=f"allow {actions} on {address.prefix}-*",
         )
     if code in (
         "",
@@ -440,10 +465,11 @@ def _refusal(e: ClientError, place: Place) -> PenstockError:
         "UnknownOperationException",
     ):
         return Unreachable(
-            f"{place.shown} does not answer as SQS does ({code or 'no error code'})",
+            f"{address.shown} does not answer as SQS does ({code or 'no error code'})",
             hint="check host, port and tls=",
         )
     return Unreachable(
-        f"{place.shown} answers {e.operation_name} with {code}: {e.response['Error'].get('Message', '')}",
+        f"{address.shown} answers {e.operation_name} with {code}:"
+        f" {e.response['Error'].get('Message', '')}",
         hint="check the URL of the broker",
     )

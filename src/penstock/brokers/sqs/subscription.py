@@ -1,6 +1,4 @@
-"""Receiving from SQS: classes in turn, long polls for those that are empty, leases that are also
-known here, and settling.
-"""
+"""SQS subscription: shares per priority class, long polls for empty queues, leases and settling."""
 
 from __future__ import annotations
 
@@ -15,80 +13,86 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.brokers.sqs import message as wire
-from penstock.brokers.sqs.message import NOTE, Place, Where
+from penstock.brokers.sqs.message import ATTRIBUTE, QueueId, SqsAddress
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
 from penstock.rules.priority import shares
 
-BATCH = 10  # what SQS gives at once
-WIDEST = 16  # polls of one queue at once, while it is full
-SURPLUS = (
-    256  # messages looked at beyond what was asked for, to find other keys behind a crowded one
-)
-KEPT = 64  # of those, kept for the next call
-ASIDE = 5  # seconds for which the rest of them is hidden: at once they would only come again
-SITTING = 2.0  # seconds for which something stays here that nobody asks for
-LONGEST = 12 * 3600 - 60  # seconds from its receipt for which SQS hides a message at most
+BATCH = 10  # messages in one request, a limit of SQS
+MAX_PARALLEL_POLLS = 16  # concurrent polls of one queue while it has many messages
+# Messages that one call receives beyond its limit, to find other keys if one key has many messages.
+MAX_EXTRA = 256
+MAX_PREFETCHED = 64  # messages of one queue that are kept for the next call
+# Seconds for which SQS hides the others. Without it, SQS would deliver them again immediately.
+EXTRA_HIDDEN = 5
+PREFETCH_HOLD = 2.0  # seconds. Then prefetched messages that no call requested are returned to SQS.
+# Seconds after its receipt for which SQS can hide a message: 12 hours, minus a margin.
+MAX_HIDDEN = 12 * 3600 - 60
 log = logging.getLogger("penstock.sqs")
 
 
-class Queues(Protocol):
-    """What a subscription needs of its broker."""
+class ParentBroker(Protocol):
+    """Attributes and methods of the broker that a subscription uses."""
 
-    place: Place
+    address: SqsAddress
     clock: Clock
 
-    async def on(self, where: Where, operation: str, **arguments: Any) -> dict[str, Any]: ...
-    async def each(
-        self, where: Where, operation: str, entries: Sequence[dict[str, Any]]
+    async def call_queue(
+        self, queue: QueueId, operation: str, **arguments: Any
+    ) -> dict[str, Any]: ...
+    async def call_batch(
+        self, queue: QueueId, operation: str, entries: Sequence[dict[str, Any]]
     ) -> list[bool | None]: ...
-    async def send(self, items: Sequence[tuple[Out, Sequence[Where]]]) -> list[Published]: ...
-    def left(self, sub: Any) -> None: ...
+    async def send(self, items: Sequence[tuple[Out, Sequence[QueueId]]]) -> list[Published]: ...
+    def remove_subscription(self, sub: Any) -> None: ...
 
 
-class _Held(msgspec.Struct):
-    """A message that is ours for a time."""
+class _HeldMessage(msgspec.Struct):
+    """A message under a lease of this subscription."""
 
-    where: Where
+    queue: QueueId
     receipt: str
-    taken: float  # loop time
-    until: float
+    received_at: float  # time of the event loop
+    until: float  # end of the lease, by the time of the event loop
     seq: int
     delivery: Delivery
 
 
-class _Lane(msgspec.Struct):
-    """One class. While it is wet it is asked on demand; once it gave less than it was asked for, a
-    long poll watches it.
+class _QueueState(msgspec.Struct):
+    """State of one queue, which holds one priority class of the group.
+
+    While `has_more` is set, the queue is polled on demand. When a poll returns fewer messages than
+    requested, a long poll waits for new messages.
     """
 
-    where: Where
-    wet: bool = True
-    width: int = 1
-    spare: list[_Held] = []
-    watch: asyncio.Task[None] | None = None
+    queue: QueueId
+    has_more: bool = True
+    parallel_polls: int = 1
+    prefetched: list[_HeldMessage] = []
+    long_poll: asyncio.Task[None] | None = None
 
 
 class SqsSubscription:
-    """Implements ports.Subscription. No poll is ever cancelled on the way: what SQS had handed out
-    to it would be hidden for a whole lease.
+    """Implements ports.Subscription.
+
+    A poll is never cancelled while it runs. Its messages would stay hidden for a whole lease.
     """
 
-    def __init__(self, broker: Queues, topic: str, group: str, lease: float) -> None:
+    def __init__(self, broker: ParentBroker, topic: str, group: str, lease: float) -> None:
         self.broker, self.topic, self.group, self.lease = broker, topic, group, lease
-        self._lanes = [_Lane(w, spare=[]) for w in wire.lanes(topic, group)]
+        self._states = [_QueueState(w, prefetched=[]) for w in wire.group_queues(topic, group)]
         self._tokens = itertools.count(1)
-        self._out: dict[int, _Held] = {}
-        self._done: set[int] = (
-            set()
-        )  # settled by a call that failed for others: the next one is told so
-        self._places = 0
+        self._handed_out: dict[int, _HeldMessage] = {}
+        # Tokens that a `settle` call settled before it failed for other items. The next call
+        # returns True for them.
+        self._settled_before: set[int] = set()
+        self._delivered_count = 0  # the number decides the next shares of the priority classes
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._landed = asyncio.Event()
-        self._trouble: StoreUnavailable | None = None
-        self._tidy: asyncio.TimerHandle | None = None
-        self._swept = 0.0
+        self._changed = asyncio.Event()
+        self._outage: StoreUnavailable | None = None
+        self._return_timer: asyncio.TimerHandle | None = None
+        self._last_sweep = 0.0
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -97,255 +101,276 @@ class SqsSubscription:
     ) -> Sequence[Delivery]:
         now = asyncio.get_running_loop().time
         until = now() + wait
-        self._stay()
-        self._sweep(now())
-        self._trouble = None  # of a poll that nobody waited for
+        self._cancel_return()
+        self._drop_expired(now())
+        self._outage = None  # drop the error of an earlier poll
         batch = _Batch(limit, per_key or limit, self._quotas(limit))
         try:
             while True:
-                self._landed.clear()
-                await self._gather(batch)
+                self._changed.clear()
+                await self._fill(batch)
                 left = until - now()
                 if batch.got or left <= 0:
                     return self._hand_out(batch)
-                self._watch(self._lanes, limit)
+                self._start_long_polls(self._states, limit)
                 try:
                     async with asyncio.timeout(left):
-                        await self._landed.wait()
+                        await self._changed.wait()
                 except TimeoutError:
-                    until = now()  # one last look at what is here
-                self._complain()
-        except BaseException:  # cancelled, or an outage after the first part: nobody gets these, so they are here for the next call
+                    until = now()  # then one last check of the prefetched messages
+                self._raise_outage()
+        except BaseException:
+            # Cancelled, or an outage after the first part. Keep the messages for the next call.
             for held in batch.got:
-                next(lane for lane in self._lanes if lane.where == held.where).spare.append(held)
+                next(
+                    state for state in self._states if state.queue == held.queue
+                ).prefetched.append(held)
             raise
         finally:
-            self._leave()
+            self._schedule_return()
 
-    def _complain(self) -> None:
-        trouble, self._trouble = self._trouble, None
-        if trouble is not None:
-            raise trouble
+    def _raise_outage(self) -> None:
+        outage, self._outage = self._outage, None
+        if outage is not None:
+            raise outage
 
     def _hand_out(self, batch: _Batch) -> list[Delivery]:
-        self._places += len(batch.got)
-        self._watch([lane for lane in self._lanes if not lane.wet], batch.limit)
+        self._delivered_count += len(batch.got)
+        self._start_long_polls([state for state in self._states if not state.has_more], batch.limit)
         for held in batch.got:
-            self._out[held.delivery.token] = held
+            self._handed_out[held.delivery.token] = held
         return [held.delivery for held in sorted(batch.got, key=_by_class_and_age)]
 
-    async def _gather(self, batch: _Batch) -> None:
-        """First each class its part, then whoever still has work fills the batch."""
-        budget = batch.limit + SURPLUS
+    async def _fill(self, batch: _Batch) -> None:
+        """Fill the batch: first each priority class with its share, then from any class."""
+        budget = batch.limit + MAX_EXTRA
         for share in (True, False):
-            self._pick(batch, share)
-            while batch.left and budget > 0 and (plan := self._plan(batch, share)):
-                budget -= await self._fetch(plan)
-                self._pick(batch, share)
-        if sum(len(lane.spare) for lane in self._lanes) > KEPT:
-            self._put_aside()
+            self._take_prefetched(batch, share)
+            while batch.left and budget > 0 and (plan := self._plan_polls(batch, share)):
+                budget -= await self._poll_now(plan)
+                self._take_prefetched(batch, share)
+        if sum(len(state.prefetched) for state in self._states) > MAX_PREFETCHED:
+            self._hide_extra()
 
-    def _plan(self, batch: _Batch, share: bool) -> list[tuple[_Lane, int]]:
-        wet = [lane for lane in self._lanes if lane.wet]
+    def _plan_polls(self, batch: _Batch, share: bool) -> list[tuple[_QueueState, int]]:
+        nonempty = [state for state in self._states if state.has_more]
         if not share:
-            return [(lane, batch.left) for lane in wet[:1]]
-        if len(wet) == 1:
-            return []  # nobody to share with
+            return [(state, batch.left) for state in nonempty[:1]]
+        if len(nonempty) == 1:
+            return []  # the other classes have no messages
         return [
-            (lane, min(batch.left, quota))
-            for lane in wet
-            if (quota := batch.quotas.get(lane.where.rank, 0)) > 0
+            (state, min(batch.left, quota))
+            for state in nonempty
+            if (quota := batch.quotas.get(state.queue.priority, 0)) > 0
         ]
 
-    def _pick(self, batch: _Batch, share: bool) -> None:
-        for lane in self._lanes:
-            quota = batch.quotas.get(lane.where.rank, 0) if share else batch.left
-            left: list[_Held] = []
-            for held in lane.spare:
+    def _take_prefetched(self, batch: _Batch, share: bool) -> None:
+        for state in self._states:
+            quota = batch.quotas.get(state.queue.priority, 0) if share else batch.left
+            left: list[_HeldMessage] = []
+            for held in state.prefetched:
                 if quota > 0 and batch.left and batch.take(held):
                     quota -= 1
                 else:
                     left.append(held)
-            lane.spare[:] = left
+            state.prefetched[:] = left
 
     def _quotas(self, limit: int) -> dict[int, int]:
-        """How many of the next `limit` places belong to each class."""
-        if len(self._lanes) == 1:
+        """Return the share of each priority class in the next `limit` messages."""
+        if len(self._states) == 1:
             return {wire.NORMAL: limit}
-        return dict(enumerate(shares(self._places, limit)))
+        return dict(enumerate(shares(self._delivered_count, limit)))
 
-    async def _fetch(self, plan: Iterable[tuple[_Lane, int]]) -> int:
-        """Ask for what is there now, with as many polls as the queue could answer lately. Returns
-        how many came.
+    async def _poll_now(self, plan: Iterable[tuple[_QueueState, int]]) -> int:
+        """Poll the queues without waiting, and return the number of received messages.
+
+        The number of concurrent polls grows while a queue returns full batches.
         """
-        asked: list[tuple[_Lane, int, list[asyncio.Task[int]]]] = []
-        for lane, want in plan:
-            want = min(want, lane.width * BATCH)
+        polls: list[tuple[_QueueState, int, list[asyncio.Task[int]]]] = []
+        for state, want in plan:
+            want = min(want, state.parallel_polls * BATCH)
             sizes = [min(BATCH, want - start) for start in range(0, want, BATCH)]
-            asked.append((lane, want, [self._start(self._poll(lane, size, 0)) for size in sizes]))
-        await asyncio.wait([task for *_, tasks in asked for task in tasks])
-        total, trouble = 0, None
-        for lane, want, tasks in asked:
-            came = 0
+            polls.append((state, want, [self._spawn(self._poll(state, size, 0)) for size in sizes]))
+        await asyncio.wait([task for *_, tasks in polls for task in tasks])
+        total, outage = 0, None
+        for state, want, tasks in polls:
+            received = 0
             for task in tasks:
                 if (error := task.exception()) is None:
-                    came += task.result()
+                    received += task.result()
                 else:
-                    trouble = error
-            lane.wet = came >= want
-            lane.width = min(2 * lane.width, WIDEST) if lane.wet else 1
-            total += came
-        if trouble is not None and not total:
-            raise trouble
+                    outage = error
+            state.has_more = received >= want
+            state.parallel_polls = (
+                min(2 * state.parallel_polls, MAX_PARALLEL_POLLS) if state.has_more else 1
+            )
+            total += received
+        if outage is not None and not total:
+            raise outage
         return total
 
-    async def _poll(self, lane: _Lane, most: int, wait: int) -> int:
+    async def _poll(self, state: _QueueState, limit: int, wait: int) -> int:
         hidden = math.ceil(self.lease)
-        answer = await self.broker.on(
-            lane.where,
+        answer = await self.broker.call_queue(
+            state.queue,
             "receive_message",
-            MaxNumberOfMessages=most,
+            MaxNumberOfMessages=limit,
             WaitTimeSeconds=wait,
             VisibilityTimeout=hidden,
-            MessageAttributeNames=[NOTE],
+            MessageAttributeNames=[ATTRIBUTE],
         )
         messages = answer.get("Messages", ())
-        self._land(lane, messages)
+        self._add_received(state, messages)
         return len(messages)
 
-    def _land(self, lane: _Lane, messages: Sequence[dict[str, Any]]) -> None:
+    def _add_received(self, state: _QueueState, messages: Sequence[dict[str, Any]]) -> None:
         loop, wall = asyncio.get_running_loop().time(), self.broker.clock.now()
-        early: list[tuple[_Held, float]] = []
+        early: list[tuple[_HeldMessage, float]] = []
         for message in messages:
-            note, body = wire.unpack(message)
-            headers = note.headers
+            attributes, body = wire.unpack(message)
+            headers = attributes.headers
             if self.topic.endswith(wire.DEAD) and "penstock-reason" not in headers:
                 headers = {
                     **headers,
                     "penstock-reason": "given up by SQS: received too often without an end",
                 }
-            held = _Held(
-                where=lane.where, receipt=message["ReceiptHandle"], taken=loop, until=loop + self._sure(self.lease), seq=note.seq,
+            held = _HeldMessage(
+                queue=state.queue,
+                receipt=message["ReceiptHandle"],
+                received_at=loop,
+                until=loop + self._local_lease(self.lease),
+                seq=attributes.seq,
                 delivery=Delivery(
-                    topic=self.topic, group=self.group, id=note.id, key=note.key, body=body, headers=headers,
-                    position=wire.position(message["MessageId"]), token=next(self._tokens), deliveries=1, priority=note.prio,
+                    topic=self.topic,
+                    group=self.group,
+                    id=attributes.id,
+                    key=attributes.key,
+                    body=body,
+                    headers=headers,
+                    position=wire.position(message["MessageId"]),
+                    token=next(self._tokens),
+                    deliveries=1,
+                    priority=attributes.prio,
                 ),
-            )  # fmt: skip
-            if note.after > wall:
-                early.append((held, note.after - wall))
+            )
+            if attributes.after > wall:
+                early.append((held, attributes.after - wall))
             else:
-                lane.spare.append(held)
-        lane.spare.sort(key=_by_class_and_age)
+                state.prefetched.append(held)
+        state.prefetched.sort(key=_by_class_and_age)
         if early:
-            self._start(
-                self._show([(held, min(math.ceil(delay), LONGEST)) for held, delay in early])
+            self._spawn(
+                self._set_visibility(
+                    [(held, min(math.ceil(delay), MAX_HIDDEN)) for held, delay in early]
+                )
             )
 
-    def _sure(self, lease: float) -> float:
-        """A lease ends here a little before it ends there: a receipt that is another's already may
-        be accepted by AWS.
+    def _local_lease(self, lease: float) -> float:
+        """Treat a lease as expired slightly before SQS does.
+
+        AWS may accept a receipt handle even after it delivered the message to another consumer.
         """
         return lease - min(1.0, 0.05 * lease)
 
-    def _watch(self, lanes: Iterable[_Lane], limit: int) -> None:
-        for lane in lanes:
-            if lane.watch is None or lane.watch.done():
-                lane.watch = self._start(self._wait_for(lane, min(BATCH, limit)))
+    def _start_long_polls(self, states: Iterable[_QueueState], limit: int) -> None:
+        for state in states:
+            if state.long_poll is None or state.long_poll.done():
+                state.long_poll = self._spawn(self._long_poll(state, min(BATCH, limit)))
 
-    async def _wait_for(self, lane: _Lane, most: int) -> None:
+    async def _long_poll(self, state: _QueueState, limit: int) -> None:
         try:
-            if await self._poll(lane, most, self.broker.place.poll):
-                lane.wet = True
-                if self._tidy is not None:  # nobody is receiving
-                    self._leave()
+            if await self._poll(state, limit, self.broker.address.poll):
+                state.has_more = True
+                if self._return_timer is not None:  # no `receive` is running
+                    self._schedule_return()
         except StoreUnavailable as e:
-            self._trouble = e
-        self._landed.set()  # also for nothing: whoever waits asks again
+            self._outage = e
+        self._changed.set()  # even without a message: a waiting `receive` polls again
 
-    # -- what is here and nobody has ---------------------------------------------------------------
+    # -- prefetched messages -----------------------------------------------------------------------
 
-    def _stay(self) -> None:
-        if self._tidy is not None:
-            self._tidy.cancel()
-            self._tidy = None
+    def _cancel_return(self) -> None:
+        if self._return_timer is not None:
+            self._return_timer.cancel()
+            self._return_timer = None
 
-    def _leave(self) -> None:
-        """What is left over, or comes in from a long poll, is kept for the next call, but not for
-        long.
-        """
-        self._stay()
-        self._tidy = asyncio.get_running_loop().call_later(
-            min(SITTING, self.lease / 4), self._give_back
+    def _schedule_return(self) -> None:
+        """Return the prefetched messages to SQS after a short time, unless `receive` is called."""
+        self._cancel_return()
+        self._return_timer = asyncio.get_running_loop().call_later(
+            min(PREFETCH_HOLD, self.lease / 4), self._return_prefetched
         )
 
-    def _give_back(self) -> None:
-        spare = [held for lane in self._lanes for held in lane.spare]
-        for lane in self._lanes:
-            lane.spare.clear()
-        if spare:
-            self._start(self._show([(held, 0) for held in spare]))
+    def _return_prefetched(self) -> None:
+        prefetched = [held for state in self._states for held in state.prefetched]
+        for state in self._states:
+            state.prefetched.clear()
+        if prefetched:
+            self._spawn(self._set_visibility([(held, 0) for held in prefetched]))
 
-    def _put_aside(self) -> None:
-        """Of a crowded key there is always more: hidden for a while, so that others come first."""
-        for lane in self._lanes:
-            rest = lane.spare[KEPT:]
-            del lane.spare[KEPT:]
+    def _hide_extra(self) -> None:
+        """Hide the extra messages for some seconds, so that SQS delivers other keys first."""
+        for state in self._states:
+            rest = state.prefetched[MAX_PREFETCHED:]
+            del state.prefetched[MAX_PREFETCHED:]
             if rest:
-                self._start(self._show([(held, ASIDE) for held in rest]))
+                self._spawn(self._set_visibility([(held, EXTRA_HIDDEN) for held in rest]))
 
-    def _sweep(self, now: float) -> None:
-        """Leases that ended here: they could not be settled any more."""
-        for lane in self._lanes:
-            lane.spare[:] = [held for held in lane.spare if held.until > now]
-        if now > self._swept + self.lease:
-            self._swept = now
-            for token in [token for token, held in self._out.items() if held.until <= now]:
-                del self._out[token]
+    def _drop_expired(self, now: float) -> None:
+        """Drop messages whose leases have expired, because they can no longer be settled."""
+        for state in self._states:
+            state.prefetched[:] = [held for held in state.prefetched if held.until > now]
+        if now > self._last_sweep + self.lease:
+            self._last_sweep = now
+            for token in [token for token, held in self._handed_out.items() if held.until <= now]:
+                del self._handed_out[token]
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self) -> None:
-        """Wait for polls that are on their way, and give back what they bring."""
-        self._stay()
+        """Wait for the running polls, and return their messages to SQS."""
+        self._cancel_return()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        self._give_back()
+        self._return_prefetched()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        self.broker.left(self)
+        self.broker.remove_subscription(self)
 
     def abandon(self) -> None:
-        """The connection is about to go."""
-        self._stay()
+        """Cancel all tasks, because the broker closes the connection."""
+        self._cancel_return()
         for task in self._tasks:
             task.cancel()
 
     # -- settling ----------------------------------------------------------------------------------
 
     def holds(self, delivery: Delivery) -> bool:
-        held = self._out.get(delivery.token)
+        held = self._handed_out.get(delivery.token)
         return held is not None and held.until > asyncio.get_running_loop().time()
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        """Raises StoreUnavailable where it is not known for some; then the whole may be settled
-        again.
+        """Settle deliveries. Durable when it returns.
+
+        Raises StoreUnavailable if the result of an item is unknown. Then the caller may settle all
+        items again.
         """
         now = asyncio.get_running_loop().time()
         answers: list[bool | None] = [False] * len(items)
-        mine: dict[int, _Held] = {}
+        mine: dict[int, _HeldMessage] = {}
         deletes: list[int] = []
         shows: list[tuple[int, int]] = []
-        moves: list[tuple[int, Out, Where]] = []
+        moves: list[tuple[int, Out, QueueId]] = []
         for i, (d, outcome) in enumerate(items):
-            if d.token in self._done:
-                self._done.discard(d.token)
+            if d.token in self._settled_before:
+                self._settled_before.discard(d.token)
                 answers[i] = True
                 continue
-            held = self._out.pop(d.token, None)
+            held = self._handed_out.pop(d.token, None)
             if held is None or held.until <= now:
                 continue
             mine[i] = held
@@ -354,29 +379,32 @@ class SqsSubscription:
                     deletes.append(i)
                 case Release():
                     shows.append((i, 0))
-                case Retry(delay=delay) if now - held.taken + delay <= LONGEST:
+                case Retry(delay=delay) if now - held.received_at + delay <= MAX_HIDDEN:
                     shows.append((i, math.ceil(delay)))
                 case Retry(delay=delay):
                     moves.append(
                         (
                             i,
-                            _copy(d, d.topic, held.where.rank, self.broker.clock.now() + delay),
-                            held.where,
+                            _copy(d, d.topic, held.queue.priority, self.broker.clock.now() + delay),
+                            held.queue,
                         )
                     )
                 case Dead(reason=reason):
-                    marks = {"penstock-reason": reason, "penstock-position": str(d.position)}
+                    extra_headers = {
+                        "penstock-reason": reason,
+                        "penstock-position": str(d.position),
+                    }
                     moves.append(
                         (
                             i,
-                            _copy(d, d.topic + wire.DEAD, wire.NORMAL, 0.0, marks),
+                            _copy(d, d.topic + wire.DEAD, wire.NORMAL, 0.0, extra_headers),
                             wire.dead_queue(d.topic),
                         )
                     )
         done, shown, moved = await asyncio.gather(
             self._delete([mine[i] for i in deletes]),
-            self._show([(mine[i], seconds) for i, seconds in shows]),
-            self._move(mine, moves),
+            self._set_visibility([(mine[i], seconds) for i, seconds in shows]),
+            self._move_copies(mine, moves),
         )
         for indices, results in (
             (deletes, done),
@@ -387,36 +415,37 @@ class SqsSubscription:
                 answers[i] = result
         unknown = [i for i, answer in enumerate(answers) if answer is None]
         if unknown:
-            self._out.update({items[i][0].token: mine[i] for i in unknown})
-            self._done.update(items[i][0].token for i in mine if answers[i])
+            self._handed_out.update({items[i][0].token: mine[i] for i in unknown})
+            self._settled_before.update(items[i][0].token for i in mine if answers[i])
             raise StoreUnavailable(
-                f"{self.broker.place.shown} has not confirmed what became of {len(unknown)} messages"
+                f"{self.broker.address.shown} did not confirm the outcome"
+                f" of {len(unknown)} messages"
             )
         return [bool(answer) for answer in answers]
 
-    async def _delete(self, helds: Sequence[_Held]) -> list[bool | None]:
-        return await self._each(
+    async def _delete(self, helds: Sequence[_HeldMessage]) -> list[bool | None]:
+        return await self._call_by_queue(
             "delete_message_batch", [(held, {"ReceiptHandle": held.receipt}) for held in helds]
         )
 
-    async def _show(self, helds: Sequence[tuple[_Held, int]]) -> list[bool | None]:
-        """Hide them for so many seconds from now."""
-        return await self._each(
+    async def _set_visibility(self, helds: Sequence[tuple[_HeldMessage, int]]) -> list[bool | None]:
+        """Hide each message for its number of seconds from now."""
+        return await self._call_by_queue(
             "change_message_visibility_batch",
             [(held, {"ReceiptHandle": held.receipt, "VisibilityTimeout": s}) for held, s in helds],
         )
 
-    async def _each(
-        self, operation: str, entries: Sequence[tuple[_Held, dict[str, Any]]]
+    async def _call_by_queue(
+        self, operation: str, entries: Sequence[tuple[_HeldMessage, dict[str, Any]]]
     ) -> list[bool | None]:
         answers: list[bool | None] = [None] * len(entries)
-        queues: dict[Where, list[int]] = defaultdict(list)
+        queues: dict[QueueId, list[int]] = defaultdict(list)
         for i, (held, _) in enumerate(entries):
-            queues[held.where].append(i)
+            queues[held.queue].append(i)
         results = await asyncio.gather(
             *[
-                self.broker.each(where, operation, [entries[i][1] for i in some])
-                for where, some in queues.items()
+                self.broker.call_batch(queue, operation, [entries[i][1] for i in some])
+                for queue, some in queues.items()
             ]
         )
         for some, result in zip(queues.values(), results, strict=True):
@@ -424,22 +453,26 @@ class SqsSubscription:
                 answers[i] = answer
         return answers
 
-    async def _move(
-        self, mine: Mapping[int, _Held], moves: Sequence[tuple[int, Out, Where]]
+    async def _move_copies(
+        self, mine: Mapping[int, _HeldMessage], moves: Sequence[tuple[int, Out, QueueId]]
     ) -> list[bool | None]:
-        """Is it still ours? Then the copy first, and only then is the original removed."""
+        """Publish copies and delete the originals.
+
+        First extend the leases, which shows that they are valid. Delete an original only after SQS
+        has confirmed its copy.
+        """
         if not moves:
             return []
-        answers = await self._show([(mine[i], math.ceil(self.lease)) for i, *_ in moves])
-        ours = [n for n, answer in enumerate(answers) if answer]
+        answers = await self._set_visibility([(mine[i], math.ceil(self.lease)) for i, *_ in moves])
+        valid = [n for n, answer in enumerate(answers) if answer]
         try:
-            sent = await self.broker.send([(moves[n][1], [moves[n][2]]) for n in ours])
+            sent = await self.broker.send([(moves[n][1], [moves[n][2]]) for n in valid])
         except StoreUnavailable:
-            sent = [Published.UNKNOWN] * len(ours)
-        safe = [n for n, answer in zip(ours, sent, strict=True) if answer is Published.OK]
-        answers = [None if n in ours else answer for n, answer in enumerate(answers)]
+            sent = [Published.UNKNOWN] * len(valid)
+        confirmed = [n for n, answer in zip(valid, sent, strict=True) if answer is Published.OK]
+        answers = [None if n in valid else answer for n, answer in enumerate(answers)]
         for n, answer in zip(
-            safe, await self._delete([mine[moves[n][0]] for n in safe]), strict=True
+            confirmed, await self._delete([mine[moves[n][0]] for n in confirmed]), strict=True
         ):
             answers[n] = answer
         return answers
@@ -449,55 +482,61 @@ class SqsSubscription:
         mine = [
             (i, held)
             for i, d in enumerate(deliveries)
-            if (held := self._out.get(d.token)) is not None and held.until > now
+            if (held := self._handed_out.get(d.token)) is not None and held.until > now
         ]
         answers = [False] * len(deliveries)
         for (i, held), answer in zip(
-            mine, await self._show([(held, math.ceil(seconds)) for _, held in mine]), strict=True
+            mine,
+            await self._set_visibility([(held, math.ceil(seconds)) for _, held in mine]),
+            strict=True,
         ):
             if answer:
-                held.until = now + self._sure(seconds)
-            answers[i] = answer is not False  # not known: it is ours for as long as it was
+                held.until = now + self._local_lease(seconds)
+            answers[i] = answer is not False  # if the result is unknown, the old lease is valid
         return answers
 
     async def hold(self, until: Mapping[str, float]) -> None:
-        """SQS cannot keep a key back."""
+        """Do nothing: SQS cannot delay the messages of a key (caps.hold_keys)."""
 
 
 class _Batch:
-    """What one call hands out."""
+    """Messages that one `receive` call returns."""
 
     def __init__(self, limit: int, per_key: int, quotas: dict[int, int]) -> None:
         self.limit, self.per_key, self.quotas = limit, per_key, quotas
-        self.got: list[_Held] = []
+        self.got: list[_HeldMessage] = []
         self._keys: Counter[str] = Counter()
 
     @property
     def left(self) -> int:
         return self.limit - len(self.got)
 
-    def take(self, held: _Held) -> bool:
+    def take(self, held: _HeldMessage) -> bool:
         if self._keys[held.delivery.key] >= self.per_key:
             return False
         self._keys[held.delivery.key] += 1
-        self.quotas[held.where.rank] -= 1
+        self.quotas[held.queue.priority] -= 1
         self.got.append(held)
         return True
 
 
-def _by_class_and_age(held: _Held) -> tuple[int, int]:
-    return held.where.rank, held.seq
+def _by_class_and_age(held: _HeldMessage) -> tuple[int, int]:
+    return held.queue.priority, held.seq
 
 
 def _copy(
-    d: Delivery, topic: str, rank: int, not_before: float, marks: Mapping[str, str] | None = None
+    d: Delivery,
+    topic: str,
+    priority: int,
+    not_before: float,
+    extra_headers: Mapping[str, str] | None = None,
 ) -> Out:
     return Out(
         topic=topic,
         id=d.id,
         key=d.key,
         body=d.body,
-        headers={**d.headers, **(marks or {})},
-        priority=rank,
+        headers={**d.headers, **(extra_headers or {})},
+        priority=priority,
         not_before=not_before,
     )
