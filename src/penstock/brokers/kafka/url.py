@@ -36,6 +36,7 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 from confluent_kafka import KafkaError
 
+from penstock.config import units
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.rules.masking import mask
 from penstock.stores.kafka_access import SASL, Access, server, told
