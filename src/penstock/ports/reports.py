@@ -7,7 +7,9 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from penstock.ports import Clock, PageMeta, QueueAudit
+from penstock.ports.broker import QueueAudit
+from penstock.ports.clock import Clock
+from penstock.ports.events import PageMeta
 
 SCAN = 200_000  # rows looked at, newest first, where no index answers
 _decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
