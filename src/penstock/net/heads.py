@@ -9,10 +9,8 @@ from penstock.rules.verdict import Breach, breach
 
 _END = [b"\r\n"]
 # Servers repeat most header lines in every response, so parsed lines are cached.
-_MAX_CACHED_LINE, _MAX_CACHED_LINES = (
-    200,
-    4096,
-)  # largest cached line in bytes, and largest number of cached lines
+# Largest cached line in bytes, and largest number of cached lines.
+_MAX_CACHED_LINE, _MAX_CACHED_LINES = 200, 4096
 _cached: dict[bytes, tuple[str, str]] = {}
 _fold = re.compile(r"\n[ \t]+").sub
 

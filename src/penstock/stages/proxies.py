@@ -111,7 +111,7 @@ class Proxies:
             except Failure as e:
                 failure = _describe_failure(e, choice)
                 await self._record_result(choice, event.key, failure)
-                if rules.blames(failure) != rules.ANY_HOST:
+                if rules.failure_scope(failure) != rules.ANY_HOST:
                     raise failure from None
                 log.info("pool %s: %s: %s", choice.pool.name, choice.member.label, failure.reason)
             else:
@@ -138,7 +138,7 @@ class Proxies:
 
     async def _record_result(self, choice: rules.Choice, host: str, failure: Failure) -> None:
         pool, member = choice.pool, choice.member
-        scope = rules.blames(failure)
+        scope = rules.failure_scope(failure)
         if scope is None:
             if failure.status is not None:  # the proxy delivered a response
                 await self._health.worked(member.id, host, member.label)

@@ -110,9 +110,8 @@ class Zygote:
             pipeline,
         )
         self._pids: dict[int, int] = {}  # child number -> pid
-        self._started_by_pipeline = (
-            _children()
-        )  # processes that the pipeline file started: kept until the end
+        # Processes that the pipeline file started. They are kept until the end.
+        self._started_by_pipeline = _children()
         self._wake, wake = os.pipe()
         for fd in (self._wake, wake):
             os.set_blocking(fd, False)

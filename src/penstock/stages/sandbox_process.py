@@ -334,9 +334,8 @@ class ChildProcess:
             budget -= _READ_BYTES
         page_index, _ = self._progress()
         if self._kill_reason == _CLOSED and exit_code != -signal.SIGKILL:
-            self._kill_reason = (
-                ""  # the child exited without the kill, and the zygote reported it late
-            )
+            # The child exited without the kill, and the zygote reported it late.
+            self._kill_reason = ""
         self._finish(
             ChildExit(
                 self._kill_reason or _describe_exit_code(exit_code),
