@@ -185,8 +185,8 @@ _CONTAINS, _CONTAINS_ATTRIBUTE = (
     "penstock-contains",
 )
 _PSEUDO = re.compile(
-    r"""::(?: (?P<text>text) | attr\( \s*
-    (?: "(?P<q>[^"\\]+)" | '(?P<a>[^'\\]+)' | (?P<name>[^\s"'()\\,]+) ) \s* \) )$""",
+    r"""::(?: (?P<text>text) | attr\( \s* """
+    r"""(?: "(?P<q>[^"\\]+)" | '(?P<a>[^'\\]+)' | (?P<name>[^\s"'()\\,]+) ) \s* \) )$""",
     re.VERBOSE,
 )
 

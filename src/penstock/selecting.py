@@ -186,7 +186,8 @@ class SelectorList:
 
 # -- documents -------------------------------------------------------------------------------------
 
-# After about 2/3 of this many pages, half of the prefix size that was needed is tried.
+# The prefix shrinks by this fraction with each page, so that after about 44 pages half of the size
+# that was needed is tried.
 FORGETTING = 64
 _CHARSET = re.compile(r"""charset\s*=\s*["']?([^\s"';,]+)""", re.IGNORECASE)
 

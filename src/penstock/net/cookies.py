@@ -101,10 +101,10 @@ def _parse(line: str, url: str, now: float, n: int) -> Cookie | None:
         key, text = key.strip().lower(), text.strip()
         if key == "domain" and text:
             given = text.lower().removeprefix(".")
-            if not _within(host, given) or (given != host and not _is_site(given)):
+            if not _within(host, given) or (given != host and not _may_have_shared_cookies(given)):
                 return None
             # A public suffix may set a cookie for its own host only.
-            domain, host_only = given, given == host and not _is_site(given)
+            domain, host_only = given, given == host and not _may_have_shared_cookies(given)
         elif key == "path":
             path = text
         elif key == "secure":
@@ -154,7 +154,7 @@ def _within(host: str, domain: str) -> bool:
     return False
 
 
-def _is_site(domain: str) -> bool:
+def _may_have_shared_cookies(domain: str) -> bool:
     """Return False for a public suffix, whose subdomains belong to different owners."""
     return registrable_domain("x." + domain) != "x." + domain
 

@@ -286,7 +286,7 @@ class CurlFetcher:
             raise breach(Breach.CLOSED)
 
     def _pins(self, target: Target) -> tuple[str, ...]:
-        """Return the checked addresses of a name, beginning with the last successful one."""
+        """Return the checked addresses of a name, beginning with the one that was used last."""
         pins, last_good = target.addresses, self._preferred.get(target.host)
         if last_good is not None and last_good in pins:
             pins = last_good, *(p for p in pins if p != last_good)

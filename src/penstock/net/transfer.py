@@ -150,7 +150,8 @@ class Exchange:
         self.lines: list[bytes] = []
         self.on_end: OnEnd = ignore_result  # method of the client, set by Engine.start
         self.done: Done = ignore_result  # the client calls it with the result
-        # For the client: the request's URL, the addresses not tried yet, and if it uses a proxy.
+        # For the client: the request's URL, its addresses from the current one on, and if it uses
+        # a proxy.
         self.url, self.proxied = "", False
         self.pins: tuple[str, ...] = ()
         self.decoder: Decoder | None = None

@@ -49,7 +49,7 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paused_until: float = 0.0
     penalty: float = 1.0  # multiplies the interval
     crawl_delay: float | None = None  # from robots.txt
-    # When the interval last became longer. Slots reserved before that are void.
+    # When the host last asked for more time. Slots reserved before that are void.
     slower_since: float = 0.0
     ignores_robots: bool = False  # a recorded exception: the crawl delay is ignored
     rate: float | None = None  # of this host, instead of the general limit. inf for unlimited.

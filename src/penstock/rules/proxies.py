@@ -132,7 +132,7 @@ def masked_list(url: str) -> str:
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     members: tuple[Member, ...] = ()
-    geo: tuple[str, ...] = ()  # countries of its exits. Empty if unknown.
+    geo: tuple[str, ...] = ()  # locations of its exits. Empty if unknown.
     # Accounts that it is reserved for. Empty for all events, "*" for any account.
     account: tuple[str, ...] = ()
     weight: float = 1.0

@@ -104,7 +104,7 @@ def stripe(
 ) -> str:
     """Verify Stripe-Signature: t=…,v1=….
 
-    A repeated delivery has another time and signature, so the event is identified by the body's hash.
+    A repeated delivery has another time and signature, so the body's hash identifies the event.
     """
     pairs = [part.partition("=") for part in only(headers, "stripe-signature").split(",")]
     times = [value for name, _, value in pairs if name.strip() == "t"]

@@ -338,7 +338,7 @@ class KafkaSink:
             raise StoreUnavailable(
                 f"{self.name} refuses the record {key[:100]!r}: "
                 f"{size} bytes are more than the topic accepts",
-                hint="raise its max.message.bytes, rows wait until then",
+                hint="raise its max.message.bytes. Rows wait until then",
             )
         raise self._unavailable(error, "writing")
 

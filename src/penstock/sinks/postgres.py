@@ -132,7 +132,7 @@ class PostgresSink:
         except errors.UndefinedTable as e:
             raise Reopen(f"{self.name}: its tables were removed ({_line(e)})") from e
         except psycopg.Error as e:
-            hint = "check the server's log, free space and permissions, rows wait until then"
+            hint = "check the server's log, free space and permissions. Rows wait until then"
             raise StoreUnavailable(f"{self.name}: {_line(e)}", hint=hint) from e
 
     # -- in the ledger's transaction ---------------------------------------------------------------
@@ -218,8 +218,8 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
             or name.startswith(("pg_", PREFIX))
         ):
             hint = (
-                f"add ?{what}=products with at most 63 bytes, "
-                f"names that begin with pg_ or {PREFIX} are reserved"
+                f"add ?{what}=products, with at most 63 bytes. "
+                f"Names that begin with pg_ or {PREFIX} are reserved"
             )
             raise ConfigError(
                 f"sink {address.label}: {name!r} cannot be the name of its {what}", hint=hint

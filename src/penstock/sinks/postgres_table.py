@@ -188,7 +188,7 @@ class Table:
         except _ROW_ERRORS as e:
             raise StoreUnavailable(
                 f"the table {self.name} refuses the row of {row.key[:100]!r}: {_line(e)}",
-                hint="drop that constraint or give its column a default, rows wait until then",
+                hint="drop that constraint or give its column a default. Rows wait until then",
             ) from e
 
     def _refuse_other_tables(self) -> None:

@@ -458,7 +458,7 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> SqliteSink:
     path, given = file_url(url, options, base, scheme="sqlite", known=_OPTIONS)
     table, mode = str(given.get("table", "records")), given.get("mode", "upsert")
     if not table or "\0" in table or table.lower().startswith(("sqlite_", PREFIX)):
-        hint = f"add ?table=products, names that begin with sqlite_ or {PREFIX} are reserved"
+        hint = f"add ?table=products. Names that begin with sqlite_ or {PREFIX} are reserved"
         raise ConfigError(f"sink {url!r}: {table!r} cannot be the name of its table", hint=hint)
     if mode not in ("upsert", "append"):
         raise ConfigError(

@@ -286,7 +286,7 @@ class ChildProcess:
         start = since if page_index >= 0 else max(since, self._last_write_at)
         left = min(start, now) + self._limits.seconds - now
         # The event loop itself was late, for example because the machine was suspended. Give the
-        # page extra time once. The loop may be late every time, and the page may still hang.
+        # page extra time, but only once: a busy loop is late every time, and the page may hang.
         if left <= 0 and behind > _LOOP_LAG_LIMIT and self._extended_page_start != start:
             self._extended_page_start, left = start, min(behind, self._limits.seconds)
         if left > 0:
