@@ -680,7 +680,7 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
         ({"tolerance": "soon"}, "tolerance"),
         ({"max_body": "1TB"}, "max_body"),
         ({"rate": 0}, "rate"),
-        ({"id": "a["}, "no JMESPath"),
+        ({"id": "a["}, "not valid JMESPath"),
         ({"secert": SECRET}, "no option 'secert'"),
         ({"every": "5m"}, "no `every`"),
     ],
