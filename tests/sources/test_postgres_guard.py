@@ -177,7 +177,7 @@ async def test_a_slot_that_nobody_can_empty_is_given_up_only_when_that_is_asked_
     assert 0 < len(rig.accepted) < 20_000
     async with rig.reading(**options) as batches:  # what was read before is still handed over
         trouble = await refused_at_last(rig, batches)
-    assert "is gone, and with it what changed after" in trouble
+    assert "does not exist any longer, so changes after" in trouble
 
 
 async def refused_at_last(rig: Rig, batches: AsyncGenerator[Batch, None]) -> str:
