@@ -132,7 +132,10 @@ NO_SITEMAP = {
     "50 MB and more": (b"<urlset>" + b" " * (50 << 20), "bytes, of at most"),
     "a gzip bomb": (gzip.compress(bytes(200 << 20)), "when it is decompressed"),
     "broken gzip": (gzip.compress(urlset())[:-9], "broken gzip"),
-    "gzip three times": (gzip.compress(gzip.compress(gzip.compress(urlset()))), "compressed more than"),
+    "gzip three times": (
+        gzip.compress(gzip.compress(gzip.compress(urlset()))),
+        "compressed more than",
+    ),
     "an external DTD": (b'<!DOCTYPE urlset SYSTEM "file:///etc/passwd"><urlset/>', "DTD"),
     **{
         f"a bomb in {e}": (BOMB.format(e).encode(e), "DTD")

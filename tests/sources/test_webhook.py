@@ -670,10 +670,10 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
         ({"secret": SECRET, "secrets": [OLD]}, "both"),
         ({"signature": "github"}, "needs a secret"),
         ({"secret": TEXT, "signature": "md5"}, "not known"),
-        ({"secret": TEXT, "signature": "hmac"}, "is no header"),
+        ({"secret": TEXT, "signature": "hmac"}, "is not a header name"),
         ({"secret": TEXT, "signature": "hmac", "header": "X", "algorithm": "md5"}, "not known"),
-        ({"secret": TEXT, "signature": "hmac", "header": "X", "signed": "{X-Time}"}, "leaves out the body"),
-        ({"secret": TEXT, "signature": "hmac", "header": "X", "timestamp": "X-Time"}, "leaves out the body or the timestamp"),
+        ({"secret": TEXT, "signature": "hmac", "header": "X", "signed": "{X-Time}"}, "does not have the body"),
+        ({"secret": TEXT, "signature": "hmac", "header": "X", "timestamp": "X-Time"}, "does not have the body or the timestamp"),
         ({"secret": SECRET, "header": "X"}, 'belongs to signature = "hmac"'),
         ({"secret": SECRET, "unsigned": "anywhere"}, "there is a secret"),
         ({"unsigned": "yes"}, "unsigned is 'yes'"),
@@ -703,7 +703,7 @@ def test_a_secret_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_events_are_not_forgotten_while_their_signatures_hold() -> None:
-    with pytest.raises(ConfigError, match=r"history.keep \(5m\) forgets"):
+    with pytest.raises(ConfigError, match=r"history.keep \(5m\) deletes"):
         hook(secret=SECRET, settings={"history.keep": "5m"})
     assert hook(secret=SECRET, tolerance="2m", settings={"history.keep": "5m"})
     assert hook(secret=TEXT, signature="github", settings={"history.keep": "5m"})
@@ -713,5 +713,5 @@ def test_events_are_not_forgotten_while_their_signatures_hold() -> None:
     "url", ["webhook:", "webhook://shop", "webhook:a/b", "webhook:a?secret=x", "webhook:-a"]
 )
 def test_the_url_names_the_hook_and_nothing_else(url: str) -> None:
-    with pytest.raises(ConfigError, match="names no hook"):
+    with pytest.raises(ConfigError, match="is not the URL of a webhook"):
         hook(url.removeprefix("webhook:"), called="x")

@@ -25,7 +25,7 @@ POLL_INTERVAL = 1.0  # seconds between two polls, if `every` is not set
 # Seconds of idle time after which an empty batch is yielded, even if `every` is longer.
 IDLE_REPORT_INTERVAL = 2.0
 # Values are read as text, so the session sets their text format. There is no timeout, because rows
-# stay locked while the unread is full.
+# stay locked while the queue is full.
 SESSION = {
     "datestyle": "ISO",
     "timezone": "UTC",

@@ -28,7 +28,7 @@ __all__ = ["Sitemap", "SitemapEntry", "SitemapError", "open_source", "parse"]
 
 log = logging.getLogger("penstock.sources")
 DEFAULT_INTERVAL = 3600.0  # seconds between two rounds
-MAX_FAILURES = 10  # failed requests after which the rest is left for the next round
+MAX_FAILURES = 10  # failed sitemaps after which the rest is left for the next round
 CHANGES = ("new", "changed", "removed")
 NO_LASTMOD = struct.pack("<d", -1.0)  # stored for an entry without lastmod
 
