@@ -450,7 +450,7 @@ async def test_tls_and_a_login_carry_messages_and_a_wrong_one_is_told_without_it
             {"username": "u", "password": "env:NOT_SET_ANYWHERE"},
             "the environment has no NOT_SET_ANYWHERE",
         ),
-        ("kafka://127.0.0.1/t", {"every": "5s"}, "no rounds"),
+        ("kafka://127.0.0.1/t", {"every": "5s"}, "has no `every`"),
     ],
 )
 def test_mistakes_are_found_when_the_configuration_is_read(

@@ -186,7 +186,7 @@ def test_whatever_is_wrong_with_the_signature_the_answer_is_the_same_401(
     headers = {name: list(values) for name, values in standard().items()}
     breaking(headers)
     e = refusal(hook(secret=SECRET), headers)
-    assert (e.status, e.message) == (401, "this request is not from a sender that is known here")
+    assert (e.status, e.message) == (401, "the request has no valid signature or token")
     assert SECRET not in e.why
     assert GOOD not in e.why
 
@@ -664,9 +664,9 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
         ({"secret": "whsec_" + base64.b64encode(b"x" * 23).decode()}, "has 23 bytes"),
         ({"secret": "whsec_!"}, "not base64"),
         ({"secret": "env:NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE, which is not set"),
-        ({"secret": 5}, "no text"),
-        ({"secrets": []}, "no text"),
-        ({"secrets": SECRET}, "no text"),
+        ({"secret": 5}, "is not a text"),
+        ({"secrets": []}, "is not a text"),
+        ({"secrets": SECRET}, "is not a text"),
         ({"secret": SECRET, "secrets": [OLD]}, "both"),
         ({"signature": "github"}, "needs a secret"),
         ({"secret": TEXT, "signature": "md5"}, "not known"),
