@@ -503,12 +503,12 @@ def _with_unique_ids(entries: Iterator[FeedEntry]) -> list[FeedEntry]:
     links: dict[str, set[str | None]] = {}
     for e in found:
         links.setdefault(e.id, set()).add(e.url)
-    kept: dict[str, FeedEntry] = {}
+    unique: dict[str, FeedEntry] = {}
     for e in found:
         entry = (
             e
             if len(links[e.id]) == 1
             else msgspec.structs.replace(e, id=f"{e.id} {e.url or e.hash}")
         )
-        kept.setdefault(entry.id, entry)
-    return list(kept.values())
+        unique.setdefault(entry.id, entry)
+    return list(unique.values())

@@ -183,16 +183,16 @@ class Decoder:
 
     def _update(self, data: bytes) -> tuple[Change, int]:
         relation, values = self._cached_relation(data)
-        old, at, whole = None, 5, False
+        old, at, has_old_row = None, 5, False
         if data[at] in b"KO":
-            whole = data[at] == 0x4F
+            has_old_row = data[at] == 0x4F
             old, _, at = _tuple(data, at + 1, relation, values)
-            if not whole:
+            if not has_old_row:
                 old = _key_of(relation, old)
         _expect(data, at, b"N")
         row, unchanged, at = _tuple(data, at + 1, relation, values)
         # With REPLICA IDENTITY FULL, the old row has the unchanged values.
-        if whole and unchanged and old is not None:
+        if has_old_row and unchanged and old is not None:
             row |= {name: old[name] for name in unchanged if name in old}
             unchanged = tuple(name for name in unchanged if name not in old)
         return Update(relation, row, old, unchanged), at

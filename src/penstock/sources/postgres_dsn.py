@@ -190,11 +190,11 @@ def derived_name(namespace: str, source: str) -> str:
 
     A longer name is cut and gets a hash, so that two sources do not share a slot.
     """
-    words = re.sub(r"[^a-z0-9]+", "_", f"{namespace}_{source}".lower()).strip("_")
+    name = re.sub(r"[^a-z0-9]+", "_", f"{namespace}_{source}".lower()).strip("_")
     return (
-        words
-        if len(words) <= 63
-        else f"{words[:54]}_{hashlib.blake2b(words.encode(), digest_size=4).hexdigest()}"
+        name
+        if len(name) <= 63
+        else f"{name[:54]}_{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
     )
 
 
@@ -252,17 +252,17 @@ def _flag(text: str, where: str) -> bool:
 
 
 def _tables(value: Any, where: str) -> tuple[TableName, ...]:
-    words = value.split(",") if isinstance(value, str) else value
+    names = value.split(",") if isinstance(value, str) else value
     found = []
-    for word in words if isinstance(words, list) else [words]:
+    for name in names if isinstance(names, list) else [names]:
         match = (
-            re.fullmatch(r"\s*(?:([^.\0]+)\.)?([^.\0]+?)\s*", word)
-            if isinstance(word, str)
+            re.fullmatch(r"\s*(?:([^.\0]+)\.)?([^.\0]+?)\s*", name)
+            if isinstance(name, str)
             else None
         )
         if match is None:
             raise ConfigError(
-                f"{where}: {word!r} is not a table name",
+                f"{where}: {name!r} is not a table name",
                 hint='use table = "public.scrape_requests", or several separated by commas',
             )
         found.append(TableName((match[1] or "public").strip('"'), match[2].strip('"')))

@@ -97,7 +97,7 @@ class SitemapSource(Polling):
         while waiting:
             url, depth = waiting.popleft()
             document, entries = comparison.before.get(url), None
-            # If a host has requested a pause, the other sitemaps keep their stored state.
+            # After throttling or too many failures, the other sitemaps keep their stored state.
             if comparison.pause is None:
                 try:
                     document, entries = await self._fetch(url, document)
@@ -222,7 +222,8 @@ class _Comparison:
         self._documents: list[_Document] = []
         self._is_cut_off = False
         self.failures: list[str] = []
-        self.pause: float | None = None  # seconds for which a host has requested a pause
+        # Seconds until the next round, set by the failure after which no sitemap is requested.
+        self.pause: float | None = None
 
     def record_failure(self, url: str, error: Failure | SitemapError) -> None:
         self.failures.append(
@@ -237,6 +238,7 @@ class _Comparison:
             self.pause = error.after or 0.0
 
     def cut_off(self, reason: str) -> None:
+        """Record that not all sitemaps are read, and log the reason once."""
         if not self._is_cut_off:
             log.warning(
                 "the rest of the sitemaps is not read: %s. No URL is reported as removed.", reason
