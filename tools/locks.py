@@ -1,0 +1,165 @@
+"""The lock files of `./dev`: renews them, and compares them with pyproject.toml.
+
+pyproject.toml has ranges. `locks/` has one version for each package, with the hashes of its files:
+
+    locks/installer.txt    pip and uv, which install the rest
+    locks/build.txt        what builds Penstock itself
+    locks/runtime.txt      what Penstock needs to run
+    locks/extras/NAME.txt  what an extra adds
+
+All files come from one resolution, so any of them can be installed together. They hold for every
+Python and platform that Penstock supports. Nothing here needs more than the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAD = "# Made by ./dev lock from pyproject.toml. Do not edit."
+ASKED = "# asked: "
+
+
+def canonical(name: str) -> str:
+    """A package name as indexes spell it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# -- what pyproject.toml asks for ------------------------------------------------------------------
+
+
+def asked(project: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Each lock file below `locks/`, and the requirements that it answers."""
+    extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
+    return {
+        "installer.txt": sorted(groups["installer"]),
+        "build.txt": sorted(project["build-system"]["requires"] + groups["build"]),
+        "runtime.txt": sorted(project["project"]["dependencies"]),
+        **{
+            f"extras/{name}.txt": sorted(set(_flat(name, project["project"]["name"], extras)))
+            for name in extras
+        },
+    }
+
+
+def _flat(extra: str, project: str, extras: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """The requirements of an extra, with those of the extras that it includes."""
+    for requirement in extras[extra]:
+        if included := re.fullmatch(rf"{project}\[([\w\s,.-]+)\]", requirement):
+            for name in included[1].split(","):
+                yield from _flat(name.strip(), project, extras)
+        else:
+            yield requirement
+
+
+def read_project(root: Path = ROOT) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
+
+
+# -- what the lock files have ----------------------------------------------------------------------
+
+
+def answered(text: str) -> list[str]:
+    """The requirements that a lock file was made for."""
+    return [line.removeprefix(ASKED) for line in text.splitlines() if line.startswith(ASKED)]
+
+
+def pins(text: str) -> list[tuple[str, str, str]]:
+    """(package, version, marker) of every package in a lock file. The marker may be empty."""
+    found = re.findall(r"^([\w.-]+)==([^\s;]+)(?: ; (.+?))? \\$", text, re.MULTILINE)
+    return [(canonical(name), version, marker) for name, version, marker in found]
+
+
+def stale(root: Path = ROOT) -> list[str]:
+    """The lock files that do not answer what pyproject.toml asks for."""
+    wanted, locks = asked(read_project(root)), root / "locks"
+    there = {str(path.relative_to(locks)) for path in locks.rglob("*.txt")}
+    return sorted(
+        name
+        for name in wanted.keys() | there
+        if name not in there
+        or answered((locks / name).read_text("utf-8")) != wanted.get(name)
+    )
+
+
+def installed(text: str) -> bool:
+    """Whether this Python has every package of a lock file that is meant for it."""
+    have = {
+        (canonical(package.name), package.version)
+        for package in metadata.distributions()
+        if package.name
+    }
+    return all((name, version) in have for name, version, marker in pins(text) if not marker)
+
+
+# -- renewing them ---------------------------------------------------------------------------------
+
+
+def renew(root: Path = ROOT, *, keep: bool) -> None:
+    """Resolve everything at once, then write the part of each lock file. `keep` keeps the versions
+    that still fit. Without it, each package moves to its newest version.
+    """
+    wanted, locks = asked(read_project(root)), root / "locks"
+    python = read_project(root)["project"]["requires-python"].removeprefix(">=")
+    with tempfile.TemporaryDirectory() as directory:
+        everything = Path(directory) / "everything.txt"
+        if keep:
+            known = {line for path in locks.rglob("*.txt") for line in _pinned(path)}
+            everything.write_text("\n".join(sorted(known)), "utf-8")
+        _compile(sum(wanted.values(), []), everything, python)
+        for name, requirements in wanted.items():
+            made = Path(directory) / "part.txt"
+            made.unlink(missing_ok=True)
+            _compile(
+                requirements, made, python, "--generate-hashes", "--constraints", str(everything)
+            )
+            lines = [HEAD, *(ASKED + requirement for requirement in requirements)]
+            target = locks / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text("\n".join(lines) + "\n\n" + made.read_text("utf-8"), "utf-8")
+    for path in locks.rglob("*.txt"):
+        if str(path.relative_to(locks)) not in wanted:
+            path.unlink()
+
+
+def _pinned(path: Path) -> list[str]:
+    return [
+        f"{name}=={version} ; {marker}" if marker else f"{name}=={version}"
+        for name, version, marker in pins(path.read_text("utf-8"))
+    ]
+
+
+def _compile(requirements: Sequence[str], output: Path, python: str, *options: str) -> None:
+    command = ["uv", "pip", "compile", "-", "--quiet", "--universal", "--python-version", python]
+    command += ["--no-header", "--no-annotate", "--output-file", str(output), *options]
+    subprocess.run(command, input="\n".join(requirements), text=True, check=True)
+
+
+# -- the command line, for ./dev -------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    match arguments:
+        case ["check"]:
+            print(" ".join(stale()))
+        case ["renew", *options]:
+            renew(keep="--keep" in options)
+        case ["extras"]:
+            for path in sorted((ROOT / "locks" / "extras").glob("*.txt")):
+                state = "installed" if installed(path.read_text("utf-8")) else "-"
+                print(f"{path.stem:<10} {state}")
+        case _:
+            raise SystemExit(f"locks: unknown arguments {arguments}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
