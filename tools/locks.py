@@ -85,8 +85,7 @@ def stale(root: Path = ROOT) -> list[str]:
     return sorted(
         name
         for name in wanted.keys() | there
-        if name not in there
-        or answered((locks / name).read_text("utf-8")) != wanted.get(name)
+        if name not in there or answered((locks / name).read_text("utf-8")) != wanted.get(name)
     )
 
 
@@ -114,7 +113,8 @@ def renew(root: Path = ROOT, *, keep: bool) -> None:
         if keep:
             known = {line for path in locks.rglob("*.txt") for line in _pinned(path)}
             everything.write_text("\n".join(sorted(known)), "utf-8")
-        _compile(sum(wanted.values(), []), everything, python)
+        every = [requirement for part in wanted.values() for requirement in part]
+        _compile(every, everything, python)
         for name, requirements in wanted.items():
             made = Path(directory) / "part.txt"
             made.unlink(missing_ok=True)
