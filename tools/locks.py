@@ -18,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = "# Made by ./dev lock from pyproject.toml. Do not edit."
+INCLUDES = "# includes: "
 ASKED = "# asked: "
 
 
@@ -44,20 +45,40 @@ def asked(project: Mapping[str, Any]) -> dict[str, list[str]]:
         "build.txt": sorted(project["build-system"]["requires"] + groups["build"]),
         "runtime.txt": sorted(project["project"]["dependencies"]),
         **{
-            f"extras/{name}.txt": sorted(set(_flat(name, project["project"]["name"], extras)))
+            f"extras/{name}.txt": sorted(
+                requirement
+                for each in [name, *included(name, project)]
+                for requirement in extras[each]
+                if not _names_of_extras(requirement, project)
+            )
             for name in extras
         },
     }
 
 
-def _flat(extra: str, project: str, extras: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The requirements of an extra, with those of the extras that it includes."""
-    for requirement in extras[extra]:
-        if included := re.fullmatch(rf"{project}\[([\w\s,.-]+)\]", requirement):
-            for name in included[1].split(","):
-                yield from _flat(name.strip(), project, extras)
-        else:
-            yield requirement
+def included(extra: str, project: Mapping[str, Any]) -> list[str]:
+    """The extras that an extra includes, as in `dev = ["penstock[kafka,redis]"]`."""
+    found: list[str] = []
+    for requirement in project["project"]["optional-dependencies"][extra]:
+        for name in _names_of_extras(requirement, project):
+            found += [name, *included(name, project)]
+    return sorted(set(found))
+
+
+def _names_of_extras(requirement: str, project: Mapping[str, Any]) -> list[str]:
+    own = re.fullmatch(rf"{project['project']['name']}\[([^\]]+)\]", requirement)
+    return [name.strip() for name in own[1].split(",")] if own else []
+
+
+def heads(project: Mapping[str, Any]) -> dict[str, str]:
+    """Each lock file below `locks/`, and the comment that it begins with."""
+    made = {}
+    for name, requirements in asked(project).items():
+        lines = [HEAD]
+        if name.startswith("extras/") and (extras := included(Path(name).stem, project)):
+            lines.append(INCLUDES + " ".join(extras))
+        made[name] = "\n".join([*lines, *(ASKED + requirement for requirement in requirements)])
+    return made
 
 
 def read_project(root: Path = ROOT) -> dict[str, Any]:
@@ -67,11 +88,6 @@ def read_project(root: Path = ROOT) -> dict[str, Any]:
 # -- what the lock files have ----------------------------------------------------------------------
 
 
-def answered(text: str) -> list[str]:
-    """The requirements that a lock file was made for."""
-    return [line.removeprefix(ASKED) for line in text.splitlines() if line.startswith(ASKED)]
-
-
 def pins(text: str) -> list[tuple[str, str, str]]:
     """(package, version, marker) of every package in a lock file. The marker may be empty."""
     found = re.findall(r"^([\w.-]+)==([^\s;]+)(?: ; (.+?))? \\$", text, re.MULTILINE)
@@ -79,13 +95,14 @@ def pins(text: str) -> list[tuple[str, str, str]]:
 
 
 def stale(root: Path = ROOT) -> list[str]:
-    """The lock files that do not answer what pyproject.toml asks for."""
-    wanted, locks = asked(read_project(root)), root / "locks"
-    there = {str(path.relative_to(locks)) for path in locks.rglob("*.txt")}
+    """The lock files that were not made from this pyproject.toml."""
+    wanted, locks = heads(read_project(root)), root / "locks"
+    there = {
+        str(path.relative_to(locks)): path.read_text("utf-8").partition("\n\n")[0]
+        for path in locks.rglob("*.txt")
+    }
     return sorted(
-        name
-        for name in wanted.keys() | there
-        if name not in there or answered((locks / name).read_text("utf-8")) != wanted.get(name)
+        name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name)
     )
 
 
@@ -106,8 +123,9 @@ def renew(root: Path = ROOT, *, keep: bool) -> None:
     """Resolve everything at once, then write the part of each lock file. `keep` keeps the versions
     that still fit. Without it, each package moves to its newest version.
     """
-    wanted, locks = asked(read_project(root)), root / "locks"
-    python = read_project(root)["project"]["requires-python"].removeprefix(">=")
+    project, locks = read_project(root), root / "locks"
+    wanted, head = asked(project), heads(project)
+    python = project["project"]["requires-python"].removeprefix(">=")
     with tempfile.TemporaryDirectory() as directory:
         everything = Path(directory) / "everything.txt"
         if keep:
@@ -121,10 +139,9 @@ def renew(root: Path = ROOT, *, keep: bool) -> None:
             _compile(
                 requirements, made, python, "--generate-hashes", "--constraints", str(everything)
             )
-            lines = [HEAD, *(ASKED + requirement for requirement in requirements)]
             target = locks / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text("\n".join(lines) + "\n\n" + made.read_text("utf-8"), "utf-8")
+            target.write_text(head[name] + "\n\n" + made.read_text("utf-8"), "utf-8")
     for path in locks.rglob("*.txt"):
         if str(path.relative_to(locks)) not in wanted:
             path.unlink()
