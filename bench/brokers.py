@@ -17,11 +17,11 @@ from tempfile import TemporaryDirectory
 from common import BenchError, machine, median, say, server_url, stop_server, table
 from raw_clients import RAW, Turn
 
-from penstock import config
 from penstock.clock import SystemClock
+from penstock.config import files as config
 from penstock.model import Ack
-from penstock.opening import adapter
 from penstock.ports import Out, TopicSpec
+from penstock.runtime.stores import adapter
 from penstock.stores.context import Context
 
 BODY = b'{"specversion":"1.0","data":"' + b"x" * 400 + b'"}'

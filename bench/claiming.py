@@ -14,13 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import config
-from penstock.desk import SinkBinding
+from penstock.config import files as config
+from penstock.engine.unit_of_work import SinkBinding
 from penstock.errors import BadEnvelope
-from penstock.intake import event_of
+from penstock.intake.accept import new_id
 from penstock.model import Event, Record, decode_event, page_id
-from penstock.opening import Stores, open_stores
 from penstock.ports import Accepted, Admitted, Delivery, End, PageMeta, Subscription
+from penstock.rules.events import event_of
+from penstock.runtime.stores import Stores, open_stores
 
 RECEIVE, BEGIN, CONCLUDE = 256, 16, 128  # how many at a time, as a worker at full speed does
 SLICE = 2 * RECEIVE
@@ -89,7 +90,8 @@ async def _compare(
                     for step, us in measured.items():
                         into[step].append(us)
                 more = [
-                    event_of(url) for url in fresh(FRESH + i * SLICE, FRESH + (i + 1) * SLICE)
+                    event_of(url, id_=new_id())
+                    for url in fresh(FRESH + i * SLICE, FRESH + (i + 1) * SLICE)
                 ]  # so that as many wait as before
                 assert await stores.books.accept(more) == [Accepted.NEW] * SLICE
     finally:

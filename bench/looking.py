@@ -11,9 +11,9 @@ from typing import Any
 
 import apsw
 
-from penstock import config
 from penstock.cli.status import document, look
-from penstock.opening import open_stores
+from penstock.config import files as config
+from penstock.runtime.stores import open_stores
 
 SCAN = re.compile(r"SCAN (\w+)$")  # without an index
 

@@ -74,7 +74,7 @@ WRITTEN_AS = """\
 
 
 def configuration() -> str:
-    from penstock.options import OPTIONS, pool_options
+    from penstock.config.schema import OPTIONS, pool_options
 
     lines = [CONFIGURATION + WRITTEN_AS]
     section: str | None = None
@@ -204,8 +204,8 @@ the class decides what happens next:
 
 
 def outcomes() -> str:
+    from penstock.config.schema import RetryConfig
     from penstock.model import ErrorClass
-    from penstock.options import RetryConfig
     from penstock.rules.retry import table
     from penstock.rules.verdict import (
         CHALLENGES,
@@ -291,7 +291,7 @@ BROKERS = """\
 # What each broker promises
 
 All brokers pass one suite, `penstock.testing.conformance`, each on a real server (`./dev test brokers`). What they can do besides is data,
-`Capabilities` in `src/penstock/ports.py`. A sentence of the suite that needs a capability is skipped where a broker does not claim it.
+`Capabilities` in `src/penstock/ports/`. A sentence of the suite that needs a capability is skipped where a broker does not claim it.
 This page is made from that data and from the suite. How to choose and how to connect is in [Brokers](brokers.md).
 
 ## Capabilities
@@ -333,7 +333,7 @@ def asked_for(needs: Callable[[Any], bool]) -> list[str]:
     """The capabilities that a sentence of the suite depends on, found by asking it on behalf of a
     broker that has them all.
     """
-    from penstock.brokers.sql_queue import CAPS
+    from penstock.brokers.sql import CAPS
 
     names: list[str] = []
 
@@ -355,9 +355,7 @@ def adapters() -> dict[str, Any]:
         for e in entry_points(group="penstock.brokers")
         if e.module.startswith("penstock.")
     }
-    shared = import_module(
-        "penstock.brokers.sql_queue"
-    ).CAPS  # of the brokers that lie in an SQL store
+    shared = import_module("penstock.brokers.sql").CAPS  # of the brokers that lie in an SQL store
     return {
         title: getattr(import_module(modules[scheme]), "CAPS", shared)
         for scheme, title in ADAPTERS.items()
@@ -366,7 +364,7 @@ def adapters() -> dict[str, Any]:
 
 def broker_guarantees() -> str:
     import penstock.testing.conformance  # fills SENTENCES
-    from penstock.testing.rig import SENTENCES
+    from penstock.testing.broker_rig import SENTENCES
 
     assert penstock.testing.conformance.BrokerConformance
     brokers = adapters()

@@ -1,7 +1,8 @@
 """Penstock: something changed goes in, one correct row comes out."""
 
-from penstock.model import ErrorClass, Event, Failure, Follow, Page, Removed, Route
-from penstock.pipeline import Change, Pipeline
+from penstock.authoring.page import Page
+from penstock.authoring.pipeline import Change, Pipeline
+from penstock.model import ErrorClass, Event, Failure, Follow, Removed, Route
 
 __all__ = [
     "Change",

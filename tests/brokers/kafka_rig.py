@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from confluent_kafka.admin import AdminClient
 
-from penstock.brokers.kafka import KafkaBroker
-from penstock.brokers.kafka_dsn import parse
+from penstock.brokers.kafka.broker import KafkaBroker
+from penstock.brokers.kafka.url import parse
 from penstock.clock import SystemClock
 from penstock.ports import Clock, Delivery, Out, Published, Subscription
 

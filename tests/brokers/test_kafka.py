@@ -10,7 +10,7 @@ import pytest
 from tests.brokers.kafka_rig import die, open_kafka, sweep
 from tests.brokers.served import Served
 
-from penstock.brokers.kafka import KafkaBroker
+from penstock.brokers.kafka.broker import KafkaBroker
 from penstock.ports import Broker
 
 pytestmark = pytest.mark.server("kafka")

@@ -17,7 +17,7 @@ import pytest
 from tests.brokers.kafka_rig import fill, open_kafka, sweep, take
 from tests.servers import Handle
 
-from penstock.brokers.kafka import KafkaBroker
+from penstock.brokers.kafka.broker import KafkaBroker
 from penstock.model import Ack
 from penstock.ports import Delivery, TopicSpec
 

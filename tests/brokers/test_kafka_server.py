@@ -16,8 +16,8 @@ from confluent_kafka import Producer, admin
 from tests.brokers.kafka_rig import die, fill, open_kafka, sweep, take
 from tests.servers import Handle
 
-from penstock.brokers.kafka import KafkaBroker
-from penstock.brokers.kafka_producer import _Batch
+from penstock.brokers.kafka.broker import KafkaBroker
+from penstock.brokers.kafka.producer import _Batch
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, PenstockError, Unreachable
 from penstock.model import Ack, Dead, Release, Retry

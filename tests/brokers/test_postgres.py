@@ -17,13 +17,13 @@ import pytest
 from tests.brokers.served import Served
 from tests.servers import Handle
 
-from penstock.brokers.postgres import PostgresBroker
-from penstock.brokers.postgres_listening import EVERY
+from penstock.brokers.postgres.notify import EVERY
+from penstock.brokers.postgres.queue import PostgresBroker
 from penstock.clock import SystemClock
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Release, Retry
 from penstock.ports import Broker, Clock, Delivery, Out, Published, TopicSpec
-from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 from penstock.testing.clock import ManualClock
 

@@ -20,8 +20,8 @@ import pytest
 from tests.brokers.served import Served
 from tests.servers import Handle
 
-from penstock.brokers.rabbitmq import RabbitBroker
-from penstock.brokers.rabbitmq_link import read_address
+from penstock.brokers.rabbitmq.broker import RabbitBroker
+from penstock.brokers.rabbitmq.connection import read_address
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.model import Ack, Dead, Release, Retry

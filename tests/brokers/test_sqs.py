@@ -16,9 +16,9 @@ from aiobotocore.session import get_session
 from tests.brokers.served import Served
 from tests.servers import Handle
 
-from penstock.brokers import sqs_wire as wire
-from penstock.brokers.sqs import SqsBroker
-from penstock.brokers.sqs_subscription import SITTING
+from penstock.brokers.sqs import message as wire
+from penstock.brokers.sqs.broker import SqsBroker
+from penstock.brokers.sqs.subscription import SITTING
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.model import Dead, Release, Retry

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from penstock.authoring.pipeline import Pipeline
+from penstock.authoring.toml import compile_toml
 from penstock.connect import catalogue
 from penstock.connect.catalogue import MARK, PLUGINS, check
-from penstock.connect.kinds import KINDS
-from penstock.connect.rendering import Connector, declaration, document, render, template
-from penstock.connect.table import is_secret, shown
-from penstock.declarative import compile_toml
+from penstock.connect.connectors import KINDS
+from penstock.connect.options import is_secret, shown
+from penstock.connect.render import Connector, declaration, document, render, template
 from penstock.errors import ConfigError
-from penstock.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[2]
 DATABASE = "postgres://shop:hunter2@db.example:5433/shop?sslmode=require"

@@ -18,14 +18,14 @@ from confluent_kafka import Consumer, Producer
 from tests.e2e.harness import wait_for
 from tests.servers import Handle
 
+from penstock.authoring.pipeline import Pipeline
 from penstock.cli.main import main
-from penstock.connect.applying import apply
+from penstock.connect.apply import apply
 from penstock.connect.catalogue import DEBEZIUM_JDBC, DEBEZIUM_POSTGRES
-from penstock.connect.planning import Plan, Step
-from penstock.connect.rendering import render
+from penstock.connect.plan import Plan, Step
+from penstock.connect.render import render
 from penstock.connect.rest import Worker
 from penstock.errors import Unreachable
-from penstock.pipeline import Pipeline
 
 served = pytest.mark.server("postgres", "kafka", "connect")
 Server = Callable[[str], Handle]

@@ -22,16 +22,18 @@ from types import ModuleType
 import pytest
 from tests.e2e.harness import free_port
 
-from penstock import config
-from penstock.brokers import kafka_dsn, rabbitmq_link, sqs_wire
+from penstock.authoring.load import load
+from penstock.brokers.kafka import url as kafka_dsn
+from penstock.brokers.rabbitmq import connection as rabbitmq_link
+from penstock.brokers.sqs import message as sqs_wire
 from penstock.cli.main import COMMANDS, build
+from penstock.config import files as config
+from penstock.config.schema import OPTIONS, pool_options
 from penstock.errors import PenstockError
-from penstock.options import OPTIONS, pool_options
-from penstock.pipeline import load
 from penstock.ports import Capabilities, Row
 from penstock.stores import redis
+from penstock.testing.broker_rig import SENTENCES
 from penstock.testing.conformance import BrokerConformance
-from penstock.testing.rig import SENTENCES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -278,7 +280,7 @@ def test_every_test_and_source_file_in_the_text_exists() -> None:
         for path in re.findall(r"`((?:src|tests|bench|docs|deploy)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
         for module in re.findall(
-            r"`((?:rules|stages|net|brokers|ledgers|claims|pages|sinks|stores|cli|demo|testing)/\w+\.py|\w+\.py)`",
+            r"`((?:[a-z_]+/)+\w+\.py|\w+\.py)`",
             text,
         ):
             known = (

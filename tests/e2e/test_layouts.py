@@ -158,7 +158,7 @@ GARBAGE = """
 import asyncio, os
 from pathlib import Path
 from penstock import config
-from penstock.opening import open_stores
+from penstock.runtime.stores import open_stores
 from penstock.ports import Out
 
 async def main():

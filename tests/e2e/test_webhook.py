@@ -26,7 +26,7 @@ from schemathesis import GenerationMode
 from tests.e2e.harness import SHOP, Project, Site, product, wait_for
 from tests.e2e.webhook_rig import HOOKS, SECRET, Answer, Server, sign
 
-from penstock.serving_schema import document
+from penstock.intake.openapi import document
 
 
 @pytest.fixture

@@ -19,21 +19,22 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.books import Books
 from penstock.brokers.sqlite import SqliteBroker
 from penstock.claims.sql import SqlClaims
-from penstock.desk import Settings, SinkBinding
+from penstock.engine.lifecycle import Books
+from penstock.engine.messages import PageMessage
+from penstock.engine.unit_of_work import Settings, SinkBinding
 from penstock.errors import BadEnvelope, StoreUnavailable
-from penstock.intake import event_of, push
-from penstock.ledgers.sql import SqlLedger
-from penstock.ledgers.sql_outbox import SqlOutbox
+from penstock.intake.accept import push
+from penstock.ledgers.sql.events import SqlLedger
+from penstock.ledgers.sql.outbox import SqlOutbox
 from penstock.ledgers.sqlite import SqliteLedger
 from penstock.locks import WorkerLock
 from penstock.model import REMOVED, Event, Link, Record, decode_event, encode_event, page_id
 from penstock.pages.segments import SegmentStore
 from penstock.ports import Accepted, Admitted, Delivery, End, Out, PageMeta, TopicSpec
 from penstock.rules import breaker, pace
-from penstock.stages.handover import PageMessage
+from penstock.rules.events import event_of
 from penstock.stores.sqlite import Database
 from penstock.testing.clock import ManualClock
 

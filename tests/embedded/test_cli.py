@@ -45,7 +45,7 @@ STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 # its user, without half a second of imports each time.
 SERVER = """
 import json, os, pkgutil, sys
-import penstock.cli, penstock.supervisor, penstock.stages.sandbox
+import penstock.cli, penstock.runtime.supervisor, penstock.extraction.sandbox
 from penstock.cli import main as cli
 
 for module in pkgutil.iter_modules(penstock.cli.__path__):

@@ -16,10 +16,10 @@ import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy
 from tests.embedded.test_domains import lateness
 
-from penstock import config
 from penstock.cli.main import main
 from penstock.cli.output import console
-from penstock.opening import open_stores
+from penstock.config import files as config
+from penstock.runtime.stores import open_stores
 from penstock.testing.web import Reply, Web, reply
 
 PAGE = "<html><body>a page of some length, so that nobody takes it for a challenge</body></html>"

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from penstock import config
-from penstock.app import Running
 from penstock.cli.main import main
 from penstock.cli.output import console
-from penstock.intake import push
-from penstock.opening import open_stores
+from penstock.config import files as config
+from penstock.intake.accept import push
+from penstock.runtime.process import Running
+from penstock.runtime.stores import open_stores
 from penstock.testing.web import Reply, Request, Web, reply
 
 PAGE = "<html><body><h1>a page of some length, so that nobody takes it for a challenge</h1></body></html>"

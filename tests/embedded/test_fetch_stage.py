@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.fetching.stage import FetchOptions, FetchStage
 from penstock.model import Ask, ErrorClass, Event, Failure, Route
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
 from penstock.ports import Baseline, Response
 from penstock.rules import pace as rules
 from penstock.rules.identity import canonical_url, host_key
-from penstock.stages.fetch import FetchOptions, FetchStage
 from penstock.testing.web import Reply, Request, Web, reply, tagged
 
 

@@ -22,7 +22,8 @@ import msgspec
 import pytest
 import zstandard
 
-from penstock.model import ErrorClass, Failure, Page
+from penstock.authoring.page import Page
+from penstock.model import ErrorClass, Failure
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
 from penstock.net.transfer import Engine

@@ -17,22 +17,23 @@ from typing import Any
 import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy, Target
 
-from penstock import config
-from penstock.app import Running
 from penstock.claims.sql import SqlClaims
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.cli.main import main
-from penstock.intake import event_of, push
+from penstock.config import files as config
+from penstock.config.schema import ProxyPoolConfig
+from penstock.fetching.proxies import Proxies
+from penstock.fetching.stage import FetchOptions, FetchStage
+from penstock.intake.accept import new_id, push
 from penstock.model import ErrorClass, Failure, Route
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
-from penstock.opening import open_stores
-from penstock.options import ProxyPoolConfig
 from penstock.ports import Response
 from penstock.rules import pace
+from penstock.rules.events import event_of
 from penstock.rules.proxies import PoolExhausted
-from penstock.stages.fetch import FetchOptions, FetchStage
-from penstock.stages.proxies import Proxies
+from penstock.runtime.process import Running
+from penstock.runtime.stores import open_stores
 from penstock.stores.sqlite import Database
 
 
@@ -72,7 +73,7 @@ class Rig:
 
     async def fetch(self, path: str, *, turn: int = 0, **route: Any) -> Response:
         return await self.stage.fetch(
-            event_of(self.target.url(path), route=Route(**route)), None, turn=turn
+            event_of(self.target.url(path), id_=new_id(), route=Route(**route)), None, turn=turn
         )
 
     async def fails(self, path: str, *, turn: int = 0, **route: Any) -> Failure:
@@ -144,7 +145,9 @@ async def test_a_proxy_is_told_the_checked_address_and_never_the_name() -> None:
             r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
             r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
             for name in "ab":
-                event = event_of(f"http://shop.test:{t.port}/x", route=Route(pool=name))
+                event = event_of(
+                    f"http://shop.test:{t.port}/x", id_=new_id(), route=Route(pool=name)
+                )
                 assert (await r.stage.fetch(event, None)).status == 200
             assert http.connects == socks.connects == [f"127.0.0.1:{t.port}"]
             assert [a.headers["host"] for a in t.asked] == [f"shop.test:{t.port}"] * 2
@@ -263,7 +266,7 @@ async def test_a_proxy_that_cannot_reach_one_host_rests_for_that_host_alone(kind
         r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
         r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
         p.mood = "refuse"
-        event = event_of(f"http://shop.test:{t.port}/", route=Route(pool="p"))
+        event = event_of(f"http://shop.test:{t.port}/", id_=new_id(), route=Route(pool="p"))
         with pytest.raises(Failure) as caught:
             await r.stage.fetch(event, None)
         assert caught.value.kind is ErrorClass.TRANSIENT
@@ -272,7 +275,7 @@ async def test_a_proxy_that_cannot_reach_one_host_rests_for_that_host_alone(kind
         p.mood = ""
         with pytest.raises(PoolExhausted):
             await r.stage.fetch(event, None)
-        elsewhere = event_of(other.url("/"), route=Route(pool="p"))
+        elsewhere = event_of(other.url("/"), id_=new_id(), route=Route(pool="p"))
         assert (await r.stage.fetch(elsewhere, None)).status == 200
         assert t.direct == other.direct == 0
 
@@ -414,7 +417,7 @@ async def test_without_an_account_cookies_live_only_for_a_chain_of_redirects() -
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """An event waits two seconds for a list, and this machine may stop for longer."""
-    monkeypatch.setattr("penstock.stages.proxies.LIST_WAIT", 60.0)
+    monkeypatch.setattr("penstock.fetching.proxies.LIST_WAIT", 60.0)
 
 
 # -- lists -----------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from tests.embedded.test_books import OPEN, URL, Rig, assert_books_balance
 
-from penstock.books import Books
-from penstock.brokers.relay import PATIENCE, Relay
 from penstock.brokers.sqlite import SqliteBroker
+from penstock.engine.lifecycle import Books
+from penstock.engine.relay import PATIENCE, Relay
 from penstock.errors import StoreUnavailable
 from penstock.model import Outcome, decode_event
 from penstock.ports import Accepted, Delivery, Out, Published, Subscription, TopicSpec

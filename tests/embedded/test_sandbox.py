@@ -17,13 +17,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.authoring.load import load
+from penstock.authoring.page import Page
+from penstock.authoring.pipeline import Change
 from penstock.errors import ConfigError
-from penstock.model import Event, Page
-from penstock.pipeline import Change, load
+from penstock.extraction.in_process import InProcess
+from penstock.extraction.sandbox import Limits, Sandbox
+from penstock.extraction.zygote import ZygoteProcess
+from penstock.model import Event
 from penstock.ports import Extracted, Extraction
-from penstock.stages.inprocess import InProcess
-from penstock.stages.sandbox import Limits, Sandbox
-from penstock.stages.sandbox_zygote import ZygoteProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and clean-up lean on Linux")
 
@@ -615,8 +617,8 @@ def test_a_killed_worker_leaves_no_process(shop: Path, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from penstock.model import Page\n"
-        "from penstock.stages.sandbox import Sandbox\n"
+        "from penstock.authoring.page import Page\n"
+        "from penstock.extraction.sandbox import Sandbox\n"
         "async def main():\n"
         f"    s = Sandbox({str(shop)!r}, size=3)\n"
         "    await s.start()\n"

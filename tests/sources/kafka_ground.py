@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 from confluent_kafka import Producer, TopicPartition, admin
 
+from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
-from penstock.pipeline import Pipeline
 from penstock.ports import Batch, Finding
-from penstock.sources.context import SourceContext
-from penstock.sources.kafka import KafkaSource, open_source
+from penstock.sources.base import SourceContext
+from penstock.sources.kafka.source import KafkaSource, open_source
 
 _api: Any = admin
 

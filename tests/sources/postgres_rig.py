@@ -13,12 +13,12 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from penstock import config as configuration
+from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.clock import SystemClock
+from penstock.config import files as configuration
 from penstock.errors import SourceDown
-from penstock.pipeline import Pipeline, SourceSpec
 from penstock.ports import Batch, Finding
-from penstock.sources.context import SourceContext
+from penstock.sources.base import SourceContext
 from penstock.sources.postgres import open_source
 
 TABLE = "CREATE TABLE scrape_requests(id bigserial PRIMARY KEY, url text NOT NULL, note text)"

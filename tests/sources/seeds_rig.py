@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from penstock import config
-from penstock.pipeline import Pipeline, SourceSpec
+from penstock.authoring.pipeline import Pipeline, SourceSpec
+from penstock.config import files as config
 from penstock.ports import Clock, Finding, Source
-from penstock.sources.context import SourceContext, Web
+from penstock.sources.base import SourceContext, Web
 
 
 class Skipping:

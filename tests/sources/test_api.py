@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sources.web_rig import looking, run
 
+from penstock.authoring.pipeline import Pipeline
 from penstock.errors import ConfigError, SourceDown
 from penstock.model import Failure, mint
-from penstock.pipeline import Pipeline
-from penstock.sources.api_reading import ApiError, Shape, next_link
+from penstock.sources.api_parser import ApiError, Shape, next_link
 from penstock.testing.web import Reply, Request, Web, json_reply, reply, tagged
 
 

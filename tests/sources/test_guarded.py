@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tests.sources.web_rig import run
 
-from penstock import config
-from penstock.app import source_to_look_at
+from penstock.authoring.pipeline import Pipeline
+from penstock.config import files as config
 from penstock.errors import SourceDown
 from penstock.model import Failure
-from penstock.pipeline import Pipeline
+from penstock.runtime.process import source_to_look_at
 from penstock.testing.web import Reply, Request, Web, json_reply, reply
 
 FEED = b"<rss><channel><item><guid>1</guid><link>https://shop.test/1</link></item></channel></rss>"

@@ -16,12 +16,12 @@ from psycopg import sql
 from tests.servers import Handle
 from tests.sources.seeds_rig import spec_of
 
-from penstock import config
 from penstock.clock import SystemClock
-from penstock.intake import Intake
-from penstock.mapping import Mapping
-from penstock.opening import Stores, open_stores
+from penstock.config import files as config
+from penstock.intake.accept import Intake
+from penstock.intake.mapping import Mapping
 from penstock.ports import Accepted, Batch, Finding
+from penstock.runtime.stores import Stores, open_stores
 
 
 class Rude:

@@ -21,12 +21,12 @@ from confluent_kafka import (
 from tests.servers import Handle
 from tests.sources.kafka_ground import Ground, context, numbers, until_idle
 
+from penstock.authoring.pipeline import Pipeline
 from penstock.errors import ConfigError, SourceDown, UsageError
-from penstock.pipeline import Pipeline
 from penstock.ports import Batch
-from penstock.sources.context import BATCH
-from penstock.sources.kafka import KafkaSource, open_source
-from penstock.sources.kafka_client import Client
+from penstock.sources.base import BATCH
+from penstock.sources.kafka.client import Client
+from penstock.sources.kafka.source import KafkaSource, open_source
 
 pytestmark = pytest.mark.server("kafka")
 _api: Any = admin

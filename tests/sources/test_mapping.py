@@ -15,10 +15,10 @@ from jmespath.exceptions import JMESPathError
 from tests.sources.seeds_rig import spec_of
 
 from penstock.errors import ConfigError
-from penstock.intake import Refused
-from penstock.mapping import KEYS, LONGEST, MAX_DATA, Mapping
+from penstock.intake.mapping import KEYS, LONGEST, MAX_DATA, Mapping
 from penstock.model import Event, Priority, decode_event, encode_event
 from penstock.ports import Finding
+from penstock.rules.events import Refused
 
 URL = "https://shop.test/p/1"
 

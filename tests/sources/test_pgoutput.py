@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.sources import pgoutput
-from penstock.sources.pgoutput import (
+from penstock.sources.postgres import pgoutput
+from penstock.sources.postgres.pgoutput import (
     BadChange,
     Begin,
     Commit,

@@ -14,7 +14,7 @@ from tests.servers import Handle
 from tests.sources.postgres_rig import Rig, made, refused
 
 from penstock.ports import Batch, Finding
-from penstock.sources.postgres_spill import Frame, Spill
+from penstock.sources.postgres.spill import Frame, Spill
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from tests.servers import Handle
 from tests.sources.postgres_rig import Rig, made, refused
 
 from penstock.ports import Batch, Finding
-from penstock.sources.postgres_position import Cursor
+from penstock.sources.postgres.position import Cursor
 
 pytestmark = pytest.mark.server("postgres")
 

@@ -18,13 +18,13 @@ from tools.services.control import down, up
 from tools.services.servers import Postgres
 from tools.services.state import Place
 
-from penstock import config as configuration
+from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
+from penstock.config import files as configuration
 from penstock.errors import ConfigError, UsageError
-from penstock.pipeline import Pipeline
-from penstock.sources.context import SourceContext
+from penstock.sources.base import SourceContext
 from penstock.sources.postgres import open_source
-from penstock.sources.postgres_dsn import derived_name
+from penstock.sources.postgres.settings import derived_name
 
 postgres = pytest.mark.server("postgres")
 

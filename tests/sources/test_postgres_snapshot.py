@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.servers import Handle
 from tests.sources.postgres_rig import Rig, made, refused
 
-from penstock.sources.postgres_position import Cursor, Part, Reading, saw
+from penstock.sources.postgres.position import Cursor, Part, Reading, saw
 
 
 @pytest.fixture

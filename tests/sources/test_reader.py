@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from penstock import config as configuration
+from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
+from penstock.config import files as configuration
 from penstock.errors import SourceDown
-from penstock.intake import Intake
-from penstock.mapping import Mapping
+from penstock.intake.accept import Intake
+from penstock.intake.mapping import Mapping
+from penstock.intake.reader import Reader
 from penstock.model import mint
-from penstock.opening import Stores, open_stores
-from penstock.pipeline import Pipeline
 from penstock.ports import Batch, Finding
-from penstock.reader import Reader
-from penstock.sources.context import BaseSource, SourceContext
+from penstock.runtime.stores import Stores, open_stores
+from penstock.sources.base import BaseSource, SourceContext
 
 
 class Pages(BaseSource):

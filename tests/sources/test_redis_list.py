@@ -20,7 +20,7 @@ from tests.sources.seeds_rig import Skipping, context, ids, read, spec_of, urls
 
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, SourceDown, UsageError
-from penstock.mapping import Mapping
+from penstock.intake.mapping import Mapping
 from penstock.ports import Batch, Clock, Finding
 from penstock.sources.redis import LONGEST, Outside, RedisList, open_source
 

@@ -24,13 +24,13 @@ from tests.servers import Handle
 from tests.sources.seeds_rig import Skipping, context, ids, read, spec_of, urls
 
 from penstock.errors import ConfigError, SourceDown, UsageError
-from penstock.mapping import Mapping
+from penstock.intake.mapping import Mapping
 from penstock.ports import Finding
-from penstock.sources.context import BATCH
-from penstock.sources.seeds import Seeds, open_source
-from penstock.sources.seeds_lines import Caps, Lines, Stream
-from penstock.sources.seeds_marks import VANISHED, Mark, Marks
-from penstock.sources.seeds_places import Found
+from penstock.sources.base import BATCH
+from penstock.sources.seeds.files import Found
+from penstock.sources.seeds.lines import Caps, Lines, Stream
+from penstock.sources.seeds.positions import VANISHED, Mark, Marks
+from penstock.sources.seeds.source import Seeds, open_source
 from penstock.stores.s3 import bucket_at
 
 
@@ -181,9 +181,9 @@ async def test_any_bytes_make_findings_that_are_whole_however_they_are_divided(
     body = b"url,b\n" + b"".join(rng.choices(pieces, k=4000))
     for name in ("a.txt", "a.csv", "a.jsonl"):
         (tmp_path / name).write_bytes(body)
-        monkeypatch.setattr("penstock.sources.seeds_lines.CHUNK", 1 << 20)
+        monkeypatch.setattr("penstock.sources.seeds.lines.CHUNK", 1 << 20)
         whole, _ = await read(source(tmp_path, f"seeds:{name}", max_line=2000))
-        monkeypatch.setattr("penstock.sources.seeds_lines.CHUNK", rng.randrange(500, 5000))
+        monkeypatch.setattr("penstock.sources.seeds.lines.CHUNK", rng.randrange(500, 5000))
         parts: list[Finding] = []
         cursor: bytes | None = None
         while True:
@@ -278,7 +278,7 @@ async def test_a_list_that_was_replaced_is_read_from_its_beginning_with_other_id
 async def test_a_long_list_that_grows_is_not_read_again_but_a_changed_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.sources.seeds_reading.LONG", 1000)
+    monkeypatch.setattr("penstock.sources.seeds.object_reader.LONG", 1000)
     path = tmp_path / "urls.txt"
     path.write_text(lines(0, 1000))
     _, cursor = await read(source(tmp_path, "seeds:urls.txt"))
@@ -562,7 +562,7 @@ MILLION = """
     from pathlib import Path
     from tests.sources.seeds_rig import context, spec_of
     from penstock.clock import SystemClock
-    from penstock.sources.seeds import open_source
+    from penstock.sources.seeds.source import open_source
 
     async def main():
         source = open_source(spec_of("seeds:" + sys.argv[1]), context(Path("."), SystemClock()))
@@ -720,7 +720,7 @@ async def test_a_bucket_that_is_not_there_and_a_server_that_is_away_are_sentence
 async def test_a_server_that_goes_away_in_the_middle_of_an_object_is_told_and_the_object_read_on(
     tmp_path: Path, place: str, server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.sources.seeds_lines.CHUNK", 20_000)
+    monkeypatch.setattr("penstock.sources.seeds.lines.CHUNK", 20_000)
     put(place, "a.txt", lines(0, 10_000).encode())
     put(place, "b.txt", lines(10_000, 10_001).encode())
     said = source(tmp_path, "seeds+" + place)

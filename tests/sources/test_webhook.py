@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import config
+from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
+from penstock.config import files as config
 from penstock.errors import ConfigError, RequestRefused
-from penstock.intake import Refused
-from penstock.mapping import Mapping
-from penstock.pipeline import Pipeline
+from penstock.fetching.source_client import SourceWeb
+from penstock.intake.mapping import Mapping
 from penstock.ports import Finding
-from penstock.sources.context import SourceContext
-from penstock.sources.web import SourceWeb
+from penstock.rules.events import Refused
+from penstock.sources.base import SourceContext
 from penstock.sources.webhook import Webhook, open_source
 
 NOW = 1_760_000_000.0

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock import config
-from penstock.app import source_to_look_at
-from penstock.mapping import Mapping
-from penstock.pipeline import Pipeline
+from penstock.authoring.pipeline import Pipeline
+from penstock.config import files as config
+from penstock.intake.mapping import Mapping
 from penstock.ports import Finding, Source
+from penstock.runtime.process import source_to_look_at
 from penstock.testing.web import Web
 
 T = TypeVar("T")

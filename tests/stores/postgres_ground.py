@@ -11,9 +11,9 @@ import psycopg
 from psycopg import sql
 from tests.embedded.test_books import Ground, Rig
 
-from penstock.brokers.postgres import PostgresBroker
+from penstock.brokers.postgres.queue import PostgresBroker
 from penstock.ledgers.postgres import PostgresLedger
-from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres.store import PostgresStore
 
 
 class PostgresGround(Ground):

@@ -15,8 +15,7 @@ from tests.servers import Handle
 from tests.sources.kafka_ground import Ground
 
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.ports import Row
-from penstock.sinks import Reopen
+from penstock.ports import Reopen, Row
 from penstock.sinks.kafka import KafkaSink, open_sink
 
 pytestmark = pytest.mark.server("kafka")

@@ -15,12 +15,12 @@ import pytest
 from tests.servers import Handle
 
 from penstock.clock import SystemClock
-from penstock.flusher import Flusher
-from penstock.ledgers.sql_outbox import SqlOutbox
+from penstock.engine.flusher import Flusher
+from penstock.ledgers.sql.outbox import SqlOutbox
 from penstock.locks import Lost, holder_alive, note_of
-from penstock.sinks import jsonl
-from penstock.stores.postgres import PostgresStore
-from penstock.stores.postgres_locks import FleetLock
+from penstock.sinks.common import jsonl
+from penstock.stores.postgres.locks import FleetLock
+from penstock.stores.postgres.store import PostgresStore
 
 pytestmark = pytest.mark.server("postgres")
 

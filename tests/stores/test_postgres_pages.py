@@ -17,7 +17,7 @@ from tests.servers import Handle
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.model import page_id
 from penstock.pages.postgres import PostgresPages
-from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sqlite import Database
 from penstock.testing.clock import ManualClock
 

@@ -13,9 +13,9 @@ import pytest
 from tests.servers import Handle
 
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.ports import Row
-from penstock.sinks import Reopen, postgres
-from penstock.stores.postgres import PostgresStore
+from penstock.ports import Reopen, Row
+from penstock.sinks.common import postgres
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 
 pytestmark = pytest.mark.server("postgres")

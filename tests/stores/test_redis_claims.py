@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from tests.servers import Handle
 
-from penstock.claims.redis import FleetClock, RedisClaims
+from penstock.claims.redis.claims import FleetClock, RedisClaims
 from penstock.clock import SystemClock
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.ports import Clock
@@ -83,7 +83,7 @@ class Fleet:
 
 PREAMBLE = """
 import asyncio, json, random, sys
-from penstock.claims.redis import RedisClaims
+from penstock.claims.redis.claims import RedisClaims
 from penstock.clock import SystemClock
 from penstock.rules import pace
 from penstock.stores.redis import Server

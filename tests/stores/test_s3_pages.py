@@ -22,7 +22,7 @@ from tests.servers import Handle
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.model import page_id
 from penstock.pages.s3 import S3Pages
-from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.s3 import bucket_at
 from penstock.stores.sqlite import Database
 from penstock.testing.clock import ManualClock

@@ -20,8 +20,8 @@ from tests.servers import Handle
 from penstock.errors import PenstockError, StoreUnavailable, Unreachable
 from penstock.ledgers.postgres import WEEK, PostgresLedger
 from penstock.ports import Status
-from penstock.stores import postgres
-from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres import store as postgres
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 from penstock.testing.clock import ManualClock
 

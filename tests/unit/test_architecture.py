@@ -1,5 +1,5 @@
-"""Who may know whom, read from the source: rules are pure, adapters are strangers to each other,
-only the composition root names them, only net/ dials.
+"""Which module may import which, read from the source. The table of rooms is data. Rules are pure,
+adapters do not know each other, only runtime names them, and only net connects to the web.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,52 +17,103 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "penstock"
-ADAPTER_PACKAGES = ("brokers", "ledgers", "claims", "pages", "sinks", "sources")
-ADAPTER = re.compile(rf"penstock\.({'|'.join(ADAPTER_PACKAGES)})\.\w+(:\w+)?")
 
+# -- the table -------------------------------------------------------------------------------------
+
+CORE = set("errors model rules ports".split())
+BASE = CORE | set("clock locks config".split())
+ADAPTERS = set("brokers ledgers claims pages sinks sources".split())
+PUBLIC = "penstock"  # the package itself: what users import
+
+# Room → what it may import besides itself. An entry with a dot is one module of a room.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "model": {"errors"},
+    "rules": {"errors", "model"},
+    "ports": {"errors", "model", "rules"},
+    "clock": CORE,
+    "locks": CORE,
+    "config": CORE,
+    "authoring": BASE,
+    "net": BASE,
+    "stores": BASE,
+    **{room: BASE | {"stores", "authoring"} for room in ADAPTERS},
+    "sources": BASE | {"stores", "authoring", "net"},
+    "engine": CORE | {"clock", "locks"},
+    "extraction": BASE | {"authoring", PUBLIC},
+    "connect": BASE | {"authoring"},
+    "fetching": BASE | {"net"},
+    "intake": BASE | {"authoring", "engine", PUBLIC},
+    "operate": BASE | {"authoring", "engine", "intake"},
+    PUBLIC: {"model", "authoring"},
+}
+MAY_IMPORT["runtime"] = set(MAY_IMPORT)
+MAY_IMPORT["cli"] = BASE | set(
+    "runtime operate intake authoring connect demo engine.messages penstock".split()
+)
+MAY_IMPORT["demo"] = BASE | set("runtime operate cli testing penstock".split())
+MAY_IMPORT["testing"] = BASE | ADAPTERS | {"stores"}
+
+# -- other rules as data ---------------------------------------------------------------------------
+
+PURE = ("model", "rules", "ports")
 # What makes a decision depend on more than its arguments. Prefixes: `urllib.request` does not ban
 # `urllib.parse`.
 IMPURE = (
-    "asyncio threading multiprocessing concurrent subprocess signal selectors select socket ssl time sched random secrets uuid logging structlog "
-    "urllib.request http.client http.server sqlite3 apsw pycurl tempfile shutil os sys io pathlib contextvars"
+    "asyncio threading multiprocessing concurrent subprocess signal selectors select socket ssl "
+    "time sched random secrets uuid logging structlog urllib.request http.client http.server "
+    "sqlite3 apsw pycurl tempfile shutil os sys io pathlib contextvars"
 ).split()
-IMPURE_NAMES = {"now", "utcnow", "today", "fromtimestamp", "urandom"}
-IMPURE_CALLS = {"open", "print", "input"}
+IMPURE_NAMES = set("now utcnow today fromtimestamp urandom".split())
+IMPURE_CALLS = set("open print input".split())
 
-# Only these name adapters, each for the reason given; whatever else wants one gets it handed in.
-MAY_NAME_ADAPTERS = {
-    "penstock.app": "the composition root: it runs what the configuration chose",
-    "penstock.opening": "its half that opens stores: commands need no more than that",
-}
-MAY_NAME_ADAPTERS_UNDER = ("penstock.testing.",)  # the conformance suites
-READ_BY_COMMANDS = (
-    "penstock.ledgers.sql_queries",
-)  # `status`, `trace`, `events` read the books without running a pipeline
+# These rooms may name an adapter's module, also as text for importlib.
+NAMES_ADAPTERS = {"runtime", "testing", *ADAPTERS}
+ADAPTER_AS_TEXT = re.compile(rf"penstock\.({'|'.join(sorted(ADAPTERS))})(\.\w+)+(:\w+)?")
 
-DIALS = "pycurl urllib.request urllib3 http.client requests httpx aiohttp websockets ftplib smtplib telnetlib".split()
-DIAL_CALLS = {
-    "create_connection",
-    "open_connection",
-    "getaddrinfo",
-    "gethostbyname",
-    "sock_connect",
-}
-# Inside the product, net/ alone goes out, through the guard. `testing` ships the pretend web, which
+DIALS = (
+    "pycurl urllib.request urllib3 http.client requests httpx aiohttp websockets ftplib smtplib "
+    "telnetlib"
+).split()
+DIAL_CALLS = set("create_connection open_connection getaddrinfo gethostbyname sock_connect".split())
+# Inside the product net alone goes out, through the guard. `testing` ships the pretend web, which
 # only ever talks to itself. A broker's own API, or a Connect worker's, is asked where its
 # administrator said it is, never at an address that came from the web.
-MAY_DIAL = (
-    "penstock.net.",
-    "penstock.testing.",
-    "penstock.brokers.rabbitmq_management",
-    "penstock.connect.rest",
-)
+MAY_DIAL = "net testing brokers.rabbitmq.management connect.rest".split()
+
+EXECUTES = "pickle marshal shelve dill cloudpickle jsonpickle".split()
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def under(name: str, prefixes: Sequence[str]) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in prefixes)
+
+
+def target(name: str) -> str:
+    """Where a module of ours belongs, without "penstock."; the package itself is `penstock`."""
+    return name.removeprefix("penstock.")
+
+
+def room_of(place: str) -> str:
+    return place.partition(".")[0]
+
+
+def adapter_of(place: str) -> str | None:
+    """`brokers.kafka` for all of its folder, and for a module that is one adapter alone."""
+    parts = place.split(".")
+    return ".".join(parts[:2]) if parts[0] in ADAPTERS and len(parts) > 1 else None
 
 
 @dataclass(frozen=True)
 class Module:
     name: str
     tree: ast.Module
-    is_package: bool
+    is_package: bool = False
+
+    @property
+    def place(self) -> str:
+        return target(self.name)
 
     def imports(self) -> Iterator[tuple[str, int]]:
         """Every imported dotted name, wherever it stands: `from a.b import c` counts as `a.b` and
@@ -73,185 +124,313 @@ class Module:
                 for alias in node.names:
                     yield alias.name, node.lineno
             elif isinstance(node, ast.ImportFrom):
-                base = node.module or ""
-                if node.level:
-                    parts = self.name.split(".")
-                    above = parts[: len(parts) - node.level + self.is_package]
-                    base = ".".join([*above, *([base] if base else [])])
+                base = self._base(node)
                 yield base, node.lineno
                 for alias in node.names:
                     yield f"{base}.{alias.name}", node.lineno
+
+    def ours(self) -> Iterator[tuple[str, int]]:
+        """The place of every module of ours that it imports."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = self._base(node)
+                names = [f"{base}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for name in names:
+                if under(name, ("penstock",)):
+                    yield _module_in(name), node.lineno
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = self.name.split(".")
+        above = parts[: len(parts) - node.level + self.is_package]
+        return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _module_in(name: str) -> str:
+    """The longest beginning of a dotted name that is a module, as its place."""
+    while name not in NAMES:
+        name = name.rpartition(".")[0]
+    return target(name)
 
 
 def read(path: Path) -> Module:
     parts = list(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     is_package = parts[-1] == "__init__"
-    return Module(
-        ".".join(parts[:-1] if is_package else parts),
-        ast.parse(path.read_text(encoding="utf-8"), str(path)),
-        is_package,
-    )
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return Module(".".join(parts[:-1] if is_package else parts), tree, is_package)
+
+
+def adapters_of_the_distribution() -> set[str]:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = document["project"]["entry-points"].values()
+    modules = {entry.partition(":")[0] for entries in groups for entry in entries.values()}
+    return {found for name in modules if (found := adapter_of(target(name)))}
 
 
 MODULES = [read(path) for path in sorted(PACKAGE.rglob("*.py"))]
 NAMES = {m.name for m in MODULES}
-PURE = [m for m in MODULES if m.name == "penstock.model" or m.name.startswith("penstock.rules")]
+OWN_ADAPTERS = adapters_of_the_distribution()
+
+# -- the rules, each as a function from modules to what is wrong -----------------------------------
 
 
-def under(name: str, prefixes: tuple[str, ...] | list[str]) -> bool:
-    return any(name == p or name.startswith(p + ".") for p in prefixes)
-
-
-def adapter_package(name: str) -> str | None:
-    parts = name.split(".")
-    return (
-        parts[1]
-        if len(parts) > 1 and parts[0] == "penstock" and parts[1] in ADAPTER_PACKAGES
-        else None
-    )
-
-
-def by_name(module: Module) -> str:
-    return module.name
-
-
-def test_the_tree_is_really_read() -> None:
-    assert {
-        "penstock.model",
-        "penstock.ports",
-        "penstock.rules.identity",
-        "penstock.rules.pace",
-        "penstock.net.guard",
-    } <= NAMES
-
-
-@pytest.mark.parametrize("module", PURE, ids=by_name)
-def test_a_decision_imports_no_clock_no_chance_and_no_outside_world(module: Module) -> None:
-    allowed = {"os.PathLike", "os"} if module.name == "penstock.model" else set()  # for a type only
-    found = [
-        (name, line)
-        for name, line in module.imports()
-        if under(name, IMPURE) and name not in allowed
-    ]
-    assert not found
-
-
-@pytest.mark.parametrize("module", PURE, ids=by_name)
-def test_a_decision_asks_no_clock_and_opens_nothing(module: Module) -> None:
+def wrong_rooms(modules: Sequence[Module]) -> list[str]:
     found = []
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and node.attr in IMPURE_NAMES:
-            found.append((node.attr, node.lineno))
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in IMPURE_CALLS
-        ):
-            found.append((node.func.id, node.lineno))
-    if module.name == "penstock.model":  # Page.from_file is how a user's test loads a saved page
-        found = [f for f in found if f[0] != "open"]
-    assert not found
+    for module in modules:
+        own = room_of(module.place)
+        allowed = MAY_IMPORT.get(own, set())
+        for place, line in module.ours():
+            room = room_of(place)
+            if room != own and room not in allowed and not under(place, [*allowed]):
+                found.append(f"{module.name}:{line} ({own}) imports {place}")
+    return found
 
 
-@pytest.mark.parametrize("module", [m for m in PURE if m.name != "penstock.model"], ids=by_name)
-def test_a_rule_knows_only_values_errors_and_other_rules(module: Module) -> None:
-    known = ("penstock.rules", "penstock.model", "penstock.errors", "penstock.ports")
-    assert not [
-        (name, line)
-        for name, line in module.imports()
-        if under(name, ("penstock",)) and name != "penstock" and not under(name, known)
-    ]
-
-
-@pytest.mark.parametrize(
-    "module", [m for m in MODULES if m.name in ("penstock.ports", "penstock.errors")], ids=by_name
-)
-def test_ports_and_errors_know_nothing_but_values(module: Module) -> None:
-    assert not [
-        (name, line)
-        for name, line in module.imports()
-        if under(name, ("penstock",)) and not under(name, ("penstock.model", "penstock.errors"))
-    ]
-
-
-def test_adapters_never_import_each_other() -> None:
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "entry-points"
-    ]
-    adapters = {
-        target.partition(":")[0] for entries in groups.values() for target in entries.values()
-    }
-    assert adapters
+def wrong_adapters(modules: Sequence[Module]) -> list[str]:
+    """What a room shares among its adapters may be used there, such as the SQL that two of them
+    run. Another adapter may not.
+    """
     found = []
-    for module in MODULES:
-        own = adapter_package(module.name)
-        if own is None:
+    for module in modules:
+        own = adapter_of(module.place)
+        if room_of(module.place) not in ADAPTERS:
             continue
-        for name, line in module.imports():
-            other = adapter_package(name)
-            # What a package shares among its adapters may be used there, such as the SQL that two
-            # of them run; nothing else.
-            if other is not None and (other != own or (name in adapters and module.name != name)):
-                found.append(f"{module.name}:{line} imports {name}")
-    assert not found
+        for place, line in module.ours():
+            if (other := adapter_of(place)) in OWN_ADAPTERS and other != own:
+                found.append(f"{module.name}:{line} imports {place}")
+    return found
 
 
-def test_only_the_composition_root_names_adapters() -> None:
+def adapters_named_as_text(modules: Sequence[Module]) -> list[str]:
+    return [
+        f"{module.name}:{node.lineno} names {node.value!r}"
+        for module in modules
+        if room_of(module.place) not in NAMES_ADAPTERS
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and ADAPTER_AS_TEXT.fullmatch(node.value)
+    ]
+
+
+def impure_imports(modules: Sequence[Module]) -> list[str]:
+    return [
+        f"{module.name}:{line} imports {name}"
+        for module in modules
+        if room_of(module.place) in PURE
+        for name, line in module.imports()
+        if under(name, IMPURE)
+    ]
+
+
+def impure_calls(modules: Sequence[Module]) -> list[str]:
     found = []
-    for module in MODULES:
-        if (
-            adapter_package(module.name)
-            or module.name in MAY_NAME_ADAPTERS
-            or module.name.startswith(MAY_NAME_ADAPTERS_UNDER)
-        ):
+    for module in modules:
+        if room_of(module.place) not in PURE:
             continue
-        for name, line in module.imports():
-            reads = (
-                module.name.startswith(("penstock.cli.", "penstock.demo."))
-                and name in READ_BY_COMMANDS
-            )
-            if name in NAMES and ADAPTER.fullmatch(name) and not reads:
-                found.append(f"{module.name}:{line} imports {name}")
-        strings = (
-            node
-            for node in ast.walk(module.tree)
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        )
-        found += [
-            f"{module.name}:{node.lineno} names {node.value!r}"
-            for node in strings
-            if ADAPTER.fullmatch(str(node.value))
-        ]  # for importlib
-    assert not found
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and node.attr in IMPURE_NAMES:
+                found.append(f"{module.name}:{node.lineno} uses {node.attr}")
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in IMPURE_CALLS
+            ):
+                found.append(f"{module.name}:{node.lineno} calls {node.func.id}")
+    return found
 
 
-def test_nothing_but_net_dials_out() -> None:
+def dials(modules: Sequence[Module]) -> list[str]:
     found = []
-    for module in MODULES:
-        if module.name.startswith(MAY_DIAL):
+    for module in modules:
+        if under(module.place, MAY_DIAL):
             continue
         found += [
             f"{module.name}:{line} imports {name}"
             for name, line in module.imports()
             if under(name, DIALS)
         ]
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Attribute) and node.attr in DIAL_CALLS:
-                found.append(f"{module.name}:{node.lineno} uses {node.attr}")
-    assert not found
+        found += [
+            f"{module.name}:{node.lineno} uses {node.attr}"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute) and node.attr in DIAL_CALLS
+        ]
+    return found
 
 
-def test_nothing_from_the_wire_is_ever_executed() -> None:
-    banned = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle")
-    assert not [
-        f"{m.name}:{line} imports {name}"
-        for m in MODULES
-        for name, line in m.imports()
-        if under(name, banned)
+def executes(modules: Sequence[Module]) -> list[str]:
+    return [
+        f"{module.name}:{line} imports {name}"
+        for module in modules
+        for name, line in module.imports()
+        if under(name, EXECUTES)
     ]
 
 
-def test_a_module_says_in_its_first_line_what_lives_there() -> None:
-    assert not [
-        m.name for m in MODULES if not (ast.get_docstring(m.tree) or "").split("\n")[0].strip()
-    ]
+def without_docstring(modules: Sequence[Module]) -> list[str]:
+    return [m.name for m in modules if not (ast.get_docstring(m.tree) or "").split("\n")[0].strip()]
+
+
+# -- what the source says --------------------------------------------------------------------------
+
+
+def test_the_whole_tree_is_read() -> None:
+    names = "model ports errors rules.identity rules.pace net.guard sources.feed".split()
+    assert {f"penstock.{name}" for name in names} <= NAMES
+    assert len(OWN_ADAPTERS) > 20
+
+
+def test_every_module_lies_in_a_room_of_the_table() -> None:
+    assert not [m.name for m in MODULES if room_of(m.place) not in MAY_IMPORT]
+
+
+def test_a_room_imports_only_the_rooms_that_the_table_allows() -> None:
+    assert not wrong_rooms(MODULES)
+
+
+def test_an_adapter_never_imports_another_adapter() -> None:
+    assert not wrong_adapters(MODULES)
+
+
+def test_no_room_but_runtime_and_testing_names_an_adapter_as_text() -> None:
+    assert not adapters_named_as_text(MODULES)
+
+
+def test_model_rules_and_ports_import_no_clock_chance_or_outside_world() -> None:
+    assert not impure_imports(MODULES)
+
+
+def test_model_rules_and_ports_read_no_clock_and_open_nothing() -> None:
+    assert not impure_calls(MODULES)
+
+
+def test_only_net_connects_to_the_web() -> None:
+    assert not dials(MODULES)
+
+
+def test_nothing_from_outside_is_ever_unpickled() -> None:
+    assert not executes(MODULES)
+
+
+def test_the_first_line_of_every_module_says_what_it_contains() -> None:
+    assert not without_docstring(MODULES)
+
+
+# -- the rules find what is planted ----------------------------------------------------------------
+
+
+def planted(place: str, source: str) -> list[Module]:
+    return [Module(f"penstock.{place}", ast.parse(source))]
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("errors", "from penstock.model import Event"),
+        ("model", "from penstock.rules import identity"),
+        ("model", "def f():\n    from penstock.authoring.page import Page"),
+        ("rules.planted", "import penstock.ports"),
+        ("ports.planted", "from penstock import locks"),
+        ("clock", "from penstock.config.files.files import load"),
+        ("config.planted", "from penstock.authoring.pipeline import Pipeline"),
+        ("authoring.planted", "from penstock.net.guard import Guard"),
+        ("net.planted", "from penstock.stores.redis import Redis"),
+        ("stores.planted", "from penstock.ledgers.sql.events.events import OPEN"),
+        ("brokers.kafka.planted", "from penstock.engine.relay import Relay"),
+        ("brokers.kafka.planted", "from penstock.ledgers.sql.events import events"),
+        ("sinks.planted", "from penstock.net.http import CurlFetcher"),
+        ("engine.planted", "from penstock.config.files.schema import Config"),
+        ("engine.planted", "from penstock.stores.context import Context"),
+        ("engine.deep.planted", "from penstock.fetching.stage import FetchStage"),
+        ("extraction.planted", "from penstock.engine.worker import Worker"),
+        ("connect.planted", "from penstock.net.http import CurlFetcher"),
+        ("fetching.planted", "from penstock.intake.accept.accept import push"),
+        ("intake.planted", "from penstock.fetching.stage import FetchStage"),
+        ("operate.planted", "from penstock.runtime.stores import Stores"),
+        ("operate.planted", "from penstock.cli.output import say"),
+        ("runtime.planted", "from penstock.cli.main import main"),
+        ("cli.planted", "from penstock.engine.worker import Worker"),
+        ("cli.planted", "from penstock.ledgers.sql.events import reports"),
+        ("cli.planted", "from penstock.net.http import CurlFetcher"),
+        ("demo.planted", "from penstock.stores.sql import Tx"),
+        ("testing.planted", "from penstock.runtime.process import Running"),
+        ("penstock", "from penstock.runtime.process import Running"),
+        ("attic.planted", "from penstock.model import Event"),
+    ],
+)
+def test_an_import_against_the_table_is_found(place: str, source: str) -> None:
+    assert wrong_rooms(planted(place, source))
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("rules.planted", "from penstock.model import Event"),
+        ("brokers.kafka.planted", "from penstock.stores.kafka import parse"),
+        ("sources.planted", "from penstock.net.decoding import decode"),
+        ("cli.planted", "from penstock.engine.messages import PageMessage"),
+        ("runtime.planted", "from penstock.brokers.kafka.broker.broker import KafkaBroker"),
+    ],
+)
+def test_an_import_that_the_table_allows_is_not_reported(place: str, source: str) -> None:
+    assert not wrong_rooms(planted(place, source))
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        (
+            "brokers.kafka.broker",
+            "from penstock.brokers.rabbitmq.broker.message import open_letter",
+        ),
+        ("brokers.kafka.deep.planted", "from penstock.brokers.rabbitmq.broker import broker"),
+        ("brokers.kafka.planted", "from ..rabbitmq import broker"),
+        ("brokers.sqlite", "import penstock.brokers.redis.broker"),
+        ("brokers.sql", "from penstock.brokers.sqlite import SqliteBroker"),
+        ("sinks.csv", "from penstock.sinks import jsonl"),
+    ],
+)
+def test_an_adapter_that_imports_another_is_found(place: str, source: str) -> None:
+    assert wrong_adapters(planted(place, source))
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("brokers.kafka.broker", "from penstock.brokers.kafka.broker.topics import Place"),
+        ("brokers.sqlite", "from penstock.brokers.sql import SqlQueue"),
+        ("ledgers.postgres", "from penstock.ledgers.sql.events.events import OPEN"),
+    ],
+)
+def test_an_adapter_may_use_its_own_folder_and_shared_modules(place: str, source: str) -> None:
+    assert not wrong_adapters(planted(place, source))
+
+
+@pytest.mark.parametrize(
+    ("rule", "place", "source"),
+    [
+        (adapters_named_as_text, "cli.planted", 'x = "penstock.brokers.kafka.broker"'),
+        (adapters_named_as_text, "engine.planted", 'x = "penstock.brokers.kafka.broker.broker"'),
+        (adapters_named_as_text, "operate.planted", 'x = "penstock.sinks.csv:open_sink"'),
+        (impure_imports, "rules.planted", "import time"),
+        (impure_imports, "model", "from os import PathLike"),
+        (impure_imports, "ports.planted", "import logging.handlers"),
+        (impure_calls, "rules.planted", "x = datetime.now()"),
+        (impure_calls, "model", "x = open('f')"),
+        (dials, "engine.planted", "import pycurl"),
+        (dials, "brokers.kafka.planted", "import urllib.request"),
+        (dials, "sources.planted", "socket.create_connection(a)"),
+        (executes, "cli.planted", "import pickle"),
+        (executes, "stores.planted", "from marshal import loads"),
+        (without_docstring, "cli.planted", "x = 1"),
+    ],
+)
+def test_a_planted_breach_of_any_other_rule_is_found(
+    rule: Callable[[Sequence[Module]], list[str]], place: str, source: str
+) -> None:
+    assert rule(planted(place, source))

@@ -10,9 +10,9 @@ import re
 import pytest
 from turbohtml import parse as parse_html
 
-from penstock import queries
-from penstock.beginnings import SMALLEST, Beginning, beginning
-from penstock.selecting import FORGETTING, parse
+from penstock.authoring import queries
+from penstock.authoring.prefix import SMALLEST, Beginning, beginning
+from penstock.authoring.selectors import FORGETTING, parse
 
 UTF8 = "text/html; charset=utf-8"
 TAGS = re.findall(

@@ -14,6 +14,7 @@ from penstock.cli import main as cli
 from penstock.cli import output
 from penstock.cli.push import LONGEST, Inputs, _lines
 from penstock.errors import ConfigError, StoreUnavailable, UsageError
+from penstock.operate import figures
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_what_is_printed_moves_no_cursor_and_can_be_encoded(text: str) -> None:
     ],
 )
 def test_lengths_of_time_are_said_as_people_say_them(seconds: float, said: str) -> None:
-    assert output.lasting(seconds) == said
+    assert figures.lasting(seconds) == said
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_lengths_of_time_are_said_as_people_say_them(seconds: float, said: str) 
     ],
 )
 def test_sizes_are_said_in_binary_units(n: int, said: str) -> None:
-    assert output.size(n) == said
+    assert figures.size(n) == said
 
 
 def test_a_line_without_end_fills_no_memory_and_counts_as_one() -> None:

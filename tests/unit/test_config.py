@@ -14,10 +14,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock import units
-from penstock.config import OPTIONS, Config, Loaded, load, show
+from penstock.config import units
+from penstock.config.files import OPTIONS, Config, Loaded, load, show
+from penstock.config.schema import BY_PATH
 from penstock.errors import CONFIGURATION, ConfigError
-from penstock.options import BY_PATH
+from penstock.rules.masking import mask
 
 TOML_VALUES = st.recursive(
     st.text(max_size=20) | st.integers() | st.floats() | st.booleans() | st.datetimes(),
@@ -260,14 +261,14 @@ def test_only_secrets_can_come_from_a_file(tmp_path: Path) -> None:
 def test_passwords_are_masked_wherever_the_configuration_is_shown(
     url: str, shown: str, tmp_path: Path
 ) -> None:
-    assert units.mask(url) == shown
+    assert mask(url) == shown
     rows = {row.path: row.value for row in show(loaded(tmp_path, env={"PENSTOCK_BROKER_URL": url}))}
     assert rows["broker.url"] == shown
 
 
 @given(st.text(st.characters(exclude_characters="*"), min_size=1))
 def test_no_password_survives_masking_whatever_it_contains(password: str) -> None:
-    assert units.mask(f"amqp://me:{password}@host/") == "amqp://me:***@host/"
+    assert mask(f"amqp://me:{password}@host/") == "amqp://me:***@host/"
 
 
 def test_an_error_about_a_dsn_does_not_repeat_it(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from penstock import Page
-from penstock.declarative import compile_toml
+from penstock.authoring.load import load
+from penstock.authoring.toml import compile_toml
 from penstock.errors import ConfigError
-from penstock.extracting import run
-from penstock.pipeline import load
+from penstock.extraction.run import run
 
 SHOP_PY = """\
 from penstock import Page, Pipeline

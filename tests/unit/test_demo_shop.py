@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from penstock import Page
+from penstock.authoring.load import load
 from penstock.demo.goods import BROKEN, CATEGORIES, LIMITED, PRODUCTS
 from penstock.demo.shop import Shop, serve
 from penstock.model import Follow
-from penstock.pipeline import load
 from penstock.testing.web import Reply, Request
 
 START = 1_700_000_000.0

@@ -22,12 +22,12 @@ from typing import Any
 import apsw
 import pytest
 
+from penstock.engine.flusher import LAST_BACK_OFF, Flusher
 from penstock.errors import StoreUnavailable
-from penstock.flusher import LAST_BACK_OFF, Flusher
 from penstock.locks import FileLock, holder_alive
 from penstock.ports import Row, Sink
-from penstock.sinks import csv as csv_sink
-from penstock.sinks import jsonl, sqlite
+from penstock.sinks.common import csv as csv_sink
+from penstock.sinks.common import jsonl, sqlite
 
 SINKS: dict[str, Callable[[Path], Sink]] = {
     "jsonl": lambda at: jsonl.open_sink("jsonl:out.jsonl", {}, at),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.grouping import Group
+from penstock.engine.batching import Group
 
 
 async def test_enough_go_together_at_once_and_the_rest_after_the_first_of_it_has_waited() -> None:

@@ -12,10 +12,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.messages import LARGEST, Inline, PageMessage, page_message
 from penstock.errors import BadEnvelope
 from penstock.model import page_id
 from penstock.ports import PageMeta
-from penstock.stages.handover import LARGEST, Inline, PageMessage, page_message
 
 TEXT = b"<p>the same again</p>" * 500
 NOISE = random.Random(1).randbytes(10_000)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.brokers.kafka_dsn import ENVIRONMENT, Settings, parse
-from penstock.brokers.kafka_topics import layout, position
+from penstock.brokers.kafka.topics import layout, position
+from penstock.brokers.kafka.url import ENVIRONMENT, Settings, parse
 from penstock.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ def test_options_may_stand_in_the_environment_and_the_url_wins() -> None:
 def test_every_option_of_the_table_is_read_and_every_option_is_in_the_table() -> None:
     import re
 
-    from penstock.brokers import kafka_dsn
+    from penstock.brokers.kafka import url as kafka_dsn
 
     told = {
         name

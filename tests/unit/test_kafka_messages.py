@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.ports import Finding
-from penstock.sources.kafka_messages import FORMATS, Message, Reading
+from penstock.sources.kafka.messages import FORMATS, Message, Reading
 
 AUTO = Reading(cluster="c", topic_id="t")
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.authoring.page import Page
 from penstock.errors import BadEnvelope
 from penstock.model import (
     Ask,
     Event,
-    Page,
     Priority,
     Route,
     child_id,

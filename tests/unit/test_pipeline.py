@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from penstock import Page, Pipeline
+from penstock.authoring.load import load
+from penstock.authoring.pipeline import Change, SinkSpec, SourceSpec
 from penstock.errors import ConfigError
 from penstock.model import Priority, Route
-from penstock.pipeline import Change, SinkSpec, SourceSpec, load
 
 
 def one(page: Page) -> Iterator[dict[str, Any]]:

@@ -9,8 +9,8 @@ import pytest
 from psycopg.pq import Format
 
 from penstock.errors import ConfigError, Unreachable
-from penstock.stores.postgres_opening import Address, refusal
-from penstock.stores.postgres_wire import bound, statement, statements
+from penstock.stores.postgres.connection import bound, statement, statements
+from penstock.stores.postgres.url import Address, refusal
 
 
 @pytest.mark.parametrize(

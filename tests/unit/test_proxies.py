@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config import load, show
+from penstock.config.files import load, show
 from penstock.errors import ConfigError
 from penstock.model import ErrorClass, Failure, Route
 from penstock.net.cookies import MAX_PER_DOMAIN, Jar

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from penstock.model import Page
-from penstock.selecting import decode, parse
+from penstock.authoring.page import Page
+from penstock.authoring.selectors import decode, parse
 
 HTML = b"""<!doctype html><html lang=en><head><title>Shop</title></head><body>
 <h1 class="t big" id=x>Lamp <b>bold</b> tail<!--c--></h1>

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
-from penstock.ports import Row, Sink
-from penstock.sinks import Reopen, jsonl, sqlite
-from penstock.sinks import csv as csv_sink
-from penstock.sinks.appending import Mark, read_mark
+from penstock.ports import Reopen, Row, Sink
+from penstock.sinks.append_file import Mark, read_mark
+from penstock.sinks.common import csv as csv_sink
+from penstock.sinks.common import jsonl, sqlite
 
 csv.field_size_limit(1 << 30)
 RECORDS = st.dictionaries(

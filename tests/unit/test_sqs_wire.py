@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.brokers import sqs_wire as wire
-from penstock.brokers.sqs_wire import Where
+from penstock.brokers.sqs import message as wire
+from penstock.brokers.sqs.message import Where
 from penstock.errors import ConfigError
 from penstock.ports import Out
 

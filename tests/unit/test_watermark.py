@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rules.shares import TURNS, WEIGHTS, class_of, shares
+from penstock.rules.priority import TURNS, WEIGHTS, class_of, shares
 from penstock.rules.watermark import SPAN, Window, settled_ahead
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from penstock.brokers.sql_queue import Group, SqlQueue, SqlSubscription, letter
+from penstock.brokers.sql import Group, SqlQueue, SqlSubscription, letter
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
-from penstock.rules.shares import LOWEST, WEIGHTS, class_of, shares
+from penstock.rules.priority import LOWEST, WEIGHTS, class_of, shares
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx
 from penstock.stores.sqlite import Database

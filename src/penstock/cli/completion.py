@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from penstock.cli.output import say
+from penstock.cli.output import (
+    say,
+)
 from penstock.errors import UsageError
 
 app = App(name="completion", help="completion for bash, zsh and fish")

@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, styled, table
-from penstock.cli.output import show as show_table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    plain,
+    print_json,
+    say,
+    styled,
+    table,
+)
+from penstock.cli.output import (
+    show as show_table,
+)
+from penstock.operate.figures import plural
+from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -29,7 +40,7 @@ def show(
     common: Common = DEFAULTS,
 ) -> int:
     """Every option and its value; passwords are masked."""
-    from penstock import config
+    from penstock.config import files as config
 
     loaded = common.load()
     by_path = {option.path: option for option in config.options(loaded.config)}
@@ -84,8 +95,8 @@ def check(
         "pipeline": None,
     }
     if chosen:
-        from penstock.app import check_sources, open_sinks
-        from penstock.pipeline import load
+        from penstock.authoring.load import load
+        from penstock.runtime.process import check_sources, open_sinks
 
         pipeline = load(chosen)
         open_sinks(pipeline, Path.cwd())
@@ -94,8 +105,8 @@ def check(
             "file": chosen,
             "name": pipeline.name,
             "extractors": [f"{e.name}@{e.version}" for e in pipeline.extractors],
-            "sinks": [units.mask(s.url) for s in pipeline.sinks],
-            "sources": [units.mask(s.url) for s in pipeline.sources],
+            "sinks": [mask(s.url) for s in pipeline.sinks],
+            "sources": [mask(s.url) for s in pipeline.sources],
         }
     if json:
         print_json(found)

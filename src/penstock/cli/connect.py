@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from penstock.cli.options import DEFAULTS, Common, Json, confirmed
-from penstock.cli.output import FIXED, FOLD, plain, plural, print_json, say, show, styled, table
+from penstock.cli.output import (
+    FIXED,
+    FOLD,
+    plain,
+    print_json,
+    say,
+    show,
+    styled,
+    table,
+)
 from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, UsageError
+from penstock.operate.figures import plural
 
 if TYPE_CHECKING:
-    from penstock.connect.planning import Plan, Step
+    from penstock.authoring.pipeline import Pipeline
+    from penstock.connect.plan import Plan, Step
     from penstock.connect.rest import Known, Status, Worker
-    from penstock.pipeline import Pipeline
 
 app = App(
     name="connect",
@@ -67,8 +77,8 @@ def init(
     """Write a connector's options to start from, and show what to put into the pipeline. Nothing that exists is touched."""
     import msgspec
 
-    from penstock.connect.kinds import KINDS
-    from penstock.connect.rendering import declaration, document, template
+    from penstock.connect.connectors import KINDS
+    from penstock.connect.render import declaration, document, template
 
     if kind not in KINDS:
         raise UsageError(f"there is no kind of connector {kind!r}", hint=", ".join(KINDS))
@@ -133,8 +143,8 @@ def apply(
     common: Common = DEFAULTS,
 ) -> int:
     """Create and change what differs, nothing else, and wait until it runs. Exit code 1 where one does not, with its trace."""
-    from penstock import units
-    from penstock.connect.applying import apply as carry_out
+    from penstock.config import units
+    from penstock.connect.apply import apply as carry_out
 
     try:
         patience = units.duration(wait)
@@ -179,8 +189,8 @@ def status(
     common: Common = DEFAULTS,
 ) -> int:
     """Connectors and tasks with their state, and the first lines of what went wrong. Exit code 1 where one has failed."""
-    from penstock.connect.applying import state_of
-    from penstock.connect.planning import ours, owner
+    from penstock.connect.apply import state_of
+    from penstock.connect.plan import ours, owner
 
     worker = _worker(common, url)
     known = worker.connectors()
@@ -219,7 +229,7 @@ def restart(
     common: Common = DEFAULTS,
 ) -> int:
     """Restart connectors with their tasks; with --failed only what has failed. Positions are kept."""
-    from penstock.connect.planning import one_of_ours, ours
+    from penstock.connect.plan import one_of_ours, ours
 
     worker, of = _worker(common, url), _pipeline_name(pipeline)
     known = worker.connectors()
@@ -258,7 +268,7 @@ def delete(
     common: Common = DEFAULTS,
 ) -> int:
     """Remove connectors of ours from the worker. Asks first. Topics, tables and replication slots stay, and are named."""
-    from penstock.connect.planning import one_of_ours, ours
+    from penstock.connect.plan import one_of_ours, ours
 
     if (name is None) != all:
         raise UsageError("which connector?", hint="penstock connect delete NAME, or --all")
@@ -303,10 +313,10 @@ def _worker(common: Common, url: str | None) -> Worker:
 
 
 def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker, Plan, Pipeline]:
-    from penstock.connect.planning import make_plan
-    from penstock.connect.rendering import render
+    from penstock.authoring.load import load
+    from penstock.connect.plan import make_plan
+    from penstock.connect.render import render
     from penstock.connect.rest import Worker
-    from penstock.pipeline import load
 
     config = common.load().config
     chosen = file or config.pipeline
@@ -325,7 +335,7 @@ def _pipeline_name(given: str | None) -> str | None:
     """As it is called; a file is asked for its name."""
     if given is None or not given.endswith((".py", ".toml")):
         return given
-    from penstock.pipeline import load
+    from penstock.authoring.load import load
 
     return load(given).name
 
@@ -370,7 +380,7 @@ def _sum(made: Plan) -> str:
 
 
 def _show_status(name: str, status: Status) -> None:
-    from penstock.connect.applying import first_lines
+    from penstock.connect.apply import first_lines
 
     made = table((plain(name), FIXED), ("state", FIXED), ("worker", FOLD))
     states: list[tuple[str, Any]] = [

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli import find
 from penstock.cli.options import (
     DEFAULTS,
@@ -31,27 +30,24 @@ from penstock.cli.output import (
     FOLD,
     RIGHT,
     console,
-    count,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
-    short,
     styled,
     table,
 )
-from penstock.cli.output import show as show_table
+from penstock.cli.output import (
+    show as show_table,
+)
 from penstock.cli.trace import step_document
+from penstock.config import units
 from penstock.errors import BadEnvelope, UsageError
-from penstock.ledgers import sql_queries as queries
-from penstock.ledgers.sql_queries import Filter, Letter
 from penstock.model import Event, Priority, decode_event
+from penstock.operate.figures import count, iso, lasting, moment, plural, short
+from penstock.ports.reports import EventRow, Filter, Letter, Step
 
 if TYPE_CHECKING:
-    from penstock.opening import Stores
+    from penstock.runtime.stores import Stores
 
 app = App(name="dlq", help="dead letters: list, show, retry, drop, export")
 BATCH = 500
@@ -95,9 +91,9 @@ def ls(
     now = time.time()
     if all:
         letters, total = common.read(
-            lambda tx: (
-                queries.letters(tx, which, limit=max(1, limit), newest_first=True),
-                queries.letter_count(tx, which),
+            lambda stores, tx: (
+                stores.reports.letters(tx, which, limit=max(1, limit), newest_first=True),
+                stores.reports.letter_count(tx, which),
             )
         )
         if json:
@@ -123,7 +119,9 @@ def ls(
                 plain(x.reason),
             )
     else:
-        causes, total = common.read(lambda tx: queries.letter_groups(tx, which, max(1, limit)))
+        causes, total = common.read(
+            lambda stores, tx: stores.reports.letter_groups(tx, which, max(1, limit))
+        )
         if json:
             groups = [
                 {
@@ -187,10 +185,10 @@ def show(
 
     with common.stores() as stores:
 
-        def question(tx: Any) -> tuple[Letter, queries.EventRow | None, list[queries.Step]]:
+        def question(tx: Any) -> tuple[Letter, EventRow | None, list[Step]]:
             letter = _letter(stores, tx, id)
-            row = queries.event(tx, letter.event)
-            return letter, row, queries.history(tx, row.n) if row else []
+            row = stores.reports.event(tx, letter.event)
+            return letter, row, stores.reports.history(tx, row.n) if row else []
 
         letter, row, steps = ask(stores, question)
     if json:
@@ -368,7 +366,7 @@ def export(
         with nullcontext(sys.stdout.buffer) if output is None else open(output, "wb") as out:
             for batch in chosen:
                 for id_ in batch:
-                    line = ask(stores, lambda tx, id_=id_: _full(tx, id_))  # type: ignore[misc]
+                    line = ask(stores, lambda tx, id_=id_: _full(stores, tx, id_))  # type: ignore[misc]
                     if line is not None:
                         out.write(msgspec.json.encode(line) + b"\n")
                         written += 1
@@ -394,17 +392,17 @@ def _which(ids: tuple[str, ...], all: bool, which: Filter, verb: str) -> Filter:
 
 def _letter(stores: Stores, tx: Any, text: str) -> Letter:
     if find.is_url(text):
-        for row in queries.of_url(tx, find.key_of(stores, text), 100):
-            if row.status == "dead" and (found := queries.letter(tx, row.id)):
+        for row in stores.reports.of_url(tx, find.key_of(stores, text), 100):
+            if row.status == "dead" and (found := stores.reports.letter(tx, row.id)):
                 return found
         raise find.NotFound(
             f"no dead letter for {text}",
             hint="penstock trace it; penstock dlq ls lists the letters",
         )
-    found = queries.letter(
+    found = stores.reports.letter(
         tx,
         find.one(
-            queries.letters_like(tx, text, find.MOST),
+            stores.reports.letters_like(tx, text, find.MOST),
             text,
             "dead letter",
             "penstock dlq ls lists them",
@@ -421,13 +419,16 @@ def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterat
             dict.fromkeys(ask(stores, lambda tx: [_letter(stores, tx, text).event for text in ids]))
         )
         return iter([named]), len(named)
-    last, total = ask(stores, lambda tx: (queries.last_letter(tx), queries.letter_count(tx, which)))
+    last, total = ask(
+        stores, lambda tx: (stores.reports.last_letter(tx), stores.reports.letter_count(tx, which))
+    )
 
     def batches() -> Iterator[list[str]]:
         after = 0
         while True:
             found = ask(
-                stores, partial(queries.letters, which=which, after=after, upto=last, limit=BATCH)
+                stores,
+                partial(stores.reports.letters, which=which, after=after, upto=last, limit=BATCH),
             )
             if not found:
                 return
@@ -519,7 +520,7 @@ def _summary(x: Letter) -> dict[str, Any]:
     }
 
 
-def _document(x: Letter, row: queries.EventRow | None, steps: list[queries.Step]) -> dict[str, Any]:
+def _document(x: Letter, row: EventRow | None, steps: list[Step]) -> dict[str, Any]:
     event = _event(x)
     return {
         **_summary(x),
@@ -536,9 +537,9 @@ def _document(x: Letter, row: queries.EventRow | None, steps: list[queries.Step]
     }
 
 
-def _full(tx: Any, id_: str) -> dict[str, Any] | None:
-    letter = queries.letter(tx, id_)
+def _full(stores: Stores, tx: Any, id_: str) -> dict[str, Any] | None:
+    letter = stores.reports.letter(tx, id_)
     if letter is None:
         return None
-    row = queries.event(tx, id_)
-    return _document(letter, row, queries.history(tx, row.n) if row else [])
+    row = stores.reports.event(tx, id_)
+    return _document(letter, row, stores.reports.history(tx, row.n) if row else [])

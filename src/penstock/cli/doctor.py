@@ -10,7 +10,6 @@ from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import (
     FOLD,
     plain,
-    plural,
     print_json,
     say,
     show,
@@ -19,6 +18,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import DIFFERENCES, OK, UNREACHABLE, PenstockError
+from penstock.operate.figures import plural
 
 
 def doctor(
@@ -31,15 +31,20 @@ def doctor(
     common: Common = DEFAULTS,
 ) -> int:
     """Check the store, the books, the sinks and the machine. Exit code 0: nothing wrong, 4: the store cannot be opened, 5: differences found."""
-    from penstock.cli import checks
+    from penstock.operate import doctor as checks
+    from penstock.runtime.process import open_sandbox, open_sinks
+    from penstock.runtime.stores import store_facts
 
     loaded = common.load()
     config = loaded.config
-    found = [*checks.machine(config), *checks.settings(loaded, file)]
+    found = [
+        *checks.machine(config, store_facts),
+        *checks.settings(loaded, file, open_sinks=open_sinks, open_sandbox=open_sandbox),
+    ]
     unreachable = False
     try:
         with common.stores(config=config) as stores:
-            found += checks.store(stores)
+            found += checks.store(stores, stores.workers_directory)
     except PenstockError as e:
         unreachable = True
         found.append(checks.Finding("store", "fail", e.message, e.hint))

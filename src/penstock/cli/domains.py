@@ -1,4 +1,4 @@
-"""`penstock domains …`: how each host is treated, and the orders that change it for the whole fleet. The decisions are in penstock.domains."""
+"""`penstock domains …`: how each host is treated, and the orders that change it for the whole fleet. The decisions are in penstock.operate.hosts."""
 
 from __future__ import annotations
 
@@ -16,25 +16,20 @@ from penstock.cli.output import (
     FOLD,
     RIGHT,
     console,
-    count,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
     show,
-    size,
     styled,
     table,
 )
 from penstock.errors import OK, ConfigError, UsageError
+from penstock.operate.figures import count, iso, lasting, moment, plural, size
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from penstock.domains import Domain, Domains
+    from penstock.operate.hosts import Domain, Domains
     from penstock.ports import Exempt
 
 app = App(name="domains", help="hosts: their limits, pauses, robots.txt and exceptions")
@@ -140,7 +135,7 @@ def pause(
     common: Common = DEFAULTS,
 ) -> int:
     """Send nothing to a host, from any worker; what is in flight is finished, what is queued waits."""
-    from penstock import units
+    from penstock.config import units
 
     key, seconds = _key(host, common), None
     if for_ is not None:
@@ -203,7 +198,7 @@ def robots(
     if what is not None:
         with _open(common, create=True) as (domains, _):
             if what == "ignore":
-                from penstock.app import operator
+                from penstock.runtime.process import operator
 
                 domains.ignore_robots(key, " ".join(reason.split()), operator())
             else:
@@ -216,7 +211,7 @@ def robots(
 
 @contextlib.contextmanager
 def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
-    from penstock.domains import Domains
+    from penstock.operate.hosts import Domains
     from penstock.rules.robots import product_token
 
     config = common.load().config
@@ -225,7 +220,7 @@ def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
 
 
 def _key(host: str, common: Common) -> str:
-    from penstock.domains import host_of
+    from penstock.operate.hosts import host_of
     from penstock.rules.identity import BadUrl
 
     try:

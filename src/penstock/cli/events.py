@@ -13,12 +13,9 @@ from penstock.cli.output import (
     FIXED,
     FOLD,
     RIGHT,
-    lasting,
-    moment,
     plain,
     print_json,
     say,
-    short,
     show,
     status_text,
     styled,
@@ -26,7 +23,8 @@ from penstock.cli.output import (
 )
 from penstock.cli.trace import row_document
 from penstock.errors import UsageError
-from penstock.ledgers import sql_queries as queries
+from penstock.operate.figures import lasting, moment, short
+from penstock.ports.reports import SCAN
 
 app = App(name="events", help="list events")
 STATUSES = ("pending", "in_flight", "delayed", "writing", "success", "duplicate", "dead")
@@ -53,7 +51,7 @@ def ls(
         key = None if url is None else find.key_of(stores, url)
         listing = ask(
             stores,
-            lambda tx: queries.events(
+            lambda tx: stores.reports.events(
                 tx,
                 status=status,
                 host=host,
@@ -104,7 +102,5 @@ def ls(
     else:
         say("no such events" if status or host or source or url else "no events yet")
     if not listing.complete:
-        say(
-            styled(f"looked at the newest {queries.SCAN:,} events; --all looks at every one", "dim")
-        )
+        say(styled(f"looked at the newest {SCAN:,} events; --all looks at every one", "dim"))
     return 0

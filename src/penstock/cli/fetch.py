@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from cyclopts import Parameter
 
@@ -16,25 +16,22 @@ from penstock.cli.output import (
     FIXED,
     FOLD,
     RIGHT,
-    lasting,
     plain,
-    plural,
     print_json,
     say,
     show,
-    size,
     styled,
     table,
 )
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
+from penstock.operate.figures import lasting, plural, size
 
 if TYPE_CHECKING:
+    from penstock.config.schema import Config
     from penstock.model import Event, Failure
-    from penstock.net.http import CurlFetcher
-    from penstock.opening import Politeness
-    from penstock.options import Config
     from penstock.ports import Response
-    from penstock.stages.fetch import FetchStage
+    from penstock.rules.robots import Robots
+    from penstock.runtime.stores import Politeness
 
 _SECRET = re.compile(r"(?i)cookie|auth|token|secret|session|csrf|xsrf|api-?key|signature|password")
 _TEXT = re.compile(r"(?i)text/|html|xml|json|javascript")
@@ -68,9 +65,10 @@ def fetch(
     """Fetch one URL as a worker would, and tell what happened on the way. It counts for the host's pace, and enters no queue and no books."""
     import msgspec
 
-    from penstock import units
-    from penstock.intake import event_of
+    from penstock.config import units
+    from penstock.intake.accept import new_id
     from penstock.model import Ask, Route
+    from penstock.rules.events import event_of
     from penstock.rules.identity import BadUrl
 
     if ignore_robots is not None and not ignore_robots.strip():
@@ -88,6 +86,7 @@ def fetch(
     try:
         event = event_of(
             url,
+            id_=new_id(),
             source="fetch",
             route=Route(geo=geo, pool=pool, account=account),
             force=True,
@@ -159,10 +158,34 @@ class _Pace:
         await self._claims.keep_robots(origin, body, status, until)
 
 
+class _Client(Protocol):
+    """The product's client, as far as its way is shown here."""
+
+    options: Any
+    guard: Any
+
+    async def fetch(
+        self,
+        url: str,
+        *,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        proxy: str | None = None,
+    ) -> Response: ...
+
+    async def close(self) -> None: ...
+
+
+class _RobotsKnown(Protocol):
+    def remembered(self, url: str) -> tuple[Robots, int] | None:
+        """The robots.txt of the URL's host and the status it came with."""
+
+
 class _Fetcher:
     """The product's client; notes every exchange, what the guard said and how long each part took."""
 
-    def __init__(self, fetcher: CurlFetcher, pace: _Pace) -> None:
+    def __init__(self, fetcher: _Client, pace: _Pace) -> None:
         self._fetcher, self._pace = fetcher, pace
         self.exchanges: list[dict[str, Any]] = []
         self.last: Response | None = None  # of the page, whatever its status
@@ -230,7 +253,7 @@ class _Fetcher:
 
 
 async def _guarded(
-    fetcher: CurlFetcher, url: str, *, through_proxy: bool = False
+    fetcher: _Client, url: str, *, through_proxy: bool = False
 ) -> tuple[float, dict[str, Any], Failure | None]:
     """(seconds, verdict, the failure if it is none). What is found here is what the client dials: the guard keeps its answers for a while."""
     from penstock.model import ErrorClass, Failure
@@ -254,26 +277,18 @@ async def _guarded(
 
 
 async def _run(config: Config, event: Event, patience: float, ignoring: str) -> _Seen:
-    from penstock.app import fetch_options, open_fetcher
     from penstock.model import Failure
-    from penstock.opening import Politeness
     from penstock.rules.proxies import needs_proxy
-    from penstock.stages.fetch import FetchStage
-    from penstock.stages.proxies import Proxies
+    from penstock.runtime.process import open_fetcher, open_stage
+    from penstock.runtime.stores import Politeness
 
     store = Politeness(config)
     try:
         fetcher = open_fetcher(config)
         pace = _Pace(store.claims, store.clock)
         told = _Fetcher(fetcher, pace)
-        proxies = Proxies(config.proxies, store.proxies, fetcher, store.clock, store.context.rng)
-        stage = FetchStage(
-            told,
-            pace,
-            pace,
-            store.clock,
-            fetch_options(config, ignore_robots=bool(ignoring)),
-            proxies,
+        stage, proxies = open_stage(
+            config, store, told, pace, lists_by=fetcher, ignore_robots=bool(ignoring)
         )
         seen = _Seen(event, told, pace, stage, config, ignoring)
         try:
@@ -324,7 +339,7 @@ async def _slot(store: Politeness, pace: _Pace, host: str, patience: float) -> N
 
 
 def _who() -> str:
-    from penstock.app import operator
+    from penstock.runtime.process import operator
 
     return operator()
 
@@ -338,7 +353,7 @@ class _Seen:
         event: Event,
         told: _Fetcher,
         pace: _Pace,
-        stage: FetchStage,
+        stage: _RobotsKnown,
         config: Config,
         ignoring: str,
     ) -> None:
@@ -455,7 +470,7 @@ class _Seen:
 
 def _masked(headers: Mapping[str, str]) -> dict[str, str]:
     """Names as they came; values that let somebody in are hidden, and so are passwords and tokens in addresses."""
-    from penstock.units import mask
+    from penstock.rules.masking import mask
 
     found = {}
     for name, value in headers.items():
@@ -475,7 +490,7 @@ def _charset(response: Response) -> str | None:
     kind = response.headers.get("content-type")
     if not response.body or (kind and not _TEXT.search(kind)):
         return None
-    from penstock.selecting import charset
+    from penstock.authoring.selectors import charset
 
     return charset(response.body, kind).removeprefix("whatwg-") or None
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock.cli.output import joined, short
 from penstock.errors import PenstockError, UsageError
-from penstock.ledgers import sql_queries as queries
+from penstock.operate.figures import joined, short
 
 if TYPE_CHECKING:
-    from penstock.ledgers.sql_queries import EventRow
-    from penstock.opening import Stores
+    from penstock.ports.reports import EventRow
+    from penstock.runtime.stores import Stores
 
 MOST = 6
 
@@ -61,20 +60,23 @@ def ambiguous(text: str, what: str, found: Sequence[str]) -> NoReturn:
 def event_for(stores: Stores, tx: Any, text: str) -> EventRow:
     """By `last`, URL (the newest event), event id or unique prefix of one."""
     if text == "last":
-        found = queries.newest(tx)
+        found = stores.reports.newest(tx)
         if found is None:
             raise NotFound("nothing was accepted yet", hint="penstock push URL")
         return found
     if is_url(text):
-        rows = queries.of_url(tx, key_of(stores, text), 1)
+        rows = stores.reports.of_url(tx, key_of(stores, text), 1)
         if not rows:
             raise NotFound(
                 f"no event for {text}",
                 hint="penstock push it; `penstock events ls` lists what there is",
             )
         return rows[0]
-    row = queries.event(
-        tx, one(queries.ids_like(tx, text, MOST), text, "event", "penstock events ls lists them")
+    row = stores.reports.event(
+        tx,
+        one(
+            stores.reports.ids_like(tx, text, MOST), text, "event", "penstock events ls lists them"
+        ),
     )
     assert row is not None
     return row

@@ -9,7 +9,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.cli.output import say, styled
+from penstock.cli.output import (
+    say,
+    styled,
+)
 from penstock.errors import UsageError
 
 PYTHON = '''\
@@ -110,7 +113,7 @@ def settings_text(pipeline: str) -> str:
     """Every option once, with its default; only the pipeline is set."""
     import msgspec
 
-    from penstock.options import OPTIONS, Option
+    from penstock.config.schema import OPTIONS, Option
 
     def line(option: Option) -> str:
         # A derived default is a sentence, not a value.

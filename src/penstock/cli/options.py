@@ -1,4 +1,4 @@
-"""Options that every command has, and how they become a configuration and open stores. What an option means is in penstock.options."""
+"""Options that every command has, and how they become a configuration and open stores. What an option means is in penstock.config.schema."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from penstock.cli.output import plain
+from penstock.cli.output import (
+    plain,
+)
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.config import Loaded
-    from penstock.opening import Stores
-    from penstock.options import Config
+    from penstock.config.files import Loaded
+    from penstock.config.schema import Config
+    from penstock.runtime.stores import Stores
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
@@ -79,7 +81,7 @@ class Common:
         return given
 
     def load(self) -> Loaded:
-        from penstock import config
+        from penstock.config import files as config
 
         self.start_logging()
         return config.load(
@@ -105,7 +107,7 @@ class Common:
     @contextlib.contextmanager
     def stores(self, *, create: bool = False, config: Config | None = None) -> Iterator[Stores]:
         """Open for one command: on this thread, closed at its end. Without `create`, missing state is an error."""
-        from penstock.opening import open_stores
+        from penstock.runtime.stores import open_stores
 
         opened = open_stores(config or self.load().config, create=create, inline=True)
         try:
@@ -113,10 +115,10 @@ class Common:
         finally:
             opened.close()
 
-    def read(self, question: Callable[[Any], T]) -> T:
+    def read(self, question: Callable[[Stores, Any], T]) -> T:
         """One question to the books, answered from one moment."""
         with self.stores() as stores:
-            return ask(stores, question)
+            return ask(stores, lambda tx: question(stores, tx))
 
 
 @Parameter(name="*")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli import find
 from penstock.cli.options import DEFAULTS, WITH_OUTPUT, Common, CommonWithOutput, Json, ask
 from penstock.cli.output import (
@@ -19,23 +18,22 @@ from penstock.cli.output import (
     FOLD,
     RIGHT,
     console,
-    iso,
-    moment,
     plain,
-    plural,
     print_json,
     say,
-    short,
-    size,
     styled,
     table,
 )
-from penstock.cli.output import show as show_table
+from penstock.cli.output import (
+    show as show_table,
+)
+from penstock.config import units
 from penstock.errors import PenstockError, UsageError
-from penstock.ledgers import sql_queries as queries
+from penstock.operate.figures import iso, moment, plural, short, size
 
 if TYPE_CHECKING:
-    from penstock.opening import Stores
+    from penstock.ports.reports import EventRow
+    from penstock.runtime.stores import Stores
 
 app = App(name="pages", help="stored pages: show, list, prune")
 
@@ -60,7 +58,7 @@ def show(
         page, row = ask(stores, lambda tx: _find(stores, tx, what))
         body = ask(stores, lambda tx: stores.pages.get_in(tx, page))
         if row is None and (json or headers):
-            row = ask(stores, lambda tx: queries.event_of_page(tx, page))
+            row = ask(stores, lambda tx: stores.reports.event_of_page(tx, page))
     if body is None:
         raise find.NotFound(
             f"page {short(page)} is not stored any more: retention took it",
@@ -115,7 +113,7 @@ def ls(
             stores,
             lambda tx: (
                 list(
-                    queries.paged_events(
+                    stores.reports.paged_events(
                         tx, max(1, limit), partial(stores.pages.sizes_in, tx), host
                     )
                 ),
@@ -179,7 +177,7 @@ def prune(
         if max_bytes is None
         else _read(units.sizes(0), max_bytes, "--max-bytes")
     )
-    from penstock.app import retain
+    from penstock.runtime.process import retain
 
     with common.stores(create=True, config=config) as stores:
         pages, freed = asyncio.run(
@@ -200,12 +198,12 @@ def _read(kind: units.Kind, text: str, name: str) -> Any:
         raise UsageError(f"{name} {text!r} is not {kind.expected}") from None
 
 
-def _find(stores: Stores, tx: Any, what: str) -> tuple[str, queries.EventRow | None]:
+def _find(stores: Stores, tx: Any, what: str) -> tuple[str, EventRow | None]:
     """(page id, the event that fetched it, where it was asked for by one)."""
     if what == "last" or find.is_url(what):
         row = find.event_for(stores, tx, what)
         page = (
-            queries.page_of_url(
+            stores.reports.page_of_url(
                 tx, find.key_of(stores, row.url), partial(stores.pages.sizes_in, tx)
             )
             or row.page
@@ -216,11 +214,15 @@ def _find(stores: Stores, tx: Any, what: str) -> tuple[str, queries.EventRow | N
                 hint=f"penstock trace {short(row.id)}",
             )
         return page, next(
-            (r for r in queries.of_url(tx, find.key_of(stores, row.url), 100) if r.page == page),
+            (
+                r
+                for r in stores.reports.of_url(tx, find.key_of(stores, row.url), 100)
+                if r.page == page
+            ),
             row,
         )
     pages = stores.pages.find_in(tx, what) if set(what) <= set("0123456789abcdef") else []
-    events = queries.ids_like(tx, what, find.MOST)
+    events = stores.reports.ids_like(tx, what, find.MOST)
     if what in pages or not events:
         page = find.one(
             pages, what, "page", "penstock pages ls lists them; a URL or an event id does too"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from penstock.cli.output import console
+from penstock.cli.output import (
+    console,
+)
 
 AFTER = 0.5  # seconds: what is done sooner needs no bar
 

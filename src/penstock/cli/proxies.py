@@ -15,11 +15,7 @@ from penstock.cli.output import (
     FIXED,
     FOLD,
     RIGHT,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
     show,
@@ -27,11 +23,12 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, UsageError
+from penstock.operate.figures import iso, lasting, moment, plural
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from penstock.options import Config
+    from penstock.config.schema import Config
     from penstock.ports import Fetcher
     from penstock.rules.proxies import Member
 
@@ -234,10 +231,9 @@ def _state(trouble: dict[str, Any] | None) -> tuple[Any, str, str]:
 
 
 async def _try_all(config: Config, names: list[str], url: str, limit: int) -> list[dict[str, Any]]:
-    from penstock.app import open_fetcher
     from penstock.model import Failure
     from penstock.rules.proxies import masked_list, parse_members
-    from penstock.stages.proxies import fetch_list
+    from penstock.runtime.process import listed_proxies, open_fetcher
 
     fetcher, gate = open_fetcher(config), asyncio.Semaphore(AT_ONCE)
     results: list[dict[str, Any]] = []
@@ -248,7 +244,7 @@ async def _try_all(config: Config, names: list[str], url: str, limit: int) -> li
             members = {m.id: m for m in parse_members(c.urls)}
             if c.list_url:
                 try:
-                    members |= {m.id: m for m in await fetch_list(fetcher, c.list_url)}
+                    members |= {m.id: m for m in await listed_proxies(fetcher, c.list_url)}
                 except Failure as e:
                     results.append(
                         _result(

@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import msgspec
 from cyclopts import Parameter
 
-from penstock import units
 from penstock.cli.main import STDIN
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import console, plural, print_json, say, short, styled
+from penstock.cli.output import (
+    console,
+    print_json,
+    say,
+    styled,
+)
+from penstock.config import units
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
+from penstock.operate.figures import plural, short
+from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
-    from penstock.intake import Pushed
+    from penstock.intake.accept import Pushed
 
 TOLD = 20  # refused inputs that are printed
 LISTED = 1000  # and those that --json lists; the rest is counted
@@ -81,7 +88,7 @@ def _lines(name: str, stream: BinaryIO) -> Iterator[tuple[str, str]]:
 
 
 def _without_password(text: str) -> str:
-    return units.mask(text[:200])
+    return mask(text[:200])
 
 
 def push(
@@ -125,7 +132,7 @@ def push(
         if name not in (STDIN, "-"):
             _readable(name)
 
-    from penstock import intake
+    from penstock.intake import accept as intake
     from penstock.model import Route
 
     inputs = Inputs(urls, file)

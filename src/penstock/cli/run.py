@@ -36,7 +36,7 @@ def run(
     """Run a pipeline until Ctrl-C or SIGTERM, which finish what is in flight; a second one leaves at once."""
     common.start_logging("info")
     config = common.load().config
-    from penstock.app import ROLES
+    from penstock.runtime.process import ROLES
 
     roles = frozenset(name.strip() for part in role for name in part.split(",") if name.strip())
     if unknown := sorted(roles - set(ROLES)):
@@ -51,7 +51,7 @@ def run(
             "which pipeline?",
             hint='penstock run FILE, or pipeline = "shop.py" in penstock.toml; `penstock init` writes both',
         )
-    from penstock.supervisor import run_command
+    from penstock.runtime.supervisor import run_command
 
     return run_command(
         config,

@@ -38,6 +38,6 @@ def serve(
             "which pipeline?",
             hint='penstock serve FILE, or pipeline = "shop.py" in penstock.toml; `penstock init` writes both',
         )
-    from penstock.supervisor import run_command
+    from penstock.runtime.supervisor import run_command
 
     return run_command(config, Path(chosen), roles=frozenset({"serve"}))

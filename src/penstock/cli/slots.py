@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli.options import DEFAULTS, Common, Json
-from penstock.cli.output import FOLD, RIGHT, plain, print_json, say, show, styled, table
+from penstock.cli.output import (
+    FOLD,
+    RIGHT,
+    plain,
+    print_json,
+    say,
+    show,
+    styled,
+    table,
+)
+from penstock.config import units
 from penstock.errors import DIFFERENCES, OK, UsageError
 
 if TYPE_CHECKING:
-    from penstock.options import Config
-    from penstock.pipeline import SourceSpec
+    from penstock.authoring.pipeline import SourceSpec
+    from penstock.config.schema import Config
     from penstock.ports import SlotInfo
 
 T = TypeVar("T")
@@ -140,7 +149,7 @@ def _state(slot: SlotInfo) -> Any:
 
 
 def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSpec]:
-    from penstock.pipeline import load
+    from penstock.authoring.load import load
 
     chosen = file or config.pipeline
     if not chosen:
@@ -163,7 +172,7 @@ def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSp
 
 
 def _ask(config: Config, spec: SourceSpec, question: Callable[[Any], Awaitable[T]]) -> T:
-    from penstock.app import source_to_look_at
+    from penstock.runtime.process import source_to_look_at
 
     async def whole() -> T:
         async with source_to_look_at(config, spec) as (source, _):

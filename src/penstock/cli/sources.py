@@ -10,18 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli import slots
 from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import (
     FOLD,
     RIGHT,
-    count,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
     show,
@@ -29,11 +23,13 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, UsageError
+from penstock.operate.figures import count, iso, lasting, moment, plural
+from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
-    from penstock.intake import Taken
-    from penstock.options import Config
-    from penstock.pipeline import SourceSpec
+    from penstock.authoring.pipeline import SourceSpec
+    from penstock.config.schema import Config
+    from penstock.intake.accept import Taken
     from penstock.ports import SourceState
 
 app = App(name="sources", help="what tells us of changes: list, try, reset, pause, resume")
@@ -158,7 +154,7 @@ def reset(
         books = stores.sources
 
         def work(tx: Any) -> None:
-            books.declare_in(tx, name, units.mask(spec.url))
+            books.declare_in(tx, name, mask(spec.url))
             stores.ledger.move_cursor_in(tx, name, cursor, stores.clock.now())
             books.renew_in(tx, name)
 
@@ -197,7 +193,7 @@ def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) 
 
         def work(tx: Any) -> list[str]:
             if name in known:
-                books.declare_in(tx, name, units.mask(known[name].url))
+                books.declare_in(tx, name, mask(known[name].url))
             books.pause_in(tx, name, reason)
             return [s.name for s in books.all_in(tx)]
 
@@ -219,7 +215,7 @@ def _declared(config: Config, file: str | None, *, required: bool = True) -> lis
                 "which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml'
             )
         return []
-    from penstock.pipeline import load
+    from penstock.authoring.load import load
 
     return list(load(Path(chosen)).sources)
 
@@ -266,7 +262,7 @@ def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> 
     times = ("looked_at", "next_at", "event_at", "error_at")
     return {
         "name": name,
-        "url": units.mask(spec.url) if spec else state.url if state else "",
+        "url": mask(spec.url) if spec else state.url if state else "",
         "declared": spec is not None,
         "every": spec.every if spec else None,
         "paused": state.paused if state else None,
@@ -315,15 +311,15 @@ def _behind(state: SourceState | None) -> str:
 
 
 async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> Taken:
-    from penstock.app import source_to_look_at
-    from penstock.intake import judge
+    from penstock.intake.accept import judge
+    from penstock.runtime.process import source_to_look_at
 
     async with source_to_look_at(config, spec) as (source, mapping):
         return judge(mapping, await source.preview(cursor, limit))
 
 
 async def _place(config: Config, spec: SourceSpec, to: str) -> tuple[bytes | None, str]:
-    from penstock.app import source_to_look_at
+    from penstock.runtime.process import source_to_look_at
 
     async with source_to_look_at(config, spec) as (source, _):
         cursor = await source.place(to)

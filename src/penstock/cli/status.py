@@ -12,24 +12,20 @@ from penstock.cli.output import (
     FOLD,
     RIGHT,
     console,
-    count,
-    iso,
-    lasting,
     plain,
-    plural,
     print_json,
-    short,
     status_text,
     styled,
     table,
 )
+from penstock.operate.figures import count, iso, lasting, plural, short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from penstock.ledgers.sql_queries import Standing
-    from penstock.opening import Stores
     from penstock.ports import SourceState
+    from penstock.ports.reports import Standing
+    from penstock.runtime.stores import Stores
 
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 COUNTERS = (
@@ -95,11 +91,10 @@ Look = tuple[
 
 
 def look(stores: Stores) -> tuple[Look, float]:
-    from penstock.app import sink_lock
-    from penstock.ledgers import sql_queries as queries
     from penstock.locks import holder_alive, note_of, worker_alive
+    from penstock.runtime.process import sink_lock
 
-    found = ask(stores, lambda tx: queries.standing(tx, stores.broker))
+    found = ask(stores, lambda tx: stores.reports.standing(tx, stores.broker))
     alerts, sources = ask(stores, stores.books.alerts_in), ask(stores, stores.sources.all_in)
     directory = stores.workers_directory
     signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(

@@ -8,30 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock import units
 from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json, ask, confirmed
 from penstock.cli.output import (
     FOLD,
     RIGHT,
-    count,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
     say,
-    short,
     show,
     styled,
     table,
 )
+from penstock.config import units
 from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
+from penstock.operate.figures import count, iso, lasting, moment, plural, short
 
 if TYPE_CHECKING:
-    from penstock.opening import Stores
     from penstock.ports import Out, Stats
+    from penstock.runtime.stores import Stores
 
 app = App(name="topics", help="what the brokers hold: look, pause, resume, purge, rewind")
 Name = Annotated[str, Parameter(help="the topic; `requests` stops all fetching")]
@@ -138,7 +133,7 @@ def stats(
 @app.command
 def ensure(*, json: Json = False, common: Common = DEFAULTS) -> int:
     """Declare every topic on its broker; what is there already is left as it is. Exit code 5 where it differs from the configuration."""
-    from penstock.opening import TOPOLOGY
+    from penstock.runtime.stores import TOPOLOGY
 
     with common.stores(create=True) as stores:
         drift = list(stores.perform(lambda: stores.broker.ensure(TOPOLOGY)))
@@ -314,7 +309,7 @@ async def _with_partitions(stores: Stores) -> list[tuple[str, str, Stats, list[d
 
 
 def _known(stores: Stores, topic: str | None) -> None:
-    from penstock.opening import TOPOLOGY
+    from penstock.runtime.stores import TOPOLOGY
 
     if topic is not None and topic not in {t.name for t in TOPOLOGY} | {
         name for name, _ in ask(stores, stores.broker.groups_in)
@@ -323,7 +318,7 @@ def _known(stores: Stores, topic: str | None) -> None:
 
 
 def _no_such(topic: str) -> find.NotFound:
-    from penstock.opening import TOPOLOGY
+    from penstock.runtime.stores import TOPOLOGY
 
     return find.NotFound(f"there is no topic {topic!r}", hint=", ".join(t.name for t in TOPOLOGY))
 
@@ -366,8 +361,8 @@ def _offsets(given: list[str]) -> dict[int, int]:
 
 
 def _url(m: Out) -> str | None:
+    from penstock.engine.messages import PageMessage, RecordsMessage
     from penstock.model import decode_event
-    from penstock.stages.handover import PageMessage, RecordsMessage
 
     try:
         match m.topic.removesuffix(".dead"):

@@ -12,38 +12,32 @@ from penstock.cli import find
 from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import (
     console,
-    iso,
-    lasting,
-    moment,
     plain,
-    plural,
     print_json,
-    short,
-    size,
     status_text,
     styled,
 )
 from penstock.errors import BadEnvelope
-from penstock.ledgers import sql_queries as queries
 from penstock.model import Event, decode_event
+from penstock.operate.figures import iso, lasting, moment, plural, short, size
+from penstock.ports.reports import EventRow, Letter, Step
 
 if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from penstock.ledgers.sql_queries import EventRow, Step
-    from penstock.opening import Stores
+    from penstock.runtime.stores import Stores
 
 
 class Found(msgspec.Struct, kw_only=True):
     """One event with all that belongs to it."""
 
-    row: queries.EventRow
+    row: EventRow
     event: Event | None
-    history: list[queries.Step]
+    history: list[Step]
     duplicates: list[tuple[str, str]]
     original_trace: str | None  # of what it is a duplicate of
-    letter: queries.Letter | None
+    letter: Letter | None
     records: list[tuple[str, str]] | None  # None: not looked for
 
 
@@ -52,7 +46,7 @@ class Traced(msgspec.Struct, kw_only=True):
     asked: str | None  # the event that was asked for, if one was
     events: list[Found]
     total: int
-    others: list[queries.EventRow]  # of the same URL, in other traces
+    others: list[EventRow]  # of the same URL, in other traces
 
 
 def trace(
@@ -85,18 +79,18 @@ def gather(stores: Stores, tx: Any, what: str, limit: int) -> Traced:
         if (
             asked.status == "duplicate" and asked.duplicate_of
         ):  # its story is told by the one that was fetched
-            asked = queries.event(tx, asked.duplicate_of) or asked
+            asked = stores.reports.event(tx, asked.duplicate_of) or asked
         trace_id = asked.trace
     else:
         events, traces = (
-            queries.ids_like(tx, what, find.MOST),
-            queries.traces_like(tx, what, find.MOST),
+            stores.reports.ids_like(tx, what, find.MOST),
+            stores.reports.traces_like(tx, what, find.MOST),
         )
         if what in traces:
             trace_id = what
-            asked = queries.event(tx, what)
+            asked = stores.reports.event(tx, what)
         elif what in events or (len(events) == 1 and (not traces or traces == events)):
-            asked = queries.event(tx, what if what in events else events[0])
+            asked = stores.reports.event(tx, what if what in events else events[0])
             assert asked is not None
             trace_id = asked.trace
         else:
@@ -107,31 +101,35 @@ def gather(stores: Stores, tx: Any, what: str, limit: int) -> Traced:
                 "penstock events ls lists them; `penstock trace last` shows the newest",
             )
             if trace_id not in traces:
-                asked = queries.event(tx, trace_id)
+                asked = stores.reports.event(tx, trace_id)
                 trace_id = asked.trace if asked else trace_id
-    rows = queries.of_trace(tx, trace_id, limit)
+    rows = stores.reports.of_trace(tx, trace_id, limit)
     if asked is not None and all(row.id != asked.id for row in rows):
         rows = [*rows[: limit - 1], asked]
-    total = len(rows) if len(rows) < limit else queries.trace_size(tx, trace_id)
-    records = queries.records_of(tx, [row.n for row in rows])
+    total = len(rows) if len(rows) < limit else stores.reports.trace_size(tx, trace_id)
+    records = stores.reports.records_of(tx, [row.n for row in rows])
     others = (
-        [row for row in queries.of_url(tx, find.key_of(stores, what), 11) if row.trace != trace_id][
-            :10
-        ]
+        [
+            row
+            for row in stores.reports.of_url(tx, find.key_of(stores, what), 11)
+            if row.trace != trace_id
+        ][:10]
         if find.is_url(what)
         else []
     )
     return Traced(
         trace=trace_id,
         asked=asked.id if asked else None,
-        events=[_found(tx, row, records) for row in rows],
+        events=[_found(stores, tx, row, records) for row in rows],
         total=total,
         others=others,
     )
 
 
-def _found(tx: Any, row: EventRow, records: dict[int, list[tuple[str, str]]] | None) -> Found:
-    original = queries.event(tx, row.duplicate_of) if row.duplicate_of else None
+def _found(
+    stores: Stores, tx: Any, row: EventRow, records: dict[int, list[tuple[str, str]]] | None
+) -> Found:
+    original = stores.reports.event(tx, row.duplicate_of) if row.duplicate_of else None
     try:
         event = decode_event(row.envelope)
     except BadEnvelope:
@@ -139,10 +137,10 @@ def _found(tx: Any, row: EventRow, records: dict[int, list[tuple[str, str]]] | N
     return Found(
         row=row,
         event=event,
-        history=queries.history(tx, row.n),
-        duplicates=queries.duplicates_of(tx, row.id),
+        history=stores.reports.history(tx, row.n),
+        duplicates=stores.reports.duplicates_of(tx, row.id),
         original_trace=original.trace if original else None,
-        letter=queries.letter(tx, row.id) if row.status == "dead" else None,
+        letter=stores.reports.letter(tx, row.id) if row.status == "dead" else None,
         records=None if records is None else records.get(row.n, []),
     )
 

@@ -8,7 +8,11 @@ from importlib.metadata import version as installed
 
 from penstock import __version__
 from penstock.cli.options import Json
-from penstock.cli.output import print_json, say, styled
+from penstock.cli.output import (
+    print_json,
+    say,
+    styled,
+)
 
 PARTS = (
     "apsw",
@@ -25,7 +29,7 @@ PARTS = (
 
 def version(*, json: Json = False) -> int:
     """Versions of Penstock and of what it stands on; for bug reports."""
-    from penstock.stores.sqlite import sqlite_version
+    from penstock.runtime.stores import sqlite_version
 
     parts = {"python": platform.python_version(), "sqlite": ".".join(map(str, sqlite_version()))}
     for name in PARTS:

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 import msgspec
 
 from penstock.errors import ConfigError, PenstockError, Unreachable
-from penstock.units import mask
+from penstock.rules.masking import mask
 
 PATIENCE = 30.0  # seconds for one answer
 VALIDATING = 100.0  # the worker itself gives a connector ninety seconds to look at its database

@@ -20,16 +20,17 @@ from typing import Any
 
 from rich.live import Live
 
-from penstock import config, locks
-from penstock.app import ROLES, Running
+from penstock import locks
 from penstock.cli.options import SafeFormatter
 from penstock.cli.output import console
-from penstock.demo import ending
+from penstock.config import files as config
+from penstock.demo import summary as ending
 from penstock.demo.display import Snapshot, plain, render
-from penstock.demo.watching import Look, Watch
+from penstock.demo.monitor import Look, Watch
 from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
 from penstock.locks import FileLock
-from penstock.opening import open_stores
+from penstock.runtime.process import ROLES, Running
+from penstock.runtime.stores import open_stores
 
 FRAME, LINE = 0.25, 2.0  # seconds between two pictures, between two lines
 FINISH = 3.0  # seconds that open events get after the end of the run
@@ -252,7 +253,7 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
             elapsed = time.time() - started
     stores = open_stores(settings, create=False, inline=True)
     try:
-        look = stores.db.read_now(lambda tx: Look(tx, stores.broker))
+        look = stores.db.read_now(lambda tx: Look(stores.reports, tx, stores.broker))
     finally:
         stores.close()
     made = ending.Ending(

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.ledgers.sql import SCHEMA, SqlLedger
+from penstock.ledgers.sql.events import SCHEMA, SqlLedger
 from penstock.ports import Clock
 from penstock.rules.identity import DEFAULT_TRACKING, tracking
 from penstock.stores.context import Context
-from penstock.stores.postgres import PostgresStore
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 
 DAY = 86400 * 1_000_000  # history.at is in microseconds

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.ledgers.sql import STANDING, SqlLedger
+from penstock.ledgers.sql.events import STANDING, SqlLedger
 from penstock.rules.identity import tracking
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx

@@ -18,7 +18,7 @@ import msgspec
 import pycurl
 
 from penstock.model import ErrorClass, Failure
-from penstock.net.bodies import Bodies
+from penstock.net.body_budget import Bodies
 from penstock.net.decoding import ACCEPT_ENCODING, BrokenCoding, TooManyCodings
 from penstock.net.guard import Guard, Target
 from penstock.net.transfer import Engine, Exchange, HttpOptions, SetUp, nobody

@@ -16,7 +16,7 @@ import msgspec
 import pycurl
 
 from penstock.model import Failure
-from penstock.net.bodies import SMALL, Bodies
+from penstock.net.body_budget import SMALL, Bodies
 from penstock.net.decoding import (
     BrokenCoding,
     DecodedTooLarge,
@@ -27,7 +27,7 @@ from penstock.net.decoding import (
     joined,
 )
 from penstock.net.guard import Guard, Target
-from penstock.net.heads import parse_head
+from penstock.net.headers import parse_head
 from penstock.ports import Done
 from penstock.rules.verdict import Breach, breach
 

@@ -14,8 +14,8 @@ from penstock.errors import Unreachable
 from penstock.model import page_id
 from penstock.ports import Clock
 from penstock.stores.context import Context
-from penstock.stores.postgres import PostgresStore
-from penstock.stores.postgres_arrays import byteas
+from penstock.stores.postgres.arrays import byteas
+from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 
 T = TypeVar("T")

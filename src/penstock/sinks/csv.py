@@ -18,19 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import Unreachable
-from penstock.ports import Row
-from penstock.sinks import (
+from penstock.ports import Reopen, Row
+from penstock.sinks.append_file import AppendFile, Mark, read_mark, sync_directory
+from penstock.sinks.common import (
     DELETED,
     PROVENANCE_COLUMNS,
     REST,
     Flat,
-    Reopen,
     file_url,
     flatten,
     json_text,
     option_max_columns,
 )
-from penstock.sinks.appending import AppendFile, Mark, read_mark, sync_directory
 
 _HEADER_LIMIT = 4 << 20
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.ports import Row
-from penstock.sinks import file_url
-from penstock.sinks.appending import AppendFile, read_mark
+from penstock.sinks.append_file import AppendFile, read_mark
+from penstock.sinks.common import file_url
 
 
 class JsonLinesSink:

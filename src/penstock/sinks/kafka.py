@@ -24,10 +24,11 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka import admin as _admin
 from confluent_kafka.admin import AdminClient
 
-from penstock import units
+from penstock.config import units
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.ports import Row
-from penstock.sinks import PREFIX, Reopen
+from penstock.ports import Reopen, Row
+from penstock.rules.masking import mask
+from penstock.sinks.common import PREFIX
 from penstock.sinks.kafka_records import TYPES, Shape
 from penstock.stores.kafka import Topic, parse, sentence
 from penstock.stores.kafka_access import error_of, weightier
@@ -357,5 +358,5 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> KafkaSink:
     """`kafka://host:9092/products?key=sku`. Checks, and connects to nothing yet. Raises
     ConfigError.
     """
-    topic, given = parse(url, options, OPTIONS, where=f"sink {units.mask(url).partition('?')[0]}")
+    topic, given = parse(url, options, OPTIONS, where=f"sink {mask(url).partition('?')[0]}")
     return KafkaSink(topic, Options(**given))

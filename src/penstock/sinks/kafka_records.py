@@ -10,7 +10,15 @@ from typing import Any
 import msgspec
 
 from penstock.ports import Row
-from penstock.sinks import MAX_COLUMNS, PREFIX, PROVENANCE_COLUMNS, REST, Flat, flatten, json_text
+from penstock.sinks.common import (
+    MAX_COLUMNS,
+    PREFIX,
+    PROVENANCE_COLUMNS,
+    REST,
+    Flat,
+    flatten,
+    json_text,
+)
 
 TYPES = ("string", "double", "int64", "boolean")
 KEY = PREFIX + "key"  # what names a record where no field was chosen

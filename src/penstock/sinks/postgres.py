@@ -15,11 +15,11 @@ import psycopg
 from psycopg import errors
 
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.ports import Row
-from penstock.sinks import PREFIX, Reopen, option_max_columns
+from penstock.ports import Reopen, Row
+from penstock.sinks.common import PREFIX, option_max_columns
 from penstock.sinks.postgres_table import Table, quoted, savepoint
-from penstock.stores.postgres_opening import Address, refusal
-from penstock.stores.postgres_wire import Wire
+from penstock.stores.postgres.connection import Wire
+from penstock.stores.postgres.url import Address, refusal
 from penstock.stores.sql import Tx
 
 PUBLIC = "public"

@@ -18,7 +18,7 @@ from psycopg import errors
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Row
-from penstock.sinks import PREFIX, PROVENANCE_COLUMNS, REST, Flat, flatten, json_text
+from penstock.sinks.common import PREFIX, PROVENANCE_COLUMNS, REST, Flat, flatten, json_text
 from penstock.stores.sql import Tx
 
 _ORDER = PREFIX + "order"

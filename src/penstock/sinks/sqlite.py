@@ -16,13 +16,12 @@ from typing import Any
 import apsw
 
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.ports import Row
-from penstock.sinks import (
+from penstock.ports import Reopen, Row
+from penstock.sinks.common import (
     PREFIX,
     PROVENANCE_COLUMNS,
     REST,
     Flat,
-    Reopen,
     file_url,
     flatten,
     json_text,

@@ -13,13 +13,14 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, SourceDown
 from penstock.model import Failure, mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding, Response
 from penstock.rules.identity import BadUrl, canonical_url, origin
-from penstock.sources.api_reading import ApiError, Page, Shape, next_link
-from penstock.sources.context import BATCH, SourceContext, options
+from penstock.rules.masking import mask
+from penstock.sources.api_parser import ApiError, Page, Shape, next_link
+from penstock.sources.base import BATCH, SourceContext, options
 from penstock.sources.polling import (
     Kept,
     Memory,
@@ -32,7 +33,6 @@ from penstock.sources.polling import (
     unpack,
     whole,
 )
-from penstock.units import mask
 
 log = logging.getLogger("penstock.sources")
 EVERY = 300.0

@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import SourceDown
 from penstock.model import mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
-from penstock.sources.context import BATCH, SourceContext, options
-from penstock.sources.feed_reading import MAX_ENTRIES, Feed, FeedEntry, FeedError, Hints, parse
+from penstock.rules.masking import mask
+from penstock.sources.base import BATCH, SourceContext, options
+from penstock.sources.feed_parser import MAX_ENTRIES, Feed, FeedEntry, FeedError, Hints, parse
 from penstock.sources.polling import Kept, Memory, Polling, one_of, pack, short, target, unpack
-from penstock.units import mask
 
 __all__ = ["Feed", "FeedEntry", "FeedError", "Hints", "open_source", "parse"]
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 import zstandard
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, UsageError
-from penstock.pipeline import SourceSpec
 from penstock.rules.identity import BadUrl, canonical_url
-from penstock.sources.context import BaseSource, SourceContext
+from penstock.sources.base import BaseSource, SourceContext
 
 LEFT = 50_000  # versions that are remembered after they were left; twelve bytes each
 MAX_STATE = 256 << 20  # bytes of an unpacked state

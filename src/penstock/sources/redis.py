@@ -12,12 +12,12 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
-from penstock import units
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, PenstockError, SourceDown, Unreachable, UsageError
 from penstock.model import mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
-from penstock.sources.context import BATCH, BaseSource, SourceContext, options
+from penstock.rules.masking import mask
+from penstock.sources.base import BATCH, BaseSource, SourceContext, options
 from penstock.stores.redis import Script, Server
 
 OLDEST: Final = (5, 0)  # scripts that are replicated by what they did, and ZPOPMAX
@@ -261,7 +261,7 @@ def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
     named = [(kind, key) for kind, key in given if kind in ("list", "set", "zset")]
     if len(named) != 1 or not named[0][1]:
         wrong = "names no list" if not named or not named[0][1] else "names more than one list"
-        raise ConfigError(f"source {units.mask(spec.url)!r} {wrong}", hint=EXAMPLE)
+        raise ConfigError(f"source {mask(spec.url)!r} {wrong}", hint=EXAMPLE)
     rest = urlencode(
         [(name, value) for name, value in given if name not in ("list", "set", "zset")]
     )

@@ -12,16 +12,16 @@ from collections.abc import AsyncGenerator, Iterator
 
 import msgspec
 
+from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, SourceDown
 from penstock.model import ErrorClass, Failure, mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.rules import robots
 from penstock.rules.identity import BadUrl, authority, canonical_url, origin, registrable_domain
-from penstock.sources.context import BATCH, SourceContext, options
+from penstock.rules.masking import mask
+from penstock.sources.base import BATCH, SourceContext, options
 from penstock.sources.polling import Left, Polling, one_of, pack, target, unpack, whole
-from penstock.sources.sitemap_reading import Sitemap, SitemapEntry, SitemapError, parse
-from penstock.units import mask
+from penstock.sources.sitemap_parser import Sitemap, SitemapEntry, SitemapError, parse
 
 __all__ = ["Sitemap", "SitemapEntry", "SitemapError", "open_source", "parse"]
 

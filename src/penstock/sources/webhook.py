@@ -1,5 +1,5 @@
 """`webhook:NAME`: what may be told to /hooks/NAME, by whom, and which event that is. It is served,
-not read; the HTTP server is penstock.serving.
+not read; the HTTP server is penstock.intake.endpoint.
 """
 
 from __future__ import annotations
@@ -7,19 +7,20 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from penstock import units
+from penstock.authoring.pipeline import SourceSpec
+from penstock.config import units
 from penstock.errors import ConfigError, RequestRefused, UsageError
-from penstock.intake import new_id
 from penstock.model import mint
-from penstock.pipeline import SourceSpec
 from penstock.ports import Batch, Finding
 from penstock.rules import signatures
 from penstock.rules.expressions import Expression, Unfit
+from penstock.rules.masking import mask
 from penstock.rules.signatures import Forged, Headers, Shape
-from penstock.sources.context import BATCH, BaseSource, SourceContext, options
+from penstock.sources.base import BATCH, BaseSource, SourceContext, options
 from penstock.sources.webhook_bodies import LONGEST, Item, items, media
 
 SCHEMES = ("standard", "github", "stripe", "hmac", "bearer")
@@ -62,7 +63,7 @@ class Webhook(BaseSource):
         hook = spec.url.removeprefix("webhook:")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", hook):
             raise ConfigError(
-                f"source {spec.name}: {units.mask(spec.url)!r} names no hook",
+                f"source {spec.name}: {mask(spec.url)!r} names no hook",
                 hint="webhook:shop is served at /hooks/shop; all else is an option",
             )
         if spec.every is not None:
@@ -290,7 +291,7 @@ class Webhook(BaseSource):
             cause = self._own_id(item, index)
             names = ("own", cause, "")
         else:
-            cause = vouched or _header_id(headers) or new_id()
+            cause = vouched or _header_id(headers) or secrets.token_hex(16)
             names = ("sent", cause, str(index))
         payload = item.payload
         if kind := headers.get("x-github-event"):

@@ -8,14 +8,14 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.config.schema import Config
 from penstock.errors import ConfigError
-from penstock.options import Config
 from penstock.ports import Clock
 from penstock.stores.sql import SqlStore
 from penstock.stores.sqlite import Database
 
 if TYPE_CHECKING:
-    from penstock.stores.postgres import PostgresStore
+    from penstock.stores.postgres.store import PostgresStore
 
 
 class Context:
@@ -48,7 +48,7 @@ class Context:
 
     def server(self, url: str) -> PostgresStore:
         """Adapters that name the same database share its connections, and so may commit together."""
-        from penstock.stores.postgres import PostgresStore  # an extra
+        from penstock.stores.postgres.store import PostgresStore  # an extra
 
         if url not in self._servers:
             namespace = self.config.namespace or "penstock"

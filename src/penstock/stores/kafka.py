@@ -13,8 +13,9 @@ from urllib.parse import parse_qsl, unquote
 
 from confluent_kafka import KafkaError
 
-from penstock import units
+from penstock.config import units
 from penstock.errors import ConfigError
+from penstock.rules.masking import mask
 from penstock.stores.kafka_access import SASL, Access, server, told
 
 EXAMPLE = "kafka://127.0.0.1:9092/products"
@@ -55,7 +56,7 @@ def parse(
     scheme, _, rest = url.partition("://")
     if scheme not in ("kafka", "kafka+ssl") or not rest:
         raise ConfigError(
-            f"{where}: {units.mask(url)!r} is no Kafka URL",
+            f"{where}: {mask(url)!r} is no Kafka URL",
             hint=f"{EXAMPLE}, or kafka+ssl://user:password@host:9093/products",
         )
     rest, _, query = rest.partition("?")

@@ -14,7 +14,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from penstock.errors import ConfigError, PenstockError, Unreachable
-from penstock.units import mask
+from penstock.rules.masking import mask
 
 EXAMPLE = "s3://bucket/prefix?region=eu-west-1, or s3://bucket/prefix?endpoint=http://localhost:9000&key=…&secret=… for a server of your own"
 

@@ -21,8 +21,8 @@ from math import inf
 
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Broker, Delivery, Out, Published, Subscription, TopicSpec
+from penstock.testing.broker_rig import OUTLASTS, delays, lapses, orders, sentence
 from penstock.testing.outages import Outages
-from penstock.testing.rig import OUTLASTS, delays, lapses, orders, sentence
 
 MIB = 1 << 20
 

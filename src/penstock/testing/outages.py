@@ -9,7 +9,7 @@ import asyncio
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Release
 from penstock.ports import Broker, Out, Published, TopicSpec
-from penstock.testing.rig import BrokerRig, sentence
+from penstock.testing.broker_rig import BrokerRig, sentence
 
 
 class Outages(BrokerRig):

@@ -1,0 +1,1 @@
+"""The parts that pipeline authors use: pipelines, pages, selectors."""

@@ -1,0 +1,176 @@
+"""What a `kafka://` DSN says, checked, and how Kafka's errors read to a person. Nothing connects
+here.
+
+    kafka://host:9092,host2:9092?partitions=24                       plain text
+    kafka+ssl://user:password@host:9093?sasl=scram-sha-512&ca=/etc/ca.pem    TLS, and SASL where
+    there is a user
+
+Options stand in the query, or in PENSTOCK_KAFKA_OPTIONS in the same spelling
+(`sasl=plain&username=…&password=…`); the query wins.
+
+| option | default | meaning |
+|---|---|---|
+| `partitions` | 12 | partitions of a topic when it is made: at most so many workers share it |
+| `replication` | 3, or as many brokers as there are | copies of a topic when it is made |
+| `min_insync` | 2, or 1 with fewer than three copies | copies that must have a message before it is
+`ok` |
+| `retention` | 7d | how long a topic keeps messages, read or not; at least what the topic itself
+asks for |
+| `retry_levels` | 5s,30s,2m,10m,1h | one retry topic for each; shorter waits stay in the worker |
+| `max_message` | 4MiB | largest message of a topic when it is made |
+| `window`, `window_bytes` | 2000, 16MiB | what is held of one partition |
+| `session` | the lease, at least 6s | how long a worker may be silent before its partitions go to
+others |
+| `grace` | 3s | how long work in flight may finish when its partition goes to another worker |
+| `timeout` | 10s | how long the servers may take to answer; a publish without an answer by then is
+`unknown` |
+| `commit_interval` | 0s | 0: a settle returns when it is committed; else it returns at once and is
+committed this often |
+| `protocol` | classic | `consumer`: the rebalance protocol of Kafka 4 (KIP-848), where the servers
+decide `session` |
+| `sasl` | plain | with a user: `plain`, `scram-sha-256` or `scram-sha-512` |
+| `username`, `password` | those of the URL | for the environment |
+| `ca`, `cert`, `key`, `key_password` | the system's CAs | files for TLS |
+| `verify` | true | false: any certificate will do |
+| `rdkafka.NAME` | | any property of librdkafka |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+import msgspec
+from confluent_kafka import KafkaError
+
+from penstock.config import units
+from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
+from penstock.rules.masking import mask
+from penstock.stores.kafka_access import SASL, Access, server, told
+
+ENVIRONMENT = "PENSTOCK_KAFKA_OPTIONS"
+EXAMPLE = "kafka://127.0.0.1:9092"
+
+
+class Settings(Access, frozen=True, kw_only=True):
+    """A DSN, checked. `shown` is what may be printed."""
+
+    shown: str
+    partitions: int = 12
+    replication: int = 3
+    min_insync: int = 0  # 0: by the number of copies
+    retention: float = 7 * 86400.0
+    retry_levels: tuple[float, ...] = (5.0, 30.0, 120.0, 600.0, 3600.0)
+    max_message: int = 4 * 2**20
+    window: int = 2000
+    window_bytes: int = 16 * 2**20
+    session: float = 0.0  # 0: by the lease
+    grace: float = 3.0
+    commit_interval: float = 0.0
+    protocol: str = "classic"
+
+    def client(self) -> dict[str, Any]:
+        return super().client() | self.rdkafka
+
+
+def _levels(text: object) -> tuple[float, ...]:
+    levels = sorted({units.duration(part.strip()) for part in str(text).split(",")})
+    if not levels or levels[0] < 1 or len(levels) > 16:
+        raise ValueError(text)
+    return tuple(levels)
+
+
+_READ: dict[str, tuple[Callable[[object], Any], str]] = {
+    **{name: (kind.read, kind.expected) for name, kind in {
+        "partitions": units.counts(1, 4096), "replication": units.counts(1, 32), "min_insync": units.counts(1, 32), "retention": units.durations(60),
+        "max_message": units.sizes(1024), "window": units.counts(1, 10_000), "window_bytes": units.sizes(65536), "session": units.durations(0.5, 1800),
+        "grace": units.durations(0, 120), "timeout": units.durations(0.1, 600), "commit_interval": units.durations(0, 60),
+        "sasl": units.choices(*SASL), "protocol": units.choices("classic", "consumer"), "verify": units.FLAG,
+    }.items()},
+    "retry_levels": (_levels, "up to 16 durations of at least 1s with commas between them (5s,1m,1h)"),
+    **dict.fromkeys(("username", "password", "ca", "cert", "key", "key_password"), (str, "a text")),
+}  # fmt: skip
+
+
+def parse(url: str, env: Mapping[str, str]) -> Settings:
+    """Raises ConfigError with the place of the mistake; the password is never part of it."""
+    shown = mask(url)
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("kafka", "kafka+ssl") or not rest:
+        raise ConfigError(
+            f"{shown!r} is not a Kafka URL",
+            hint=f"{EXAMPLE}, or kafka+ssl://user:password@host:9093",
+        )
+    rest, _, query = rest.partition("?")
+    userinfo, _, hosts = rest.rpartition("@")
+    user, _, password = userinfo.partition(":")
+    hosts, _, path = hosts.partition("/")
+    if path:
+        raise ConfigError(
+            f"{shown!r}: Kafka has no databases, so nothing stands after the host",
+            hint=f"{scheme}://{hosts}; PENSTOCK_NAMESPACE sets the prefix of topics",
+        )
+    servers = [server(host.strip(), repr(shown), EXAMPLE) for host in hosts.split(",")]
+    found: dict[str, Any] = (
+        {"username": unquote(user), "password": unquote(password)} if user else {}
+    )
+    rdkafka: dict[str, str] = {}
+    for origin, text in ((ENVIRONMENT, env.get(ENVIRONMENT, "")), (shown, query)):
+        for name, value in parse_qsl(text, keep_blank_values=True):
+            if name.startswith("rdkafka."):
+                rdkafka[name.removeprefix("rdkafka.")] = value
+                continue
+            if name not in _READ:
+                raise ConfigError(
+                    f"{origin!r}: there is no option {name!r}",
+                    hint=f"one of {', '.join(sorted(_READ))}, or rdkafka.NAME",
+                )
+            read, expected = _READ[name]
+            try:
+                found[name] = read(value)
+            except (ValueError, OverflowError):
+                raise ConfigError(
+                    f"{origin!r}: {name} must be {expected}", hint=f"…?{name}={_example(name)}"
+                ) from None
+    if bool(found.get("username")) != bool(found.get("password")):
+        raise ConfigError(
+            f"{shown!r} has a user without a password, or the other way round",
+            hint=f"{scheme}://user:password@{hosts}",
+        )
+    return Settings(
+        shown=shown, servers=",".join(servers), tls=scheme == "kafka+ssl", rdkafka=rdkafka, **found
+    )
+
+
+def _example(name: str) -> str:
+    default = {field.name: field.default for field in msgspec.structs.fields(Settings)}[name]
+    if name == "retry_levels":
+        return "5s,30s,2m"
+    return (
+        "true"
+        if default is True
+        else units.write_duration(default)
+        if isinstance(default, float)
+        else str(default or 2)
+    )
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def _sentence(settings: Settings, error: KafkaError, doing: str) -> tuple[str, str]:
+    rights = (
+        "the rights Create, Describe, Read, Write and Delete on topics and groups with our prefix"
+    )
+    return told(settings, error, doing, url="PENSTOCK_BROKER_URL", rights=rights)
+
+
+def starting(settings: Settings, error: KafkaError, doing: str) -> PenstockError:
+    message, hint = _sentence(settings, error, doing)
+    return Unreachable(message, hint=hint)
+
+
+def running(settings: Settings, error: KafkaError, doing: str) -> StoreUnavailable:
+    message, hint = _sentence(settings, error, doing)
+    return StoreUnavailable(message, hint=hint)

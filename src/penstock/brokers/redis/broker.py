@@ -1,0 +1,345 @@
+"""Redis Streams as a broker: leases, fencing, delays, priorities, order and fairness between keys;
+each call is one script. The Lua is in redis_scripts.
+
+`ok` is as safe as the server's `appendfsync`: with `always` nothing is lost; with `everysec` a kill
+or a power cut may take the last second or two, since Redis answers before it writes while a sync is
+under way. A lease is the idle time of an entry in the group's pending list, by the server's clock;
+the members of a group have one length of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from redis.exceptions import OutOfMemoryError, RedisError
+
+from penstock.brokers.redis import reports as looking
+from penstock.brokers.redis import scripts as lua
+from penstock.errors import PenstockError
+from penstock.model import Ack, Dead, Outcome, Release, Retry
+from penstock.ports import (
+    Capabilities,
+    Clock,
+    Delivery,
+    Out,
+    Published,
+    Stats,
+    Subscription,
+    TopicSpec,
+)
+from penstock.rules.priority import shares
+from penstock.stores.context import Context
+from penstock.stores.redis import Argument, Lost, Server
+
+CLASSES = ("high", "normal", "low")
+EPOCH = 1_577_836_800_000  # positions count from 2020, so that they fit 63 bits for a long time
+# seconds; a publish wakes a waiting receiver at once, what others give back is noticed by asking
+LOOK = 1.0
+SORTING = 20  # thousands that one look at the figures sorts at most; beyond it they are not exact
+CAPS = Capabilities(
+    order_per_key="emulated",
+    strict_priority="none",
+    delay="emulated",
+    replay=True,
+    bounded=True,
+    counts_deliveries=True,
+    hold_keys=True,
+    exact_stats=True,
+    transactional=False,
+    lease="time",
+)
+
+
+def position(rank: int, entry: bytes) -> int:
+    """The stream's own id (milliseconds and a number) with the class, in one integer."""
+    ms, _, seq = entry.partition(b"-")
+    return ((int(ms) - EPOCH) << 23) | (int(seq) << 2) | rank
+
+
+def entry_of(position: int) -> tuple[str, str]:
+    """(class, entry id) of a position."""
+    return CLASSES[position & 3], f"{(position >> 23) + EPOCH}-{(position >> 2) & 0x1FFFFF}"
+
+
+def base_of(prefix: str, topic: str) -> str:
+    """One hash tag for a topic and its dead letters, so that one script may touch both."""
+    root = topic
+    while root.endswith(".dead"):
+        root = root.removesuffix(".dead")
+    name = f"{prefix}.{root}".replace("{", "_").replace("}", "_")
+    return "{" + name + "}" + topic[len(root) :]
+
+
+def _headers(raw: bytes) -> dict[str, str]:
+    if not raw:
+        return {}
+    try:
+        return msgspec.json.decode(raw, type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeError):  # written by another tool
+        return {}
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+class RedisBroker:
+    """Implements ports.Broker."""
+
+    caps = CAPS
+
+    def __init__(self, server: Server, prefix: str, clock: Clock) -> None:
+        self.server, self.prefix, self.clock = server, prefix, clock
+
+    def base(self, topic: str) -> str:
+        return base_of(self.prefix, topic)
+
+    async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
+        await self.server.check()
+        drift = []
+        for t in topology:
+            depth: Argument = "" if t.max_depth is None else t.max_depth
+            found = await self.server.run(
+                lua.ENSURE,
+                [self.base(t.name)],
+                int(t.ordered),
+                depth,
+                int(t.retention * 1000),
+                *t.groups,
+            )
+            if (found == b"1") != t.ordered:
+                drift.append(
+                    f"topic {t.name}: ordered is {found == b'1'} on the server and {t.ordered} in the configuration; use another name to change that"
+                )
+        return drift
+
+    # -- publishing --------------------------------------------------------------------------------
+
+    async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
+        if not batch:
+            return []
+        places: dict[str, list[int]] = defaultdict(list)
+        args: dict[str, list[Argument]] = defaultdict(list)
+        answers = [Published.FAILED] * len(batch)
+        for i, m in enumerate(batch):
+            try:
+                id_, key = m.id.encode(), m.key.encode()
+                headers = msgspec.json.encode(m.headers) if m.headers else b""
+            except UnicodeEncodeError:  # half a character: nobody could ever give it back unchanged
+                continue
+            places[m.topic].append(i)
+            due: Argument = int(m.not_before * 1000) if m.not_before else b""
+            args[m.topic] += (
+                min(max(m.priority, 0), len(CLASSES) - 1),
+                id_,
+                key,
+                headers,
+                due,
+                m.body,
+            )
+        calls = [(lua.PUBLISH, [self.base(topic)], args[topic]) for topic in places]
+        try:
+            replies = await self.server.run_all(calls)
+        except Lost:
+            return [Published.UNKNOWN] * len(batch)
+        for where, reply in zip(places.values(), replies, strict=True):
+            if isinstance(reply, OutOfMemoryError):  # decided before anything was written
+                reply = b"f" * len(where)
+            elif isinstance(reply, RedisError):
+                if len(replies) == 1:
+                    raise self.server.explained(reply)
+                continue
+            for i, letter in zip(where, reply, strict=True):
+                answers[i] = Published.OK if letter == ord("o") else Published.FULL
+        return answers
+
+    def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
+        return RedisSubscription(self, topic, group, owner, lease)
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    async def stats(self, topic: str, group: str) -> Stats:
+        for _ in range(
+            SORTING
+        ):  # what is delayed is only known of what was read and sorted: a thousand at a time
+            ready, delayed, in_flight, dead, age, exact = await self.server.run(
+                looking.STATS, [self.base(topic)], group
+            )
+            if exact:
+                break
+        return Stats(
+            ready=ready,
+            delayed=delayed,
+            in_flight=in_flight,
+            dead=dead,
+            oldest_age=None if age < 0 else age / 1000,
+            exact=bool(exact),
+        )
+
+    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
+        flat = await self.server.run(looking.PEEK, [self.base(topic)], limit)
+        rows = sorted(
+            (flat[i : i + 7] for i in range(0, len(flat), 7)),
+            key=lambda row: position(row[0], row[1]),
+        )
+        return [
+            Out(
+                topic=topic,
+                id=_text(id_),
+                key=_text(key),
+                body=body,
+                headers=_headers(headers),
+                priority=rank,
+                not_before=due / 1000,
+            )
+            for rank, _, id_, key, headers, body, due in rows[:limit]
+        ]
+
+    async def purge(self, topic: str) -> int:
+        """What waits goes, and history with it; what is in flight stays."""
+        removed: dict[bytes, int] = defaultdict(int)
+        done = 0
+        while not done:
+            done, *counts = await self.server.run(looking.PURGE, [self.base(topic)])
+            for group, n in zip(counts[::2], counts[1::2], strict=True):
+                removed[group] += n
+        return max(removed.values(), default=0)
+
+    async def replay(self, topic: str, group: str, *, since: float) -> int:
+        added = 0
+        for name in CLASSES:
+            start = f"{int(since * 1000)}-0"
+            while start:
+                n, following = await self.server.run(
+                    looking.REPLAY, [self.base(topic)], group, name, start
+                )
+                added, start = added + n, following.decode()
+        return added
+
+    async def close(self) -> None:
+        await self.server.close()
+
+
+class RedisSubscription:
+    def __init__(
+        self, broker: RedisBroker, topic: str, group: str, owner: str, lease: float
+    ) -> None:
+        self.broker, self.topic, self.group, self.owner, self.lease = (
+            broker,
+            topic,
+            group,
+            owner,
+            max(1, int(lease * 1000)),
+        )
+        self._server, self._keys = broker.server, [broker.base(topic)]
+        self._streams = [f"{broker.base(topic)}:{name}" for name in CLASSES]
+        self._place = 0  # handed out so far: whose turn it is
+
+    async def receive(
+        self, limit: int, wait: float, *, per_key: int | None = None
+    ) -> Sequence[Delivery]:
+        clock = self.broker.clock
+        until = clock.now() + wait
+        while limit > 0:
+            reply = await self._server.run(
+                lua.RECEIVE,
+                self._keys,
+                self.group,
+                self.owner,
+                self.lease,
+                limit,
+                min(per_key or limit, limit),
+                *shares(self._place, limit),
+            )
+            if reply[0]:
+                return self._deliveries(reply)
+            left = until - clock.now()
+            if left <= 0:
+                break
+            pause = int(min(left, reply[1] / 1000, LOOK) * 1000)
+            if pause > 0:  # ends early when something is published
+                await self._server.command(
+                    "XREAD", "COUNT", 1, "BLOCK", pause, "STREAMS", *self._streams, *reply[2:]
+                )
+        return []
+
+    def _deliveries(self, reply: list[Any]) -> list[Delivery]:
+        token = reply[0]
+        got = [
+            Delivery(
+                topic=self.topic,
+                group=self.group,
+                id=_text(id_),
+                key=_text(key),
+                body=body,
+                headers=_headers(headers),
+                position=position(rank, entry),
+                token=token,
+                deliveries=count,
+            )
+            for rank, entry, count, id_, key, headers, body in zip(
+                *(reply[i::7] for i in range(2, 9)), strict=True
+            )
+        ]
+        self._place += len(got)
+        return got
+
+    async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
+        if not items:
+            return []
+        args: list[Argument] = []
+        for d, outcome in items:
+            match outcome:
+                case Ack():
+                    verb, more = "ack", ""
+                case Retry(delay=delay):
+                    verb, more = "retry", str(int(delay * 1000))
+                case Release():
+                    verb, more = "release", ""
+                case Dead(reason=reason):
+                    headers = {
+                        **d.headers,
+                        "penstock-reason": reason,
+                        "penstock-position": str(d.position),
+                    }
+                    verb, more = "dead", msgspec.json.encode(headers).decode()
+            args += (*entry_of(d.position), d.token, verb, d.deliveries, more)
+        reply: bytes = await self._server.run(lua.SETTLE, self._keys, self.group, *args)
+        return [letter == ord("1") for letter in reply]
+
+    async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
+        """Idle time is what ends a lease, so it cannot end later than a whole lease from now."""
+        if not deliveries:
+            return []
+        args: list[Argument] = []
+        for d in deliveries:
+            args += (*entry_of(d.position), d.token)
+        idle = max(0, self.lease - int(seconds * 1000))
+        reply: bytes = await self._server.run(
+            lua.EXTEND, self._keys, self.group, self.owner, idle, *args
+        )
+        return [letter == ord("1") for letter in reply]
+
+    async def hold(self, until: Mapping[str, float]) -> None:
+        args: list[Argument] = []
+        for key, at in until.items():
+            args += (key, int(at * 1_000_000))
+        if args:
+            await self._server.run(lua.HOLD, self._keys, self.group, *args)
+
+    async def close(self) -> None:
+        with suppress(PenstockError):  # the server sees to it in time
+            await self._server.run(lua.LEAVE, self._keys, self.group, self.owner)
+
+
+def open_broker(url: str, context: Context) -> RedisBroker:
+    """No I/O: the server is asked by `ensure`. Our keys never expire, so only a server that evicts
+    any key is a danger to them.
+    """
+    return RedisBroker(
+        Server(url, evictable=False), context.config.namespace or "penstock", context.clock
+    )

@@ -1,0 +1,1 @@
+"""The configuration: schema of all options, files, units."""

@@ -1,0 +1,507 @@
+"""Command line, environment and penstock.toml become one frozen Config here, checked before
+anything opens; nothing is opened here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from penstock.config.schema import (
+    BY_PATH,
+    OPTIONS,
+    POOL,
+    PREFIX,
+    SECTIONS,
+    Config,
+    Option,
+    ProxyPoolConfig,
+    pool_options,
+)
+from penstock.errors import ConfigError
+
+__all__ = ["OPTIONS", "Config", "Loaded", "Option", "Shown", "load", "options", "show"]
+
+FILE_NAME = "penstock.toml"
+# Variables with our prefix that are no options: where the file is, and where ./dev keeps its
+# environment.
+OTHER_VARIABLES = frozenset({"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_KAFKA_OPTIONS"})
+STORES = (
+    "broker.url",
+    "topics.requests",
+    "topics.pages",
+    "topics.records",
+    "ledger.url",
+    "claims.url",
+    "pages.url",
+)
+# Kubernetes puts these into every pod beside a Service whose name begins with "penstock".
+_INJECTED = re.compile(
+    r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?$"
+)
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration, where each value came from, and the file that was read (if any)."""
+
+    config: Config
+    origins: Mapping[str, str]
+    file: Path | None = None
+
+
+class Shown(NamedTuple):
+    path: str
+    value: str
+    origin: str
+
+
+def load(cli: Mapping[str, str], env: Mapping[str, str], cwd: Path) -> Loaded:
+    """Command line > environment > penstock.toml > defaults. Raises ConfigError, and nothing else.
+
+    `cli` maps option paths ("fetch.concurrency") to texts; its key "config" names the file, as
+    PENSTOCK_CONFIG does. Relative paths are relative to `cwd`, wherever the file is. An empty
+    variable counts as unset.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    file = _file(cli.get("config") or env.get("PENSTOCK_CONFIG"), cwd)
+    document, shown = _document(file, cwd)
+    pools = _pools(document, env, cli, shown)
+    table = _Table([*OPTIONS, *(option for name in pools for option in pool_options(name))], pools)
+    for option, origin, value in (
+        *_from_file(document, shown, table),
+        *_from_env(env, cwd, table),
+        *_from_cli(cli, table),
+    ):
+        values[option.path], origins[option.path] = value, origin
+    _derive(values, cwd)
+    _agree(values, origins)
+    config = _build(Config, values)
+    if pools:
+        config = msgspec.structs.replace(
+            config,
+            proxies={name: _build(ProxyPoolConfig, values, f"{POOL}.{name}.") for name in pools},
+        )
+        _check_pools(config.proxies)
+    return Loaded(
+        config=config,
+        origins={path: origins.get(path, "default") for path in table.by_path},
+        file=file,
+    )
+
+
+def options(config: Config) -> tuple[Option, ...]:
+    """The table, with the options of every pool of proxies that this configuration has."""
+    return (*OPTIONS, *(option for name in config.proxies for option in pool_options(name)))
+
+
+def show(loaded: Loaded) -> list[Shown]:
+    """Every option with its value and origin, in the order of the table; passwords masked."""
+    return [
+        Shown(
+            option.path,
+            _written(option, _at(loaded.config, option.path)),
+            loaded.origins[option.path],
+        )
+        for option in options(loaded.config)
+    ]
+
+
+class _Table:
+    """The options that there are, once the names of the user's own tables are known."""
+
+    def __init__(self, found: list[Option], pools: list[str]) -> None:
+        self.by_path = {option.path: option for option in found}
+        self.by_variable = {variable: option for option in found for variable in option.variables}
+        self.sections = SECTIONS | {POOL} | {f"{POOL}.{name}" for name in pools}
+
+
+def _pools(
+    document: Mapping[str, Any], env: Mapping[str, str], cli: Mapping[str, str], shown: str
+) -> list[str]:
+    """Names of pools, wherever they are first mentioned. A variable cannot say `-`, so it may mean
+    a name with one.
+    """
+    tables = document.get(POOL, {})
+    if not isinstance(tables, dict):
+        raise ConfigError(
+            f"{POOL}: is a section of {shown}, not a value",
+            hint=f'[{POOL}.main] urls = ["http://user:password@proxy.example:8080"]',
+        )
+    names = list(tables)
+    names += [
+        path.split(".")[1] for path in cli if path.startswith(POOL + ".") and path.count(".") == 2
+    ]
+    start = PREFIX + POOL.upper() + "_"
+    ends = tuple(
+        sorted(
+            {"_" + option.path.rpartition(".")[2].upper() for option in pool_options("x")},
+            key=len,
+            reverse=True,
+        )
+    )
+    known = {name.upper().replace("-", "_") for name in names}
+    for variable in sorted(env):
+        text = variable.removesuffix("_FILE")
+        end = next(
+            (
+                end
+                for end in ends
+                if variable.startswith(start) and text.endswith(end) and env[variable]
+            ),
+            None,
+        )
+        if end is not None and (name := text[len(start) : -len(end)]) and name not in known:
+            known.add(name)
+            names.append(name.lower())
+    names = list(dict.fromkeys(names))
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", name):
+            raise ConfigError(
+                f"{POOL}.{name}: is no name for a pool", hint="letters, digits, _ and -"
+            )
+        if not isinstance(tables.get(name, {}), dict):
+            raise ConfigError(
+                f"{POOL}.{name}: is a section of {shown}, not a value",
+                hint=f"[{POOL}.{name}] urls = …",
+            )
+    for variable in {name.upper().replace("-", "_") for name in names}:
+        if len(same := [name for name in names if name.upper().replace("-", "_") == variable]) > 1:
+            raise ConfigError(
+                f"{POOL}: {' and '.join(same)} would share their variables",
+                hint="rename one of them",
+            )
+    return names
+
+
+def _check_pools(pools: Mapping[str, ProxyPoolConfig]) -> None:
+    for name, pool in pools.items():
+        if not pool.urls and not pool.list_url:
+            raise ConfigError(
+                f"{POOL}.{name}: has neither urls nor list_url",
+                hint='urls = ["http://user:password@proxy.example:8080"]',
+            )
+        if pool.next and pool.next not in pools:
+            raise ConfigError(
+                f"{POOL}.{name}.next: there is no pool {pool.next!r}",
+                hint=_suggest(pool.next, list(pools), "the pools are: " + ", ".join(pools)),
+            )
+
+
+_Found = tuple[Option, str, Any]
+
+
+def _file(named: str | None, cwd: Path) -> Path | None:
+    if named:
+        return cwd / named
+    return cwd / FILE_NAME if (cwd / FILE_NAME).exists() else None
+
+
+def _document(file: Path | None, cwd: Path) -> tuple[dict[str, Any], str]:
+    if file is None:
+        return {}, ""
+    shown = str(file.relative_to(cwd)) if file.is_relative_to(cwd) else str(file)
+    try:
+        return tomllib.loads(file.read_bytes().decode("utf-8-sig")), shown
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{shown}: there is no such file", hint="penstock init, or give another --config"
+        ) from None
+    except OSError as e:
+        raise ConfigError(
+            f"{shown}: cannot be read ({e.strerror})",
+            hint="check its permissions, or give another --config",
+        ) from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(
+            f"{shown}: is not UTF-8 text (byte {e.start})", hint="save it as UTF-8"
+        ) from e
+    except (tomllib.TOMLDecodeError, RecursionError) as e:
+        raise ConfigError(
+            f"{shown}: is not valid TOML: {e}",
+            hint='a line reads key = value; texts and durations are in quotes: lease = "30s"',
+        ) from e
+
+
+def _from_file(document: Mapping[str, Any], shown: str, known: _Table) -> Iterator[_Found]:
+    for path, value in _leaves(document, "", shown, known):
+        yield known.by_path[path], shown, _read(known.by_path[path], value, shown, is_file=True)
+
+
+def _leaves(
+    table: Mapping[str, Any], prefix: str, shown: str, known: _Table
+) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        path = prefix + key
+        if path in known.by_path:
+            yield path, value
+        elif path in known.sections:
+            if not isinstance(value, dict):
+                inside = next(
+                    option
+                    for option in known.by_path.values()
+                    if option.path.startswith(path + ".")
+                )
+                raise ConfigError(
+                    f"{path}: is a section of {shown}, not a value", hint=_toml(inside, whole=True)
+                )
+            yield from _leaves(value, path + ".", shown, known)
+        else:
+            raise ConfigError(
+                f"{path}: there is no such option (in {shown})",
+                hint=_suggest(path, [*known.by_path, *sorted(known.sections)]),
+            )
+
+
+def _from_env(env: Mapping[str, str], cwd: Path, table: _Table) -> Iterator[_Found]:
+    seen: dict[str, str] = {}
+    for variable in sorted(env):
+        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or not env[variable]:
+            continue
+        option, text = table.by_variable.get(variable), env[variable]
+        if option is None:
+            option = table.by_variable.get(variable.removesuffix("_FILE"))
+            if option is None or not option.secret:
+                if _INJECTED.search(variable) or (variable.endswith("_PORT") and "://" in text):
+                    continue
+                known = [
+                    *table.by_variable,
+                    *(f"{v}_FILE" for v, o in table.by_variable.items() if o.secret),
+                ]
+                raise ConfigError(
+                    f"{variable}: there is no such variable", hint=_suggest(variable, known)
+                )
+            text = _content(variable, cwd / text)
+        if option.path in seen:
+            raise ConfigError(
+                f"{option.path}: both {seen[option.path]} and {variable} are set",
+                hint=f"unset {variable}",
+            )
+        seen[option.path] = variable
+        yield option, variable, _read(option, text, variable)
+
+
+def _content(variable: str, file: Path) -> str:
+    try:
+        return file.read_text("utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
+        raise ConfigError(
+            f"{variable}: {file} cannot be read ({reason})",
+            hint=f"put the value into that file, or set {variable.removesuffix('_FILE')}",
+        ) from e
+
+
+def _from_cli(cli: Mapping[str, str], known: _Table) -> Iterator[_Found]:
+    for path, text in cli.items():
+        if path == "config":
+            continue
+        if path not in known.by_path:
+            raise ConfigError(
+                f"{path}: there is no such option", hint=_suggest(path, list(known.by_path))
+            )
+        yield known.by_path[path], "command line", _read(known.by_path[path], text, "command line")
+
+
+# -- one value -------------------------------------------------------------------------------------
+
+
+def _read(option: Option, value: object, origin: str, *, is_file: bool = False) -> Any:
+    try:
+        return option.kind.read(value)
+    except (ValueError, OverflowError):
+        pass
+    if is_file:
+        where, hint = option.path, _toml(option)
+    else:
+        where = f"{option.path} ({origin})"
+        hint = (
+            f"{origin}={option.example}"
+            if origin.startswith(PREFIX)
+            else f"{option.path}={option.example}"
+        )
+    if origin.endswith("_FILE"):
+        hint = f"a file that holds {option.example}"
+    raise ConfigError(
+        f"{where}: expected {option.kind.expected}, got {_told(option, value)}", hint=hint
+    )
+
+
+def _told(option: Option, value: object) -> str:
+    if option.secret:
+        return "something else (not shown: it may hold a password)"
+    if isinstance(value, str):
+        return (
+            '"'
+            + value[:80].encode("unicode_escape").decode().replace('"', '\\"')
+            + ('…"' if len(value) > 80 else '"')
+        )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        "a table"
+        if isinstance(value, dict)
+        else "a list"
+        if isinstance(value, list)
+        else str(value)[:80]
+    )
+
+
+def _toml(option: Option, *, whole: bool = False) -> str:
+    section, _, key = option.path.rpartition(".")
+    value = f'"{option.example}"' if option.kind.quoted else option.example
+    return f"[{section}] {key} = {value}" if whole else f"{key} = {value}"
+
+
+def _suggest(
+    name: str, known: list[str], otherwise: str = "penstock config show lists every option"
+) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if not close:  # the right key in the wrong section
+        last = re.split(r"[._]", name)[-1]
+        close = [path for path in known if re.split(r"\.", path)[-1] == last][:1]
+    return f"did you mean {close[0]}?" if close else otherwise
+
+
+def _written(option: Option, value: Any) -> str:
+    if value in ("", ()):
+        return ""
+    if not option.secret:
+        return option.kind.write(value)
+    return option.kind.masked(value) if option.kind.masked is not None else "***"
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+def _derive(values: dict[str, Any], cwd: Path) -> None:
+    """Defaults that depend on other options; relative paths become absolute, so a later chdir
+    changes nothing.
+    """
+    state = cwd.absolute() / values.get("state.dir", ".penstock")
+    values["state.dir"] = state
+    _derive_stores(values, state)
+    for path in STORES:
+        scheme, _, rest = values[path].partition(":")
+        if scheme in ("sqlite", "file") and rest and not rest.startswith(("/", ":")):
+            values[path] = f"{scheme}:{cwd.absolute() / rest}"
+    in_flight = values.get("fetch.concurrency", BY_PATH["fetch.concurrency"].default)
+    values.setdefault(
+        "pace.concurrency", in_flight if values.get("pace.rate") == math.inf else 8
+    )  # who lifts the limit means it
+    values.setdefault("fetch.prefetch", min(4 * in_flight, 100_000))
+
+
+def _derive_stores(values: dict[str, Any], state: Path) -> None:
+    """What is not set follows the broker, to a place that every machine of the fleet can see; never
+    silently to a file of this one.
+    """
+    embedded = not values.get("broker.url")
+    broker = values.setdefault("broker.url", f"sqlite:{state / 'penstock.db'}")
+    for topic in ("topics.requests", "topics.pages", "topics.records"):
+        values.setdefault(topic, broker)
+    local = embedded and all(
+        values[topic] == broker for topic in ("topics.requests", "topics.pages", "topics.records")
+    )
+    if local or _kind(broker) == "sqlite":
+        values.setdefault(
+            "ledger.url", broker if _kind(broker) == "sqlite" else f"sqlite:{state / 'penstock.db'}"
+        )
+        values.setdefault(
+            "claims.url",
+            values["ledger.url"]
+            if _kind(values["ledger.url"]) in ("sqlite", "postgres")
+            else broker,
+        )
+        values.setdefault(
+            "pages.url",
+            values["ledger.url"]
+            if _kind(values["ledger.url"]) == "postgres"
+            else f"file:{state / 'pages'}",
+        )
+        return
+    servers = [url for url in (values.get("ledger.url"), broker) if url]
+    for path, kinds in (
+        ("ledger.url", ("postgres",)),
+        ("claims.url", ("redis", "postgres")),
+        ("pages.url", ("postgres",)),
+    ):
+        found = next((url for kind in kinds for url in servers if _kind(url) == kind), None)
+        if found is not None:
+            values.setdefault(path, found)
+    for path in ("ledger.url", "claims.url", "pages.url"):
+        values.setdefault(
+            path, ""
+        )  # said when stores are opened: looking at the configuration needs none
+
+
+def _kind(url: str) -> str:
+    scheme = url.partition(":")[0].partition("+")[0]
+    return {"postgresql": "postgres", "rediss": "redis", "amqps": "amqp"}.get(scheme, scheme)
+
+
+def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Values that are each fine and together are not. A default gives way to a smaller limit that
+    was set.
+    """
+    rules = (
+        ("retry.base", "retry.max", "the first back-off is longer than the longest"),
+        (
+            "net.timeout.connect",
+            "net.timeout.total",
+            "connecting may take longer than the whole exchange",
+        ),
+        (
+            "net.timeout.first_byte",
+            "net.timeout.total",
+            "the first byte may take longer than the whole exchange",
+        ),
+        (
+            "fetch.concurrency",
+            "fetch.prefetch",
+            "a worker cannot have more in flight than it holds",
+        ),
+        ("breaker.alert", "breaker.dead_share", "the alert comes after the stop"),
+        ("net.max_body", "fetch.bytes", "one body is larger than all that a worker may hold"),
+    )
+    for small, large, why in rules:
+        low, high = (values.get(path, BY_PATH[path].default) for path in (small, large))
+        if low <= high:
+            continue
+        if small not in origins:
+            values[small] = high
+            continue
+        shown = ", ".join(
+            f"{path} = {BY_PATH[path].kind.write(value)}"
+            for path, value in ((small, low), (large, high))
+        )
+        hint = f"raise {large} or lower {small}" if large in origins else f"set {large} as well"
+        raise ConfigError(f"{small}: {why} ({shown})", hint=hint)
+
+
+def _build(section: type[Any], values: Mapping[str, Any], prefix: str = "") -> Any:
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(section):
+        path = prefix + field.name
+        if path in SECTIONS:
+            found[field.name] = _build(get_type_hints(section)[field.name], values, path + ".")
+        elif path in values:
+            found[field.name] = values[path]
+    return section(**found)
+
+
+def _at(config: Config, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+    return value

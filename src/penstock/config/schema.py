@@ -1,0 +1,518 @@
+"""Every option of Penstock once: its type, default and one line of help, as frozen structs and as
+the table made from them. Nothing is read here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from penstock.config import units
+from penstock.rules.masking import mask
+from penstock.rules.proxies import canonical_list, masked_list, parse_members
+
+PREFIX = "PENSTOCK_"
+
+
+class Opt(msgspec.Struct, frozen=True):
+    """What the table below says about one option, beside its type and default."""
+
+    kind: units.Kind
+    help: str
+    example: str = ""  # where the default is no good one
+    derived: str = ""  # how the default is found, where it depends on another option
+    alias: str = ""  # a shorter variable
+    secret: bool = False  # masked wherever it is shown; may be given as a file
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+def _store(what: str, derived: str) -> Opt:
+    return Opt(
+        units.DSN,
+        what,
+        example=derived.replace("<state.dir>", "./.penstock"),
+        derived=derived,
+        secret=True,
+    )
+
+
+_DB = "sqlite:<state.dir>/penstock.db"
+_PATH = units.texts(r"[^\x00]+", 'a path such as "./data"')
+_NAME = units.texts(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "a name of letters, digits, . _ -")
+_LINE = units.texts(r"[\x20-\x7e]+", "printable ASCII")
+
+
+def _proxies(value: object) -> tuple[str, ...]:
+    """Texts with commas or line breaks between them (a file has one a line), or a list."""
+    lines = (
+        [part.strip() for part in re.split(r"[,\n]", value)] if isinstance(value, str) else value
+    )
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(value)
+    parse_members(lines)
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+_PROXIES = units.Kind(
+    name="list of proxies",
+    expected='URLs of proxies with their ports, separated by commas ("http://user:password@proxy.example:8080,socks5://10.0.0.1:1080 3")',
+    read=_proxies,
+    write=",".join,
+    masked=lambda value: ",".join(member.label for member in parse_members(value)),
+)
+_LIST = units.Kind(
+    name="URL",
+    expected="an http or https URL without user and password",
+    read=canonical_list,
+    masked=masked_list,
+)
+_REST = units.Kind(
+    name="URL",
+    expected='an http or https URL such as "http://127.0.0.1:8083"',
+    read=units.texts(r"https?://[^\x00-\x20\x7f]+", "").read,
+    masked=mask,
+)
+_WORDS = units.Kind(
+    name="list of names",
+    expected='names, separated by commas ("de,at")',
+    read=units.words,
+    write=",".join,
+)
+_WEIGHT = units.Kind(
+    name="number",
+    expected="a number above 0",
+    read=units.positive,
+    write=lambda value: f"{value:g}",
+    quoted=False,
+)
+
+# -- the table: every option once, with its type, default and one line of help ---------------------
+
+
+class StateConfig(_Section, frozen=True, kw_only=True):
+    dir: Annotated[
+        Path,
+        Opt(
+            _PATH, "directory of the embedded stores", derived="./.penstock", alias="PENSTOCK_STATE"
+        ),
+    ]
+
+
+class BrokerConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[str, _store("broker that carries the topics", _DB)]
+
+
+def _topic(what: str) -> Opt:
+    return Opt(
+        units.DSN,
+        f"broker that carries {what}",
+        example="kafka://127.0.0.1:9092",
+        derived="broker.url",
+        secret=True,
+    )
+
+
+class TopicsConfig(_Section, frozen=True, kw_only=True):
+    """Each topic names its broker; by default one carries them all."""
+
+    requests: Annotated[
+        str, _topic("requests: events on their way to be fetched, and their retries")
+    ]
+    pages: Annotated[str, _topic("pages: what was fetched, on its way to other processes")]
+    records: Annotated[str, _topic("records: what was extracted, on its way to other processes")]
+
+
+class LedgerConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[str, _store("store of the ledger: events, dead letters, outbox", _DB)]
+
+
+class ClaimsConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[str, _store("store of claims, slots and robots.txt, shared by the fleet", _DB)]
+
+
+class PagesConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[str, _store("store of raw pages", "file:<state.dir>/pages")]
+    keep: Annotated[float | None, Opt(units.KEEP, "how long pages are kept")] = 30 * 86400.0
+    max_bytes: Annotated[
+        int, Opt(units.sizes(2**20), "size beyond which the oldest pages are removed")
+    ] = 10 * 2**30
+    inline_max: Annotated[
+        int,
+        Opt(
+            units.sizes(0, 512 * 2**10),
+            "bodies up to this size travel in the messages of `pages` as well; 0: references only",
+        ),
+    ] = 0
+
+
+class RetryConfig(_Section, frozen=True, kw_only=True):
+    base: Annotated[
+        float, Opt(units.durations(0.001, 86400), "first back-off; then exponential, with jitter")
+    ] = 10.0
+    max: Annotated[float, Opt(units.durations(0.001, 7 * 86400), "longest back-off")] = 900.0
+    budget: Annotated[int, Opt(units.counts(0, 1000), "retries after the first attempt")] = 3
+    next_pool: Annotated[
+        bool,
+        Opt(units.FLAG, "whether a blocked event is tried again by its route's next proxy pool"),
+    ] = True
+    max_age: Annotated[
+        float,
+        Opt(
+            units.durations(1),
+            "age beyond which an event that failed, or found no proxy, is not put off again",
+        ),
+    ] = 7 * 86400.0
+
+
+class TimeoutConfig(_Section, frozen=True, kw_only=True):
+    connect: Annotated[
+        float, Opt(units.durations(0.001, 3600), "time to connect, TLS included")
+    ] = 10.0
+    first_byte: Annotated[
+        float, Opt(units.durations(0.001, 3600), "time to the first byte of an answer")
+    ] = 30.0
+    total: Annotated[float, Opt(units.durations(0.001, 86400), "time of a whole exchange")] = 60.0
+
+
+class NetConfig(_Section, frozen=True, kw_only=True):
+    allow: Annotated[
+        tuple[str, ...],
+        Opt(
+            units.TARGETS,
+            "private targets that may be asked all the same",
+            example="127.0.0.1:8000",
+        ),
+    ] = ()
+    ports: Annotated[
+        tuple[int, ...], Opt(units.PORTS, "ports of public targets that may be asked")
+    ] = (80, 443, 8080, 8443)
+    user_agent: Annotated[
+        str, Opt(_LINE, "who we are: put in a URL where the owner of a site finds you")
+    ] = "penstock/0.1 (+https://penstock.example/bot)"
+    max_body: Annotated[int, Opt(units.sizes(1024), "largest decoded body")] = 16 * 2**20
+    remote_dns: Annotated[
+        bool,
+        Opt(
+            units.FLAG,
+            "let proxies resolve names, unchecked by the guard; recorded as an exception",
+        ),
+    ] = False
+    timeout: TimeoutConfig = TimeoutConfig()
+
+
+class PaceConfig(_Section, frozen=True, kw_only=True):
+    rate: Annotated[float, Opt(units.RATE, "requests a second for each host, jittered")] = 1.0
+    burst: Annotated[
+        int, Opt(units.counts(1, 10_000), "requests a host may get at once after a rest")
+    ] = 1
+    concurrency: Annotated[
+        int,
+        Opt(
+            units.counts(1, 10_000),
+            "requests in flight to one host in one worker",
+            example="8",
+            derived="8; with an unlimited rate fetch.concurrency",
+        ),
+    ]
+    by: Annotated[
+        Literal["host", "domain"], Opt(units.choices("host", "domain"), "what limits, pauses and order go by: each host, or all of a registrable domain")
+    ] = "host"  # fmt: skip
+
+
+class DedupConfig(_Section, frozen=True, kw_only=True):
+    window: Annotated[
+        float, Opt(units.durations(), "a URL is fetched at most once in this time")
+    ] = 60.0
+    settle: Annotated[
+        float,
+        Opt(units.durations(0, 3600), "an event this soon after the request began is a duplicate"),
+    ] = 2.0
+    mode: Annotated[
+        Literal["delay", "drop"],
+        Opt(units.choices("delay", "drop"), "what becomes of a later event inside the window"),
+    ] = "delay"
+    tracking: Annotated[
+        tuple[str, ...], Opt(units.PARAMETERS, "query parameters that do not count, beside the usual ones (utm_*, gclid, …)", example="ref,-gclid")
+    ] = ()  # fmt: skip
+
+
+class FollowConfig(_Section, frozen=True, kw_only=True):
+    window: Annotated[float, Opt(units.durations(), "window of followed links")] = 86400.0
+    depth: Annotated[
+        int, Opt(units.counts(0, 10_000), "links followed away from the first page")
+    ] = 10
+    same_domain: Annotated[bool, Opt(units.FLAG, "follow only inside the registrable domain")] = (
+        True
+    )
+
+
+class FetchConfig(_Section, frozen=True, kw_only=True):
+    concurrency: Annotated[
+        int, Opt(units.counts(1, 10_000), "requests in flight in one worker")
+    ] = 256
+    prefetch: Annotated[
+        int,
+        Opt(
+            units.counts(1, 100_000),
+            "events one worker holds",
+            example="1024",
+            derived="4 x fetch.concurrency",
+        ),
+    ]
+    bytes: Annotated[int, Opt(units.sizes(2**20), "bodies one worker holds in memory")] = 64 * 2**20
+    deadline: Annotated[
+        float,
+        Opt(
+            units.durations(0.1, 86400),
+            "time for one event, redirects and waits between them included",
+        ),
+    ] = 600.0
+    allow_downgrade: Annotated[bool, Opt(units.FLAG, "follow redirects from https to http")] = False
+    soft_404: Annotated[
+        bool, Opt(units.FLAG, "take a short page that says “not found” with status 200 for a block")
+    ] = False
+
+
+class ExtractConfig(_Section, frozen=True, kw_only=True):
+    isolation: Annotated[
+        Literal["process", "none"],
+        Opt(units.choices("process", "none"), "where the pipeline's code runs"),
+    ] = "process"
+    processes: Annotated[int, Opt(units.counts(1, 1024), "child processes of one worker")] = 1
+    seconds: Annotated[float, Opt(units.durations(0.01, 86400), "time for one page")] = 30.0
+    memory: Annotated[int, Opt(units.sizes(64 * 2**20), "memory of a child process")] = 512 * 2**20
+    output: Annotated[int, Opt(units.sizes(1024), "records and links of one page, encoded")] = (
+        16 * 2**20
+    )
+    group: Annotated[int, Opt(units.counts(1, 10_000), "pages handed over at once")] = 32
+
+
+class SinkConfig(_Section, frozen=True, kw_only=True):
+    max_backlog: Annotated[
+        int, Opt(units.counts(1), "rows waiting for a sink beyond which fetching pauses")
+    ] = 100_000
+
+
+class IntakeConfig(_Section, frozen=True, kw_only=True):
+    max_pending: Annotated[
+        int, Opt(units.counts(1), "open events beyond which new ones are refused")
+    ] = 10_000_000
+
+
+def _address(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    return text if text == "localhost" else str(ipaddress.ip_address(text.strip("[]")))
+
+
+_ADDRESS = units.Kind(
+    name="address",
+    expected='an IP address of this machine ("127.0.0.1", "0.0.0.0", "::1") or "localhost"',
+    read=_address,
+)
+
+
+class ServeConfig(_Section, frozen=True, kw_only=True):
+    host: Annotated[str, Opt(_ADDRESS, "address that webhooks are served on")] = "127.0.0.1"
+    port: Annotated[int, Opt(units.counts(0, 65535), "port of it; 0: any that is free")] = 8787
+    max_connections: Annotated[int, Opt(units.counts(1, 100_000), "connections at a time")] = 256
+    timeout: Annotated[
+        float, Opt(units.durations(0.05, 3600), "time in which a request must have come")
+    ] = 10.0
+
+
+class BreakerConfig(_Section, frozen=True, kw_only=True):
+    dead_share: Annotated[float, Opt(units.SHARE, "share of dead ends that pauses a topic")] = 0.2
+    min: Annotated[int, Opt(units.counts(1), "dead ends needed for it")] = 50
+    window: Annotated[float, Opt(units.durations(1, 86400), "time over which they are counted")] = (
+        60.0
+    )
+    alert: Annotated[float, Opt(units.SHARE, "share of dead ends that is worth a warning")] = 0.02
+
+
+class HistoryConfig(_Section, frozen=True, kw_only=True):
+    keep: Annotated[
+        float | None, Opt(units.KEEP, "how long ended events and their transitions are kept")
+    ] = 30 * 86400.0
+
+
+class OutputConfig(_Section, frozen=True, kw_only=True):
+    unchanged: Annotated[
+        Literal["skip", "emit"], Opt(units.choices("skip", "emit"), "what an unchanged page writes")
+    ] = "skip"
+
+
+class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
+    """One `[proxies.NAME]` table; there may be any number of them."""
+
+    urls: Annotated[
+        tuple[str, ...],
+        Opt(
+            _PROXIES,
+            "its proxies, with weights if need be",
+            example="http://user:password@proxy.example:8080",
+            secret=True,
+        ),
+    ] = ()
+    list_url: Annotated[
+        str,
+        Opt(
+            _LIST,
+            "a provider's list of proxies, one a line",
+            example="https://provider.example/list.txt",
+            secret=True,
+        ),
+    ] = ""
+    list_every: Annotated[
+        float, Opt(units.durations(1, 7 * 86400), "how often the list is fetched")
+    ] = 600.0
+    geo: Annotated[
+        tuple[str, ...],
+        Opt(_WORDS, "where its exits are: serves routes with that geo", example="de,at"),
+    ] = ()
+    account: Annotated[
+        tuple[str, ...], Opt(_WORDS, "accounts it is reserved for; * for any", example="alice")
+    ] = ()
+    weight: Annotated[float, Opt(_WEIGHT, "its share among pools that serve the same route")] = 1.0
+    cooldown: Annotated[
+        float,
+        Opt(
+            units.durations(0, 86400),
+            "rest of a proxy after its first failure at a host, then doubled; 0 for none",
+        ),
+    ] = 30.0
+    cooldown_max: Annotated[float, Opt(units.durations(0, 7 * 86400), "longest rest")] = 3600.0
+    sticky: Annotated[
+        bool, Opt(units.FLAG, "the same account by the same proxy, as long as it is well")
+    ] = True
+    next: Annotated[
+        str, Opt(_NAME, "pool that an event blocked in this one goes to", example="backup")
+    ] = ""
+
+
+class ConnectConfig(_Section, frozen=True, kw_only=True):
+    url: Annotated[
+        str,
+        Opt(
+            _REST,
+            "REST interface of the Kafka Connect worker that `penstock connect` speaks to",
+            secret=True,
+        ),
+    ] = "http://127.0.0.1:8083"
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    """Everything that can be set, checked. `pipeline` and `namespace` are empty where they are not
+    set.
+    """
+
+    pipeline: Annotated[
+        str, Opt(_PATH, "pipeline that `penstock run` takes without an argument", example="shop.py")
+    ] = ""
+    namespace: Annotated[
+        str,
+        Opt(_NAME, "prefix of names on servers, so that pipelines can share them", example="shop"),
+    ] = ""
+    durability: Annotated[
+        Literal["full", "process"], Opt(units.choices("full", "process"), "full: survives a power cut; process: survives a killed process")
+    ] = "full"  # fmt: skip
+    lease: Annotated[
+        float,
+        Opt(
+            units.durations(1, 12 * 3600),
+            "how long a worker may be silent before its work is given to another",
+        ),
+    ] = 30.0
+    grace: Annotated[
+        float, Opt(units.durations(0, 3600), "time to finish work in flight after SIGTERM")
+    ] = 25.0
+    robots: Annotated[
+        Literal["obey", "ignore"],
+        Opt(units.choices("obey", "ignore"), "whether robots.txt is obeyed"),
+    ] = "obey"
+    state: StateConfig
+    broker: BrokerConfig
+    topics: TopicsConfig
+    ledger: LedgerConfig
+    claims: ClaimsConfig
+    pages: PagesConfig
+    retry: RetryConfig = RetryConfig()
+    net: NetConfig = NetConfig()
+    pace: PaceConfig
+    dedup: DedupConfig = DedupConfig()
+    follow: FollowConfig = FollowConfig()
+    fetch: FetchConfig
+    extract: ExtractConfig = ExtractConfig()
+    sink: SinkConfig = SinkConfig()
+    intake: IntakeConfig = IntakeConfig()
+    serve: ServeConfig = ServeConfig()
+    breaker: BreakerConfig = BreakerConfig()
+    history: HistoryConfig = HistoryConfig()
+    output: OutputConfig = OutputConfig()
+    connect: ConnectConfig = ConnectConfig()
+    proxies: Mapping[str, ProxyPoolConfig] = {}  # by name; see POOL and `pool_options`
+
+
+# -- the table, as data ----------------------------------------------------------------------------
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the reference."""
+
+    path: str
+    env: str
+    alias: str
+    kind: units.Kind
+    default: Any  # msgspec.NODEFAULT where it is derived
+    default_text: str
+    help: str
+    example: str
+    secret: bool
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return (self.env, self.alias) if self.alias else (self.env,)
+
+
+# its tables have names of the user's choosing, so their options are made when the names are known
+POOL = "proxies"
+
+
+def _options(section: type[_Section], prefix: str = "") -> Iterator[Option]:
+    hints = get_type_hints(section, include_extras=True)
+    for field in msgspec.structs.fields(section):
+        hint, path = hints[field.name], prefix + field.name
+        if path == POOL:
+            continue
+        if get_origin(hint) is not Annotated:
+            yield from _options(hint, path + ".")
+            continue
+        opt: Opt = next(extra for extra in get_args(hint) if isinstance(extra, Opt))
+        text = opt.derived or ("" if field.default in ("", ()) else opt.kind.write(field.default))
+        yield Option(
+            path=path, env=PREFIX + path.upper().replace(".", "_"), alias=opt.alias, kind=opt.kind, default=field.default, default_text=text,
+            help=opt.help, example=opt.example or text, secret=opt.secret,
+        )  # fmt: skip
+
+
+OPTIONS: tuple[Option, ...] = tuple(_options(Config))
+BY_PATH = {option.path: option for option in OPTIONS}
+BY_VARIABLE = {variable: option for option in OPTIONS for variable in option.variables}
+SECTIONS = {path[: match.start()] for path in BY_PATH for match in re.finditer(r"\.", path)}
+
+
+def pool_options(name: str) -> tuple[Option, ...]:
+    """The options of one `[proxies.NAME]` table. `-` in a name is `_` in its variables:
+    PENSTOCK_PROXIES_NAME_URLS.
+    """
+    return tuple(
+        msgspec.structs.replace(option, env=option.env.replace("-", "_"))
+        for option in _options(ProxyPoolConfig, f"{POOL}.{name}.")
+    )

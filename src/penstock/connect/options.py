@@ -1,0 +1,194 @@
+"""Reading a `connect` table: each option once, mistakes as sentences, secrets by reference. What
+the options mean to a connector is in kinds.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from penstock.config import units
+from penstock.errors import ConfigError
+from penstock.rules.masking import mask
+
+# Resolved by the Connect worker's own configuration providers, so that the value never passes
+# through us: ${env:NAME}, ${file:PATH:KEY}.
+PLACEHOLDER = re.compile(r"\$\{[A-Za-z0-9_-]+:[^{}]+\}")
+_SECRET = re.compile(
+    r"(?i)pass|secret|token|credential|private.?key|keyfile|access.?key|authorization|jaas"
+)
+MASKED = "***"
+
+
+def is_placeholder(value: str) -> bool:
+    return PLACEHOLDER.fullmatch(value) is not None
+
+
+def is_secret(option: str, value: str, secrets: frozenset[str] = frozenset()) -> bool:
+    """Whether this is a secret itself. A placeholder is none, nor is the path of a key file."""
+    if not value or is_placeholder(value) or (option == "keyfile" and value.startswith("/")):
+        return False
+    return option in secrets or _SECRET.search(option) is not None
+
+
+def shown(option: str, value: str, secrets: frozenset[str] = frozenset()) -> str:
+    """A value as it may be printed."""
+    if is_secret(option, value, secrets):
+        return MASKED
+    return mask(value) if "://" in value else value
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    host: str
+    port: int
+    name: str
+    user: str
+    password: str  # "": none
+    sslmode: str
+
+
+class Table:
+    """One while it is read; `done` refuses what nobody asked for."""
+
+    def __init__(
+        self, where: str, given: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.where, self._given, self._known = where, given, ["kind"]
+        self._environment = os.environ if environment is None else environment
+
+    def wrong(self, name: str, says: str, hint: str) -> ConfigError:
+        return ConfigError(f"{self.where}: connect.{name} {says}", hint=hint)
+
+    def _value(self, name: str) -> Any:
+        self._known.append(name)
+        return self._given.get(name)
+
+    # -- kinds of options --------------------------------------------------------------------------
+
+    def text(self, name: str, default: str | None = None, *, example: str = "") -> str:
+        """`env:NAME` is read from this command's environment."""
+        value = self._value(name)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise self.wrong(name, "is missing", f'"{name}": "{example}"')
+        if not isinstance(value, str) or not value or "\n" in value:
+            raise self.wrong(name, "is no line of text", f'"{name}": "{example or "…"}"')
+        return self._from_environment(name, value)
+
+    def _from_environment(self, name: str, value: str) -> str:
+        if not value.startswith("env:"):
+            return value
+        found = self._environment.get(value.removeprefix("env:"), "")
+        if not found:
+            hint = f"export {value.removeprefix('env:')}=…, or ${{{value}}} to have the Connect worker read its own"
+            raise self.wrong(
+                name, f"asks for the variable {value.removeprefix('env:')}, which is not set", hint
+            )
+        return found
+
+    def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
+        value = self.text(name, default)
+        if value not in choices:
+            raise self.wrong(name, f"is {value!r}", f"one of {', '.join(choices)}")
+        return value
+
+    def number(self, name: str, default: int, low: int, high: int) -> int:
+        value = self._value(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(name, f"is {value!r}", f"a whole number from {low} to {high}")
+        return value
+
+    def milliseconds(self, name: str, default: str) -> str:
+        value = self._value(name)
+        try:
+            return str(round(units.duration(default if value is None else value) * 1000))
+        except ValueError:
+            raise self.wrong(name, f"is {value!r}", '"20ms", "30s", "5m"') from None
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, f"is {value!r}", "true or false")
+        return value
+
+    def words(self, name: str, default: Sequence[str] = ()) -> list[str]:
+        value = self._value(name)
+        if value is None:
+            return list(default)
+        values = [value] if isinstance(value, str) else value
+        if (
+            not isinstance(values, list | tuple)
+            or not values
+            or not all(isinstance(v, str) and v for v in values)
+        ):
+            raise self.wrong(name, "is no list of names", f'"{name}": ["…"]')
+        return list(values)
+
+    def pairs(self, name: str) -> dict[str, str]:
+        """A table of plain values, as texts."""
+        value = self._value(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping) or not all(
+            isinstance(k, str) and k and isinstance(v, str | int | float | bool)
+            for k, v in value.items()
+        ):
+            raise self.wrong(name, "is no table of plain values", f'"{name}": {{"…": "…"}}')
+        return {
+            key: self._from_environment(f"{name}.{key}", _written(v)) for key, v in value.items()
+        }
+
+    def database(self, name: str = "database") -> Database:
+        """`postgres://user:password@host:port/name`; the password may be a placeholder, there or as
+        `password`.
+        """
+        example = "postgres://shop@db.example:5432/shop"
+        url = self.text(name, example=example)
+        password = self.text("password", "")
+        try:
+            parts = urlsplit(url)
+            port = parts.port or 5432
+        except ValueError:
+            parts, port = urlsplit(""), 0
+        database = unquote(parts.path.strip("/"))
+        if (
+            parts.scheme not in ("postgres", "postgresql")
+            or not parts.hostname
+            or not parts.username
+            or not database
+            or "/" in database
+        ):
+            raise self.wrong(
+                name, f"is {mask(url)!r}, which names no user, host and database", example
+            )
+        if not password and parts.password:
+            password = parts.password if is_placeholder(parts.password) else unquote(parts.password)
+        sslmode = parse_qs(parts.query).get("sslmode", [""])[-1]
+        return Database(parts.hostname, port, database, unquote(parts.username), password, sslmode)
+
+    def done(self) -> None:
+        for name in self._given:
+            if name not in self._known:
+                near = difflib.get_close_matches(str(name), self._known, 1)
+                raise self.wrong(
+                    str(name),
+                    "is no option of this kind",
+                    f"did you mean {near[0]}?"
+                    if near
+                    else f"it has {', '.join(sorted(self._known))}",
+                )
+
+
+def _written(value: str | float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,150 @@
+"""What the display shows, read from where everybody reads it: the books, the worker's signals and
+the file that the hook writes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting
+from penstock.ports import SourceState
+from penstock.ports.reports import Filter, Reports
+from penstock.rules.identity import host_key
+from penstock.runtime.process import Running
+
+LATELY = 3.0  # seconds over which a host's rate is taken
+RECENT = 50  # events whose way to the row is told
+LISTED = 20
+SOURCES = {"seeds": "seed list", "changes": "price feed"}
+_STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
+
+
+class Look:
+    """The books at one moment."""
+
+    def __init__(
+        self, reports: Reports, tx: Any, broker: Any, sources: Sequence[SourceState] = ()
+    ) -> None:
+        self.sources = {state.name: state for state in sources}
+        found = reports.standing(tx, broker)
+        self.counters = found.counters
+        self.counts = Counts(
+            **{name: sum(row[name] for row in found.topics.values()) for name in _STATES}
+        )
+        self.breaker = next(iter(found.paused.values()), "")
+        self.hooks_waiting = found.changes_waiting
+        self.delayed = reports.events(tx, status="delayed", limit=LISTED, broker=broker).events
+        self.dead = reports.letters(tx, Filter(), limit=LISTED, newest_first=True)
+
+    @property
+    def open(self) -> int:
+        return self.counts.pending + self.counts.in_flight + self.counts.delayed
+
+
+class Watch:
+    """Takes snapshots of one run. What it remembers: where it is in the hook's file, and when links
+    were last followed.
+    """
+
+    def __init__(
+        self,
+        running: Running,
+        *,
+        shop: str,
+        limited: str,
+        changes: Path,
+        started: float,
+        total: float | None,
+    ) -> None:
+        self._running, self._clock = running, running.clock
+        self._shop, self._changes, self._started = shop, changes, started
+        self.total = total  # seconds after which it ends by itself
+        by = running.stores.books.settings.host_by
+        self._hosts = [host_key(url + "/", by=by) for url in (shop, limited)]
+        self._read = self._lines = 0
+        self._moved: deque[Moved] = deque(maxlen=LISTED)
+        self._followed = 0
+        self._followed_at: float | None = None
+        self.notice = ""
+        self.first_row: float | None = None  # seconds from the start to the first record
+        self.idle = False
+
+    async def look(self) -> Snapshot:
+        stores = self._running.stores
+        look = await stores.db.read(
+            lambda tx: Look(stores.reports, tx, stores.broker, stores.sources.all_in(tx))
+        )
+        now, elapsed = self._clock.now(), self.elapsed
+        c = look.counters
+        if c.get("records") and self.first_row is None:
+            self.first_row = elapsed
+        self.idle = not look.open and not look.hooks_waiting
+        self._tail()
+        latencies = sorted(list(self._running.signals.latencies)[-RECENT:])
+        return Snapshot(
+            elapsed=elapsed, total=self.total, address=self._shop, counts=look.counts,
+            sources=self._sources(look, now), hosts=self._rates(now),
+            waiting=tuple(Waiting(e.url, e.reason or "", max(0.0, (e.not_before or now) - now)) for e in look.delayed),
+            records=c.get("records", 0), changes=c.get("changes", 0), unchanged=c.get("unchanged", 0) + c.get("records_unchanged", 0),
+            unmatched=c.get("unmatched", 0), empty=c.get("empty", 0), moved=tuple(reversed(self._moved)),
+            dead=tuple(Buried(letter.url, letter.reason) for letter in look.dead), breaker=look.breaker, notice=self.notice,
+            p50=_share(latencies, 0.50), p95=_share(latencies, 0.95),
+        )  # fmt: skip
+
+    @property
+    def elapsed(self) -> float:
+        return self._clock.now() - self._started
+
+    def _sources(self, look: Look, now: float) -> tuple[Source, ...]:
+        followed = look.counters.get("followed", 0)
+        if followed > self._followed:
+            self._followed, self._followed_at = followed, now
+        read = ((title, look.sources.get(name)) for name, title in SOURCES.items())
+        made = [
+            (title, state.events if state else 0, state.event_at if state else None)
+            for title, state in read
+        ]
+        made.append(("links followed", followed, self._followed_at))
+        return tuple(
+            Source(name, events, None if at is None else max(0.0, now - at))
+            for name, events, at in made
+        )
+
+    def _rates(self, now: float) -> tuple[Host, ...]:
+        asked = [host for at, host in self._running.signals.asked if at > now - LATELY]
+        span = min(LATELY, max(1.0, self.elapsed))
+        blocked = self._running.stores.claims.blocked_until
+        return tuple(
+            Host(
+                host,
+                asked.count(host) / span,
+                self._running.config.pace.rate,
+                max(0.0, blocked(host) - now),
+            )
+            for host in self._hosts
+        )
+
+    def _tail(self) -> None:
+        """`Title: €9.99 → €8.49`, a line for every change that a hook was told of; a half-written
+        one waits.
+        """
+        try:
+            with self._changes.open("rb") as f:
+                f.seek(self._read)
+                new = f.read()
+        except FileNotFoundError:
+            return
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.decode("utf-8", "replace").splitlines():
+            self._lines += 1
+            title, _, prices = line.rpartition(": ")
+            old, _, new_price = prices.partition(" → ")
+            self._moved.append(Moved(str(self._lines), title, "price", old, new_price))
+
+
+def _share(ordered: Sequence[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else None

@@ -1,0 +1,1 @@
+"""The engine: carries events from accepted to ended, on any broker and store."""

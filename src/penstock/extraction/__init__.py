@@ -1,0 +1,1 @@
+"""Runs extractors, in this process or in sandboxed child processes."""

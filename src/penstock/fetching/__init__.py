@@ -1,0 +1,1 @@
+"""Fetches pages politely: slots, robots.txt, proxies."""

@@ -1,0 +1,196 @@
+"""An event through the proxy its route asks for: pools and their lists, the choice, what is learned
+from it, and the accounts' cookies. No sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from penstock.config.schema import ProxyPoolConfig
+from penstock.model import ErrorClass, Event, Failure
+from penstock.net.cookies import Jar
+from penstock.ports import Clock, Fetcher, ProxyHealth, Response
+from penstock.rules import proxies as rules
+
+log = logging.getLogger("penstock.proxies")
+TRIES = (
+    3  # proxies of a pool that may turn out dead in one go, before the event makes room for others
+)
+LIST_WAIT = 2.0  # seconds an event waits for a provider's list; then it is put off
+LIST_RETRY = 30.0
+MAX_JARS = 10_000
+
+
+class _List(msgspec.Struct):
+    """A provider's list: where it is, and what it said last."""
+
+    url: str
+    every: float
+    due: float = 0.0
+    members: tuple[rules.Member, ...] = ()
+    trouble: str = "its list was not fetched yet"
+    task: asyncio.Task[None] | None = None
+
+
+def pools(config: Mapping[str, ProxyPoolConfig]) -> dict[str, rules.Pool]:
+    return {
+        name: rules.Pool(
+            name=name, members=rules.parse_members(c.urls), geo=tuple(g.lower() for g in c.geo), account=c.account, weight=c.weight,
+            cooldown=c.cooldown, longest=max(c.cooldown, c.cooldown_max), sticky=c.sticky, next=c.next,
+        )
+        for name, c in config.items()
+    }  # fmt: skip
+
+
+class Proxies:
+    """Open as long as the worker runs; nothing is fetched before it is needed."""
+
+    def __init__(
+        self,
+        config: Mapping[str, ProxyPoolConfig],
+        health: ProxyHealth,
+        fetcher: Fetcher,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._pools, self._health, self._fetcher, self._clock, self._rng = (
+            pools(config),
+            health,
+            fetcher,
+            clock,
+            rng,
+        )
+        self._lists = {
+            name: _List(c.list_url, c.list_every) for name, c in config.items() if c.list_url
+        }
+        self._jars: OrderedDict[str, Jar] = OrderedDict()
+
+    async def close(self) -> None:
+        tasks = [known.task for known in self._lists.values() if known.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def jar(self, account: str) -> Jar:
+        """This account's cookies, nobody else's. They live as long as this worker, the accounts
+        that were used last.
+        """
+        jar = self._jars.get(account)
+        if jar is None:
+            jar = self._jars[account] = Jar()
+            if len(self._jars) > MAX_JARS:
+                self._jars.popitem(last=False)
+        self._jars.move_to_end(account)
+        return jar
+
+    async def through(
+        self, event: Event, turn: int, send: Callable[[str], Awaitable[Response]]
+    ) -> Response:
+        """`send(dsn)` by a proxy of the event's route. Raises Failure; PoolExhausted where there is
+        none to be had. Never sends without one.
+        """
+        for _ in range(TRIES):
+            choice = await self._choose(event, turn)
+            try:
+                response = await send(choice.member.dsn)
+            except Failure as e:
+                failure = _told(e, choice)
+                await self._learn(choice, event.key, failure)
+                if rules.blames(failure) != rules.ANY_HOST:
+                    raise failure from None
+                log.info("pool %s: %s: %s", choice.pool.name, choice.member.label, failure.reason)
+            else:
+                await self._health.worked(choice.member.id, event.key, choice.member.label)
+                return response
+        raise rules.PoolExhausted(
+            f"proxy pool {choice.pool.name!r}: {failure.reason}", after=1.0 + self._rng.random()
+        )
+
+    async def _choose(self, event: Event, turn: int) -> rules.Choice:
+        route, now = event.route, self._clock.now()
+        order = rules.plan(self._pools, route, key=route.account or event.id, turn=turn)
+        if self._lists:
+            order = tuple([await self._filled(pool) for pool in order])
+        found = rules.pick(
+            order, event.key, self._health.view, now, self._rng.random(), session=route.account
+        )
+        if isinstance(found, rules.Exhausted):
+            # A little later for each, so that those who wait do not all come back in the same
+            # instant.
+            raise rules.PoolExhausted(
+                found.reason, after=max(0.1, found.until - now) * (1 + 0.1 * self._rng.random())
+            )
+        return found
+
+    async def _learn(self, choice: rules.Choice, host: str, failure: Failure) -> None:
+        pool, member = choice.pool, choice.member
+        blamed = rules.blames(failure)
+        if blamed is None:
+            if failure.status is not None:  # an answer came through
+                await self._health.worked(member.id, host, member.label)
+            return
+        own = blamed == rules.ANY_HOST
+        if pool.cooldown or own:
+            await self._health.failed(
+                member.id, blamed or host, member.label, cooldown=pool.cooldown or 1.0, longest=pool.longest or 60.0, reason=failure.reason,
+                least=failure.after or 0.0,
+            )  # fmt: skip
+
+    # -- lists
+
+    async def _filled(self, pool: rules.Pool) -> rules.Pool:
+        known = self._lists.get(pool.name)
+        if known is None:
+            return pool
+        if known.due <= self._clock.now() and known.task is None:
+            known.task = asyncio.create_task(self._refresh(pool.name, known))
+        if known.task is not None and not known.members:
+            await asyncio.wait([known.task], timeout=LIST_WAIT)
+        members = {m.id: m for m in (*known.members, *pool.members)}
+        return msgspec.structs.replace(pool, members=tuple(members.values()), trouble=known.trouble)
+
+    async def _refresh(self, name: str, known: _List) -> None:
+        """A list that cannot be had leaves the last one in use."""
+        try:
+            known.members, known.trouble = await fetch_list(self._fetcher, known.url), ""
+            known.due = self._clock.now() + known.every
+        except Failure as e:
+            known.trouble = f"its list: {e.reason}"
+            known.due = self._clock.now() + min(LIST_RETRY, known.every)
+            log.warning("proxy pool %s: %s", name, known.trouble)
+        finally:
+            known.task = None
+        await self._health.listed(name, len(known.members), known.trouble)
+
+
+async def fetch_list(fetcher: Fetcher, url: str) -> tuple[rules.Member, ...]:
+    """A provider's list, one proxy a line, through the guard like everything else. Raises Failure,
+    without the list's URL: it may be a secret.
+    """
+    answer = await fetcher.fetch(url, headers={"accept": "text/plain"})
+    if answer.status != 200:
+        raise Failure(ErrorClass.TRANSIENT, f"HTTP {answer.status}", status=answer.status)
+    try:
+        members = rules.parse_members(answer.body.decode("utf-8", "replace").splitlines())
+    except ValueError as e:
+        raise Failure(ErrorClass.TRANSIENT, str(e)) from None
+    if not members:
+        raise Failure(ErrorClass.TRANSIENT, "it is empty")
+    return members
+
+
+def _told(failure: Failure, choice: rules.Choice) -> Failure:
+    """With the way it went, and without the proxy's secrets."""
+    failure.reason = rules.scrub(failure.reason, choice.member.dsn)
+    failure.args = (failure.reason,)
+    via = f"through {choice.member.label} of proxy pool {choice.pool.name!r}"
+    failure.detail = rules.scrub(
+        f"{failure.detail}\n{via}" if failure.detail else via, choice.member.dsn
+    )
+    return failure

@@ -1,0 +1,50 @@
+"""How sources go out to the web: in the host's slot, past the guard and robots.txt, like every
+page. What is asked for is theirs.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.fetching.stage import FetchStage
+from penstock.model import Ask, ErrorClass, Failure
+from penstock.ports import Baseline, Clock, Pace, Response
+from penstock.rules.events import event_of
+from penstock.rules.identity import BadUrl
+from penstock.rules.masking import mask
+
+
+class SourceWeb:
+    """Made when the pipeline is checked, bound when there is something to go out with."""
+
+    def __init__(self) -> None:
+        self._bound: tuple[FetchStage, Pace, Clock] | None = None
+
+    def bind(self, stage: FetchStage, pace: Pace, clock: Clock) -> None:
+        self._bound = stage, pace, clock
+
+    async def get(
+        self,
+        url: str,
+        *,
+        etag: str | None = None,
+        last_modified: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Implements sources.context.Web."""
+        assert self._bound is not None
+        stage, pace, clock = self._bound
+        try:
+            event = event_of(url, id_=secrets.token_hex(16), source="source", host_by=stage.key_by)
+        except BadUrl as e:
+            raise Failure(
+                ErrorClass.PERMANENT, f"{mask(url)[:200]!r} is no URL: {e.reason}"
+            ) from None
+        (slot,) = (await pace.reserve({event.key: 1}))[event.key]
+        if (wait := slot - clock.now()) > 0:
+            await clock.sleep(wait)
+        event = msgspec.structs.replace(event, ask=Ask(headers=dict(headers or {})))
+        return await stage.fetch(event, Baseline(etag=etag, last_modified=last_modified))

@@ -1,0 +1,1 @@
+"""Turns findings of sources, webhooks and commands into accepted events."""

@@ -1,0 +1,162 @@
+"""From a URL outside to an accepted event: canonical form, id, host key, route, trace; then the
+books. Sources and `push` come through here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.engine.lifecycle import Books
+from penstock.model import Event, Priority, Route
+from penstock.ports import Accepted, Batch, Clock, Finding
+from penstock.rules.events import ANY_ROUTE, Refused, event_of
+from penstock.rules.identity import BadUrl
+
+if TYPE_CHECKING:
+    from penstock.intake.mapping import Mapping
+
+FULL_WAIT = 0.5  # a full queue stops the reading, never drops
+
+
+class Pushed(msgspec.Struct, kw_only=True):
+    new: int = 0
+    known: int = 0
+    refused: list[tuple[str, str]] = []  # (input, reason)
+    first: str = ""  # id of the first accepted event, for the reader to trace
+
+
+def new_id() -> str:
+    """For events whose cause has no name of its own: a push."""
+    return secrets.token_hex(16)
+
+
+async def push(
+    books: Books,
+    urls: Iterable[str],
+    *,
+    clock: Clock,
+    source: str = "push",
+    route: Route = ANY_ROUTE,
+    priority: str = "normal",
+    force: bool = False,
+    window: float | None = None,
+    trace: str | None = None,
+    batch: int = 1000,
+    on_progress: Callable[[Pushed], None] | None = None,
+    wait_when_full: bool = True,
+) -> Pushed:
+    """Reads lazily, so a list of millions takes no memory; each batch is durable before the next is
+    read.
+    """
+    result = Pushed(refused=[])
+    waiting: list[Event] = []
+
+    async def send() -> None:
+        nonlocal waiting
+        while waiting:
+            answers = await books.accept(waiting)
+            if not result.first and Accepted.NEW in answers:
+                result.first = waiting[answers.index(Accepted.NEW)].id
+            result.new += answers.count(Accepted.NEW)
+            result.known += answers.count(Accepted.KNOWN)
+            waiting = [e for e, a in zip(waiting, answers, strict=True) if a is Accepted.FULL]
+            if waiting and not wait_when_full:
+                result.refused.extend((e.url, "the queue is full") for e in waiting)
+                waiting = []
+            if on_progress is not None:
+                on_progress(result)
+            if waiting:
+                await clock.sleep(FULL_WAIT)
+
+    for url in urls:
+        try:
+            waiting.append(
+                event_of(
+                    url,
+                    id_=new_id(),
+                    source=source,
+                    route=route,
+                    priority=Priority.named(priority),
+                    force=force,
+                    window=window,
+                    trace=trace,
+                    host_by=books.settings.host_by,
+                )
+            )
+        except BadUrl as e:
+            result.refused.append((url, e.reason))
+        if len(waiting) >= batch:
+            await send()
+    await send()
+    return result
+
+
+# -- sources ---------------------------------------------------------------------------------------
+
+
+class Taken(msgspec.Struct, kw_only=True):
+    """What became of a source's findings."""
+
+    events: list[Event] = []
+    answers: list[Accepted] = []  # of each event
+    refused: list[tuple[Finding, str]] = []  # with the reason
+    skipped: int = 0
+
+
+def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
+    """What would become of them; nothing is written."""
+    taken = Taken()
+    for finding in findings:
+        try:
+            event = mapping.event(finding)
+        except Refused as e:
+            taken.refused.append((finding, e.reason))
+            continue
+        if event is None:
+            taken.skipped += 1
+        else:
+            taken.events.append(event)
+    return taken
+
+
+class Intake:
+    """One source's way into the books."""
+
+    def __init__(self, books: Books, mapping: Mapping, clock: Clock, *, source: str) -> None:
+        self.books, self.source = books, source
+        self.mapping, self._clock = mapping, clock
+
+    async def take(
+        self, batch: Batch, *, beside: Callable[[Any, Taken], None] | None = None
+    ) -> Taken:
+        """Durable when it returns, with the source's cursor. A full queue is waited for.
+
+        What makes no event is a dead letter. `beside` belongs to the transaction; what it raises
+        undoes it.
+        """
+        judged = judge(self.mapping, batch.findings)
+        cursor = None if batch.cursor is None else (self.source, batch.cursor)
+        waiting, answers = judged.events, {}
+        while True:
+            now = Taken(events=waiting, refused=judged.refused, skipped=judged.skipped)
+
+            def together(tx: Any, given: list[Accepted], now: Taken = now) -> None:
+                now.answers = given
+                if Accepted.FULL not in given:
+                    for finding, reason in now.refused:
+                        self.books.refuse_in(tx, finding, self.source, reason)
+                if beside is not None:
+                    beside(tx, now)
+
+            given = await self.books.accept(waiting, cursor=cursor, beside=together)
+            answers.update({e.id: a for e, a in zip(waiting, given, strict=True)})
+            waiting = [e for e, a in zip(waiting, given, strict=True) if a is Accepted.FULL]
+            if not waiting:
+                return msgspec.structs.replace(
+                    judged, answers=[answers[e.id] for e in judged.events]
+                )
+            await self._clock.sleep(FULL_WAIT)

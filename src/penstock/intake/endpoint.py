@@ -1,0 +1,373 @@
+"""The endpoint of webhooks: one request in, one answer out, and 202 only after its events are
+durable. Sockets and connections are listening.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.errors import RequestRefused, StoreUnavailable
+from penstock.intake.accept import Intake, Taken, judge
+from penstock.intake.openapi import document
+from penstock.ports import Accepted, Clock, ServedSource, SourceBooks
+
+log = logging.getLogger("penstock.serving")
+MAX_HEAD = 16 << 10  # bytes of a request's line and headers
+RETRY_AFTER = 5.0  # seconds until a full queue or a store that is away is worth another try
+HELD = 64 << 20  # bytes of bodies that are being read, of all requests together
+DISCARDED = (
+    8 << 20
+)  # of a body that is refused: read and thrown away, since who is still writing does not see the answer
+TOLD = 20  # reasons in one answer
+WHOLE = "penstock.whole"  # in a request's scope: its body was read to the end
+QUIET = 10.0  # seconds between two lines about refused requests
+HEADERS = {
+    "content-type": "application/json",
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+}
+TRY = {
+    404: "POST /hooks/NAME, with the name of a hook of this pipeline",
+    405: "POST /hooks/NAME, GET /healthz, GET /openapi.json",
+}
+
+
+class Bucket:
+    """So many a second, and so many at once after a rest."""
+
+    def __init__(self, rate: float, burst: int) -> None:
+        self._interval, self._burst, self._next = 1 / rate, burst, -math.inf
+
+    def wait(self, now: float) -> float:
+        """0: one was taken. Else seconds until there is one."""
+        full = max(self._next, now)
+        if (early := full - (self._burst - 1) * self._interval - now) > 1e-9:
+            return early
+        self._next = full + self._interval
+        return 0.0
+
+
+class Hook:
+    """One source that is told, with its way into the books."""
+
+    def __init__(self, source: ServedSource, url: str, intake: Intake) -> None:
+        self.source, self.url, self.intake = source, url, intake
+        self.bucket = Bucket(source.rate, source.burst)
+        self.refused: Counter[int] = Counter()
+        self.said = -math.inf
+
+
+class Endpoint:
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        books: SourceBooks,
+        clock: Clock,
+        *,
+        worker: str,
+        timeout: float,
+    ) -> None:
+        self.hooks = {hook.source.path: hook for hook in hooks}
+        self._books, self._clock, self._worker, self._timeout = books, clock, worker, timeout
+        self._held = 0
+
+    async def declare(self) -> Any:
+        """So that `penstock sources` knows them, and can pause them."""
+
+        def work(tx: Any) -> None:
+            for hook in self.hooks.values():
+                self._books.declare_in(tx, hook.source.name, hook.url)
+                by = f"signed ({hook.source.signed})" if hook.source.signed else "unsigned"
+                self._books.note_in(
+                    tx,
+                    hook.source.name,
+                    worker=self._worker,
+                    position=f"{hook.source.path}, {by}",
+                    error=None,
+                )
+
+        while True:
+            try:
+                return await self._books.db.write(work, durable=False)
+            except StoreUnavailable as e:
+                log.warning("%s", e.message)
+            await self._clock.sleep(1.0)
+
+    def app(self) -> Starlette:
+        handlers: dict[Any, Any] = {HTTPException: _other, StoreUnavailable: _away, Exception: _bug}
+        routes = [
+            Route("/hooks/{name}", self._told, methods=["POST"]),
+            Route("/healthz", _health, methods=["GET"]),
+            Route("/openapi.json", _schema, methods=["GET"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False
+        return app
+
+    # -- one request -------------------------------------------------------------------------------
+
+    async def _told(self, request: Request) -> Response:
+        hook = self.hooks.get(
+            request.scope["path"]
+        )  # not of `request.url`, which a Host that is none cannot be put into
+        if hook is None:
+            await self._discard(request, 0)
+            raise HTTPException(404)
+        try:
+            return await self._take(hook, request)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
+        except RequestRefused as e:
+            self._count(hook, e)
+            headers = (
+                {
+                    "www-authenticate": "Bearer"
+                    if hook.source.signed == "bearer"
+                    else "Webhook-Signature"
+                }
+                if e.status == 401
+                else {}
+            )
+            if not request.scope.get(WHOLE):
+                headers["connection"] = (
+                    "close"  # the rest of it must not be taken for the next request
+                )
+            return _answer(e, headers)
+
+    async def _take(self, hook: Hook, request: Request) -> Response:
+        source = hook.source
+        if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEAD:
+            raise RequestRefused(
+                431,
+                f"its headers have more than {MAX_HEAD} bytes",
+                hint="leave out cookies and the like",
+            )
+        headers: dict[str, list[str]] = {}
+        for name, value in request.headers.raw:
+            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        if (
+            "content-length" in headers and "transfer-encoding" in headers
+        ):  # a proxy before us may have read the other one's end
+            raise RequestRefused(
+                400,
+                "it has both a content-length and a transfer-encoding",
+                hint="leave both to your client",
+            )
+        try:
+            if wait := hook.bucket.wait(asyncio.get_running_loop().time()):
+                raise RequestRefused(
+                    429,
+                    "this hook is told more often than it allows",
+                    hint="wait, and send it again with the same id",
+                    after=wait,
+                )
+            source.screen(request.method, headers)
+        except RequestRefused:
+            if "expect" not in headers:  # who asked first has not begun to send
+                await self._discard(request, 0)
+            raise
+        body = await self._body(request, source.max_body)
+        findings = source.findings(request.method, headers, body, self._clock.now())
+        taken = judge(hook.intake.mapping, findings)
+        if taken.refused:
+            raise _makes_none(findings, taken)
+        answers = await self._accept(hook, taken)
+        new, known = answers.count(Accepted.NEW), answers.count(Accepted.KNOWN)
+        return _json(
+            202,
+            {
+                "accepted": new,
+                "known": known,
+                "passed": taken.skipped,
+                "ids": [event.id for event in taken.events],
+            },
+        )
+
+    async def _body(self, request: Request, most: int) -> bytes:
+        """Never more than `most` of it in memory, nor longer than the time it is given."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout):
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > most:
+                        raise RequestRefused(
+                            413,
+                            f"the body is larger than {most} bytes",
+                            hint="send several requests",
+                        )
+                    if self._held + len(chunk) > HELD:
+                        raise RequestRefused(
+                            503, "too much is being sent at once", hint="send it again", after=1.0
+                        )
+                    self._held += len(chunk)
+                    body += chunk
+            request.scope[WHOLE] = True
+            return bytes(body)
+        except TimeoutError:
+            raise RequestRefused(
+                408,
+                f"the body did not come within {self._timeout:g} s",
+                hint="send it again, all at once",
+            ) from None
+        except RequestRefused:
+            await self._discard(request, len(body))
+            raise
+        finally:
+            self._held -= len(body)
+
+    async def _discard(self, request: Request, seen: int) -> None:
+        """Read on for a moment: a connection that is closed in the middle of a request takes the
+        answer with it.
+        """
+        try:
+            async with asyncio.timeout(min(2.0, self._timeout)):
+                while seen < DISCARDED:
+                    message = await request.receive()
+                    seen += len(message.get("body", b""))
+                    if message["type"] != "http.request" or not message.get("more_body"):
+                        request.scope[WHOLE] = True
+                        return
+        except TimeoutError:
+            pass
+
+    async def _accept(self, hook: Hook, taken: Taken) -> list[Accepted]:
+        """All of a request's events or none. Requests that come together share a transaction: that
+        is the store's work.
+        """
+        beside = partial(self._beside, hook, taken)
+        if taken.events:
+            return await hook.intake.books.accept(taken.events, beside=beside)
+        await self._books.db.write(lambda tx: beside(tx, []), durable=False)
+        return []
+
+    def _beside(self, hook: Hook, taken: Taken, tx: Any, answers: list[Accepted]) -> None:
+        """In the transaction that accepts; what is raised here undoes it."""
+        state = self._books.state_in(tx, hook.source.name)
+        if state is not None and state.paused:
+            raise RequestRefused(
+                503, "this hook is paused", hint="send it again later, with the same id", after=60.0
+            )
+        if Accepted.FULL in answers:
+            raise RequestRefused(
+                503,
+                "the queue is full",
+                hint="send it again later, with the same id",
+                after=RETRY_AFTER,
+            )
+        new, known = answers.count(Accepted.NEW), answers.count(Accepted.KNOWN)
+        self._books.count_in(
+            tx,
+            hook.source.name,
+            new=new,
+            known=known,
+            skipped=taken.skipped,
+            refused=0,
+            now=self._clock.now(),
+        )
+
+    def _count(self, hook: Hook, e: RequestRefused) -> None:
+        """A flood of bad requests must not become a flood of lines."""
+        hook.refused[e.status] += 1
+        now = asyncio.get_running_loop().time()
+        if now - hook.said >= QUIET:
+            counts = ", ".join(f"{status} × {n}" for status, n in sorted(hook.refused.items()))
+            log.warning(
+                "hook %s refused requests (%s); the last one: %s",
+                hook.source.name,
+                counts,
+                e.why or e.message,
+            )
+            hook.refused.clear()
+            hook.said = now
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def _makes_none(findings: Sequence[Any], taken: Taken) -> RequestRefused:
+    places = {id(finding): i for i, finding in enumerate(findings)}
+    # What the pipeline's own code raises may hold anything, and is nothing to the sender.
+    reasons = [
+        {
+            "item": places[id(finding)],
+            "reason": "the pipeline's hook failed on it"
+            if reason.startswith("the hook raised")
+            else reason,
+        }
+        for finding, reason in taken.refused[:TOLD]
+    ]
+    refused = RequestRefused(
+        422,
+        f"{len(taken.refused)} of {len(findings)} items make no event, so none was accepted",
+        hint="correct or leave out the items that `reasons` lists",
+        why=taken.refused[0][1],
+    )
+    refused.reasons = reasons
+    return refused
+
+
+def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, {**HEADERS, **(headers or {})})
+
+
+def error(message: str, hint: str) -> bytes:
+    """The one shape of everything that went wrong."""
+    return msgspec.json.encode({"error": message, "try": hint})
+
+
+def _answer(e: RequestRefused, headers: dict[str, str]) -> Response:
+    if e.after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(e.after)))
+    return _json(
+        e.status,
+        {"error": e.message, "try": e.hint} | ({"reasons": e.reasons} if e.reasons else {}),
+        headers,
+    )
+
+
+async def _other(request: Request, e: HTTPException) -> Response:
+    return _json(
+        e.status_code,
+        {"error": e.detail, "try": TRY.get(e.status_code, "")},
+        {**(e.headers or {}), "connection": "close"},
+    )
+
+
+async def _away(request: Request, e: StoreUnavailable) -> Response:
+    log.error("%s", e.message)
+    return _answer(
+        RequestRefused(
+            503,
+            "the store is not available",
+            hint="send it again later, with the same id",
+            after=RETRY_AFTER,
+        ),
+        {},
+    )
+
+
+async def _bug(request: Request, e: Exception) -> Response:
+    return _json(
+        500, {"error": "this should not happen", "try": "our log says more"}
+    )  # it does: the server logs what was raised
+
+
+async def _health(request: Request) -> Response:
+    return _json(200, {"status": "ok"})
+
+
+async def _schema(request: Request) -> Response:
+    return _json(200, document())

@@ -1,0 +1,227 @@
+"""The socket behind `serve`: who of this machine's processes listens, how many connections and how
+long they may dawdle. What is served is serving.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from penstock.errors import ConfigError, Unreachable
+from penstock.intake.endpoint import MAX_HEAD, Endpoint, error
+from penstock.locks import FileLock
+from penstock.ports import Clock
+
+log = logging.getLogger("penstock.serving")
+BACKLOG = 1024
+KEEP_ALIVE = 30  # seconds a connection may rest between two requests
+TAKE_OVER = 0.2  # seconds between two looks whether who listens is gone
+PATIENCE = 3.0  # seconds in which a port that its holder just left may still be taken
+
+
+class Listener:
+    """`run()` is a task for as long as the process works. Of several processes with one address the
+    first serves; the others take over when it ends.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        host: str,
+        port: int,
+        connections: int,
+        timeout: float,
+        grace: float,
+        lock: Path,
+        clock: Clock,
+    ) -> None:
+        self.endpoint, self.host, self.port = endpoint, host, port
+        self._connections, self._timeout, self._grace, self._clock = (
+            connections,
+            timeout,
+            grace,
+            clock,
+        )
+        self._lock = FileLock(lock)
+
+    async def run(self) -> None:
+        try:
+            if not self._lock.try_acquire():
+                log.info(
+                    "another process listens on %s already; this one takes over when it ends",
+                    where(self.host, self.port),
+                )
+                while not self._lock.try_acquire():
+                    await self._clock.sleep(TAKE_OVER)
+            await self.endpoint.declare()
+            await self._serve(await self._bound())
+        finally:
+            self._lock.release()
+
+    async def _bound(self) -> socket.socket:
+        """The port of one who was killed may be free a moment later than its lock."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return bind(self.host, self.port)
+            except Unreachable:
+                if time.monotonic() > until:
+                    raise
+            await self._clock.sleep(TAKE_OVER)
+
+    async def _serve(self, bound: socket.socket) -> None:
+        config = uvicorn.Config(
+            self.endpoint.app(),
+            http=_protocol(self._connections, self._timeout),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            # a bad request is not worth a line: whoever likes could fill the log
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=max(1, int(self._grace)),
+            h11_max_incomplete_event_size=MAX_HEAD,
+            backlog=BACKLOG,
+        )
+        server = _Server(config)
+        self.port = bound.getsockname()[1]
+        serving = asyncio.create_task(server.serve(sockets=[bound]), name="http")
+        log.info(
+            "listening on %s: %s",
+            where(self.host, self.port),
+            ", ".join(_said(hook.source) for hook in self.endpoint.hooks.values()),
+        )
+        try:
+            await asyncio.shield(serving)
+            raise RuntimeError("the HTTP server ended by itself")
+        except asyncio.CancelledError:
+            server.should_exit = True  # no new connections; what is being answered is answered
+            await serving
+            raise
+        finally:
+            bound.close()
+
+
+def _said(source: Any) -> str:
+    return f"{source.path} ({source.signed + ' signatures' if source.signed else 'unsigned, this machine only' if source.local else 'UNSIGNED'})"
+
+
+def where(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    address = "127.0.0.1" if host == "localhost" else host
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+        bound.listen(BACKLOG)
+    except OSError as e:
+        bound.close()
+        if e.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"serve.host {host} is no address of this machine",
+                hint="127.0.0.1, or 0.0.0.0 for all of them",
+            ) from None
+        reason = "another program listens there" if e.errno == errno.EADDRINUSE else e.strerror
+        raise Unreachable(
+            f"cannot listen on {where(host, port)}: {reason}",
+            hint="another port: -o serve.port=8788, or --port 8788",
+        ) from None
+    bound.setblocking(False)
+    return bound
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the worker's; the server ends when its task does."""
+        yield
+
+
+def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
+    class Protocol(H11Protocol):
+        """What the library leaves open: how many connections there may be, and how long a request's
+        head may take.
+        """
+
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > connections:
+                self._end(
+                    503,
+                    "Service Unavailable",
+                    "there are too many connections",
+                    "try again later",
+                    "retry-after: 1\r\n",
+                )
+                return
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._unwatch()
+            elif self._deadline is None:
+                self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._unwatch()
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                self._end(
+                    400,
+                    "Bad Request",
+                    "this is no HTTP request that can be read",
+                    f"HTTP/1.1, with headers of at most {MAX_HEAD} bytes",
+                )
+            else:
+                self.transport.close()
+
+        def _watch(self) -> None:
+            self._deadline = self.loop.call_later(timeout, self._too_slow)
+
+        def _unwatch(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _too_slow(self) -> None:
+            self._end(
+                408,
+                "Request Timeout",
+                f"no request came within {timeout:g} s",
+                "send it all at once",
+            )
+
+        def _end(self, status: int, phrase: str, message: str, hint: str, more: str = "") -> None:
+            """Past the state machine of the protocol, which a request that is none has broken."""
+            if not self.transport.is_closing():
+                body = error(message, hint)
+                head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
+                self.transport.write(head.encode() + body)
+                self.transport.close()
+
+    return Protocol

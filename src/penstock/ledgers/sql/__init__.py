@@ -1,0 +1,1 @@
+"""The ledger in SQL, for SQLite and PostgreSQL."""

@@ -1,0 +1,147 @@
+"""Questions about dead letters: pure reads inside a transaction. What puts them there and takes
+them away is in books.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from penstock.ports.reports import Cause, Filter, Letter
+from penstock.stores.sql import Tx
+
+CAUSES = 200  # distinct causes of death looked at by `status`
+COUNTED = 10_000  # letters of one cause that `status` counts
+_END = "\U0010ffff"  # above everything an id begins with
+
+
+def causes(tx: Tx, *, most: int = 5) -> list[Cause]:
+    """The largest causes of death, by stepping over the index: counts beyond COUNTED are not exact."""
+    fingerprint, found = "", []
+    for _ in range(CAUSES):
+        fingerprint = tx.execute(
+            "SELECT min(fingerprint) FROM dead WHERE fingerprint>?", (fingerprint,)
+        ).get
+        if fingerprint is None:
+            break
+        n = tx.execute(
+            "SELECT count(*) FROM (SELECT 1 FROM dead WHERE fingerprint=? LIMIT ?) AS found",
+            (fingerprint, COUNTED),
+        ).get
+        found.append((n, fingerprint))
+    found.sort(reverse=True)
+    return [_cause(tx, f, n, exact=n < COUNTED) for n, f in found[:most]]
+
+
+def _cause(
+    tx: Tx,
+    fingerprint: str,
+    letters: int,
+    *,
+    exact: bool,
+    newest: int | None = None,
+    eldest: int | None = None,
+) -> Cause:
+    newest = newest or tx.execute("SELECT max(n) FROM dead WHERE fingerprint=?", (fingerprint,)).get
+    eldest = eldest or tx.execute("SELECT min(n) FROM dead WHERE fingerprint=?", (fingerprint,)).get
+    stage, kind, reason, at, event, url = tx.execute(
+        "SELECT stage, class, reason, at, event, url FROM dead WHERE n=?", (newest,)
+    ).get
+    first = tx.execute("SELECT at FROM dead WHERE n=?", (eldest,)).get
+    return Cause(
+        fingerprint=fingerprint,
+        letters=letters,
+        exact=exact,
+        stage=stage,
+        error_class=kind,
+        reason=reason,
+        newest=at,
+        first=first,
+        event_id=event,
+        url=url,
+    )
+
+
+def _where(which: Filter) -> tuple[str, list[Any]]:
+    conditions, bindings = [], []
+    for column, value in (
+        ("host", which.host),
+        ("class", which.error_class),
+        ("stage", which.stage),
+    ):
+        if value is not None:
+            conditions.append(f"{column}=?")
+            bindings.append(value)
+    if which.reason is not None:
+        conditions.append("lower(reason) LIKE lower(?) ESCAPE '!'")
+        bindings.append("%" + re.sub("[!%_]", r"!\g<0>", which.reason) + "%")
+    if which.fingerprint is not None:
+        conditions.append("fingerprint>=? AND fingerprint<?")
+        bindings += [which.fingerprint, which.fingerprint + _END]
+    return " AND ".join(conditions) or "1=1", bindings
+
+
+_LETTER = (
+    "n, event, topic, url, host, at, stage, class, reason, fingerprint, detail, envelope, headers"
+)
+_LETTER_FIELDS = tuple(f.name for f in msgspec.structs.fields(Letter))
+
+
+def letter_groups(tx: Tx, which: Filter, most: int) -> tuple[list[Cause], int]:
+    """(causes, letters in all), the largest cause first. Without filters it is answered from an
+    index alone.
+    """
+    where, bindings = _where(which)
+    groups = tx.execute(
+        f"SELECT count(*), fingerprint, max(n), min(n) FROM dead WHERE {where} GROUP BY fingerprint ORDER BY 1 DESC, 3 DESC",
+        bindings,
+    ).fetchall()
+    return [
+        _cause(tx, f, n, exact=True, newest=last, eldest=first)
+        for n, f, last, first in groups[:most]
+    ], sum(g[0] for g in groups)
+
+
+def letters(
+    tx: Tx,
+    which: Filter,
+    *,
+    after: int = 0,
+    upto: int | None = None,
+    limit: int = 100,
+    newest_first: bool = False,
+) -> list[Letter]:
+    where, bindings = _where(which)
+    bounds, order = ("n>? AND n<=?", "DESC" if newest_first else "ASC")
+    rows = tx.execute(
+        f"SELECT {_LETTER} FROM dead WHERE {where} AND {bounds} ORDER BY n {order} LIMIT ?",
+        (*bindings, after, upto if upto is not None else 2**62, limit),
+    )
+    return [Letter(**dict(zip(_LETTER_FIELDS, row, strict=True))) for row in rows]
+
+
+def letter_count(tx: Tx, which: Filter) -> int:
+    where, bindings = _where(which)
+    return int(tx.execute(f"SELECT count(*) FROM dead WHERE {where}", bindings).get)
+
+
+def last_letter(tx: Tx) -> int:
+    return int(tx.execute("SELECT coalesce(max(n), 0) FROM dead").get)
+
+
+def letter(tx: Tx, event_id: str) -> Letter | None:
+    row = tx.execute(f"SELECT {_LETTER} FROM dead WHERE event=?", (event_id,)).get
+    return None if row is None else Letter(**dict(zip(_LETTER_FIELDS, row, strict=True)))
+
+
+def letters_like(tx: Tx, prefix: str, most: int = 6) -> list[str]:
+    """Events with a letter whose id begins so."""
+    return [
+        i
+        for (i,) in tx.execute(
+            "SELECT event FROM dead WHERE event>=? AND event<? ORDER BY event LIMIT ?",
+            (prefix, prefix + _END, most),
+        )
+    ]

@@ -1,0 +1,280 @@
+"""Records on their way out of the ledger: change detection, the outbox of the sinks, and changes
+waiting for their hooks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from penstock.model import REMOVED, Event, Record
+from penstock.ports import End, Row
+from penstock.stores.sql import SqlStore, Tx
+
+SCHEMA = """
+CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL,
+  PRIMARY KEY(extractor, key)) WITHOUT ROWID;
+CREATE TABLE sink(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0,
+  mark TEXT NOT NULL DEFAULT '');
+CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, ord INTEGER NOT NULL, PRIMARY KEY(sink,
+  n)) WITHOUT ROWID;
+CREATE TABLE change(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, tries INTEGER NOT NULL DEFAULT 0, error TEXT);
+"""
+_json = msgspec.json.Encoder().encode
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class _Origin(msgspec.Struct, omit_defaults=True):
+    """`_penstock` of a line."""
+
+    event_id: str
+    trace_id: str
+    url: str
+    key: str
+    extractor: str
+    version: int
+    fetched_at: str
+    deleted: bool = False
+
+
+class SqlOutbox:
+    """The sinks' side of the ledger. `names` are the sinks this pipeline feeds through the outbox."""
+
+    def __init__(self, db: SqlStore) -> None:
+        self.db = db
+        db.part("outbox", 1, SCHEMA)
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def emit_in(
+        self,
+        tx: Tx,
+        ends: Sequence[tuple[End, bytes]],
+        counts: Mapping[str, Counter[str]],
+        *,
+        emit_unchanged: bool,
+        hooks: bool,
+    ) -> list[tuple[str, str, bytes, int]]:
+        """(extractor, key, line, order) of what leaves for the sinks from each (success, its URL's
+        key), after change detection against the books. It is counted by topic.
+        """
+        groups = [
+            ((g[0].extractor, _shelf(g[0].key)), g, end, url_key)
+            for end, url_key in ends
+            for g in _by_key(end.records)
+        ]
+        places = dict.fromkeys([group[0] for group in groups])
+        rows = tx.executemany(
+            "SELECT extractor, key, url_key, hash, fields, n FROM record WHERE extractor=? AND key=?",
+            places,
+        ).fetchall()
+        known: dict[tuple[str, str], tuple[Any, ...]] = {(row[0], row[1]): row for row in rows}
+        fresh: dict[tuple[str, str], tuple[Any, ...]] = {}  # the last of a key that is here twice
+        lines: list[tuple[str, str, bytes, int]] = []
+        for place, group, end, url_key in groups:
+            event, n, last, old, count = (
+                end.event,
+                end.row,
+                group[-1],
+                known.get(place),
+                counts[end.event.topic],
+            )
+            hash_ = (
+                last.hash
+                if len(group) == 1
+                else blake2b(b"".join([r.hash for r in group]), digest_size=16).digest()
+            )
+            if old is not None:
+                same = old[3] == hash_ and old[2] == url_key and not (emit_unchanged or event.force)
+                if same or (
+                    old[3] == REMOVED and n < old[5]
+                ):  # a newer event removed it: no sink may get it back from an older one
+                    count["records_unchanged"] += len(group)
+                    continue
+                if old[3] != hash_ and n >= old[5]:
+                    count["changes"] += 1
+                    if hooks:
+                        tx.execute(
+                            "INSERT INTO change(body) VALUES(?)", (_change(event, last, old[4]),)
+                        )
+            fetched_at = end.meta.fetched_at if end.meta else 0.0
+            lines += [(last.extractor, last.key, render(event, r, fetched_at), n) for r in group]
+            count["records"] += len(group)
+            if old is None or n >= old[5]:
+                known[place] = fresh[place] = (*place, url_key, hash_, last.fields, n)
+        tx.executemany(
+            "INSERT INTO record VALUES(?,?,?,?,?,?) ON CONFLICT(extractor, key)"
+            " DO UPDATE SET url_key=excluded.url_key, hash=excluded.hash, fields=excluded.fields, n=excluded.n",
+            list(fresh.values()),
+        )
+        return lines
+
+    # -- the sinks' outbox -------------------------------------------------------------------------
+
+    def sink_id_in(self, tx: Tx, name: str) -> int:
+        found = tx.execute("SELECT id FROM sink WHERE name=?", (name,)).get
+        if found is None:
+            tx.execute("INSERT INTO sink(name) VALUES(?)", (name,))
+            return tx.last_insert_rowid()
+        return int(found)
+
+    def put_in(self, tx: Tx, name: str, rows: Sequence[tuple[str, bytes, int]]) -> None:
+        """(key, line, order) in the order in which the file will have them."""
+        sink = self.sink_id_in(tx, name)
+        first = tx.execute(
+            "UPDATE sink SET next=next+? WHERE id=? RETURNING next", (len(rows), sink)
+        ).get - len(rows)
+        tx.executemany(
+            "INSERT INTO outbox VALUES(?,?,?,?,?)",
+            [(sink, first + i, key, body, order) for i, (key, body, order) in enumerate(rows)],
+        )
+
+    async def position(self, sink: str) -> tuple[int, str]:
+        row = await self.db.read(
+            lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get
+        )
+        return (0, "") if row is None else (row[0], row[1])
+
+    async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> list[Row]:
+        def work(tx: Tx) -> list[Row]:
+            rows: list[Row] = []
+            held = 0
+            query = "SELECT n, key, body, ord FROM outbox WHERE sink=(SELECT id FROM sink WHERE name=?) AND n>? ORDER BY n LIMIT ?"
+            for row in tx.execute(query, (sink, after, limit)):
+                rows.append(Row(*row))
+                held += len(row[2])
+                if held > max_bytes:
+                    break
+            return rows
+
+        return await self.db.read(work)
+
+    async def settled(self, sink: str) -> tuple[int, str]:
+        row = await self.db.write(
+            lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get,
+            durable=False,
+        )
+        return (0, "") if row is None else (row[0], row[1])
+
+    async def flushed(
+        self, sink: str, *, upto: int, mark: str, guard: Callable[[Tx], None]
+    ) -> None:
+        def work(tx: Tx) -> None:
+            guard(tx)
+            id_ = self.sink_id_in(tx, sink)
+            tx.execute("UPDATE sink SET flushed=?, mark=? WHERE id=?", (upto, mark, id_))
+            tx.execute("DELETE FROM outbox WHERE sink=? AND n<=?", (id_, upto))
+
+        await self.db.write(work, synced=True)
+
+    async def backlog(self, sink: str) -> int:
+        return int(
+            await self.db.read(
+                lambda tx: tx.execute("SELECT next-1-flushed FROM sink WHERE name=?", (sink,)).get
+            )
+            or 0
+        )
+
+    # -- changes waiting for their hooks -----------------------------------------------------------
+
+    def has_changes_in(self, tx: Tx) -> bool:
+        """Is a hook still to be told of something?"""
+        return tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is not None
+
+    async def changes(self, limit: int) -> list[tuple[int, bytes]]:
+        return await self.db.read(
+            lambda tx: tx.execute(
+                "SELECT n, body FROM change WHERE tries<5 ORDER BY n LIMIT ?", (limit,)
+            ).fetchall()
+        )
+
+    async def hooked(
+        self, done: Sequence[int], failed: Sequence[tuple[str, int]], guard: Callable[[Tx], None]
+    ) -> None:
+        def work(tx: Tx) -> None:
+            guard(tx)
+            tx.executemany("DELETE FROM change WHERE n=?", [(n,) for n in done])
+            tx.executemany("UPDATE change SET tries=tries+1, error=? WHERE n=?", failed)
+
+        await self.db.write(work)
+
+
+def _shelf(key: str) -> str:
+    """Where the last record with this key lies. An entry of PostgreSQL's indexes holds 2,704 bytes,
+    and a key may be four thousand characters.
+    """
+    return (
+        key
+        if len(key) <= 500
+        else f"{key[:400]}…{blake2b(key.encode(), digest_size=16).hexdigest()}"
+    )
+
+
+def _by_key(records: Sequence[Record]) -> Iterable[Sequence[Record]]:
+    """Rows without a key of their own share the page's: they are compared as a whole, or they would
+    take turns in being news.
+    """
+    if len(records) == 1:
+        return (records,)
+    same: dict[tuple[str, str], list[Record]] = {}
+    for r in records:
+        same.setdefault((r.extractor, r.key), []).append(r)
+    return same.values()
+
+
+def render(event: Event, r: Record, fetched_at: float) -> bytes:
+    """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus
+    `_penstock`.
+    """
+    origin = _json(
+        _Origin(
+            event.id,
+            event.trace,
+            event.url,
+            r.key,
+            r.extractor,
+            r.version,
+            _time(int(fetched_at * 1000)),
+            r.deleted,
+        )
+    )
+    return b"".join(
+        (r.fields[:-1], b',"_penstock":' if len(r.fields) > 2 else b'"_penstock":', origin, b"}")
+    )
+
+
+@lru_cache(512)
+def _time(milliseconds: int) -> str:
+    seconds, rest = divmod(milliseconds, 1000)
+    return f"{_to_the_second(seconds)}.{rest:03d}Z"
+
+
+@lru_cache(64)
+def _to_the_second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _change(event: Event, r: Record, old_fields: bytes) -> bytes:
+    from penstock.authoring.pipeline import Change
+    from penstock.rules.diffing import diff
+
+    old, new = msgspec.json.decode(old_fields), msgspec.json.decode(r.fields)
+    fields = {name: [a, b] for name, (a, b) in diff(old, new).items()}
+    return _pack(
+        Change(
+            event_id=event.id,
+            trace_id=event.trace,
+            url=event.url,
+            extractor=r.extractor,
+            key=r.key,
+            old=old,
+            new=new,
+            fields=fields,
+        )
+    )

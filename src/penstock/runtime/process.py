@@ -1,0 +1,858 @@
+"""Configuration → open adapters → run the chosen roles. The only module that knows them all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import io
+import ipaddress
+import logging
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from penstock import locks
+from penstock.authoring.load import load
+from penstock.authoring.pipeline import Pipeline, SourceSpec
+from penstock.clock import SystemClock
+from penstock.config.schema import Config
+from penstock.engine.flusher import Flusher
+from penstock.engine.hooks import HookRunner
+from penstock.engine.lifecycle import PARK_BEYOND, Books
+from penstock.engine.signals import Signals
+from penstock.engine.unit_of_work import SinkBinding
+from penstock.engine.worker import ENTRY, Options, Stage, Worker
+from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
+from penstock.extraction.in_process import InProcess
+from penstock.extraction.sandbox import Limits, Sandbox
+from penstock.fetching.proxies import Proxies, fetch_list
+from penstock.fetching.source_client import SourceWeb
+from penstock.fetching.stage import FetchOptions, FetchStage
+from penstock.intake.accept import Intake
+from penstock.intake.mapping import Mapping as SourceMapping
+from penstock.intake.reader import Reader
+from penstock.ledgers.sql.events import OPEN
+from penstock.locks import WorkerLock
+from penstock.model import mint
+from penstock.net.guard import Guard, parse_allow
+from penstock.net.http import CurlFetcher
+from penstock.net.transfer import HttpOptions
+from penstock.ports import (
+    Clock,
+    Extraction,
+    Fetcher,
+    Pace,
+    RobotsCache,
+    Row,
+    ServedSource,
+    Sink,
+    Source,
+    TableSink,
+)
+from penstock.rules import retry
+from penstock.rules.masking import mask
+from penstock.rules.proxies import Member
+from penstock.rules.robots import product_token
+from penstock.runtime.stores import Politeness, Stores, adapter, open_stores, settings, worker_id
+from penstock.sinks.sqlite import SqliteSink
+from penstock.sources.base import SourceContext
+
+if TYPE_CHECKING:
+    from penstock.intake.http_server import Listener
+
+log = logging.getLogger("penstock")
+ROLES = ("source", "serve", "fetch", "extract", "sink")
+STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
+SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
+UPKEEP = 60.0
+# seconds beyond twice the grace, after which a worker that does not end is left behind, and a chore
+# is cancelled again
+END_SPARE = 10.0
+SOURCE_BODY = (
+    50 * 2**20
+)  # bytes of one answer to a source, decoded: what the sitemap protocol allows
+FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+class PaceWithRobots(Pace, RobotsCache, Protocol):
+    """The claims: they hold both."""
+
+
+class Running:
+    """One worker process: what is open, what runs, and how it ends."""
+
+    def __init__(
+        self,
+        config: Config,
+        pipeline_file: Path,
+        *,
+        roles: frozenset[str],
+        clock: Clock | None = None,
+    ) -> None:
+        """Checks everything that can be checked before anything is opened."""
+        self.config, self.file, self.roles = config, pipeline_file, roles
+        self.pipeline = load(pipeline_file)
+        self.sinks = open_sinks(self.pipeline, Path.cwd())
+        self.web = SourceWeb()
+        _check_roles(self.pipeline, roles)
+        self.id = worker_id()
+        self.clock: Clock = clock or SystemClock()
+        self.rng = random.Random()
+        context = SourceContext(config, self.clock, self.rng, self.web, Path.cwd())
+        self.sources = (
+            open_sources(self.pipeline, context) if "source" in roles or "serve" in roles else []
+        )
+        self.served: list[tuple[Any, SourceSpec]] = [
+            (source, spec) for source, spec in self.sources if source.served and "serve" in roles
+        ]
+        check_served([source for source, _ in self.served], config.serve.host)
+        _check_sources(self.sources, roles)
+        self.readers: list[Reader] = []
+        self.listener: Listener | None = None
+        self.signals = Signals()
+        self.workers: list[Worker] = []
+        self.flushers: list[Flusher] = []
+        self.notices: list[str] = []
+        self.proxies: Proxies | None = None  # where this process fetches
+        self._backlog = 0
+        self._wake_set = False
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        stop: asyncio.Event,
+        *,
+        until_idle: bool = False,
+        opened: Callable[[Running], None] | None = None,
+    ) -> int:
+        self.stores = open_stores(self.config, worker=self.id, clock=self.clock)
+        lock = WorkerLock(self.stores.workers_directory, self.id)
+        lock.acquire()
+        background: list[asyncio.Task[None]] = []
+        extraction: Extraction | None = None
+        suspects: Extraction | None = None
+        fetcher: CurlFetcher | None = None
+        for_sources: CurlFetcher | None = None
+        try:
+            await self._check_after_unclean_stop()
+            await self.stores.start()
+            if self.stores.pages.remote and (
+                "fetch" in self.roles or not self.config.pages.inline_max
+            ):  # else the messages may bring all there is to read
+                await self.stores.pages.start()
+            await self.stores.books.reclaim(self.stores.workers_directory)
+            if "extract" in self.roles:
+                extraction, suspects = await self._open_extraction()
+            if "fetch" in self.roles:
+                fetcher = open_fetcher(self.config)
+                await self.stores.claims.refresh()
+                await self.stores.db.write(
+                    lambda tx: self.stores.hosts.configured_in(
+                        tx, exceptions(self.config), operator()
+                    ),
+                    durable=False,
+                )
+                self.proxies = Proxies(
+                    self.config.proxies,
+                    self.stores.proxies,
+                    fetcher,
+                    self.clock,
+                    self.stores.context.rng,
+                )
+                await self.stores.proxies.refresh()
+            bindings = self._bind_sinks()
+            books = self.stores.with_settings(
+                settings(self.config, sinks=bindings, hooks=bool(self.pipeline.hooks))
+            )
+            dead_before = await self._dead()
+            if "source" in self.roles and not all(source.served for source, _ in self.sources):
+                for_sources = open_fetcher(self.config, max_body=SOURCE_BODY)
+                self._open_readers(books, for_sources)
+                await self.stores.claims.refresh()
+            if self.served:
+                self.listener = self._open_listener(books)
+            background += [
+                asyncio.create_task(f.run(), name=f"flush {f.sink.name}") for f in self.flushers
+            ]
+            hooks = None
+            if self.pipeline.hooks and extraction is not None and "sink" in self.roles:
+                hooks = HookRunner(
+                    self.stores.outbox,
+                    extraction,
+                    self.stores.db.lock(self.config.state.dir / "hooks.lock"),
+                    self.clock,
+                )
+                background.append(asyncio.create_task(hooks.run(), name="hooks"))
+            background.append(asyncio.create_task(self._upkeep(), name="upkeep"))
+            if self.stores.broker.apart:
+                background.append(asyncio.create_task(self._relay(), name="relay"))
+            self._open_workers(books, fetcher, extraction, suspects, hooks)
+            if opened is not None:
+                opened(self)
+            await self._work(stop, until_idle, background)
+            for f in self.flushers:
+                if not await f.drain(self.config.grace):
+                    self._notice(
+                        f"sink {f.sink.name}: {f.down or 'rows are still waiting'}; they stay in the outbox for the next run"
+                    )
+            failed = (
+                await self._dead() > dead_before
+                or await self._breaker()
+                or any(r.error for r in self.readers)
+            )
+            return RAN_WITH_FAILURES if until_idle and failed else OK
+        finally:
+            await self._cancelled(background)
+            for opened_extraction in (extraction, suspects):
+                if opened_extraction is not None:
+                    await opened_extraction.close()
+            if self.proxies is not None:
+                await self.proxies.close()
+            for opened_fetcher in (fetcher, for_sources):
+                if opened_fetcher is not None:
+                    await opened_fetcher.close()
+            await self.stores.stop()
+            lock.release()
+            self.stores.close()
+
+    async def _work(
+        self, stop: asyncio.Event, until_idle: bool, background: Sequence[asyncio.Task[None]]
+    ) -> None:
+        ended = asyncio.Event()
+        tasks = [
+            asyncio.create_task(w.run(ended), name=f"{w.first}..{w.last}") for w in self.workers
+        ]
+        readers = [
+            asyncio.create_task(r.run(), name=f"source {r.source.name}") for r in self.readers
+        ]
+        if self.listener is not None:
+            readers.append(asyncio.create_task(self.listener.run(), name="serve"))
+        waits: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
+        if until_idle:
+            waits.append(asyncio.create_task(self._until_idle()))
+        try:
+            await asyncio.wait(
+                [*tasks, *waits, *readers, *background], return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            ended.set()
+            for wait in waits:
+                wait.cancel()
+            results = await self._cancelled(
+                readers
+            )  # nothing new is taken on while what is in flight is finished
+            results += await self._end_of(tasks) if tasks else []
+        for result in [
+            *results,
+            *(t.exception() for t in background if t.done() and not t.cancelled()),
+        ]:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _end_of(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
+        """Draining has an end of its own; this is for what does not come to it. What is then in
+        flight comes back when its lease ends.
+        """
+        _, late = await asyncio.wait(tasks, timeout=self._longest_end)
+        for task in late:
+            where = io.StringIO()
+            task.print_stack(file=where)
+            log.error(
+                "%s does not end; leaving it where it stands:\n%s",
+                task.get_name(),
+                where.getvalue(),
+            )
+            task.cancel()
+        return [task.exception() for task in tasks if task.done() and not task.cancelled()]
+
+    async def _cancelled(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
+        """All of them have ended when this returns; what they raised. A library may lose a
+        cancellation, and then it is for ever: wait_for of Python 3.11 does, where what it waits for
+        is done in that very moment.
+        """
+        left = set(tasks)
+        while left:
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=self._longest_end)
+        return [task.exception() for task in tasks if not task.cancelled()]
+
+    @property
+    def _longest_end(self) -> float:
+        return 2 * self.config.grace + END_SPARE
+
+    async def _until_idle(self) -> None:
+        """Every accepted event has ended, every row is in its sink, every hook was told; or a
+        breaker keeps us from going on.
+        """
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                read = all(
+                    [await r.settled() for r in self.readers]
+                )  # first: what they read then is in the books by the time these are asked
+                if (
+                    read
+                    and await self.stores.db.read(self._is_idle)
+                    and all([await f.outbox.backlog(f.sink.name) == 0 for f in self.flushers])
+                ):
+                    return
+                if await self._breaker() and not any(w.held for w in self.workers):
+                    return
+            await self.clock.sleep(0.1)
+
+    def _is_idle(self, tx: Any) -> bool:
+        return self.stores.ledger.total_in(tx, *OPEN) == 0 and not (
+            self.pipeline.hooks and self.stores.outbox.has_changes_in(tx)
+        )
+
+    async def _dead(self) -> int:
+        return int(await self.stores.db.read(lambda tx: self.stores.ledger.total_in(tx, "dead")))
+
+    async def _breaker(self) -> str | None:
+        return next(iter((await self.stores.db.read(self.stores.broker.paused_in)).values()), None)
+
+    async def _check_after_unclean_stop(self) -> None:
+        """A worker went without saying goodbye: is the file whole? A large one is checked beside
+        the work.
+        """
+        if not locks.dead_workers(self.stores.workers_directory):
+            return
+        file = self.stores.db.file
+        if file is None:  # a server looks after its own
+            return
+        if file.stat().st_size <= SMALL_STORE:
+            self._judge(await asyncio.to_thread(self.stores.db.check))
+        else:
+            self._check = asyncio.create_task(self._check_aside())
+
+    async def _check_aside(self) -> None:
+        problems = await asyncio.to_thread(self.stores.db.check)
+        if problems:
+            log.critical("the store is damaged: %s", problems[0])
+
+    def _judge(self, problems: Sequence[str]) -> None:
+        if problems:
+            raise Unreachable(
+                f"{self.stores.db.path} is damaged: {problems[0]}",
+                hint="stop all workers, keep a copy, and restore a backup or recover it with the sqlite3 shell's .recover",
+            )
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    async def _open_extraction(self) -> tuple[Extraction, Extraction | None]:
+        """Where the user's code runs, and where pages run that may have killed a worker whose own
+        process it was.
+        """
+        c = self.config.extract
+        sandbox = Sandbox(
+            self.file,
+            size=c.processes,
+            limits=Limits(seconds=c.seconds, memory=c.memory, output=c.output),
+        )
+        await sandbox.start()
+        return (sandbox, None) if c.isolation == "process" else (InProcess(self.pipeline), sandbox)
+
+    def _bind_sinks(self) -> list[SinkBinding]:
+        """A table in the ledger's own file or database is written in the success transaction; every
+        other sink goes through its outbox.
+        """
+        bindings = []
+        for sink, options in self.sinks:
+            only = tuple(options.get("only", ()))
+            if isinstance(sink, SqliteSink) and sink.path == self.stores.db.file:
+                self.stores.db.write_now(lambda tx, sink=sink: sink.prepare_in(tx.cursor()))
+                bindings.append(
+                    SinkBinding(sink.name, only, _table_writer(sink.write_in, cursor=True))
+                )
+                continue
+            if isinstance(sink, TableSink) and sink.shares(self.config.ledger.url):
+                self.stores.db.write_now(sink.prepare_in)
+                bindings.append(SinkBinding(sink.name, only, _table_writer(sink.write_in)))
+                continue
+            bindings.append(SinkBinding(sink.name, only))
+            if "sink" in self.roles:
+                lock = self.stores.db.lock(sink_lock(self.config, sink.name))
+                self.flushers.append(
+                    Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice)
+                )
+        return bindings
+
+    def _open_readers(self, books: Books, fetcher: CurlFetcher) -> None:
+        claims = self.stores.claims
+        self.web.bind(
+            FetchStage(fetcher, claims, claims, self.clock, fetch_options(self.config)),
+            claims,
+            self.clock,
+        )
+        for source, spec in self.sources:
+            if source.served:
+                continue
+            intake = Intake(
+                books,
+                SourceMapping(spec, host_by=books.settings.host_by),
+                self.clock,
+                source=spec.name,
+            )
+            lock = self.stores.db.lock(
+                self.config.state.dir / "sources" / f"{mint('source', spec.name)[:16]}.lock"
+            )
+            self.readers.append(
+                Reader(
+                    source,
+                    mask(spec.url),
+                    intake,
+                    self.stores.sources,
+                    lock,
+                    self.clock,
+                    self.rng,
+                    worker=self.id,
+                )
+            )
+
+    def _open_listener(self, books: Books) -> Listener:
+        from penstock.intake.endpoint import Endpoint, Hook
+        from penstock.intake.http_server import (
+            Listener,  # here: most pipelines have no webhook, and need no HTTP server
+        )
+
+        c = self.config.serve
+        hooks = [
+            Hook(
+                source,
+                spec.url,
+                Intake(
+                    books,
+                    SourceMapping(spec, host_by=books.settings.host_by),
+                    self.clock,
+                    source=spec.name,
+                ),
+            )
+            for source, spec in self.served
+        ]
+        endpoint = Endpoint(
+            hooks, self.stores.sources, self.clock, worker=self.id, timeout=c.timeout
+        )
+        lock = self.config.state.dir / f"serve-{c.host}-{c.port or self.id}.lock"
+        return Listener(
+            endpoint,
+            host=c.host,
+            port=c.port,
+            connections=c.max_connections,
+            timeout=c.timeout,
+            grace=self.config.grace,
+            lock=lock,
+            clock=self.clock,
+        )
+
+    def _open_workers(
+        self,
+        books: Books,
+        fetcher: CurlFetcher | None,
+        extraction: Extraction | None,
+        suspects: Extraction | None,
+        hooks: HookRunner | None,
+    ) -> None:
+        c = self.config
+        limited = c.pace.rate != float("inf")
+        options = Options(
+            concurrency=c.fetch.concurrency,
+            window=c.fetch.prefetch,
+            byte_budget=c.fetch.bytes,
+            deadline=c.fetch.deadline,
+            extract_group=c.extract.group,
+            lease=c.lease,
+            grace=c.grace,
+            per_key=max(1, int(c.pace.rate * 2)) if limited else None,
+            max_age=c.retry.max_age,
+            inline_max=c.pages.inline_max,
+            message_max=self.stores.broker.caps_of("pages").max_body,
+        )
+        # Messages with bodies are as heavy as pages, and are held from the moment they are
+        # received.
+        narrow = msgspec.structs.replace(
+            options, window=min(options.window, c.fetch.bytes // max(1, c.pages.inline_max))
+        )
+        policies = retry.table(
+            base=c.retry.base, cap=c.retry.max, budget=c.retry.budget, next_pool=c.retry.next_pool
+        )
+
+        def on_records() -> None:
+            if not any(w.held for w in self.workers):  # no more rows are about to come
+                wake()
+            elif not self._wake_set:
+                self._wake_set = True
+                asyncio.get_running_loop().call_later(FLUSH_LINGER, wake)
+
+        def wake() -> None:
+            self._wake_set = False
+            for f in self.flushers:
+                f.wake()
+            if hooks is not None:
+                hooks.wake()
+
+        for first, last in chains(self.roles):
+            fetch = (
+                FetchStage(
+                    fetcher,
+                    self.stores.claims,
+                    self.stores.claims,
+                    self.clock,
+                    fetch_options(c, slot_wait=PARK_BEYOND),
+                    self.proxies,
+                )
+                if first == "fetch" and fetcher is not None
+                else None
+            )
+            self.workers.append(
+                Worker(
+                    first=first,
+                    last=last,
+                    books=books,
+                    subscription=self.stores.broker.subscribe(
+                        ENTRY[first], "main", owner=self.id, lease=c.lease
+                    ),
+                    fetch=fetch,
+                    extraction=extraction,
+                    suspects=suspects,
+                    signature=self.pipeline.signature,
+                    policies=policies,
+                    options=narrow if first == "extract" else options,
+                    clock=self.clock,
+                    rng=self.stores.context.rng,
+                    signals=self.signals,
+                    paused=self.paused,
+                    on_records=on_records,
+                )
+            )
+
+    def paused(self) -> str | None:
+        """Why nothing new is taken on: a sink of ours is down or too far behind."""
+        for f in self.flushers:
+            if f.down:
+                return f"sink {f.sink.name} is down: {f.down}"
+        return "a sink is too far behind" if self._backlog > self.config.sink.max_backlog else None
+
+    async def _upkeep(self) -> None:
+        """Small chores: the view of blocked hosts ten times a second, dead workers and delays every
+        second, retention every minute.
+        """
+        beats = 0
+        while True:
+            await self.clock.sleep(0.1)
+            beats += 1
+            try:
+                await self.stores.claims.refresh()
+                if beats % 10 == 0:
+                    if self.config.proxies:
+                        await self.stores.proxies.refresh()
+                    for worker in await self.stores.books.reclaim(self.stores.workers_directory):
+                        log.warning("worker %s is gone; its work was taken back", worker)
+                    await self.stores.books.tick()
+                    self._backlog = max(
+                        [await f.outbox.backlog(f.sink.name) for f in self.flushers], default=0
+                    )
+                if beats % int(UPKEEP * 10) == 0:
+                    await self._retention()
+            except StoreUnavailable as e:
+                log.error("%s", e.message)
+                await self.clock.sleep(1.0)
+
+    async def _relay(self) -> None:
+        """What a broker apart is to be told. Beside the other chores: one that does not answer must
+        not make us look dead.
+        """
+        beats = 0
+        while True:
+            await self.clock.sleep(0.1)
+            beats += 1
+            try:
+                await self.stores.books.relay()
+                if beats % max(10, int(self.config.lease * 10)) == 0 and (
+                    again := await self.stores.books.recover()
+                ):
+                    log.warning(
+                        "the broker had lost %d messages of open events; they were published again",
+                        again,
+                    )
+            except StoreUnavailable as e:
+                log.warning("%s", e.message)
+                await self.clock.sleep(1.0)
+
+    async def _retention(self) -> None:
+        await self.stores.proxies.prune()
+        await retain(
+            self.stores,
+            pages_keep=self.config.pages.keep,
+            pages_bytes=self.config.pages.max_bytes,
+            history_keep=self.config.history.keep,
+        )
+
+    def _notice(self, text: str) -> None:
+        log.warning("%s", text)
+        self.notices.append(text)
+
+
+def open_fetcher(config: Config, *, max_body: int = 0) -> CurlFetcher:
+    """The one client of the product, with the limits and exceptions that are configured; `max_body`
+    raises one of them.
+    """
+    n = config.net
+    max_body = max(n.max_body, max_body)
+    guard = Guard(parse_allow(",".join(n.allow)), ports=n.ports)
+    options = HttpOptions(
+        user_agent=n.user_agent,
+        connect_timeout=n.timeout.connect,
+        first_byte_timeout=n.timeout.first_byte,
+        total_timeout=n.timeout.total,
+        max_encoded_bytes=max_body,
+        max_decoded_bytes=max_body,
+        max_held_bytes=config.fetch.bytes,
+        remote_dns=n.remote_dns,
+    )
+    return CurlFetcher(guard, options)
+
+
+def exceptions(config: Config) -> dict[str, str]:
+    """Rules of ours that the configuration turns off everywhere, and how; "" where it does not.
+    They are recorded when a worker starts.
+    """
+    return {
+        "robots": 'robots = "ignore" in the configuration' if config.robots == "ignore" else "",
+        "remote_dns": "net.remote_dns = true in the configuration: proxies resolve names, unchecked"
+        if config.net.remote_dns
+        else "",
+    }
+
+
+def operator() -> str:
+    """Who gives the orders here, for the record."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def fetch_options(
+    config: Config, *, ignore_robots: bool = False, slot_wait: float = FetchOptions().slot_wait
+) -> FetchOptions:
+    return FetchOptions(
+        slot_wait=slot_wait,
+        agent=product_token(config.net.user_agent),
+        robots="ignore" if ignore_robots else config.robots,
+        allow_downgrade=config.fetch.allow_downgrade,
+        key_by=config.pace.by,
+        soft_404=config.fetch.soft_404,
+    )
+
+
+def open_stage(
+    config: Config,
+    store: Politeness,
+    fetcher: Fetcher,
+    pace: PaceWithRobots,
+    *,
+    lists_by: Fetcher,
+    ignore_robots: bool = False,
+) -> tuple[FetchStage, Proxies]:
+    """What one request needs beside the client. `lists_by` fetches the lists of proxies."""
+    proxies = Proxies(config.proxies, store.proxies, lists_by, store.clock, store.context.rng)
+    options = fetch_options(config, ignore_robots=ignore_robots)
+    return FetchStage(fetcher, pace, pace, store.clock, options, proxies), proxies
+
+
+async def listed_proxies(fetcher: Fetcher, url: str) -> tuple[Member, ...]:
+    """A provider's list. Raises Failure."""
+    return await fetch_list(fetcher, url)
+
+
+def open_sandbox(file: Path) -> Sandbox:
+    """For a look whether it starts: without the limits of a configuration."""
+    return Sandbox(file)
+
+
+def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:
+    """For each stage we run: from its topic as far as we run without a gap. A later stage's own
+    topic is read too, for work that split processes left there.
+    """
+    found: list[tuple[Stage, Stage]] = []
+    for i, first in enumerate(STAGES):
+        if first in roles:
+            last = i
+            while last + 1 < len(STAGES) and STAGES[last + 1] in roles:
+                last += 1
+            found.append((first, STAGES[last]))
+    return found
+
+
+def sink_lock(config: Config, name: str) -> Path:
+    """Held by the one process that writes this sink; its note says what is wrong with the target."""
+    return config.state.dir / "sinks" / f"{mint('sink', name)[:16]}.lock"
+
+
+def _check_roles(pipeline: Pipeline, roles: frozenset[str]) -> None:
+    """A role that would silently do nothing is a mistake that shows only when the data is missing."""
+    if roles.intersection(STAGES):
+        return
+    if not pipeline.sources:
+        raise ConfigError(
+            f"nothing to do for the role {', '.join(sorted(roles))}: the pipeline has no source",
+            hint="declare one, give it fetch, extract or sink, or leave --role out for all of them",
+        )
+
+
+def check_served(sources: Sequence[ServedSource], host: str) -> None:
+    """An unsigned hook that others can reach lets anybody spend our requests."""
+    loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    for source in sources:
+        if source.local and not loopback:
+            raise ConfigError(
+                f"source {source.name}: the hook is unsigned, and others can reach serve.host {host}",
+                hint='give it a secret (secret = "env:SHOP_SECRET"), or say unsigned = "anywhere"',
+            )
+    paths = [source.path for source in sources]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise ConfigError(
+            f"two sources are served at {twice[0]}",
+            hint="webhook:NAME, each with a name of its own",
+        )
+
+
+def _check_sources(sources: Sequence[tuple[Source, SourceSpec]], roles: frozenset[str]) -> None:
+    if roles.intersection(STAGES) or any(
+        ("serve" if source.served else "source") in roles for source, _ in sources
+    ):
+        return
+    served, role = "serve" in roles, ", ".join(sorted(roles))
+    raise ConfigError(
+        f"nothing to do for the role {role}: the pipeline has no source that is {'served' if served else 'read'}",
+        hint='declare one: shop.source("webhook:shop")'
+        if served
+        else "the role serve is for webhooks",
+    )
+
+
+def open_sources(pipeline: Pipeline, context: SourceContext) -> list[tuple[Source, SourceSpec]]:
+    """Checked, not opened, with their mappings."""
+    for spec in pipeline.sources:
+        SourceMapping(spec)
+    return [(adapter("sources", spec.url)(spec, context), spec) for spec in pipeline.sources]
+
+
+def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, Any]]]:
+    """Checked, not opened. Two sinks on one target would tear each other's file."""
+    found: list[tuple[Sink, Mapping[str, Any]]] = []
+    for spec in pipeline.sinks:
+        options = dict(spec.options)
+        only = options.pop("only", ())
+        sink: Sink = adapter("sinks", spec.url)(spec.url, options, base)
+        if any(sink.name == other.name for other, _ in found):
+            raise ConfigError(f"two sinks write to {sink.name}", hint="give each its own file")
+        found.append((sink, {"only": (only,) if isinstance(only, str) else tuple(only)}))
+    return found
+
+
+def check_sources(pipeline: Pipeline, config: Config) -> None:
+    """As `run` would find them. Raises ConfigError."""
+    open_sources(
+        pipeline, SourceContext(config, SystemClock(), random.Random(), SourceWeb(), Path.cwd())
+    )
+
+
+@contextlib.asynccontextmanager
+async def source_to_look_at(
+    config: Config, spec: SourceSpec
+) -> AsyncIterator[tuple[Source, SourceMapping]]:
+    """One source with a way out of its own, for a command."""
+    politeness = Politeness(config)
+    web, claims = SourceWeb(), politeness.claims
+    mapping = SourceMapping(spec, host_by=config.pace.by)
+    source: Source = adapter("sources", spec.url)(
+        spec, SourceContext(config, politeness.clock, random.Random(), web, Path.cwd())
+    )
+    fetcher = open_fetcher(config, max_body=SOURCE_BODY)
+    stage = FetchStage(fetcher, claims, claims, politeness.clock, fetch_options(config))
+    web.bind(stage, claims, politeness.clock)
+    try:
+        await claims.refresh()
+        yield source, mapping
+    finally:
+        await source.close()
+        await stage.close()
+        await fetcher.close()
+        if claims.apart:
+            await claims.close()
+        politeness.close()
+
+
+def _table_writer(
+    write_in: Callable[[Any, Sequence[Row]], None], *, cursor: bool = False
+) -> Callable[[Any, Sequence[tuple[str, bytes, int]]], None]:
+    def write(tx: Any, rows: Sequence[tuple[str, bytes, int]]) -> None:
+        write_in(
+            tx.cursor() if cursor else tx, [Row(0, key, body, order) for key, body, order in rows]
+        )
+
+    return write
+
+
+async def retain(
+    stores: Stores,
+    *,
+    pages_keep: float | None,
+    pages_bytes: int | None,
+    history_keep: float | None,
+    seconds: float = 5.0,
+) -> tuple[int, int]:
+    """Retention of pages, history and ended events: small transactions, until nothing is left to do
+    or the time is up. (pages removed, bytes freed).
+    """
+    until = stores.clock.now() + seconds
+    removed = freed = 0
+    while True:
+        pages, size = await stores.db.write(partial(_retain_pages, stores, pages_keep, pages_bytes))
+        done = [pages, size, await stores.db.write(stores.broker.prune_in)]
+        if history_keep is not None:
+            if stores.claims.apart:
+                await stores.claims.prune(stores.clock.now() - history_keep)
+            done.append(await stores.db.write(partial(_retain_events, stores, history_keep)))
+        removed, freed = removed + pages, freed + size
+        if not any(done) or stores.clock.now() > until:
+            return removed, freed
+        await stores.clock.sleep(0.01)  # others write too
+
+
+def _retain_pages(
+    stores: Stores, keep: float | None, max_bytes: int | None, tx: Any
+) -> tuple[int, int]:
+    stores.pages.sweep_in(tx)
+    removed: tuple[int, int] = stores.pages.prune_in(
+        tx,
+        older_than=None if keep is None else stores.clock.now() - keep,
+        max_bytes=max_bytes,
+        keep=partial(stores.ledger.needed_in, tx),
+    )
+    return removed
+
+
+def _retain_events(stores: Stores, keep: float, tx: Any) -> int:
+    before = stores.clock.now() - keep
+    # what a claim elsewhere still names may go all the same: its URL is then fetched without a
+    # baseline
+    if stores.claims.apart:
+        return int(stores.ledger.prune_in(tx, before, lambda key, id_: False))
+    stores.claims.prune_in(tx, before)
+    return int(
+        stores.ledger.prune_in(tx, before, lambda key, id_: stores.claims.names_in(tx, key, id_))
+    )

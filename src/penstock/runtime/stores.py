@@ -1,0 +1,313 @@
+"""Configuration → open stores: which adapter serves which URL, and whether the broker shares the
+ledger's store or lies apart. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import logging
+import os
+import random
+import secrets
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.claims.sql_hosts import SqlHosts
+from penstock.claims.sql_proxies import SqlProxies
+from penstock.clock import SystemClock
+from penstock.config.schema import Config
+from penstock.engine.lifecycle import Books
+from penstock.engine.relay import Relay
+from penstock.engine.unit_of_work import Settings, SinkBinding
+from penstock.errors import ConfigError, StoreUnavailable, Unreachable
+from penstock.ledgers.sql import reports as sql_queries
+from penstock.ledgers.sql.outbox import SqlOutbox
+from penstock.ledgers.sql.sources import SqlSources
+from penstock.ports import Clock, StoreFacts, TopicSpec
+from penstock.ports.reports import Reports
+from penstock.rules import breaker
+from penstock.stores import sqlite
+from penstock.stores.context import Context
+
+T = TypeVar("T")
+TOPICS = ("requests", "pages", "records")
+TOPOLOGY = tuple(TopicSpec(name=name) for name in TOPICS) + tuple(
+    TopicSpec(name=name + ".dead", groups=()) for name in TOPICS
+)
+NOUNS = {
+    "brokers": "broker",
+    "ledgers": "ledger",
+    "claims": "claims",
+    "pages": "page store",
+    "sinks": "sink",
+    "sources": "source",
+}
+EXTRAS = {
+    "amqp": "rabbitmq",
+    "amqps": "rabbitmq",
+    "postgresql": "postgres",
+    "rediss": "redis",
+}  # where an extra is not called like its scheme
+log = logging.getLogger("penstock")
+
+
+class Stores:
+    """Everything that is open on one store. Close it once."""
+
+    def __init__(
+        self, config: Config, context: Context, *, broker: Any, ledger: Any, claims: Any, pages: Any
+    ) -> None:
+        self.config, self.context, self.clock = config, context, context.clock
+        self.broker, self.ledger, self.claims, self.pages = broker, ledger, claims, pages
+        self.db = ledger.db
+        self.outbox = SqlOutbox(self.db)
+        self.sources = SqlSources(self.db)
+        self.reports: Reports = sql_queries
+        self.proxies = claims.proxies if claims.apart else SqlProxies(self.db, self.clock)
+        self.hosts = claims.hosts if claims.apart else SqlHosts(claims)
+        self.books = self.with_settings(settings(config))
+
+    def with_settings(self, settings: Settings) -> Books:
+        self.books = Books(
+            self.db,
+            broker=self.broker,
+            ledger=self.ledger,
+            outbox=self.outbox,
+            claims=self.claims,
+            pages=self.pages,
+            settings=settings,
+            worker=self.context.worker,
+            clock=self.clock,
+        )
+        return self.books
+
+    @property
+    def workers_directory(self) -> Path:
+        return self.config.state.dir / "workers"
+
+    async def start(self) -> None:
+        """Before the first event is accepted or taken: brokers that lie apart are there and have
+        the topics, and the others know that we are alive.
+        """
+        if self.broker.apart:
+            for drift in await self.broker.ensure(TOPOLOGY):
+                log.warning("%s", drift)
+            await self.db.write(self.broker.beat_in, durable=False)
+
+    async def stop(self) -> None:
+        if self.broker.apart:
+            with contextlib.suppress(StoreUnavailable):
+                await self.broker.tidy()
+            await self.broker.close()
+        if self.claims.apart:
+            await self.claims.close()
+
+    def perform(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """For commands, which have no loop of their own: `work` between start and stop."""
+
+        async def whole() -> T:
+            try:
+                await self.start()
+                return await work()
+            finally:
+                await self.stop()
+
+        return asyncio.run(whole())
+
+    def close(self) -> None:
+        self.pages.close()
+        self.context.close()
+
+
+def adapter(kind: str, url: str) -> Callable[..., Any]:
+    """The `open_*` function that an entry point names for this URL's scheme."""
+    scheme = url.partition(":")[0].partition("+")[0]
+    known = {e.name: e for e in entry_points(group=f"penstock.{kind}")}
+    if scheme not in known:
+        close = difflib.get_close_matches(scheme, known, n=1)
+        raise ConfigError(
+            f"no {NOUNS[kind]} adapter for {scheme!r}",
+            hint=f"did you mean {close[0]}:…?"
+            if close
+            else f"there are: {', '.join(sorted(known)) or 'none'}",
+        )
+    try:
+        opener: Callable[..., Any] = known[scheme].load()
+    except ImportError as e:
+        raise ConfigError(
+            f"the {scheme!r} {NOUNS[kind]} adapter needs a package that is missing: {e.name or e}",
+            hint=f"pip install 'penstock[{EXTRAS.get(scheme, scheme)}]'",
+        ) from e
+    return opener
+
+
+def open_stores(
+    config: Config,
+    *,
+    worker: str | None = None,
+    create: bool = True,
+    inline: bool = False,
+    clock: Clock | None = None,
+    rng: random.Random | None = None,
+) -> Stores:
+    """Raises ConfigError or Unreachable, and then nothing is left open."""
+    if (
+        not create
+        and config.ledger.url.startswith("sqlite:")
+        and not Path(config.ledger.url.removeprefix("sqlite:")).exists()
+    ):
+        raise Unreachable(
+            f"there is no Penstock state in {config.state.dir}",
+            hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state",
+        )
+    adapter("brokers", config.broker.url)
+    _refuse_missing(config)
+    context = Context(
+        config,
+        clock or SystemClock(),
+        rng or random.Random(),
+        worker=worker or worker_id(),
+        inline=inline,
+    )
+    try:
+        ledger = adapter("ledgers", config.ledger.url)(config.ledger.url, context)
+        claims = adapter("claims", config.claims.url)(config.claims.url, context)
+        if not claims.apart and claims.db is not ledger.db:
+            raise ConfigError(
+                "the claims lie in another store than the ledger",
+                hint="give PENSTOCK_CLAIMS_URL the URL of the ledger",
+            )
+        broker = _open_broker(config, context, ledger)
+        pages = adapter("pages", config.pages.url)(config.pages.url, context)
+        stores = Stores(config, context, broker=broker, ledger=ledger, claims=claims, pages=pages)
+        if create and not broker.apart:
+            _ensure(stores)
+        return stores
+    except BaseException:
+        context.close()
+        raise
+
+
+def _refuse_missing(config: Config) -> None:
+    """A fleet's stores are never silently a file of one machine."""
+    kinds = {
+        "ledger": (config.ledger.url, "postgres://…", "sqlite:FILE"),
+        "claims": (config.claims.url, "redis://… or postgres://…", "sqlite:FILE"),
+        "pages": (config.pages.url, "s3://bucket/prefix or postgres://…", "file:DIR"),
+    }
+    missing = {name: advice for name, (url, *advice) in kinds.items() if not url}
+    if missing:
+        variables = " ".join(
+            f"PENSTOCK_{name.upper()}_URL={fleet}" for name, (fleet, _) in missing.items()
+        )
+        alone = " ".join(
+            f"PENSTOCK_{name.upper()}_URL={file}" for name, (_, file) in missing.items()
+        )
+        scheme = config.broker.url.partition(":")[0]
+        raise ConfigError(
+            f"the {', the '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and a {scheme} broker cannot keep what the fleet must share",
+            hint=f"set {variables} (or, for one machine only, {alone})",
+        )
+
+
+def _open_broker(config: Config, context: Context, ledger: Any) -> Any:
+    """The one that shares the ledger's store, so that both commit together; or a relay to those
+    that lie apart.
+    """
+    urls = {name: getattr(config.topics, name) for name in TOPICS}
+    opened = {url: adapter("brokers", url)(url, context) for url in dict.fromkeys(urls.values())}
+    if len(opened) == 1 and getattr(opened[config.topics.requests], "db", None) is ledger.db:
+        return opened[config.topics.requests]
+    return Relay(
+        ledger.db,
+        {name: opened[url] for name, url in urls.items()},
+        context.clock,
+        worker=context.worker,
+        lease=config.lease,
+    )
+
+
+class Politeness:
+    """What one request needs of the store, without queue, books and pages. In memory where there is
+    no state yet.
+    """
+
+    def __init__(
+        self, config: Config, *, clock: Clock | None = None, rng: random.Random | None = None
+    ) -> None:
+        url = config.claims.url
+        self.shared = not url.startswith("sqlite:") or Path(url.removeprefix("sqlite:")).exists()
+        url = url if self.shared else "sqlite::memory:"
+        self.clock: Clock = clock or SystemClock()
+        self.context = Context(
+            config, self.clock, rng or random.Random(), worker=worker_id(), inline=True
+        )
+        try:
+            self.claims = adapter("claims", url)(url, self.context)
+            self.hosts = self.claims.hosts if self.claims.apart else SqlHosts(self.claims)
+            self.proxies = (
+                self.claims.proxies if self.claims.apart else SqlProxies(self.claims.db, self.clock)
+            )
+        except BaseException:
+            self.context.close()
+            raise
+
+    async def note(self, work: Callable[[Any], T]) -> T:
+        """A write to what is known of hosts: in its transaction, or in none where the store has no
+        such thing.
+        """
+        return work(None) if self.claims.apart else await self.claims.db.write(work)
+
+    def close(self) -> None:
+        self.context.close()
+
+
+def _ensure(stores: Stores) -> None:
+    if not stores.db.read_now(
+        lambda tx: stores.broker.has_in(tx, [t.name for t in TOPOLOGY])
+    ):  # most who open only want to look
+        stores.db.write_now(lambda tx: stores.broker.ensure_in(tx, TOPOLOGY))
+
+
+def store_facts(directory: Path) -> StoreFacts:
+    """What SQLite and the file system of this directory are."""
+    version, kind = sqlite.sqlite_version(), sqlite.file_system_of(directory)
+    return StoreFacts(
+        sqlite=version,
+        wal_reset_bug=sqlite.has_wal_reset_bug(version),
+        file_system=kind,
+        network=kind in sqlite.NETWORK_FILE_SYSTEMS,
+    )
+
+
+def sqlite_version() -> tuple[int, ...]:
+    return sqlite.sqlite_version()
+
+
+def worker_id() -> str:
+    return f"{socket.gethostname()[:40] or 'worker'}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def settings(config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool = False) -> Settings:
+    b = config.breaker
+    return Settings(
+        max_pending=config.intake.max_pending,
+        window=config.dedup.window,
+        settle=config.dedup.settle,
+        drop=config.dedup.mode == "drop",
+        follow_window=config.follow.window,
+        follow_depth=config.follow.depth,
+        follow_same_domain=config.follow.same_domain,
+        emit_unchanged=config.output.unchanged == "emit",
+        hooks=hooks,
+        sinks=tuple(sinks),
+        host_by=config.pace.by,
+        breaker=breaker.Limits(
+            dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert
+        ),
+    )

@@ -1,0 +1,107 @@
+"""What an `open_source` function is given, and what most sources have in common. No source is here,
+and nothing is opened.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.authoring.pipeline import SourceSpec
+from penstock.config.schema import Config
+from penstock.errors import ConfigError, UsageError
+from penstock.ports import Batch, Clock, Finding, Response
+
+BATCH = 1000  # findings; what is accepted in one transaction
+
+
+class Web(Protocol):
+    """The one way out for sources: guard, robots.txt, the host's slot, redirects hop by hop, caps."""
+
+    async def get(
+        self,
+        url: str,
+        *,
+        etag: str | None = None,
+        last_modified: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """A good answer, or a 304 where a validator was given. Raises model.Failure for everything
+        else.
+        """
+
+
+@dataclass(frozen=True)
+class SourceContext:
+    config: Config
+    clock: Clock
+    rng: random.Random
+    web: Web
+    base: Path  # what a relative path is relative to
+
+
+class BaseSource(ABC):
+    """Defaults for what most sources have nothing to say about. Inherit, and write `read`."""
+
+    every: float | None = None
+    served = False
+
+    def __init__(self, spec: SourceSpec, context: SourceContext) -> None:
+        self.spec, self.context, self.name, self.every = spec, context, spec.name, spec.every
+
+    @abstractmethod
+    def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]: ...
+
+    def due(self, now: float) -> float | None:
+        return None
+
+    async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
+        """For sources whose reading has no effect outside before it is resumed after a batch."""
+        rounds = self.read(cursor)
+        try:
+            async for batch in rounds:
+                if batch.findings or batch.idle:
+                    return list(batch.findings)[:limit]
+            return []
+        finally:
+            await rounds.aclose()
+
+    async def place(self, to: str) -> bytes | None:
+        raise UsageError(f"source {self.name} has no position {to!r}", hint="--to start")
+
+    def describe(self, cursor: bytes | None) -> str:
+        return "at the start" if cursor is None else cursor.decode("utf-8", "replace")[:100]
+
+    async def close(self) -> None:
+        return None
+
+
+def options(spec: SourceSpec, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapter's own options with their defaults; a default's type is the option's (None: any).
+    Raises ConfigError.
+    """
+    for name, value in spec.options.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"it has {', '.join(known) or 'none of its own'}"
+            )
+            raise ConfigError(f"source {spec.name}: there is no option {name!r}", hint=hint)
+        default = known[name]
+        if default is not None and not isinstance(
+            value, int | float if isinstance(default, float) else type(default)
+        ):
+            raise ConfigError(
+                f"source {spec.name}: {name} is {value!r}",
+                hint=f"for example {name} = {msgspec.json.encode(default).decode()}",
+            )
+    return {**known, **spec.options}

@@ -1,0 +1,103 @@
+"""A lock of the whole fleet: a file's on this machine, an advisory one on the server, and who took
+it last, for the transactions made under it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from penstock.locks import FileLock, Lost
+
+if TYPE_CHECKING:
+    from penstock.stores.postgres.store import PostgresStore
+
+SCHEMA = "CREATE TABLE holder(name TEXT PRIMARY KEY, token TEXT NOT NULL)"
+_TAKEN = "INSERT INTO holder VALUES(?,?) ON CONFLICT(name) DO UPDATE SET token=excluded.token"
+
+
+class FleetLock:
+    """Implements locks.Lock. The advisory lock belongs to a connection of its own, so the server
+    gives it up when the process or the machine is gone.
+
+    A holder may learn of that too late, from a network that fell silent. So whoever takes it writes
+    a token into the books, and what is noted under the lock is noted only while the token is still
+    one's own.
+    """
+
+    shared = True
+
+    def __init__(self, store: PostgresStore, path: Path) -> None:
+        store.part("holder", 1, SCHEMA)
+        self.path, self.name = path, path.stem
+        self._store = store
+        self._file = FileLock(path)
+        self._wire = store.wire()
+        self._one = threading.Lock()  # the connection is one thread's at a time
+        self._key = int.from_bytes(
+            blake2b(
+                f"{store.namespace}\0{self.name}".encode(), digest_size=8, person=b"penstock"
+            ).digest(),
+            "big",
+            signed=True,
+        )
+        self._token = ""
+
+    @property
+    def held(self) -> bool:
+        """A server that ended the connection has said so, and that is seen here without asking."""
+        return bool(self._token) and self._file.held and self._wire.is_fresh
+
+    @property
+    def here(self) -> bool:
+        return self._file.held
+
+    async def take(self) -> bool:
+        if not self._file.try_acquire():  # one of us asks the server for all of this machine
+            return False
+        if self.held:
+            return True
+        self._token = ""
+        if not await asyncio.to_thread(self._try):
+            return False
+        token = secrets.token_hex(8)
+        await self._store.write(lambda tx: tx.execute(_TAKEN, (self.name, token)))
+        self._token = token
+        return True
+
+    def _try(self) -> bool:
+        with self._one:
+            if not self._file.held:  # released while this waited for its thread
+                return False
+            try:
+                if not self._wire.is_fresh:
+                    self._wire.open()
+                return bool(self._wire.execute("SELECT pg_try_advisory_lock(?)", (self._key,)).get)
+            except psycopg.Error as e:
+                self._wire.close()
+                raise self._store.outage(e, "cannot be asked for a lock") from e
+
+    def check_in(self, tx: Any) -> None:
+        if (
+            not self._token
+            or tx.execute("SELECT token FROM holder WHERE name=?", (self.name,)).get != self._token
+        ):
+            raise Lost(self.name)
+
+    def lose(self) -> None:
+        self._token = ""
+        with self._one:
+            self._wire.close()
+
+    def note(self, text: str) -> None:
+        self._file.note(text)
+
+    def release(self) -> None:
+        self.lose()
+        self._file.release()
