@@ -524,7 +524,7 @@ def test_the_time_that_we_stood_still_ourselves_is_not_held_against_the_server(
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzzzz\r\nhello\r\n", ErrorClass.TRANSIENT),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffffffff\r\n", ErrorClass.TRANSIENT),
         (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot a zip", ErrorClass.TRANSIENT),
-        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + gzip.compress(b"x" * 500)[:20], ErrorClass.TRANSIENT),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + gzip.compress(b"x" * 500, mtime=0)[:20], ErrorClass.TRANSIENT),
         (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, br, gzip\r\nContent-Length: 1\r\n\r\nx", ErrorClass.PERMANENT),
         (b"SSH-2.0-OpenSSH_9.2\r\n", ErrorClass.PERMANENT),
         (b"\x16\x03\x01\x00\x00", ErrorClass.PERMANENT),
