@@ -41,9 +41,13 @@ class _Again:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.ran: set[str] = set()
+        self.collected_wrongly = False
         self.died: list[str] = []
         self.notes: list[str] = []  # lines for the end of the output
         self.flaky: list[pytest.TestReport] = []
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.collected_wrongly |= report.failed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.ran.add(report.nodeid)
@@ -61,12 +65,7 @@ class _Again:
             return
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
-        failures = [
-            report
-            for kind in ("failed", "error")
-            for report in reporter.stats.get(kind, [])
-            if isinstance(report, pytest.TestReport)
-        ]
+        failures = [*reporter.stats.get("failed", []), *reporter.stats.get("error", [])]
         tests = list(dict.fromkeys(report.nodeid for report in failures))
         if doubt := self._doubt(session, len(tests)):
             self.notes.append(f"no failed test was tried again: {doubt}")
@@ -75,9 +74,9 @@ class _Again:
         passed = {test for test in tests if self._passes_alone(test)}
         self.flaky = [report for report in failures if report.nodeid in passed]
         for kind in ("failed", "error"):
-            reporter.stats[kind] = [
-                report for report in reporter.stats.get(kind, []) if report not in self.flaky
-            ]
+            failures = reporter.stats.pop(kind, [])
+            if kept := [report for report in failures if report.nodeid not in passed]:
+                reporter.stats[kind] = kept
         counted = {report.nodeid for report in reporter.stats.get("passed", [])}
         for report in self.flaky:
             if report.nodeid not in counted:  # one that failed in its teardown was counted
@@ -88,6 +87,8 @@ class _Again:
 
     def _doubt(self, session: pytest.Session, failed: int) -> str:
         """Why the failures are not the whole story, or an empty string."""
+        if self.collected_wrongly:
+            return "not all tests could be collected"
         if self.died:
             return "a worker died (" + ", ".join(self.died) + ")"
         if len(self.ran) != session.testscollected:

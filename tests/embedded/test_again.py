@@ -1,0 +1,148 @@
+"""`pytest --again` (tests/again.py), tried on small suites in a temporary directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BEGINNING = """
+import os, pathlib, pytest
+
+def first_time(name):
+    mark = pathlib.Path(__file__).with_name(name)
+    if mark.exists():
+        return False
+    mark.touch()
+    return True
+
+def test_good():
+    pass
+"""
+FLAKY = """
+def test_flaky():
+    assert not first_time("flaky"), "only the first time"
+"""
+BAD = """
+def test_bad():
+    assert False, "every time"
+"""
+BAD_TEARDOWN = """
+@pytest.fixture
+def resource():
+    yield
+    assert not first_time("resource"), "only the first time"
+
+def test_with_teardown(resource):
+    pass
+"""
+SKIPPED_LATER = """
+def test_skipped_later():
+    if first_time("skipped"):
+        assert False
+    pytest.skip("cannot run now")
+"""
+DEADLY = """
+def test_deadly():
+    if first_time("deadly"):
+        os._exit(1)
+"""
+MANY = """
+@pytest.mark.parametrize("n", range(21))
+def test_many(n):
+    assert not first_time(f"many-{n}")
+"""
+
+
+def run(directory: Path, *parts: str, options: tuple[str, ...] = ("-n", "2")) -> tuple[int, str]:
+    """The exit status and everything that was printed."""
+    (directory / "pytest.ini").write_text("[pytest]\n")
+    (directory / "test_suite.py").write_text(BEGINNING + "".join(parts))
+    surroundings = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {
+        "PYTHONPATH": str(ROOT),
+        "NO_COLOR": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # some of them take seconds to import
+    }
+    plugins = ("-p", "xdist", "-p", "tests.again")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, "--again", *options],
+        cwd=directory,
+        env=surroundings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    print(done.stdout)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("options", [("-n", "2"), ()])
+def test_a_test_that_passes_alone_counts_as_passed_and_is_listed(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    status, told = run(tmp_path, FLAKY, options=options)
+    assert status == 0
+    assert told.splitlines()[-2] == "FLAKY test_suite.py::test_flaky"
+    assert "= 2 passed in " in told.splitlines()[-1]
+    assert "only the first time" in told, "why it failed is told"
+
+
+def test_a_test_that_fails_twice_fails_the_run(tmp_path: Path) -> None:
+    status, told = run(tmp_path, FLAKY, BAD)
+    assert status == 1
+    assert "FAILED test_suite.py::test_bad" in told
+    assert told.splitlines()[-2] == "FLAKY test_suite.py::test_flaky"
+    assert "= 1 failed, 2 passed in " in told.splitlines()[-1]
+
+
+def test_a_failed_teardown_is_tried_again_and_counted_once(tmp_path: Path) -> None:
+    status, told = run(tmp_path, BAD_TEARDOWN)
+    assert status == 0
+    assert told.splitlines()[-2] == "FLAKY test_suite.py::test_with_teardown"
+    assert "= 2 passed in " in told.splitlines()[-1]
+
+
+def test_a_skip_the_second_time_is_no_pass(tmp_path: Path) -> None:
+    status, told = run(tmp_path, SKIPPED_LATER)
+    assert status == 1
+    assert "= 1 failed, 1 passed in " in told.splitlines()[-1]
+
+
+def test_a_worker_that_dies_fails_the_run(tmp_path: Path) -> None:
+    """Although each test would pass alone."""
+    status, told = run(tmp_path, FLAKY, DEADLY)
+    assert status == 1
+    assert "no failed test was tried again: a worker died" in told
+    assert "FLAKY" not in told
+    assert "= 2 failed, 1 passed in " in told.splitlines()[-1]
+
+
+def test_a_run_of_which_all_workers_die_fails(tmp_path: Path) -> None:
+    status, _ = run(tmp_path, DEADLY, options=("-n", "1", "--max-worker-restart", "0"))
+    assert status != 0
+
+
+def test_many_failures_are_not_tried_again(tmp_path: Path) -> None:
+    status, told = run(tmp_path, MANY)
+    assert status == 1
+    assert "no failed test was tried again: 21 failed, which is more than 20" in told
+    assert "= 21 failed, 1 passed in " in told.splitlines()[-1]
+
+
+def test_a_file_that_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
+    status, told = run(tmp_path, FLAKY, "import nothing_like_this\n")
+    assert status != 0
+    assert "no failed test was tried again: not all tests could be collected" in told
+    assert "FLAKY" not in told
+
+
+def test_a_run_that_ends_early_fails(tmp_path: Path) -> None:
+    status, told = run(tmp_path, FLAKY, BAD, options=("-x",))
+    assert status != 0
+    assert "2 ran" in told
