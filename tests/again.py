@@ -71,6 +71,7 @@ class _Again:
             self.notes.append(f"no failed test was tried again: {doubt}")
             return
         reporter.write_sep("=", f"{len(tests)} failed, trying each again alone")
+        sys.stdout.flush()
         passed = {test for test in tests if self._passes_alone(test)}
         self.flaky = [report for report in failures if report.nodeid in passed]
         for kind in ("failed", "error"):
@@ -101,7 +102,8 @@ class _Again:
         """A skip is no pass, so the counts are read as well as the exit status."""
         with tempfile.TemporaryDirectory() as directory:
             found = Path(directory) / "found.xml"
-            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+            # -qq: without a summary line, of which the whole run has one.
+            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-qq"]
             if profile := self.config.getoption("--hypothesis-profile", None):
                 command.append(f"--hypothesis-profile={profile}")
             done = subprocess.run(

@@ -80,6 +80,7 @@ def run(directory: Path, *parts: str, options: tuple[str, ...] = ("-n", "2")) ->
         check=False,
     )
     print(done.stdout)
+    assert done.stdout.count(" passed in ") <= 1, "one summary line for the whole run"
     return done.returncode, done.stdout
 
 
