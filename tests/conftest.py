@@ -21,7 +21,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.servers", "tests.again"]
+pytest_plugins = ["tests.servers", "tests.rerun"]
 
 LIMIT, SLOW_LIMIT = (
     180.0,

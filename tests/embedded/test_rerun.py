@@ -1,4 +1,4 @@
-"""`pytest --again` (tests/again.py), tried on small suites in a temporary directory."""
+"""Tests of `pytest --rerun-failed` (tests/rerun.py) with small suites in a temporary directory."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_skipped_later():
         assert False
     pytest.skip("cannot run now")
 """
-DEADLY = """
-def test_deadly():
-    if first_time("deadly"):
+CRASH = """
+def test_crash():
+    if first_time("crash"):
         os._exit(1)
 """
 MANY = """
@@ -60,7 +60,7 @@ def test_many(n):
 
 
 def run(directory: Path, *parts: str, options: tuple[str, ...] = ("-n", "2")) -> tuple[int, str]:
-    """The exit status and everything that was printed."""
+    """Return the exit status and the output."""
     (directory / "pytest.ini").write_text("[pytest]\n")
     (directory / "test_suite.py").write_text(BEGINNING + "".join(parts))
     surroundings = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {
@@ -68,9 +68,9 @@ def run(directory: Path, *parts: str, options: tuple[str, ...] = ("-n", "2")) ->
         "NO_COLOR": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # some of them take seconds to import
     }
-    plugins = ("-p", "xdist", "-p", "tests.again")
+    plugins = ("-p", "xdist", "-p", "tests.rerun")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, "--again", *options],
+        [sys.executable, "-m", "pytest", *plugins, "--rerun-failed", *options],
         cwd=directory,
         env=surroundings,
         stdout=subprocess.PIPE,
@@ -88,63 +88,63 @@ def run(directory: Path, *parts: str, options: tuple[str, ...] = ("-n", "2")) ->
 def test_a_test_that_passes_alone_counts_as_passed_and_is_listed(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    status, told = run(tmp_path, FLAKY, options=options)
+    status, output = run(tmp_path, FLAKY, options=options)
     assert status == 0
-    assert told.splitlines()[-2] == "FLAKY test_suite.py::test_flaky"
-    assert "= 2 passed in " in told.splitlines()[-1]
-    assert "only the first time" in told, "why it failed is told"
+    assert output.splitlines()[-2] == "FLAKY test_suite.py::test_flaky"
+    assert "= 2 passed in " in output.splitlines()[-1]
+    assert "only the first time" in output, "the first failure is printed"
 
 
 def test_a_test_that_fails_twice_fails_the_run(tmp_path: Path) -> None:
-    status, told = run(tmp_path, FLAKY, BAD)
+    status, output = run(tmp_path, FLAKY, BAD)
     assert status == 1
-    assert "FAILED test_suite.py::test_bad" in told
-    assert told.splitlines()[-2] == "FLAKY test_suite.py::test_flaky"
-    assert "= 1 failed, 2 passed in " in told.splitlines()[-1]
+    assert "FAILED test_suite.py::test_bad" in output
+    assert output.splitlines()[-2] == "FLAKY test_suite.py::test_flaky"
+    assert "= 1 failed, 2 passed in " in output.splitlines()[-1]
 
 
-def test_a_failed_teardown_is_tried_again_and_counted_once(tmp_path: Path) -> None:
-    status, told = run(tmp_path, BAD_TEARDOWN)
+def test_a_failed_teardown_runs_again_and_counts_once(tmp_path: Path) -> None:
+    status, output = run(tmp_path, BAD_TEARDOWN)
     assert status == 0
-    assert told.splitlines()[-2] == "FLAKY test_suite.py::test_with_teardown"
-    assert "= 2 passed in " in told.splitlines()[-1]
+    assert output.splitlines()[-2] == "FLAKY test_suite.py::test_with_teardown"
+    assert "= 2 passed in " in output.splitlines()[-1]
 
 
-def test_a_skip_the_second_time_is_no_pass(tmp_path: Path) -> None:
-    status, told = run(tmp_path, SKIPPED_LATER)
+def test_a_test_that_is_skipped_in_its_rerun_stays_failed(tmp_path: Path) -> None:
+    status, output = run(tmp_path, SKIPPED_LATER)
     assert status == 1
-    assert "= 1 failed, 1 passed in " in told.splitlines()[-1]
+    assert "= 1 failed, 1 passed in " in output.splitlines()[-1]
 
 
-def test_a_worker_that_dies_fails_the_run(tmp_path: Path) -> None:
-    """Although each test would pass alone."""
-    status, told = run(tmp_path, FLAKY, DEADLY)
+def test_a_crashed_worker_fails_the_run(tmp_path: Path) -> None:
+    """Each test would pass alone."""
+    status, output = run(tmp_path, FLAKY, CRASH)
     assert status == 1
-    assert "no failed test was tried again: a worker died" in told
-    assert "FLAKY" not in told
-    assert "= 2 failed, 1 passed in " in told.splitlines()[-1]
+    assert "No failed test ran again: a worker crashed" in output
+    assert "FLAKY" not in output
+    assert "= 2 failed, 1 passed in " in output.splitlines()[-1]
 
 
-def test_a_run_of_which_all_workers_die_fails(tmp_path: Path) -> None:
-    status, _ = run(tmp_path, DEADLY, options=("-n", "1", "--max-worker-restart", "0"))
+def test_a_run_fails_if_all_workers_crash(tmp_path: Path) -> None:
+    status, _ = run(tmp_path, CRASH, options=("-n", "1", "--max-worker-restart", "0"))
     assert status != 0
 
 
-def test_many_failures_are_not_tried_again(tmp_path: Path) -> None:
-    status, told = run(tmp_path, MANY)
+def test_more_than_twenty_failures_do_not_run_again(tmp_path: Path) -> None:
+    status, output = run(tmp_path, MANY)
     assert status == 1
-    assert "no failed test was tried again: 21 failed, which is more than 20" in told
-    assert "= 21 failed, 1 passed in " in told.splitlines()[-1]
+    assert "No failed test ran again: 21 tests failed, more than 20" in output
+    assert "= 21 failed, 1 passed in " in output.splitlines()[-1]
 
 
 def test_a_file_that_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
-    status, told = run(tmp_path, FLAKY, "import nothing_like_this\n")
+    status, output = run(tmp_path, FLAKY, "import nothing_like_this\n")
     assert status != 0
-    assert "no failed test was tried again: not all tests could be collected" in told
-    assert "FLAKY" not in told
+    assert "No failed test ran again: not all tests could be collected" in output
+    assert "FLAKY" not in output
 
 
 def test_a_run_that_ends_early_fails(tmp_path: Path) -> None:
-    status, told = run(tmp_path, FLAKY, BAD, options=("-x",))
+    status, output = run(tmp_path, FLAKY, BAD, options=("-x",))
     assert status != 0
-    assert "2 ran" in told
+    assert "2 ran" in output
