@@ -379,7 +379,7 @@ def test_deleting_names_the_slot_that_stays(estate: Estate) -> None:
     assert estate.connect("apply", file)[0] == 0
     name = f"{estate.id}-requests"
     code, said = estate.connect("delete", name)
-    assert (code, "--yes if you mean it" in said) == (2, True)
+    assert (code, "--yes to confirm" in said) == (2, True)
     code, said = estate.connect("delete", name, "--yes")
     assert code == 0
     assert f"pg_drop_replication_slot('penstock_{estate.id}_requests')" in said

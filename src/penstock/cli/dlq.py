@@ -404,7 +404,7 @@ def _letter(stores: Stores, tx: Any, text: str) -> Letter:
     found = queries.letter(
         tx,
         find.one(
-            queries.letters_like(tx, text, find.MOST),
+            queries.letters_like(tx, text, find.MAX_LISTED),
             text,
             "dead letter",
             "penstock dlq ls lists them",

@@ -1,4 +1,4 @@
-"""How the commands speak: one console, one JSON document, times, sizes and ids in the same dress everywhere. Nothing is looked up here."""
+"""Output of the commands: console, tables, JSON, and the format of times, sizes and ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# What a page, a header or an exception says must not move the reader's cursor or colour the
+# Control characters in pages, headers and exceptions must not move the cursor or colour the
 # terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 PIPED_WIDTH = 200
@@ -34,7 +34,7 @@ STATUS_STYLE = {
 
 
 def plain(text: str) -> str:
-    """Safe to print: control characters shown, not obeyed; lone surrogates replaced."""
+    """Return text that is safe to print: control characters escaped, lone surrogates replaced."""
     return (
         _CONTROL.sub(
             lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text
@@ -48,15 +48,15 @@ def plain(text: str) -> str:
 def console(stderr: bool = False) -> Console:
     from rich.console import Console
 
-    class Ours(Console):
+    class PenstockConsole(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
     stream = sys.stderr if stderr else sys.stdout
     piped = not stream.isatty()
-    # With NO_COLOR nothing at all, not even bold: who sets it wants text.
+    # NO_COLOR switches off all styles, also bold.
     system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Ours(
+    return PenstockConsole(
         stderr=stderr,
         highlight=False,
         markup=False,
@@ -84,7 +84,7 @@ def status_text(status: str) -> Text:
 
 
 def print_json(document: Any, *, line: bool = False) -> None:
-    """One document on stdout; `line`: on one line, for JSON lines."""
+    """Print one JSON document on stdout. With `line` it is on one line, for JSON lines."""
     import msgspec
 
     raw = msgspec.json.encode(document)
@@ -93,7 +93,7 @@ def print_json(document: Any, *, line: bool = False) -> None:
 
 
 def table(*columns: str | tuple[str, dict[str, Any]], title: str = "") -> Table:
-    """A quiet table: no box, header in dim."""
+    """Return a table without a box, with a dim header."""
     from rich.table import Table
 
     made = Table(
@@ -140,7 +140,7 @@ def size(n: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A length of time as a person says it."""
+    """Return a duration as text, such as "3 min 20 s"."""
     if seconds < 0:
         return "-" + lasting(-seconds)
     if seconds < 1:
@@ -149,16 +149,16 @@ def lasting(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     for length, unit, below, small in ((3600, "min", 60, "s"), (86400, "h", 3600, "min")):
         if seconds < length:
-            whole, rest = divmod(seconds, below)
+            amount, rest = divmod(seconds, below)
             part = rest / (below / 60) if unit == "h" else rest
-            return f"{whole:.0f} {unit}" + (
-                f" {part:.0f} {small}" if round(part) and round(part) < 60 and whole < 10 else ""
+            return f"{amount:.0f} {unit}" + (
+                f" {part:.0f} {small}" if round(part) and round(part) < 60 and amount < 10 else ""
             )
     return f"{seconds / 86400:.1f} d"
 
 
 def iso(at: float | None) -> str | None:
-    """RFC 3339 in UTC, for JSON."""
+    """Return the time in RFC 3339 format and UTC, for JSON."""
     return (
         None
         if at is None
@@ -169,7 +169,7 @@ def iso(at: float | None) -> str | None:
 
 
 def moment(at: float | None, now: float | None = None) -> str:
-    """Local time for people; the date only where it is not today's."""
+    """Return the local time as text. The date is included if it is not today."""
     if not at:
         return "–"
     local = datetime.fromtimestamp(at).astimezone()
@@ -180,12 +180,12 @@ def moment(at: float | None, now: float | None = None) -> str:
 
 
 def short(id_: str, length: int = 12) -> str:
-    """Enough of an id to find it by: every command takes a unique prefix."""
+    """Return the start of an id. Every command accepts a unique prefix."""
     return id_[:length]
 
 
-def joined(items: Iterable[str], most: int = 5) -> str:
+def joined(items: Iterable[str], limit: int = 5) -> str:
     listed: Sequence[str] = list(items)
-    return ", ".join(listed[:most]) + (
-        f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:limit]) + (
+        f" and {len(listed) - limit} more" if len(listed) > limit else ""
     )
