@@ -268,7 +268,7 @@ def test_help_lists_every_command_and_imports_no_parser(empty: Shop) -> None:
         (["push", "-f", "nowhere.txt"], "nowhere.txt"),
         (["dlq", "frob"], "frob"),
         (["dlq", "show"], "penstock dlq show --help"),
-        (["dlq", "retry"], "which dead letters?"),
+        (["dlq", "retry"], "no dead letters selected"),
         (["run", "x.py", "--role", "cook"], "source, serve, fetch, extract, sink"),
         (["run", "x.py", "--workers", "0"], "not a number from 1 to 256"),
         (["run", "x.py", "--workers", "many"], "many"),
@@ -804,7 +804,7 @@ def test_a_group_can_see_again_what_was_published(empty: Shop) -> None:
     )
     wrong = empty("topics", "rewind", "requests", "--group", "audit", "--since", "soon")
     assert wrong.code == 2
-    assert "is no time" in wrong.err
+    assert "is not a time" in wrong.err
 
 
 # -- doctor ----------------------------------------------------------------------------------------

@@ -361,7 +361,7 @@ async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resu
         )
         assert by_host["many.example"]["state"] == "paused"
         assert [r["status"] for r in blocked["robots_txt"]] == [404]
-        assert "it asked to be left alone itself" in await domains.text("resume", web.url())
+        assert "still blocked by its own Retry-After" in await domains.text("resume", web.url())
         assert (await domains("show", web.url()))["state"] == "blocked"
         for bad in (
             ["limit", "x.example"],
