@@ -213,7 +213,7 @@ class NetConfig(_Section, frozen=True, kw_only=True):
 class PaceConfig(_Section, frozen=True, kw_only=True):
     rate: Annotated[float, Opt(units.RATE, "requests a second for each host, with jitter")] = 1.0
     burst: Annotated[
-        int, Opt(units.counts(1, 10_000), "requests a host may get in a burst after a pause")
+        int, Opt(units.counts(1, 10_000), "requests a host may get in a burst after an idle time")
     ] = 1
     concurrency: Annotated[
         int,

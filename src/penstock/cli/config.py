@@ -26,7 +26,7 @@ def show(
     /,
     *,
     origin: Annotated[bool, Parameter(help="show where each value comes from")] = False,
-    changed: Annotated[bool, Parameter(help="only options that differ from their default")] = False,
+    changed: Annotated[bool, Parameter(help="only options that are set")] = False,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:

@@ -19,7 +19,7 @@ def demo(
         bool,
         Parameter(
             name="--break",
-            help="redesign the shop halfway, to show the effect of selectors that match nothing",
+            help="redesign the shop during the run, to show selectors that match nothing",
         ),
     ] = False,
     out: Annotated[

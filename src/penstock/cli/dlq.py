@@ -1,7 +1,4 @@
-"""`penstock dlq …`: lists, shows, redrives, drops and exports dead letters.
-
-See `books` for the writes of a redrive.
-"""
+"""`penstock dlq …`: lists, shows, redrives, drops and exports dead letters."""
 
 from __future__ import annotations
 

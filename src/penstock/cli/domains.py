@@ -118,7 +118,7 @@ def limit(
     /,
     *,
     burst: Annotated[
-        int | None, Parameter(help="requests it may get in a burst after a pause")
+        int | None, Parameter(help="requests it may get in a burst after an idle time")
     ] = None,
     concurrency: Annotated[
         int | None, Parameter(help="requests in flight to this host in one worker")
