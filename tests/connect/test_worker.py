@@ -287,7 +287,7 @@ def test_a_connector_that_fails_shows_its_trace_and_runs_once_it_is_restarted_wi
         )
         assert estate.connect("restart", "--failed", "--pipeline", estate.id) == (
             0,
-            "none has failed\n",
+            "no connector has failed\n",
         )
         assert estate.connect("delete", f"{estate.id}-products", "--yes")[0] == 0
     finally:
