@@ -112,7 +112,8 @@ EPILOGUE = """\
 Exit codes: 0 ok · 1 ran, but an event ended dead, or an input was refused or not found · 2 usage
 · 3 configuration · 4 store or server unreachable · 5 differences found.
 `penstock COMMAND --help` shows the options of a command. Commands that read have `--json`."""
-STDIN = "<stdin>"  # replaces a bare "-", which the parser would take for an option
+# Replaces a bare "-", which the parser would take for an option.
+STDIN = "<stdin>"
 LEADING = {"--config": 1, "--state": 1, "--set": 1, "-o": 1, "--log-level": 1, "--debug": 0}
 
 

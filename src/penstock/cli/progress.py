@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from penstock.cli.output import console
 
-SHOW_AFTER = 0.5  # seconds; shorter work shows no bar
+SHOW_AFTER = 0.5  # seconds. Shorter work shows no bar.
 
 
 @contextlib.contextmanager

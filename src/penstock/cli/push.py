@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from penstock.intake import Pushed
 
 MAX_PRINTED = 20  # refused inputs that are printed
-MAX_IN_JSON = 1000  # refused inputs that --json lists. The others are only counted.
-MAX_LINE = 65536  # bytes of a line. The rest is skipped, so that it cannot fill memory.
+# Refused inputs that --json lists. The others are only counted.
+MAX_IN_JSON = 1000
+# Bytes of a line. The rest is skipped, so that it cannot fill memory.
+MAX_LINE = 65536
 
 
 class RefusedInput(msgspec.Struct, frozen=True):

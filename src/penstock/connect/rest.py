@@ -21,7 +21,8 @@ from penstock.units import mask
 TIMEOUT = 30.0  # seconds for one answer
 # Seconds for a validation. The Connect worker itself allows a connector 90 s to check its database.
 VALIDATION_TIMEOUT = 100.0
-REBALANCE_TIMEOUT = 60.0  # seconds in which requests are repeated during a rebalance (status 409)
+# Seconds in which requests are repeated during a rebalance (status 409).
+REBALANCE_TIMEOUT = 60.0
 MAX_ANSWER = 32 << 20  # bytes
 HINT = (
     "start the Connect worker, or set its address: --url http://connect.example:8083 "

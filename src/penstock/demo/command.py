@@ -33,7 +33,8 @@ from penstock.locks import FileLock
 from penstock.opening import open_stores
 
 FRAME_INTERVAL, LINE_INTERVAL = 0.25, 2.0  # seconds between two frames, and between two lines
-FINISH_TIMEOUT = 3.0  # seconds in which open events may finish after the end of the run
+# Seconds in which open events may finish after the end of the run.
+FINISH_TIMEOUT = 3.0
 # Seconds. The demo's time starts with the first accepted event, or at the latest now.
 START_TIMEOUT = 60.0
 # Seconds after which `--break` redesigns the shop, but at most 0.6 of `--seconds`.

@@ -157,7 +157,8 @@ def product(
         del described["sku"]
     data = json.dumps(described, ensure_ascii=False).replace("<", chr(92) + "u003c")
     head = f'<script type="application/ld+json">{data}</script>\n'
-    if redesigned:  # the same text with other markup, as after a relaunch of a site
+    # The same text with other markup, as after a relaunch of a site.
+    if redesigned:
         price = f'<p class="cost__now"><data value="{item.price}">{money(item.price)}</data></p>'
     else:
         price = f'<p class="price" data-price="{item.price}">{money(item.price)}</p>'

@@ -6,7 +6,8 @@ import asyncio
 import heapq
 import itertools
 
-START = 1_700_000_000.0  # seconds since the epoch: a realistic value, so tests use real magnitudes
+# Seconds since the epoch: a realistic value, so tests use real magnitudes.
+START = 1_700_000_000.0
 
 
 class ManualClock:

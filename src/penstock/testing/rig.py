@@ -19,7 +19,8 @@ from penstock.testing.proxy import Proxy
 
 # Messages that are known to exist may take this many times `patience`.
 EXPECTED_FACTOR = 50
-LONG_LEASE = 30.0  # seconds. It does not expire within a test, even on a slow machine.
+# Seconds. It does not expire within a test, even on a slow machine.
+LONG_LEASE = 30.0
 T = TypeVar("T")
 Test = Callable[[Any, Any], Awaitable[None]]
 # Test name -> True if a broker with these capabilities promises this behaviour.

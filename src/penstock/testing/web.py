@@ -42,7 +42,8 @@ __all__ = ["HTML", "JSON", "TEXT", "XML", "Entry", "Handler", "Reply", "Request"
 __all__ += ["ends_dead", "json_reply", "product_page", "read_log", "reply", "tagged", "target"]
 
 MAX_CONNECTIONS = 4096
-IDLE_TIMEOUT = 75.0  # seconds without a complete request, after which a connection is cut
+# Seconds without a complete request, after which a connection is cut.
+IDLE_TIMEOUT = 75.0
 
 Handler: TypeAlias = Callable[[Request], Reply | Awaitable[Reply]]
 
@@ -103,7 +104,8 @@ class Web:
         self.connections: set[_Connection] = set()
         self.entries: list[Entry] = []  # in the order of arrival
         self.counts: Counter[str] = Counter()  # by path
-        self.refused = 0  # requests that were malformed or too large, and reached no handler
+        # Requests that were malformed or too large, and reached no handler.
+        self.refused = 0
         self.bugs: list[Exception] = []
 
     # -- lifetime
