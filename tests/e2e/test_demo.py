@@ -68,7 +68,7 @@ def test_a_first_demo_run_exits_with_records_a_retried_page_and_one_dead_letter(
     assert [e.status for e in asked[:2]] == [429, 200]
     waited = (asked[1].at - asked[0].at) / 1e6
     assert waited >= 2.9
-    assert f"asked again {waited:.1f} s later" in done.out
+    assert f"requested again {waited:.1f} s later" in done.out
 
     (dead_letter,) = out.dead_letters().values()
     assert dead_letter["url"].endswith(BROKEN)

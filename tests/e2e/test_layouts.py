@@ -156,7 +156,7 @@ def test_a_message_that_kills_every_worker_ends_dead_and_the_others_succeed(
 GARBAGE = """
 import asyncio, os
 from pathlib import Path
-from penstock import config
+from penstock.config import files as config
 from penstock.runtime.stores import open_stores
 from penstock.ports import Out
 

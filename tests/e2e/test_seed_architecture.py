@@ -166,5 +166,5 @@ def test_a_thousand_rows_are_a_thousand_results_with_killed_connect_and_workers(
         ("RUNNING", ["RUNNING"])
     ] * 2
     assert project.good("connect", "apply", "shop.py").endswith(
-        "nothing differs; nothing was sent\n"
+        "no connector differs, so none was sent\n"
     )
