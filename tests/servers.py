@@ -1,4 +1,4 @@
-"""Real servers for tests: `pytest.mark.server("redis")` starts one, the fixture `server` returns it.
+"""Real servers for tests: the mark `server("redis")` starts one, the fixture `server` returns it.
 
 See `tools/services` for how servers are run.
 

@@ -47,7 +47,7 @@ def sweep(url: str) -> None:
 
 
 async def die(broker: KafkaBroker) -> None:
-    """Close the broker like a killed process: it commits and publishes no more."""
+    """Close the broker like a killed process: it stops committing and publishing."""
     for reader in broker._readers.values():
         reader.consumer.abandoned = True
     await broker.close()

@@ -19,7 +19,7 @@ class TestKafka(Served):
     lease = 1.0
     patience = 0.3
     slack = 0.6
-    limit = 180.0  # seconds; a killed server starts slowly
+    limit = 180.0  # seconds. A killed server starts slowly.
 
     @pytest.fixture(autouse=True)
     def _swept(self, _its_server: None) -> Iterator[None]:

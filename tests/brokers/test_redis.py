@@ -1,4 +1,4 @@
-"""Redis Streams: the conformance suite, and tests of its own."""
+"""Redis Streams: the conformance suite and tests of this adapter."""
 
 from __future__ import annotations
 

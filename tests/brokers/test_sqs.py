@@ -1,4 +1,4 @@
-"""SQS: the conformance suite on a real server, and tests of its own."""
+"""SQS: the conformance suite and tests of this adapter, on a real server."""
 
 from __future__ import annotations
 

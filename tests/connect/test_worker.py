@@ -310,7 +310,7 @@ def test_an_unwritable_record_stops_the_task_until_dead_letters_are_configured(
         120,
         0.2,
     )
-    # Nothing differs, so nothing is applied, but the exit code reports the failed task.
+    # No configuration differs, so apply sends none. The exit code reports the failed task.
     code, output = estate.connect("apply", file)
     assert code == 1
     assert "FAILED" in output

@@ -47,7 +47,7 @@ def test_fifty_killed_workers_and_five_killed_brokers_lose_nothing(
         )
 
         def workers(begun: int = begun, limit: int = limit) -> list[int]:
-            """Return the workers if all of them run, or if waiting longer would leave too little work."""
+            """Return the workers if all run, or if waiting longer would leave too little work."""
             found = project.tree()[0]
             return found if len(found) == WORKERS or web.lines() - begun >= limit else []
 

@@ -167,7 +167,7 @@ def test_a_killed_worker_or_zygote_is_replaced_while_the_run_continues(
         some = rng.randrange(limit // 4, limit // 2)
 
         def victims(kind: str = kind, begun: int = begun, limit: int = limit) -> list[int]:
-            """Return the pids if both zygotes run, or if waiting longer would leave too little work."""
+            """Return the pids if both zygotes run, or if waiting would leave too little work."""
             workers, zygotes = project.tree()
             return (
                 (workers if kind == "worker" else zygotes)

@@ -18,7 +18,7 @@ FLAT = 24 << 20  # bytes
 
 
 def place(link: Path, target: Path) -> None:
-    """Replace the link atomically. Otherwise the sink could create a directory in between."""
+    """Replace the link atomically. Otherwise the sink could create a directory there."""
     new = link.with_name("new")
     new.symlink_to(target)
     new.replace(link)
@@ -182,7 +182,7 @@ def test_a_full_disk_stops_the_work_and_free_space_resumes_it_without_attempts(
 def test_a_file_size_limit_stops_the_work_and_no_attempt_is_charged(
     project: Project, target: Callable[..., Target]
 ) -> None:
-    """The same without a mounted file system: the kernel refuses writes beyond a size for a while."""
+    """The same without a mount: the kernel refuses writes beyond a size for a while."""
     web = target(pages=3000, delay=0.05)
     project.push(*web.urls)
     running = project.start("run", "shop.py")

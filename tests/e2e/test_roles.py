@@ -166,7 +166,7 @@ def test_a_message_on_pages_contains_a_reference_and_not_the_page_by_default(
 def test_small_pages_are_inlined_in_the_message_and_need_no_page_store(
     project: Project, site: Site, server: Server, layout: str
 ) -> None:
-    """The large page is still a reference. Its event waits for the store, without a second fetch."""
+    """The large page is a reference. Its event waits for the store, without a second fetch."""
     lay_out(project, layout, server)
     project.set(pages_inline_max="8KiB", retry_base="3s")
     small = [site.serve(f"/p/{n}", product(n)) for n in range(5)]

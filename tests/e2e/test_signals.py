@@ -83,7 +83,7 @@ def test_a_signal_to_the_process_group_finishes_events_in_flight(
 
 @pytest.mark.slow
 def test_a_signal_during_the_start_of_the_workers_ends_all_of_them(project: Project) -> None:
-    for whole_group in (False, True) * 2:
+    for process_group in (False, True) * 2:
         running = project.start("run", "shop.py", "--workers", "8")
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
         wait_for(
@@ -91,7 +91,7 @@ def test_a_signal_during_the_start_of_the_workers_ends_all_of_them(project: Proj
             f"the first of them: {running.output}",
             every=0.0,
         )
-        (os.killpg if whole_group else os.kill)(running.pid, signal.SIGTERM)
+        (os.killpg if process_group else os.kill)(running.pid, signal.SIGTERM)
         assert running.wait() == 0, running.output
         assert "Traceback" not in running.output
         project.nothing_runs()

@@ -31,8 +31,8 @@ from tests.e2e.wall import (
     sent,
 )
 
-# Every spelling that some parser accepts. Each names a canary, or an address where no server
-# can listen.
+# Every spelling that some parser accepts. Each names a canary, or an address that no server
+# can listen on.
 LOOPBACK = (
     "127.0.0.1", "127.1", "127.0.1", "2130706433", "0x7f000001", "0x7f.1", "017700000001", "0177.0.0.1", "127.0.0.1.", "127.255.255.254", "0", "0.0.0.0",
     "[::1]", "[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]", "[::]", "１２７.０.０.１", "①②⑦.⓪.⓪.①", "127。0。0。1",

@@ -79,7 +79,7 @@ class Wall:
         return [*inside, "sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", str(directory), *args]
 
     def zone(self, names: dict[str, list[dict[str, list[str]]]]) -> None:
-        """Set name → the records of the first lookup, the second, and so on. The last one repeats."""
+        """Set name → the records of the first lookup, the second, … The last one repeats."""
         _replace(self.dir / "zone.json", names)
 
     def redirects(self, targets: list[str]) -> None:

@@ -32,7 +32,7 @@ async def fill_without_reading(
     *,
     rows: int = 20_000,
 ) -> Batch:
-    """Read one batch and no more, like a full queue, while the WAL grows by about 24 MB.
+    """Read only one batch, like a full queue, while the WAL grows by about 24 MB.
 
     Return the batch as soon as `holds()` is true.
     """

@@ -183,7 +183,7 @@ async def test_any_bytes_give_the_same_findings_for_any_chunk_size(
     for name in ("a.txt", "a.csv", "a.jsonl"):
         (tmp_path / name).write_bytes(body)
         monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", 1 << 20)
-        whole, _ = await read(source(tmp_path, f"seeds:{name}", max_line=2000))
+        complete, _ = await read(source(tmp_path, f"seeds:{name}", max_line=2000))
         monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", rng.randrange(500, 5000))
         parts: list[Finding] = []
         cursor: bytes | None = None
@@ -194,8 +194,8 @@ async def test_any_bytes_give_the_same_findings_for_any_chunk_size(
             if not some:
                 break
             parts += some
-        assert parts == whole
-        assert len(set(ids(whole))) == len(whole) > 100
+        assert parts == complete
+        assert len(set(ids(complete))) == len(complete) > 100
 
 
 async def test_a_truncated_damaged_or_hostile_gzip_is_one_refusal_and_others_are_read(
@@ -234,8 +234,8 @@ async def test_appended_lines_are_read_and_the_old_lines_keep_their_ids(tmp_path
         file.write(lines(10, 15))
     new, cursor = await read(source(tmp_path, "seeds:urls.txt"), cursor)
     assert urls(new) == expected(10, 15)
-    whole, _ = await read(source(tmp_path, "seeds:urls.txt"))
-    assert ids(whole) == ids(old + new)
+    complete, _ = await read(source(tmp_path, "seeds:urls.txt"))
+    assert ids(complete) == ids(old + new)
     assert (await read(source(tmp_path, "seeds:urls.txt"), cursor))[0] == []
 
 
@@ -300,8 +300,8 @@ async def test_a_reader_that_ends_at_any_batch_continues_at_its_cursor(
     )
     (tmp_path / "b.txt").write_text(lines(2500, 4000))
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(lines(4000, 6500).encode()))
-    whole, _ = await read(source(tmp_path, "seeds:*"))
-    assert urls(whole) == expected(0, 6500)
+    complete, _ = await read(source(tmp_path, "seeds:*"))
+    assert urls(complete) == expected(0, 6500)
     accepted: dict[str, str | None] = {}
     cursor: bytes | None = None
     for _ in range(20):
@@ -313,7 +313,7 @@ async def test_a_reader_that_ends_at_any_batch_continues_at_its_cursor(
         assert lost is None or all(f.id not in accepted for f in lost.findings)
         await batches.aclose()
     assert list(accepted.values()) == expected(0, 6500)
-    assert list(accepted) == ids(whole)
+    assert list(accepted) == ids(complete)
 
 
 # -- a last line without an end --------------------------------------------------------------------
@@ -523,8 +523,8 @@ async def test_a_position_can_be_the_end_a_list_or_a_line(
     cursor = await seeds.place(to)
     found, _ = await read(seeds, cursor)
     assert urls(found) == reads
-    whole, _ = await read(seeds)
-    assert set(ids(found)) <= set(ids(whole))
+    complete, _ = await read(seeds)
+    assert set(ids(found)) <= set(ids(complete))
     with pytest.raises(UsageError, match=r"has no list 'b\.cvs'"):
         await seeds.place("b.cvs:2")
 
