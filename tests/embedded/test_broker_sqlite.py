@@ -301,7 +301,7 @@ async def main(path, name, log, lease):
         done = 0
         while True:
             s = await broker.stats("t", "main")
-            if name != "victim" and s.ready < 200 and not kill_pending.exists():  # leaves work for a slow victim
+            if name != "victim" and s.ready < 200 and not kill_pending.exists():
                 await asyncio.sleep(0.005)
                 continue
             got = await sub.receive(5, 0.05)

@@ -686,7 +686,7 @@ def test_a_redriven_dead_letter_is_pending_again_with_its_overrides(
     one = shop(
         "dlq", "retry", shop("dlq", "ls", "--all", "--json").json["letters"][0]["event_id"][:12]
     )
-    assert (one.code, one.out) == (0, "retried 1 dead dead_letter\n")
+    assert (one.code, one.out) == (0, "retried 1 dead letter\n")
     assert shop("dlq", "retry", "0" * 32).code == 1
 
 
