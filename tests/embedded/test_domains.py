@@ -186,7 +186,7 @@ async def test_a_paused_host_gets_no_request_and_resume_makes_its_events_due(
             )
             await asyncio.sleep(0.5)
             assert web.entries == []
-            assert "goes on" in await domains.text("resume", web.url("/any/page"))
+            assert "is resumed" in await domains.text("resume", web.url("/any/page"))
             await until(
                 lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(20,)]
             )
@@ -323,7 +323,7 @@ async def test_exceptions_from_the_configuration_are_recorded_and_end_when_remov
         await domains.run()
         listed = await domains("ls")
         assert [(e["kind"], e["host"]) for e in listed["exceptions"]] == [("remote_dns", "*")]
-        assert "everywhere: net.remote_dns = true" in await domains.text("ls")
+        assert "all hosts: net.remote_dns = true" in await domains.text("ls")
         domains.dir.joinpath("penstock.toml").write_text(
             domains.dir.joinpath("penstock.toml").read_text().replace("remote_dns = true\n", "")
         )
@@ -364,7 +364,7 @@ async def test_blocked_hosts_are_listed_first_and_resume_keeps_a_retry_after(
         )
         assert by_host["many.example"]["state"] == "paused"
         assert [r["status"] for r in blocked["robots_txt"]] == [404]
-        assert "it asked to be left alone itself" in await domains.text("resume", web.url())
+        assert "still blocked by its own Retry-After" in await domains.text("resume", web.url())
         assert (await domains("show", web.url()))["state"] == "blocked"
         for bad in (
             ["limit", "x.example"],
