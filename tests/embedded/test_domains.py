@@ -37,7 +37,7 @@ shop.sink("jsonl:out.jsonl")
 
 
 class Project:
-    """A directory with a pipeline and a state. Workers run in this process, commands on a thread."""
+    """A directory with a pipeline. Workers run in this process, commands on a thread."""
 
     def __init__(
         self,
@@ -441,7 +441,7 @@ async def test_a_host_that_hangs_does_not_fill_the_prefetch_window(project: Any)
 async def test_events_that_missed_their_slot_behind_a_hanging_host_get_new_slots(
     project: Any,
 ) -> None:
-    """The limit on requests in flight delays many events. They must not all start together later."""
+    """The limit on requests in flight delays many events. Later they must not start together."""
     async with Web() as web:
         hung = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The fetch stage with the real client: robots, conditional requests, redirects, slots, verdicts."""
+"""The fetch stage with the real client: robots, conditional requests, redirects and slots."""
 
 from __future__ import annotations
 
@@ -727,7 +727,7 @@ async def test_every_response_has_its_error_class(answer: Reply, kind: ErrorClas
 
 @pytest.fixture
 def _target_cache_never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checked origin serves requests without a task for 1 s. This machine may pause for longer."""
+    """A checked origin needs no task for 1 s. This machine may pause for longer."""
     monkeypatch.setattr("penstock.net.http._TARGET_TTL", 3600.0)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP client with real sockets: normal servers, hostile bytes, proxies, forbidden addresses."""
+"""The HTTP client with real sockets: normal and hostile servers, proxies, forbidden addresses."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_a_malformed_head_is_parsed_leniently_and_a_cut_one_is_refused() -> None
     ],
 )
 def test_a_head_is_parsed_alike_alone_and_after_an_interim_head(fields: list[bytes]) -> None:
-    """A single head is parsed line by line with a cache. After an interim head, one parser runs."""
+    """A single head takes the fast path with cached lines. After an interim head, it does not."""
     lines = [b"HTTP/1.1 200 OK\r\n", *fields, b"\r\n"]
     after_interim = parse_head([b"HTTP/1.1 103 Early Hints\r\n", b"\r\n", *lines])
     assert parse_head(lines) == parse_head(lines) == after_interim

@@ -223,9 +223,9 @@ def fields(result: Extracted) -> dict[str, Any]:
 
 
 def extract_among_good_pages(shop: Path, what: str, **more: Any) -> Extracted:
-    """Extract 32 pages. The page `what` is the 12th. The other pages and a later batch must succeed.
+    """Extract 32 pages, of which the 12th is `what`, and return the result of the 12th page.
 
-    Return the result of the 12th page.
+    The other pages and a later batch must succeed.
     """
     pages = [page(what if n == 11 else "fine", n) for n in range(32)]
 

@@ -81,7 +81,7 @@ def test_a_server_is_started_found_restarted_and_stopped(services: Services) -> 
     assert not (services.state / "s3").exists()
 
 
-def test_two_clones_run_side_by_side(services: Services, tmp_path: Path) -> None:
+def test_two_clones_run_their_servers_independently(services: Services, tmp_path: Path) -> None:
     other = Services(tmp_path / "two")
     urls = {clone.run("url", "s3").stdout for clone in (services, other)}
     assert len(urls) == 2, "two clones get different ports, even if no server is running"

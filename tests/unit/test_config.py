@@ -361,7 +361,7 @@ def test_an_invalid_variable_is_named_with_its_option(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_each_mistake_in_the_file_is_named_with_a_next_step(
+def test_each_mistake_in_the_file_is_named_with_a_hint(
     toml: str, message: str, hint: str, tmp_path: Path
 ) -> None:
     error = refused(tmp_path, toml=toml)

@@ -83,7 +83,7 @@ def test_all_lock_files_have_the_same_version_of_a_package() -> None:
     everywhere: dict[str, str] = {}
     for path in LOCKS:
         for name, version, _ in pins(path.read_text("utf-8")):
-            if name not in forks:  # one file has two versions, for two Pythons
+            if name not in forks:  # two versions in one file, for two Pythons
                 assert everywhere.setdefault(name, version) == version, f"{name} in {path}"
 
 

@@ -135,7 +135,7 @@ def test_without_a_rate_slots_are_immediate_unless_the_host_limits_them() -> Non
     assert slots[2] > slots[1] > slots[0]
 
 
-def test_limits_of_a_host_override_defaults_and_a_crawl_delay_overrides_both() -> None:
+def test_host_limits_override_defaults_and_a_crawl_delay_only_lengthens_them() -> None:
     assert interval(HostState(rate=4.0), Limits(rate=1.0)) == 0.25
     assert interval(HostState(rate=4.0, crawl_delay=10.0), Limits()) == 10.0
     assert interval(HostState(crawl_delay=0.1), Limits(rate=1.0)) == 1.0

@@ -489,7 +489,7 @@ def test_a_failed_rewrite_leaves_the_file_unchanged(
     sink.close()
 
 
-def test_an_existing_file_keeps_its_columns_and_duplicates_of_them(tmp_path: Path) -> None:
+def test_an_existing_csv_keeps_its_columns_even_if_names_repeat(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("\ufeffn,a,a\n0,x,y".encode())
     sink = open_csv(tmp_path)
     mark = sink.open(0, "")
