@@ -191,7 +191,7 @@ def test_a_record_without_a_usable_key_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("key", "removed", "expected", "remaining"),
+    ("key", "removed", "expected", "kept"),
     [
         ("sku", Removed("a"), "a", {"sku": "a"}),
         ("sku", Removed({"sku": 5, "shop": "s"}), "5", {"sku": 5, "shop": "s"}),
@@ -208,10 +208,10 @@ def test_a_record_without_a_usable_key_is_an_error(
     ],
 )
 def test_a_removal_has_the_key_of_the_record(
-    key: Any, removed: Removed, expected: str, remaining: dict[str, Any]
+    key: Any, removed: Removed, expected: str, kept: dict[str, Any]
 ) -> None:
     out = extracted(yielding(removed), key=key)
-    assert fields(out) == [remaining]
+    assert fields(out) == [kept]
     (record,) = out.records
     assert (record.key, record.deleted) == (expected, True)
 
