@@ -1,3 +1,5 @@
-"""What tests share and others may use for their own adapters: the pretend web, conformance suites,
-simulation. Nothing here runs in production.
+"""Tools for tests, shipped so that others can test their own adapters. Not used in production.
+
+Contains the conformance suite for brokers, a web server, a TCP proxy that breaks connections, and
+a manual clock.
 """
