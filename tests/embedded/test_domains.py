@@ -185,7 +185,7 @@ async def test_a_paused_host_gets_nothing_from_a_running_worker_and_resuming_set
             )
             await asyncio.sleep(0.5)
             assert web.entries == []
-            assert "goes on" in await domains.text("resume", web.url("/any/page"))
+            assert "is resumed" in await domains.text("resume", web.url("/any/page"))
             await until(
                 lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(20,)]
             )
@@ -320,7 +320,7 @@ async def test_exceptions_of_the_configuration_are_recorded_when_a_worker_starts
         await domains.run()
         listed = await domains("ls")
         assert [(e["kind"], e["host"]) for e in listed["exceptions"]] == [("remote_dns", "*")]
-        assert "everywhere: net.remote_dns = true" in await domains.text("ls")
+        assert "all hosts: net.remote_dns = true" in await domains.text("ls")
         domains.dir.joinpath("penstock.toml").write_text(
             domains.dir.joinpath("penstock.toml").read_text().replace("remote_dns = true\n", "")
         )
@@ -361,7 +361,7 @@ async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resu
         )
         assert by_host["many.example"]["state"] == "paused"
         assert [r["status"] for r in blocked["robots_txt"]] == [404]
-        assert "it asked to be left alone itself" in await domains.text("resume", web.url())
+        assert "still blocked by its own Retry-After" in await domains.text("resume", web.url())
         assert (await domains("show", web.url()))["state"] == "blocked"
         for bad in (
             ["limit", "x.example"],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.cli import main as cli
 from penstock.cli import output
-from penstock.cli.push import LONGEST, Inputs, _lines
+from penstock.cli.push import MAX_LINE, Inputs, _lines
 from penstock.errors import ConfigError, StoreUnavailable, UsageError
 from penstock.operate import figures
 
@@ -61,9 +61,7 @@ def test_a_bug_is_one_line_and_a_traceback_only_when_asked_for(
     monkeypatch.setattr(cli, "_dispatch", bug)
     assert cli.main(["status"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(
-        "Error: this should not happen: KeyError: 'gone' (unit/test_cli_main.py:"
-    )
+    assert said.startswith("Error: unexpected error: KeyError: 'gone' (unit/test_cli_main.py:")
     assert "Traceback" not in said
     assert "PENSTOCK_DEBUG=1" in said
     monkeypatch.setenv("PENSTOCK_DEBUG", "1")
@@ -145,10 +143,10 @@ def test_sizes_are_said_in_binary_units(n: int, said: str) -> None:
 
 
 def test_a_line_without_end_fills_no_memory_and_counts_as_one() -> None:
-    stream = io.BytesIO(b"http://a.example/1\n" + b"h" * (5 * LONGEST) + b"\nhttp://a.example/2")
+    stream = io.BytesIO(b"http://a.example/1\n" + b"h" * (5 * MAX_LINE) + b"\nhttp://a.example/2")
     found = list(_lines("f", stream))
     assert [where for where, _ in found] == ["f:1", "f:2", "f:3"]
-    assert max(len(text) for _, text in found) <= LONGEST
+    assert max(len(text) for _, text in found) <= MAX_LINE
 
 
 def test_refused_inputs_are_kept_within_bounds(tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def test_a_wrong_variable_is_named_with_its_path(tmp_path: Path) -> None:
         ),
         (
             "[fetch]\nconcurrency = 10\nprefetch = 5",
-            "fetch.concurrency: a worker cannot have more in flight than it holds",
+            "fetch.concurrency: a worker cannot have more requests in flight than it holds events",
             "raise fetch.prefetch",
         ),
     ],

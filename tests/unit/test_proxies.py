@@ -463,7 +463,7 @@ def test_variables_and_the_command_line_reach_pools_and_make_them(tmp_path: Path
     [
         ("proxies = 1", "proxies: is a section of penstock.toml, not a value"),
         ("[proxies]\nx = 1", "proxies.x: is a section of penstock.toml, not a value"),
-        ('[proxies."a b"]\nurls = "h:1"', "proxies.a b: is no name for a pool"),
+        ('[proxies."a b"]\nurls = "h:1"', "proxies.a b: is not a valid pool name"),
         ("[proxies.x]\n", "proxies.x: has neither urls nor list_url"),
         ('[proxies.x]\nurls = "http://u:hunter2@h"', "proxies.x.urls: expected URLs of proxies"),
         (
@@ -482,7 +482,7 @@ def test_variables_and_the_command_line_reach_pools_and_make_them(tmp_path: Path
         ),
         (
             '[proxies.x-y]\nurls = "h:1"\n[proxies.x_y]\nurls = "h:1"',
-            "proxies: x-y and x_y would share their variables",
+            "proxies: x-y and x_y would have the same variables",
         ),
     ],
 )

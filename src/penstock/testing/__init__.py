@@ -1,5 +1,4 @@
-"""Tools for tests, shipped so that others can test their own adapters. Not used in production.
+"""Test tools for this project and for other adapters: web server, conformance suite, clock, proxy.
 
-Contains the conformance suite for brokers, a test web server, a TCP proxy that breaks connections, and
-a manual clock.
+They are not used in production.
 """
