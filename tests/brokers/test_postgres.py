@@ -63,7 +63,7 @@ class TestPostgres(Served):
 
     def last_word(self, broker: Broker, message: bytes) -> bytes:
         return (
-            b"\0" + self.stores[-1]._books._wire._names["COMMIT"] + b"\0"
+            b"\0" + self.stores[-1]._exclusive._wire._names["COMMIT"] + b"\0"
         )  # binds the prepared statement
 
     async def sleep(self, seconds: float) -> None:

@@ -171,9 +171,9 @@ async def test_a_full_server_takes_nothing_more_and_can_be_drained(
     [
         ("redis://", "names no host"),
         ("redis:/var/run", "names no host"),
-        ("redis://h:port/0", "port that is no number"),
-        ("redis://h:99999/0", "port that is no number"),
-        ("redis://h/zero", "'zero', which is no number"),
+        ("redis://h:port/0", "port that is not a number"),
+        ("redis://h:99999/0", "port that is not a number"),
+        ("redis://h/zero", "'zero', which is not a number"),
         ("redis://u:secret@h/?password=secret", "not known or has no such value: password"),
         ("redis://u:secret@h/?volatile=maybe", "volatile"),
         ("redis://h/?ssl_ca_certs=x", "ssl_ca_certs"),
@@ -217,8 +217,8 @@ FINE = {
         ({"redis_version": "6.2.14"}, "version 6.2.14; Penstock needs 7.0 or newer"),
         ({"role": "slave"}, "is a replica"),
         ({"cluster_enabled": "1"}, "is a cluster node"),
-        ({"maxmemory_policy": "allkeys-lru"}, "may evict our keys"),
-        ({"aof_enabled": "0"}, "forgets on a restart"),
+        ({"maxmemory_policy": "allkeys-lru"}, "may evict keys of Penstock"),
+        ({"aof_enabled": "0"}, "loses its data on a restart"),
     ],
 )
 def test_a_server_that_cannot_be_trusted_is_refused_in_one_sentence(

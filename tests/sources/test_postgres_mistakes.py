@@ -102,7 +102,7 @@ def test_a_slot_is_called_after_namespace_and_source_within_what_a_slot_may_be_c
 async def test_a_server_that_is_not_there_or_does_not_let_us_in_is_one_sentence(rig: Rig) -> None:
     for old, new, message in (
         (f"/{rig.database}", "/nowhere", "there is no such database"),
-        ("postgres@", "nobody:hidden@", "the server knows no user nobody"),
+        ("postgres@", "nobody:hidden@", "the server has no user nobody"),
         (rig.server.rpartition("/")[0].rpartition(":")[2], "1", "cannot be reached"),
     ):
         source = opened(

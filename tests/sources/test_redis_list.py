@@ -373,8 +373,8 @@ async def test_a_password_may_come_from_the_environment_and_the_documented_right
         ("redis://:hunter2@localhost/0", "has no list"),
         ("redis://:hunter2@localhost/0?list=", "has no list"),
         ("redis://:hunter2@localhost/0?list=a&set=b", "has more than one list"),
-        ("redis://:hunter2@localhost/x?list=a", "which is no number"),
-        ("rediss://:hunter2@localhost/0?list=a&ssl_ca_certs=/nowhere", "which is no file"),
+        ("redis://:hunter2@localhost/x?list=a", "which is not a number"),
+        ("rediss://:hunter2@localhost/0?list=a&ssl_ca_certs=/nowhere", "which is not a file"),
         ("redis://:hunter2@localhost/0?list=a&lits=b", "not known"),
     ],
 )

@@ -293,7 +293,7 @@ async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place)
     [
         ("s3:///prefix", "names no bucket"),
         ("s3://key:hunter2@bucket/", "names no bucket"),
-        ("s3://bucket/?regoin=x", "'regoin' is no option"),
+        ("s3://bucket/?regoin=x", "'regoin' is not an option"),
         ("s3://bucket/?key=x", "half of its credentials"),
         ("s3://bucket/?endpoint=localhost:9000", "endpoint is 'localhost:9000'"),
     ],

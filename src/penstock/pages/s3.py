@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, StoreUnavailable, Unreachable
 from penstock.model import page_id
 from penstock.ports import Clock
 from penstock.stores.context import Context
-from penstock.stores.s3 import bucket_at, refused, said
+from penstock.stores.s3 import bucket_at, error_text, refused
 from penstock.stores.sql import SqlStore, Tx
 
 # An object is named after its page and has a nonce, so that removing one can never take another
@@ -122,7 +122,7 @@ class S3Pages:
                 await obstore.put_async(self.bucket, name, packed, use_multipart=False)
         except (BaseError, OSError) as e:
             raise StoreUnavailable(
-                f"a page could not be stored in {self.place}: {said(e)}",
+                f"a page could not be stored in {self.place}: {error_text(e)}",
                 hint="see that the bucket can be reached and written",
             ) from e
 
@@ -200,7 +200,7 @@ class S3Pages:
                 hint="restore the bucket, or push the URL again with --force",
             )
         return StoreUnavailable(
-            f"page {page} cannot be read from {self.place}: {said(e)}",
+            f"page {page} cannot be read from {self.place}: {error_text(e)}",
             hint="see that the bucket can be reached",
         )
 
@@ -320,7 +320,10 @@ class S3Pages:
             done = True  # some servers say so
         except (BaseError, OSError) as e:
             log.warning(
-                "%d objects of removed pages are still in %s: %s", len(names), self.place, said(e)
+                "%d objects of removed pages are still in %s: %s",
+                len(names),
+                self.place,
+                error_text(e),
             )
             done = False
         else:
