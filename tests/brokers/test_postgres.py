@@ -17,7 +17,7 @@ import pytest
 from tests.brokers.served import Served
 from tests.servers import Handle
 
-from penstock.brokers.postgres.notify import EVERY
+from penstock.brokers.postgres.notify import NOTIFY_INTERVAL
 from penstock.brokers.postgres.queue import PostgresBroker
 from penstock.clock import SystemClock
 from penstock.errors import StoreUnavailable
@@ -197,7 +197,7 @@ async def test_what_is_published_in_one_process_wakes_a_receiver_of_another(flee
     while len(got) < 20:
         got += [d.id for d in await sub.receive(20, 30.0)]
     assert sorted(got) == sorted(f"e{i}" for i in range(20))
-    assert 1 <= woken <= 3 + 2 * (time.monotonic() - began) / EVERY
+    assert 1 <= woken <= 3 + 2 * (time.monotonic() - began) / NOTIFY_INTERVAL
     await one.close()
     await other.close()
 
