@@ -52,9 +52,7 @@ CLASSES = range(len(WEIGHTS))
 # of its key.
 ORDERED_CLASS = 1
 NEVER = 1e18  # `next_at` of an ordered key while one of its messages is leased
-POLL_INTERVAL = (
-    0.1  # seconds between two checks for messages of other processes
-)
+POLL_INTERVAL = 0.1  # seconds between two checks for messages of other processes
 
 
 class SqliteBroker(SqlQueue):
