@@ -174,10 +174,10 @@ async def test_a_full_server_takes_nothing_more_and_can_be_drained(
         ("redis://h:port/0", "port that is not a number"),
         ("redis://h:99999/0", "port that is not a number"),
         ("redis://h/zero", "'zero', which is not a number"),
-        ("redis://u:secret@h/?password=secret", "not known or has no such value: password"),
+        ("redis://u:secret@h/?password=secret", "unknown value of it: password"),
         ("redis://u:secret@h/?volatile=maybe", "volatile"),
         ("redis://h/?ssl_ca_certs=x", "ssl_ca_certs"),
-        ("rediss://h/?ssl_ca_certs=/no/such.pem", "no file"),
+        ("rediss://h/?ssl_ca_certs=/no/such.pem", "not a file"),
     ],
 )
 def test_a_mistyped_address_is_one_sentence_and_shows_no_password(url: str, says: str) -> None:
@@ -246,7 +246,7 @@ async def test_an_evicting_or_forgetful_server_is_refused_unless_told(
     by_hand.config_set(name, value)
     broker = fresh(server("redis").url)
     with pytest.raises(
-        Unreachable, match="evict our keys" if name.startswith("max") else "forgets"
+        Unreachable, match="evict keys of Penstock" if name.startswith("max") else "loses its data"
     ):
         await broker.ensure([TopicSpec(name="t")])
     await broker.close()
@@ -264,7 +264,7 @@ async def test_a_wrong_password_a_missing_permission_and_nobody_there_are_one_se
     try:
         for url, says in [
             (f"redis://reader:wrong@{place}", "refuses the user or password"),
-            (f"redis://reader:right@{place}", "does not permit"),
+            (f"redis://reader:right@{place}", "denies this user a command"),
             ("redis://reader:right@127.0.0.1:1", "no Redis server answers at 127.0.0.1:1"),
         ]:
             broker = fresh(url)

@@ -375,7 +375,7 @@ async def test_a_password_may_come_from_the_environment_and_the_documented_right
         ("redis://:hunter2@localhost/0?list=a&set=b", "has more than one list"),
         ("redis://:hunter2@localhost/x?list=a", "which is not a number"),
         ("rediss://:hunter2@localhost/0?list=a&ssl_ca_certs=/nowhere", "which is not a file"),
-        ("redis://:hunter2@localhost/0?list=a&lits=b", "not known"),
+        ("redis://:hunter2@localhost/0?list=a&lits=b", "unknown option"),
     ],
 )
 def test_a_mistyped_url_is_a_sentence_without_the_password(
