@@ -395,7 +395,7 @@ async def test_an_unreachable_server_and_an_unknown_host_have_different_errors(u
     assert isinstance(away, Unreachable)
     assert "127.0.0.1:9 cannot be reached" in away.message
     assert isinstance(unknown, Unreachable)
-    assert "is not known" in unknown.message
+    assert "cannot be resolved" in unknown.message
 
 
 async def test_tls_with_a_login_from_the_url_or_the_environment_works(
@@ -467,7 +467,7 @@ async def test_the_error_for_a_missing_right_lists_the_needed_rights(kafka: Hand
             future.result(30)
         await owner.close()
     assert isinstance(denied, Unreachable)
-    assert f"does not permit us creating topic {name}." in denied.message
+    assert f"does not permit creating topic {name}." in denied.message
     assert "Create, Describe, Read, Write" in denied.hint
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.brokers.served import Served
 from tests.servers import Handle
 
-from penstock.brokers.postgres.notify import EVERY
+from penstock.brokers.postgres.notify import NOTIFY_INTERVAL
 from penstock.brokers.postgres.queue import PostgresBroker
 from penstock.clock import SystemClock
 from penstock.errors import StoreUnavailable
@@ -59,7 +59,7 @@ class TestPostgres(Served):
 
     def last_word(self, broker: Broker, message: bytes) -> bytes:
         return (
-            b"\0" + self.stores[-1]._books._wire._names["COMMIT"] + b"\0"
+            b"\0" + self.stores[-1]._exclusive._wire._names["COMMIT"] + b"\0"
         )  # binds the prepared statement
 
     async def sleep(self, seconds: float) -> None:
@@ -194,7 +194,7 @@ async def test_a_publish_in_one_process_wakes_a_receiver_in_another(fleet: Fleet
     while len(got) < 20:
         got += [d.id for d in await sub.receive(20, 30.0)]
     assert sorted(got) == sorted(f"e{i}" for i in range(20))
-    assert 1 <= woken <= 3 + 2 * (time.monotonic() - began) / EVERY
+    assert 1 <= woken <= 3 + 2 * (time.monotonic() - began) / NOTIFY_INTERVAL
     await one.close()
     await other.close()
 

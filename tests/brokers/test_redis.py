@@ -170,13 +170,13 @@ async def test_a_full_server_refuses_new_messages_and_can_be_drained(
     [
         ("redis://", "names no host"),
         ("redis:/var/run", "names no host"),
-        ("redis://h:port/0", "port that is no number"),
-        ("redis://h:99999/0", "port that is no number"),
-        ("redis://h/zero", "'zero', which is no number"),
-        ("redis://u:secret@h/?password=secret", "not known or has no such value: password"),
+        ("redis://h:port/0", "port that is not a number"),
+        ("redis://h:99999/0", "port that is not a number"),
+        ("redis://h/zero", "'zero', which is not a number"),
+        ("redis://u:secret@h/?password=secret", "unknown value of it: password"),
         ("redis://u:secret@h/?volatile=maybe", "volatile"),
         ("redis://h/?ssl_ca_certs=x", "ssl_ca_certs"),
-        ("rediss://h/?ssl_ca_certs=/no/such.pem", "no file"),
+        ("rediss://h/?ssl_ca_certs=/no/such.pem", "not a file"),
     ],
 )
 def test_an_invalid_address_is_an_error_that_does_not_show_the_password(
@@ -218,8 +218,8 @@ FINE = {
         ({"redis_version": "6.2.14"}, "version 6.2.14; Penstock needs 7.0 or newer"),
         ({"role": "slave"}, "is a replica"),
         ({"cluster_enabled": "1"}, "is a cluster node"),
-        ({"maxmemory_policy": "allkeys-lru"}, "may evict our keys"),
-        ({"aof_enabled": "0"}, "forgets on a restart"),
+        ({"maxmemory_policy": "allkeys-lru"}, "may evict keys of Penstock"),
+        ({"aof_enabled": "0"}, "loses its data on a restart"),
     ],
 )
 def test_an_unsuitable_server_is_refused_with_its_reason(fact: dict[str, str], says: str) -> None:
@@ -245,7 +245,7 @@ async def test_an_evicting_or_volatile_server_is_refused_unless_allowed(
     by_hand.config_set(name, value)
     broker = fresh(server("redis").url)
     with pytest.raises(
-        Unreachable, match="evict our keys" if name.startswith("max") else "forgets"
+        Unreachable, match="evict keys of Penstock" if name.startswith("max") else "loses its data"
     ):
         await broker.ensure([TopicSpec(name="t")])
     await broker.close()
@@ -263,7 +263,7 @@ async def test_bad_password_missing_permission_and_no_server_have_different_erro
     try:
         for url, says in [
             (f"redis://reader:wrong@{place}", "refuses the user or password"),
-            (f"redis://reader:right@{place}", "does not permit"),
+            (f"redis://reader:right@{place}", "denies this user a command"),
             ("redis://reader:right@127.0.0.1:1", "no Redis server answers at 127.0.0.1:1"),
         ]:
             broker = fresh(url)

@@ -100,7 +100,7 @@ def test_a_slot_name_is_derived_from_namespace_and_source_within_63_characters()
 async def test_an_unreachable_server_and_a_refused_login_are_errors_with_a_hint(rig: Rig) -> None:
     for old, new, message in (
         (f"/{rig.database}", "/nowhere", "there is no such database"),
-        ("postgres@", "nobody:hidden@", "the server knows no user nobody"),
+        ("postgres@", "nobody:hidden@", "the server has no user nobody"),
         (rig.server.rpartition("/")[0].rpartition(":")[2], "1", "cannot be reached"),
     ):
         source = opened(
