@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import zstandard
 
 from penstock.errors import Unreachable
 from penstock.model import page_id
-from penstock.ports import Clock
+from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.postgres.arrays import byteas
 from penstock.stores.postgres.store import PostgresStore
@@ -33,7 +32,7 @@ PRUNE = 2000  # pages looked at in one statement
 PRUNES = 10  # such statements in one transaction at most: others wait for it
 
 
-class Staged(msgspec.Struct):
+class Staged(StagedPages):
     """What is to be stored: bodies that are new to us, compressed, and those that we know."""
 
     new: dict[str, tuple[bytes, int]] = {}  # packed, size
@@ -68,10 +67,11 @@ class PostgresPages:
                 staged.new[id_] = (self._squeeze.compress(body), len(body))
         return staged
 
-    async def send(self, staged: Staged) -> None:
+    async def send(self, staged: StagedPages) -> None:
         """There when it returns. Raises StoreUnavailable; what was sent then without being named by
         anybody goes with retention.
         """
+        assert isinstance(staged, Staged)
         if staged.new or staged.again:
             await self.db.write(
                 lambda tx: self._send(tx, staged), durable=not self.shared, alone=False
@@ -110,10 +110,11 @@ class PostgresPages:
             ],
         )
 
-    def index_in(self, tx: Tx, staged: Staged) -> list[str]:
+    def index_in(self, tx: Tx, staged: StagedPages) -> list[str]:
         """Ids whose bytes are not there (any more). Elsewhere than in the ledger's store that was
         seen to by `send`.
         """
+        assert isinstance(staged, Staged)
         ids = [*staged.new, *staged.again]
         if not ids or not self.shared:
             return []
@@ -126,7 +127,8 @@ class PostgresPages:
         }
         return [h for h in ids if h not in found]
 
-    def forget(self, staged: Staged) -> None:
+    def forget(self, staged: StagedPages) -> None:
+        assert isinstance(staged, Staged)
         for h in [*staged.new, *staged.again]:
             self._known.pop(h, None)
 

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import obstore
 import zstandard
 from obstore.exceptions import BaseError
 
 from penstock.errors import PenstockError, StoreUnavailable, Unreachable
 from penstock.model import page_id
-from penstock.ports import Clock
+from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.s3 import bucket_at, refused, said
 from penstock.stores.sql import SqlStore, Tx
@@ -38,7 +37,7 @@ MARK = "penstock"  # an object that is written and read at the start, to see tha
 log = logging.getLogger("penstock.pages")
 
 
-class Staged(msgspec.Struct):
+class Staged(StagedPages):
     """What is to be stored: bodies that are new to us, compressed and with their object's name, and
     those that we know.
     """
@@ -91,8 +90,9 @@ class S3Pages:
             len(body),
         )
 
-    async def send(self, staged: Staged) -> None:
+    async def send(self, staged: StagedPages) -> None:
         """Objects that no row names yet. Raises StoreUnavailable."""
+        assert isinstance(staged, Staged)
         if not staged.new and not staged.again:
             return
         there = await self.db.read(
@@ -126,10 +126,11 @@ class S3Pages:
                 hint="see that the bucket can be reached and written",
             ) from e
 
-    def index_in(self, tx: Tx, staged: Staged) -> list[str]:
+    def index_in(self, tx: Tx, staged: StagedPages) -> list[str]:
         """Name what was sent. Returns what was taken for stored but is gone: retention, in another
         process perhaps, was quicker.
         """
+        assert isinstance(staged, Staged)
         now = self.clock.now()
         if staged.new:
             tx.executemany(
@@ -155,7 +156,8 @@ class S3Pages:
         there = self._rows(tx, "hash", list(staged.again))
         return [h for h in staged.again if h not in there]
 
-    def forget(self, staged: Staged) -> None:
+    def forget(self, staged: StagedPages) -> None:
+        assert isinstance(staged, Staged)
         for h in [*staged.new, *staged.again]:
             self._known.pop(h, None)
 

@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import zstandard
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
 from penstock.model import page_id
-from penstock.ports import Clock
+from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
 
@@ -39,7 +38,7 @@ MOVE_BYTES = 4 << 20  # packed bytes moved in one go: a transaction must not hol
 ORPHANED = 3600.0  # a segment that no row names for so long never will be
 
 
-class Staged(msgspec.Struct):
+class Staged(StagedPages):
     """Bytes that lie in a segment but that no index row names yet."""
 
     segment: str = ""
@@ -166,8 +165,9 @@ class SegmentStore:
                 self._name, self._end, self._lock = name, 0, lock
                 return
 
-    async def send(self, staged: Staged) -> None:
+    async def send(self, staged: StagedPages) -> None:
         """Syncs ahead of the transaction: nobody should hold that open while the disk works."""
+        assert isinstance(staged, Staged)
         if staged.rows and self.db.durability == "full":
             try:
                 await asyncio.get_running_loop().run_in_executor(
@@ -198,11 +198,12 @@ class SegmentStore:
             finally:
                 os.close(fd)
 
-    def index_in(self, tx: Tx, staged: Staged) -> list[str]:
+    def index_in(self, tx: Tx, staged: StagedPages) -> list[str]:
         """Sync the bytes if `send` has not, then name them: a row never points at bytes that a
         power cut could take. Returns what was taken for known but is gone: retention, in another
         process perhaps, was quicker.
         """
+        assert isinstance(staged, Staged)
         now = self.clock.now()
         if staged.rows:
             if self.db.durability == "full" and not staged.synced:
@@ -227,8 +228,9 @@ class SegmentStore:
         there = {h.hex() for (h,) in found}
         return [h for h in staged.again if h not in there]
 
-    def forget(self, staged: Staged) -> None:
+    def forget(self, staged: StagedPages) -> None:
         """The transaction failed: these are not known after all."""
+        assert isinstance(staged, Staged)
         for h in [*(row[0] for row in staged.rows), *staged.again]:
             self._known.pop(h, None)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.ports import DeadLetter
 from penstock.ports.reports import Cause, Filter, Letter
 from penstock.stores.sql import Tx
 
@@ -145,3 +146,53 @@ def letters_like(tx: Tx, prefix: str, most: int = 6) -> list[str]:
             (prefix, prefix + _END, most),
         )
     ]
+
+
+class SqlDeadLetters:
+    """Dead letters of the ledger."""
+
+    def __init__(self, tx: Tx) -> None:
+        self._tx = tx
+
+    def put(self, letter: DeadLetter, now: float) -> None:
+        """Store a letter. It replaces an older letter of the same event, under a new number."""
+        self._tx.execute("DELETE FROM dead WHERE event=?", (letter.event_id,))
+        self._tx.execute(
+            "INSERT INTO dead(event, topic, url, host, at, stage, class, reason, fingerprint,"
+            " detail, envelope, headers) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
+            (
+                letter.event_id,
+                letter.topic,
+                letter.url,
+                letter.host,
+                now,
+                letter.stage,
+                letter.error_class,
+                letter.reason,
+                letter.fingerprint,
+                letter.detail,
+                letter.envelope,
+                letter.headers,
+            ),
+        )
+
+    def has(self, event_id: str) -> bool:
+        return self._tx.execute("SELECT 1 FROM dead WHERE event=?", (event_id,)).get is not None
+
+    def redrivable(self, event_id: str) -> tuple[int, bytes] | None:
+        """(n, envelope) of a dead event whose letter is there."""
+        found: tuple[int, bytes] | None = self._tx.execute(
+            "SELECT e.n, d.envelope FROM dead d JOIN event e ON e.id=d.event WHERE d.event=? AND e.status='dead'",
+            (event_id,),
+        ).get
+        return found
+
+    def drop(self, event_id: str, *, release_page: bool = False) -> int:
+        """Delete a letter. Return 1 if there was one."""
+        self._tx.execute("DELETE FROM dead WHERE event=?", (event_id,))
+        gone = self._tx.changes()
+        if release_page:
+            self._tx.execute(
+                "DELETE FROM needed WHERE event=(SELECT n FROM event WHERE id=?)", (event_id,)
+            )
+        return gone

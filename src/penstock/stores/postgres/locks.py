@@ -9,11 +9,13 @@ import secrets
 import threading
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psycopg
 
 from penstock.locks import FileLock, Lost
+from penstock.ports import Transaction
+from penstock.stores.sql import Tx
 
 if TYPE_CHECKING:
     from penstock.stores.postgres.store import PostgresStore
@@ -83,11 +85,8 @@ class FleetLock:
                 self._wire.close()
                 raise self._store.outage(e, "cannot be asked for a lock") from e
 
-    def check_in(self, tx: Any) -> None:
-        if (
-            not self._token
-            or tx.execute("SELECT token FROM holder WHERE name=?", (self.name,)).get != self._token
-        ):
+    def verify(self, tx: Transaction) -> None:
+        if not self._token or tx.locks.holder(self.name) != self._token:
             raise Lost(self.name)
 
     def lose(self) -> None:
@@ -101,3 +100,14 @@ class FleetLock:
     def release(self) -> None:
         self.lose()
         self._file.release()
+
+
+class HolderTable:
+    """Holders of the fleet's locks, inside one transaction."""
+
+    def __init__(self, tx: Tx) -> None:
+        self._tx = tx
+
+    def holder(self, name: str) -> str | None:
+        token: str | None = self._tx.execute("SELECT token FROM holder WHERE name=?", (name,)).get
+        return token
