@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from penstock.ports.claims import ClaimTable
 from penstock.ports.hosts import HostTable
@@ -14,6 +17,7 @@ from penstock.ports.locks import LockTable
 from penstock.ports.outbox import OutboxTable
 from penstock.ports.pages import PageIndex
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
+from penstock.ports.reports import Reports
 from penstock.ports.source import Sources
 
 T = TypeVar("T")
@@ -46,6 +50,7 @@ class Transaction:
     locks: LockTable
     outgoing: Outgoing
     members: Members
+    reports: Reports
 
 
 class UnitOfWork(Protocol):
@@ -74,6 +79,21 @@ class UnitOfWork(Protocol):
 
     def snapshot(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on the data of one moment, for commands without an event loop."""
+
+
+class StoreFile(Protocol):
+    """The store of the ledger, as `doctor` and a starting worker look at it."""
+
+    @property
+    def path(self) -> str:
+        """Its name in messages. Contains no password."""
+
+    @property
+    def file(self) -> Path | None:
+        """Its file on this machine, or None for a server."""
+
+    def check(self) -> list[str]:
+        """Return what is damaged, in sentences."""
 
 
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
