@@ -22,6 +22,7 @@ from penstock.ports import (
     Published,
     QueueAudit,
     Stats,
+    Subscription,
     TopicSpec,
 )
 from penstock.stores.sql import SqlStore, Tx
@@ -168,12 +169,21 @@ class SqlQueue(ABC):
     async def purge(self, topic: str) -> int:
         return await self.db.write(lambda tx: self.purge_in(tx, topic))
 
-    async def replay(self, topic: str, group: str, *, since: float) -> int:
+    async def replay(
+        self, topic: str, group: str, *, since: float, offsets: Mapping[int, int] | None = None
+    ) -> int:
+        assert offsets is None, "only topics with partitions have offsets"
         n = await self.db.write(lambda tx: self.replay_in(tx, topic, group, since))
         self.wake([topic])
         return n
 
     # -- each database's own -----------------------------------------------------------------------
+
+    @abstractmethod
+    def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
 
     @abstractmethod
     def wake(self, topics: Iterable[str]) -> None: ...

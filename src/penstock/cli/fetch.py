@@ -130,7 +130,7 @@ class _Pace:
             claims.blocked_until,
         )
         self.refresh = claims.refresh
-        self.concurrency, self.exempt = claims.concurrency, claims.exempt
+        self.concurrency, self.exempt, self.gap = claims.concurrency, claims.exempt, claims.gap
 
     async def reserve(
         self, wants: Mapping[str, int], *, within: float | None = None
@@ -302,8 +302,8 @@ async def _run(config: Config, event: Event, patience: float, ignoring: str) -> 
             await _slot(store, pace, event.key, patience)
             if ignoring:
                 await store.note(
-                    lambda tx: store.hosts.note_in(
-                        tx, "robots", event.key, ignoring, _who(), at_once=True
+                    lambda hosts: hosts.add_exception(
+                        "robots", event.key, ignoring, _who(), once=True
                     )
                 )
             await stage.fetch(event, None)

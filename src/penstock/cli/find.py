@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import PenstockError, UsageError
 from penstock.operate.figures import joined, short
 
 if TYPE_CHECKING:
+    from penstock.ports import Transaction
     from penstock.ports.reports import EventRow
     from penstock.runtime.stores import Stores
 
@@ -24,8 +25,7 @@ def key_of(stores: Stores, text: str) -> bytes:
     from penstock.rules.identity import BadUrl, canonical_url
 
     try:
-        key: bytes = stores.ledger.url_key(canonical_url(text))
-        return key
+        return stores.ledger.url_key(canonical_url(text))
     except BadUrl as e:
         raise UsageError(
             f"{text!r} is no URL: {e.reason}",
@@ -57,26 +57,23 @@ def ambiguous(text: str, what: str, found: Sequence[str]) -> NoReturn:
     )
 
 
-def event_for(stores: Stores, tx: Any, text: str) -> EventRow:
+def event_for(stores: Stores, tx: Transaction, text: str) -> EventRow:
     """By `last`, URL (the newest event), event id or unique prefix of one."""
     if text == "last":
-        found = stores.reports.newest(tx)
+        found = tx.reports.newest()
         if found is None:
             raise NotFound("nothing was accepted yet", hint="penstock push URL")
         return found
     if is_url(text):
-        rows = stores.reports.of_url(tx, key_of(stores, text), 1)
+        rows = tx.reports.of_url(key_of(stores, text), 1)
         if not rows:
             raise NotFound(
                 f"no event for {text}",
                 hint="penstock push it; `penstock events ls` lists what there is",
             )
         return rows[0]
-    row = stores.reports.event(
-        tx,
-        one(
-            stores.reports.ids_like(tx, text, MOST), text, "event", "penstock events ls lists them"
-        ),
+    row = tx.reports.event(
+        one(tx.reports.ids_like(text, MOST), text, "event", "penstock events ls lists them"),
     )
     assert row is not None
     return row

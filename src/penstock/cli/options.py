@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Group, Parameter
 
@@ -21,6 +21,7 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
+    from penstock.ports import Transaction
     from penstock.runtime.stores import Stores
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ class Common:
         finally:
             opened.close()
 
-    def read(self, question: Callable[[Stores, Any], T]) -> T:
+    def read(self, question: Callable[[Stores, Transaction], T]) -> T:
         """One question to the books, answered from one moment."""
         with self.stores() as stores:
             return ask(stores, lambda tx: question(stores, tx))
@@ -135,10 +136,9 @@ class CommonWithOutput(Common):
 DEFAULTS, WITH_OUTPUT = Common(), CommonWithOutput()
 
 
-def ask(stores: Stores, question: Callable[[Any], T]) -> T:
+def ask(stores: Stores, question: Callable[[Transaction], T]) -> T:
     """One moment, however many statements the question takes."""
-    answer: T = stores.db.moment(question)
-    return answer
+    return stores.uow.snapshot(question)
 
 
 def confirmed(what: str, *, yes: bool, hint: str = "") -> bool:

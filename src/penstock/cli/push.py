@@ -140,7 +140,7 @@ def push(
     with common.stores(create=True) as stores, _watched() as seen:
         done = stores.perform(
             lambda: intake.push(
-                stores.books,
+                stores.lifecycle,
                 inputs,
                 clock=stores.clock,
                 route=route,

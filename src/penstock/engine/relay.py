@@ -20,9 +20,12 @@ from penstock.ports import (
     Clock,
     Delivery,
     Durability,
+    Events,
     EventState,
     LeaseTracking,
+    Members,
     Out,
+    Outgoing,
     Partitioned,
     Published,
     Stats,
@@ -285,8 +288,16 @@ class RelayedSubscription:
 class RelayedQueue:
     """The queue of external brokers inside one transaction: records work for after the commit."""
 
-    def __init__(self, tx: Transaction, relay: Relay, pending: PendingBrokerWork) -> None:
-        self._tx, self._relay, self._pending = tx, relay, pending
+    def __init__(
+        self,
+        outgoing: Outgoing,
+        members: Members,
+        events: Events,
+        relay: Relay,
+        pending: PendingBrokerWork,
+    ) -> None:
+        self._outgoing, self._members, self._events = outgoing, members, events
+        self._relay, self._pending = relay, pending
 
     def enqueue(self, batch: Sequence[Out]) -> list[tuple[Published, int]]:
         now = self._relay.clock.now()
@@ -294,10 +305,10 @@ class RelayedQueue:
         for message in batch:
             if message.not_before > now:
                 due = message.not_before
-                n = self._tx.outgoing.add(message, due=due, reserved_until=0.0)
+                n = self._outgoing.add(message, due=due, reserved_until=0.0)
                 self._relay.next_due = min(self._relay.next_due or due, due)
             else:
-                n = self._tx.outgoing.add(message, due=now, reserved_until=now + RESERVATION)
+                n = self._outgoing.add(message, due=now, reserved_until=now + RESERVATION)
                 self._pending.publish.append((n, message))
             answers.append((Published.OK, n))
         return answers
@@ -323,7 +334,7 @@ class RelayedQueue:
         due = state.not_before
         if state.status == "delayed" and due is not None and due > now + CLOCK_TOLERANCE:
             return Retry(due - now, "its time has not come")
-        self._tx.events.set_position(state.n, delivery.position)
+        self._events.set_position(state.n, delivery.position)
         return None
 
     def may_start(self, rows: Sequence[int]) -> list[bool]:
@@ -336,32 +347,32 @@ class RelayedQueue:
 
     def _is_running(self, row: int) -> bool:
         """Return True if a live worker has the event. Then a new delivery is a copy."""
-        return self._tx.members.has_event(row, self._relay.clock.now())
+        return self._members.has_event(row, self._relay.clock.now())
 
     def hold_keys(self, topic: str, group: str, until: Mapping[str, float]) -> None:
         """Do nothing: an external broker delivers in its own order, and far events are delayed."""
 
     def reclaim(self, worker: str) -> list[str]:
         """Remove a crashed worker. The broker redelivers its messages by itself."""
-        self._tx.members.leave(worker)
+        self._members.leave(worker)
         return []
 
     def pause(self, topic: str, reason: str | None) -> bool:
         if not self._relay.has_topic(topic):
             return False
         self._relay.forget_paused()
-        self._tx.outgoing.pause(topic, reason)
+        self._outgoing.pause(topic, reason)
         return True
 
     def paused(self) -> dict[str, str]:
-        return self._tx.outgoing.paused()
+        return self._outgoing.paused()
 
     def make_due(self, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
-        self._tx.outgoing.make_due(topic, key, self._relay.clock.now())
+        self._outgoing.make_due(topic, key, self._relay.clock.now())
 
     def prune(self) -> int:
         """Delete workers without a heartbeat. External brokers delete their messages themselves."""
-        self._tx.members.prune(self._relay.clock.now() - STALE_MEMBER)
+        self._members.prune(self._relay.clock.now() - STALE_MEMBER)
         return 0
 
 
@@ -387,17 +398,18 @@ class RelayedUnitOfWork:
         return result
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
-        return await self._inner.read(lambda tx: work(self._bind(tx, PendingBrokerWork())))
+        return await self._inner.read(work)
 
     def write_now(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` without an event loop. A worker publishes its messages later."""
-        return self._inner.write_now(lambda tx: work(self._bind(tx, PendingBrokerWork())))
+        return self._inner.write_now(work)
 
     def snapshot(self, work: Callable[[Transaction], T]) -> T:
-        return self._inner.snapshot(lambda tx: work(self._bind(tx, PendingBrokerWork())))
+        return self._inner.snapshot(work)
 
     def _bind(self, tx: Transaction, pending: PendingBrokerWork) -> Transaction:
-        return replace(tx, queue=RelayedQueue(tx, self._relay, pending))
+        queue = RelayedQueue(tx.outgoing, tx.members, tx.events, self._relay, pending)
+        return replace(tx, queue=queue)
 
 
 class RelayChores:

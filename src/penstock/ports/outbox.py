@@ -39,7 +39,7 @@ class OutboxTable(Protocol):
         """
 
     def append(self, sink: str, lines: Sequence[Line]) -> None:
-        """Add rows for a sink, in order."""
+        """Add rows for a sink, in order. A sink with a table in this store is written directly."""
 
     def position(self, sink: str) -> tuple[int, str]:
         """Return the last row that was flushed, and the target's mark after it."""

@@ -126,3 +126,14 @@ class SqlUnitOfWork:
 
     def snapshot(self, work: Callable[[Transaction], T]) -> T:
         return self._store.moment(lambda sql: work(self._bind(sql)))
+
+
+class HolderTable:
+    """Holders of the fleet's locks, inside one transaction."""
+
+    def __init__(self, tx: Tx) -> None:
+        self._tx = tx
+
+    def holder(self, name: str) -> str | None:
+        token: str | None = self._tx.execute("SELECT token FROM holder WHERE name=?", (name,)).get
+        return token

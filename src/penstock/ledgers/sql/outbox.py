@@ -5,11 +5,11 @@ waiting for their hooks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,7 @@ CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL
   n)) WITHOUT ROWID;
 CREATE TABLE change(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, tries INTEGER NOT NULL DEFAULT 0, error TEXT);
 """
+TableWriter: TypeAlias = Callable[[Tx, Sequence[Row]], None]
 _json = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -46,8 +47,9 @@ class _Origin(msgspec.Struct, omit_defaults=True):
 class SqlOutbox:
     """The sinks' side of the ledger."""
 
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
+    def __init__(self, tx: Tx, tables: Mapping[str, TableWriter] | None = None) -> None:
+        """`tables` are the sinks whose table is in this store."""
+        self._tx, self._tables = tx, tables or {}
 
     @staticmethod
     def create(db: SqlStore) -> None:
@@ -128,7 +130,10 @@ class SqlOutbox:
         return int(found)
 
     def append(self, sink: str, lines: Sequence[Line]) -> None:
-        """Add rows for a sink, in order."""
+        """Add rows for a sink, in order. A table in this store is written directly."""
+        if sink in self._tables:
+            rows = [Row(0, line.key, line.body, line.order) for line in lines]
+            return self._tables[sink](self._tx, rows)
         id_ = self._sink_id(sink)
         first = self._tx.execute(
             "UPDATE sink SET next=next+? WHERE id=? RETURNING next", (len(lines), id_)

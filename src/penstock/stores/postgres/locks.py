@@ -15,7 +15,6 @@ import psycopg
 
 from penstock.locks import FileLock, Lost
 from penstock.ports import Transaction
-from penstock.stores.sql import Tx
 
 if TYPE_CHECKING:
     from penstock.stores.postgres.store import PostgresStore
@@ -100,14 +99,3 @@ class FleetLock:
     def release(self) -> None:
         self.lose()
         self._file.release()
-
-
-class HolderTable:
-    """Holders of the fleet's locks, inside one transaction."""
-
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
-
-    def holder(self, name: str) -> str | None:
-        token: str | None = self._tx.execute("SELECT token FROM holder WHERE name=?", (name,)).get
-        return token
