@@ -8,8 +8,8 @@ hypothesis test calls `asyncio.run` itself.
 
 Properties are tried with the same examples every time, and with no clock: what others do on this
 machine for a second is no fault of a property, and a submission is not where a new example is
-looked for. Look for one with `pytest --hypothesis-profile=search`, and keep what you find as an
-`@example`.
+looked for. Look for one with `pytest --hypothesis-profile=search` (20,000 examples) or `long`
+(2,000, part of `./dev test full`), and keep what you find as an `@example`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.servers"]
+pytest_plugins = ["tests.servers", "tests.rerun"]
 
 LIMIT, SLOW_LIMIT = (
     180.0,
@@ -38,6 +38,7 @@ settings.register_profile(
 settings.register_profile(
     "same", settings.get_profile("search"), derandomize=True, database=None, max_examples=100
 )
+settings.register_profile("long", settings.get_profile("search"), max_examples=2_000)
 settings.load_profile("same")
 
 

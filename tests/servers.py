@@ -5,6 +5,10 @@ What runs already is used as it is; what a test session started, it stops. Tests
 order of their servers, and a server that the next test does not need is stopped before another
 starts, so that only one of the large ones is in memory at a time. A worker of pytest-xdist has
 servers of its own: one worker's fault is not another's failure.
+
+Workers take the next test from one list (`--dist load --maxschedchunk 1`). They go through the
+servers together, so each worker starts each server about once. The list ends with the shortest
+tests, so all workers end at about the same time.
 """
 
 from __future__ import annotations
@@ -63,8 +67,7 @@ class _Lending:
     it alone, stops what was borrowed.
     """
 
-    def __init__(self) -> None:
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    def __init__(self, worker: str) -> None:
         self.everything = servers(state_directory() / worker)
         self.used: dict[str, IO[str]] = {}
         self.failed: dict[str, ServiceError] = {}
@@ -117,13 +120,31 @@ _lending = pytest.StashKey[_Lending]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_lending] = _Lending()
+    config.stash[_lending] = _Lending(_worker(config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: [ORDER[name] for name in _needs(item)]
-    )  # stable: those without a server stay in front, in their order
+def _worker(config: pytest.Config) -> str:
+    """Its name under pytest-xdist, else "". The environment variable also reaches a pytest that a
+    test starts.
+    """
+    given: dict[str, str] = getattr(config, "workerinput", {})
+    return given.get("workerid", "")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests without a server come first, where a person waits for the first failure. Beside other
+    workers they come last, and the slow ones of them before the rest.
+    """
+    items.sort(key=_longest_first if _worker(config) else _server_order)  # stable
+
+
+def _server_order(item: pytest.Item) -> list[int]:
+    return [ORDER[name] for name in _needs(item)]
+
+
+def _longest_first(item: pytest.Item) -> tuple[bool, list[int]]:
+    servers = _server_order(item)
+    return not servers, servers or [not item.get_closest_marker("slow")]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -138,8 +159,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[_lending].give_back(keep=set())
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Not later: pytest-xdist kills a worker that still runs ten seconds after its session."""
+    session.config.stash[_lending].give_back(keep=set())
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from redis import Redis
 from tests.brokers.served import Served
 from tests.servers import Handle
 
+from penstock.brokers.redis import broker as adapter
 from penstock.brokers.redis.broker import RedisBroker, base_of, entry_of, position
-from penstock.brokers.redis.broker import broker as adapter
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.model import Ack, Dead, Retry

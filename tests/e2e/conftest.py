@@ -58,3 +58,10 @@ def seed() -> int:
     value = int(os.environ.get("E2E_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"E2E_SEED={value}")
     return value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """So that `./dev test full` can repeat them: `-m random`."""
+    for item in items:
+        if "seed" in getattr(item, "fixturenames", ()):
+            item.add_marker("random")

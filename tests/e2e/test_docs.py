@@ -280,7 +280,7 @@ def test_every_test_and_source_file_in_the_text_exists() -> None:
         for path in re.findall(r"`((?:src|tests|bench|docs|deploy)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
         for module in re.findall(
-            r"`((?:[a-z_]+/)+\w+\.py|\w+\.py)`",
+            r"`((?!(?:src|tests|bench|docs|deploy|tools)/)(?:[a-z_]+/)+\w+\.py|\w+\.py)`",
             text,
         ):
             known = (

@@ -117,14 +117,17 @@ def install() -> None:
         return
     if os.getuid() != 0 or shutil.which("apt-get") is None:
         raise Unavailable(f"missing: {' '.join(missing)} (apt install {' '.join(missing)})")
+    from tools.services.state import cache_directory, locked  # not there for the script
+
     print(f"installing {' '.join(missing)} with apt, for network namespaces", file=sys.stderr)
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for args in (["update", "-qq"], ["install", "-y", "-qq", *missing]):
-        done = subprocess.run(
-            ["apt-get", *args], env=env, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise Unavailable(f"apt-get {args[0]}: {done.stderr[-500:]}")
+    with locked(cache_directory() / "apt.lock"):  # the one of tools/services: one apt at a time
+        for args in (["update", "-qq"], ["install", "-y", "-qq", *missing]):
+            done = subprocess.run(
+                ["apt-get", *args], env=env, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise Unavailable(f"apt-get {args[0]}: {done.stderr[-500:]}")
 
 
 def sent(notes: list[dict[str, Any]]) -> set[Sent]:

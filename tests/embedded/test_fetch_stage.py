@@ -740,7 +740,7 @@ def _checked_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checked origin serves requests without a task for a second, and this machine may stop for
     longer.
     """
-    monkeypatch.setattr("penstock.net.http._FRESH", 3600.0)
+    monkeypatch.setattr("penstock.net.http._TARGET_TTL", 3600.0)
 
 
 @pytest.mark.usefixtures("_checked_for_good")

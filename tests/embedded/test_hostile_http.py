@@ -309,15 +309,15 @@ async def test_a_transfer_that_rests_again_and_again_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = 0
-    rests = Engine.rests
+    must_pause = Engine.must_pause
 
     def every_other_time(engine: Engine, ex: Any) -> bool:
         nonlocal seen
         seen += 1
-        engine._turn_ends = 0.0 if seen % 2 else math.inf
-        return rests(engine, ex)
+        engine._pause_deadline = 0.0 if seen % 2 else math.inf
+        return must_pause(engine, ex)
 
-    monkeypatch.setattr(Engine, "rests", every_other_time)
+    monkeypatch.setattr(Engine, "must_pause", every_other_time)
     bodies = [random.Random(n).randbytes(n * 20_000) for n in range(30)]
 
     def answer(request: Request) -> Reply:
@@ -390,7 +390,7 @@ async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_
         asking.pop().cancel()
         last.set()
         assert [r.body for r in await asyncio.gather(*asking)] == bodies[:-1]
-        assert fetcher._opened[0].bodies.held == 0
+        assert fetcher._opened[0].bodies.held_bytes == 0
         last.clear()
         asking = [asyncio.create_task(fetcher.fetch(web.url(f"/{n}"))) for n in range(len(bodies))]
         await asyncio.sleep(0.2)

@@ -613,7 +613,7 @@ async def test_cancelling_closes_the_connection_and_frees_the_handle() -> None:
 @pytest.fixture
 def _checked_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checked origin serves `begin` for a second, and this machine may stop for longer."""
-    monkeypatch.setattr("penstock.net.http._FRESH", 3600.0)
+    monkeypatch.setattr("penstock.net.http._TARGET_TTL", 3600.0)
 
 
 async def begun(c: CurlFetcher, url: str) -> Response | BaseException | None:

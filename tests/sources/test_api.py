@@ -16,14 +16,14 @@ from tests.sources.web_rig import looking, run
 from penstock.authoring.pipeline import Pipeline
 from penstock.errors import ConfigError, SourceDown
 from penstock.model import Failure, mint
-from penstock.sources.api_parser import ApiError, Shape, next_link
+from penstock.sources.api_parser import ApiError, ItemFormat, next_link
 from penstock.testing.web import Reply, Request, Web, json_reply, reply, tagged
 
 
-def shape(**more: Any) -> Shape:
+def shape(**more: Any) -> ItemFormat:
     pipeline = Pipeline("test")
     pipeline.source("api+https://shop.test/")
-    return Shape(
+    return ItemFormat(
         pipeline.sources[0],
         **{
             "format": None,
@@ -92,10 +92,10 @@ def test_a_key_may_be_anything_but_nothing() -> None:
 
 
 NO_PAGE = {
-    "nothing": (b"", "is empty"), "HTML": (b"<!doctype html><p>busy", "HTML page"), "half of it": (b'[{"id": 1', "no JSON"),
-    "an object": (b'{"products": []}', "no list where the items should be"), "deep": (b"[" * 1_000_000, "no JSON"),
+    "nothing": (b"", "is empty"), "HTML": (b"<!doctype html><p>busy", "HTML page"), "half of it": (b'[{"id": 1', "not JSON"),
+    "an object": (b'{"products": []}', "no list where the items should be"), "deep": (b"[" * 1_000_000, "not JSON"),
     "50 MB": (b"[" + b" " * 50_000_000 + b"]", "bytes, of at most"), "many": (b"[" + b"0," * 3_000_000 + b"0]", "values"),
-    "noise": (bytes(range(128, 256)), "no JSON"),
+    "noise": (bytes(range(128, 256)), "not JSON"),
 }  # fmt: skip
 
 

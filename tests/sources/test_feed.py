@@ -16,7 +16,7 @@ from tests.sources.web_rig import looking, run
 from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.model import Failure, mint
 from penstock.sources.feed import FeedError, Hints, parse
-from penstock.sources.markup import when
+from penstock.sources.markup import parse_date
 from penstock.testing.web import Request, Web, reply, tagged
 
 RSS = "application/rss+xml"
@@ -146,7 +146,7 @@ BOMB = (
 NO_FEED = {
     "nothing": (b"", "is empty"),
     "blanks": (b" \n ", "is empty"),
-    "noise": (bytes(range(128, 256)) * 9, "is no XML"),
+    "noise": (bytes(range(128, 256)) * 9, "is not XML"),
     "HTML 5": (b"<!doctype html><html><body>404</body></html>", "is an HTML page"),
     "HTML": (b"<html><head></head><body><p>busy<br></body></html>", "is an HTML page"),
     "XHTML": (b'<html xmlns="http://www.w3.org/1999/xhtml"><body/></html>', "is an HTML page"),
@@ -154,8 +154,8 @@ NO_FEED = {
         b'<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9"><url><loc>http://a.test/</loc></url></urlset>',
         "neither RSS nor Atom",
     ),
-    "JSON": (b'{"items": []}', "no JSON Feed"),
-    "deep JSON": (b"[" * 1_000_000, "is no JSON"),
+    "JSON": (b'{"items": []}', "not a JSON Feed"),
+    "deep JSON": (b"[" * 1_000_000, "is not JSON"),
     "an external DTD": (
         b'<!DOCTYPE rss SYSTEM "file:///etc/passwd">' + rss(item(1)).partition("?>")[2].encode(),
         "DTD",
@@ -163,7 +163,7 @@ NO_FEED = {
     "an entity without a DTD": (b"<rss><!ENTITY a 'b'><channel/></rss>", "DTD"),
     "deep nesting": (b"<rss><channel>" + b"<a>" * 100_000, "nested too deeply"),
     "50 MB": (b"<rss><channel>" + b" " * 50_000_000, "bytes, of at most"),
-    "a gzip bomb": (gzip.compress(b"<rss>" + bytes(50_000_000)), "when it is unpacked"),
+    "a gzip bomb": (gzip.compress(b"<rss>" + bytes(50_000_000)), "when it is decompressed"),
     "broken gzip": (b"\x1f\x8b\x08\x00" + b"x" * 99, "broken gzip"),
     "a million tags": (b"<rss>" + b"<a/>" * 1_000_000, "tags, of at most"),
     "ampersands": (b"<rss>" + b"&" * 10_000_000, "entities"),
@@ -182,9 +182,9 @@ NO_FEED = {
     },
     "a bomb in utf-7 with its angles hidden": (
         BOMB.format("utf-7").replace("<", "+ADw-").encode(),
-        "is no XML",
+        "is not XML",
     ),
-    "a bomb in EBCDIC": (BOMB.format("cp037").encode("cp037"), "is no XML"),
+    "a bomb in EBCDIC": (BOMB.format("cp037").encode("cp037"), "is not XML"),
 }
 
 
@@ -217,7 +217,11 @@ def test_words_about_a_doctype_are_words() -> None:
 def test_a_date_is_read_or_it_is_none_and_never_guessed_from_today(
     text: str | None, expected: float | None
 ) -> None:
-    assert when(text) == pytest.approx(expected) if expected is not None else when(text) is None
+    assert (
+        parse_date(text) == pytest.approx(expected)
+        if expected is not None
+        else parse_date(text) is None
+    )
 
 
 def test_entries_without_an_id_are_known_by_link_or_content_and_shared_ids_are_told_apart() -> None:

@@ -307,8 +307,8 @@ async def test_a_gap_that_is_said_right_behind_a_message_is_told_by_the_next_loo
     class Late(Client):
         """Busy elsewhere behind every message, while the library goes on."""
 
-        def _asking(self, doing: str, work: Callable[..., Any], *args: Any, **named: Any) -> Any:
-            found = super()._asking(doing, work, *args, **named)
+        def _call(self, doing: str, work: Callable[..., Any], *args: Any, **named: Any) -> Any:
+            found = super()._call(doing, work, *args, **named)
             if isinstance(found, Message):
                 time.sleep(2)
             return found
@@ -333,7 +333,7 @@ async def test_a_gap_that_is_said_right_behind_a_message_is_told_by_the_next_loo
         time.sleep(2)  # the next one is here too, most probably
         for future in ground.admin.delete_records([TopicPartition(topic, 0, 9)]).values():
             future.result(20)
-        while not client.is_at_the_end:
+        while not client.is_at_end:
             client.take(1000, 4 << 20)
 
     try:
@@ -450,7 +450,7 @@ async def test_tls_and_a_login_carry_messages_and_a_wrong_one_is_told_without_it
             {"username": "u", "password": "env:NOT_SET_ANYWHERE"},
             "the environment has no NOT_SET_ANYWHERE",
         ),
-        ("kafka://127.0.0.1/t", {"every": "5s"}, "no rounds"),
+        ("kafka://127.0.0.1/t", {"every": "5s"}, "has no `every`"),
     ],
 )
 def test_mistakes_are_found_when_the_configuration_is_read(

@@ -239,10 +239,10 @@ def test_a_cause_too_long_for_an_index_is_cut() -> None:
     ("said", "says"),
     [
         ({"map": {"uri": "x"}}, "map has no 'uri'"),
-        ({"map": {"url": "a..b"}}, "map.url: 'a..b' is no JMESPath"),
-        ({"map": {"url": 7}}, "is no JMESPath expression"),
-        ({"where": "a ="}, "where: 'a =' is no JMESPath"),
-        ({"map": {"url": ""}}, "is no JMESPath"),
+        ({"map": {"url": "a..b"}}, "map.url: 'a..b' is not valid JMESPath"),
+        ({"map": {"url": 7}}, "is not a JMESPath expression"),
+        ({"where": "a ="}, "where: 'a =' is not valid JMESPath"),
+        ({"map": {"url": ""}}, "is not valid JMESPath"),
     ],
 )
 def test_a_slip_in_an_expression_is_an_error_when_the_configuration_is_read(

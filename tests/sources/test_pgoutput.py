@@ -109,7 +109,7 @@ def test_origins_types_and_messages_are_read() -> None:
 
 def test_a_table_is_introduced_before_its_rows() -> None:
     decoder = Decoder()
-    with pytest.raises(BadChange, match="not introduced"):
+    with pytest.raises(BadChange, match="has not described"):
         decoder.decode(change(b"I", b"N", row("1", "x")))
     table = decoder.decode(relation())
     assert isinstance(table, Relation)

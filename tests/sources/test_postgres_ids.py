@@ -87,4 +87,4 @@ async def test_a_server_that_stands_before_the_position_is_not_read_in_silence(r
     rig.cursor = Cursor(at.system, at.lsn + (1 << 40), 0).encode()
     rig.insert("https://shop.test/1")
     async with rig.reading() as batches:
-        assert "lies ahead of" in (await refused(batches)).message
+        assert "is ahead of" in (await refused(batches)).message

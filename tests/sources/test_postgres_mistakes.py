@@ -50,18 +50,18 @@ def opened(url: str, directory: Path, **options: Any) -> Any:
         ("postgres+cdc:db", {}, "has no //"),
         ("postgres+cdc://u:hidden@h:port/db", {}, "cannot be read"),
         ("postgres+cdc://u:hidden@h/db?sslmood=require", {}, "cannot be read"),
-        ("postgres+cdc://u:so?hidden@h/db", {}, "what stands behind the ? of its URL is no option"),
+        ("postgres+cdc://u:so?hidden@h/db", {}, "the URL has an invalid option after the ?"),
         ("postgres+cdc://u:hidden@h/db", {"tabel": "x"}, "there is no option 'tabel'"),
-        ("postgres+cdc://u:hidden@h/db", {"table": "a.b.c"}, "names no table"),
-        ("postgres+cdc://u:hidden@h/db?table=a", {"table": "b"}, "table is said twice"),
-        ("postgres+cdc://u:hidden@h/db?slot=Mine", {}, "cannot be a slot's name"),
+        ("postgres+cdc://u:hidden@h/db", {"table": "a.b.c"}, "is not a table name"),
+        ("postgres+cdc://u:hidden@h/db?table=a", {"table": "b"}, "table is set twice"),
+        ("postgres+cdc://u:hidden@h/db?slot=Mine", {}, "is not a valid slot name"),
         ("postgres+cdc://u:hidden@h/db?operations=delete", {}, "operations is 'delete'"),
         ("postgres+cdc://u:hidden@h/db?snapshot=maybe", {}, "snapshot is 'maybe'"),
         ("postgres+cdc://u:hidden@h/db", {"max_lag": "lots"}, "max_lag is 'lots'"),
         ("postgres+cdc://u:hidden@h/db", {"max_lag": "1KiB"}, "max_lag is '1KiB'"),
         ("postgres+cdc://u:hidden@h/db", {"on_limit": "wait"}, "on_limit is 'wait'"),
         ("postgres+table://u:hidden@h/db", {"done": "forget"}, "done is 'forget'"),
-        ("postgres+table://u:hidden@h/db?table=a,b", {}, "names 2 tables"),
+        ("postgres+table://u:hidden@h/db?table=a,b", {}, "option table has 2 tables"),
         ("postgres+table://u:hidden@h/db", {"key": 3}, "key is 3"),
     ],
 )
@@ -167,7 +167,7 @@ async def test_a_user_without_the_rights_is_told_which_and_who_may_give_them(rig
         rig.run(f"ALTER ROLE {user} REPLICATION")
         trouble = await refused(opened(url, rig.directory, **options).read(None))
         assert (
-            f"there is no publication penstock_asked, and {user} could not make it"
+            f"there is no publication penstock_asked, and {user} could not create it"
             in trouble.message
         )
         assert (
@@ -213,13 +213,13 @@ async def test_a_slot_that_is_gone_in_use_or_not_ours_is_said_with_what_to_do(ri
         rig.when(lambda: rig.slot_row("active"), "it is read by the first")
         async with rig.reading() as second:
             trouble = await refused(second)
-        assert f"slot {rig.slot} is read by somebody else" in trouble.message
+        assert f"slot {rig.slot} is being read by another client" in trouble.message
         assert trouble.after == 1.0
     rig.when(lambda: not rig.slot_row("active"), "the server has noticed that nobody reads it")
     rig.run("SELECT pg_drop_replication_slot(%s)", rig.slot)
     async with rig.reading() as batches:
         trouble = await refused(batches)
-    assert f"slot {rig.slot} is gone" in trouble.message
+    assert f"slot {rig.slot} does not exist any longer" in trouble.message
     assert f"penstock sources reset {rig.database} --to start" in trouble.hint
     rig.run("SELECT pg_create_logical_replication_slot(%s, 'test_decoding')", rig.slot)
     async with rig.reading() as batches:
@@ -249,7 +249,7 @@ async def test_a_slot_whose_log_the_server_threw_away_is_said(rig: Rig) -> None:
     finally:
         rig.run("ALTER SYSTEM RESET max_slot_wal_keep_size")
         rig.run("SELECT pg_reload_conf()")
-    assert f"the server has thrown away WAL that slot {rig.slot} still needed" in trouble.message
+    assert f"the server has discarded WAL that slot {rig.slot} still needed" in trouble.message
     assert "penstock sources slots drop" in trouble.hint
 
 

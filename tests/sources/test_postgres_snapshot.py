@@ -133,7 +133,7 @@ async def test_a_table_without_a_key_cannot_be_read_in_pieces(rig: Rig) -> None:
 def test_a_position_survives_being_written() -> None:
     cursor = Cursor("7", 99, 3, Reading(1, ["a", "b"]), [Part(0, None, "1:5:2", 120)])
     assert Cursor.decode(cursor.encode(), "s") == cursor
-    assert "behind a, b" in str(cursor)
+    assert "after a, b" in str(cursor)
     assert str(Cursor("7", 0x16B374D848, 3)) == "16/B374D848, 3 changes into that transaction"
 
 

@@ -138,7 +138,7 @@ async def test_looking_takes_nothing(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        ({"table": "nowhere"}, "there is no table public.nowhere", "name another one"),
+        ({"table": "nowhere"}, "there is no table public.nowhere", "name another table"),
         (
             {"column": "done_at"},
             "has no column done_at",

@@ -22,7 +22,7 @@ from penstock.clock import SystemClock
 from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.intake.mapping import Mapping
 from penstock.ports import Batch, Clock, Finding
-from penstock.sources.redis import LONGEST, Outside, RedisList, open_source
+from penstock.sources.redis import MAX_ELEMENT, RedisList, UserServer, open_source
 
 pytestmark = pytest.mark.server("redis")
 
@@ -196,7 +196,7 @@ async def test_elements_may_be_json_objects_and_what_cannot_be_read_is_refused(
         b'{"url": "https://shop.test/1", "meta": {"rank": "high"}, "method": "get"}',
         b'{"url": ',
         b"\xff\xfe",
-        b"x" * (LONGEST + 1),
+        b"x" * (MAX_ELEMENT + 1),
         b'{"url": "https://shop.test/2", "method": "POST"}',
         b" https://shop.test/3\n",
         b"",
@@ -284,7 +284,7 @@ async def told(source: RedisList) -> SourceDown:
 
 async def test_each_trouble_with_the_server_is_a_sentence_of_its_own(ground: Ground) -> None:
     ground.client.sadd(ground.key, "https://shop.test/1")
-    assert "is no list" in (await told(ground.source())).message
+    assert "is not a list" in (await told(ground.source())).message
     assert (
         "no Redis server answers"
         in (await told(ground.source(url="redis://127.0.0.1:9/0"))).message
@@ -330,11 +330,11 @@ async def test_a_key_of_ours_that_somebody_else_uses_loses_no_element(ground: Gr
 )
 def test_a_server_that_cannot_be_read_is_told(facts: dict[str, str], says: str) -> None:
     with pytest.raises(Exception, match=says):
-        Outside("redis://localhost", evictable=False).judge(facts)
+        UserServer("redis://localhost", evictable=False).judge(facts)
 
 
 def test_how_long_a_server_remembers_is_its_owners_decision() -> None:
-    Outside("redis://localhost", evictable=False).judge(
+    UserServer("redis://localhost", evictable=False).judge(
         {"redis_version": "7.0.1", "aof_enabled": "0", "maxmemory_policy": "allkeys-lru"}
     )
 
@@ -370,9 +370,9 @@ async def test_a_password_may_come_from_the_environment_and_the_documented_right
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("redis://:hunter2@localhost/0", "names no list"),
-        ("redis://:hunter2@localhost/0?list=", "names no list"),
-        ("redis://:hunter2@localhost/0?list=a&set=b", "names more than one list"),
+        ("redis://:hunter2@localhost/0", "has no list"),
+        ("redis://:hunter2@localhost/0?list=", "has no list"),
+        ("redis://:hunter2@localhost/0?list=a&set=b", "has more than one list"),
         ("redis://:hunter2@localhost/x?list=a", "which is no number"),
         ("rediss://:hunter2@localhost/0?list=a&ssl_ca_certs=/nowhere", "which is no file"),
         ("redis://:hunter2@localhost/0?list=a&lits=b", "not known"),

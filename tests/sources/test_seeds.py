@@ -27,9 +27,9 @@ from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.intake.mapping import Mapping
 from penstock.ports import Finding
 from penstock.sources.base import BATCH
-from penstock.sources.seeds.files import Found
-from penstock.sources.seeds.lines import Caps, Lines, Stream
-from penstock.sources.seeds.positions import VANISHED, Mark, Marks
+from penstock.sources.seeds.files import SeedObject
+from penstock.sources.seeds.lines import Lines, SizeLimits, Stream
+from penstock.sources.seeds.positions import MAX_VANISHED, ObjectPosition, ObjectPositions
 from penstock.sources.seeds.source import Seeds, open_source
 from penstock.stores.s3 import bucket_at
 
@@ -181,9 +181,9 @@ async def test_any_bytes_make_findings_that_are_whole_however_they_are_divided(
     body = b"url,b\n" + b"".join(rng.choices(pieces, k=4000))
     for name in ("a.txt", "a.csv", "a.jsonl"):
         (tmp_path / name).write_bytes(body)
-        monkeypatch.setattr("penstock.sources.seeds.lines.CHUNK", 1 << 20)
+        monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", 1 << 20)
         whole, _ = await read(source(tmp_path, f"seeds:{name}", max_line=2000))
-        monkeypatch.setattr("penstock.sources.seeds.lines.CHUNK", rng.randrange(500, 5000))
+        monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", rng.randrange(500, 5000))
         parts: list[Finding] = []
         cursor: bytes | None = None
         while True:
@@ -278,7 +278,7 @@ async def test_a_list_that_was_replaced_is_read_from_its_beginning_with_other_id
 async def test_a_long_list_that_grows_is_not_read_again_but_a_changed_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.sources.seeds.object_reader.LONG", 1000)
+    monkeypatch.setattr("penstock.sources.seeds.object_reader.MAX_VERIFIED", 1000)
     path = tmp_path / "urls.txt"
     path.write_text(lines(0, 1000))
     _, cursor = await read(source(tmp_path, "seeds:urls.txt"))
@@ -416,7 +416,7 @@ async def test_a_link_that_leads_out_is_refused_and_one_that_stays_is_followed(
     (inbox / "z.txt").write_text(lines(2, 3))
     found: list[Finding] = []
     trouble = await down(source(tmp_path, "seeds:inbox"), found)
-    assert "outside.txt is a link that leads out of" in trouble.message
+    assert "outside.txt is a link to a path outside" in trouble.message
     assert urls(found) == expected(1, 3)
 
 
@@ -430,7 +430,7 @@ async def test_a_directory_that_a_glob_reaches_by_a_link_that_leads_out_is_refus
     (tmp_path / "lists" / "at").symlink_to(tmp_path / "other")
     found: list[Finding] = []
     trouble = await down(source(tmp_path, "seeds:lists/*/*.txt"), found)
-    assert "at is a link that leads out of" in trouble.message
+    assert "at is a link to a path outside" in trouble.message
     assert urls(found) == expected(1, 2)
 
 
@@ -441,7 +441,7 @@ async def test_what_cannot_be_read_is_named_and_the_others_go_on(tmp_path: Path)
     os.mkfifo(tmp_path / "1.txt")
     found: list[Finding] = []
     trouble = await down(source(tmp_path, "seeds:./"), found)
-    assert "1.txt is no file" in trouble.message
+    assert "1.txt is not a file" in trouble.message
     assert trouble.hint
     assert trouble.after == 5.0
     assert urls(found) == [*expected(0, 1), *expected(2, 3)]
@@ -470,19 +470,21 @@ async def test_a_missing_directory_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_the_position_stays_small_and_forgets_what_has_long_been_gone() -> None:
-    marks = Marks()
+    marks = ObjectPositions()
     for n in range(50_000):
-        marks.put(f"{n}.txt", Mark(b"12345678", 10**9, 10**6, 10**9, 1, 2**31, 2**31, True))
+        marks.put(
+            f"{n}.txt", ObjectPosition(b"12345678", 10**9, 10**6, 10**9, 1, 2**31, 2**31, True)
+        )
     assert len(marks.encode()) < 3_000_000
     marks.keep([f"{n}.txt" for n in range(49_990, 50_000)])
-    assert len(marks) == VANISHED + 10
+    assert len(marks) == MAX_VANISHED + 10
     assert marks.get("49989.txt") is not None
     assert marks.get("0.txt") is None
 
 
 async def test_a_position_of_another_version_is_told() -> None:
-    with pytest.raises(SourceDown, match="not of a kind"):
-        Marks(b"rubbish")
+    with pytest.raises(SourceDown, match="has a format that this version does not know"):
+        ObjectPositions(b"rubbish")
 
 
 # -- what people ask for ---------------------------------------------------------------------------
@@ -533,14 +535,14 @@ async def test_a_line_number_is_enough_where_there_is_one_list(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("url", "said", "reason"),
     [
-        ("seeds:", {}, "names no seed list"),
-        ("seeds+ftp://host/list", {}, "names no seed list"),
+        ("seeds:", {}, "is not the URL of a seed list"),
+        ("seeds+ftp://host/list", {}, "is not the URL of a seed list"),
         ("seeds:a", {"format": "xml"}, "no format 'xml'"),
         ("seeds:a", {"delimiter": "||"}, "delimiter is"),
         ("seeds:a", {"max_line": "10GiB"}, "max_line is"),
         ("seeds:a", {"max_size": "many"}, "max_size is"),
         ("seeds:a", {"colunm": "url"}, "no option 'colunm'"),
-        ("seeds:a", {"columns": [1]}, "columns is no list"),
+        ("seeds:a", {"columns": [1]}, "columns is not a list"),
         ("seeds+s3:///x", {}, "names no bucket"),
         ("seeds+s3://b/x?key=hunter2", {}, "half of its credentials"),
     ],
@@ -562,7 +564,7 @@ MILLION = """
     from pathlib import Path
     from tests.sources.seeds_rig import context, spec_of
     from penstock.clock import SystemClock
-    from penstock.sources.seeds.source import open_source
+    from penstock.sources.seeds.source.source import open_source
 
     async def main():
         source = open_source(spec_of("seeds:" + sys.argv[1]), context(Path("."), SystemClock()))
@@ -599,7 +601,7 @@ def test_a_million_lines_take_no_more_memory_than_a_few(tmp_path: Path, name: st
 class Endless:
     """A line without an end, as long as anybody reads."""
 
-    found = Found(name="x", path="x", stamp=b"", size=1 << 40, at=0.0)
+    found = SeedObject(name="x", path="x", stamp=b"", size=1 << 40, at=0.0)
 
     def read_at(self, offset: int, length: int) -> bytes:
         return b"x" * length
@@ -609,13 +611,13 @@ class Endless:
 
 
 def test_a_line_without_an_end_is_not_kept() -> None:
-    caps = Caps(1000, 1 << 40, 100.0)
+    caps = SizeLimits(1000, 1 << 40, 100.0)
     read_ = Lines(Stream(Endless(), caps, gzip=False), caps, delimiter=None)
     for _ in range(50):
         read_.budget = 4
         assert read_.record() is None
         assert len(read_._data) <= 2 << 20
-    assert read_.at == (0, 1, 0), "reading goes on before it another time"
+    assert read_.position == (0, 1, 0), "reading goes on before it another time"
 
 
 # -- S3 --------------------------------------------------------------------------------------------
@@ -720,7 +722,7 @@ async def test_a_bucket_that_is_not_there_and_a_server_that_is_away_are_sentence
 async def test_a_server_that_goes_away_in_the_middle_of_an_object_is_told_and_the_object_read_on(
     tmp_path: Path, place: str, server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.sources.seeds.lines.CHUNK", 20_000)
+    monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", 20_000)
     put(place, "a.txt", lines(0, 10_000).encode())
     put(place, "b.txt", lines(10_000, 10_001).encode())
     said = source(tmp_path, "seeds+" + place)

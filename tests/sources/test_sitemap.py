@@ -125,14 +125,17 @@ NO_SITEMAP = {
     ),
     "words": (b"there is nothing here", "neither XML nor a list"),
     "noise": (bytes(range(256)) * 99, "neither XML nor a list"),
-    "JSON": (b'{"urls": []}', "no JSON Feed"),
+    "JSON": (b'{"urls": []}', "not a JSON Feed"),
     "another root": (b"<foo/>", "neither urlset nor sitemapindex"),
     "cut off": (urlset(url("http://shop.test/1"))[:-20], "ill-formed"),
     "deep nesting": (b"<urlset>" + b"<a>" * 100_000, "nested more than"),
     "50 MB and more": (b"<urlset>" + b" " * (50 << 20), "bytes, of at most"),
-    "a gzip bomb": (gzip.compress(bytes(200 << 20)), "when it is unpacked"),
+    "a gzip bomb": (gzip.compress(bytes(200 << 20)), "when it is decompressed"),
     "broken gzip": (gzip.compress(urlset())[:-9], "broken gzip"),
-    "gzip three times": (gzip.compress(gzip.compress(gzip.compress(urlset()))), "packed more than"),
+    "gzip three times": (
+        gzip.compress(gzip.compress(gzip.compress(urlset()))),
+        "compressed more than",
+    ),
     "an external DTD": (b'<!DOCTYPE urlset SYSTEM "file:///etc/passwd"><urlset/>', "DTD"),
     **{
         f"a bomb in {e}": (BOMB.format(e).encode(e), "DTD")

@@ -186,7 +186,7 @@ def test_whatever_is_wrong_with_the_signature_the_answer_is_the_same_401(
     headers = {name: list(values) for name, values in standard().items()}
     breaking(headers)
     e = refusal(hook(secret=SECRET), headers)
-    assert (e.status, e.message) == (401, "this request is not from a sender that is known here")
+    assert (e.status, e.message) == (401, "the request has no valid signature or token")
     assert SECRET not in e.why
     assert GOOD not in e.why
 
@@ -664,23 +664,23 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
         ({"secret": "whsec_" + base64.b64encode(b"x" * 23).decode()}, "has 23 bytes"),
         ({"secret": "whsec_!"}, "not base64"),
         ({"secret": "env:NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE, which is not set"),
-        ({"secret": 5}, "no text"),
-        ({"secrets": []}, "no text"),
-        ({"secrets": SECRET}, "no text"),
+        ({"secret": 5}, "is not a text"),
+        ({"secrets": []}, "is not a text"),
+        ({"secrets": SECRET}, "is not a text"),
         ({"secret": SECRET, "secrets": [OLD]}, "both"),
         ({"signature": "github"}, "needs a secret"),
         ({"secret": TEXT, "signature": "md5"}, "not known"),
-        ({"secret": TEXT, "signature": "hmac"}, "is no header"),
+        ({"secret": TEXT, "signature": "hmac"}, "is not a header name"),
         ({"secret": TEXT, "signature": "hmac", "header": "X", "algorithm": "md5"}, "not known"),
-        ({"secret": TEXT, "signature": "hmac", "header": "X", "signed": "{X-Time}"}, "leaves out the body"),
-        ({"secret": TEXT, "signature": "hmac", "header": "X", "timestamp": "X-Time"}, "leaves out the body or the timestamp"),
+        ({"secret": TEXT, "signature": "hmac", "header": "X", "signed": "{X-Time}"}, "does not have the body"),
+        ({"secret": TEXT, "signature": "hmac", "header": "X", "timestamp": "X-Time"}, "does not have the body or the timestamp"),
         ({"secret": SECRET, "header": "X"}, 'belongs to signature = "hmac"'),
         ({"secret": SECRET, "unsigned": "anywhere"}, "there is a secret"),
         ({"unsigned": "yes"}, "unsigned is 'yes'"),
         ({"tolerance": "soon"}, "tolerance"),
         ({"max_body": "1TB"}, "max_body"),
         ({"rate": 0}, "rate"),
-        ({"id": "a["}, "no JMESPath"),
+        ({"id": "a["}, "not valid JMESPath"),
         ({"secert": SECRET}, "no option 'secert'"),
         ({"every": "5m"}, "no `every`"),
     ],
@@ -703,7 +703,7 @@ def test_a_secret_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_events_are_not_forgotten_while_their_signatures_hold() -> None:
-    with pytest.raises(ConfigError, match=r"history.keep \(5m\) forgets"):
+    with pytest.raises(ConfigError, match=r"history.keep \(5m\) deletes"):
         hook(secret=SECRET, settings={"history.keep": "5m"})
     assert hook(secret=SECRET, tolerance="2m", settings={"history.keep": "5m"})
     assert hook(secret=TEXT, signature="github", settings={"history.keep": "5m"})
@@ -713,5 +713,5 @@ def test_events_are_not_forgotten_while_their_signatures_hold() -> None:
     "url", ["webhook:", "webhook://shop", "webhook:a/b", "webhook:a?secret=x", "webhook:-a"]
 )
 def test_the_url_names_the_hook_and_nothing_else(url: str) -> None:
-    with pytest.raises(ConfigError, match="names no hook"):
+    with pytest.raises(ConfigError, match="is not the URL of a webhook"):
         hook(url.removeprefix("webhook:"), called="x")

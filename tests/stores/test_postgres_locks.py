@@ -18,7 +18,7 @@ from penstock.clock import SystemClock
 from penstock.engine.flusher import Flusher
 from penstock.ledgers.sql.outbox import SqlOutbox
 from penstock.locks import Lost, holder_alive, note_of
-from penstock.sinks.common import jsonl
+from penstock.sinks import jsonl
 from penstock.stores.postgres.locks import FleetLock
 from penstock.stores.postgres.store import PostgresStore
 

@@ -189,12 +189,12 @@ HEAD = '[pipeline]\nname = "p"\n[[extract]]\n'
         ),
         (HEAD + '[extract.fields]\na = "b["', "extract[0].fields.a.css: CSS selector 'b['"),
         (HEAD + '[extract.fields]\na = {xpath = "//["}', "extract[0].fields.a.xpath: XPath '//['"),
-        (HEAD + '[extract.fields]\na = {json = "a..b"}', "no dotted path"),
+        (HEAD + '[extract.fields]\na = {json = "a..b"}', "not a dotted path"),
         (HEAD + 'follow = ["a["]', "extract[0].follow[0]: CSS selector 'a['"),
         (HEAD + "follow = 3", "extract[0].follow: expected a string or a list of strings, found 3"),
         (
             HEAD + '[extract.fields]\na = {css = "b", as = "decimel"}',
-            "'decimel' is no transform; did you mean decimal?",
+            "'decimel' is not a transform; did you mean decimal?",
         ),
         (HEAD + '[extract.fields]\na = {css = "b", regex = "("}', "extract[0].fields.a.regex"),
         (
@@ -221,7 +221,7 @@ HEAD = '[pipeline]\nname = "p"\n[[extract]]\n'
             HEAD + '[extract.fields]\na = "b"\n[[extract]]\nname = "q"\n[extract.fields]\na = "b"',
             "extract[0]: each of several [[extract]] needs a name",
         ),
-        ('[pipeline]\nname = "p"\n[extract]\nmatch = "x"', "extract: is a list of tables"),
+        ('[pipeline]\nname = "p"\n[extract]\nmatch = "x"', "extract: must be a list of tables"),
         (
             '[pipeline]\nname = "p"\n[[sink]]\nurll = "jsonl:x"',
             "sink[0]: url is missing; did you mean urll?",

@@ -26,8 +26,8 @@ from penstock.engine.flusher import LAST_BACK_OFF, Flusher
 from penstock.errors import StoreUnavailable
 from penstock.locks import FileLock, holder_alive
 from penstock.ports import Row, Sink
-from penstock.sinks.common import csv as csv_sink
-from penstock.sinks.common import jsonl, sqlite
+from penstock.sinks import csv as csv_sink
+from penstock.sinks import jsonl, sqlite
 
 SINKS: dict[str, Callable[[Path], Sink]] = {
     "jsonl": lambda at: jsonl.open_sink("jsonl:out.jsonl", {}, at),
@@ -534,7 +534,7 @@ async def test_a_file_that_is_removed_under_way_is_made_again_and_said(tmp_path:
     outbox.close()
     assert written(tmp_path, "jsonl") == [2, 3]
     assert len(notices) == 1
-    assert "going on at its end" in notices[0]
+    assert "appending at its end" in notices[0]
 
 
 async def test_a_cancelled_flusher_keeps_the_lock_until_the_write_under_way_is_over(

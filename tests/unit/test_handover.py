@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.messages import LARGEST, Inline, PageMessage, page_message
+from penstock.engine.messages import MAX_INLINE_BODY, Inline, PageMessage, page_message
 from penstock.errors import BadEnvelope
 from penstock.model import page_id
 from penstock.ports import PageMeta
@@ -115,8 +115,13 @@ def test_what_is_not_the_page_is_not_used(codec: str, data: bytes) -> None:
 
 
 def test_a_page_that_claims_to_be_huge_is_not_unpacked() -> None:
-    assert carrying(bytes(LARGEST), "zstd", zstandard.compress(bytes(LARGEST))) == bytes(LARGEST)
-    assert carrying(bytes(LARGEST + 1), "zstd", zstandard.compress(bytes(LARGEST + 1))) is None
+    assert carrying(
+        bytes(MAX_INLINE_BODY), "zstd", zstandard.compress(bytes(MAX_INLINE_BODY))
+    ) == bytes(MAX_INLINE_BODY)
+    assert (
+        carrying(bytes(MAX_INLINE_BODY + 1), "zstd", zstandard.compress(bytes(MAX_INLINE_BODY + 1)))
+        is None
+    )
 
 
 def test_an_inline_part_that_is_none_makes_a_bad_message() -> None:

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.ports import Finding
-from penstock.sources.kafka.messages import FORMATS, Message, Reading
+from penstock.sources.kafka.messages import FORMATS, Message, MessageReader
 
-AUTO = Reading(cluster="c", topic_id="t")
+AUTO = MessageReader(cluster="c", topic_id="t")
 
 
 def message(
@@ -31,7 +31,7 @@ def message(
     return Message("shop.public.products", 0, offset, 1763265600.0, key, raw, headers or [])
 
 
-def read(value: Any, reading: Reading = AUTO, **more: Any) -> Finding:
+def read(value: Any, reading: MessageReader = AUTO, **more: Any) -> Finding:
     found = reading.finding(message(value, **more))
     assert found is not None
     assert not found.refused, found.refused
@@ -171,7 +171,7 @@ def test_half_a_position_names_no_change_and_the_offset_does(marks: dict[str, An
     ("operations", "taken"), [("cru", "cru"), ("c", "c"), ("d", "d"), ("crudtm", "crudtm")]
 )
 def test_only_the_operations_that_were_asked_for_are_taken(operations: str, taken: str) -> None:
-    reading = Reading(operations=frozenset(operations))
+    reading = MessageReader(operations=frozenset(operations))
     assert (
         "".join(op for op in "crudtm" if reading.finding(message(envelope(op))) is not None)
         == taken
@@ -179,13 +179,13 @@ def test_only_the_operations_that_were_asked_for_are_taken(operations: str, take
 
 
 def test_a_deletion_is_the_row_that_was_there() -> None:
-    found = read(envelope("d", sku="A"), Reading(operations=frozenset("d")))
+    found = read(envelope("d", sku="A"), MessageReader(operations=frozenset("d")))
     assert (found.payload["sku"], found.payload["_cdc"]["op"]) == ("A", "d")
 
 
 def test_a_tombstone_is_passed_over_unless_it_is_all_there_is_of_a_deletion() -> None:
     assert AUTO.finding(message(None)) is None
-    found = read(None, Reading(tombstones=True), key=b'{"schema":{},"payload":{"id":9}}')
+    found = read(None, MessageReader(tombstones=True), key=b'{"schema":{},"payload":{"id":9}}')
     assert (found.payload["id"], found.payload["_cdc"]) == (9, {"op": "d"})
 
 
@@ -210,9 +210,9 @@ def test_an_unwrapped_change_is_a_row_and_its_marks_are_not_columns() -> None:
     assert found.id == read(value, offset=99).id
     assert AUTO.finding(message({"id": 1, "__deleted": "true"})) is None
     assert (
-        read({"id": 1, "__deleted": "true"}, Reading(operations=frozenset("d"))).payload["_cdc"][
-            "op"
-        ]
+        read({"id": 1, "__deleted": "true"}, MessageReader(operations=frozenset("d"))).payload[
+            "_cdc"
+        ]["op"]
         == "d"
     )
     assert read(with_schema({"id": 1, "__deleted": "false"})).payload["id"] == 1
@@ -289,7 +289,7 @@ def test_any_object_is_itself_and_is_known_by_its_place() -> None:
         "topic": "shop.public.products", "partition": 0, "offset": 3, "timestamp": 1763265600.0, "key": "k", "headers": {"h": {"base64": "/w=="}, "n": None},
     }  # fmt: skip
     assert found.id != read({"url": "https://a.example/", "op": "something else"}, offset=4).id
-    assert found.id != read({}, Reading(cluster="c", topic_id="made again"), offset=3).id
+    assert found.id != read({}, MessageReader(cluster="c", topic_id="made again"), offset=3).id
 
 
 def test_a_url_alone_is_enough() -> None:
@@ -299,7 +299,7 @@ def test_a_url_alone_is_enough() -> None:
 
 
 def test_json_is_left_alone_where_that_is_asked_for() -> None:
-    assert read(envelope("d"), Reading(format="json")).payload["op"] == "d"
+    assert read(envelope("d"), MessageReader(format="json")).payload["op"] == "d"
 
 
 def test_json_of_a_schema_registry_is_read_and_its_binary_formats_are_named() -> None:
@@ -316,8 +316,8 @@ def test_json_of_a_schema_registry_is_read_and_its_binary_formats_are_named() ->
         (b"", AUTO, "empty"),
         (b"\xff\xfe", AUTO, "no JSON"),
         (b"[" * 100_000, AUTO, "JSON"),
-        ({"a": 1}, Reading(format="cloudevents"), "no CloudEvent"),
-        ([1], Reading(format="debezium"), "no change event"),
+        ({"a": 1}, MessageReader(format="cloudevents"), "no CloudEvent"),
+        ([1], MessageReader(format="debezium"), "no change event"),
         ({"specversion": "1.0", "id": "", "source": "s", "type": "t"}, AUTO, "source and an id"),
         (
             {"specversion": "1.0", "id": "i", "source": "s", "type": "t", "data_base64": "!"},
@@ -327,7 +327,7 @@ def test_json_of_a_schema_registry_is_read_and_its_binary_formats_are_named() ->
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_bytes_and_the_reason(
-    value: Any, reading: Reading, reason: str
+    value: Any, reading: MessageReader, reason: str
 ) -> None:
     found = reading.finding(message(value))
     assert found is not None
@@ -395,7 +395,7 @@ HEADERS = st.lists(
 def test_whatever_a_message_holds_it_is_found_refused_or_passed_over_and_can_be_kept(
     value: bytes | None, key: bytes | None, headers: list[tuple[str, bytes | None]], format: str
 ) -> None:
-    reading = Reading(format=format, operations=frozenset("crudtm"), tombstones=True)
+    reading = MessageReader(format=format, operations=frozenset("crudtm"), tombstones=True)
     found = reading.finding(Message("t", 0, 1, 1.0, key, value, headers))
     assert found == reading.finding(Message("t", 0, 1, 1.0, key, value, headers)), (
         "the same cause, the same finding"

@@ -308,7 +308,7 @@ def test_yesterdays_failures_are_forgotten() -> None:
 def test_the_proxy_is_blamed_for_what_it_may_have_caused(
     failure: Failure, blamed: str | None
 ) -> None:
-    assert rules.blames(failure) == blamed
+    assert rules.failure_scope(failure) == blamed
 
 
 # -- cookies ---------------------------------------------------------------------------------------

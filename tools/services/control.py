@@ -134,6 +134,8 @@ def status(everything: Sequence[Server]) -> list[Status]:
             continue
         try:
             state, version = "running", server.version()
+        except ImportError:  # its client is not installed, so only the process can be seen
+            state, version = "running", noted.version
         except Exception:
             state, version = "not answering", noted.version
         found.append(Status(server.name, state, server.url(), noted.pid, version))

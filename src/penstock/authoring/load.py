@@ -1,4 +1,4 @@
-"""A pipeline file, in Python or TOML, to its one Pipeline."""
+"""Loads the pipeline of a Python or TOML file."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from penstock.errors import ConfigError
 
 
 def load(path: str | Path) -> Pipeline:
-    """The one pipeline of a `.py` or `.toml` file. Raises ConfigError that says where in the file."""
+    """Load the pipeline of a `.py` or `.toml` file. Raise ConfigError with the line in the file."""
     path = Path(path)
     try:
         source = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no pipeline file {path}", hint="`penstock init` writes one to start from"
+            f"there is no pipeline file {path}", hint="run `penstock init` to create one"
         ) from None
     except OSError as e:
         raise ConfigError(
             f"cannot read {path}: {e.strerror or e}",
-            hint="name a .py or .toml file that you may read",
+            hint="name a .py or .toml file that you can read",
         ) from None
     if path.suffix == ".toml":
-        from penstock.authoring.toml import (
-            compile_toml,  # here: it needs the parser, and a Python pipeline's parent never does
-        )
+        # Imported here, because it imports the parser. With a Python pipeline, only children do.
+        from penstock.authoring.toml import compile_toml
 
         pipeline = compile_toml(source, str(path))
     elif path.suffix == ".py":
         pipeline = _import(path, source)
     else:
         raise ConfigError(
-            f"{path} is neither .py nor .toml", hint="a pipeline is a Python file or a TOML file"
+            f"{path} is neither .py nor .toml", hint="name a Python file or a TOML file"
         )
     pipeline.check()
     pipeline.path = str(path.resolve())
@@ -45,34 +44,37 @@ def load(path: str | Path) -> Pipeline:
 
 def _import(path: Path, source: bytes) -> Pipeline:
     full = str(path.resolve())
-    # A name of its own: a user's `json.py` must not become everyone's json, and __name__ ==
-    # "__main__" must not hold.
+    # A unique module name: a user's `json.py` must not replace the module json, and __name__ ==
+    # "__main__" must not be true.
     module = types.ModuleType(
         "_penstock_pipeline_"
         + hashlib.blake2b(full.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
     )
     module.__file__ = full
     if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.insert(0, folder)  # as `python FILE` does; stays, for imports inside extractors
-    sys.modules[module.__name__] = module  # dataclasses and pydantic look their module up
+        # As `python FILE` does. It stays there for imports inside extractors.
+        sys.path.insert(0, folder)
+    sys.modules[module.__name__] = module  # dataclasses and pydantic look up their module
     try:
-        exec(compile(source, full, "exec", dont_inherit=True), module.__dict__)  # noqa: S102  the user's own file, by the user's own command
+        # The user's own file, run by the user's own command.
+        exec(compile(source, full, "exec", dont_inherit=True), module.__dict__)  # noqa: S102
     except (Exception, SystemExit) as e:
         del sys.modules[module.__name__]
-        raise _explained(e, path, full) from None
+        raise _load_error(e, path, full) from None
     found = {name: value for name, value in vars(module).items() if isinstance(value, Pipeline)}
     distinct = list({id(p): p for p in found.values()}.values())
     if len(distinct) != 1:
         del sys.modules[module.__name__]
         listed = ", ".join(f"{name} = Pipeline({p.name!r})" for name, p in found.items()) or "none"
-        hint = 'shop = Pipeline("shop"), and one file for each pipeline'
+        hint = 'write shop = Pipeline("shop"), and use one file for each pipeline'
         raise ConfigError(
-            f"{path}: a pipeline file has one Pipeline at its top level; found: {listed}", hint=hint
+            f"{path}: a pipeline file needs exactly one Pipeline at its top level, found: {listed}",
+            hint=hint,
         )
     return distinct[0]
 
 
-def _explained(error: BaseException, path: Path, full: str) -> ConfigError:
+def _load_error(error: BaseException, path: Path, full: str) -> ConfigError:
     line = next(
         (
             frame.lineno
@@ -81,7 +83,7 @@ def _explained(error: BaseException, path: Path, full: str) -> ConfigError:
         ),
         None,
     )
-    hint = "fix that line; `penstock config check` looks again"
+    hint = "fix that line, then run `penstock config check`"
     if isinstance(error, SyntaxError):
         if error.filename == full:
             line = error.lineno

@@ -1,5 +1,6 @@
-"""The user's API: Pipeline, what is declared on it, and how a pipeline file is loaded. It runs
-nothing and opens nothing.
+"""API of users: Pipeline, its declarations, and the loader of pipeline files.
+
+It runs no extractor and opens no connection.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ Key: TypeAlias = str | Sequence[str] | Callable[[dict[str, Any]], Any] | None
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
-# -- what a declaration becomes --------------------------------------------------------------------
+# -- declarations ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Extractor:
-    """User code for pages: a generator function taking a Page."""
+    """A function of the user for pages: a generator function with a Page as argument."""
 
     name: str
     version: int
-    match: tuple[str, ...]  # globs on the URL; none: every page
+    match: tuple[str, ...]  # globs on the URL, empty for every page
     key: Key
     fn: Callable[..., Any]
     _pattern: re.Pattern[str] | None = field(repr=False, compare=False, default=None)
@@ -50,39 +51,33 @@ class Extractor:
 
 @dataclass(frozen=True, slots=True)
 class SinkSpec:
-    url: str  # as written; a relative path in it is relative to where the pipeline runs
+    url: str  # as written. A relative path is relative to the directory in which the pipeline runs.
     options: dict[str, Any]
-    connect: dict[str, Any] | None = (
-        # the Kafka Connect connector that takes it from there: for `penstock connect`, never for
-        # the adapter
-        None
-    )
+    # The Kafka Connect connector that reads the topic. Only for `penstock connect`.
+    connect: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
     url: str
-    name: str  # of its cursor; events say it as their source
+    name: str  # name of its cursor, and the source of its events
     every: float | None  # seconds
     route: Route
     priority: int
     window: float | None  # seconds
     window_mode: str | None  # "delay" | "drop"
-    map: dict[
-        str, str
-    ]  # JMESPath over a finding's payload, by what it gives: see penstock.intake.mapping
-    where: str | None  # JMESPath: findings for which it is false are passed over
+    map: dict[str, str]  # name -> JMESPath over a finding's payload: see penstock.intake.mapping
+    where: str | None  # JMESPath. Findings for which it is false are skipped.
     hook: Callable[[dict[str, Any]], Any] | None
-    options: dict[str, Any]  # the adapter's own
-    connect: dict[str, Any] | None = (
-        # the Kafka Connect connector that feeds it: for `penstock connect`, never for the adapter
-        None
-    )
+    options: dict[str, Any]  # of the adapter
+    # The Kafka Connect connector that fills the topic. Only for `penstock connect`.
+    connect: dict[str, Any] | None = None
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What an `on_change` hook is given: a record that is not what it was. A record seen for the
-    first time is no change.
+    """A record that differs from its last version. Argument of an `on_change` hook.
+
+    A record that is seen for the first time is not a change.
     """
 
     event_id: str
@@ -92,14 +87,14 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     old: dict[str, Any]
     new: dict[str, Any]
-    fields: dict[str, list[Any]]  # name: [old, new], only those that differ
+    fields: dict[str, list[Any]]  # name -> [old, new], only fields that differ
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
     fn: Callable[[Change], Any]
-    fields: frozenset[str] | None  # None: any field
-    extractor: str | None  # None: every extractor
+    fields: frozenset[str] | None  # None for any field
+    extractor: str | None  # None for every extractor
 
     def wants(self, change: Change) -> bool:
         return (self.extractor is None or self.extractor == change.extractor) and (
@@ -111,20 +106,24 @@ class Hook:
 
 
 class Pipeline:
-    """What to extract from which pages, and where the records go. Declaring only records; `penstock
-    run FILE` runs it.
+    """Declares which records are extracted from which pages, and the sinks for them.
+
+    A declaration runs nothing. `penstock run FILE` runs the pipeline.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = _named(name, "the pipeline")
-        self.path: str | None = None  # the file it was loaded from; a child process loads it again
+        self.name = _check_name(name, "the pipeline")
+        self.path: str | None = None  # the file it was loaded from, for child processes
         self._extractors: list[Extractor] = []
         self._sinks: list[SinkSpec] = []
         self._sources: list[SourceSpec] = []
         self._hooks: list[Hook] = []
 
     def __repr__(self) -> str:
-        return f"<Pipeline {self.name}: {len(self._extractors)} extractors, {len(self._sinks)} sinks, {len(self._sources)} sources>"
+        return (
+            f"<Pipeline {self.name}: {len(self._extractors)} extractors, "
+            f"{len(self._sinks)} sinks, {len(self._sources)} sources>"
+        )
 
     @property
     def extractors(self) -> tuple[Extractor, ...]:
@@ -165,12 +164,13 @@ class Pipeline:
         key: Key = None,
         name: str | None = None,
     ) -> Any:
-        """Declare an extractor; the function stays what it was, so a test calls it:
-        `list(product(page))`.
+        """Declare an extractor.
 
-        `match`: glob on the URL (or several); none: every page. `version`: raise it to extract
-        known pages again. `key`: the field that names a record, several of them, or a function of
-        the record; none: the page's URL.
+        The function is returned unchanged, so that a test can call it: `list(product(page))`.
+
+        `match` is a glob on the URL, or several. Default: every page. Raise `version` to extract
+        stored pages again. `key` is the field that identifies a record, several fields, or a
+        function of the record. Default: the page's URL.
         """
         if fn is not None and not callable(fn):
             raise ConfigError(
@@ -179,7 +179,7 @@ class Pipeline:
             )
 
         def declare(fn: F) -> F:
-            label = _function(fn, "@extract", name)
+            label = _check_function(fn, "@extract", name)
             if any(e.name == label for e in self._extractors):
                 raise ConfigError(
                     f"two extractors are called {label!r}",
@@ -187,8 +187,8 @@ class Pipeline:
                 )
             if isinstance(version, bool) or not isinstance(version, int) or version < 1:
                 raise ConfigError(
-                    f"extractor {label}: version {version!r} is no whole number from 1 up",
-                    hint="version=1, then more whenever its records change",
+                    f"extractor {label}: version {version!r} is not a whole number from 1",
+                    hint="start with version=1, and raise it when its records change",
                 )
             globs = _globs(match, label)
             pattern = re.compile("|".join(fnmatch.translate(g) for g in globs)) if globs else None
@@ -198,27 +198,41 @@ class Pipeline:
         return declare if fn is None else declare(fn)
 
     def sink(self, url: str, *, connect: dict[str, Any] | None = None, **options: Any) -> None:
-        """Where records go: `jsonl:products.jsonl`, `csv:…`, `sqlite:…`. `connect`: the connector
-        that carries them on from a Kafka topic.
+        """Declare where records are written: `jsonl:products.jsonl`, `csv:…`, `sqlite:…`.
+
+        `connect` is the Kafka Connect connector that reads the records from a Kafka topic.
         """
         self._sinks.append(
             SinkSpec(_url(url, "sink"), options, _connect(connect, url, f"sink {mask(url)!r}"))
         )
 
     def source(
-        self, url: str, *, name: str | None = None, every: str | float | None = None, route: Route | dict[str, Any] | None = None,
-        priority: str = "normal", window: str | float | None = None, window_mode: str | None = None, map: Any = None,
-        where: str | None = None, hook: Callable[[dict[str, Any]], Any] | None = None, connect: dict[str, Any] | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        """What tells us that something changed. `every` and `window` in seconds, or "30s", "5m",
-        "1h", "1d".
+        self,
+        url: str,
+        *,
+        name: str | None = None,
+        every: str | float | None = None,
+        route: Route | dict[str, Any] | None = None,
+        priority: str = "normal",
+        window: str | float | None = None,
+        window_mode: str | None = None,
+        map: Any = None,
+        where: str | None = None,
+        hook: Callable[[dict[str, Any]], Any] | None = None,
+        connect: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Declare a source of changes.
 
-        `name`: what its position is kept under (else made from the URL: another URL, and it begins
-        anew). `map`: what else an event gets from the payload, by JMESPath: {"url": "after.link",
-        "priority": "after.rank", "geo": …}. `where`: a JMESPath condition; what it does not hold
-        for is passed over. `hook`: a function of the payload that gives the same keys as `map` (or
-        None: pass it over), for what JMESPath cannot say. `connect`: the Kafka Connect connector
-        that fills this topic, for `penstock connect`.
+        `every` and `window` are in seconds, or "30s", "5m", "1h", "1d".
+        `name` is the name of its cursor. By default it is made from the URL, so that a source with
+        another URL starts from the beginning.
+        `map` sets fields of an event from the payload, by JMESPath: {"url": "after.link",
+        "priority": "after.rank", "geo": …}.
+        `where` is a JMESPath condition. Findings for which it is false are skipped.
+        `hook` is a function of the payload that returns the same keys as `map`, or None to skip the
+        finding. Use it if JMESPath is not enough.
+        `connect` is the Kafka Connect connector that fills this topic, for `penstock connect`.
         """
         where_ = f"source {mask(_url(url, 'source'))!r}"
         try:
@@ -228,41 +242,40 @@ class Pipeline:
                 f"{where_}: route: {e}", hint="a route has geo, pool, account and render"
             ) from None
         try:
-            rank = Priority.named(priority)
+            priority_class = Priority.named(priority)
         except (KeyError, AttributeError):
             raise ConfigError(
-                f"{where_}: priority {priority!r} is not known", hint="high, normal or low"
+                f"{where_}: priority {priority!r} is not known", hint="use high, normal or low"
             ) from None
         if window_mode not in (None, "delay", "drop"):
             raise ConfigError(
-                f"{where_}: window_mode {window_mode!r} is not known", hint="delay or drop"
+                f"{where_}: window_mode {window_mode!r} is not known", hint="use delay or drop"
             )
         if (hook is not None and not inspect.isroutine(hook)) or inspect.iscoroutinefunction(hook):
             raise ConfigError(
-                f"{where_}: hook is no plain function",
-                hint="def hook(payload): return {'priority': 'high'}",
+                f"{where_}: hook is not a plain function",
+                hint="write def hook(payload): return {'priority': 'high'}",
             )
         if map is not None and not (
             isinstance(map, dict) and all(isinstance(key, str) for key in map)
         ):
             raise ConfigError(
-                f"{where_}: map is no table",
-                hint='map={"url": "after.link", "priority": "after.rank"}',
+                f"{where_}: map is not a table",
+                hint='write map={"url": "after.link", "priority": "after.rank"}',
             )
-        called = _named(name, "a source") if name is not None else _source_name(url)
-        if any(s.name == called for s in self._sources):
+        cursor_name = _check_name(name, "a source") if name is not None else _source_name(url)
+        if any(s.name == cursor_name for s in self._sources):
             raise ConfigError(
-                f"two sources are called {called!r}", hint='give one a name of its own: name="…"'
+                f"two sources are called {cursor_name!r}", hint='give one of them a name: name="…"'
             )
         every_, window_ = _seconds(every, f"{where_}: every"), _seconds(window, f"{where_}: window")
-        fed = _connect(connect, url, where_)
-        hinted = fed.get("route") if fed else None
-        # What its connector puts on each record is what an event gets, unless the pipeline says
-        # otherwise.
+        connector = _connect(connect, url, where_)
+        connector_route = connector.get("route") if connector else None
+        # Events get the route that the connector adds to each record, unless `map` sets another.
         map = {
             **(
-                {hint: f'_kafka.headers."penstock-{hint}"' for hint in hinted}
-                if isinstance(hinted, dict)
+                {hint: f'_kafka.headers."penstock-{hint}"' for hint in connector_route}
+                if isinstance(connector_route, dict)
                 else {}
             ),
             **(map or {}),
@@ -270,17 +283,17 @@ class Pipeline:
         self._sources.append(
             SourceSpec(
                 url,
-                called,
+                cursor_name,
                 every_,
                 hints,
-                rank,
+                priority_class,
                 window_,
                 window_mode,
                 map,
                 where,
                 hook,
                 options,
-                fed,
+                connector,
             )
         )
 
@@ -303,26 +316,28 @@ class Pipeline:
         fields: Sequence[str] | None = None,
         extractor: str | None = None,
     ) -> Any:
-        """Called (awaited, if async) with a Change after the record was written; at least once, so
-        use `change.event_id` where twice would hurt.
+        """Declare a function that is called with a Change after the record was written.
+
+        An async function is awaited. It is called at least once for each change, so use
+        `change.event_id` if a second call would do harm.
         """
         if fields is not None and (
             isinstance(fields, str) or not fields or not all(isinstance(f, str) for f in fields)
         ):
             raise ConfigError(
-                f"@on_change: fields={fields!r} is no list of field names",
-                hint='fields=["price"]; leave it out for every field',
+                f"@on_change: fields={fields!r} is not a list of field names",
+                hint='write fields=["price"], or leave it out for every field',
             )
 
         def declare(fn: F) -> F:
-            _function(fn, "@on_change", "hook")
+            _check_function(fn, "@on_change", "hook")
             self._hooks.append(Hook(fn, None if fields is None else frozenset(fields), extractor))
             return fn
 
         return declare if fn is None else declare(fn)
 
     def matching(self, url: str, requested: str | None = None) -> list[Extractor]:
-        """The extractors for a page: its own URL counts, and the one that was asked for."""
+        """Return the extractors for a page, by its URL or the URL that was requested."""
         return [
             e
             for e in self._extractors
@@ -330,13 +345,14 @@ class Pipeline:
         ]
 
     def signature(self, url: str) -> str:
-        """`name@version,…` of the extractors for this URL: another signature, and an unchanged page
-        is extracted again.
+        """Return `name@version,…` of the extractors for this URL.
+
+        If the signature has changed, an unchanged page is extracted again.
         """
         return ",".join([e.label for e in self._extractors if e.fits(url)])
 
     def check(self) -> None:
-        """What can only be known when everything has been declared."""
+        """Check the declarations that depend on each other, after all of them were made."""
         names = [e.name for e in self._extractors]
         for hook in self._hooks:
             if hook.extractor is not None and hook.extractor not in names:
@@ -346,31 +362,33 @@ class Pipeline:
                 )
 
 
-def _named(name: object, what: str) -> str:
+def _check_name(name: object, what: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
             f"{what} cannot be called {name!r}",
-            hint="1 to 64 letters, digits, '_', '-' or '.', a letter or digit first",
+            hint="use 1 to 64 letters, digits, '_', '-' or '.', with a letter or digit first",
         )
     return name
 
 
-def _function(fn: Any, decorator: str, name: str | None) -> str:
+def _check_function(fn: Any, decorator: str, name: str | None) -> str:
     if not callable(fn) or isinstance(fn, type):
         raise ConfigError(
             f"{decorator} needs a function, not {fn!r}", hint="put it above a `def name(page): …`"
         )
     label = name if name is not None else getattr(fn, "__name__", None)
+    # A hook may be async, because it is awaited.
     if inspect.isasyncgenfunction(fn) or (
         inspect.iscoroutinefunction(fn) and decorator == "@extract"
-    ):  # a hook may be async: it is awaited
+    ):
         raise ConfigError(
             f"{decorator}: {label} is async",
-            hint="write it as a plain `def`: the page is already there, and it runs in a process of its own",
+            hint="write it as a plain `def`: the page is already loaded, "
+            "and the function runs in a separate process",
         )
     if label == "<lambda>":
         raise ConfigError(f"{decorator}: a lambda has no name", hint='use `def`, or give name="…"')
-    return _named(label, "an extractor")
+    return _check_name(label, "an extractor")
 
 
 def _globs(match: Any, label: str) -> tuple[str, ...]:
@@ -385,8 +403,8 @@ def _globs(match: Any, label: str) -> tuple[str, ...]:
     )
     if any(not isinstance(g, str) or not g for g in globs):
         raise ConfigError(
-            f"extractor {label}: match {match!r} is no glob",
-            hint='match="*/product/*"; leave it out for every page',
+            f"extractor {label}: match {match!r} is not a glob",
+            hint='write match="*/product/*", or leave it out for every page',
         )
     return globs
 
@@ -398,7 +416,7 @@ def _key(key: Any, label: str) -> Key:
     if not names or any(not isinstance(n, str) or not n for n in names):
         raise ConfigError(
             f"extractor {label}: key {key!r} names no field",
-            hint='key="sku", key=("shop", "sku"), or a function of the record',
+            hint='write key="sku", key=("shop", "sku"), or a function of the record',
         )
     return names[0] if len(names) == 1 else names
 
@@ -413,15 +431,16 @@ def _url(url: Any, what: str) -> str:
 
 
 def _connect(given: Any, url: str, where: str) -> dict[str, Any] | None:
-    """What a connector's table says is checked by penstock.connect; here only that it is one, on a
-    topic.
+    """Check that a connector is a table, and belongs to a topic. `penstock.connect` checks the
+    rest.
     """
     if given is None:
         return None
     if not isinstance(given, dict) or not isinstance(given.get("kind"), str):
         raise ConfigError(
-            f"{where}: connect is no table with a kind",
-            hint='connect={"kind": "debezium-postgres", …}; see penstock connect init --help',
+            f"{where}: connect is not a table with a kind",
+            hint='write connect={"kind": "debezium-postgres", …}, '
+            "see `penstock connect init --help`",
         )
     if url.partition(":")[0].partition("+")[0] != "kafka":
         raise ConfigError(
@@ -432,16 +451,16 @@ def _connect(given: Any, url: str, where: str) -> dict[str, Any] | None:
 
 
 def _source_name(url: str) -> str:
-    """From what names the place, never from user, password or query."""
+    """Make a name from the URL's scheme and path, never from user, password or query."""
     scheme, _, rest = url.partition(":")
     place = re.sub(r"^//([^/@]*@)?", "", rest).partition("?")[0].partition("#")[0]
     if scheme == "webhook":
-        return _named(place, "a webhook")
-    words = "-".join(re.findall(r"[A-Za-z0-9_.]+", f"{scheme} {place}"))
+        return _check_name(place, "a webhook")
+    text = "-".join(re.findall(r"[A-Za-z0-9_.]+", f"{scheme} {place}"))
     return (
-        words
-        if len(words) <= 64
-        else f"{words[:55]}-{hashlib.blake2b(words.encode(), digest_size=4).hexdigest()}"
+        text
+        if len(text) <= 64
+        else f"{text[:55]}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
     )
 
 
@@ -450,5 +469,6 @@ def _seconds(value: str | float | None, where: str) -> float | None:
         return None if value is None else units.duration(value)
     except ValueError:
         raise ConfigError(
-            f"{where}: {value!r} is no length of time", hint='seconds, or "30s", "5m", "1h", "1d"'
+            f"{where}: {value!r} is not a length of time",
+            hint='write seconds, or "30s", "5m", "1h", "1d"',
         ) from None

@@ -1,5 +1,6 @@
-"""The beginning of a page, parsed alone: which answers it gives are those of the whole page. Not
-when it is worth trying, nor what is asked.
+"""Parsed prefix of a page, and the queries that it can answer like the whole page.
+
+`selecting` decides when to try it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from turbohtml import parse as parse_html
 
 from penstock.authoring.queries import Query
 
-SMALLEST = 2 << 10  # bytes of a beginning
-_UNSETTLED = frozenset(
-    {"select", "option", "optgroup", "template"}
-)  # open, these may still change what came before
-_reaches_back = re.compile(
-    rb"<[bhfBHF][otrOTR][dmaDMA][ylmYLM]"
-).search  # <body, <html, <frameset; and what looks like them, which does no harm
+SMALLEST = 2 << 10  # bytes of the shortest prefix
+# While one of these is open, later content may change elements before it.
+_CHANGES_EARLIER_CONTENT = frozenset({"select", "option", "optgroup", "template"})
+# <body, <html and <frameset. Other matches only mean that the whole page is parsed.
+_changes_prefix = re.compile(rb"<[bhfBHF][otrOTR][dmaDMA][ylmYLM]").search
 _FORMATTING = frozenset(
     {
         "a",
@@ -39,49 +38,49 @@ _FORMATTING = frozenset(
 
 
 class Beginning:
-    """The tree of a page's first bytes. What follows them is added at the end of what is still
-    open, and before a table that is; so an element that is closed, and lies in no open table, is as
-    it will be.
+    """The tree of a page's first bytes.
+
+    Later content is added at the end of open elements, or before an open table. So an element that
+    is closed and not inside an open table is final.
     """
 
     def __init__(self, document: Document) -> None:
         self.document = document
-        self._open: set[Node] = set()  # and nothing in it: nothing is settled
-        self._table: Element | None = None  # the outermost open one
-        self._formatted = (
-            False  # a badly nested end tag of theirs brings elements under other parents
-        )
+        self._open: set[Node] = set()  # empty if no element is final
+        self._table: Element | None = None  # the outermost open table
+        # A formatting element is open. A badly nested end tag of it moves elements to other
+        # parents.
+        self._formatted = False
         root = document.root
-        body = _last(root) if root is not None else None
-        if (
-            root is None or body is None or body.tag != "body" or not len(body)
-        ):  # it ends in the head, or after the body
+        body = _last_element(root) if root is not None else None
+        # The prefix ends in the head, or after the body.
+        if root is None or body is None or body.tag != "body" or not len(body):
             return
-        if self._follow(body):
+        if self._collect_open(body):
             self._open |= {root, body}
         else:
             self._open.clear()
 
-    def _follow(self, node: Element | None) -> bool:
-        """Note the way to the end. False: it leads through what may still change all that came
-        before.
+    def _collect_open(self, node: Element | None) -> bool:
+        """Collect the open elements on the path to the end of the prefix.
+
+        Return False if one of them may still change content before it.
         """
         while node is not None:
-            if node.tag in _UNSETTLED:
+            if node.tag in _CHANGES_EARLIER_CONTENT:
                 return False
             self._open.add(node)
             if node.tag == "table":
                 self._table = self._table or node
-                before = (
-                    node.previous_sibling
-                )  # what does not belong into a table is put there, and may still be open
-                return self._follow(before) if isinstance(before, Element) else True
+                # Content that is not allowed in a table is moved before it, and may still be open.
+                before = node.previous_sibling
+                return self._collect_open(before) if isinstance(before, Element) else True
             self._formatted = self._formatted or node.tag in _FORMATTING
-            node = _last(node)
+            node = _last_element(node)
         return True
 
     def first(self, query: Query) -> str | None:
-        """What the whole page's first match gives; None where only the whole page tells."""
+        """Return the text of the whole page's first match, or None if the prefix is not enough."""
         if not (self._open and query.steady) or (self._formatted and not query.compound):
             return None
         found = self.document.select_one(query.css)
@@ -95,8 +94,10 @@ class Beginning:
 
 
 def beginning(body: bytes, encoding: str | None, size: int) -> Beginning | None:
-    """None: that is most of the page, it may be cut in the middle of a character, or it has tags
-    that change what was there at its start.
+    """Parse the first `size` bytes of a page.
+
+    Return None if the prefix is more than half of the page, if the page is not declared as UTF-8,
+    or if a later `<html>`, `<body>` or `<frameset>` tag could change the prefix.
     """
     if (
         2 * size > len(body)
@@ -108,12 +109,12 @@ def beginning(body: bytes, encoding: str | None, size: int) -> Beginning | None:
     cut = body.rfind(b">", 0, size) + 1
     return (
         Beginning(parse_html(body[:cut], encoding=encoding, positions=False))
-        if cut and not _reaches_back(body, cut)
+        if cut and not _changes_prefix(body, cut)
         else None
     )
 
 
-def _last(node: Element) -> Element | None:
-    """Its last child, if that is an element."""
+def _last_element(node: Element) -> Element | None:
+    """Return the last child if it is an element, else None."""
     last = node[-1] if len(node) else None
     return last if isinstance(last, Element) else None

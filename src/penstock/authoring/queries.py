@@ -1,5 +1,6 @@
-"""What a selector string means: CSS with `::text` and `::attr()`, and XPath, compiled once and run
-on turbohtml's tree. Not the surface users call.
+"""Selector strings: CSS with `::text` and `::attr()`, and XPath, compiled once, run by turbohtml.
+
+See `selecting` for the API of users.
 """
 
 from __future__ import annotations
@@ -13,30 +14,29 @@ from turbohtml import Document, Element, Node, Text, XPath
 from turbohtml.convert import ExpressionError, css_to_xpath
 
 Found: TypeAlias = Node | str | float | bool
-_PROBE = Element(
-    "p"
-)  # something to try a selector on: turbohtml says what is wrong with one only when it is used
-# compiled selectors; a pipeline has dozens, and code that formats them by page must not grow us
-_KEPT = 4096
+# An element to try a selector on: turbohtml reports an invalid selector only when it is used.
+_PROBE = Element("p")
+# Compiled selectors in the cache. A pipeline has dozens. Code that makes a new selector for each
+# page must not use unlimited memory.
+_MAX_COMPILED = 4096
 
 
 class Query:
-    """Elements by CSS. Its answers are in document order, as XPath's are, because parsel's are."""
+    """Elements by CSS. Results are in document order, as those of XPath, because parsel does so."""
 
     __slots__ = ("compound", "css", "reach", "source", "steady")
-    strings = False  # whether what it finds are strings: texts or attributes, never elements
+    strings = False  # True if the results are strings (texts or attributes), not elements
 
     def __init__(self, source: str, css: str) -> None:
         self.source, self.css = source, css
-        self.reach = (
-            0  # bytes of a page that were enough of late, for it and for what was asked after it
-        )
-        # Inside an element parsel looks at the element too and sees nothing above it; without a
-        # combinator that is `matches` and `select`.
+        # Bytes of a page that were recently enough for this query and the queries after it.
+        self.reach = 0
+        # Below an element, parsel also checks the element itself, and ignores elements above it.
+        # Without a combinator, that is `matches` and `select`.
         self.compound = not re.search(
             r"[\s>+~]", re.sub(r"\[[^\]]*\]|\([^()]*\)|\s*,\s*", "", css.strip())
         )
-        self.steady = ":" not in css  # pseudo-classes look at what comes after an element too
+        self.steady = ":" not in css  # pseudo-classes may depend on content after the element
 
     def select(self, node: Node) -> list[Element]:
         if type(node) is Document:
@@ -45,8 +45,10 @@ class Query:
             inside = node.select(self.css)
             return [node, *inside] if type(node) is Element and node.matches(self.css) else inside
         try:
-            return [n for n in _evaluate(_scoped(self.css, ""), node) if type(n) is Element]
-        except ExpressionError:  # no XPath 1.0 for it (`:dir()`, …): then the browser's meaning
+            return [
+                n for n in _evaluate(_compile_relative(self.css, ""), node) if type(n) is Element
+            ]
+        except ExpressionError:  # not possible in XPath 1.0 (`:dir()`, …): use the browser's rules
             return node.select(self.css)
 
     def select_one(self, node: Node) -> Element | None:
@@ -55,7 +57,7 @@ class Query:
         return next(iter(self.select(node)), None)
 
     def of(self, match: Element) -> str | None:
-        """What the first match gives; None where others have to be looked at."""
+        """Return the text of the first match, or None if other matches must be checked."""
         return match.html
 
     def first(self, node: Node) -> str | None:
@@ -99,7 +101,7 @@ class _Texts(Query):
             if type(child) is Text:
                 return child.data
             if type(child) is Element:
-                break  # a match inside that element would come first
+                break  # a match inside that element would be first
         return None
 
     def all(self, node: Node) -> list[str]:
@@ -110,15 +112,20 @@ class _Texts(Query):
                 if type(child) is Text:
                     texts.append(child.data)
                 elif type(child) is Element and len(matches) > 1:
-                    return self._ordered(node, matches)
+                    return self._in_document_order(node, matches)
         return texts
 
-    def _ordered(self, node: Node, matches: list[Element]) -> list[str]:
-        """Where matches may contain each other: the text of the inner one comes in the middle of
-        the outer one's.
+    def _in_document_order(self, node: Node, matches: list[Element]) -> list[str]:
+        """Return the texts in document order if matches may contain each other.
+
+        The text of the inner match is then inside the text of the outer one.
         """
         try:
-            return [t for t in _evaluate(_scoped(self.css, "/text()"), node) if isinstance(t, str)]
+            return [
+                t
+                for t in _evaluate(_compile_relative(self.css, "/text()"), node)
+                if isinstance(t, str)
+            ]
         except ExpressionError:
             wanted = set(matches)
             return [n.data for n in node.descendants if type(n) is Text and n.parent in wanted]
@@ -127,8 +134,9 @@ class _Texts(Query):
 
 
 class Path(Query):
-    """XPath: the user's own, or CSS that only XPath can answer (parts with different
-    pseudo-elements, `:contains()`).
+    """XPath of the user, or CSS that only XPath can express.
+
+    Examples are `:contains()`, and parts with different pseudo-elements.
     """
 
     __slots__ = ("path", "variables")
@@ -150,7 +158,7 @@ class Path(Query):
 
 
 def _evaluate(path: XPath, node: Node, variables: dict[str, Any] | None = None) -> Iterable[Found]:
-    # parsel's context is the root element, not the document above it: `page.xpath("body/h1")`
+    # In parsel the context is the root element, not the document: `page.xpath("body/h1")`.
     context = (node.root or node) if type(node) is Document else node
     result = path(context, **variables) if variables else path(context)
     return result if isinstance(result, list) else (result,)
@@ -164,27 +172,31 @@ def string(found: Found) -> str:
     return ("1" if found else "0") if isinstance(found, bool) else str(found)
 
 
-@lru_cache(_KEPT)
-def _scoped(css: str, tail: str) -> XPath:
-    """`css` as parsel understands it below an element. `tail` goes to each of its parts."""
+@lru_cache(_MAX_COMPILED)
+def _compile_relative(css: str, tail: str) -> XPath:
+    """Compile `css` as parsel applies it below an element. `tail` is added to each of its parts."""
     return XPath(" | ".join(css_to_xpath(part) + tail for part in _split(css)))
 
 
-# In turbohtml's CSS there is no `:contains("…")`, which cssselect has: it travels as an attribute
-# test, and becomes a text test in XPath.
-_CONTAINS, _STAND_IN = (
+# turbohtml's CSS has no `:contains("…")`, but cssselect has. It is replaced by an attribute test,
+# which becomes a text test in XPath.
+_CONTAINS, _CONTAINS_ATTRIBUTE = (
     re.compile(r":contains\(\s*(\"[^\"]*\"|'[^']*'|[\w-]+)\s*\)"),
     "penstock-contains",
 )
 _PSEUDO = re.compile(
-    r"""::(?: (?P<text>text) | attr\( \s* (?: "(?P<q>[^"\\]+)" | '(?P<a>[^'\\]+)' | (?P<name>[^\s"'()\\,]+) ) \s* \) )$""",
+    r"""::(?: (?P<text>text) | attr\( \s* """
+    r"""(?: "(?P<q>[^"\\]+)" | '(?P<a>[^'\\]+)' | (?P<name>[^\s"'()\\,]+) ) \s* \) )$""",
     re.VERBOSE,
 )
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAX_COMPILED)
 def css(source: str) -> Query:
-    """Raises ValueError, naming the selector. Compiled queries are shared: they hold no page."""
+    """Compile a CSS selector. Raise ValueError with the selector.
+
+    Compiled queries are shared, because they hold no page.
+    """
     if not isinstance(source, str):
         raise TypeError(f"a CSS selector is a string, not {type(source).__name__}")
     try:
@@ -205,15 +217,16 @@ def css(source: str) -> Query:
                 else Query(source, plain)
             )
         paths = [
-            css_to_xpath(_CONTAINS.sub(rf"[{_STAND_IN}*=\1]", part)) + tail for part, tail in parts
+            css_to_xpath(_CONTAINS.sub(rf"[{_CONTAINS_ATTRIBUTE}*=\1]", part)) + tail
+            for part, tail in parts
         ]
-        return Path(source, XPath(" | ".join(paths).replace("@" + _STAND_IN, ".")))
+        return Path(source, XPath(" | ".join(paths).replace("@" + _CONTAINS_ATTRIBUTE, ".")))
     except (ValueError, ExpressionError) as e:
         reason = str(e).rpartition('": ')[2]
         raise ValueError(f"CSS selector {source!r}: {reason}") from None
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAX_COMPILED)
 def xpath(query: str) -> Path:
     try:
         return Path(query, XPath(query))
@@ -222,7 +235,7 @@ def xpath(query: str) -> Path:
 
 
 def _pseudo(part: str) -> tuple[str, str]:
-    """One comma-separated part → (CSS without pseudo-element, XPath step that stands for it)."""
+    """Split one part of a selector into CSS without its pseudo-element and an XPath step for it."""
     match = _PSEUDO.search(part)
     if match is None:
         if "::attr" in part:
@@ -236,8 +249,9 @@ def _pseudo(part: str) -> tuple[str, str]:
 
 
 def _split(css: str) -> list[str]:
-    """At the commas that separate selectors: not in strings, brackets, parentheses or after a
-    backslash.
+    """Split a selector at its commas.
+
+    Commas in strings, brackets and parentheses, or after a backslash, do not count.
     """
     parts, start, depth, quote, i = [], 0, 0, "", 0
     while i < len(css):

@@ -1,6 +1,4 @@
-"""Reading a page: parsel's surface over turbohtml, charsets, JSON-LD, links. Not which extractor
-runs, nor what becomes of a record.
-"""
+"""Reading of a page: a parsel-like API over turbohtml, charsets, JSON-LD and links."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ from penstock.authoring.prefix import SMALLEST, Beginning, beginning
 from penstock.authoring.queries import Found, Path, Query, string
 from penstock.rules.identity import BadUrl, canonical_url, join
 
-# -- the surface -----------------------------------------------------------------------------------
+# -- the API of users ------------------------------------------------------------------------------
 
 
 class Selector:
-    """A node of the page, or a string found in it. The names and answers are parsel's."""
+    """A node of the page, or a string found in it. Names and results are the same as in parsel."""
 
     __slots__ = ("root",)
 
@@ -36,16 +34,16 @@ class Selector:
         return SelectorList(self, queries.css(query))
 
     def xpath(self, query: str, **variables: Any) -> SelectorList:
-        """Variables stand for `$name` in the query."""
+        """Run an XPath query. `variables` are the values of `$name` in the query."""
         path = queries.xpath(query)
         return SelectorList(self, Path(query, path.path, variables) if variables else path)
 
     def first(self, query: Query) -> str | None:
-        """What the first match below gives; below a string there is nothing."""
+        """Return the text of the first match, or None. A string has no matches."""
         return query.first(self.root) if isinstance(self.root, Node) else None
 
     def get(self) -> str:
-        """An element's outer HTML; a text or an attribute as it is."""
+        """Return the outer HTML of an element, or a text or attribute unchanged."""
         return string(self.root)
 
     def getall(self) -> list[str]:
@@ -53,7 +51,7 @@ class Selector:
 
     @property
     def text(self) -> str:
-        """All text inside, tags left out."""
+        """All text inside, without tags."""
         return self.root.text if isinstance(self.root, Node) else string(self.root)
 
     @property
@@ -66,15 +64,15 @@ class Selector:
         )
 
     def re(self, regex: str | Pattern[str]) -> list[str]:
-        """Groups if it has some (a group named `extract` alone), else whole matches; on what
-        `get()` gives.
+        """Return all matches of a regular expression in the text of `get()`.
+
+        With groups, return the groups, or only a group named `extract`.
         """
         pattern = re.compile(regex)
         text = self.get()
         if isinstance(self.root, Node):
-            text = (
-                text.replace("&nbsp;", "\xa0").replace("&gt;", ">").replace("&quot;", '"')
-            )  # entities, as parsel: all but &lt; and &amp;
+            # Entities, as in parsel: all but &lt; and &amp;.
+            text = text.replace("&nbsp;", "\xa0").replace("&gt;", ">").replace("&quot;", '"')
         if "extract" in pattern.groupindex:
             return [m["extract"] for m in pattern.finditer(text) if m["extract"] is not None]
         return [
@@ -98,7 +96,7 @@ class Selector:
 
 
 class SelectorList:
-    """What a query found, found when it is asked for: `.get()` stops at the first."""
+    """Matches of a query. The query runs when they are used, and `.get()` stops at the first."""
 
     __slots__ = ("_items", "_of", "_query")
 
@@ -155,7 +153,7 @@ class SelectorList:
 
     @property
     def attrib(self) -> dict[str, str]:
-        """Of the first element."""
+        """Attributes of the first element."""
         return next((s.attrib for s in self._all()), {})
 
     def __iter__(self) -> Iterator[Selector]:
@@ -184,13 +182,15 @@ class SelectorList:
 
 # -- documents -------------------------------------------------------------------------------------
 
-FORGETTING = 64  # after about two thirds as many pages, half of what was needed is tried
+# The prefix shrinks by this fraction with each page, so that after about 44 pages half of the size
+# that was needed is tried.
+FORGETTING = 64
 _CHARSET = re.compile(r"""charset\s*=\s*["']?([^\s"';,]+)""", re.IGNORECASE)
 
 
 @lru_cache(1024)
 def _header_charset(content_type: str | None) -> str | None:
-    """The header's charset if the web knows it; a wrong label is no better than none."""
+    """Return the charset of the header, or None if browsers do not know it."""
     match = _CHARSET.search(content_type or "")
     if match is None or not match[1].isascii():
         return None
@@ -202,24 +202,33 @@ def _header_charset(content_type: str | None) -> str | None:
     return match[1]
 
 
-class Whole(Selector):
-    """A page, parsed as far as it is asked: `.get()` is often answered by its beginning. How long
-    that has to be is learned from page to page, by the query that comes first on each.
+class LazyDocument(Selector):
+    """A page that is parsed as far as needed. A prefix of it is often enough for `.get()`.
+
+    The length of the prefix is learned from page to page, by the first query on each page.
     """
 
-    __slots__ = ("_beginning", "_body", "_encoding", "_opener", "_parsed", "_size", "_tried")
+    __slots__ = (
+        "_beginning",
+        "_body",
+        "_encoding",
+        "_first_query",
+        "_parsed",
+        "_prefix_size",
+        "_tried_prefix",
+    )
 
     def __init__(self, body: bytes, encoding: str | None) -> None:
-        self._body, self._encoding, self._size, self._tried = body, encoding, 0, False
+        self._body, self._encoding, self._prefix_size, self._tried_prefix = body, encoding, 0, False
         self._beginning: Beginning | None = None
-        self._opener: Query | None = None
+        self._first_query: Query | None = None
         self._parsed: Document | None = None
 
     @property
     def root(self) -> Document:  # type: ignore[override]
         if self._parsed is None:
-            if self._opener is not None and self._tried:  # in vain
-                self._opener.reach = len(self._body)
+            if self._first_query is not None and self._tried_prefix:  # a prefix was not enough
+                self._first_query.reach = len(self._body)
             self._parsed = parse_html(
                 self._body,
                 encoding=self._encoding,
@@ -231,33 +240,36 @@ class Whole(Selector):
 
     def first(self, query: Query) -> str | None:
         if self._parsed is None and query.steady:
-            opener = self._opener
-            if opener is None:
-                opener = self._opener = query
-                self._begin(opener, max(SMALLEST, query.reach - query.reach // FORGETTING))
+            first_query = self._first_query
+            if first_query is None:
+                first_query = self._first_query = query
+                self._begin(first_query, max(SMALLEST, query.reach - query.reach // FORGETTING))
             while self._beginning is not None:
                 if (value := self._beginning.first(query)) is not None:
                     return value
-                self._begin(opener, min(2 * self._size, max(len(self._body) // 2, self._size + 1)))
+                self._begin(
+                    first_query,
+                    min(2 * self._prefix_size, max(len(self._body) // 2, self._prefix_size + 1)),
+                )
         return query.first(self.root)
 
-    def _begin(self, opener: Query, size: int) -> None:
-        self._size = opener.reach = size
+    def _begin(self, first_query: Query, size: int) -> None:
+        self._prefix_size = first_query.reach = size
         self._beginning = beginning(self._body, self._encoding, size)
-        self._tried = self._tried or self._beginning is not None
+        self._tried_prefix = self._tried_prefix or self._beginning is not None
 
 
 def parse(body: bytes, content_type: str | None = None) -> Selector:
-    """Byte-order mark, header, `<meta>`, UTF-8 if it is, then what the bytes look like. Never
-    fails.
+    """Parse a page. Never raises.
+
+    The charset is taken from the byte-order mark, the header, `<meta>`, then UTF-8 if the bytes are
+    valid, then a guess.
     """
-    return Whole(body, _header_charset(content_type))
+    return LazyDocument(body, _header_charset(content_type))
 
 
 def charset(body: bytes, content_type: str | None = None) -> str:
-    """The codec by which a body is read, by the same order of evidence as `parse`; empty where
-    nothing tells.
-    """
+    """Return the codec of a body, by the same order as `parse`, or "" if it is unknown."""
     if body.startswith(b"\xef\xbb\xbf"):
         return "utf-8-sig"
     if not body.startswith((b"\xff\xfe", b"\xfe\xff")) and (label := _header_charset(content_type)):
@@ -266,14 +278,15 @@ def charset(body: bytes, content_type: str | None = None) -> str:
 
 
 def decode(body: bytes, content_type: str | None = None) -> str:
-    """The body as text; what is malformed becomes U+FFFD."""
+    """Return the body as text. Malformed bytes become U+FFFD."""
     codec = charset(body, content_type)
     return body.decode(codec, "replace") if codec else ""
 
 
 def jsonld(document: Selector) -> list[dict[str, Any]]:
-    """Every object of every block, lists and `@graph` flattened, in order. A broken block is left
-    out.
+    """Return all JSON-LD objects of the page in order, with lists and `@graph` flattened.
+
+    An invalid block is ignored.
     """
     found: list[dict[str, Any]] = []
     if not isinstance(document.root, Node):
@@ -283,7 +296,8 @@ def jsonld(document: Selector) -> list[dict[str, Any]]:
         try:
             pending = [msgspec.json.decode(text)]
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            try:  # what shops really write: raw line breaks in strings, comment or CDATA wrappers
+            # Common mistakes of shops: raw line breaks in strings, comment or CDATA wrappers.
+            try:
                 text = (
                     text.removeprefix("<!--")
                     .removeprefix("//<![CDATA[")
@@ -311,7 +325,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def base_url(document: Selector, url: str) -> str:
-    """Where relative links start: `<base href>` if the page has a usable one, else its own URL."""
+    """Return the base of relative links: a usable `<base href>`, or else the page's URL."""
     base = document.root.select_one("base[href]") if isinstance(document.root, Node) else None
     href = base.attr("href") if base is not None else None
     if not href:
@@ -326,8 +340,8 @@ def base_url(document: Selector, url: str) -> str:
 _URL = re.compile(r"\s*(?:https?:|/)", re.IGNORECASE)
 
 
-class Linking(Protocol):
-    """What `links_of` needs of a page."""
+class LinkingPage(Protocol):
+    """The parts of a page that `links_of` uses."""
 
     followed: set[str]
 
@@ -337,17 +351,15 @@ class Linking(Protocol):
     def css(self, query: str) -> SelectorList: ...
 
 
-def links_of(page: Linking, links: str | Iterable[Any]) -> Iterator[str]:
-    """Absolute canonical http(s) URLs, each once, in order. `links`: a CSS selector, or URLs (or
-    what `page.css` found).
+def links_of(page: LinkingPage, links: str | Iterable[Any]) -> Iterator[str]:
+    """Yield absolute canonical http(s) URLs, each once, in order.
 
-    References into the page itself (`#top`, an empty href) are no links; what is no http(s) URL is
-    left out.
+    `links` is a CSS selector, or a list of URLs or selectors. References into the page itself
+    (`#top`, an empty href) and other URLs are ignored.
     """
     if isinstance(links, str):
-        links = (
-            (links,) if _URL.match(links) else _targets(page.css(links))
-        )  # no CSS selector begins like a URL
+        # A CSS selector never begins like a URL.
+        links = (links,) if _URL.match(links) else _link_targets(page.css(links))
     base, seen, followed = page.base_url, set(), page.followed
     for link in links:
         if isinstance(link, Selector):
@@ -364,10 +376,8 @@ def links_of(page: Linking, links: str | Iterable[Any]) -> Iterator[str]:
             yield url
 
 
-def _targets(found: SelectorList) -> Iterable[Any]:
-    """Where a selector's matches point, without a Selector for each: pages have links by the
-    hundred.
-    """
+def _link_targets(found: SelectorList) -> Iterable[Any]:
+    """Return the href or text of each match, without creating Selectors for hundreds of links."""
     query, root = found._query, found._of.root if found._of is not None else None
     if query is None or not isinstance(root, Node):
         return found

@@ -1,5 +1,6 @@
-"""The TOML form of a pipeline: checked, then compiled to the same Pipeline that Python declares.
-Closed transforms; nothing is evaluated.
+"""TOML form of a pipeline: checked, then compiled to the same Pipeline as Python declarations.
+
+Transforms are a closed list, and no code is evaluated.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from penstock.authoring.transforms import TRANSFORMS, Transform, Unreadable
 from penstock.errors import ConfigError
 from penstock.model import ErrorClass, Failure, Follow
 
-MAX_PATTERN = 500
-# characters a regex looks at: a bad pattern costs the page its time limit at most, not by the
-# megabyte
+MAX_PATTERN = 500  # characters
+# Characters that a regex searches. So a slow pattern uses at most the time limit of one page.
 MAX_SEARCHED = 100_000
 
 _SECTIONS = ("pipeline", "extract", "sink", "source")
@@ -45,16 +45,18 @@ class _Field:
     default: Any
     has_default: bool
 
-    def read(self, page: _Reading) -> Any:
-        """The first source that gives something readable. Found but unreadable everywhere, without
-        a default, is an error, never a silent None.
+    def read(self, page: _PageReader) -> Any:
+        """Return the value of the first source that has a readable one.
+
+        Raise Failure if values were found, but none is readable and there is no default. A required
+        field without a value is a Failure too.
         """
-        trouble: Unreadable | None = None
+        unreadable: Unreadable | None = None
         for kind, query in self.sources:
             try:
                 values = self._values(page, kind, query)
             except Unreadable as e:
-                trouble = e
+                unreadable = e
                 continue
             if values:
                 if self.join is not None:
@@ -62,16 +64,17 @@ class _Field:
                 return values if self.many else values[0]
         if self.has_default:
             return self.default
-        if trouble is not None:
-            raise Failure(ErrorClass.PERMANENT, f"field {self.name!r}: {trouble}")
+        if unreadable is not None:
+            raise Failure(ErrorClass.PERMANENT, f"field {self.name!r}: {unreadable}")
         if self.required:
             raise Failure(
                 ErrorClass.PERMANENT,
-                f"field {self.name!r} is required, and {' and '.join(q for _, q in self.sources)} found nothing",
+                f"field {self.name!r} is required, "
+                f"and {' and '.join(q for _, q in self.sources)} found nothing",
             )
         return [] if self.many and self.join is None else None
 
-    def _values(self, page: _Reading, kind: str, query: str) -> list[Any]:
+    def _values(self, page: _PageReader, kind: str, query: str) -> list[Any]:
         out = []
         for raw in page.find(kind, query, html=self.html, many=self.many):
             if self.regex is not None:
@@ -87,8 +90,8 @@ class _Field:
         return out
 
 
-class _Reading:
-    """A page while its fields are read: JSON is decoded at most once."""
+class _PageReader:
+    """A page while its fields are read. JSON is decoded at most once."""
 
     __slots__ = ("_json", "_jsonld", "page")
 
@@ -102,25 +105,25 @@ class _Reading:
             found: SelectorList = self.page.css(query) if kind == "css" else self.page.xpath(query)
             if html or (kind == "css" and queries.css(query).strings):
                 first = None if many else found.get()
-                # `get` stops at the first; where that one is empty the others are asked
+                # `get` stops at the first match. If that one is empty, the others are read.
                 return iter((first,)) if first and first.strip() else iter(found.getall())
-            return (s.text for s in found)  # an element without ::text is its whole text
+            return (s.text for s in found)  # without ::text, the whole text of each element
         steps = query.split(".")
         if kind == "json":
             if self._json is None:
                 try:
                     self._json = [self.page.json()]
                 except (msgspec.DecodeError, UnicodeError, RecursionError):
-                    # not JSON: this source has nothing, `required` says whether that matters
+                    # Not JSON, so this source has no values. `required` decides if that matters.
                     self._json = []
-            return (v for item in self._json for v in _walk(item, steps))
+            return (v for item in self._json for v in _follow_path(item, steps))
         if self._jsonld is None:
             self._jsonld = list(self.page.jsonld())
         typed = [item for item in self._jsonld if steps[0] in _types(item)]
         return (
-            (v for item in typed for v in _walk(item, steps[1:]))
+            (v for item in typed for v in _follow_path(item, steps[1:]))
             if typed
-            else (v for item in self._jsonld for v in _walk(item, steps))
+            else (v for item in self._jsonld for v in _follow_path(item, steps))
         )
 
 
@@ -129,8 +132,10 @@ def _types(item: dict[str, Any]) -> Sequence[Any]:
     return kind if isinstance(kind, list) else (kind,)
 
 
-def _walk(value: Any, steps: list[str]) -> Iterator[Any]:
-    """Down a dotted path; a list is entered by number, or else each of its items is."""
+def _follow_path(value: Any, steps: list[str]) -> Iterator[Any]:
+    """Follow a dotted path. A step that is a number selects an item of a list. Any other step is
+    applied to each item.
+    """
     for i, step in enumerate(steps):
         if isinstance(value, list):
             if step.lstrip("-").isdigit():
@@ -140,7 +145,7 @@ def _walk(value: Any, steps: list[str]) -> Iterator[Any]:
                     return
                 continue
             for item in value:
-                yield from _walk(item, steps[i:])
+                yield from _follow_path(item, steps[i:])
             return
         if not isinstance(value, dict) or step not in value:
             return
@@ -155,15 +160,16 @@ def _walk(value: Any, steps: list[str]) -> Iterator[Any]:
 
 
 def compile_toml(source: bytes, where: str) -> Pipeline:
-    """Raises ConfigError that names the path inside the file: `shop.toml:
-    extract[0].fields.price.cs: unknown key; did you mean css?`
+    """Compile a TOML pipeline. Raise ConfigError with the path inside the file.
+
+    Example: `shop.toml: extract[0].fields.price.cs: unknown key; did you mean css?`
     """
     try:
         data = tomllib.loads(source.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ConfigError(
             f"{where}: not valid TOML: {e}",
-            hint="fix that place; strings are quoted, tables are [name] or [[name]]",
+            hint="fix that line: strings need quotes, tables are [name] or [[name]]",
         ) from None
     try:
         return _pipeline(data)
@@ -172,30 +178,30 @@ def compile_toml(source: bytes, where: str) -> Pipeline:
 
 
 def _pipeline(data: dict[str, Any]) -> Pipeline:
-    _known(data, _SECTIONS, "")
+    _check_keys(data, _SECTIONS, "")
     head = data.get("pipeline")
     if not isinstance(head, dict):
         raise ConfigError("there is no [pipeline]", hint='[pipeline]\nname = "shop"')
-    _known(head, ("name",), "pipeline")
+    _check_keys(head, ("name",), "pipeline")
     pipeline = Pipeline(head.get("name", ""))
     extracts = _tables(data, "extract")
     for i, table in enumerate(extracts):
         path = f"extract[{i}]"
-        _known(table, _EXTRACT, path)
+        _check_keys(table, _EXTRACT, path)
         if "name" not in table and len(extracts) > 1:
             raise ConfigError(
                 f"{path}: each of several [[extract]] needs a name",
-                hint='name = "product": records carry it, so it must not depend on the order',
+                hint='write name = "product". Records have it, so it must not depend on the order',
             )
         fields = table.get("fields", {})
         if not isinstance(fields, dict):
-            _wrong(f"{path}.fields", "a table", fields)
+            _raise_wrong_type(f"{path}.fields", "a table", fields)
         follow = _strings(table.get("follow", []), f"{path}.follow")
         for j, css in enumerate(follow):
-            _compiles("css", css, f"{path}.follow[{j}]")
+            _check_query("css", css, f"{path}.follow[{j}]")
         if not fields and not follow:
             raise ConfigError(
-                f"{path}: neither fields nor follow: it would do nothing",
+                f"{path}: neither fields nor follow, so it does nothing",
                 hint='[extract.fields]\ntitle = "h1::text"',
             )
         compiled = tuple(
@@ -206,13 +212,13 @@ def _pipeline(data: dict[str, Any]) -> Pipeline:
             if name not in fields:
                 raise ConfigError(
                     f"{path}.key: there is no field {name}{_suggest(name, fields)}",
-                    hint="key is the name of one of the fields, or a list of them",
+                    hint="write the name of one of the fields, or a list of them",
                 )
         _declare(pipeline, path, table, compiled, tuple(follow))
     for i, table in enumerate(_tables(data, "sink")):
-        _called(pipeline.sink, table, f"sink[{i}]")
+        _declare_from_table(pipeline.sink, table, f"sink[{i}]")
     for i, table in enumerate(_tables(data, "source")):
-        _called(pipeline.source, table, f"source[{i}]")
+        _declare_from_table(pipeline.source, table, f"source[{i}]")
     return pipeline
 
 
@@ -225,7 +231,7 @@ def _declare(
 ) -> None:
     def extract(page: Page) -> Iterator[dict[str, Any] | Follow]:
         if fields:
-            reading = _Reading(page)
+            reading = _PageReader(page)
             yield {field.name: field.read(reading) for field in fields}
         for css in follow:
             yield from page.follow(css)
@@ -244,59 +250,71 @@ def _declare(
 def _field(name: str, spec: Any, path: str) -> _Field:
     if name == "_penstock" or not name:
         raise ConfigError(
-            f"{path}: the name {name!r} is reserved", hint="call the field something else"
+            f"{path}: the name {name!r} is reserved", hint="use another name for the field"
         )
     table: dict[str, Any] = {"css": spec} if isinstance(spec, str) else spec
     if not isinstance(table, dict):
-        _wrong(path, "a CSS selector or a table", spec)
-    _known(table, _FIELD, path)
+        _raise_wrong_type(path, "a CSS selector or a table", spec)
+    _check_keys(table, _FIELD, path)
     sources = []
-    for kind in table:  # as written: the first that finds something wins
+    for kind in table:  # in the order of the file: the first source with a value is used
         if kind in _SOURCES:
             for query in _strings(table[kind], f"{path}.{kind}"):
-                _compiles(kind, query, f"{path}.{kind}")
+                _check_query(kind, query, f"{path}.{kind}")
                 sources.append((kind, query))
     if ("const" in table) == bool(sources):
         raise ConfigError(
-            f"{path}: needs {'either a selector or const, not both' if sources else 'a selector or const'}",
+            f"{path}: needs "
+            f"{'either a selector or const, not both' if sources else 'a selector or const'}",
             hint=f'{name} = "h1::text"',
         )
-    how = table.get("as", "strip")
-    if not isinstance(how, str) or (how not in TRANSFORMS and how != "list"):
+    transform_name = table.get("as", "strip")
+    if not isinstance(transform_name, str) or (
+        transform_name not in TRANSFORMS and transform_name != "list"
+    ):
         raise ConfigError(
-            f"{path}.as: {how!r} is no transform{_suggest(how, (*TRANSFORMS, 'list'))}",
-            hint="one of " + ", ".join((*TRANSFORMS, "list")),
+            f"{path}.as: {transform_name!r} is not a transform"
+            f"{_suggest(transform_name, (*TRANSFORMS, 'list'))}",
+            hint="use one of " + ", ".join((*TRANSFORMS, "list")),
         )
     for flag in ("required", "many"):
         if not isinstance(table.get(flag, False), bool):
-            _wrong(f"{path}.{flag}", "true or false", table[flag])
+            _raise_wrong_type(f"{path}.{flag}", "true or false", table[flag])
     if not isinstance(table.get("join", ""), str):
-        _wrong(f"{path}.join", "a string", table["join"])
+        _raise_wrong_type(f"{path}.join", "a string", table["join"])
     if table.get("required") and ("default" in table or "const" in table):
         raise ConfigError(
-            f"{path}: required and {'default' if 'default' in table else 'const'} exclude each other",
+            f"{path}: required and {'default' if 'default' in table else 'const'} "
+            "exclude each other",
             hint="keep one of them",
         )
     return _Field(
-        name=name, sources=tuple(sources), transform=TRANSFORMS["strip" if how == "list" else how], html=how == "html", regex=_regex(table.get("regex"), path),
-        many=how == "list" or "join" in table or table.get("many", False), join=table.get("join"), required=table.get("required", False),
-        default=table.get("const", table.get("default")), has_default="const" in table or "default" in table,
-    )  # fmt: skip
+        name=name,
+        sources=tuple(sources),
+        transform=TRANSFORMS["strip" if transform_name == "list" else transform_name],
+        html=transform_name == "html",
+        regex=_regex(table.get("regex"), path),
+        many=transform_name == "list" or "join" in table or table.get("many", False),
+        join=table.get("join"),
+        required=table.get("required", False),
+        default=table.get("const", table.get("default")),
+        has_default="const" in table or "default" in table,
+    )
 
 
-def _compiles(kind: str, query: str, path: str) -> None:
+def _check_query(kind: str, query: str, path: str) -> None:
     try:
         if kind == "css":
             queries.css(query)
         elif kind == "xpath":
             queries.xpath(query)
         elif not query or "" in query.split("."):
-            raise ValueError(f"{query!r} is no dotted path")
+            raise ValueError(f"{query!r} is not a dotted path")
     except ValueError as e:
         hint = (
-            'for example "offers.price"'
+            'write for example "offers.price"'
             if kind.startswith("json")
-            else "try it: `penstock fetch URL`, then Page.from_file(…).css(…) in Python"
+            else "try it with `penstock fetch URL`, then Page.from_file(…).css(…) in Python"
         )
         raise ConfigError(f"{path}: {e}", hint=hint) from None
 
@@ -305,7 +323,7 @@ def _regex(pattern: Any, path: str) -> re.Pattern[str] | None:
     if pattern is None:
         return None
     if not isinstance(pattern, str) or not pattern or len(pattern) > MAX_PATTERN:
-        _wrong(
+        _raise_wrong_type(
             f"{path}.regex",
             f"a pattern of at most {MAX_PATTERN} characters",
             pattern if not isinstance(pattern, str) else f"{len(pattern)} characters",
@@ -315,18 +333,18 @@ def _regex(pattern: Any, path: str) -> re.Pattern[str] | None:
     except (re.error, RecursionError, OverflowError) as e:
         raise ConfigError(
             f"{path}.regex: {e}",
-            hint="Python's re syntax, in single quotes so that TOML leaves backslashes alone",
+            hint="use Python's re syntax, in single quotes so that TOML keeps backslashes",
         ) from None
 
 
-def _called(declare: Callable[..., None], table: dict[str, Any], path: str) -> None:
+def _declare_from_table(declare: Callable[..., None], table: dict[str, Any], path: str) -> None:
     if "url" not in table:
-        near = _suggest("url", table)
+        closest = _suggest("url", table)
         raise ConfigError(
-            f"{path}: url is missing{near}",
-            hint='url = "jsonl:products.jsonl"'
+            f"{path}: url is missing{closest}",
+            hint='write url = "jsonl:products.jsonl"'
             if path.startswith("sink")
-            else "url = where it looks",
+            else "write url = and the URL of the source",
         )
     try:
         declare(**table)
@@ -338,7 +356,7 @@ def _tables(data: dict[str, Any], name: str) -> list[dict[str, Any]]:
     tables = data.get(name, [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ConfigError(
-            f"{name}: is a list of tables", hint=f"write [[{name}]], with two brackets"
+            f"{name}: must be a list of tables", hint=f"write [[{name}]], with two brackets"
         )
     return tables
 
@@ -350,25 +368,25 @@ def _strings(value: Any, path: str) -> list[str]:
         or not all(isinstance(v, str) for v in values)
         or (not values and not path.endswith(".follow"))
     ):
-        _wrong(path, "a string or a list of strings", value)
+        _raise_wrong_type(path, "a string or a list of strings", value)
     return values
 
 
-def _known(table: dict[str, Any], keys: Sequence[str], path: str) -> None:
+def _check_keys(table: dict[str, Any], keys: Sequence[str], path: str) -> None:
     for key in table:
         if key not in keys:
             raise ConfigError(
                 f"{path}{'.' if path else ''}{key}: unknown key{_suggest(key, keys)}",
-                hint="known here: " + ", ".join(keys),
+                hint="known keys: " + ", ".join(keys),
             )
 
 
 def _suggest(name: Any, known: Any) -> str:
-    near = difflib.get_close_matches(str(name), list(known), 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    closest = difflib.get_close_matches(str(name), list(known), 1, 0.5)
+    return f"; did you mean {closest[0]}?" if closest else ""
 
 
-def _wrong(path: str, expected: str, value: Any) -> NoReturn:
+def _raise_wrong_type(path: str, expected: str, value: Any) -> NoReturn:
     raise ConfigError(
         f"{path}: expected {expected}, found {value!r}",
         hint="see the chapter on TOML pipelines in the documentation",

@@ -1,5 +1,6 @@
-"""The closed list of transforms a TOML field may name with `as`. No user code, and nothing that
-looks outside the value and its page.
+"""Transforms that a TOML field may name with `as`. The list is closed and has no user code.
+
+A transform uses only the value and its page.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from penstock.rules.identity import BadUrl
 
 Transform: TypeAlias = Callable[[Any, Page], Any]
 
-# Digits, grouped or not: "1,299.00", "1.299,00", "1 299,00", "1'299", ".5"; a minus may be the
-# typographic one.
+# Digits with or without groups: "1,299.00", "1.299,00", "1 299,00", "1'299", ".5". A minus may be
+# the typographic one.
 _NUMBER = re.compile(r"[-+\u2212]?\s?(?:\d[\d.,'\u2019\u00a0\u202f\u2009 ]*\d|\d|[.,]\d+)")
 _SPACES = re.compile(r"['\u2019\u00a0\u202f\u2009\s]")
 _GROUPS = re.compile(r"\d{1,3}(?: \d{3})+(?![\d])")
@@ -27,7 +28,7 @@ _TRUE, _FALSE = (
 
 
 class Unreadable(ValueError):
-    """Found, but not what `as` says; the sentence quotes it."""
+    """A value was found, but does not fit `as`. The message quotes the value."""
 
 
 def _unreadable(value: Any, kind: str) -> Unreadable:
@@ -39,9 +40,7 @@ def _text(value: Any, page: Page) -> Any:
 
 
 def _strip(value: Any, page: Page) -> Any:
-    return (
-        value.strip() if isinstance(value, str) else value
-    )  # what JSON gave as a number stays one
+    return value.strip() if isinstance(value, str) else value  # numbers of JSON stay numbers
 
 
 def _decimal(value: Any, page: Page) -> Decimal | None:
@@ -52,7 +51,7 @@ def _decimal(value: Any, page: Page) -> Decimal | None:
     if not value.strip():
         return None
     numbers: list[str] = _NUMBER.findall(value[:1000])
-    if len(numbers) != 1:  # "2 for 10.00": which one is for a regex to say
+    if len(numbers) != 1:  # for "2 for 10.00", a regex must choose
         raise _unreadable(
             value, "decimal (`regex` picks one of several numbers)" if numbers else "decimal"
         )
@@ -62,11 +61,11 @@ def _decimal(value: Any, page: Page) -> Decimal | None:
         raise _unreadable(value, "decimal (`regex` picks one of several numbers)")
     digits = _SPACES.sub("", digits)
     dot, comma = digits.rfind("."), digits.rfind(",")
-    if dot >= 0 and comma >= 0:  # the last one is the decimal point
+    if dot >= 0 and comma >= 0:  # the last of the two is the decimal point
         digits = (
             digits.replace(",", "") if dot > comma else digits.replace(".", "").replace(",", ".")
         )
-    elif comma >= 0:  # alone, before exactly three digits, it groups: 1,299
+    elif comma >= 0:  # a single comma before exactly three digits is a group separator: 1,299
         grouped = digits.count(",") > 1 or (len(digits) - comma == 4 and comma > 0)
         digits = digits.replace(",", "" if grouped else ".")
     elif digits.count(".") > 1:
@@ -94,12 +93,12 @@ def _float(value: Any, page: Page) -> float | None:
 def _bool(value: Any, page: Page) -> bool | None:
     if isinstance(value, bool):
         return value
-    word = str(value).strip().lower()
-    if not word:
+    text = str(value).strip().lower()
+    if not text:
         return None
-    if word not in _TRUE and word not in _FALSE:
+    if text not in _TRUE and text not in _FALSE:
         raise _unreadable(value, "true or false")
-    return word in _TRUE
+    return text in _TRUE
 
 
 def _url(value: Any, page: Page) -> str | None:
@@ -124,6 +123,14 @@ def _date(value: Any, page: Page) -> datetime.date | None:
 
 
 TRANSFORMS: Mapping[str, Transform] = {
-    "strip": _strip, "text": _text, "decimal": _decimal, "int": _int, "float": _float, "bool": _bool, "url": _url, "date": _date, "datetime": _datetime,
+    "strip": _strip,
+    "text": _text,
+    "decimal": _decimal,
+    "int": _int,
+    "float": _float,
+    "bool": _bool,
+    "url": _url,
+    "date": _date,
+    "datetime": _datetime,
     "html": _text,
-}  # fmt: skip
+}

@@ -1,5 +1,6 @@
-"""What travels on `pages` and `records` when stages run in different processes. JSON, so that other
-tools can read it.
+"""Messages of the topics `pages` and `records`, used when stages run in different processes.
+
+They are JSON, so that other tools can read them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from penstock.model import Link, Record, page_id
 from penstock.ports import PageMeta
 
 M = TypeVar("M", bound="Message")
-LARGEST = (
-    4 << 20
-)  # bytes of a body that are unpacked from a message, whatever its sender was configured for
+# Bytes of the largest body that is unpacked from a message, independent of the sender's settings.
+MAX_INLINE_BODY = 4 << 20
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    event: bytes  # the request's envelope, as it was
+    event: bytes  # the envelope of the request, unchanged
 
     def write(self) -> bytes:
         return msgspec.json.encode(self)
@@ -34,27 +34,27 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inline(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that travels with its message."""
+    """A body inside its message."""
 
-    # "raw" or "zstd"; one that is not known here is no mistake, for the page store has the body as
-    # well
+    # "raw" or "zstd". An unknown codec is not an error: the page store has the body too.
     codec: str
     data: bytes
 
 
 class PageMessage(Message, frozen=True, kw_only=True, omit_defaults=True, tag="penstock.page.v1"):
-    """`page` always refers to the page store. Whoever does not know `inline` passes over it and
-    asks there.
+    """A fetched page. `page` always refers to the page store.
+
+    A reader that does not know `inline` ignores it and reads the body from the page store.
     """
 
     page: PageMeta
     inline: Inline | None = None
 
     def body(self) -> bytes | None:
-        """What the message carries; None: nothing, or not the page that it speaks of."""
-        if self.inline is None or not 0 <= self.page.size <= LARGEST:
+        """Return the body in the message, or None if it has no body or the body of another page."""
+        if self.inline is None or not 0 <= self.page.size <= MAX_INLINE_BODY:
             return None
-        found = _unpacked(self.inline, self.page.size)
+        found = _unpack(self.inline, self.page.size)
         return (
             found
             if found is not None
@@ -67,8 +67,10 @@ class PageMessage(Message, frozen=True, kw_only=True, omit_defaults=True, tag="p
 def page_message(
     event: bytes, page: PageMeta, body: bytes, *, inline_max: int, largest: int | None
 ) -> bytes:
-    """With the body where it is not larger than `inline_max` (0: never) and the broker takes a
-    message of that size, `largest`; else a reference.
+    """Encode a page message, with the body if both limits allow it, else only a reference.
+
+    `inline_max` is the largest body in bytes, 0 for none. `largest` is the largest message that the
+    broker accepts.
     """
     if inline_max and len(body) <= inline_max:
         packed = zstandard.compress(body)
@@ -83,14 +85,14 @@ def page_message(
     return PageMessage(event=event, page=page).write()
 
 
-def _unpacked(inline: Inline, size: int) -> bytes | None:
+def _unpack(inline: Inline, size: int) -> bytes | None:
     if inline.codec == "raw":
         return inline.data
     if inline.codec != "zstd":
         return None
     try:
-        # The frame says how much comes out, and that much is allocated: believed only where it
-        # agrees with the page.
+        # The frame header states the decompressed size, and that much memory is allocated. Accept
+        # the frame only if the size matches the page.
         return (
             zstandard.decompress(inline.data)
             if zstandard.frame_content_size(inline.data) == size

@@ -1,5 +1,6 @@
-"""The worker's end of one sandboxed child: feeds it, reads it, watches its time, ends it. What is
-run again, and who is to blame, is not decided here.
+"""Handle of one sandboxed child process: sends requests, reads results, enforces the time limit.
+
+`sandbox` decides which pages run again, and which page caused a crash.
 """
 
 from __future__ import annotations
@@ -21,83 +22,91 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.extraction import protocol as wire
-from penstock.extraction.protocol import Mark, Order
+from penstock.extraction.protocol import Command, ResultFlag
 
 if TYPE_CHECKING:
     from penstock.extraction.zygote import ZygoteProcess
 
-_PIPE_BYTES = 1 << 20  # a group of ordinary pages in one system call
+_PIPE_BYTES = 1 << 20  # holds a typical group of pages, so that it is sent in one system call
 _READ_BYTES = 256 << 10
-# seconds that a busy loop may be behind; beyond that it stood still, and so did its children,
-# perhaps
-_LATE = 0.1
-# between the end of a child's pipe and the news of its own; after that it is alive, and closed it
-_BURIAL = 0.5
-_LAST_WORDS = 1.0  # between asking a child for its traceback and killing it
-ZYGOTE_PATIENCE = 5.0  # it only forks and buries: one that does not answer is wedged
+# Seconds. If the event loop is later than that, the machine may have been suspended, and the
+# children with it.
+_LOOP_LAG_LIMIT = 0.1
+# Seconds from end-of-file on a child's pipe to the report of its exit. A child that still runs
+# after that has closed the pipe itself, and is killed.
+_REAP_TIMEOUT = 0.5
+_TRACEBACK_TIMEOUT = 1.0  # seconds from SIGABRT (faulthandler writes a traceback) to SIGKILL
+# Seconds. The zygote only forks and reaps, so a slower answer means that it hangs.
+ZYGOTE_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What user code may use: per page, and how long a child is kept."""
+    """Resource limits of user code."""
 
-    seconds: float = 30.0
-    memory: int = 512 << 20  # address space, beyond what the loaded pipeline has
-    output: int = 16 << 20  # one page's encoded result
-    pages: int = 20_000  # then a fresh child
+    seconds: float = 30.0  # per page
+    memory: int = 512 << 20  # bytes of address space, in addition to the loaded pipeline
+    output: int = 16 << 20  # bytes of one page's encoded result
+    pages: int = 20_000  # per child. Then the child is replaced.
     load_seconds: float = 60.0  # to import the pipeline file
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
-    reason: str  # "killed by SIGSEGV"
-    detail: str = ""
-    index: int | None = None  # the page (of those asked) that was under way
-    collateral: bool = False  # the zygote went, and took this child with it
-    ours: bool = False  # no child could be had: says nothing about any page
+class ChildExit:
+    """Why a child ended before it had returned the results of all pages."""
+
+    reason: str  # for example "killed by SIGSEGV"
+    detail: str = ""  # traceback
+    page_index: int | None = None  # the page of the request that was in progress, if known
+    zygote_lost: bool = False  # the zygote failed, and this child was lost with it
+    internal: bool = False  # no child could be started, or the sandbox was closed
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    results: Sequence[Any]  # of the first pages; all, unless it died
-    death: Death | None = None
+    """Results of one request."""
+
+    results: Sequence[Any]  # of the first pages, in order. Of all pages if the child did not exit.
+    exit: ChildExit | None = None
 
 
 class ChildProcess:
-    """One child: one request at a time, through a pair of wide pipes, with the bodies in memory
-    that both see.
+    """One child process. It handles one request at a time.
+
+    Requests and results are sent through two pipes. Page bodies are in shared memory.
     """
 
-    def __init__(self, zygote: ZygoteProcess, number: int, slot: int) -> None:
-        self.number, self.slot, self.pid = number, slot, 0
+    def __init__(self, zygote: ZygoteProcess, number: int, progress_index: int) -> None:
+        self.number, self.progress_index, self.pid = number, progress_index, 0
         self.usable = True
         self._zygote, self._limits, self._loop = zygote, zygote.limits, asyncio.get_running_loop()
         self._future: asyncio.Future[Reply] | None = None
         self._results: list[Any] = []
         self._count = self._token = 0
-        self._tokens = itertools.count(
-            secrets.randbits(62)
-        )  # what user code writes to our pipe by accident never carries the right one
+        # Tokens start at a random number, so output of user code on the pipe is not valid.
+        self._tokens = itertools.count(secrets.randbits(62))
         self._decode: Callable[[memoryview], list[Any]] = wire.decode_results
         self._out: list[bytes | memoryview] = []
         self._buffer = bytearray()
-        self._fed = 0.0
-        self._why = ""
+        self._last_write_at = 0.0
+        self._kill_reason = ""
         self._timer: asyncio.TimerHandle | None = None
-        self._excused = -1.0  # the start of the page that was last given more time
+        self._extended_page_start = -1.0  # start of the page that has already got extra time
         self._writing = self._reading = False
         self._fds: list[int] = []
         self._memory: mmap.mmap | None = None
         try:
-            requests, self._w = self._pipe()
-            self._r, answers = self._pipe()
+            requests, self._w = self._open_pipe()
+            self._r, answers = self._open_pipe()
             self._crash = memory_file()
             self._fds.append(self._crash)
             bodies = memory_file()
             self._fds.append(bodies)
             os.ftruncate(bodies, wire.SHARED_BYTES)
             self._memory = mmap.mmap(bodies, wire.SHARED_BYTES)
-            zygote.order(Order.FORK, slot, number, [requests, answers, self._crash, bodies])
+            zygote.send_command(
+                Command.FORK, progress_index, number, [requests, answers, self._crash, bodies]
+            )
         except BaseException:
             self._close()
             raise
@@ -112,20 +121,25 @@ class ChildProcess:
     def belongs_to(self, zygote: ZygoteProcess) -> bool:
         return self._zygote is zygote
 
-    def _pipe(self) -> tuple[int, int]:
+    def _open_pipe(self) -> tuple[int, int]:
         r, w = os.pipe()
         self._fds += (r, w)
         if hasattr(fcntl, "F_SETPIPE_SZ"):
-            with contextlib.suppress(OSError):  # beyond the user's share: narrower pipes work too
+            # A per-user limit may forbid the larger size. Pipes of the default size work too.
+            with contextlib.suppress(OSError):
                 fcntl.fcntl(w, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return r, w
 
-    async def ask(
+    async def request(
         self,
         encode: Callable[[int, mmap.mmap], list[bytes]],
         count: int,
         decode: Callable[[memoryview], list[Any]],
     ) -> Reply:
+        """Send one request and wait for `count` results, or for the exit of the child.
+
+        Kills the child if the caller is cancelled.
+        """
         self._token, self._count, self._decode, self._results = (
             next(self._tokens) & (2**64 - 1),
             count,
@@ -136,10 +150,10 @@ class ChildProcess:
         self._out += encode(self._token, self._memory)
         future: asyncio.Future[Reply] = self._loop.create_future()
         self._future = future
-        self._fed = time.monotonic()
+        self._last_write_at = time.monotonic()
         self._write()
-        if self._timer is None:  # left running from request to request
-            self._timer = self._loop.call_later(self._limits.seconds, self._check_time)
+        if self._timer is None:  # the timer stays active from one request to the next
+            self._timer = self._loop.call_later(self._limits.seconds, self._check_time_limit)
         try:
             return await future
         finally:
@@ -152,7 +166,7 @@ class ChildProcess:
         try:
             while self._out:
                 sent = os.writev(self._w, self._out[:512])
-                self._fed = time.monotonic()
+                self._last_write_at = time.monotonic()
                 done = 0
                 for done, buffer in enumerate(self._out[:512]):
                     if sent < len(buffer):
@@ -167,7 +181,7 @@ class ChildProcess:
                 self._writing = True
                 self._loop.add_writer(self._w, self._write)
             return
-        except OSError:  # it is gone, or closed its end; its end will be told
+        except OSError:  # the child has exited or closed the pipe. The zygote reports its exit.
             self._out.clear()
         self._stop_writing()
 
@@ -177,16 +191,15 @@ class ChildProcess:
             self._loop.remove_writer(self._w)
 
     def _readable(self) -> bool:
-        """True: there was something."""
+        """Read and parse data. Return False if no data is available."""
         try:
             data = os.read(self._r, _READ_BYTES)
         except BlockingIOError:
             return False
         if not data:
             self._stop_reading()
-            self._loop.call_later(
-                _BURIAL, self._outlived_its_pipe
-            )  # mostly it is dead, and that is told in a moment
+            # The child has usually exited, and the zygote reports that within milliseconds.
+            self._loop.call_later(_REAP_TIMEOUT, self._kill_if_still_running)
             return False
         if self._buffer:
             self._buffer += data
@@ -195,15 +208,15 @@ class ChildProcess:
             self._buffer += rest
         return True
 
-    def _outlived_its_pipe(self) -> None:
+    def _kill_if_still_running(self) -> None:
         if self._fds:
             self.kill(_CLOSED)
 
     def _parse(self, data: bytes | bytearray) -> bytes:
-        """Takes whole messages; returns what is left."""
+        """Handle all complete messages. Return the bytes of an incomplete one."""
         at, view = 0, memoryview(data)
-        while not self._why and len(data) - at >= wire.ANSWER.size:
-            size, token, first, count, mark = wire.ANSWER.unpack_from(data, at)
+        while not self._kill_reason and len(data) - at >= wire.ANSWER.size:
+            size, token, first, count, flag = wire.ANSWER.unpack_from(data, at)
             expected = (
                 self._future is not None
                 and not self._future.done()
@@ -214,9 +227,9 @@ class ChildProcess:
                 not expected
                 or first + count > self._count
                 or size > self._limits.output + wire.ENVELOPE + wire.FLUSH_BYTES + 4096
-                or mark > max(Mark)
+                or flag > max(ResultFlag)
             ):
-                self._garbage()
+                self._reject_output()
                 return b""
             end = at + wire.ANSWER.size + size
             if end > len(data):
@@ -226,121 +239,121 @@ class ChildProcess:
             except (msgspec.MsgspecError, ValueError):
                 results = []
             if len(results) != count:
-                self._garbage()
+                self._reject_output()
                 return b""
             self._results += results
-            self._marked(Mark(mark))
+            self._handle_flag(ResultFlag(flag))
             at = end
-        return (
-            b"" if self._why else bytes(view[at:])
-        )  # it is being killed, and for a reason: what comes now does not count
+        # If the child is being killed, its further output is ignored.
+        return b"" if self._kill_reason else bytes(view[at:])
 
-    def _garbage(self) -> None:
+    def _reject_output(self) -> None:
         self.kill("wrote to the sandbox's own pipe")
 
-    def _marked(self, mark: Mark) -> None:
-        if mark is Mark.DONE or mark is Mark.RETIRE:
-            if mark is Mark.RETIRE:
+    def _handle_flag(self, flag: ResultFlag) -> None:
+        if flag is ResultFlag.DONE or flag is ResultFlag.RETIRE:
+            if flag is ResultFlag.RETIRE:
                 self.usable = False
                 self._loop.call_later(1.0, self._zygote.signal, self.number, signal.SIGKILL)
             if len(self._results) != self._count:
-                self._garbage()
+                self._reject_output()
             elif self._future is not None and not self._future.done():
                 self._future.set_result(Reply(self._results))
-        elif mark is Mark.MEMORY:
-            self._mourn(f"ran out of memory (limit {_mib(self._limits.memory)})")
-        elif mark is Mark.OUTPUT:
-            self._mourn(f"made more output than {_mib(self._limits.output)}")
+        elif flag is ResultFlag.MEMORY:
+            self._await_exit(f"ran out of memory (limit {_mib(self._limits.memory)})")
+        elif flag is ResultFlag.OUTPUT:
+            self._await_exit(f"made more output than {_mib(self._limits.output)}")
 
-    def _mourn(self, why: str) -> None:
-        """It says that it is about to end; a second later it has."""
-        self.usable, self._why = False, self._why or why
-        self._loop.call_later(1.0, self.kill, why)
+    def _await_exit(self, reason: str) -> None:
+        """Kill the child if it has not exited one second after it announced its exit."""
+        self.usable, self._kill_reason = False, self._kill_reason or reason
+        self._loop.call_later(1.0, self.kill, reason)
 
-    # -- its end
+    # -- exit of the child
 
-    def _check_time(self) -> None:
+    def _check_time_limit(self) -> None:
         behind = self._loop.time() - self._timer.when() if self._timer is not None else 0.0
         self._timer = None
         if self._future is None or self._future.done() or not self.usable:
             return
-        while (
-            self._reading and not self._why and self._readable()
-        ):  # a busy loop may come here before it reads an answer that is long there
+        # A busy event loop may run this timer before it reads results that have already arrived.
+        while self._reading and not self._kill_reason and self._readable():
             pass
         if self._future.done() or not self.usable:
             return
         now = time.monotonic()
-        index, since = self._progress()
-        start = since if index >= 0 else max(since, self._fed)
+        page_index, since = self._progress()
+        start = since if page_index >= 0 else max(since, self._last_write_at)
         left = min(start, now) + self._limits.seconds - now
-        if (
-            left <= 0 and behind > _LATE and self._excused != start
-        ):  # a machine that was suspended, say: nobody moved
-            self._excused, left = (
-                start,
-                min(behind, self._limits.seconds),
-            )  # once: a loop may be late every time, and the page still hangs
+        # The event loop itself was late, for example because the machine was suspended. Give the
+        # page extra time, but only once: a busy loop is late every time, and the page may hang.
+        if left <= 0 and behind > _LOOP_LAG_LIMIT and self._extended_page_start != start:
+            self._extended_page_start, left = start, min(behind, self._limits.seconds)
         if left > 0:
-            self._timer = self._loop.call_later(left + 0.001, self._check_time)
+            self._timer = self._loop.call_later(left + 0.001, self._check_time_limit)
         else:
-            self.kill(f"ran longer than {self._limits.seconds:g} s", last_words=True)
+            self.kill(f"ran longer than {self._limits.seconds:g} s", want_traceback=True)
 
     def _progress(self) -> tuple[int, float]:
-        index, since = wire.PROGRESS.unpack_from(self._zygote.progress, self.slot * wire.SLOT_BYTES)
-        return index, since
+        page_index, since = wire.PROGRESS.unpack_from(
+            self._zygote.progress, self.progress_index * wire.PROGRESS_BYTES
+        )
+        return page_index, since
 
-    def kill(self, why: str, *, last_words: bool = False) -> None:
-        self.usable, self._why = False, self._why or why
-        if last_words:  # SIGABRT: faulthandler writes down where it is
+    def kill(self, reason: str, *, want_traceback: bool = False) -> None:
+        self.usable, self._kill_reason = False, self._kill_reason or reason
+        if want_traceback:  # on SIGABRT, faulthandler writes a traceback to the crash file
             self._zygote.signal(self.number, signal.SIGABRT)
-            self._end_soon()
+            self._kill_after_traceback()
         else:
             self._zygote.signal(self.number, signal.SIGKILL)
-        self._loop.call_later(ZYGOTE_PATIENCE, self._zygote.must_have_buried, self.number)
+        self._loop.call_later(ZYGOTE_TIMEOUT, self._zygote.check_reaped, self.number)
 
-    def _end_soon(self, *, again: bool = True) -> None:
-        due = self._loop.time() + _LAST_WORDS
+    def _kill_after_traceback(self, *, again: bool = True) -> None:
+        due = self._loop.time() + _TRACEBACK_TIMEOUT
 
         def end() -> None:
-            if again and self._loop.time() > due + _LATE:
-                self._end_soon(again=False)  # we stood still, and it may not have said a word
+            if again and self._loop.time() > due + _LOOP_LAG_LIMIT:
+                # This process was suspended, and the child may not have written its traceback.
+                self._kill_after_traceback(again=False)
             else:
                 self._zygote.signal(self.number, signal.SIGKILL)
 
         self._loop.call_at(due, end)
 
     def discard(self) -> None:
-        """Not needed any more."""
+        """Kill the child, which is no longer needed."""
         self.usable = False
         self._zygote.signal(self.number, signal.SIGKILL)
 
-    def ended(self, exit_code: int) -> None:
-        """What it wrote before is still in the pipe."""
+    def on_exit(self, exit_code: int) -> None:
+        """Read the results that are still in the pipe, and finish the request."""
         self.usable = False
         budget = 2 * (self._limits.output + _PIPE_BYTES)
         while self._reading and budget > 0 and self._readable():
             budget -= _READ_BYTES
-        index, _ = self._progress()
-        if self._why == _CLOSED and exit_code != -signal.SIGKILL:
-            self._why = ""  # it had died by itself, and the news was slow
-        self._die(
-            Death(
-                self._why or _described(exit_code),
-                self._last_words(),
-                index if 0 <= index < self._count else None,
+        page_index, _ = self._progress()
+        if self._kill_reason == _CLOSED and exit_code != -signal.SIGKILL:
+            # The child exited without the kill, and the zygote reported it late.
+            self._kill_reason = ""
+        self._finish(
+            ChildExit(
+                self._kill_reason or _describe_exit_code(exit_code),
+                self._read_traceback(),
+                page_index if 0 <= page_index < self._count else None,
             )
         )
 
-    def lost(self, why: str, *, ours: bool) -> None:
-        self._die(Death(why, collateral=not ours, ours=ours))
+    def on_zygote_lost(self, reason: str, *, internal: bool) -> None:
+        """Finish the request after the zygote ended or could not start this child."""
+        self._finish(ChildExit(reason, zygote_lost=not internal, internal=internal))
 
-    def _last_words(self) -> str:
+    def _read_traceback(self) -> str:
         with contextlib.suppress(OSError):
             return os.pread(self._crash, 64 << 10, 0).decode("utf-8", "replace")
         return ""
 
-    def _die(self, death: Death) -> None:
+    def _finish(self, exit: ChildExit) -> None:
         self.usable = False
         if self._timer is not None:
             self._timer.cancel()
@@ -349,7 +362,7 @@ class ChildProcess:
         self._stop_reading()
         self._close()
         if self._future is not None and not self._future.done():
-            self._future.set_result(Reply(self._results, death))
+            self._future.set_result(Reply(self._results, exit))
 
     def _stop_reading(self) -> None:
         if self._reading:
@@ -374,7 +387,7 @@ def memory_file() -> int:
 _CLOSED = "closed file descriptors that are not its own"
 
 
-def _described(exit_code: int) -> str:
+def _describe_exit_code(exit_code: int) -> str:
     if exit_code == wire.LOST_PIPES:
         return _CLOSED
     if exit_code >= 0:

@@ -1,5 +1,6 @@
-"""A sandboxed child at work: reads groups of pages or changes, runs the user's code on each,
-answers. Who forks it and buries it is not here.
+"""Work of a sandboxed child: reads groups of pages or changes, runs user code, sends the results.
+
+See `sandbox_child` for the process that forks and reaps it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ import msgspec
 from penstock.authoring.pipeline import Pipeline
 from penstock.extraction import protocol as wire
 from penstock.extraction.in_process import failed, printable, run_hooks, run_page
-from penstock.extraction.protocol import Mark
+from penstock.extraction.protocol import ResultFlag
 from penstock.model import ErrorClass
 from penstock.ports import Extracted
 
-_HIGH = 500  # our descriptors live up here: what user code closes and opens by accident is low
+# The sandbox's descriptors are moved above this number. User code that closes or opens descriptors
+# by accident uses low numbers.
+_MIN_DESCRIPTOR = 500
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """From the worker, as JSON on the command line."""
+class ZygoteSettings(msgspec.Struct, frozen=True):
+    """Settings from the worker, as JSON on the command line."""
 
-    control: int  # descriptors
-    progress: int
-    parent: int  # its pid
+    control: int  # file descriptor of the control socket
+    progress: int  # file descriptor of the shared progress memory
+    parent: int  # pid of the worker
     slots: int
     memory: int
     output: int
@@ -41,14 +44,15 @@ class Settings(msgspec.Struct, frozen=True):
     retire_bytes: int
 
 
-def high(fd: int) -> int:
-    moved = int(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH))
+def move_descriptor(fd: int) -> int:
+    """Move a descriptor above `_MIN_DESCRIPTOR`, and return its new number."""
+    moved = int(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _MIN_DESCRIPTOR))
     os.close(fd)
     return moved
 
 
 def _memory() -> tuple[int, int] | None:
-    """Address space and resident bytes of this process; None where the system does not tell."""
+    """Return address space and resident bytes of this process, or None without /proc."""
     try:
         with open("/proc/self/statm", "rb") as f:
             size, resident = f.read().split()[:2]
@@ -58,129 +62,140 @@ def _memory() -> tuple[int, int] | None:
 
 
 class Child:
-    """One disposable process: reads groups of pages or changes, runs the user's code on each,
-    answers.
-    """
+    """One disposable process that runs user code on pages or changes."""
 
     def __init__(
-        self, settings: Settings, pipeline: Pipeline, requests: int, answers: int, crash: int, bodies: mmap.mmap, progress: mmap.mmap, slot: int
-    ) -> None:  # fmt: skip
+        self,
+        settings: ZygoteSettings,
+        pipeline: Pipeline,
+        requests: int,
+        answers: int,
+        crash: int,
+        bodies: mmap.mmap,
+        progress: mmap.mmap,
+        progress_index: int,
+    ) -> None:
         self._settings, self._pipeline = settings, pipeline
         self._in, self._out, self._crash, self._bodies = requests, answers, crash, bodies
-        self._progress, self._at = progress, slot * wire.SLOT_BYTES
+        self._progress, self._at = progress, progress_index * wire.PROGRESS_BYTES
         self._pid, self._handled = os.getpid(), 0
         self._runner: asyncio.Runner | None = None
-        self._born = _memory()
-        if self._born is not None:
-            _, self._hard = resource.getrlimit(resource.RLIMIT_AS)
-            limit = self._born[0] + settings.memory
+        self._initial_memory = _memory()
+        if self._initial_memory is not None:
+            _, self._hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+            limit = self._initial_memory[0] + settings.memory
             resource.setrlimit(
                 resource.RLIMIT_AS,
                 (
-                    limit if self._hard == resource.RLIM_INFINITY else min(limit, self._hard),
-                    self._hard,
+                    limit
+                    if self._hard_limit == resource.RLIM_INFINITY
+                    else min(limit, self._hard_limit),
+                    self._hard_limit,
                 ),
             )
 
     def serve(self) -> None:
-        """Until the worker closes the pipe."""
+        """Serve requests until the worker closes the pipe."""
         while head := self._read(wire.REQUEST.size, may_end=True):
             size, _, token, shared, kind = wire.REQUEST.unpack(head)
             try:
                 meta = self._read(size)
                 if kind == wire.Kind.PAGES:
-                    self._answer(self._pages(wire.decode_heads(meta), shared), token, at_once=False)
+                    self._answer(
+                        self._pages(wire.decode_heads(meta), shared), token, immediately=False
+                    )
                 else:
-                    self._answer(self._changes(wire.decode_changes(meta)), token, at_once=True)
-            except MemoryError:  # before the first page
+                    self._answer(self._changes(wire.decode_changes(meta)), token, immediately=True)
+            except MemoryError:  # raised before the first page
                 self._lift_limit()
-                self._finish([], token, 0, Mark.MEMORY)
+                self._finish([], token, 0, ResultFlag.MEMORY)
 
-    def _answer(self, results: Iterator[bytes], token: int, *, at_once: bool) -> None:
-        """As few messages as may be: fast pages are answered together, but what was finished 20 ms
-        ago is with the worker.
+    def _answer(self, results: Iterator[bytes], token: int, *, immediately: bool) -> None:
+        """Send results in few messages: fast pages together, and none later than 20 ms.
+
+        With `immediately`, each result is sent alone.
         """
         parts: list[bytes] = []
         first, size, flushed = 0, 0, time.monotonic()
         try:
             for part in results:
                 if len(part) > self._settings.output + wire.ENVELOPE:
-                    self._finish(parts, token, first, Mark.OUTPUT)
+                    self._finish(parts, token, first, ResultFlag.OUTPUT)
                 parts.append(part)
                 size += len(part)
                 if (
-                    at_once
+                    immediately
                     or size >= wire.FLUSH_BYTES
                     or time.monotonic() - flushed >= wire.FLUSH_SECONDS
                 ):
-                    self._write(wire.answer(parts, token, first, Mark.MORE))
+                    self._write(wire.answer(parts, token, first, ResultFlag.MORE))
                     first, size, flushed = first + len(parts), 0, time.monotonic()
                     parts.clear()
         except MemoryError as e:
             self._lift_limit()
-            self._confess(e)
-            self._finish(parts, token, first, Mark.MEMORY)
+            self._write_traceback(e)
+            self._finish(parts, token, first, ResultFlag.MEMORY)
         except SystemExit as e:
-            self._confess(e)
-            self._write(wire.answer(parts, token, first, Mark.MORE))
+            self._write_traceback(e)
+            self._write(wire.answer(parts, token, first, ResultFlag.MORE))
             self._end(e.code if isinstance(e.code, int) else 0 if e.code is None else 1)
         self._handled += first + len(parts)
-        if self._is_old():
-            self._finish(parts, token, first, Mark.RETIRE)
+        if self._must_retire():
+            self._finish(parts, token, first, ResultFlag.RETIRE)
         flush_output()
-        self._write(wire.answer(parts, token, first, Mark.DONE))
+        self._write(wire.answer(parts, token, first, ResultFlag.DONE))
 
     def _pages(self, heads: list[wire.PageHead], shared: int) -> Iterator[bytes]:
         output = self._settings.output
         at = 0
         for i, head in enumerate(heads):
-            # Only now: a group of large pages needs the memory of one.
+            # Read each body when its page starts, so that only one large body is in memory.
             body = self._bodies[at : at + head.size] if at < shared else self._read(head.size)
             at += head.size
-            self._note(i)
+            self._record_progress(i)
             result = run_page(self._pipeline, wire.page_of(head, body), output)
-            if os.getpid() != self._pid:  # the user's code forked, and this is the copy
+            if os.getpid() != self._pid:  # user code forked, and this is the forked copy
                 os._exit(0)
             if result.kind == ErrorClass.POISON and result.error.startswith("MemoryError"):
                 raise MemoryError(result.detail)
-            yield _encoded(result)
-            self._note(wire.BETWEEN)
+            yield _encode_result(result)
+            self._record_progress(wire.BETWEEN)
 
     def _changes(self, changes: list[bytes]) -> Iterator[bytes]:
-        runner = self._runner = (
-            self._runner or asyncio.Runner()
-        )  # one loop for all: what a hook has open stays open
+        # One event loop for all changes, so that connections of a hook stay open.
+        runner = self._runner = self._runner or asyncio.Runner()
         for i, change in enumerate(changes):
-            self._note(i)
+            self._record_progress(i)
             line = runner.run(run_hooks(self._pipeline, change))
             if os.getpid() != self._pid:
                 os._exit(0)
             yield wire.encode_result(printable(line)[:2000])
-            self._note(wire.BETWEEN)
+            self._record_progress(wire.BETWEEN)
 
-    def _note(self, index: int) -> None:
+    def _record_progress(self, index: int) -> None:
+        """Write the current page's index and start time to the shared progress memory."""
         wire.PROGRESS.pack_into(self._progress, self._at, index, time.monotonic())
 
-    def _is_old(self) -> bool:
-        """Time for a fresh one: many pages, grown, or leaking descriptors."""
+    def _must_retire(self) -> bool:
+        """Return True if this child should be replaced: many pages, much memory or descriptors."""
         if self._handled >= self._settings.retire_pages:
             return True
         try:
             os.close(lowest := os.dup(0))
         except OSError:
             return True
-        if lowest > _HIGH // 2 or self._born is None:
-            return lowest > _HIGH // 2
+        if lowest > _MIN_DESCRIPTOR // 2 or self._initial_memory is None:
+            return lowest > _MIN_DESCRIPTOR // 2
         now = _memory()
-        return now is None or now[0] - self._born[0] > self._settings.retire_bytes
+        return now is None or now[0] - self._initial_memory[0] > self._settings.retire_bytes
 
     def _lift_limit(self) -> None:
-        """There must be memory left to say that there was none."""
+        """Lift the memory limit, so that there is memory left to report the error."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            resource.setrlimit(resource.RLIMIT_AS, (self._hard, self._hard))
+            resource.setrlimit(resource.RLIMIT_AS, (self._hard_limit, self._hard_limit))
 
-    def _confess(self, e: BaseException) -> None:
-        """Where it happened, for the dead letter."""
+    def _write_traceback(self, e: BaseException) -> None:
+        """Write the traceback to the crash file. The worker adds it to the dead letter."""
         with contextlib.suppress(OSError, MemoryError):
             known = str(e) if isinstance(e, MemoryError) else ""
             os.write(
@@ -188,13 +203,13 @@ class Child:
                 (known or "".join(traceback.format_exception(e))).encode("utf-8", "replace"),
             )
 
-    def _finish(self, parts: list[bytes], token: int, first: int, mark: Mark) -> NoReturn:
-        self._write(wire.answer(parts, token, first, mark))
+    def _finish(self, parts: list[bytes], token: int, first: int, flag: ResultFlag) -> NoReturn:
+        self._write(wire.answer(parts, token, first, flag))
         self._end(0)
 
     def _end(self, status: int) -> NoReturn:
         flush_output()
-        os._exit(status & 0xFF)  # at once: threads of the user's code may never end
+        os._exit(status & 0xFF)  # without waiting for threads of user code, which may never end
 
     def _read(self, size: int, *, may_end: bool = False) -> bytes:
         data = os.read(self._in, size) if size else b""
@@ -215,12 +230,12 @@ class Child:
             rest = rest[os.write(self._out, rest) :]
 
 
-def _encoded(result: Extracted) -> bytes:
+def _encode_result(result: Extracted) -> bytes:
     try:
         return wire.encode_result(result)
     except MemoryError:
         raise
-    except Exception as e:  # a lone surrogate, an integer beyond 64 bits
+    except Exception as e:  # for example a lone surrogate, or an integer beyond 64 bits
         if result.error:
             return wire.encode_result(
                 Extracted(
@@ -232,5 +247,5 @@ def _encoded(result: Extracted) -> bytes:
 
 def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):  # the user's code may have replaced or closed them
+        with contextlib.suppress(BaseException):  # user code may have replaced or closed them
             stream.flush()

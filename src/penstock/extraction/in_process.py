@@ -1,5 +1,6 @@
-"""Extraction in the worker's own process: the sandbox's port without its isolation. Also how one
-page and one change are run, wherever they run.
+"""Extraction without a sandbox, in the worker's own process.
+
+Also contains `run_page` and `run_hooks`, which the sandboxed children use too.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from penstock.extraction import run as extracting
 from penstock.model import ErrorClass
 from penstock.ports import Extracted, FetchedPage
 
-# pages in a row: the parser's caches stay warm, and the loop waits a few milliseconds at most
-GROUP = 32
+# Pages in a row before the event loop runs: the parser's caches stay warm, and the event loop waits
+# a few milliseconds at most.
+PAGES_PER_YIELD = 32
 _decode_change = msgspec.msgpack.Decoder(Change).decode
 
 
@@ -32,32 +34,35 @@ def failed(e: BaseException, kind: ErrorClass) -> Extracted:
 
 
 def printable(text: str) -> str:
-    """Without the lone surrogates that no encoding takes."""
+    """Replace lone surrogates, which no encoding accepts."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _text(e: BaseException) -> str:
     try:
         return str(e)
-    except BaseException as broken:  # an exception of the user's, whose __str__ is broken too
+    except BaseException as broken:  # the __str__ of a user's exception may raise too
         return f"<its message cannot be had: {type(broken).__name__}>"
 
 
 def run_page(pipeline: Pipeline, page: Page, max_output: int = extracting.MAX_OUTPUT) -> Extracted:
-    """`MemoryError` and `SystemExit` go through: they say something about the process, and it
-    depends on that what they mean.
+    """Extract one page. Return any exception of user code as the page's error.
+
+    `MemoryError` and `SystemExit` are raised. They concern the process, so the caller decides.
     """
     try:
         return extracting.run(pipeline, page, max_output=max_output)
     except (MemoryError, SystemExit):
         raise
-    except BaseException as e:  # KeyboardInterrupt, CancelledError and the like, raised by the user's code: errors of this page
+    # User code may also raise KeyboardInterrupt, CancelledError and the like: errors of this page.
+    except BaseException as e:
         return failed(e, ErrorClass.PERMANENT)
 
 
 async def run_hooks(pipeline: Pipeline, change: bytes) -> str:
-    """Every hook that wants it sees the change, whatever the others did; one line says what was
-    raised.
+    """Run every hook that wants the change, even if another hook raises.
+
+    Return the exceptions in one line, "" if there are none.
     """
     errors = []
     decoded = _decode_change(change)
@@ -65,15 +70,15 @@ async def run_hooks(pipeline: Pipeline, change: bytes) -> str:
         if not hook.wants(decoded):
             continue
         try:
-            said = hook.fn(decoded)
-            if inspect.isawaitable(said):
-                await said
+            result = hook.fn(decoded)
+            if inspect.isawaitable(result):
+                await result
         except (MemoryError, SystemExit):
             raise
         except BaseException as e:
             task = asyncio.current_task()
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # we are cancelled, it was not the hook's idea
+                raise  # this task is cancelled, the hook did not raise it
             errors.append(
                 f"{getattr(hook.fn, '__name__', 'hook')}: {failed(e, ErrorClass.PERMANENT).error}"
             )
@@ -81,8 +86,9 @@ async def run_hooks(pipeline: Pipeline, change: bytes) -> str:
 
 
 class InProcess:
-    """For tests, debuggers and trusted pipelines: quickest, but a page that ends the process ends
-    the worker.
+    """Extractor for tests, debuggers and trusted pipelines.
+
+    It is the fastest one, but a page that ends the process ends the worker.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -107,7 +113,7 @@ class InProcess:
             except (MemoryError, SystemExit) as e:
                 results.append(failed(e, ErrorClass.POISON))
             page.forget()
-            if alone or i % GROUP == 0:
+            if alone or i % PAGES_PER_YIELD == 0:
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
         return results

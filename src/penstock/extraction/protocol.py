@@ -1,6 +1,4 @@
-"""What a worker, its zygote and its sandboxed children say to each other: the messages and their
-encoding. No process is started here.
-"""
+"""Messages between a worker, its zygote and its sandboxed children, and their encoding."""
 
 from __future__ import annotations
 
@@ -14,13 +12,14 @@ import msgspec
 from penstock.authoring.page import Page
 from penstock.ports import Extracted, FetchedPage
 
-# -- worker -> zygote: fixed size, so that one read is one message and the descriptors that came wit
+# -- worker -> zygote ------------------------------------------------------------------------------
 
-ORDER = struct.Struct("<BxxxIQ")  # order, signal or slot, child number
+# Fixed size, so that one read returns one message with the descriptors that were sent with it.
+COMMAND = struct.Struct("<BxxxIQ")  # command, signal or progress index, child number
 
 
-class Order(enum.IntEnum):
-    FORK = 1  # with four descriptors: requests, answers, crash notes, memory for bodies
+class Command(enum.IntEnum):
+    FORK = 1  # with four descriptors: requests, results, crash file, memory for bodies
     SIGNAL = 2
 
 
@@ -33,7 +32,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     pid: int
 
 
-class Refused(msgspec.Struct, tag="refused", array_like=True):
+class LoadFailed(msgspec.Struct, tag="refused", array_like=True):
     """The pipeline file does not load."""
 
     error: str
@@ -42,26 +41,28 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
 
 class Started(msgspec.Struct, tag="started", array_like=True):
     child: int
-    pid: int  # 0: it could not be forked
+    pid: int  # 0 if the child could not be forked
     error: str = ""
 
 
 class Ended(msgspec.Struct, tag="ended", array_like=True):
     child: int
-    exit_code: int  # negative: the signal
+    exit_code: int  # negative if the child was ended by that signal
 
 
-Notice = Ready | Refused | Started | Ended
+Notice = Ready | LoadFailed | Started | Ended
 encode_notice = msgspec.msgpack.Encoder().encode
 decode_notice = msgspec.msgpack.Decoder(Notice).decode
 
-# -- worker -> child: head and meta through the pipe, the bodies in shared memory: through the pipe they cost 20 µs each. What
-# finds no room there follows the meta. A child has one request at a time, so the memory is free when the next one is made. ----
+# -- worker -> child -------------------------------------------------------------------------------
 
-REQUEST = struct.Struct(
-    "<IIQIBxxx"
-)  # bytes of meta, count, token, bytes of the first bodies that lie in shared memory, kind
-SHARED_BYTES = 1 << 20  # a group of ordinary pages
+# The head and the meta data are sent through the pipe. Bodies are in shared memory, because each
+# body costs 20 µs through the pipe. Bodies that do not fit into the memory follow the meta data.
+# A child has one request at a time, so the memory is free when the next request is made.
+
+# Bytes of meta data, count, token, bytes of the first bodies in shared memory, kind.
+REQUEST = struct.Struct("<IIQIBxxx")
+SHARED_BYTES = 1 << 20  # holds a typical group of pages
 
 
 class Kind(enum.IntEnum):
@@ -71,12 +72,12 @@ class Kind(enum.IntEnum):
 
 class PageHead(msgspec.Struct, array_like=True):
     url: str
-    requested_url: str  # "" where it is the same
+    requested_url: str  # "" if it is the same as `url`
     status: int
     headers: dict[str, str]
     fetched_at: float
     size: int
-    event: bytes  # JSON, as on the wire: it holds integers of any size, which msgpack does not
+    event: bytes  # JSON, as in the envelope: msgpack cannot encode integers of any size
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -87,9 +88,14 @@ decode_changes = msgspec.msgpack.Decoder(list[bytes]).decode
 
 def head_of(page: FetchedPage) -> PageHead:
     return PageHead(
-        page.url, "" if page.requested_url == page.url else page.requested_url, page.status, page.headers, page.fetched_at, len(page.body),
+        page.url,
+        "" if page.requested_url == page.url else page.requested_url,
+        page.status,
+        page.headers,
+        page.fetched_at,
+        len(page.body),
         b"" if page.event is None else _encode_event(page.event),
-    )  # fmt: skip
+    )
 
 
 def page_of(head: PageHead, body: bytes) -> Page:
@@ -104,19 +110,19 @@ def page_of(head: PageHead, body: bytes) -> Page:
     )
 
 
-class CannotTravel(Exception):
-    """A page that cannot be encoded: lone surrogates in a header, say."""
+class NotEncodable(Exception):
+    """A page cannot be encoded, for example because a header has lone surrogates."""
 
 
 _UNENCODABLE = (UnicodeError, TypeError, ValueError, OverflowError, RecursionError)
 
 
 def request(pages: Sequence[FetchedPage], token: int, memory: mmap.mmap) -> list[bytes]:
-    """What goes through the pipe; the rest is in the memory."""
+    """Write bodies to the shared memory, and return the data to send through the pipe."""
     try:
         meta = _encode([head_of(p) for p in pages])
     except _UNENCODABLE as e:
-        raise CannotTravel from e
+        raise NotEncodable from e
     shared, rest = 0, []
     for i, page in enumerate(pages):
         end = shared + len(page.body)
@@ -128,8 +134,8 @@ def request(pages: Sequence[FetchedPage], token: int, memory: mmap.mmap) -> list
     return [REQUEST.pack(len(meta), len(pages), token, shared, Kind.PAGES) + meta, *rest]
 
 
-def cannot_travel(page: FetchedPage) -> str:
-    """Why; "" where it can."""
+def encoding_error(page: FetchedPage) -> str:
+    """Return why the page cannot be encoded, or "" if it can."""
     try:
         _encode(head_of(page))
     except _UNENCODABLE as e:
@@ -144,25 +150,22 @@ def hook_request(changes: Sequence[bytes], token: int) -> list[bytes]:
 
 # -- child -> worker -------------------------------------------------------------------------------
 
-ANSWER = struct.Struct(
-    "<IQIIBxxx"
-)  # bytes that follow, token, index of the first result, count, mark
-MANY = struct.Struct(
-    ">BI"
-)  # msgpack array32: results are encoded one by one, so that each can be measured
-ENVELOPE = 1 << 20  # what names, keys and hashes may add to a page's output
-FLUSH_BYTES, FLUSH_SECONDS = (
-    256 << 10,
-    0.02,
-)  # fast pages: one message a group; slow ones: a death loses 20 ms of work
+# Bytes that follow, token, index of the first result, count, flag.
+ANSWER = struct.Struct("<IQIIBxxx")
+# msgpack array32. Results are encoded one by one, so that the size of each can be checked.
+ARRAY32 = struct.Struct(">BI")
+ENVELOPE = 1 << 20  # bytes that names, keys and hashes may add to a page's output
+# Results of fast pages are sent in one message. Results of slow pages are sent after 20 ms, so a
+# crash loses at most 20 ms of work.
+FLUSH_BYTES, FLUSH_SECONDS = 256 << 10, 0.02
 
 
-class Mark(enum.IntEnum):
+class ResultFlag(enum.IntEnum):
     MORE = 0
     DONE = 1
-    RETIRE = 2  # done, and this child ends now: old or grown
-    MEMORY = 3  # the page after the last result ran out of memory; this child ends now
-    OUTPUT = 4  # its output is too large; this child ends now
+    RETIRE = 2  # done, and this child exits now: it has handled many pages or uses much memory
+    MEMORY = 3  # the page after the last result ran out of memory, and this child exits now
+    OUTPUT = 4  # the output of that page is too large, and this child exits now
 
 
 encode_result = msgspec.msgpack.Encoder().encode
@@ -170,22 +173,22 @@ decode_results = msgspec.msgpack.Decoder(list[Extracted]).decode
 decode_lines = msgspec.msgpack.Decoder(list[str]).decode
 
 
-def answer(parts: Sequence[bytes], token: int, first: int, mark: Mark) -> bytes:
-    size = MANY.size + sum(map(len, parts))
+def answer(parts: Sequence[bytes], token: int, first: int, flag: ResultFlag) -> bytes:
+    size = ARRAY32.size + sum(map(len, parts))
     return b"".join(
-        [ANSWER.pack(size, token, first, len(parts), mark), MANY.pack(0xDD, len(parts)), *parts]
+        [ANSWER.pack(size, token, first, len(parts), flag), ARRAY32.pack(0xDD, len(parts)), *parts]
     )
 
 
-# -- shared memory: which page a child is on, since when. One slot a child, written by it, read by t
+# -- shared memory: the page in progress of each child, and its start ------------------------------
 
-PROGRESS = struct.Struct(
-    "<qd"
-)  # index (-1: between pages), time.monotonic(), which all processes of a machine share
-SLOT_BYTES = 64
+# Each child writes its own entry, and the worker reads it.
+# Page index (-1: between pages), time.monotonic(). All processes of a machine share that clock.
+PROGRESS = struct.Struct("<qd")
+PROGRESS_BYTES = 64
 BETWEEN = -1
 
-# -- exit statuses of a child that mean something here ---------------------------------------------
+# -- exit statuses of a child with a special meaning -----------------------------------------------
 
 LOST_PIPES = 121
 BROKEN = 122

@@ -1,5 +1,6 @@
-"""Running the user's extractors on one page and making Records and Links of what they yield.
-Processes and limits of time are elsewhere.
+"""Runs the user's extractors on one page, and makes records and links of the values they yield.
+
+Child processes and time limits are handled in `stages.sandbox`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from penstock.rules.identity import BadUrl
 MAX_OUTPUT = 16 << 20  # bytes of records and links of one page
 MAX_RECORDS = 10_000
 MAX_LINKS = 50_000
-MAX_KEY = 4096
-MAX_DETAIL = 8192
+MAX_KEY = 4096  # characters of a record key
+MAX_DETAIL = 8192  # characters of a traceback
 RESERVED = "_penstock"
 
 _encode = msgspec.json.Encoder().encode
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 _PLAIN = frozenset({str, int, bool, type(None)})
-_PACKAGE = Path(__file__).parents[1]
-_OURS = frozenset(
-    str(_PACKAGE / name)
+_PENSTOCK_FILES = frozenset(
+    str(Path(__file__).parents[1] / name)
     for name in (
         "extraction/run.py",
         "authoring/selectors.py",
@@ -47,17 +47,19 @@ _OURS = frozenset(
 )
 
 
-class _Refused(Exception):
-    """What the user's code yielded is no record; the sentence says why."""
+class _InvalidRecord(Exception):
+    """A value that user code yielded is not a valid record. The message is the reason."""
 
 
 def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extracted:
-    """Every extractor whose match fits. Never raises for what user code does or yields, and then
-    nothing of the page is kept.
+    """Run every extractor that matches the page.
+
+    Never raises for an error or a wrong value of user code. The result then has the error and no
+    records of this page.
     """
     extractors = pipeline.matching(page.url, page.requested_url)
     out = Extracted(matched=bool(extractors))
-    room = max_output
+    bytes_left = max_output
     extractor: Extractor | None = None
     try:
         for extractor in extractors:
@@ -65,15 +67,15 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
                 if type(value) is Follow:
                     link = _link(value, extractor, page)
                     out.links.append(link)
-                    room -= len(link.url)
+                    bytes_left -= len(link.url)
                 else:
                     make = _removal if type(value) is Removed else _record
                     record = make(value, extractor, page, len(out.records))
                     out.records.append(record)
-                    room -= len(record.fields)
-                if room < 0 or len(out.records) > MAX_RECORDS or len(out.links) > MAX_LINKS:
-                    raise _Refused(_too_much(out, max_output))
-    except _Refused as e:
+                    bytes_left -= len(record.fields)
+                if bytes_left < 0 or len(out.records) > MAX_RECORDS or len(out.links) > MAX_LINKS:
+                    raise _InvalidRecord(_describe_excess(out, max_output))
+    except _InvalidRecord as e:
         return Extracted(
             error=_line(f"{extractor.name if extractor else ''}: {e}"),
             kind=ErrorClass.PERMANENT.value,
@@ -87,18 +89,24 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
             detail=(e.detail or _trace(e))[-MAX_DETAIL:],
             after=e.after,
         )
-    except MemoryError as e:  # the limit of this process was reached; perhaps by another page's garbage, so it is tried alone like a death
-        return Extracted(error=_line(_brief(e)), kind=ErrorClass.POISON.value, detail=_trace(e))
+    except MemoryError as e:
+        # The memory limit of this process was reached, perhaps because of other pages. So the page
+        # runs again alone, as after a crash.
+        return Extracted(
+            error=_line(_describe_error(e)), kind=ErrorClass.POISON.value, detail=_trace(e)
+        )
     except (Exception, SystemExit, GeneratorExit) as e:
-        return Extracted(error=_line(_brief(e)), kind=ErrorClass.PERMANENT.value, detail=_trace(e))
+        return Extracted(
+            error=_line(_describe_error(e)), kind=ErrorClass.PERMANENT.value, detail=_trace(e)
+        )
     return out
 
 
 class _EmptyKey(Exception):
-    """A record without a name: it could neither replace nor be replaced."""
+    """A record without a key. It could neither replace another record nor be replaced."""
 
 
-# -- what the function gives -----------------------------------------------------------------------
+# -- values of the function ------------------------------------------------------------------------
 
 
 def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
@@ -107,7 +115,7 @@ def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
         if result is None:
             return
         if isinstance(result, (list, tuple, set, str, bytes)):
-            raise _Refused(
+            raise _InvalidRecord(
                 f"returned a {type(result).__name__}; yield its records one by one (`yield from …`)"
             )
         yield result
@@ -117,8 +125,9 @@ def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
             value = next(result)
         except StopIteration as stop:
             if stop.value is not None:
-                raise _Refused(
-                    f"returned a {type(stop.value).__name__} after yielding, which would be lost; yield it"
+                raise _InvalidRecord(
+                    f"returned a {type(stop.value).__name__} after yielding, "
+                    "which would be lost; yield it"
                 ) from None
             return
         yield value
@@ -126,11 +135,11 @@ def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
 
 def _link(follow: Follow, extractor: Extractor, page: Page) -> Link:
     url = follow.url
-    if url not in page.followed:  # made by hand, so perhaps relative
+    if url not in page.followed:  # not made by page.follow, so it may be relative
         try:
             url = page.urljoin(url)
         except BadUrl as e:
-            raise _Refused(
+            raise _InvalidRecord(
                 f"yielded Follow({follow.url[:200]!r}), which cannot be fetched: {e}"
             ) from None
     return Link(
@@ -145,31 +154,37 @@ def _link(follow: Follow, extractor: Extractor, page: Page) -> Link:
 def _record(value: Any, extractor: Extractor, page: Page, index: int) -> Record:
     fields = value if type(value) is dict else _as_dict(value)
     if fields is None:
-        raise _Refused(
-            f"yielded {_article(value)}; yield a dict, a dataclass or a model, and links by `yield from page.follow(…)`"
+        raise _InvalidRecord(
+            f"yielded {_describe(value)}; yield a dict, a dataclass or a model, "
+            "and links by `yield from page.follow(…)`"
         )
     clean: dict[str, Any] = fields
     for name, field in fields.items():
         if type(name) is not str:
-            raise _Refused(f"field name {name!r} is {_article(name)}; names are strings")
+            raise _InvalidRecord(f"field name {name!r} is {_describe(name)}; names are strings")
         if type(field) not in _PLAIN:
             if clean is fields:
                 clean = dict(fields)
             try:
                 clean[name] = _clean(field, name)
             except RecursionError:
-                raise _Refused(f"field {name!r} is nested too deeply, or contains itself") from None
+                raise _InvalidRecord(
+                    f"field {name!r} is nested too deeply, or contains itself"
+                ) from None
     if RESERVED in clean:
-        raise _Refused(f"field {RESERVED!r} is reserved; call it something else")
+        raise _InvalidRecord(f"field {RESERVED!r} is reserved; call it something else")
     try:
         body, digest = _encode(clean), hashlib.blake2b(_canonical(clean), digest_size=16).digest()
     except UnicodeEncodeError:
-        name = next(n for n, v in clean.items() if _broken(n) or _broken(v))
-        raise _Refused(
-            f"field {name!r} holds half a surrogate pair, which is no text; .encode('utf-8', 'replace') gets rid of it"
+        name = next(n for n, v in clean.items() if _has_surrogates(n) or _has_surrogates(v))
+        raise _InvalidRecord(
+            f"field {name!r} holds half a surrogate pair, which is no text; "
+            ".encode('utf-8', 'replace') gets rid of it"
         ) from None
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
-        raise _Refused(f"field {_culprit(clean)!r} cannot be written as JSON: {e}") from None
+        raise _InvalidRecord(
+            f"field {_first_bad_field(clean)!r} cannot be written as JSON: {e}"
+        ) from None
     key = page.url if extractor.key is None else _key(extractor, fields)
     return Record(
         extractor=extractor.name,
@@ -182,8 +197,8 @@ def _record(value: Any, extractor: Extractor, page: Page, index: int) -> Record:
 
 
 def _removal(value: Removed, extractor: Extractor, page: Page, index: int) -> Record:
-    """A record of its key alone. The key is what the record's own was, so that it replaces it
-    everywhere.
+    """Make a record that marks another one as removed. Both have the same key, so that it replaces
+    the other one everywhere.
     """
     given, names = value.key, extractor.key
     if given is None or isinstance(given, Mapping):
@@ -194,8 +209,9 @@ def _removal(value: Removed, extractor: Extractor, page: Page, index: int) -> Re
         plain = Extractor(extractor.name, extractor.version, extractor.match, "key", extractor.fn)
         record = msgspec.structs.replace(_record({"key": given}, plain, page, index), fields=b"{}")
     else:
-        raise _Refused(
-            f"yielded Removed({given!r}), and its key is {', '.join(names)}; yield Removed({{{', '.join(f'{n!r}: …' for n in names)}}})"
+        raise _InvalidRecord(
+            f"yielded Removed({given!r}), and its key is {', '.join(names)}; "
+            f"yield Removed({{{', '.join(f'{n!r}: …' for n in names)}}})"
         )
     return msgspec.structs.replace(record, hash=REMOVED, deleted=True)
 
@@ -206,43 +222,42 @@ def _as_dict(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, msgspec.Struct):
         return msgspec.structs.asdict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            f.name: getattr(value, f.name) for f in dataclasses.fields(value)
-        }  # not asdict: it copies deeply, and we look inside anyway
-    if not isinstance(value, type) and callable(
-        dump := getattr(value, "model_dump", None)
-    ):  # pydantic, without importing it
+        # Not dataclasses.asdict, which copies deeply. `_clean` handles the values anyway.
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    # pydantic models, without importing pydantic
+    if not isinstance(value, type) and callable(dump := getattr(value, "model_dump", None)):
         return dict(dump())
     return None
 
 
 def _clean(value: Any, where: str) -> Any:
-    """What JSON can hold, or _Refused with the path of what it cannot. Sets are sorted: their order
-    changes with every process.
+    """Return a value that JSON can hold. Raise _Refused with the path of a value that it cannot.
+
+    Sets are sorted, because their order differs between processes.
     """
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is float:
         if not math.isfinite(value):
-            raise _Refused(f"field {where!r} is {value}, which JSON cannot hold; use None")
+            raise _InvalidRecord(f"field {where!r} is {value}, which JSON cannot hold; use None")
         return value
     if isinstance(value, Decimal):
         if not value.is_finite():
-            raise _Refused(f"field {where!r} is {value}, which is no number; use None")
+            raise _InvalidRecord(f"field {where!r} is {value}, which is no number; use None")
         return value
     if isinstance(value, (list, tuple)):
         return [_clean(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, (set, frozenset)):
         return sorted((_clean(v, where) for v in value), key=_canonical)
     if kind.__module__ == "penstock.authoring.selectors":
-        raise _Refused(f"field {where!r} is a {kind.__name__}; add .get() or .getall()")
+        raise _InvalidRecord(f"field {where!r} is a {kind.__name__}; add .get() or .getall()")
     inner = _as_dict(value)
     if inner is None:
-        return value  # dates, UUIDs, enums: msgspec knows them, or says that it does not
+        return value  # dates, UUIDs and enums: msgspec encodes them, or raises an error
     for name in inner:
         if type(name) is not str:
-            raise _Refused(f"field {where!r} has the key {name!r}; keys are strings")
+            raise _InvalidRecord(f"field {where!r} has the key {name!r}; keys are strings")
     return {name: _clean(v, f"{where}.{name}") for name, v in inner.items()}
 
 
@@ -261,23 +276,25 @@ def _key(extractor: Extractor, fields: dict[Any, Any]) -> str:
 
 def _part(value: Any, what: str, extractor: Extractor, *, missing: bool = False) -> str:
     if isinstance(value, (list, tuple, set, frozenset, dict, bytes)):
-        raise _Refused(f"{what} a {type(value).__name__}, which cannot be a key")
+        raise _InvalidRecord(f"{what} a {type(value).__name__}, which cannot be a key")
     text = "" if value is None else str(value)
     if not text.strip():
         raise _EmptyKey(
-            f"empty key: {what} {'missing' if missing else 'None' if value is None else 'empty'} in a record of {extractor.name}"
+            f"empty key: {what} {'missing' if missing else 'None' if value is None else 'empty'} "
+            f"in a record of {extractor.name}"
         )
-    if len(text) > MAX_KEY or (not text.isascii() and _broken(text)):
-        raise _Refused(
-            f"{what} no usable key: {'longer than ' + str(MAX_KEY) if len(text) > MAX_KEY else 'not text'}"
+    if len(text) > MAX_KEY or (not text.isascii() and _has_surrogates(text)):
+        raise _InvalidRecord(
+            f"{what} no usable key: "
+            f"{'longer than ' + str(MAX_KEY) if len(text) > MAX_KEY else 'not text'}"
         )
     return text
 
 
-# -- saying what went wrong ------------------------------------------------------------------------
+# -- error messages --------------------------------------------------------------------------------
 
 
-def _too_much(out: Extracted, max_output: int) -> str:
+def _describe_excess(out: Extracted, max_output: int) -> str:
     if len(out.records) > MAX_RECORDS:
         return f"more than {MAX_RECORDS} records from one page; yield them from several pages"
     if len(out.links) > MAX_LINKS:
@@ -285,11 +302,11 @@ def _too_much(out: Extracted, max_output: int) -> str:
     return f"more than {max_output} bytes of output from one page"
 
 
-def _broken(value: Any) -> bool:
+def _has_surrogates(value: Any) -> bool:
     return _fails(value, UnicodeEncodeError)
 
 
-def _culprit(fields: dict[str, Any]) -> str:
+def _first_bad_field(fields: dict[str, Any]) -> str:
     return next((name for name, value in fields.items() if _fails(value, Exception)), "?")
 
 
@@ -303,22 +320,22 @@ def _fails(value: Any, how: type[Exception]) -> bool:
     return False
 
 
-def _article(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _brief(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, PenstockError):
         return error.message
-    said = _quietly(lambda: str(error)) or _quietly(lambda: repr(error.args))
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    message = _text_or_empty(lambda: str(error)) or _text_or_empty(lambda: repr(error.args))
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def _quietly(say: Callable[[], str]) -> str:
+def _text_or_empty(text_of: Callable[[], str]) -> str:
     try:
-        return say()
+        return text_of()
     except Exception:
-        return ""  # an exception whose own __str__ fails is still only the page's fault
+        return ""  # an exception whose __str__ raises is an error of the page too
 
 
 def _line(text: str) -> str:
@@ -327,16 +344,16 @@ def _line(text: str) -> str:
 
 
 def _trace(error: BaseException) -> str:
-    """The traceback, without our own frames: the user's line comes last."""
+    """Return the traceback without frames of Penstock, so that the user's line is last."""
     try:
         shown = traceback.TracebackException(type(error), error, error.__traceback__, limit=-40)
         link: traceback.TracebackException | None = shown
         while link is not None:
             link.stack = traceback.StackSummary.from_list(
-                [f for f in link.stack if f.filename not in _OURS] or link.stack
+                [f for f in link.stack if f.filename not in _PENSTOCK_FILES] or link.stack
             )
             link = link.__cause__ or link.__context__
         text = "".join(shown.format())
-    except Exception:  # the same: an exception that cannot even be shown
+    except Exception:  # an exception of user code that cannot be formatted
         text = type(error).__name__
     return text.encode("utf-8", "replace").decode()[-MAX_DETAIL:]

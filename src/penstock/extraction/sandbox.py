@@ -1,5 +1,6 @@
-"""Extraction in disposable child processes: who runs where, what is run again, and who is to blame
-for a death. Processes and pipes are handled elsewhere.
+"""Extraction in child processes: runs requests, repeats pages after a crash, finds poison pages.
+
+Processes and pipes are handled in `sandbox_process` and `sandbox_zygote`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.extraction import protocol as wire
-from penstock.extraction.child import ChildProcess, Death, Limits, Reply
+from penstock.extraction.child import ChildExit, ChildProcess, Limits, Reply
 from penstock.extraction.zygote import ZygoteProcess
 from penstock.model import ErrorClass
 from penstock.ports import Extracted, FetchedPage
@@ -23,13 +24,16 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 
 
 class Sandbox:
-    """Several pages a hand-over to a child that lives on; but only a death while alone, in a fresh
-    child, condemns a page.
+    """Extractor that sends several pages at a time to long-lived children.
 
-    When a child dies, what it had answered counts. The page that was under way is a suspect and
-    runs alone; the others run again together, once, in a fresh child, and alone if that dies as
-    well. A child that takes the zygote with it takes everyone's: then its page runs once more under
-    a zygote of its own.
+    A page is poison only if its child exits while the page runs alone in a fresh child.
+
+    If a child exits early, the results that it returned count. The page in progress is a suspect
+    and runs alone. The other pages run again together, once, in a fresh child. If that child exits
+    too, they run alone.
+
+    A child that kills the zygote ends all other children too. Then each page that ran alone runs
+    once more, under a separate zygote.
     """
 
     def __init__(
@@ -42,15 +46,15 @@ class Sandbox:
     ) -> None:
         self._file, self._limits = Path(pipeline_file), limits or Limits()
         self._on_event = on_event
-        self._places = asyncio.Semaphore(size)  # first come, first served
+        self._permits = asyncio.Semaphore(size)  # waiting requests are served in order of arrival
         self._restarting = asyncio.Lock()
         self._zygote: ZygoteProcess | None = None
-        self._others: set[ZygoteProcess] = set()
+        self._separate_zygotes: set[ZygoteProcess] = set()
         self._idle: list[ChildProcess] = []
         self._closed = False
 
     async def start(self) -> None:
-        """Raises ConfigError where the pipeline file does not load."""
+        """Start the zygote. Raise ConfigError if the pipeline file does not load."""
         self._zygote = await ZygoteProcess.start(self._file, self._limits)
 
     async def close(self) -> None:
@@ -59,10 +63,10 @@ class Sandbox:
         async with self._restarting:
             if self._zygote is not None:
                 await self._zygote.close()
-        for other in list(self._others):
+        for other in list(self._separate_zygotes):
             await other.close()
 
-    # -- the port
+    # -- the methods of the port
 
     async def extract(
         self, pages: Sequence[FetchedPage], *, alone: bool = False
@@ -73,38 +77,38 @@ class Sandbox:
         while todo and not alone:
             group = [pages[i] for i in todo]
             try:
-                reply = await self._ask(
+                reply = await self._request(
                     lambda token, memory, group=group: wire.request(group, token, memory),  # type: ignore[misc]
                     len(group),
                     wire.decode_results,
                     fresh=fresh,
                 )
-            except wire.CannotTravel:
+            except wire.NotEncodable:
                 for i in todo:
-                    if why := wire.cannot_travel(pages[i]):
-                        results[i] = _unfit(why)
+                    if reason := wire.encoding_error(pages[i]):
+                        results[i] = _not_encodable(reason)
                 todo = [i for i in todo if results[i] is None]
                 continue
             finished = len(reply.results)
             for i, result in zip(todo, reply.results, strict=False):
                 results[i] = result
-            death, rest = reply.death, todo[finished:]
+            child_exit, rest = reply.exit, todo[finished:]
             todo = []
-            if death is None:
+            if child_exit is None:
                 break
-            if death.ours:
+            if child_exit.internal:
                 for i in rest:
-                    results[i] = _ours(death)
+                    results[i] = _internal_error(child_exit)
                 break
-            if death.index is not None and death.index >= finished:
-                suspects.append(rest.pop(death.index - finished))
+            if child_exit.page_index is not None and child_exit.page_index >= finished:
+                suspects.append(rest.pop(child_exit.page_index - finished))
             todo = rest
             if fresh:
                 break
             fresh = True
-        last = todo + suspects  # bystanders first: a suspect may take all its time again
+        last = todo + suspects  # suspects last: a suspect may use its whole time limit again
         for i, result in zip(
-            last, await asyncio.gather(*[self._alone(pages[i]) for i in last]), strict=True
+            last, await asyncio.gather(*[self._extract_alone(pages[i]) for i in last]), strict=True
         ):
             results[i] = result
         return [r for r in results if r is not None]
@@ -114,33 +118,33 @@ class Sandbox:
         todo, stalled = list(range(len(changes))), False
         while todo:
             group = [changes[i] for i in todo]
-            reply = await self._ask(
+            reply = await self._request(
                 lambda token, _, group=group: wire.hook_request(group, token),  # type: ignore[misc]
                 len(group),
                 wire.decode_lines,
                 fresh=False,
             )
-            finished, death = len(reply.results), reply.death
+            finished, child_exit = len(reply.results), reply.exit
             for i, line in zip(todo, reply.results, strict=False):
                 lines[i] = line
             rest = todo[finished:]
-            if death is None:
+            if child_exit is None:
                 break
-            if death.ours:
+            if child_exit.internal:
                 for i in rest:
-                    lines[i] = death.reason
+                    lines[i] = child_exit.reason
                 break
-            # A hook has effects outside: the change under way is not tried again here, the others
-            # have not begun.
-            if death.index == finished or (stalled and not finished):
-                lines[rest.pop(0)] = f"its hook's process {_verb(death)}"
+            # A hook has effects outside, so the change in progress is not repeated. The changes
+            # after it have not started.
+            if child_exit.page_index == finished or (stalled and not finished):
+                lines[rest.pop(0)] = f"its hook's process {_exit_phrase(child_exit)}"
             stalled = not finished
             todo = rest
         return lines
 
     # -- children
 
-    async def _ask(
+    async def _request(
         self,
         encode: Callable[[int, mmap.mmap], list[bytes]],
         count: int,
@@ -148,26 +152,28 @@ class Sandbox:
         *,
         fresh: bool,
     ) -> Reply:
-        async with self._places:
+        async with self._permits:
             try:
-                zygote = await self._living_zygote()
+                zygote = await self._running_zygote()
                 child = None if fresh else self._idle_child(zygote)
                 if child is None:
                     child = zygote.fork()
             except (ConfigError, OSError) as e:
-                return Reply([], Death(f"no child process could be started: {e}", ours=True))
+                return Reply(
+                    [], ChildExit(f"no child process could be started: {e}", internal=True)
+                )
             try:
-                reply = await child.ask(encode, count, decode)
+                reply = await child.request(encode, count, decode)
             finally:
                 if child.usable:
                     if fresh or self._closed:
                         child.discard()
                     else:
                         self._idle.append(child)
-            if reply.death is not None:
-                self._tell(
-                    "child died",
-                    reason=reply.death.reason,
+            if reply.exit is not None:
+                self._emit(
+                    "child exited early",
+                    reason=reply.exit.reason,
                     pid=child.pid,
                     alone=count == 1 and fresh,
                 )
@@ -180,7 +186,7 @@ class Sandbox:
                 return child
         return None
 
-    async def _living_zygote(self) -> ZygoteProcess:
+    async def _running_zygote(self) -> ZygoteProcess:
         if self._zygote is not None and self._zygote.alive:
             return self._zygote
         async with self._restarting:
@@ -189,67 +195,71 @@ class Sandbox:
             if self._zygote is None or not self._zygote.alive:
                 if self._zygote is not None:
                     await self._zygote.close()
-                    self._tell("zygote restarted")
+                    self._emit("zygote restarted")
                 self._zygote = await ZygoteProcess.start(self._file, self._limits)
             return self._zygote
 
-    async def _alone(self, page: FetchedPage) -> Extracted:
-        if why := wire.cannot_travel(page):
-            return _unfit(why)
-        reply = await self._ask(
+    async def _extract_alone(self, page: FetchedPage) -> Extracted:
+        if reason := wire.encoding_error(page):
+            return _not_encodable(reason)
+        reply = await self._request(
             lambda token, memory: wire.request([page], token, memory),
             1,
             wire.decode_results,
             fresh=True,
         )
-        if reply.death is not None and reply.death.collateral:
-            reply = await self._with_a_zygote_of_its_own(page)
-        if (death := reply.death) is None:
+        if reply.exit is not None and reply.exit.zygote_lost:
+            reply = await self._request_with_separate_zygote(page)
+        if (child_exit := reply.exit) is None:
             result: Extracted = reply.results[0]
             return result
-        if death.ours:
-            return _ours(death)
-        self._tell("page condemned", url=page.url, reason=death.reason)
+        if child_exit.internal:
+            return _internal_error(child_exit)
+        self._emit("page is poison", url=page.url, reason=child_exit.reason)
         return Extracted(
-            error=f"{death.reason} while extracted alone",
+            error=f"{child_exit.reason} while extracted alone",
             kind=ErrorClass.POISON,
-            detail=death.detail,
+            detail=child_exit.detail,
         )
 
-    async def _with_a_zygote_of_its_own(self, page: FetchedPage) -> Reply:
-        """Whose page killed the zygote that several shared? Here it can only be this one."""
-        async with self._places:
+    async def _request_with_separate_zygote(self, page: FetchedPage) -> Reply:
+        """Run the page under a separate zygote. If this zygote ends, the page is the cause."""
+        async with self._permits:
             try:
                 zygote = await ZygoteProcess.start(self._file, self._limits)
             except (ConfigError, OSError) as e:
-                return Reply([], Death(f"no child process could be started: {e}", ours=True))
-            self._others.add(zygote)
+                return Reply(
+                    [], ChildExit(f"no child process could be started: {e}", internal=True)
+                )
+            self._separate_zygotes.add(zygote)
             try:
                 if self._closed:
-                    return Reply([], Death("the sandbox is closed", ours=True))
-                return await zygote.fork().ask(
+                    return Reply([], ChildExit("the sandbox is closed", internal=True))
+                return await zygote.fork().request(
                     lambda token, memory: wire.request([page], token, memory),
                     1,
                     wire.decode_results,
                 )
             finally:
-                self._others.discard(zygote)
+                self._separate_zygotes.discard(zygote)
                 await zygote.close()
 
-    def _tell(self, name: str, **fields: Any) -> None:
+    def _emit(self, name: str, **fields: Any) -> None:
         if self._on_event is not None:
             self._on_event(name, fields)
 
 
-def _ours(death: Death) -> Extracted:
-    return Extracted(error=death.reason, kind=ErrorClass.OURS, detail=death.detail)
+def _internal_error(child_exit: ChildExit) -> Extracted:
+    return Extracted(error=child_exit.reason, kind=ErrorClass.OURS, detail=child_exit.detail)
 
 
-def _unfit(why: str) -> Extracted:
+def _not_encodable(reason: str) -> Extracted:
     return Extracted(
-        error=f"this page cannot be handed to its extractor: {why}", kind=ErrorClass.PERMANENT
+        error=f"this page cannot be handed to its extractor: {reason}", kind=ErrorClass.PERMANENT
     )
 
 
-def _verb(death: Death) -> str:
-    return f"was {death.reason}" if death.reason.startswith("killed") else death.reason
+def _exit_phrase(child_exit: ChildExit) -> str:
+    return (
+        f"was {child_exit.reason}" if child_exit.reason.startswith("killed") else child_exit.reason
+    )

@@ -1,5 +1,6 @@
-"""The worker's end of the zygote: starts it, orders children from it, hears of their ends, closes
-it. What a child is asked is not here.
+"""Handle of the zygote process: starts it, sends commands, receives notices, closes it.
+
+See `sandbox_process` for the requests to a child.
 """
 
 from __future__ import annotations
@@ -22,21 +23,15 @@ import msgspec
 import penstock
 from penstock.errors import ConfigError
 from penstock.extraction import protocol as wire
-from penstock.extraction.child import (
-    ZYGOTE_PATIENCE,
-    ChildProcess,
-    Limits,
-    memory_file,
-    signal_name,
-)
-from penstock.extraction.protocol import Order
+from penstock.extraction.child import ZYGOTE_TIMEOUT, ChildProcess, Limits, memory_file, signal_name
+from penstock.extraction.protocol import Command
 
-_SLOTS = 1024  # children at once, the dying included
-_MARK = "_PENSTOCK_SANDBOX"  # in the environment of everything that comes of a zygote
+_MAX_CHILDREN = 1024  # children that exist at the same time, including those being killed
+_ENV_TAG = "_PENSTOCK_SANDBOX"  # environment variable of all processes that a zygote has started
 
 
 class ZygoteProcess:
-    """A clean process that has the pipeline imported, and forks children on order."""
+    """A separate process that has imported the pipeline and forks children on command."""
 
     def __init__(self, pipeline_file: Path, limits: Limits) -> None:
         self.limits = limits
@@ -44,30 +39,50 @@ class ZygoteProcess:
         self._loop = asyncio.get_running_loop()
         self._children: dict[int, ChildProcess] = {}
         self._numbers = itertools.count(1)
-        self._free = list(range(_SLOTS))
+        self._free_progress = list(range(_MAX_CHILDREN))
         self._buffer = bytearray()
-        self._ready: asyncio.Future[wire.Ready | wire.Refused | None] = self._loop.create_future()
+        self._ready: asyncio.Future[wire.Ready | wire.LoadFailed | None] = (
+            self._loop.create_future()
+        )
         self._reaping: asyncio.Future[int] | None = None
-        self._mark = secrets.token_hex(16)
+        self._tag = secrets.token_hex(16)
         memory = memory_file()
-        os.ftruncate(memory, _SLOTS * wire.SLOT_BYTES)
-        self.progress = mmap.mmap(memory, _SLOTS * wire.SLOT_BYTES)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        os.ftruncate(memory, _MAX_CHILDREN * wire.PROGRESS_BYTES)
+        self.progress = mmap.mmap(memory, _MAX_CHILDREN * wire.PROGRESS_BYTES)
+        self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         settings = {
-            "control": theirs.fileno(), "progress": memory, "parent": os.getpid(), "slots": _SLOTS,
-            "memory": limits.memory, "output": limits.output, "retire_pages": limits.pages, "retire_bytes": limits.memory // 2,
-        }  # fmt: skip
+            "control": child_end.fileno(),
+            "progress": memory,
+            "parent": os.getpid(),
+            "slots": _MAX_CHILDREN,
+            "memory": limits.memory,
+            "output": limits.output,
+            "retire_pages": limits.pages,
+            "retire_bytes": limits.memory // 2,
+        }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "penstock.extraction.zygote_main", msgspec.json.encode(settings).decode(), str(pipeline_file)],
-                stdin=subprocess.DEVNULL, stdout=_stderr(), stderr=_stderr(), pass_fds=(theirs.fileno(), memory), env={**_environment(), _MARK: self._mark},
-                start_new_session=True,  # Ctrl-C is for the worker, which finishes its pages first
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "penstock.extraction.zygote_main",
+                    msgspec.json.encode(settings).decode(),
+                    str(pipeline_file),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=_stderr(),
+                stderr=_stderr(),
+                pass_fds=(child_end.fileno(), memory),
+                env={**_environment(), _ENV_TAG: self._tag},
+                # Ctrl-C must reach the worker only, which finishes its pages first.
+                start_new_session=True,
+            )
         except BaseException:
             self._control.close()
             raise
         finally:
-            theirs.close()
+            child_end.close()
             os.close(memory)
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._readable)
@@ -76,36 +91,35 @@ class ZygoteProcess:
     async def start(
         cls, pipeline_file: Path, limits: Limits, *, again: bool = True
     ) -> ZygoteProcess:
-        """Raises ConfigError where the file does not load, OSError where there is no process to be
-        had.
+        """Start a zygote. Raise ConfigError if the file does not load, OSError if no process can
+        be started.
         """
         self = cls(pipeline_file, limits)
         try:
             async with asyncio.timeout(limits.load_seconds):
-                said = await self._ready
+                answer = await self._ready
         except BaseException as e:
-            self._gone("it was not waited for")
-            await self._reaped()
+            self._shut_down("it was not waited for")
+            await self._exit_status()
             if isinstance(e, TimeoutError):
                 sentence = (
                     f"{pipeline_file}: importing it takes longer than {limits.load_seconds:g} s"
                 )
                 raise ConfigError(
-                    sentence, hint="a pipeline file declares; it does no work at its top level"
+                    sentence, hint="do no work at the top level of a pipeline file"
                 ) from None
             raise
-        if isinstance(said, wire.Ready):
+        if isinstance(answer, wire.Ready):
             return self
-        self._gone("it did not load")
-        status = await self._reaped()
-        if isinstance(said, wire.Refused):
-            raise ConfigError(said.error, hint=said.hint)
-        if (
-            status == -signal.SIGKILL and again
-        ):  # from outside, as when memory has run out: that says nothing about the file
+        self._shut_down("it did not load")
+        status = await self._exit_status()
+        if isinstance(answer, wire.LoadFailed):
+            raise ConfigError(answer.error, hint=answer.hint)
+        # The kill came from outside, for example because memory ran out. The file is not the cause.
+        if status == -signal.SIGKILL and again:
             return await cls.start(pipeline_file, limits, again=False)
         raise ConfigError(
-            f"{pipeline_file}: importing it {_ended(status)} the process",
+            f"{pipeline_file}: importing it {_describe_status(status)} the process",
             hint=f"try `{Path(sys.executable).name} {pipeline_file}`",
         )
 
@@ -114,32 +128,39 @@ class ZygoteProcess:
         return self._process.pid
 
     def fork(self) -> ChildProcess:
-        """Raises OSError where descriptors have run out."""
-        if not self._free:
+        """Fork a child. Raise OSError if there are too many children or open descriptors."""
+        if not self._free_progress:
             raise OSError("too many children at once")
-        slot = self._free.pop()
-        wire.PROGRESS.pack_into(self.progress, slot * wire.SLOT_BYTES, wire.BETWEEN, 0.0)
+        progress_index = self._free_progress.pop()
+        wire.PROGRESS.pack_into(
+            self.progress, progress_index * wire.PROGRESS_BYTES, wire.BETWEEN, 0.0
+        )
         try:
-            child = ChildProcess(self, next(self._numbers), slot)
+            child = ChildProcess(self, next(self._numbers), progress_index)
         except BaseException:
-            self._free.append(slot)
+            self._free_progress.append(progress_index)
             raise
         self._children[child.number] = child
         return child
 
-    def order(self, order: Order, argument: int, child: int, fds: Sequence[int] = ()) -> None:
-        socket.send_fds(self._control, [wire.ORDER.pack(order, argument, child)], list(fds))
+    def send_command(
+        self, send_command: Command, argument: int, child: int, fds: Sequence[int] = ()
+    ) -> None:
+        socket.send_fds(
+            self._control, [wire.COMMAND.pack(send_command, argument, child)], list(fds)
+        )
 
     def signal(self, child: int, number: int) -> None:
         if self.alive and child in self._children:
             try:
-                self.order(Order.SIGNAL, number, child)
-            except OSError:  # full: it reads nothing any more
-                self._gone("the process that starts children does not answer")
+                self.send_command(Command.SIGNAL, number, child)
+            except OSError:  # the socket is full, because the zygote no longer reads
+                self._shut_down("the process that starts children does not answer")
 
-    def must_have_buried(self, child: int) -> None:
+    def check_reaped(self, child: int) -> None:
+        """Give up the zygote if it has not reported the exit of this killed child."""
         if self.alive and child in self._children:
-            self._gone("the process that starts children does not answer")
+            self._shut_down("the process that starts children does not answer")
 
     def _readable(self) -> None:
         try:
@@ -149,7 +170,7 @@ class ZygoteProcess:
         except OSError:
             data = b""
         if not data:
-            self._gone("the process that starts children died")
+            self._shut_down("the process that starts children died")
             return
         self._buffer += data
         while len(self._buffer) >= wire.LENGTH.size:
@@ -161,12 +182,12 @@ class ZygoteProcess:
             try:
                 notice = wire.decode_notice(raw)
             except msgspec.MsgspecError:
-                self._gone("the process that starts children speaks nonsense")
+                self._shut_down("the process that starts children speaks nonsense")
                 return
-            self._heard(notice)
+            self._handle_notice(notice)
 
-    def _heard(self, notice: wire.Notice) -> None:
-        if isinstance(notice, wire.Ready | wire.Refused):
+    def _handle_notice(self, notice: wire.Notice) -> None:
+        if isinstance(notice, wire.Ready | wire.LoadFailed):
             if not self._ready.done():
                 self._ready.set_result(notice)
         elif isinstance(notice, wire.Started) and notice.pid:
@@ -174,40 +195,46 @@ class ZygoteProcess:
                 child.pid = notice.pid
         elif child := self._children.pop(notice.child, None):
             if isinstance(notice, wire.Ended):
-                child.ended(notice.exit_code)
+                child.on_exit(notice.exit_code)
             else:
-                child.lost(f"no child process could be started: {notice.error}", ours=True)
-            self._free.append(child.slot)
+                child.on_zygote_lost(
+                    f"no child process could be started: {notice.error}", internal=True
+                )
+            self._free_progress.append(child.progress_index)
 
-    def _gone(self, why: str, *, ours: bool = False) -> None:
+    def _shut_down(self, reason: str, *, closing: bool = False) -> None:
+        """Close the connection to the zygote, and end its children.
+
+        `closing` is True if the sandbox is being closed. Otherwise the zygote is killed.
+        """
         if not self.alive:
             return
         self.alive = False
         self._loop.remove_reader(self._control)
         self._control.close()
         children, self._children = list(self._children.values()), {}
-        if not ours:  # its children die with it
+        if not closing:  # the children are killed with the zygote
             self._process.kill()
-        self._reaping = self._loop.run_in_executor(None, self._bury, ours)
+        self._reaping = self._loop.run_in_executor(None, self._wait_for_exit, closing)
         for child in children:
-            child.lost(why, ours=ours)
+            child.on_zygote_lost(reason, internal=closing)
         if not self._ready.done():
             self._ready.set_result(None)
 
-    def _bury(self, ours: bool) -> int:
+    def _wait_for_exit(self, closing: bool) -> int:
         status = self._process.wait()
-        if not ours and status < 0:  # killed, so it did not clean up
-            _sweep(f"{_MARK}={self._mark}".encode())
+        if not closing and status < 0:  # the zygote was killed before it could clean up
+            _kill_tagged(f"{_ENV_TAG}={self._tag}".encode())
         return status
 
-    async def _reaped(self) -> int:
+    async def _exit_status(self) -> int:
         return await self._reaping if self._reaping is not None else self._process.wait()
 
     async def close(self) -> None:
-        """It sees the socket close, and ends everything that came of it."""
-        self._gone("the sandbox was closed", ours=True)
+        """Close the socket. The zygote then ends all processes that it or its children started."""
+        self._shut_down("the sandbox was closed", closing=True)
         if self._reaping is not None:
-            done, _ = await asyncio.wait([self._reaping], timeout=ZYGOTE_PATIENCE)
+            done, _ = await asyncio.wait([self._reaping], timeout=ZYGOTE_TIMEOUT)
             if not done:
                 self._process.kill()
                 await self._reaping
@@ -215,7 +242,7 @@ class ZygoteProcess:
 
 
 def _stderr() -> int:
-    """User code prints to the worker's standard error, whatever the worker did to sys.stderr."""
+    """Return the worker's standard error, for user code. The worker may replace sys.stderr."""
     try:
         os.fstat(2)
     except OSError:
@@ -223,21 +250,21 @@ def _stderr() -> int:
     return 2
 
 
-def _sweep(mark: bytes) -> None:
-    """Ends what user code had started in sessions of its own, when the zygote that would have done
-    it was killed (Linux).
+def _kill_tagged(tag: bytes) -> None:
+    """Kill processes that user code started in other sessions, after a zygote was killed.
+
+    Linux only. A zygote that ends normally kills them itself.
     """
     if not hasattr(signal, "pidfd_send_signal"):
         return
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            held = os.pidfd_open(
-                int(pid)
-            )  # so that it is this process that is killed, not the next with its number
+            # The pidfd ensures that this process is killed, and not a later one with the same pid.
+            held = os.pidfd_open(int(pid))
         except OSError:
             continue
         try:
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if tag in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 signal.pidfd_send_signal(held, signal.SIGKILL)
         except OSError:
             pass
@@ -246,8 +273,9 @@ def _sweep(mark: bytes) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The child must find the very package the worker runs; one that is installed it finds by
-    itself.
+    """Return an environment in which the child imports the same package as the worker.
+
+    An installed package is found without PYTHONPATH.
     """
     environment, root = dict(os.environ), str(Path(penstock.__file__).parent.parent)
     if root not in {*site.getsitepackages(), site.getusersitepackages()}:
@@ -257,5 +285,5 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _ended(status: int) -> str:
+def _describe_status(status: int) -> str:
     return f"ended (status {status})" if status >= 0 else f"killed ({signal_name(-status)})"

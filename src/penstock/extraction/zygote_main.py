@@ -1,5 +1,6 @@
-"""The zygote: imports the pipeline once, forks children on order, buries them, and kills what they
-leave behind. What a child does is not here.
+"""The zygote process: imports the pipeline once, forks and reaps children, kills their orphans.
+
+See `child_main` for the work of a child.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from penstock.authoring.page import Page
 from penstock.authoring.pipeline import Pipeline
 from penstock.errors import PenstockError
 from penstock.extraction import protocol as wire
-from penstock.extraction.child_main import Child, Settings, flush_output, high
+from penstock.extraction.child_main import Child, ZygoteSettings, flush_output, move_descriptor
 from penstock.extraction.in_process import failed, printable
-from penstock.extraction.protocol import Order
+from penstock.extraction.protocol import Command
 from penstock.model import ErrorClass
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -41,7 +42,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def _libc(name: str, *args: int) -> bool:
-    """False where this system has no such call."""
+    """Call a libc function. Return False if it fails or this system does not have it."""
     try:
         function = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
@@ -50,16 +51,16 @@ def _libc(name: str, *args: int) -> bool:
 
 
 def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:
-    """When the parent goes, however it goes, this process goes too (Linux)."""
+    """End this process when the parent ends for any reason (Linux only)."""
     if sys.platform == "linux":
         _libc("prctl", _PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
-    if signal_number and os.getppid() != parent:  # it went before the line above
+    if signal_number and os.getppid() != parent:  # the parent ended before the call above
         os._exit(0)
 
 
 def keep_freed_memory() -> None:
-    """glibc: do not return a parsed page's memory to the system after each page, only to fault it
-    in again for the next.
+    """Set glibc to keep freed memory. Otherwise each parsed page returns its memory to the system,
+    and the next page faults it in again.
     """
     for option, value in (
         (_M_MMAP_THRESHOLD, 1 << 30),
@@ -70,7 +71,7 @@ def keep_freed_memory() -> None:
 
 
 def _children() -> set[int]:
-    """This process's children, adopted ones included, as far as the system tells."""
+    """Return the pids of this process's children and adopted orphans, if the system lists them."""
     pids: set[int] = set()
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
@@ -79,24 +80,29 @@ def _children() -> set[int]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Looks without burying."""
+    """Return True if the child has ended. Does not reap it."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _nothing(*_: object) -> None:
-    """A handler rather than SIG_IGN: programs that user code starts would inherit the latter."""
+def _ignore_signal(*_: object) -> None:
+    """Do nothing. Unlike SIG_IGN, a handler is not inherited by programs that user code starts."""
 
 
 # -- the zygote ------------------------------------------------------------------------------------
 
 
 class Zygote:
-    """Has the pipeline imported, runs none of it; forks children on order, buries them, kills what
-    they leave behind.
+    """Process that has imported the pipeline, but runs none of its functions.
+
+    It forks children on command, reaps them, and kills processes that they leave behind.
     """
 
     def __init__(
-        self, settings: Settings, control: socket.socket, progress: mmap.mmap, pipeline: Pipeline
+        self,
+        settings: ZygoteSettings,
+        control: socket.socket,
+        progress: mmap.mmap,
+        pipeline: Pipeline,
     ) -> None:
         self._settings, self._control, self._progress, self._pipeline = (
             settings,
@@ -105,11 +111,12 @@ class Zygote:
             pipeline,
         )
         self._pids: dict[int, int] = {}  # child number -> pid
-        self._own = _children()  # what the pipeline file started: stays until the end
+        # Processes that the pipeline file started. They are kept until the end.
+        self._started_by_pipeline = _children()
         self._wake, wake = os.pipe()
         for fd in (self._wake, wake):
             os.set_blocking(fd, False)
-        signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(signal.SIGCHLD, _ignore_signal)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self._close_in_child = [control.fileno(), self._wake, wake]
         self._poll = select.poll()
@@ -118,8 +125,9 @@ class Zygote:
         self._watch_parent()
 
     def _watch_parent(self) -> None:
-        """Where the parent's death can be seen, we clean up after it rather than die with it:
-        children's children go too.
+        """Watch the parent with a pidfd, if possible, and clean up after its end.
+
+        Being killed together with the parent would leave processes behind that children started.
         """
         try:
             parent = os.pidfd_open(self._settings.parent)
@@ -132,56 +140,56 @@ class Zygote:
             self.end()
 
     def run(self) -> NoReturn:
-        self._tell(wire.Ready(os.getpid()))
+        self._send_notice(wire.Ready(os.getpid()))
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.read(fd, 4096)
-                    self._bury()
+                    self._reap()
                 elif fd == self._control.fileno():
-                    self._obey()
+                    self._handle_command()
                 else:
                     self.end()
 
-    def _tell(self, notice: wire.Notice) -> None:
+    def _send_notice(self, notice: wire.Notice) -> None:
         raw = wire.encode_notice(notice)
         try:
             self._control.sendall(wire.LENGTH.pack(len(raw)) + raw)
         except OSError:
             self.end()
 
-    def _obey(self) -> None:
+    def _handle_command(self) -> None:
         try:
-            raw, fds, _, _ = socket.recv_fds(self._control, wire.ORDER.size, 4)
-            while raw and len(raw) < wire.ORDER.size:
-                raw += self._control.recv(wire.ORDER.size - len(raw)) or self.end()
+            raw, fds, _, _ = socket.recv_fds(self._control, wire.COMMAND.size, 4)
+            while raw and len(raw) < wire.COMMAND.size:
+                raw += self._control.recv(wire.COMMAND.size - len(raw)) or self.end()
         except OSError:
             self.end()
         if not raw:
             self.end()
-        order, argument, child = wire.ORDER.unpack(raw)
-        if order == Order.FORK:
+        command, argument, child = wire.COMMAND.unpack(raw)
+        if command == Command.FORK:
             self._fork(child, argument, fds)
         elif child in self._pids:
             self._signal(self._pids[child], argument)
 
-    def _fork(self, child: int, slot: int, fds: list[int]) -> None:
+    def _fork(self, child: int, progress_index: int, fds: list[int]) -> None:
         try:
             pid = os.fork()
         except OSError as e:
-            self._tell(wire.Started(child, 0, e.strerror or str(e)))
+            self._send_notice(wire.Started(child, 0, e.strerror or str(e)))
         else:
             if not pid:
-                self._become_child(slot, fds)
+                self._become_child(progress_index, fds)
             with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # here and in the child: whoever is first
+                os.setpgid(pid, pid)  # also done in the child: the order of the two is not known
             self._pids[child] = pid
-            self._tell(wire.Started(child, pid))
+            self._send_notice(wire.Started(child, pid))
         for fd in fds:
             os.close(fd)
 
-    def _become_child(self, slot: int, fds: list[int]) -> NoReturn:
+    def _become_child(self, progress_index: int, fds: list[int]) -> NoReturn:
         status = wire.BROKEN
         try:
             zygote = os.getppid()
@@ -192,7 +200,7 @@ class Zygote:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
             die_with(zygote)
-            requests, answers, crash = map(high, fds[:3])
+            requests, answers, crash = map(move_descriptor, fds[:3])
             bodies = mmap.mmap(fds[3], wire.SHARED_BYTES)
             os.close(fds[3])
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -205,10 +213,11 @@ class Zygote:
                 crash,
                 bodies,
                 self._progress,
-                slot,
+                progress_index,
             ).serve()
             status = 0
-        except (OSError, EOFError):  # user code closed our descriptors, or the worker is gone
+        # User code closed the descriptors of the sandbox, or the worker has ended.
+        except (OSError, EOFError):
             status = wire.LOST_PIPES
         except BaseException:
             traceback.print_exc()
@@ -223,25 +232,25 @@ class Zygote:
             with contextlib.suppress(OSError):
                 os.killpg(pid, number)
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
+        """Reap ended children and report their exit codes. Kill processes that they started."""
         for child, pid in list(self._pids.items()):
             if not _has_ended(pid):
                 continue
-            # Its group first, while the pid is still taken and can be nobody else's.
+            # Kill the process group before reaping: until then no other process can get the pid.
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             del self._pids[child]
-            self._tell(wire.Ended(child, os.waitstatus_to_exitcode(status)))
-        for pid in (
-            _children() - self._own - set(self._pids.values())
-        ):  # orphans of our children, adopted by us
+            self._send_notice(wire.Ended(child, os.waitstatus_to_exitcode(status)))
+        # Orphans of the children, which this process has adopted.
+        for pid in _children() - self._started_by_pipeline - set(self._pids.values()):
             self._signal(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
                 os.waitpid(pid, os.WNOHANG)
 
     def end(self) -> NoReturn:
-        """Nothing stays: children, what they started, what the pipeline file started."""
+        """Kill all children and all processes that they or the pipeline file started, and exit."""
         for pid in self._pids.values():
             self._signal(pid, signal.SIGKILL)
         for _ in range(500):
@@ -258,50 +267,43 @@ class Zygote:
 
 
 def main() -> NoReturn:
-    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    settings = msgspec.json.decode(sys.argv[1], type=ZygoteSettings)
     die_with(settings.parent)
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # meant for the worker, which finishes its pages with us first
-        signal.signal(number, _nothing)
+    # The worker handles these signals: it finishes its pages in the children first.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _ignore_signal)
     if sys.platform == "linux":
         _libc("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     keep_freed_memory()
-    control = socket.socket(fileno=high(settings.control))
-    progress_fd = high(settings.progress)
-    progress = mmap.mmap(progress_fd, settings.slots * wire.SLOT_BYTES)
+    control = socket.socket(fileno=move_descriptor(settings.control))
+    progress_fd = move_descriptor(settings.progress)
+    progress = mmap.mmap(progress_fd, settings.slots * wire.PROGRESS_BYTES)
     os.close(progress_fd)
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         pipeline = load_pipeline(Path(sys.argv[2]))
-        Page("http://localhost/", b"<p>").css(
-            "p::text"
-        ).get()  # the parser is imported here, once, not in each child
+        # Import the parser here once, so that the children do not have to.
+        Page("http://localhost/", b"<p>").css("p::text").get()
     except BaseException as e:
         known = isinstance(e, PenstockError)
         if not known:
             traceback.print_exc()
-        refused = wire.Refused(
+        load_failed = wire.LoadFailed(
             printable(str(e))
             if known
             else f"{printable(sys.argv[2])}: {failed(e, ErrorClass.PERMANENT).error}",
             getattr(e, "hint", ""),
         )
-        raw = wire.encode_notice(refused)
+        raw = wire.encode_notice(load_failed)
         control.sendall(wire.LENGTH.pack(len(raw)) + raw)
         os._exit(0)
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # again: the file may have set its own
-        signal.signal(number, _nothing)
+    # Again, because the pipeline file may have set other handlers.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _ignore_signal)
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork.*")
     gc.collect()
-    gc.freeze()  # what is loaded stays shared with the children: their collector does not touch it
+    gc.freeze()  # the children's garbage collector must not write to pages shared with the zygote
     Zygote(settings, control, progress, pipeline).run()
 
 

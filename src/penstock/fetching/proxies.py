@@ -1,5 +1,6 @@
-"""An event through the proxy its route asks for: pools and their lists, the choice, what is learned
-from it, and the accounts' cookies. No sockets.
+"""Sends events through the proxies of their routes: pools, provider lists, health and cookies.
+
+Opens no sockets.
 """
 
 from __future__ import annotations
@@ -19,20 +20,19 @@ from penstock.ports import Clock, Fetcher, ProxyHealth, Response
 from penstock.rules import proxies as rules
 
 log = logging.getLogger("penstock.proxies")
-TRIES = (
-    3  # proxies of a pool that may turn out dead in one go, before the event makes room for others
-)
-LIST_WAIT = 2.0  # seconds an event waits for a provider's list; then it is put off
-LIST_RETRY = 30.0
-MAX_JARS = 10_000
+# Proxies of one pool that may fail in a row. Then the event is delayed, so that others can run.
+TRIES = 3
+LIST_WAIT = 2.0  # seconds that an event waits for a provider's list. Then the event is delayed.
+LIST_RETRY = 30.0  # seconds until a list that failed is fetched again
+MAX_JARS = 10_000  # accounts. Above this, the least recently used jar is dropped.
 
 
 class _List(msgspec.Struct):
-    """A provider's list: where it is, and what it said last."""
+    """A provider's proxy list and its last contents."""
 
     url: str
-    every: float
-    due: float = 0.0
+    every: float  # seconds between two fetches
+    due: float = 0.0  # when the list is fetched again
     members: tuple[rules.Member, ...] = ()
     trouble: str = "its list was not fetched yet"
     task: asyncio.Task[None] | None = None
@@ -41,15 +41,22 @@ class _List(msgspec.Struct):
 def pools(config: Mapping[str, ProxyPoolConfig]) -> dict[str, rules.Pool]:
     return {
         name: rules.Pool(
-            name=name, members=rules.parse_members(c.urls), geo=tuple(g.lower() for g in c.geo), account=c.account, weight=c.weight,
-            cooldown=c.cooldown, longest=max(c.cooldown, c.cooldown_max), sticky=c.sticky, next=c.next,
+            name=name,
+            members=rules.parse_members(c.urls),
+            geo=tuple(g.lower() for g in c.geo),
+            account=c.account,
+            weight=c.weight,
+            cooldown=c.cooldown,
+            longest=max(c.cooldown, c.cooldown_max),
+            sticky=c.sticky,
+            next=c.next,
         )
         for name, c in config.items()
-    }  # fmt: skip
+    }
 
 
 class Proxies:
-    """Open as long as the worker runs; nothing is fetched before it is needed."""
+    """Proxy pools of one worker. A provider's list is fetched when an event first needs it."""
 
     def __init__(
         self,
@@ -78,8 +85,9 @@ class Proxies:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def jar(self, account: str) -> Jar:
-        """This account's cookies, nobody else's. They live as long as this worker, the accounts
-        that were used last.
+        """Return the cookie jar of this account only.
+
+        Jars are kept in this worker's memory, for the most recently used accounts.
         """
         jar = self._jars.get(account)
         if jar is None:
@@ -92,17 +100,18 @@ class Proxies:
     async def through(
         self, event: Event, turn: int, send: Callable[[str], Awaitable[Response]]
     ) -> Response:
-        """`send(dsn)` by a proxy of the event's route. Raises Failure; PoolExhausted where there is
-        none to be had. Never sends without one.
+        """Call `send` with the URL of a proxy of the event's route. Never sends without a proxy.
+
+        Raise PoolExhausted if no proxy is available, and Failure if the request failed.
         """
         for _ in range(TRIES):
             choice = await self._choose(event, turn)
             try:
                 response = await send(choice.member.dsn)
             except Failure as e:
-                failure = _told(e, choice)
-                await self._learn(choice, event.key, failure)
-                if rules.blames(failure) != rules.ANY_HOST:
+                failure = _describe_failure(e, choice)
+                await self._record_result(choice, event.key, failure)
+                if rules.failure_scope(failure) != rules.ANY_HOST:
                     raise failure from None
                 log.info("pool %s: %s: %s", choice.pool.name, choice.member.label, failure.reason)
             else:
@@ -116,35 +125,39 @@ class Proxies:
         route, now = event.route, self._clock.now()
         order = rules.plan(self._pools, route, key=route.account or event.id, turn=turn)
         if self._lists:
-            order = tuple([await self._filled(pool) for pool in order])
+            order = tuple([await self._with_listed_members(pool) for pool in order])
         found = rules.pick(
             order, event.key, self._health.view, now, self._rng.random(), session=route.account
         )
         if isinstance(found, rules.Exhausted):
-            # A little later for each, so that those who wait do not all come back in the same
-            # instant.
+            # Spread the retries by up to 10 %, so that waiting events do not return together.
             raise rules.PoolExhausted(
                 found.reason, after=max(0.1, found.until - now) * (1 + 0.1 * self._rng.random())
             )
         return found
 
-    async def _learn(self, choice: rules.Choice, host: str, failure: Failure) -> None:
+    async def _record_result(self, choice: rules.Choice, host: str, failure: Failure) -> None:
         pool, member = choice.pool, choice.member
-        blamed = rules.blames(failure)
-        if blamed is None:
-            if failure.status is not None:  # an answer came through
+        scope = rules.failure_scope(failure)
+        if scope is None:
+            if failure.status is not None:  # the proxy delivered a response
                 await self._health.worked(member.id, host, member.label)
             return
-        own = blamed == rules.ANY_HOST
-        if pool.cooldown or own:
+        every_host = scope == rules.ANY_HOST
+        if pool.cooldown or every_host:
             await self._health.failed(
-                member.id, blamed or host, member.label, cooldown=pool.cooldown or 1.0, longest=pool.longest or 60.0, reason=failure.reason,
+                member.id,
+                scope or host,
+                member.label,
+                cooldown=pool.cooldown or 1.0,
+                longest=pool.longest or 60.0,
+                reason=failure.reason,
                 least=failure.after or 0.0,
-            )  # fmt: skip
+            )
 
     # -- lists
 
-    async def _filled(self, pool: rules.Pool) -> rules.Pool:
+    async def _with_listed_members(self, pool: rules.Pool) -> rules.Pool:
         known = self._lists.get(pool.name)
         if known is None:
             return pool
@@ -156,7 +169,7 @@ class Proxies:
         return msgspec.structs.replace(pool, members=tuple(members.values()), trouble=known.trouble)
 
     async def _refresh(self, name: str, known: _List) -> None:
-        """A list that cannot be had leaves the last one in use."""
+        """Fetch the provider's list. If that fails, the last list stays in use."""
         try:
             known.members, known.trouble = await fetch_list(self._fetcher, known.url), ""
             known.due = self._clock.now() + known.every
@@ -170,8 +183,9 @@ class Proxies:
 
 
 async def fetch_list(fetcher: Fetcher, url: str) -> tuple[rules.Member, ...]:
-    """A provider's list, one proxy a line, through the guard like everything else. Raises Failure,
-    without the list's URL: it may be a secret.
+    """Fetch a provider's list, which has one proxy per line. The guard checks its address.
+
+    Raise Failure without the URL of the list, which may be a secret.
     """
     answer = await fetcher.fetch(url, headers={"accept": "text/plain"})
     if answer.status != 200:
@@ -185,8 +199,8 @@ async def fetch_list(fetcher: Fetcher, url: str) -> tuple[rules.Member, ...]:
     return members
 
 
-def _told(failure: Failure, choice: rules.Choice) -> Failure:
-    """With the way it went, and without the proxy's secrets."""
+def _describe_failure(failure: Failure, choice: rules.Choice) -> Failure:
+    """Add the proxy and its pool to the failure's detail, and remove the proxy's credentials."""
     failure.reason = rules.scrub(failure.reason, choice.member.dsn)
     failure.args = (failure.reason,)
     via = f"through {choice.member.label} of proxy pool {choice.pool.name!r}"

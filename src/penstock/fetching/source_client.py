@@ -1,6 +1,4 @@
-"""How sources go out to the web: in the host's slot, past the guard and robots.txt, like every
-page. What is asked for is theirs.
-"""
+"""Web access for sources: requests follow the guard, robots.txt and the host's slots."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from penstock.rules.masking import mask
 
 
 class SourceWeb:
-    """Made when the pipeline is checked, bound when there is something to go out with."""
+    """Web access for sources. It is created when the pipeline is checked, before `bind`."""
 
     def __init__(self) -> None:
         self._bound: tuple[FetchStage, Pace, Clock] | None = None
@@ -41,7 +39,7 @@ class SourceWeb:
             event = event_of(url, id_=secrets.token_hex(16), source="source", host_by=stage.key_by)
         except BadUrl as e:
             raise Failure(
-                ErrorClass.PERMANENT, f"{mask(url)[:200]!r} is no URL: {e.reason}"
+                ErrorClass.PERMANENT, f"{mask(url)[:200]!r} is not a URL: {e.reason}"
             ) from None
         (slot,) = (await pace.reserve({event.key: 1}))[event.key]
         if (wait := slot - clock.now()) > 0:

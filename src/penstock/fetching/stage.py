@@ -1,5 +1,6 @@
-"""One event to one answer: robots, conditional headers, redirects hop by hop, pace, verdict. No
-sockets, no retries, no storing.
+"""Fetches one event: robots.txt, conditional headers, redirects, slots and the outcome.
+
+Opens no sockets, stores nothing and does not retry.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from penstock.rules.pace import LATE, MAX_RETRY_AFTER, parse_retry_after
 from penstock.rules.verdict import Breach, breach, judge, oversized
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# What may go along to another origin: it says what we can read, not who we are.
-_HARMLESS = frozenset(
+# Headers that may be sent to another origin after a redirect. They do not identify the client.
+_CROSS_ORIGIN_HEADERS = frozenset(
     {
         "accept",
         "accept-encoding",
@@ -45,38 +46,38 @@ _HARMLESS = frozenset(
     }
 )
 Sleep = Callable[[float], Awaitable[None]]
-_UNREACHABLE = 0  # as ports.RobotsCache has it
-_REMEMBERED, _RETURNS = (
-    8192,
-    600.0,
-)  # chains that were put off half-way, and seconds beyond its time after which one begins anew
+_UNREACHABLE = 0  # status of an unreachable robots.txt, as defined by ports.RobotsCache
+_MAX_DELAYED_CHAINS = 8192  # above this, the oldest delayed redirect chain is dropped
+# Seconds after the retry of a delayed chain is due. After that, the chain starts from the event's
+# URL again.
+_CHAIN_RETENTION = 600.0
 
 
 class FetchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    agent: str = "Penstock"  # the product token that robots.txt knows us by
+    agent: str = "Penstock"  # product token that robots.txt rules are matched against
     robots: Literal["obey", "ignore"] = "obey"
     robots_redirects: int = 5
     robots_in_memory: int = 8192  # origins
     max_redirects: int = 10
     allow_downgrade: bool = False  # https → http
-    # seconds a redirect may wait for its slot; beyond that the event is put off, and goes on from
-    # there
+    # Seconds that a redirect may wait for its slot. If the slot is later, the event is delayed and
+    # continues with this redirect.
     hop_wait: float = 30.0
-    slot_wait: float = (
-        30.0  # the same for the page whose slot went to robots.txt; beyond that it is put off
-    )
+    # Seconds that a page may wait for a new slot after its own was used for robots.txt. If the slot
+    # is later, the event is delayed.
+    slot_wait: float = 30.0
     key_by: Literal["host", "domain"] = "host"
     soft_404: bool = False
 
 
-class _Known(msgspec.Struct, frozen=True):
+class _CachedRobots(msgspec.Struct, frozen=True):
     robots: rules.Robots
     status: int
-    until: float
+    until: float  # when the entry expires
 
 
-class _Way(msgspec.Struct):
-    """How far a request has come, redirect by redirect."""
+class _RedirectChain(msgspec.Struct):
+    """State of one request while redirects are followed."""
 
     url: str
     host: str
@@ -86,18 +87,26 @@ class _Way(msgspec.Struct):
     conditional: bool
     jar: Jar | None
     hops: list[Hop] = []
-    seen: set[tuple[str, str, str]] = set()
-    until: float = 0.0  # put off: after that it is forgotten
+    seen: set[tuple[str, str, str]] = set()  # (method, URL, cookies) of the requests sent
+    until: float = 0.0  # when the state of a delayed chain expires
 
 
 class FetchStage:
-    """The slot of the event's own host was awaited before `fetch` is called; every further request
-    takes one of its own (I8).
+    """Fetches events: `begin` for the common case without a task, `fetch` for every case.
+
+    The caller waits for the slot of the event's own host. Every further request reserves another
+    slot (I8).
     """
 
     def __init__(
-        self, fetcher: Fetcher, robots_cache: RobotsCache, pace: Pace, clock: Clock, options: FetchOptions | None = None, proxies: Proxies | None = None
-    ) -> None:  # fmt: skip
+        self,
+        fetcher: Fetcher,
+        robots_cache: RobotsCache,
+        pace: Pace,
+        clock: Clock,
+        options: FetchOptions | None = None,
+        proxies: Proxies | None = None,
+    ) -> None:
         self._fetcher, self._cache, self._pace, self._clock, self._proxies = (
             fetcher,
             robots_cache,
@@ -107,25 +116,26 @@ class FetchStage:
         )
         self._direct = fetcher if isinstance(fetcher, DirectFetcher) else None
         self._options = options or FetchOptions()
-        self._robots: dict[str, _Known] = {}
-        self._loading: dict[str, asyncio.Task[_Known]] = {}
-        # By event and by origin, in the memory of this worker: begun anew each time, a chain on a
-        # slow host would never come to its end.
-        self._halfway: dict[str, _Way] = {}
-        self._robots_at: dict[str, tuple[str, int]] = {}
-        self._misses: dict[
-            str, int
-        ] = {}  # origins whose robots.txt cannot be reached, and how often in a row
+        self._robots: dict[str, _CachedRobots] = {}
+        self._loading: dict[str, asyncio.Task[_CachedRobots]] = {}
+        # Event id -> redirect chain, and origin -> (URL, hop) of a robots.txt request. Kept in this
+        # worker's memory. Without them, each retry would start from the first URL, and a chain on a
+        # slow host would never end.
+        self._delayed_chains: dict[str, _RedirectChain] = {}
+        self._delayed_robots: dict[str, tuple[str, int]] = {}
+        # Origin -> consecutive failures to read its robots.txt.
+        self._robots_failures: dict[str, int] = {}
 
     @property
     def key_by(self) -> Literal["host", "domain"]:
         return self._options.key_by
 
     def begin(self, event: Event, baseline: Baseline | None, done: Done) -> Cancellable | None:
-        """Without a task, where there is nothing to wait for but the answer: a GET, no proxy, no
-        account, robots.txt known and in favour, the host held back by nobody. `done` gets what
-        came; `is_final` says whether that is all. None, and nothing was sent: `fetch` has to see to
-        it.
+        """Send the request without a task, if only the response has to be waited for.
+
+        That is a GET without body, proxy and account, of a host that is not blocked and whose
+        cached robots.txt allows it. `done` gets the response, and `is_final` decides if more
+        requests are needed. Return None if no request was sent. Then call `fetch`.
         """
         ask, route, url, host = event.ask, event.route, event.url, event.key
         if (
@@ -136,7 +146,7 @@ class FetchStage:
             or proxies.needs_proxy(route)
         ):
             return None
-        if event.id in self._halfway:
+        if event.id in self._delayed_chains:
             return None
         if self._options.robots == "obey" and not self._cache.exempt(host):
             known = self._robots.get(url[: url.find("/", 8)])
@@ -151,8 +161,10 @@ class FetchStage:
         return self._direct.begin(url, self._headers(event, baseline)[0], done)
 
     def is_final(self, event: Event, response: Response) -> bool:
-        """Is this answer, to what `begin` sent, the one to go on with? False: there is more to do,
-        by `fetch`. Raises Failure by its verdict.
+        """Return True if this response to the request of `begin` is the final one.
+
+        Return False if `fetch` must continue: the status is not 2xx, or the host is blocked. Raise
+        Failure if the response is 2xx, but its content means a failure.
         """
         if not 200 <= response.status < 300 or self._pace.blocked_until(event.key):
             return False
@@ -168,165 +180,192 @@ class FetchStage:
         return True
 
     async def fetch(
-        self, event: Event, baseline: Baseline | None, *, turn: int = 0, proxy: str | None = None, answer: Response | None = None,
-        sleep: Sleep | None = None, again: bool = False,
-    ) -> Response:  # fmt: skip
-        """The final answer, with the hops that led to it; its verdict is good. Raises Failure for
-        everything else.
+        self,
+        event: Event,
+        baseline: Baseline | None,
+        *,
+        turn: int = 0,
+        proxy: str | None = None,
+        answer: Response | None = None,
+        sleep: Sleep | None = None,
+        again: bool = False,
+    ) -> Response:
+        """Return the final, successful response with its redirects. Raise Failure otherwise.
 
-        An event whose route asks for a proxy goes through one or not at all. `turn`: how often it
-        was blocked, so which of its pools is next. `answer`: to its first request, where `begin`
-        has sent that. `sleep`: how to wait for a slot, where the caller has other use for the time.
-        `again`: its slot was used already.
+        If the event's route needs a proxy, requests are only sent through one.
+
+        `turn` is how often the event was blocked. It selects the next pool of the route.
+        `answer` is the response to the first request, if `begin` has sent it.
+        `sleep` waits for a slot. A caller can pass a function that frees its permit.
+        `again` is True if the event's slot has already been used.
         """
         sleep = sleep or self._clock.sleep
         if proxy is not None or not proxies.needs_proxy(event.route):
-            return await self._walk(event, baseline, proxy, sleep, answer, again)
+            return await self._fetch_chain(event, baseline, proxy, sleep, answer, again)
         if self._proxies is None:
-            proxies.plan({}, event.route, key=event.id)  # raises: there is no such pool
+            proxies.plan({}, event.route, key=event.id)  # raises Failure: there is no pool
             raise AssertionError
         return await self._proxies.through(
-            event, turn, lambda dsn: self._walk(event, baseline, dsn, sleep, again=again)
+            event, turn, lambda dsn: self._fetch_chain(event, baseline, dsn, sleep, again=again)
         )
 
-    async def _walk(
-        self, event: Event, baseline: Baseline | None, proxy: str | None, sleep: Sleep, answer: Response | None = None, again: bool = False
-    ) -> Response:  # fmt: skip
+    async def _fetch_chain(
+        self,
+        event: Event,
+        baseline: Baseline | None,
+        proxy: str | None,
+        sleep: Sleep,
+        answer: Response | None = None,
+        again: bool = False,
+    ) -> Response:
         account, o = event.route.account, self._options
-        session = self._proxies.jar(account) if account and self._proxies is not None else None
+        account_jar = self._proxies.jar(account) if account and self._proxies is not None else None
         started = self._clock.now()
-        way = self._halfway.pop(event.id, None)
-        if way is None or way.until < started or answer is not None:
-            # Without an account there is no jar, but for what a chain of redirects sets on its way.
-            way = _Way(
+        chain = self._delayed_chains.pop(event.id, None)
+        if chain is None or chain.until < started or answer is not None:
+            # Without an account, only cookies that are set during the redirects are sent.
+            chain = _RedirectChain(
                 event.url,
                 event.key,
                 event.ask.method,
                 event.ask.body,
                 *self._headers(event, baseline),
-                session,
+                account_jar,
             )
-        slotted = (
-            way.host == event.key and not again
-        )  # where it goes on with its own host, it has a slot of that
+        # The caller waited for the slot of the event's host. A delayed chain may be at another one.
+        has_slot = chain.host == event.key and not again
         while True:
             try:
-                if not slotted:
-                    await self._take_slot(way.host, o.hop_wait, sleep)
+                if not has_slot:
+                    await self._wait_for_slot(chain.host, o.hop_wait, sleep)
                 if (
                     answer is None
                     and o.robots == "obey"
-                    and not self._cache.exempt(way.host)
-                    and await self._permit(way.url, way.host, proxy)
+                    and not self._cache.exempt(chain.host)
+                    and await self._check_robots(chain.url, chain.host, proxy)
                 ):
-                    if (
-                        not way.hops and self._pace.voided(way.host) >= started
-                    ):  # all that waited for it would wait here, one crawl delay after the other
+                    # robots.txt used the slot, and its crawl delay voided all slots of the host.
+                    # Delay the event. Otherwise all waiting events would wait here in turn.
+                    if not chain.hops and self._pace.voided(chain.host) >= started:
                         raise breach(
                             Breach.HELD,
-                            f"{way.host}: robots.txt asks for more time between requests",
+                            f"{chain.host}: robots.txt asks for more time between requests",
                             after=0.1,
                         )
-                    await self._take_slot(
-                        way.host, o.hop_wait if way.hops else o.slot_wait, sleep
-                    )  # robots.txt was fetched in ours
-                cookies = self._cookies(way, way.url)
+                    await self._wait_for_slot(
+                        chain.host, o.hop_wait if chain.hops else o.slot_wait, sleep
+                    )
+                cookies = self._cookies(chain, chain.url)
                 response = await self._send(
-                    way.url,
-                    way.host,
-                    way.method,
-                    {**way.headers, "cookie": cookies} if cookies else way.headers,
-                    way.body,
+                    chain.url,
+                    chain.host,
+                    chain.method,
+                    {**chain.headers, "cookie": cookies} if cookies else chain.headers,
+                    chain.body,
                     proxy,
                     answer,
                 )
-                answer, slotted = None, False
+                answer, has_slot = None, False
             except proxies.ProxyFailed as e:
-                e.own = (
-                    e.own and not way.hops
-                )  # a chain is not begun again at once: its first host was asked already
+                # Do not start a chain again with another proxy now: its first host was already
+                # requested.
+                e.own = e.own and not chain.hops
                 raise
             except Failure as e:
-                if (way.hops or again) and e.kind is ErrorClass.THROTTLED:
-                    self._keep(event.id, way, e.after or 0.0)
+                if (chain.hops or again) and e.kind is ErrorClass.THROTTLED:
+                    self._save_progress(event.id, chain, e.after or 0.0)
                 raise
             location = response.headers.get("location") if response.status in _REDIRECTS else None
-            if "set-cookie" in response.headers and (session is not None or location is not None):
-                way.jar = Jar() if way.jar is None else way.jar
-                way.jar.store(way.url, response.headers, self._clock.now())
+            if "set-cookie" in response.headers and (
+                account_jar is not None or location is not None
+            ):
+                chain.jar = Jar() if chain.jar is None else chain.jar
+                chain.jar.store(chain.url, response.headers, self._clock.now())
             if location is None:
                 break
-            way.hops.append(
+            chain.hops.append(
                 Hop(
-                    url=way.url,
+                    url=chain.url,
                     status=response.status,
                     peer=response.peer,
                     seconds=response.seconds,
                 )
             )
-            if len(way.hops) > o.max_redirects:
+            if len(chain.hops) > o.max_redirects:
                 raise breach(
                     Breach.REDIRECTS, f"more than {o.max_redirects}", status=response.status
                 )
-            way.seen.add((way.method, way.url, cookies))
-            self._turn_to(way, self._follow(way.url, location, response.status), response.status)
+            chain.seen.add((chain.method, chain.url, cookies))
+            self._redirect_to(
+                chain, self._redirect_target(chain.url, location, response.status), response.status
+            )
         verdict = judge(
-            response.status, response.headers, response.body, now=self._clock.now(), method=way.method, conditional=way.conditional, soft_404=o.soft_404
-        )  # fmt: skip
+            response.status,
+            response.headers,
+            response.body,
+            now=self._clock.now(),
+            method=chain.method,
+            conditional=chain.conditional,
+            soft_404=o.soft_404,
+        )
         if verdict is not None:
             raise verdict.failure()
-        if (
-            session is not None and "set-cookie" in response.headers
-        ):  # an account's, which no page store or ledger need know
+        # Remove an account's cookies, so that they are not written to the page store or the ledger.
+        if account_jar is not None and "set-cookie" in response.headers:
             response = msgspec.structs.replace(
                 response, headers={k: v for k, v in response.headers.items() if k != "set-cookie"}
             )
-        return msgspec.structs.replace(response, hops=tuple(way.hops)) if way.hops else response
+        return msgspec.structs.replace(response, hops=tuple(chain.hops)) if chain.hops else response
 
-    def _turn_to(self, way: _Way, target: str, status: int) -> None:
-        """What is left of the request after this redirect. Raises Failure."""
-        if (way.method == "POST" and status in (301, 302)) or (
-            way.method not in ("GET", "HEAD") and status == 303
+    def _redirect_to(self, chain: _RedirectChain, target: str, status: int) -> None:
+        """Update the request for the next hop of a redirect. Raise Failure if it is not allowed."""
+        if (chain.method == "POST" and status in (301, 302)) or (
+            chain.method not in ("GET", "HEAD") and status == 303
         ):
-            way.method, way.body = "GET", None
-            way.headers = {k: v for k, v in way.headers.items() if not k.startswith("content-")}
-        if origin(target) != origin(way.url):
-            if way.body is not None:
+            chain.method, chain.body = "GET", None
+            chain.headers = {k: v for k, v in chain.headers.items() if not k.startswith("content-")}
+        if origin(target) != origin(chain.url):
+            if chain.body is not None:
                 raise breach(
                     Breach.NOWHERE, "the request's body would go to another origin", status=status
                 )
-            way.headers = {k: v for k, v in way.headers.items() if k in _HARMLESS}
-        if (way.method, target, self._cookies(way, target)) in way.seen:
+            chain.headers = {k: v for k, v in chain.headers.items() if k in _CROSS_ORIGIN_HEADERS}
+        if (chain.method, target, self._cookies(chain, target)) in chain.seen:
             raise breach(Breach.LOOP, status=status)
-        way.url, way.host = target, host_key(target, self._options.key_by)
+        chain.url, chain.host = target, host_key(target, self._options.key_by)
 
-    def _cookies(self, way: _Way, url: str) -> str:
+    def _cookies(self, chain: _RedirectChain, url: str) -> str:
         return (
-            way.jar.header(url, self._clock.now())
-            if way.jar and "cookie" not in way.headers
+            chain.jar.header(url, self._clock.now())
+            if chain.jar and "cookie" not in chain.headers
             else ""
         )
 
-    def _keep(self, event: str, way: _Way, after: float) -> None:
-        """It was told to come back: the hosts behind it have answered, and are not asked again."""
-        way.until = self._clock.now() + after + _RETURNS
-        if len(self._halfway) >= _REMEMBERED:
-            del self._halfway[next(iter(self._halfway))]
-        self._halfway[event] = way
+    def _save_progress(self, event: str, chain: _RedirectChain, after: float) -> None:
+        """Save how far a delayed redirect chain came, so that the retry does not repeat requests.
+
+        Called if a host of the chain is throttled, or its slot is too late.
+        """
+        chain.until = self._clock.now() + after + _CHAIN_RETENTION
+        if len(self._delayed_chains) >= _MAX_DELAYED_CHAINS:
+            del self._delayed_chains[next(iter(self._delayed_chains))]
+        self._delayed_chains[event] = chain
 
     async def robots(self, url: str, *, proxy: str | None = None) -> rules.Robots:
-        """The rules for this URL's origin, fetched if need be: for `penstock fetch`, and for
-        sources that look for sitemaps.
+        """Return the robots.txt rules of this URL's origin. Fetch them if they are not cached.
+
+        Used by `penstock fetch` and by sources that search for sitemaps.
         """
-        start = origin(url)
-        known = self._robots.get(start)
+        site = origin(url)
+        known = self._robots.get(site)
         if known is None or known.until <= self._clock.now():
-            known, _ = await self._load(start, proxy)
+            known, _ = await self._load_robots(site, proxy)
         return known.robots
 
     def remembered(self, url: str) -> tuple[rules.Robots, int] | None:
-        """The rules that were last applied to this URL's origin, and the status they came with;
-        nothing is fetched.
+        """Return the cached robots.txt rules of this URL's origin and their HTTP status.
+
+        Return None if they are not cached. Sends no request.
         """
         known = self._robots.get(origin(url))
         return None if known is None else (known.robots, known.status)
@@ -340,7 +379,10 @@ class FetchStage:
     # -- sending
 
     def _headers(self, event: Event, baseline: Baseline | None) -> tuple[dict[str, str], bool]:
-        """Lower-case names. Conditional only where an unchanged page would be good enough."""
+        """Return the headers with lower-case names, and whether the request is conditional.
+
+        Add conditional headers only if an unchanged page is sufficient.
+        """
         headers = {k.lower(): v for k, v in event.ask.headers.items()} if event.ask.headers else {}
         if baseline is not None and not event.force and event.ask.method in ("GET", "HEAD"):
             if baseline.etag:
@@ -350,12 +392,19 @@ class FetchStage:
         return headers, "if-none-match" in headers or "if-modified-since" in headers
 
     async def _send(
-        self, url: str, host: str, method: str, headers: Mapping[str, str], body: bytes | None, proxy: str | None, response: Response | None = None
-    ) -> Response:  # fmt: skip
+        self,
+        url: str,
+        host: str,
+        method: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        proxy: str | None,
+        response: Response | None = None,
+    ) -> Response:
         if response is None:
             if self._pace.blocked_until(host) > self._clock.now():
-                # an operator may have resumed it since the last look: put off now, it would be for
-                # long
+                # An operator may have resumed the host since the last refresh. Read its state
+                # first, because the event could be delayed for a long time.
                 await self._pace.refresh()
             if (wait := self._pace.blocked_until(host) - self._clock.now()) > 0:
                 raise breach(Breach.HELD, host, after=min(wait, MAX_RETRY_AFTER))
@@ -368,11 +417,11 @@ class FetchStage:
         await self._pace.report(host, status=status, retry_after=after, seconds=response.seconds)
         return response
 
-    async def _take_slot(self, host: str, patience: float, sleep: Sleep) -> None:
+    async def _wait_for_slot(self, host: str, max_wait: float, sleep: Sleep) -> None:
         while True:
-            slot = (await self._pace.reserve({host: 1}, within=patience))[host][0]
+            slot = (await self._pace.reserve({host: 1}, within=max_wait))[host][0]
             wait = slot - self._clock.now()
-            if wait > patience:
+            if wait > max_wait:
                 raise Failure(
                     ErrorClass.THROTTLED,
                     f"the next slot of {host} is too far away to wait for",
@@ -383,15 +432,13 @@ class FetchStage:
             await sleep(wait)
             if self._clock.now() <= slot + LATE:
                 return
-            sleep = (
-                self._clock.sleep
-            )  # the caller's took longer than the slot lasts, and might each time
+            # The caller's sleep took longer than the slot is valid, and could do so every time.
+            sleep = self._clock.sleep
 
-    def _follow(self, url: str, location: str, status: int) -> str:
+    def _redirect_target(self, url: str, location: str, status: int) -> str:
         try:
-            location = location.encode("latin-1").decode(
-                "utf-8"
-            )  # headers are read as Latin-1; what servers write raw is UTF-8
+            # Header values are decoded as Latin-1, but servers send non-ASCII URLs as UTF-8.
+            location = location.encode("latin-1").decode("utf-8")
         except UnicodeError:
             pass
         try:
@@ -408,12 +455,12 @@ class FetchStage:
 
     # -- robots
 
-    async def _permit(self, url: str, host: str, proxy: str | None) -> bool:
-        """Raises Failure where robots.txt forbids. True: a request was spent on finding out."""
-        start, spent, now = origin(url), False, self._clock.now()
-        known = self._robots.get(start)
+    async def _check_robots(self, url: str, host: str, proxy: str | None) -> bool:
+        """Raise Failure if robots.txt forbids the URL. Return True if a request was sent for it."""
+        site, spent, now = origin(url), False, self._clock.now()
+        known = self._robots.get(site)
         if known is None or known.until <= now:
-            known, spent = await self._load(start, proxy)
+            known, spent = await self._load_robots(site, proxy)
         if known.robots is rules.ALLOW_ALL:
             return spent
         if known.status == _UNREACHABLE or known.status >= 500:
@@ -426,95 +473,100 @@ class FetchStage:
             raise breach(Breach.ROBOTS)
         return spent
 
-    async def _load(self, start: str, proxy: str | None) -> tuple[_Known, bool]:
-        """From the fleet's cache, or from the site: once, however many ask."""
+    async def _load_robots(self, site: str, proxy: str | None) -> tuple[_CachedRobots, bool]:
+        """Return the rules from the fleet's cache or the site, and whether a request was sent.
+
+        Concurrent calls for one origin share one request.
+        """
         while True:
-            if (task := self._under_way(start)) is None:
-                stored = await self._cache.robots(start)
+            if (task := self._running_load(site)) is None:
+                stored = await self._cache.robots(site)
                 if stored is not None and stored[2] > self._clock.now():
-                    return await self._learn(start, *stored), False
-                task = self._under_way(start)  # another may have begun meanwhile
+                    return await self._cache_robots(site, *stored), False
+                task = self._running_load(site)  # another call may have started a request
             if task is None:
                 break
             try:
                 return await asyncio.shield(task), True
             except proxies.ProxyFailed:
-                pass  # that was the other's proxy; ours may do better
-        task = self._loading[start] = asyncio.ensure_future(self._fetch_robots(start, proxy))
-        task.add_done_callback(lambda t: self._loaded(start, t))
+                pass  # the request used another event's proxy. This event's proxy may work.
+        task = self._loading[site] = asyncio.ensure_future(self._fetch_robots(site, proxy))
+        task.add_done_callback(lambda t: self._load_ended(site, t))
         return await asyncio.shield(task), True
 
-    def _under_way(self, start: str) -> asyncio.Task[_Known] | None:
-        """One that is done, but not yet taken off the list, is nothing to wait for: asked again at
-        once, it would fail again at once, for ever.
+    def _running_load(self, site: str) -> asyncio.Task[_CachedRobots] | None:
+        """Return the task that fetches this origin's robots.txt, or None if no task is running.
+
+        A finished task may still be registered. Waiting for it would repeat its failure in an
+        endless loop.
         """
-        task = self._loading.get(start)
+        task = self._loading.get(site)
         return None if task is None or task.done() else task
 
-    def _loaded(self, start: str, task: asyncio.Task[_Known]) -> None:
-        if self._loading.get(start) is task:
-            del self._loading[start]
+    def _load_ended(self, site: str, task: asyncio.Task[_CachedRobots]) -> None:
+        if self._loading.get(site) is task:
+            del self._loading[site]
         if not task.cancelled():
-            task.exception()  # whoever waited has it; where nobody waits any more, it is not news
+            task.exception()  # marks the exception as retrieved, even if no caller waits for it
 
-    async def _learn(self, start: str, body: bytes | None, status: int, until: float) -> _Known:
+    async def _cache_robots(
+        self, site: str, body: bytes | None, status: int, until: float
+    ) -> _CachedRobots:
         robots = rules.from_answer(status or None, body or b"")
-        known = _Known(robots, status, until)
+        known = _CachedRobots(robots, status, until)
         if len(self._robots) >= self._options.robots_in_memory:
             del self._robots[next(iter(self._robots))]
-        self._robots.pop(start, None)
-        self._robots[start] = known
+        self._robots.pop(site, None)
+        self._robots[site] = known
         if 200 <= status < 500:
             await self._pace.crawl_delay(
-                host_key(start + "/", self._options.key_by), robots.crawl_delay(self._options.agent)
+                host_key(site + "/", self._options.key_by), robots.crawl_delay(self._options.agent)
             )
         return known
 
-    async def _fetch_robots(self, start: str, proxy: str | None) -> _Known:
-        status, body = await self._ask_robots(start, proxy)
+    async def _fetch_robots(self, site: str, proxy: str | None) -> _CachedRobots:
+        status, body = await self._request_robots(site, proxy)
         if status == _UNREACHABLE or status >= 500:
-            misses = self._misses.pop(start, 0)
-            if len(self._misses) >= self._options.robots_in_memory:
-                del self._misses[next(iter(self._misses))]
-            self._misses[start] = misses + 1
-            keep = rules.ttl(status or None, misses)
+            failures = self._robots_failures.pop(site, 0)
+            if len(self._robots_failures) >= self._options.robots_in_memory:
+                del self._robots_failures[next(iter(self._robots_failures))]
+            self._robots_failures[site] = failures + 1
+            keep = rules.ttl(status or None, failures)
         else:
-            self._misses.pop(start, None)
+            self._robots_failures.pop(site, None)
             keep = rules.ttl(status)
         until = self._clock.now() + keep
-        await self._cache.keep_robots(start, body, status, until)
-        return await self._learn(start, body, status, until)
+        await self._cache.keep_robots(site, body, status, until)
+        return await self._cache_robots(site, body, status, until)
 
-    async def _ask_robots(self, start: str, proxy: str | None) -> tuple[int, bytes | None]:
-        url, begun = self._robots_at.pop(start, (start + "/robots.txt", 0))
-        for hop in range(begun, self._options.robots_redirects + 1):
+    async def _request_robots(self, site: str, proxy: str | None) -> tuple[int, bytes | None]:
+        url, first_hop = self._delayed_robots.pop(site, (site + "/robots.txt", 0))
+        for hop in range(first_hop, self._options.robots_redirects + 1):
             host = host_key(url, self._options.key_by)
             try:
-                if hop > begun or host != host_key(
-                    start, self._options.key_by
-                ):  # the first has the slot of the page
-                    await self._take_slot(host, self._options.hop_wait, self._clock.sleep)
+                # The first request uses the slot of the page.
+                if hop > first_hop or host != host_key(site, self._options.key_by):
+                    await self._wait_for_slot(host, self._options.hop_wait, self._clock.sleep)
                 response = await self._send(url, host, "GET", {}, None, proxy)
             except proxies.ProxyFailed:
-                raise  # says nothing about the site
+                raise  # the failure of a proxy has no meaning for the site
             except Failure as e:
                 if not hop and isinstance(e, NotResolved):
-                    # there is no host, so there is none whose wishes are unknown: the page fails by
-                    # that name too, and at once
+                    # The host does not exist, so it has no robots.txt rules. Fail the page with the
+                    # same error now.
                     raise
                 if e.kind is ErrorClass.TRANSIENT or oversized(e):
                     return _UNREACHABLE, None
                 if hop and e.kind is ErrorClass.PERMANENT:
-                    return (
-                        404,
-                        None,
-                    )  # it leads where we do not go: there is none (RFC 9309, 2.3.1.2)
+                    # The redirect leads to a URL that is not fetched. That counts as a site without
+                    # robots.txt (RFC 9309, 2.3.1.2).
+                    return 404, None
                 if e.kind is ErrorClass.PERMANENT:
-                    raise  # the page would fare no better: same origin, same answer
+                    raise  # the page has the same origin and would fail with the same error
                 if hop and e.kind is ErrorClass.THROTTLED:
-                    if len(self._robots_at) >= self._options.robots_in_memory:
-                        self._robots_at.clear()
-                    self._robots_at[start] = url, hop  # to go on from
+                    if len(self._delayed_robots) >= self._options.robots_in_memory:
+                        self._delayed_robots.clear()
+                    self._delayed_robots[site] = url, hop  # the retry continues here
                 raise Failure(
                     e.kind,
                     f"robots.txt: {e.reason}",
@@ -525,7 +577,8 @@ class FetchStage:
             location = response.headers.get("location") if response.status in _REDIRECTS else None
             if location is None:
                 if response.status == 429:
-                    return 503, None  # "not now" is no permission, though it is a 4xx
+                    # 429 is a 4xx status, but it must not count as "no robots.txt".
+                    return 503, None
                 return response.status, response.body[
                     : rules.MAX_BYTES + 1
                 ] if 200 <= response.status < 300 else None

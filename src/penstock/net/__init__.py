@@ -1,3 +1,4 @@
-"""Everything that dials out, and the guard it has to pass. Decisions about pages live in rules/ and
-fetching/.
+"""Outbound connections, and the guard that checks them.
+
+Decisions about pages are made in `rules` and `stages`.
 """

@@ -1,64 +1,64 @@
-"""How much of all answers under way is held in memory at once, and who has to wait for room. No
-sockets, no decoding.
-"""
+"""Limit on the memory of all response bodies in progress. No sockets, no decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-SMALL = (
-    1 << 16
-)  # bytes: bodies up to that are not counted; there are many of them, and all together they are little
+# Bytes. Smaller bodies are not counted: there are many of them, but their total size is small.
+MIN_COUNTED_BYTES = 1 << 16
 
 
-class Held(Protocol):
-    """An exchange as it is seen here."""
+class CountedExchange(Protocol):
+    """Exchange as seen by `BodyMemory`."""
 
-    counted: int
-    since: float  # waits; 0: it does not
+    counted_bytes: int  # bytes of its body that are counted
+    paused_at: float  # when it was paused, 0 if it is not paused
 
-    def go_on(self, waited: float) -> None: ...
+    def resume(self, waited: float) -> None: ...
 
 
-class Bodies:
-    """Once `room` is full, one exchange goes on beyond it, so that there is an end; the others wait
-    until something has ended.
+class BodyMemory:
+    """Limits the memory of response bodies in progress.
+
+    At the limit one exchange may continue, so that at least one can finish. The others are paused
+    until an exchange ends.
     """
 
-    def __init__(self, room: int, now: Callable[[], float]) -> None:
-        self.room, self.held = room, 0
+    def __init__(self, limit: int, now: Callable[[], float]) -> None:
+        self.limit, self.held_bytes = limit, 0
         self._now = now
-        self._beyond: Held | None = None
-        self._waiting: dict[Held, None] = {}
+        self._over_limit: CountedExchange | None = None
+        self._paused: dict[CountedExchange, None] = {}
 
-    def lets(self, ex: Held) -> bool:
-        """May it take more, though the room is full? False: it is told to go on later."""
-        if self._beyond is None:
-            self._beyond = ex
-            self.count(ex, max(1, ex.counted))  # so that its end is told
-        if self._beyond is ex:
+    def may_grow(self, ex: CountedExchange) -> bool:
+        """Return True if the exchange may continue at the limit. Return False if it is paused."""
+        if self._over_limit is None:
+            self._over_limit = ex
+            self.count(ex, max(1, ex.counted_bytes))  # a counted exchange calls `remove` at its end
+        if self._over_limit is ex:
             return True
-        if not ex.since:
-            ex.since = self._now()
-            self._waiting[ex] = None
+        if not ex.paused_at:
+            ex.paused_at = self._now()
+            self._paused[ex] = None
         return False
 
-    def count(self, ex: Held, size: int) -> None:
-        self.held += size - ex.counted
-        ex.counted = size
+    def count(self, ex: CountedExchange, size: int) -> None:
+        self.held_bytes += size - ex.counted_bytes
+        ex.counted_bytes = size
 
-    def leave(self, ex: Held) -> None:
-        """It has ended, whichever way. One that was never counted and does not wait need not say
-        so.
+    def remove(self, ex: CountedExchange) -> None:
+        """Remove an ended exchange, and resume paused ones if possible.
+
+        Only needed for an exchange that is counted or paused.
         """
-        self.held -= ex.counted
-        ex.counted, ex.since = 0, 0.0
-        self._waiting.pop(ex, None)
-        if self._beyond is ex:
-            self._beyond = None
-        if self._waiting and (self._beyond is None or self.held <= self.room):
-            waiting, self._waiting, now = self._waiting, {}, self._now()
-            for other in waiting:
-                waited, other.since = now - other.since, 0.0
-                other.go_on(waited)
+        self.held_bytes -= ex.counted_bytes
+        ex.counted_bytes, ex.paused_at = 0, 0.0
+        self._paused.pop(ex, None)
+        if self._over_limit is ex:
+            self._over_limit = None
+        if self._paused and (self._over_limit is None or self.held_bytes <= self.limit):
+            paused, self._paused, now = self._paused, {}, self._now()
+            for other in paused:
+                waited, other.paused_at = now - other.paused_at, 0.0
+                other.resume(waited)

@@ -1,5 +1,6 @@
-"""A cookie jar (RFC 6265): what was set, and what goes back to whom. One per account; nothing is
-shared and nothing is stored.
+"""Cookie jar (RFC 6265): stores cookies of responses and selects those to send.
+
+Each account has a separate jar. Jars are not persistent.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import msgspec
 from penstock.rules.identity import authority, registrable_domain
 from penstock.rules.pace import parse_date
 
-MAX_COOKIES = 300
+MAX_COOKIES = 300  # per jar
 MAX_PER_DOMAIN = 50
-MAX_SIZE = 4096
-MAX_AGE = 400 * 86400.0  # as browsers have it
+MAX_SIZE = 4096  # characters of name and value together
+MAX_AGE = 400 * 86400.0  # seconds, the same limit as in browsers
 _bad = re.compile(r"[\x00-\x08\x0a-\x1f\x7f;]").search
 
 
@@ -28,12 +29,12 @@ class Cookie(msgspec.Struct, frozen=True):
     path: str
     host_only: bool
     secure: bool
-    expires: float  # inf: as long as the jar
+    expires: float  # inf for a session cookie
     n: int  # order of creation
 
 
 class Jar:
-    """Not for several threads."""
+    """Cookies of one account. Not thread-safe."""
 
     def __init__(self) -> None:
         self._cookies: dict[tuple[str, str, str], Cookie] = {}
@@ -43,7 +44,7 @@ class Jar:
         return len(self._cookies)
 
     def header(self, url: str, now: float) -> str:
-        """The value of `Cookie` for this URL, longest path first; empty for none."""
+        """Return the `Cookie` header for this URL, longest path first, or "" if no cookie fits."""
         if not self._cookies:
             return ""
         scheme, host, _ = authority(url)
@@ -62,8 +63,9 @@ class Jar:
         return "; ".join(f"{c.name}={c.value}" if c.name else c.value for c in fit)
 
     def store(self, url: str, headers: Mapping[str, str], now: float) -> None:
-        """From an answer's `set-cookie`, several separated by line feeds. What does not belong to
-        the URL's site is left out.
+        """Store the cookies of a response's `set-cookie` header, separated by line feeds.
+
+        Cookies that the URL's site may not set are ignored.
         """
         for line in headers.get("set-cookie", "").split("\n"):
             if line and (cookie := _parse(line, url, now, self._n)) is not None:
@@ -77,9 +79,9 @@ class Jar:
                     self._trim(cookie.domain)
 
     def _trim(self, domain: str) -> None:
-        """The one that was set longest ago goes first."""
-        own = [key for key in self._cookies if key[0] == domain]
-        for key in own[: max(0, len(own) - MAX_PER_DOMAIN)]:
+        """Delete the cookies that were set longest ago, down to the limits."""
+        in_domain = [key for key in self._cookies if key[0] == domain]
+        for key in in_domain[: max(0, len(in_domain) - MAX_PER_DOMAIN)]:
             del self._cookies[key]
         while len(self._cookies) > MAX_COOKIES:
             del self._cookies[next(iter(self._cookies))]
@@ -98,11 +100,11 @@ def _parse(line: str, url: str, now: float, n: int) -> Cookie | None:
         key, _, text = attribute.partition("=")
         key, text = key.strip().lower(), text.strip()
         if key == "domain" and text:
-            asked = text.lower().removeprefix(".")
-            if not _within(host, asked) or (asked != host and not _may_share(asked)):
+            given = text.lower().removeprefix(".")
+            if not _within(host, given) or (given != host and not _may_have_shared_cookies(given)):
                 return None
-            # A public suffix that sets a cookie for itself means itself alone.
-            domain, host_only = asked, asked == host and not _may_share(asked)
+            # A public suffix may set a cookie for its own host only.
+            domain, host_only = given, given == host and not _may_have_shared_cookies(given)
         elif key == "path":
             path = text
         elif key == "secure":
@@ -152,8 +154,8 @@ def _within(host: str, domain: str) -> bool:
     return False
 
 
-def _may_share(domain: str) -> bool:
-    """Not a public suffix, which strangers share."""
+def _may_have_shared_cookies(domain: str) -> bool:
+    """Return False for a public suffix, whose subdomains belong to different owners."""
     return registrable_domain("x." + domain) != "x." + domain
 
 

@@ -1,5 +1,6 @@
-"""Content codings undone chunk by chunk under a cap (gzip, deflate, br, zstd, at most two nested).
-No sockets, no charset.
+"""Decoders of content codings with a size limit: gzip, deflate, br and zstd, at most two nested.
+
+No sockets, no charsets.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import zstandard
 
 try:
     from isal import isal_zlib as zlib  # twice as fast as zlib on pages
-except ImportError:  # no wheel for this platform: the same answers, slower
+except ImportError:  # no wheel for this platform: the same results, slower
     import zlib  # type: ignore[no-redef]
 
 _zlib: Any = zlib
@@ -21,8 +22,9 @@ _inflater = _zlib.decompressobj
 _InflateError: type[Exception] = _zlib.error
 ACCEPT_ENCODING = "gzip, deflate, br, zstd"
 MAX_NESTED = 2
-_STEP = 1 << 18  # the most any decoder may emit at once, so a cap is noticed long before memory is
-_WINDOW = 1 << 23  # zstd: what RFC 9659 lets a server ask of us
+# Bytes that a decoder may output in one call, so that the size limit is checked often enough.
+_STEP = 1 << 18
+_WINDOW = 1 << 23  # bytes of the largest zstd window that RFC 9659 allows
 
 Out = Callable[[bytes], None]
 
@@ -32,11 +34,11 @@ class DecodedTooLarge(Exception):
 
 
 class TooManyCodings(Exception):
-    """More nested codings than any honest server uses."""
+    """More nested codings than `MAX_NESTED`."""
 
 
 class BrokenCoding(Exception):
-    """The bytes are not what Content-Encoding says, or end too early."""
+    """The body does not match its Content-Encoding, or ends too early."""
 
 
 class _Stage(Protocol):
@@ -46,7 +48,7 @@ class _Stage(Protocol):
 
 
 class _Inflate:
-    """gzip (several members in a row), zlib, and the raw deflate that some servers call deflate."""
+    """Decodes gzip with several members, zlib, and raw deflate, which some servers send."""
 
     def __init__(self, out: Out, gzip: bool) -> None:
         self._out, self._gzip, self._seen = out, gzip, False
@@ -58,10 +60,10 @@ class _Inflate:
             d = self._d
             if d.eof:
                 if not self._gzip or data[:1] != b"\x1f":
-                    return  # padding after the last member: every browser ignores it
+                    return  # padding after the last member, which all browsers ignore
                 d = self._d = _inflater(wbits=31)
             try:
-                piece = d.decompress(data, _STEP)
+                chunk = d.decompress(data, _STEP)
             except _InflateError as e:
                 if self._gzip or self._seen:
                     raise BrokenCoding(str(e)) from e
@@ -69,19 +71,19 @@ class _Inflate:
                 self._seen = True
                 continue
             self._seen = True
-            if piece:
-                out(piece)
-            # A full step may leave output inside the decoder even when it took all input.
+            if chunk:
+                out(chunk)
+            # After a full step the decoder may still hold output, even if it has read all input.
             data = d.unused_data if d.eof else d.unconsumed_tail
-            if not data and not d.eof and len(piece) == _STEP:
+            if not data and not d.eof and len(chunk) == _STEP:
                 self._drain()
 
     def _drain(self) -> None:
         while not self._d.eof:
-            piece = self._d.decompress(b"", _STEP)
-            if not piece:
+            chunk = self._d.decompress(b"", _STEP)
+            if not chunk:
                 return
-            self._out(piece)
+            self._out(chunk)
 
     def end(self) -> None:
         if self._seen and not self._d.eof:
@@ -99,15 +101,14 @@ class _Brotli:
             return
         self._seen = True
         try:
-            piece = d.process(data, output_buffer_limit=_STEP)
-            if piece:
-                out(piece)
-            # "Can accept more" speaks of input only: a full step may have left output behind as
-            # well.
-            while len(piece) >= _STEP or not d.can_accept_more_data():
-                piece = d.process(b"", output_buffer_limit=_STEP)
-                if piece:
-                    out(piece)
+            chunk = d.process(data, output_buffer_limit=_STEP)
+            if chunk:
+                out(chunk)
+            # `can_accept_more_data` is about input only. After a full step, output may be left.
+            while len(chunk) >= _STEP or not d.can_accept_more_data():
+                chunk = d.process(b"", output_buffer_limit=_STEP)
+                if chunk:
+                    out(chunk)
         except brotli.error as e:
             raise BrokenCoding(str(e)) from e
 
@@ -117,8 +118,9 @@ class _Brotli:
 
 
 class _Zstd:
-    """The writer of python-zstandard: it pushes bounded blocks, so an exception from `out` stops a
-    bomb inside one call.
+    """Decodes zstd with the writer of python-zstandard.
+
+    The writer outputs bounded blocks, so an exception from `out` stops a bomb inside one call.
     """
 
     _PROBE = zstandard.ZstdCompressor().compress(b"\x00probe\x00")
@@ -139,8 +141,8 @@ class _Zstd:
             raise BrokenCoding(str(e)) from e
 
     def end(self) -> None:
-        # The library does not say whether a frame is complete; a known frame comes out unharmed
-        # only after a complete one.
+        # The library does not report if a frame is complete. Only after a complete frame is the
+        # probe decoded correctly.
         if not self._seen:
             return
         self._blocks.out, self._blocks.last = _ignore, b""
@@ -153,7 +155,7 @@ class _Zstd:
 
 
 class _Blocks:
-    """What the writer writes to."""
+    """File object that the zstd writer writes to."""
 
     def __init__(self, out: Out) -> None:
         self.out, self.last = out, b""
@@ -178,8 +180,10 @@ _STAGES: dict[str, Callable[[Out], _Stage]] = {
 
 
 def codings(header: str) -> tuple[str, ...]:
-    """What Content-Encoding asks us to undo, in the order it was applied. One we do not know leaves
-    the body as it came, as in browsers (servers put charsets there). Raises TooManyCodings.
+    """Return the codings of a Content-Encoding header, in the order in which they were applied.
+
+    Return () if one is unknown. The body then stays unchanged, as in browsers, because servers
+    also put charsets there. Raise TooManyCodings.
     """
     names = [
         n for n in (part.strip().lower() for part in header.split(",")) if n and n != "identity"
@@ -191,48 +195,47 @@ def codings(header: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def add(parts: list[bytes | bytearray], piece: bytes) -> None:
-    """Crumbs are put together at once: an object for each takes many times their size."""
-    if len(piece) > 1024 or not parts:
-        parts.append(piece)
+def add(parts: list[bytes | bytearray], chunk: bytes) -> None:
+    """Append a chunk. Merge small chunks: separate objects take many times their size."""
+    if len(chunk) > 1024 or not parts:
+        parts.append(chunk)
     elif type(last := parts[-1]) is bytearray:
-        last += piece
+        last += chunk
     else:
-        parts.append(bytearray(piece))
+        parts.append(bytearray(chunk))
 
 
 def joined(parts: list[bytes | bytearray]) -> bytes:
     return parts[0] if len(parts) == 1 and type(parts[0]) is bytes else b"".join(parts)
 
 
-class _Room:
-    """What may still come out, and where it goes. Nothing here or in a stage leads back to the
-    decoder: one that is let go is gone at once, with the hundred kilobytes that it may hold, and
-    need not wait for the collector of cycles.
+class _OutputLimit:
+    """Counts the output of a stage against the limit, and passes it on.
+
+    It and the stages have no reference to the decoder. So there is no cycle, and a decoder and its
+    up to 100 kB are freed as soon as the last reference ends.
     """
 
-    def __init__(self, room: int, out: Out) -> None:
-        self.left, self._out = room, out
+    def __init__(self, limit: int, out: Out) -> None:
+        self.left, self._out = limit, out
 
-    def take(self, piece: bytes) -> None:
-        self.left -= len(piece)
+    def take(self, chunk: bytes) -> None:
+        self.left -= len(chunk)
         if self.left < 0:
             raise DecodedTooLarge
-        self._out(piece)
+        self._out(chunk)
 
 
 class Decoder:
-    """Takes the body as it arrives. Raises DecodedTooLarge or BrokenCoding as soon as either is
-    known.
-    """
+    """Decodes an arriving body. Raises DecodedTooLarge or BrokenCoding as early as possible."""
 
     def __init__(self, names: tuple[str, ...], limit: int) -> None:
         self._parts: list[bytes | bytearray] = []
         self._stages: list[_Stage] = []
         out: Out = partial(add, self._parts)
-        self._limit, self._room = limit, _Room(limit, out)
-        for n, name in enumerate(names):  # the first was applied first, so it is undone last
-            stage = _STAGES[name]((_Room(limit, out) if n else self._room).take)
+        self._limit, self._output = limit, _OutputLimit(limit, out)
+        for n, name in enumerate(names):  # the coding that was applied first is decoded last
+            stage = _STAGES[name]((_OutputLimit(limit, out) if n else self._output).take)
             self._stages.insert(0, stage)
             out = stage.feed
         self.feed = out
@@ -240,7 +243,7 @@ class Decoder:
     @property
     def size(self) -> int:
         """Decoded bytes so far."""
-        return self._limit - self._room.left
+        return self._limit - self._output.left
 
     def finish(self) -> bytes:
         for stage in self._stages:

@@ -1,5 +1,6 @@
-"""Where we may connect: the pure rule `is_public`, and the one Guard that every outbound connection
-passes. It resolves and judges; it never dials.
+"""Check of outbound addresses: the rule `is_public`, and the Guard for every outbound connection.
+
+The Guard resolves names and checks addresses. It does not connect.
 """
 
 from __future__ import annotations
@@ -28,30 +29,44 @@ DEFAULT_PORTS = frozenset({80, 443, 8080, 8443})
 
 # -- the rule --------------------------------------------------------------------------------------
 
-# Our own table, not the interpreter's `is_global`, which changes with its patch level
-# (CVE-2024-4032) and means something else. As of the IANA special-purpose registries of 2026, and
-# one cloud's host channel that hides in public space.
+# A separate table, because the interpreter's `is_global` changes with its patch level
+# (CVE-2024-4032) and has another meaning. Source: the IANA special-purpose registries of 2026. In
+# addition, 168.63.129.16 is a public address that a cloud provider uses as a channel to its host.
 _NOT_PUBLIC_V4 = (
-    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "168.63.129.16/32", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
-    "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15",
-    "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
-)  # fmt: skip
-# Global unicast is 2000::/3; these are the holes in it. Everything outside (loopback, ULA,
-# link-local, multicast, discard, and with them IPv4-mapped, -compatible, -translated and both NAT64
-# prefixes) is refused without being named.
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "168.63.129.16/32",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.0.0.0/24",
+    "192.0.2.0/24",
+    "192.31.196.0/24",
+    "192.52.193.0/24",
+    "192.88.99.0/24",
+    "192.168.0.0/16",
+    "192.175.48.0/24",
+    "198.18.0.0/15",
+    "198.51.100.0/24",
+    "203.0.113.0/24",
+    "224.0.0.0/4",
+    "240.0.0.0/4",
+)
+# Global unicast is 2000::/3. The networks below are exceptions in it. All addresses outside are
+# refused: loopback, ULA, link-local, multicast, discard, and also IPv4-mapped, -compatible,
+# -translated and both NAT64 prefixes.
 _UNICAST_V6 = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC_V6 = (
     "2001::/23",  # IETF protocol assignments: Teredo, ORCHID, benchmarking, anycasts
     "2001:db8::/32",  # documentation
-    "2002::/16",  # 6to4: an IPv4 address inside
+    "2002::/16",  # 6to4, which contains an IPv4 address
     "2620:4f:8000::/48",  # AS112
     "3ffe::/16",  # 6bone, returned
     "3fff::/20",  # documentation
 )
-_ISATAP = (
-    0x00005EFE,
-    0x02005EFE,
-)  # the interface id that says "an IPv4 address follows", under any prefix
+# Interface ids that mean "an IPv4 address follows", under any prefix.
+_ISATAP = (0x00005EFE, 0x02005EFE)
 
 
 def _ranges(networks: Iterable[str]) -> tuple[list[int], list[int]]:
@@ -68,18 +83,17 @@ _UNICAST_LOW, _UNICAST_HIGH = int(_UNICAST_V6.network_address), int(_UNICAST_V6.
 
 
 def is_public(address: str | Address) -> bool:
-    """True for a global unicast address, by our own table. Anything else, garbage included, is not.
+    """Return True for a global unicast address by the table above, False for any other text.
 
-    Addresses that carry an IPv4 address inside (mapped, compatible, NAT64, 6to4, Teredo, ISATAP)
-    are refused whole, public or not: no server needs them to be reached, and each decoder would be
-    one more place to be wrong. So are zone ids.
+    Addresses that contain an IPv4 address (mapped, compatible, NAT64, 6to4, Teredo, ISATAP) are
+    refused, even if that address is public. No server needs them, and each decoder could have
+    errors. Addresses with a zone id are refused too.
     """
     parsed: object = _address(address) if isinstance(address, str) else address
     if isinstance(parsed, ipaddress.IPv4Address):
         n = int(parsed)
-        return (
-            n > _V4_HIGH[bisect_right(_V4_LOW, n) - 1]
-        )  # the table starts at 0.0.0.0: there is always one before
+        # The table starts at 0.0.0.0, so there is always an entry before `n`.
+        return n > _V4_HIGH[bisect_right(_V4_LOW, n) - 1]
     if not isinstance(parsed, ipaddress.IPv6Address) or parsed.scope_id is not None:
         return False
     n = int(parsed)
@@ -98,8 +112,8 @@ def _address(text: str) -> Address | None:
 
 
 def is_own(ip: str) -> bool:
-    """Is this one of this machine's own addresses? Then it is inward, however public: only our own
-    can be bound.
+    """Return True for an address of this machine. Connections to it are refused even if it is
+    public. The test is whether the address can be bound.
     """
     return not _binds_anything() and _can_bind(ip)
 
@@ -117,18 +131,19 @@ def _can_bind(ip: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _binds_anything() -> bool:
-    """Hosts with `ip_nonlocal_bind` answer yes to every address (a documentation address here), so
-    there the question means nothing.
+    """Return True if this machine can bind any address (`ip_nonlocal_bind`).
+
+    Then binding does not show if an address is local. The test uses a documentation address.
     """
     return _can_bind("192.0.2.1")
 
 
-# -- exceptions the operator makes -----------------------------------------------------------------
+# -- exceptions of the operator --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Allow:
-    """A target the operator vouches for: an address range or a name, and a port (None: any)."""
+    """A target that the operator allows: an address range or a name, and a port (None for any)."""
 
     port: int | None
     network: Network | None = None
@@ -155,12 +170,16 @@ class Allow:
         )
 
 
-_HINT = "write address:port, network/bits:port, [ipv6]:port or name:port, separated by commas; * is any port: 127.0.0.1:8000,10.0.0.0/8:443"
+_HINT = (
+    "write address:port, network/bits:port, [ipv6]:port or name:port, separated by commas "
+    "(* is any port), for example 127.0.0.1:8000,10.0.0.0/8:443"
+)
 
 
 def parse_allow(text: str) -> tuple[Allow, ...]:
-    """`127.0.0.1:8000,[::1]:9000,10.0.0.0/8:443,shop.test:80`. Raises ConfigError; an entry without
-    a port is one.
+    """Parse a list such as `127.0.0.1:8000,[::1]:9000,10.0.0.0/8:443,shop.test:80`.
+
+    Raise ConfigError for an invalid entry, including an entry without a port.
     """
     return tuple(_entry(part.strip()) for part in text.split(",") if part.strip())
 
@@ -185,7 +204,8 @@ def _entry(text: str) -> Allow:
             raise ConfigError(f"allow-list entry {text!r}: {e}", hint=_HINT) from None
         if (network.version == 6) is not bracketed or "%" in bare:
             raise ConfigError(
-                f"allow-list entry {text!r}: IPv6 goes in brackets, without a zone; IPv4 without brackets",
+                f"allow-list entry {text!r}: "
+                "write IPv6 in brackets without a zone, and IPv4 without brackets",
                 hint=_HINT,
             )
         return Allow(port, network=network)
@@ -211,7 +231,7 @@ _name = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A checked destination. Dial `addresses` and nothing else; the name serves Host and SNI only."""
+    """A checked destination. Connect only to `addresses`. The name is for Host and SNI only."""
 
     scheme: str
     host: str
@@ -220,28 +240,29 @@ class Target:
 
     @property
     def ip(self) -> str:
-        """The address to dial. Empty before `resolve`."""
+        """The address to connect to, "" before `resolve`."""
         return self.addresses[0] if self.addresses else ""
 
     @property
     def pin(self) -> str:
-        """For libcurl's RESOLVE list: only the checked addresses are ever dialled under this name."""
+        """Entry for libcurl's RESOLVE list, so that the name only leads to checked addresses."""
         return f"{self.host}:{self.port}:" + ",".join(
             f"[{a}]" if ":" in a else a for a in self.addresses
         )
 
 
 @dataclass(slots=True)
-class _Answer:
+class _CachedLookup:
     expires: float
     addresses: tuple[str, ...] = ()
     failure: tuple[ErrorClass, str, str] | None = None
 
 
 @dataclass(slots=True)
-class _System:
-    """The machine's resolver on threads of its own: one that hangs must not take the loop's few
-    default threads with it.
+class _SystemResolver:
+    """The system's resolver in separate threads.
+
+    A resolver that hangs must not block the few default threads of the event loop.
     """
 
     threads: int = 32
@@ -250,10 +271,10 @@ class _System:
     async def __call__(self, host: str, port: int) -> Sequence[str]:
         if self.pool is None:
             self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="resolve")
-        return await asyncio.get_running_loop().run_in_executor(self.pool, self._ask, host, port)
+        return await asyncio.get_running_loop().run_in_executor(self.pool, self._query, host, port)
 
     @staticmethod
-    def _ask(host: str, port: int) -> list[str]:
+    def _query(host: str, port: int) -> list[str]:
         return [
             str(sockaddr[0])
             for *_, sockaddr in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -265,62 +286,68 @@ class _System:
 
 
 class NotResolved(Failure):
-    """The resolver's trouble, or its answer that there is no such name: nobody was asked anything
-    yet.
-    """
+    """The resolver failed, or the name does not exist. No request was sent."""
 
 
 class Guard:
-    """Every outbound connection of the product goes through one of these: page, robots, feed,
-    webhook-out, proxy, browser.
+    """Checks every outbound connection: page, robots.txt, feed, outgoing webhook, proxy, browser.
 
-    `resolve` before, dial only its addresses, `check_peer` after. A name's answers are all checked,
-    and kept for `ttl` seconds, so the checked address is the dialled one. Refusals are
-    `Failure(PERMANENT)`, a resolver's trouble is `Failure(TRANSIENT)`.
+    Call `resolve` first, connect only to its addresses, then call `check_peer`. All addresses of a
+    name are checked. They are cached for `ttl` seconds, so that the connection uses a checked
+    address. A refusal is `Failure(PERMANENT)`, a failure of the resolver `Failure(TRANSIENT)`.
     """
 
     def __init__(
-        self, allow: Iterable[Allow] = (), *, ports: Iterable[int] = DEFAULT_PORTS, resolver: Resolver | None = None, ttl: float = 30.0,
-        failure_ttl: float = 3.0, timeout: float = 5.0, max_answers: int = 64, max_names: int = 20_000,
-        clock: Callable[[], float] = time.monotonic, own: Callable[[str], bool] = is_own,
-    ) -> None:  # fmt: skip
+        self,
+        allow: Iterable[Allow] = (),
+        *,
+        ports: Iterable[int] = DEFAULT_PORTS,
+        resolver: Resolver | None = None,
+        ttl: float = 30.0,
+        failure_ttl: float = 3.0,
+        timeout: float = 5.0,
+        max_answers: int = 64,
+        max_names: int = 20_000,
+        clock: Callable[[], float] = time.monotonic,
+        own: Callable[[str], bool] = is_own,
+    ) -> None:
         self._allow, self._ports = tuple(allow), frozenset(ports)
-        self._system = _System() if resolver is None else None
+        self._system = _SystemResolver() if resolver is None else None
         self._resolver: Resolver = resolver or self._system  # type: ignore[assignment]
         self._ttl, self._failure_ttl, self._timeout = ttl, failure_ttl, timeout
         self._max_answers, self._max_names = max_answers, max_names
         self._clock, self._own = clock, own
-        self._answers: dict[tuple[str, int], _Answer] = {}
-        self._asking: dict[tuple[str, int], asyncio.Task[_Answer]] = {}
+        self._lookups: dict[tuple[str, int], _CachedLookup] = {}
+        self._running_lookups: dict[tuple[str, int], asyncio.Task[_CachedLookup]] = {}
 
     def check_url(self, url: str) -> Target:
-        """What can be said without a lookup. A literal address comes back judged and with its one
-        address.
-        """
+        """Check a URL without a DNS lookup. A literal address is checked and returned."""
         try:
             scheme, host, port = identity.authority(identity.canonical_url(url))
         except identity.BadUrl as e:
             raise Failure(ErrorClass.PERMANENT, f"bad URL: {e.reason}") from None
-        return self._first_look(scheme, host, port, any_port=False)
+        return self._check_host(scheme, host, port, any_port=False)
 
     async def resolve(self, url: str) -> Target:
-        return await self._resolved(self.check_url(url), any_port=False)
+        return await self._resolve_target(self.check_url(url), any_port=False)
 
     async def resolve_proxy(self, host: str, port: int, *, scheme: str = "http") -> Target:
-        """A proxy's own address: the operator chose its port, so any will do; the address must
-        still be public or on the allow-list.
+        """Resolve the address of a proxy. Any port is allowed, because the operator chose it.
+
+        The address must be public or on the allow-list.
         """
         try:
             host = identity.authority(f"http://{f'[{host}]' if ':' in host else host}/").host
         except identity.BadUrl as e:
             raise Failure(ErrorClass.PERMANENT, f"bad proxy address: {e.reason}") from None
-        return await self._resolved(
-            self._first_look(scheme, host, port, any_port=True), any_port=True
+        return await self._resolve_target(
+            self._check_host(scheme, host, port, any_port=True), any_port=True
         )
 
     def check_peer(self, ip: str, port: int, target: Target | None = None) -> None:
-        """After connect: are we where we wanted to be? With a target, only its own addresses will
-        do.
+        """Check the address of an open connection. With a target, it must be one of its addresses.
+
+        Raise Failure(PERMANENT) if it is not allowed.
         """
         if target is not None:
             if port == target.port and ip in target.addresses:
@@ -328,21 +355,21 @@ class Guard:
             raise _forbidden(
                 "connected elsewhere than checked", f"{target.host} answered from {ip}:{port}"
             )
-        if (why := self._refusal("", ip, port, any_port=False)) is not None:
-            raise _forbidden(why, f"{ip}:{port}")
+        if (reason := self._refusal("", ip, port, any_port=False)) is not None:
+            raise _forbidden(reason, f"{ip}:{port}")
 
     def close(self) -> None:
-        for task in self._asking.values():
+        for task in self._running_lookups.values():
             task.cancel()
         if self._system is not None:
             self._system.close()
 
-    # -- how
+    # -- implementation
 
-    def _first_look(self, scheme: str, host: str, port: int, *, any_port: bool) -> Target:
+    def _check_host(self, scheme: str, host: str, port: int, *, any_port: bool) -> Target:
         if _address(host) is not None:
-            if (why := self._refusal(host, host, port, any_port=any_port)) is not None:
-                raise _forbidden(why, f"{host}:{port}")
+            if (reason := self._refusal(host, host, port, any_port=any_port)) is not None:
+                raise _forbidden(reason, f"{host}:{port}")
             return Target(scheme, host, port, (host,))
         if not _name(host):
             raise Failure(ErrorClass.PERMANENT, "bad URL: the host is no DNS name")
@@ -368,17 +395,19 @@ class Guard:
             return f"port {port} is not allowed"
         return "this machine's own address" if self._own(ip) else None
 
-    async def _resolved(self, target: Target, *, any_port: bool) -> Target:
+    async def _resolve_target(self, target: Target, *, any_port: bool) -> Target:
         if target.addresses:
             return target
         key = (target.host, -target.port if any_port else target.port)
-        answer = self._answers.get(key)
+        answer = self._lookups.get(key)
         if answer is None or answer.expires <= self._clock():
-            task = self._asking.get(key)
+            task = self._running_lookups.get(key)
             if task is None:
-                task = self._asking[key] = asyncio.ensure_future(self._ask(target, any_port))
-                task.add_done_callback(lambda t: self._keep(key, t))
-            # Shielded: others may wait for the same answer when this caller is cancelled.
+                task = self._running_lookups[key] = asyncio.ensure_future(
+                    self._query(target, any_port)
+                )
+                task.add_done_callback(lambda t: self._cache_lookup(key, t))
+            # Shielded, because other callers may wait for the same lookup if this one is cancelled.
             answer = await asyncio.shield(task)
         if answer.failure is not None:
             kind, reason, detail = answer.failure
@@ -387,16 +416,16 @@ class Guard:
             )
         return Target(target.scheme, target.host, target.port, answer.addresses)
 
-    def _keep(self, key: tuple[str, int], task: asyncio.Task[_Answer]) -> None:
-        self._asking.pop(key, None)
+    def _cache_lookup(self, key: tuple[str, int], task: asyncio.Task[_CachedLookup]) -> None:
+        self._running_lookups.pop(key, None)
         if task.cancelled() or task.exception() is not None:
             return
-        self._answers.pop(key, None)  # to the end of the order: the oldest go first
-        self._answers[key] = task.result()
-        while len(self._answers) > self._max_names:
-            del self._answers[next(iter(self._answers))]
+        self._lookups.pop(key, None)  # move the entry to the end: the oldest are dropped first
+        self._lookups[key] = task.result()
+        while len(self._lookups) > self._max_names:
+            del self._lookups[next(iter(self._lookups))]
 
-    async def _ask(self, target: Target, any_port: bool) -> _Answer:
+    async def _query(self, target: Target, any_port: bool) -> _CachedLookup:
         host, port = target.host, target.port
         try:
             async with asyncio.timeout(self._timeout):
@@ -418,28 +447,32 @@ class Guard:
             return self._failed("the name has no address", host)
         if len(found) > self._max_answers:
             return self._refused("more addresses than any honest name has", f"{host}: {len(found)}")
-        # one bad answer spoils all: else the next lookup, or the second try of a dialler, takes it
+        # One forbidden address refuses the name. Otherwise the next lookup, or the second try of a
+        # connection, could use that address.
         for ip in found:
-            if (why := self._refusal(host, ip, port, any_port=any_port)) is not None:
-                return self._refused(why, f"{host}:{port} resolves to {ip}")
-        return _Answer(self._clock() + self._ttl, tuple(found))
+            if (reason := self._refusal(host, ip, port, any_port=any_port)) is not None:
+                return self._refused(reason, f"{host}:{port} resolves to {ip}")
+        return _CachedLookup(self._clock() + self._ttl, tuple(found))
 
-    def _failed(self, reason: str, detail: str) -> _Answer:
-        return _Answer(
+    def _failed(self, reason: str, detail: str) -> _CachedLookup:
+        return _CachedLookup(
             self._clock() + self._failure_ttl, failure=(ErrorClass.TRANSIENT, reason, detail)
         )
 
-    def _refused(self, why: str, detail: str) -> _Answer:
-        f = _forbidden(why, detail)
-        return _Answer(self._clock() + self._failure_ttl, failure=(f.kind, f.reason, f.detail))
+    def _refused(self, reason: str, detail: str) -> _CachedLookup:
+        f = _forbidden(reason, detail)
+        return _CachedLookup(
+            self._clock() + self._failure_ttl, failure=(f.kind, f.reason, f.detail)
+        )
 
 
-def _forbidden(why: str, detail: str) -> Failure:
-    """The reason is the same for all addresses of a kind, so dead letters group; the particulars
-    are in the detail.
+def _forbidden(reason: str, detail: str) -> Failure:
+    """Return a failure whose reason is the same for similar addresses, so that dead letters group.
+
+    The detail has the address.
     """
     return Failure(
         ErrorClass.PERMANENT,
-        f"forbidden address: {why}",
+        f"forbidden address: {reason}",
         detail=f"{detail}; private targets need an entry in net.allow (PENSTOCK_NET_ALLOW)",
     )

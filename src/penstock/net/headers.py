@@ -1,4 +1,4 @@
-"""The head of an answer, from lines to status and headers. No sockets, no limits."""
+"""Parser of response heads: lines to status and headers. No sockets, no limits."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from functools import lru_cache
 from penstock.rules.verdict import Breach, breach
 
 _END = [b"\r\n"]
-_USUAL, _KEPT = 200, 4096  # bytes of a line that is worth remembering, and how many are
-_seen: dict[
-    bytes, tuple[str, str]
-] = {}  # servers repeat most of their lines in answer after answer
+# Servers repeat most header lines in every response, so parsed lines are cached.
+# Largest cached line in bytes, and largest number of cached lines.
+_MAX_CACHED_LINE, _MAX_CACHED_LINES = 200, 4096
+_cached: dict[bytes, tuple[str, str]] = {}
 _fold = re.compile(r"\n[ \t]+").sub
 
 
 def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
-    """Status, version and headers (lower case; repeated ones joined by a comma, cookies by a line
-    feed) of the last head in `lines`. Raises Failure where that is not all there: libcurl takes a
-    connection that ends in the middle for the end of the head.
+    """Return status, version and headers of the last head in `lines`.
+
+    Header names are in lower case. Repeated headers are joined by a comma, cookies by a line feed.
+    Raise Failure if the head is incomplete: libcurl treats a connection that ends there as the end
+    of the head.
     """
-    if (
-        lines[-1:] == _END and lines.index(b"\r\n") == len(lines) - 1
-    ):  # one head and nothing else, as nearly always
+    # Fast path for one complete head, which is the usual case.
+    if lines[-1:] == _END and lines.index(b"\r\n") == len(lines) - 1:
         plain: dict[str, str] = {}
-        known = _seen.get
+        known = _cached.get
         for line in lines[1:-1]:
-            pair = known(line) or _read(line)
+            pair = known(line) or _parse_line(line)
             if pair is None or pair[0] in plain:
                 break
             plain[pair[0]] = pair[1]
@@ -59,17 +60,15 @@ def _status(line: str) -> tuple[int, str]:
     return int(code) if code.isdecimal() else 0, version[5:]
 
 
-def _read(line: bytes) -> tuple[str, str] | None:
-    """Name and value of a line that stands for itself; None for what has to be looked at together
-    with others.
-    """
+def _parse_line(line: bytes) -> tuple[str, str] | None:
+    """Return name and value of a header line, or None if it must be parsed with other lines."""
     name, colon, value = line.decode("latin-1").partition(":")
     text = value[:-2]
     if not colon or line[0] in b" \t" or value[-2:] != "\r\n" or "\n" in text:
         return None
     pair = name.rstrip().lower(), text.strip()
-    if len(line) <= _USUAL:
-        if len(_seen) >= _KEPT:
-            _seen.clear()  # cheaper than to know which was used last
-        _seen[line] = pair
+    if len(line) <= _MAX_CACHED_LINE:
+        if len(_cached) >= _MAX_CACHED_LINES:
+            _cached.clear()  # cheaper than tracking the least recently used line
+        _cached[line] = pair
     return pair

@@ -1,5 +1,6 @@
-"""The one HTTP client of the product: guard, pinned address, proxy, one exchange. Redirects, robots
-and pace are not here.
+"""HTTP client of the product: address check, pinned address, proxy, one exchange.
+
+Redirects, robots.txt and rate limits are handled in `stages.fetch`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import msgspec
 import pycurl
 
 from penstock.model import ErrorClass, Failure
-from penstock.net.body_budget import Bodies
+from penstock.net.body_budget import BodyMemory
 from penstock.net.decoding import ACCEPT_ENCODING, BrokenCoding, TooManyCodings
 from penstock.net.guard import Guard, Target
-from penstock.net.transfer import Engine, Exchange, HttpOptions, SetUp, nobody
+from penstock.net.transfer import Engine, Exchange, HttpOptions, SetUp, ignore_result
 from penstock.ports import Done, Response
 from penstock.rules.identity import BadUrl, authority, canonical_url
 from penstock.rules.proxies import ProxyFailed
@@ -31,7 +32,8 @@ __all__ = ["CurlFetcher", "HttpOptions", "parse_proxy"]
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
-# Set by the connection or by us; a value from outside could split the message or turn it elsewhere.
+# Headers that libcurl or this client sets. A value from outside could split the message or change
+# its destination.
 _RESERVED = frozenset(
     {
         "host",
@@ -49,12 +51,12 @@ _RESERVED = frozenset(
 )
 _name = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}").fullmatch
 _value = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*").fullmatch
-_ADDRESSES = 3  # of one name, tried in turn where nobody listens
-_E_PROXY = 97  # CURLE_PROXY, which pycurl does not name
-_NO_PIN = ("",)  # a literal address is its own
-_ENGINES = 64  # proxies with a warm connection pool
-# seconds a checked target serves further requests; the guard itself keeps its answers longer
-_FRESH = 1.0
+_MAX_ADDRESSES = 3  # addresses of a name that are tried if no connection is possible
+_E_PROXY = 97  # CURLE_PROXY, which pycurl does not define
+_NO_PIN = ("",)  # for a URL with a literal address
+_MAX_PROXY_POOLS = 64  # proxies whose connection pool is kept open
+# Seconds for which a checked target is used for further requests. The guard caches it for longer.
+_TARGET_TTL = 1.0
 
 
 # -- proxies ---------------------------------------------------------------------------------------
@@ -69,8 +71,9 @@ class _Proxy(msgspec.Struct, frozen=True):
 
 
 def parse_proxy(dsn: str) -> _Proxy:
-    """`http|https|socks5|socks5h://[user:password@]host:port`. Raises Failure, without the DSN: it
-    holds a password.
+    """Parse `http|https|socks5|socks5h://[user:password@]host:port`.
+
+    Raise Failure without the DSN, which contains a password.
     """
     try:
         parts = urlsplit(dsn)
@@ -90,7 +93,7 @@ def parse_proxy(dsn: str) -> _Proxy:
     )
 
 
-class _Via(msgspec.Struct, frozen=True):
+class _ProxyHop(msgspec.Struct, frozen=True):
     proxy: _Proxy
     target: Target
 
@@ -99,7 +102,7 @@ class _Via(msgspec.Struct, frozen=True):
 
 
 def _ca_file(options: HttpOptions) -> str:
-    """libcurl's wheel does not know where this system keeps its certificate authorities."""
+    """Return the file of certificate authorities. libcurl's wheel does not know its path."""
     paths = ssl.get_default_verify_paths()
     for path in (
         options.ca_file,
@@ -114,7 +117,7 @@ def _ca_file(options: HttpOptions) -> str:
 
 
 class CurlFetcher:
-    """ports.Fetcher. Opens on first use, in the loop that uses it; `close` ends what is under way."""
+    """ports.Fetcher. Opens on first use, in the running event loop. `close` ends all exchanges."""
 
     def __init__(self, guard: Guard, options: HttpOptions | None = None) -> None:
         self.guard, self.options = guard, options or HttpOptions()
@@ -140,7 +143,7 @@ class CurlFetcher:
             raise breach(Breach.BAD_URL, e.reason) from None
         self._check_open()
         set_up, engine = self._opened or self._open()
-        via: _Via | None = None
+        via: _ProxyHop | None = None
         if proxy is None:
             known = self._targets.get(url[: url.index("/", 8)])
             target = (
@@ -149,19 +152,19 @@ class CurlFetcher:
                 else await self._resolve(url, set_up)
             )
         else:
-            via, target, engine = await self._through(proxy, url)
-        self._check_open()  # again: we may have waited for an address
+            via, target, engine = await self._prepare_proxy(proxy, url)
+        self._check_open()  # again, because it may have been closed during the address lookup
         answer: asyncio.Future[Response | BaseException] = (
             asyncio.get_running_loop().create_future()
         )
-        done = partial(_settle, answer)
+        done = partial(_set_result, answer)
         ex = self._send(
             engine, url, target, done, method=method, headers=headers, body=body, via=via
         )
         try:
             response = await answer
         except asyncio.CancelledError:
-            if ex.done is done:  # else it has ended, and may be another's by now
+            if ex.done is done:  # otherwise it has ended, and another request may use it
                 ex.cancel()
             raise
         if isinstance(response, Response):
@@ -169,47 +172,55 @@ class CurlFetcher:
         raise response
 
     def begin(self, url: str, headers: Mapping[str, str], done: Done) -> Exchange | None:
-        """ports.DirectFetcher."""
+        """See ports.DirectFetcher."""
         if self._opened is None or self._closed:
             return None
         set_up, engine = self._opened
-        # The text before the path is that of an origin which the guard has checked, so the URL
-        # speaks to nobody else.
+        # The text before the path equals an origin that the guard has checked, so the request goes
+        # to that origin.
         known = self._targets.get(url[: url.find("/", 8)])
         if known is None or known[0] <= set_up.now():
             return None
         try:
             return self._send(engine, url, known[1], done, headers=headers)
         except Failure:
-            return None  # `fetch` fails the same way, and says so
+            return None  # `fetch` fails the same way and raises the failure
 
     def _send(
-        self, engine: Engine, url: str, target: Target, done: Done, *, method: str = "GET", headers: Mapping[str, str] | None = None,
-        body: bytes | None = None, via: _Via | None = None,
-    ) -> Exchange:  # fmt: skip
-        """Under way, with nothing left to wait for but the answer, which `done` gets."""
+        self,
+        engine: Engine,
+        url: str,
+        target: Target,
+        done: Done,
+        *,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        via: _ProxyHop | None = None,
+    ) -> Exchange:
+        """Start an exchange. `done` is called with its result."""
         set_up = (self._opened or self._open())[0]
         ex = self._free.pop() if self._free else Exchange(set_up)
         try:
             if headers or method != "GET" or body is not None or via is not None:
-                _dress(ex, set_up, method, headers, body, via, target)
+                _configure(ex, set_up, method, headers, body, via, target)
             pins = (
                 _NO_PIN
                 if not target.addresses or target.addresses[0] == target.host
                 else self._pins(target)
             )
             ex.url, ex.pins, ex.proxied, ex.done = url, pins, via is not None, done
-            ex.aim(url, target if via is None else via.target, pins[0])
-            engine.start(ex, self._ended)
+            ex.set_target(url, target if via is None else via.target, pins[0])
+            engine.start(ex, self._on_end)
         except pycurl.error as e:
-            self._take_back(ex)
+            self._reuse(ex)
             raise _refused_by_libcurl(e) from None
         except BaseException:
-            self._take_back(ex)
+            self._reuse(ex)
             raise
         return ex
 
-    def _ended(self, ex: Exchange, error: tuple[int, str] | None) -> None:
+    def _on_end(self, ex: Exchange, error: tuple[int, str] | None) -> None:
         answer: Response | BaseException
         try:
             if ex.cancelled:
@@ -230,26 +241,26 @@ class CurlFetcher:
             answer = e
         except pycurl.error as e:
             answer = _refused_by_libcurl(e)
-        except Exception as e:  # whoever waits must hear of it
+        except Exception as e:  # a bug, which the caller must see as a failure
             answer = Failure(
                 ErrorClass.OURS, f"the answer could not be read: {type(e).__name__}: {e}"
             )
         done = ex.done
-        self._take_back(ex)
+        self._reuse(ex)
         done(answer)
 
     def _try_next(self, ex: Exchange) -> None:
-        """Nobody answered there, but the name has more addresses."""
+        """Try the next address of the name, because the last one did not accept a connection."""
         target, engine, ex.pins = ex.target, ex.engine, ex.pins[1:]
         assert target is not None
         assert engine is not None
         ex.clear()
         self._preferred[authority(ex.url).host] = ex.pins[0]
-        ex.aim(ex.url, target, ex.pins[0])
-        engine.start(ex, self._ended)
+        ex.set_target(ex.url, target, ex.pins[0])
+        engine.start(ex, self._on_end)
 
-    def _take_back(self, ex: Exchange) -> None:
-        ex.done = nobody
+    def _reuse(self, ex: Exchange) -> None:
+        ex.done = ignore_result
         if self._closed:
             ex.curl.close()
         else:
@@ -268,25 +279,25 @@ class CurlFetcher:
             ex.curl.close()
         self._free.clear()
 
-    # -- how
+    # -- implementation
 
     def _check_open(self) -> None:
         if self._closed:
             raise breach(Breach.CLOSED)
 
     def _pins(self, target: Target) -> tuple[str, ...]:
-        """A name is dialled at its checked addresses, the one that answered last time first."""
-        pins, good = target.addresses, self._preferred.get(target.host)
-        if good is not None and good in pins:
-            pins = good, *(p for p in pins if p != good)
+        """Return the checked addresses of a name, beginning with the one that was used last."""
+        pins, last_good = target.addresses, self._preferred.get(target.host)
+        if last_good is not None and last_good in pins:
+            pins = last_good, *(p for p in pins if p != last_good)
         elif len(self._preferred) > 8192:
             self._preferred.clear()
-        return pins[:_ADDRESSES]
+        return pins[:_MAX_ADDRESSES]
 
     def _open(self) -> tuple[SetUp, Engine]:
         loop = asyncio.get_running_loop()
         headers = [f"Accept: {self.options.accept}", f"Accept-Encoding: {ACCEPT_ENCODING}"]
-        bodies = Bodies(self.options.max_held_bytes, loop.time)
+        bodies = BodyMemory(self.options.max_held_bytes, loop.time)
         self._opened = (
             SetUp(self.guard, self.options, headers, _ca_file(self.options), loop.time, bodies),
             Engine(loop, self.options),
@@ -297,10 +308,10 @@ class CurlFetcher:
         target = await self.guard.resolve(url)
         if len(self._targets) >= 8192:
             self._targets.clear()
-        self._targets[url[: url.index("/", 8)]] = set_up.now() + _FRESH, target
+        self._targets[url[: url.index("/", 8)]] = set_up.now() + _TARGET_TTL, target
         return target
 
-    async def _through(self, dsn: str, url: str) -> tuple[_Via, Target, Engine]:
+    async def _prepare_proxy(self, dsn: str, url: str) -> tuple[_ProxyHop, Target, Engine]:
         proxy = parse_proxy(dsn)
         if proxy.scheme == "socks5h" and not self.options.remote_dns:
             raise breach(
@@ -311,7 +322,7 @@ class CurlFetcher:
             self.guard.check_url(url) if self.options.remote_dns else await self.guard.resolve(url)
         )
         try:
-            via = _Via(
+            via = _ProxyHop(
                 proxy, await self.guard.resolve_proxy(proxy.host, proxy.port, scheme=proxy.scheme)
             )
         except Failure as e:
@@ -319,31 +330,30 @@ class CurlFetcher:
                 e.kind, f"the proxy's own address: {e.reason}", own=True, detail=e.detail
             ) from None
         self._check_open()
-        # A pool for each DSN: libcurl would hand a tunnel made with one user name to a request with
-        # another.
+        # A separate pool for each DSN: libcurl would reuse a tunnel of another user name.
         engine = self._proxied.get(dsn)
         if engine is None:
             engine = self._proxied[dsn] = Engine(asyncio.get_running_loop(), self.options)
             idle = [k for k, e in self._proxied.items() if not e.active and e is not engine]
-            for k in idle[: max(0, len(self._proxied) - _ENGINES)]:
+            for k in idle[: max(0, len(self._proxied) - _MAX_PROXY_POOLS)]:
                 self._proxied.pop(k).close()
         else:
             self._proxied.move_to_end(dsn)
         return via, target, engine
 
 
-def _dress(
+def _configure(
     ex: Exchange,
     set_up: SetUp,
     method: str,
     headers: Mapping[str, str] | None,
     body: bytes | None,
-    via: _Via | None,
+    via: _ProxyHop | None,
     target: Target,
 ) -> None:
-    """Everything beyond a plain GET. What is set here, `Exchange.restore` takes back."""
+    """Set everything beyond a plain GET. `Exchange.restore` resets it."""
     opt = ex.curl.setopt
-    given: dict[str, tuple[str, str | None]] = {}  # None: not even libcurl's own
+    given: dict[str, tuple[str, str | None]] = {}  # None removes a header that libcurl adds
     for name, value in (headers or {}).items():
         if name.lower() in _RESERVED or not _name(name) or not _value(value):
             raise breach(Breach.BAD_REQUEST, f"header {name[:40]!r}")
@@ -361,7 +371,7 @@ def _dress(
                 given.setdefault("content-type", ("Content-Type", None))
             opt(pycurl.CUSTOMREQUEST, method)
         if method not in _IDEMPOTENT:
-            opt(pycurl.FRESH_CONNECT, 1)  # on a used connection libcurl may send it a second time
+            opt(pycurl.FRESH_CONNECT, 1)  # libcurl may repeat a request on a reused connection
     if given:
         ex.plain_headers = False
         lines = [line for line in set_up.headers if line.partition(":")[0].lower() not in given]
@@ -376,14 +386,14 @@ def _dress(
     if via is not None:
         ex.plain = False
         proxy, address = via.proxy, via.target.ip
-        place = f"[{address}]" if ":" in address else address
-        if proxy.scheme == "https":  # its certificate is for its name
-            opt(pycurl.RESOLVE, [f"{proxy.host}:{proxy.port}:{place}"])
-            place = proxy.host
-        # Without an address of the target (remote_dns) libcurl would look its name up for socks5,
-        # and nobody would check what it finds.
+        address_text = f"[{address}]" if ":" in address else address
+        if proxy.scheme == "https":  # the certificate is for the proxy's name
+            opt(pycurl.RESOLVE, [f"{proxy.host}:{proxy.port}:{address_text}"])
+            address_text = proxy.host
+        # Without an address of the target (remote_dns), libcurl would resolve the name for socks5,
+        # and the guard would not check the result.
         scheme = "socks5h" if proxy.scheme == "socks5" and not target.addresses else proxy.scheme
-        opt(pycurl.PROXY, f"{scheme}://{place}:{proxy.port}")
+        opt(pycurl.PROXY, f"{scheme}://{address_text}:{proxy.port}")
         opt(pycurl.NOPROXY, "")
         if target.scheme == "https" or target.addresses[:1] != (target.host,):
             opt(pycurl.HTTPPROXYTUNNEL, 1)
@@ -393,7 +403,7 @@ def _dress(
             opt(pycurl.PROXYPASSWORD, proxy.password)
 
 
-def _settle(
+def _set_result(
     future: asyncio.Future[Response | BaseException], answer: Response | BaseException
 ) -> None:
     if not future.done():
@@ -414,17 +424,23 @@ def _response(ex: Exchange, url: str) -> Response:
     except TooManyCodings as e:
         raise breach(Breach.CODINGS, str(e), status=ex.status) from None
     info = ex.curl.getinfo
-    first_byte = info(
-        pycurl.STARTTRANSFER_TIME
-    )  # by libcurl's clock, which begins a moment after ours
+    # By libcurl's clock, which starts slightly after `ex.started`.
+    first_byte = info(pycurl.STARTTRANSFER_TIME)
     return Response(
-        url=url, status=ex.status, headers=headers, body=body, peer=ex.peer, seconds=info(pycurl.TOTAL_TIME), first_byte=first_byte,
-        http_version=ex.version, connect=min(ex.ready_at - ex.started, first_byte),
-    )  # fmt: skip
+        url=url,
+        status=ex.status,
+        headers=headers,
+        body=body,
+        peer=ex.peer,
+        seconds=info(pycurl.TOTAL_TIME),
+        first_byte=first_byte,
+        http_version=ex.version,
+        connect=min(ex.ready_at - ex.started, first_byte),
+    )
 
 
 _refused = re.compile(r"CONNECT tunnel failed, response (\d+)").search
-_ABOUT_TARGET = range(17, 26)  # CURLPX_REPLY_…: what a SOCKS server says of the target, not of us
+_ABOUT_TARGET = range(17, 26)  # CURLPX_REPLY_…: errors of the target, not of the SOCKS server
 
 
 def _failure(ex: Exchange, error: tuple[int, str] | None, proxied: bool) -> Failure:

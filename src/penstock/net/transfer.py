@@ -1,5 +1,6 @@
-"""What libcurl does for one client: exchanges (an easy handle and its answer) on an engine (a multi
-handle on its own epoll set). No policy, no proxy.
+"""libcurl transfers of one client: exchanges (easy handles) on an engine (a multi handle).
+
+No policy and no proxies.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 import pycurl
 
 from penstock.model import Failure
-from penstock.net.body_budget import SMALL, Bodies
+from penstock.net.body_budget import MIN_COUNTED_BYTES, BodyMemory
 from penstock.net.decoding import (
     BrokenCoding,
     DecodedTooLarge,
@@ -31,56 +32,59 @@ from penstock.net.headers import parse_head
 from penstock.ports import Done
 from penstock.rules.verdict import Breach, breach
 
-_SLICE = 0.01  # seconds of transfers before the loop gets its turn again
+_MAX_BATCH_SECONDS = 0.01  # seconds of transfers before other tasks of the event loop run
 _PAUSE: int = pycurl.WRITEFUNC_PAUSE
 _POLL_IN, _POLL_OUT, _POLL_REMOVE = pycurl.POLL_IN, pycurl.POLL_OUT, pycurl.POLL_REMOVE
-_PATIENCE = 290.0  # seconds; libcurl itself waits 300 for a connection
-_LATE = 0.1  # seconds that a busy loop may be behind; beyond that it stood still
-# seconds after which a transfer has to stop in the middle: libcurl goes on with all that it has
-# received, in crumbs if need be
-_REST = 0.015
+# Seconds. libcurl itself stops waiting for a connection after 300 s. Longer timeouts must be set.
+_MAX_DEFAULT_CONNECT_TIMEOUT = 290.0
+# Seconds. If the event loop is later than that, it was blocked or the machine was suspended.
+_LOOP_LAG_LIMIT = 0.1
+# Seconds after which a transfer is paused. libcurl would otherwise deliver everything that it has
+# received, even in very small chunks.
+_PAUSE_AFTER = 0.015
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and identity; every one of them holds for each exchange."""
+    """Identity and limits of a client. Each limit applies to each exchange, unless noted."""
 
     user_agent: str = "Penstock/0.1 (+https://penstock.invalid/bot)"
     accept: str = (
         "text/html,application/xhtml+xml,application/xml;q=0.9,application/json;q=0.8,*/*;q=0.5"
     )
-    connect_timeout: float = 10.0  # until the request can be sent: TCP, proxy and TLS
+    connect_timeout: float = 10.0  # seconds until the request can be sent: TCP, proxy and TLS
     first_byte_timeout: float = 30.0
     total_timeout: float = 90.0
-    min_rate: float = 256.0  # bytes a second, over each `min_rate_span`
+    min_rate: float = 256.0  # bytes per second, over each `min_rate_span`
     min_rate_span: float = 20.0
     max_header_bytes: int = 64 << 10
     max_encoded_bytes: int = 16 << 20
     max_decoded_bytes: int = 16 << 20
-    max_held_bytes: int = 64 << 20  # of all bodies under way together
-    max_idle: int = 1024  # connections kept warm; those in use are not limited here
+    max_held_bytes: int = 64 << 20  # of all bodies in progress together
+    max_idle: int = 1024  # idle connections kept open. Connections in use are not limited here.
     idle_seconds: int = 60
     http2: bool = True
     ca_file: str | None = None
-    remote_dns: bool = False  # lets proxies resolve names: the guard then sees no address
+    # Proxies resolve names. The guard then does not see the address.
+    remote_dns: bool = False
 
 
 class SetUp(msgspec.Struct, frozen=True):
-    """What every handle of a client has in common."""
+    """Settings that all handles of a client share."""
 
     guard: Guard
     options: HttpOptions
     headers: list[str]
     ca_file: str
     now: Callable[[], float]
-    bodies: Bodies
+    bodies: BodyMemory
 
 
 # -- one exchange ----------------------------------------------------------------------------------
 
 
-class _Lent:
-    """A descriptor on its way to libcurl: pycurl duplicates what `fileno` says, and the original is
-    closed when this goes.
+class _SocketForCurl:
+    """Socket descriptor for libcurl. pycurl duplicates the result of `fileno`, and the original is
+    closed with this object.
     """
 
     __slots__ = ("_fd",)
@@ -95,37 +99,66 @@ class _Lent:
         os.close(self._fd)
 
 
-Ended: TypeAlias = Callable[
-    ["Exchange", "tuple[int, str] | None"], None
-]  # with libcurl's error, if there is one
+# Called with libcurl's error, or None.
+OnEnd: TypeAlias = Callable[["Exchange", "tuple[int, str] | None"], None]
 
 
-def nobody(*_: object) -> None:
-    """Waits for this exchange."""
+def ignore_result(*_: object) -> None:
+    """Ignore the result. Callback of an exchange that no caller waits for."""
 
 
 class Exchange:
-    """An easy handle and what it is receiving. Reused: setting up a handle costs more than a
-    request.
+    """An easy handle and the response that it receives.
+
+    Exchanges are reused, because creating a handle costs more than a request.
     """
 
     __slots__ = (
-        "cancelled", "counted", "curl", "decoder", "done", "ended", "engine", "failure", "headers", "lines", "mark", "mark_size", "parts", "peer", "pin",
-        "pins", "plain", "plain_headers", "proxied", "ready_at", "set_up", "since", "size", "started", "status", "target", "url", "version", "waits",
-    )  # fmt: skip
+        "cancelled",
+        "counted_bytes",
+        "curl",
+        "decoder",
+        "done",
+        "engine",
+        "failure",
+        "headers",
+        "lines",
+        "on_end",
+        "parts",
+        "paused_at",
+        "peer",
+        "pin",
+        "pins",
+        "pipewait",
+        "plain",
+        "plain_headers",
+        "proxied",
+        "rate_size",
+        "rate_start",
+        "ready_at",
+        "set_up",
+        "size",
+        "started",
+        "status",
+        "target",
+        "url",
+        "version",
+    )
 
     def __init__(self, set_up: SetUp) -> None:
         self.set_up, self.curl = set_up, pycurl.Curl()
         self.lines: list[bytes] = []
-        self.ended: Ended = nobody  # the client's, set by Engine.start
-        self.done: Done = nobody  # whom the client tells; url, pins and proxied are its notes too
+        self.on_end: OnEnd = ignore_result  # method of the client, set by Engine.start
+        self.done: Done = ignore_result  # the client calls it with the result
+        # For the client: the request's URL, its addresses from the current one on, and if it uses
+        # a proxy.
         self.url, self.proxied = "", False
         self.pins: tuple[str, ...] = ()
         self.decoder: Decoder | None = None
         self.failure: Failure | None = None
         self.engine: Engine | None = None
-        self.target: Target | None = None  # whom we may be connected to: the host, or the proxy
-        self.counted, self.since = 0, 0.0  # by Bodies
+        self.target: Target | None = None  # allowed destination: the host or the proxy
+        self.counted_bytes, self.paused_at = 0, 0.0  # set by BodyMemory
         self._setup()
         self.clear()
 
@@ -135,9 +168,9 @@ class Exchange:
         opt(pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
         opt(pycurl.FOLLOWLOCATION, 0)
         opt(pycurl.NETRC, pycurl.NETRC_IGNORED)
-        opt(pycurl.PROXY, "")  # not even one from the environment
+        opt(pycurl.PROXY, "")  # also ignores proxies from the environment
         opt(pycurl.HTTP09_ALLOWED, 0)
-        opt(pycurl.PATH_AS_IS, 1)  # the URL is canonical already, by our parser
+        opt(pycurl.PATH_AS_IS, 1)  # the URL is already canonical
         opt(
             pycurl.HTTP_VERSION,
             pycurl.CURL_HTTP_VERSION_2TLS if o.http2 else pycurl.CURL_HTTP_VERSION_1_1,
@@ -145,9 +178,9 @@ class Exchange:
         opt(pycurl.BUFFERSIZE, 131072)
         opt(pycurl.MAXFILESIZE_LARGE, o.max_encoded_bytes)
         opt(pycurl.MAXAGE_CONN, o.idle_seconds)
-        if (
-            o.connect_timeout > _PATIENCE
-        ):  # the sweep comes first and says what was late; else a timer for each request is for nothing
+        # Set libcurl's limit only if its default is too short: it costs a timer for each request.
+        # `_check_timeouts` runs first, and reports which timeout was exceeded.
+        if o.connect_timeout > _MAX_DEFAULT_CONNECT_TIMEOUT:
             opt(pycurl.CONNECTTIMEOUT_MS, int(o.connect_timeout * 1000) + 5000)
         opt(pycurl.USERAGENT, o.user_agent)
         opt(pycurl.HTTPHEADER, self.set_up.headers)
@@ -155,24 +188,23 @@ class Exchange:
         opt(pycurl.PROXY_CAINFO, self.set_up.ca_file)
         opt(pycurl.SSL_VERIFYPEER, 1)
         opt(pycurl.SSL_VERIFYHOST, 2)
-        opt(
-            pycurl.HEADERFUNCTION, self.lines.append
-        )  # ten calls a page: no frame of ours for each. Their size is looked at below
+        # Called ten times per page, so no Python function is used. The size is checked later.
+        opt(pycurl.HEADERFUNCTION, self.lines.append)
         opt(pycurl.WRITEFUNCTION, self._on_body)
         opt(pycurl.OPENSOCKETFUNCTION, self._on_open)
         opt(pycurl.PREREQFUNCTION, self._on_ready)
-        self.pin, self.waits, self.plain, self.plain_headers = "", False, True, True
+        self.pin, self.pipewait, self.plain, self.plain_headers = "", False, True, True
 
     def clear(self) -> None:
         self.lines.clear()
         self.parts: list[bytes | bytearray] = []
         self.headers: dict[str, str] | None = None
         self.decoder, self.failure, self.target, self.peer = None, None, None, ""
-        self.status, self.version, self.size, self.mark_size, self.cancelled = 0, "", 0, 0, False
-        self.started = self.ready_at = self.mark = 0.0
+        self.status, self.version, self.size, self.rate_size, self.cancelled = 0, "", 0, 0, False
+        self.started = self.ready_at = self.rate_start = 0.0
 
     def restore(self) -> None:
-        """Back to a plain GET, with nothing left of this request's headers, body or proxy."""
+        """Reset to a plain GET, without headers, body and proxy of the last request."""
         if not self.plain:
             self.curl.reset()
             self._setup()
@@ -181,17 +213,18 @@ class Exchange:
             self.plain_headers = True
         self.clear()
 
-    def aim(self, url: str, target: Target, pin: str) -> None:
-        """`pin`: the checked address to dial for a name; libcurl then never looks it up.
-        Connections are reused per name and address.
+    def set_target(self, url: str, target: Target, pin: str) -> None:
+        """Set URL and destination. `pin` is the checked address of a name, "" for none.
+
+        With a pin, libcurl does not resolve the name. Connections are reused per name and address.
         """
         self.target = target
         self.curl.setopt(pycurl.URL, url)
-        # Under TLS a request waits for the handshake that is under way, which may bring HTTP/2 and
-        # room for all. Without TLS it would wait for somebody else's answer.
-        if (waits := url.startswith("https:")) is not self.waits:
-            self.curl.setopt(pycurl.PIPEWAIT, int(waits))
-            self.waits = waits
+        # With TLS, wait for a handshake in progress: HTTP/2 may allow all requests on its
+        # connection. Without TLS, the request would wait for the response of another one.
+        if (pipewait := url.startswith("https:")) is not self.pipewait:
+            self.curl.setopt(pycurl.PIPEWAIT, int(pipewait))
+            self.pipewait = pipewait
         if pin != self.pin:
             if pin:
                 self.curl.setopt(pycurl.CONNECT_TO, [f"::[{pin}]:" if ":" in pin else f"::{pin}:"])
@@ -200,33 +233,35 @@ class Exchange:
             self.pin = pin
 
     def cancel(self) -> None:
-        """As a task's, where there is none: whoever waits for the answer is told so at once."""
+        """Cancel the exchange like a task. Calls `done` with CancelledError before it returns."""
         if self.engine is not None:
             self.cancelled = True
             self.engine.stop(self)
 
-    def go_on(self, waited: float) -> None:
-        """There is room again. The time was ours, not the server's."""
+    def resume(self, waited: float) -> None:
+        """Resume after a pause for memory. The pause does not count for the server's timeouts."""
         self.started += waited
-        self.mark = 0.0
+        self.rate_start = 0.0
         if self.engine is not None:
-            self.engine.go_on_soon(self)
+            self.engine.schedule_resume(self)
 
-    def put_off(self, late: float, now: float) -> None:
-        """We stood still for so long. That time was ours as well."""
+    def extend_timeouts(self, late: float, now: float) -> None:
+        """Extend all timeouts by the time for which this process was blocked or suspended."""
         self.started = min(now, self.started + late)
         self.ready_at = self.ready_at and min(now, self.ready_at + late)
-        self.mark = self.mark and min(now, self.mark + late)
+        self.rate_start = self.rate_start and min(now, self.rate_start + late)
 
-    # libcurl calls these. An exception would be printed and lost, so each ends the transfer by its
-    # return value.
+    # Callbacks of libcurl. An exception would be printed and lost, so each callback ends the
+    # transfer by its return value.
 
     def _on_open(self, purpose: int, address: Any) -> Any:
         try:
             if self.engine is not None:
-                self.engine.let_go()
+                self.engine.drop_idle_descriptors()
             self.set_up.guard.check_peer(address.addr[0], address.addr[1], self.target)
-            return _Lent(socket.socket(address.family, address.socktype, address.protocol).detach())
+            return _SocketForCurl(
+                socket.socket(address.family, address.socktype, address.protocol).detach()
+            )
         except Failure as e:
             self.failure = e
         except OSError as e:
@@ -250,16 +285,16 @@ class Exchange:
     def _on_body(self, chunk: bytes) -> int | None:
         try:
             bodies = self.set_up.bodies
-            if bodies.held > bodies.room and not bodies.lets(self):
-                return _PAUSE  # this chunk comes again
+            if bodies.held_bytes > bodies.limit and not bodies.may_grow(self):
+                return _PAUSE  # libcurl delivers this chunk again
             if self.headers is None:
                 self.read_head()
-            elif self.engine is not None and self.engine.rests(self):
+            elif self.engine is not None and self.engine.must_pause(self):
                 return _PAUSE
             self.size += len(chunk)
             if self.decoder is not None:
                 self.decoder.feed(chunk)
-                if (size := self.decoder.size) > SMALL:
+                if (size := self.decoder.size) > MIN_COUNTED_BYTES:
                     bodies.count(self, size)
                 return None
             if self.size <= self.set_up.options.max_decoded_bytes:
@@ -267,7 +302,7 @@ class Exchange:
                     add(self.parts, chunk)
                 else:
                     self.parts.append(chunk)
-                if self.size > SMALL:
+                if self.size > MIN_COUNTED_BYTES:
                     bodies.count(self, self.size)
                 return None
             self.failure = breach(Breach.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
@@ -284,8 +319,9 @@ class Exchange:
         return -1
 
     def read_head(self) -> dict[str, str]:
-        """Parse the last head received: interim answers and a proxy's own come before it, trailers
-        after. Raises Failure.
+        """Parse the last head. Raise Failure if it is invalid or too large.
+
+        Interim responses and a proxy's response precede it, trailers follow.
         """
         if (large := self.oversized()) is not None:
             raise large
@@ -300,8 +336,10 @@ class Exchange:
         return sum(map(len, self.lines))
 
     def oversized(self) -> Failure | None:
-        """Looked at when it is read; libcurl has a limit of its own, 300 kB, and the sweep sees one
-        that does not end.
+        """Return a failure if the head is too large.
+
+        Checked when the head is read, and by `_check_timeouts` for a head that does not end.
+        libcurl has another limit, 300 kB.
         """
         limit = self.set_up.options.max_header_bytes
         return breach(Breach.HEADERS, f"{limit} bytes") if self.head_size() > limit else None
@@ -309,7 +347,7 @@ class Exchange:
     def take_body(self) -> bytes:
         if self.decoder is not None:
             if not self.size:
-                return b""  # HEAD, 304: the coding of a body that is not here
+                return b""  # HEAD or 304: the header describes a body that is not sent
             return self.decoder.finish()
         return joined(self.parts)
 
@@ -318,23 +356,24 @@ class Exchange:
 
 
 class Engine:
-    """A libcurl multi handle and its connection pool, on one epoll set that the event loop watches
-    as a single descriptor.
+    """A libcurl multi handle with its connection pool.
+
+    All its sockets are in one epoll set, which the event loop watches as a single descriptor.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: HttpOptions) -> None:
         self._loop, self._options = loop, options
         self.active: dict[pycurl.Curl, Exchange] = {}
         self._watched: dict[int, int] = {}  # descriptor → events
-        self._idle: set[int] = (
-            set()
-        )  # of these, the ones that libcurl does not wait for now: with keep-alive it will again in a moment
-        self._kicked, self._deadline = False, 0.0
-        self._turn_ends = math.inf
-        self._resting: dict[Exchange, None] = {}  # in the order in which they go on
-        self._alarm: asyncio.TimerHandle | None = None
-        self._sweep: asyncio.TimerHandle | None = None
-        self._tick = max(
+        # Watched descriptors that libcurl does not wait for now. With keep-alive, it usually waits
+        # for them again within milliseconds.
+        self._idle: set[int] = set()
+        self._run_scheduled, self._deadline = False, 0.0
+        self._pause_deadline = math.inf
+        self._paused: dict[Exchange, None] = {}  # paused exchanges, in the order of resuming
+        self._curl_timer: asyncio.TimerHandle | None = None
+        self._timeout_timer: asyncio.TimerHandle | None = None
+        self._check_interval = max(
             0.01,
             min(
                 0.25,
@@ -347,37 +386,40 @@ class Engine:
         self._epoll = select.epoll()
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._on_socket)
-        # No limit on connections in all: libcurl would close idle ones to other hosts to keep it.
+        # Do not limit all connections: libcurl would close idle connections to other hosts.
         self._multi.setopt(pycurl.M_MAXCONNECTS, options.max_idle)
         loop.add_reader(self._epoll.fileno(), self._on_events)
 
-    def start(self, ex: Exchange, ended: Ended) -> None:
-        """`ended` is called once, by the loop or by `stop`; not before this returns."""
-        ex.engine, ex.ended = self, ended
+    def start(self, ex: Exchange, on_end: OnEnd) -> None:
+        """Start an exchange. `on_end` is called once, by the event loop or by `stop`.
+
+        It is not called before this method returns.
+        """
+        ex.engine, ex.on_end = self, on_end
         ex.started = self._loop.time()
         self._multi.add_handle(ex.curl)
         self.active[ex.curl] = ex
-        self._kick_soon()
-        if self._sweep is None:
-            self._sweep = self._loop.call_later(self._tick, self._on_sweep)
+        self._schedule_run()
+        if self._timeout_timer is None:
+            self._timeout_timer = self._loop.call_later(self._check_interval, self._check_timeouts)
 
     def stop(self, ex: Exchange, error: tuple[int, str] | None = None) -> None:
-        """End it now, wherever it is; its connection is closed unless the answer was complete."""
+        """End an exchange now. Its connection is closed unless the response is complete."""
         if self.active.pop(ex.curl, None) is None:
             return
-        self._resting.pop(ex, None)
+        self._paused.pop(ex, None)
         self._multi.remove_handle(ex.curl)
-        ex.set_up.bodies.leave(ex)
-        ex.ended(ex, error)
+        ex.set_up.bodies.remove(ex)
+        ex.on_end(ex, error)
 
     def close(self) -> None:
         for ex in list(self.active.values()):
             ex.failure = breach(Breach.CLOSED)
             self.stop(ex)
-        for timer in (self._alarm, self._sweep):
+        for timer in (self._curl_timer, self._timeout_timer):
             if timer is not None:
                 timer.cancel()
-        self._alarm = self._sweep = None
+        self._curl_timer = self._timeout_timer = None
         self._multi.close()
         self._loop.remove_reader(self._epoll.fileno())
         self._epoll.close()
@@ -401,114 +443,117 @@ class Engine:
                 self._epoll.modify(fd, mask)
                 return
             except FileNotFoundError:
-                pass  # the number was given to a new socket without a word
+                pass  # libcurl reused the descriptor number for a new socket without a callback
         self._epoll.register(fd, mask)
 
-    def let_go(self) -> None:
-        """Before a new socket is made: it may get the number of an idle one that was closed, which
-        the kernel has forgotten and we have not.
+    def drop_idle_descriptors(self) -> None:
+        """Unregister idle descriptors. Called before a socket is created.
+
+        The socket may get the number of an idle descriptor that was closed. The kernel has removed
+        that one from the epoll set, but `_watched` still has it.
         """
         for fd in self._idle:
-            self._forget(fd)
+            self._unregister(fd)
         self._idle.clear()
 
-    def _forget(self, fd: int) -> None:
+    def _unregister(self, fd: int) -> None:
         del self._watched[fd]
         try:
             self._epoll.unregister(fd)
         except OSError:
-            pass  # closed already
+            pass  # already closed
 
-    def _set_alarm(self) -> None:
-        """libcurl would tell us of its timer with every transfer, twice: asking it after each turn
-        is cheaper.
+    def _set_curl_timer(self) -> None:
+        """Read libcurl's timeout and set a timer.
+
+        That is cheaper than its timer callback, which libcurl calls twice for every transfer.
         """
         milliseconds = self._multi.timeout()
         if milliseconds < 0:
             self._deadline = 0.0
         elif milliseconds == 0:
-            self._kick_soon()
+            self._schedule_run()
         else:
-            # The alarm is left standing if it rings early enough, and looks again then.
+            # A timer that fires earlier is kept. It checks the deadline again.
             self._deadline = when = self._loop.time() + milliseconds / 1000
-            if self._alarm is None or self._alarm.when() > when:
-                if self._alarm is not None:
-                    self._alarm.cancel()
-                self._alarm = self._loop.call_at(when, self._on_alarm)
+            if self._curl_timer is None or self._curl_timer.when() > when:
+                if self._curl_timer is not None:
+                    self._curl_timer.cancel()
+                self._curl_timer = self._loop.call_at(when, self._on_curl_timer)
 
-    def _kick_soon(self) -> None:
-        if not self._kicked:
-            self._kicked = True
-            self._loop.call_soon(self._kick)
+    def _schedule_run(self) -> None:
+        if not self._run_scheduled:
+            self._run_scheduled = True
+            self._loop.call_soon(self._run_timers)
 
-    def _on_alarm(self) -> None:
-        self._alarm = None
+    def _on_curl_timer(self) -> None:
+        self._curl_timer = None
         if not self._deadline:
             return
         if self._loop.time() >= self._deadline - 0.001:
             self._deadline = 0.0
-            self._kick()
+            self._run_timers()
         else:
-            self._alarm = self._loop.call_at(self._deadline, self._on_alarm)
+            self._curl_timer = self._loop.call_at(self._deadline, self._on_curl_timer)
 
-    def _kick(self) -> None:
-        self._kicked = False
-        self._turn_ends = self._loop.time() + _REST
+    def _run_timers(self) -> None:
+        self._run_scheduled = False
+        self._pause_deadline = self._loop.time() + _PAUSE_AFTER
         if self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)[1] != len(self.active):
             self._reap()
-        self._set_alarm()
+        self._set_curl_timer()
 
     def _on_events(self) -> None:
         action, running, now = self._multi.socket_action, -1, self._loop.time
-        until = now() + _SLICE
-        self._turn_ends = until - _SLICE + _REST
+        until = now() + _MAX_BATCH_SECONDS
+        self._pause_deadline = until - _MAX_BATCH_SECONDS + _PAUSE_AFTER
         for fd, event in self._epoll.poll(0, 256):
-            if fd in self._idle:  # the other end closed it, mostly; libcurl finds out when it looks
+            # The server usually closed this connection. libcurl notices that at the next use.
+            if fd in self._idle:
                 self._idle.discard(fd)
-                self._forget(fd)
+                self._unregister(fd)
                 continue
-            running = action(fd, (1 if event & 25 else 0) | (2 if event & 4 else 0))[
-                1
-            ]  # ERR and HUP are found by reading
+            # ERR and HUP are handled by reading.
+            running = action(fd, (1 if event & 25 else 0) | (2 if event & 4 else 0))[1]
             if now() > until:
-                break  # what is left stays readable
+                break  # the other descriptors stay readable
         if running != len(self.active):
             self._reap()
-        self._set_alarm()
+        self._set_curl_timer()
 
-    def rests(self, ex: Exchange) -> bool:
-        """Has this turn lasted too long? Then the exchange goes on in another."""
-        if self._loop.time() < self._turn_ends:
+    def must_pause(self, ex: Exchange) -> bool:
+        """Return True if this turn has lasted too long. The exchange then continues in another."""
+        if self._loop.time() < self._pause_deadline:
             return False
-        self.go_on_soon(ex)
+        self.schedule_resume(ex)
         return True
 
-    def go_on_soon(self, ex: Exchange) -> None:
-        if not self._resting:
-            self._loop.call_soon(self._go_on)
-        self._resting[ex] = None
+    def schedule_resume(self, ex: Exchange) -> None:
+        if not self._paused:
+            self._loop.call_soon(self._resume_paused)
+        self._paused[ex] = None
 
-    def _go_on(self) -> None:
+    def _resume_paused(self) -> None:
         if self._epoll.closed:
             return
         now = self._loop.time
-        until = now() + _SLICE
-        self._turn_ends = until - _SLICE + _REST
-        waiting, self._resting = self._resting, {}
+        until = now() + _MAX_BATCH_SECONDS
+        self._pause_deadline = until - _MAX_BATCH_SECONDS + _PAUSE_AFTER
+        waiting, self._paused = self._paused, {}
         while waiting and now() < until:
             ex = next(iter(waiting))
             del waiting[ex]
             if ex.curl not in self.active:
                 continue
             try:
-                ex.curl.pause(pycurl.PAUSE_CONT)  # delivers what it had received; may rest again
+                ex.curl.pause(pycurl.PAUSE_CONT)  # delivers received data, and may pause again
             except pycurl.error as e:
                 self.stop(ex, (e.args[0], str(e.args[-1])))
         if waiting:
-            if not self._resting:
-                self._loop.call_soon(self._go_on)
-            self._resting = {**waiting, **self._resting}
-        self._set_alarm()
+            if not self._paused:
+                self._loop.call_soon(self._resume_paused)
+            self._paused = {**waiting, **self._paused}
+        self._set_curl_timer()
 
     def _reap(self) -> None:
         active, remove = self.active, self._multi.remove_handle
@@ -523,31 +568,32 @@ class Engine:
                 remove(curl)
                 finished.append((active.pop(curl), (code, message)))
         for ex, error in finished:
-            if ex.counted or ex.since:
-                ex.set_up.bodies.leave(ex)
+            if ex.counted_bytes or ex.paused_at:
+                ex.set_up.bodies.remove(ex)
             try:
-                ex.ended(ex, error)
-            except Exception as e:  # a bug: the others must not suffer
+                ex.on_end(ex, error)
+            except Exception as e:  # a bug, which must not affect the other exchanges
                 self._loop.call_exception_handler(
-                    {"message": "an answer could not be passed on", "exception": e}
+                    {"message": "the result of an exchange could not be delivered", "exception": e}
                 )
 
-    def _on_sweep(self) -> None:
-        """Time-outs, all of them: libcurl has none for the first byte, and a timer for each request
-        costs more than this walk.
+    def _check_timeouts(self) -> None:
+        """Check all timeouts.
+
+        libcurl has no timeout for the first byte, and a timer for each request costs more than this
+        loop.
         """
         now, o = self._loop.time(), self._options
-        behind = now - self._sweep.when() if self._sweep is not None else 0.0
-        self._sweep = None
-        if (
-            behind > _LATE
-        ):  # suspended, starved or blocked: what was answered meanwhile is still to be read
+        behind = now - self._timeout_timer.when() if self._timeout_timer is not None else 0.0
+        self._timeout_timer = None
+        # This process was suspended or blocked. Responses that arrived are not read yet.
+        if behind > _LOOP_LAG_LIMIT:
             for ex in self.active.values():
-                ex.put_off(behind, now)
+                ex.extend_timeouts(behind, now)
         late: list[tuple[Exchange, Failure]] = []
         for ex in self.active.values():
-            if ex.since:
-                continue  # it waits for us
+            if ex.paused_at:
+                continue  # paused by this process, not by the server
             age = now - ex.started
             if age > o.total_timeout:
                 late.append((ex, breach(Breach.TOTAL, f"{o.total_timeout:g} s")))
@@ -559,11 +605,11 @@ class Engine:
                     late.append((ex, breach(Breach.FIRST_BYTE, f"{o.first_byte_timeout:g} s")))
             elif ex.headers is None and (large := ex.oversized()) is not None:
                 late.append((ex, large))
-            elif not ex.mark:
-                ex.mark, ex.mark_size = now, ex.size + ex.head_size()
-            elif now - ex.mark >= o.min_rate_span:
+            elif not ex.rate_start:
+                ex.rate_start, ex.rate_size = now, ex.size + ex.head_size()
+            elif now - ex.rate_start >= o.min_rate_span:
                 got = ex.size + ex.head_size()
-                if got - ex.mark_size < o.min_rate * (now - ex.mark):
+                if got - ex.rate_size < o.min_rate * (now - ex.rate_start):
                     late.append(
                         (
                             ex,
@@ -573,9 +619,9 @@ class Engine:
                             ),
                         )
                     )
-                ex.mark, ex.mark_size = now, got
-        for ex, why in late:
-            ex.failure = why
+                ex.rate_start, ex.rate_size = now, got
+        for ex, failure in late:
+            ex.failure = failure
             self.stop(ex)
         if self.active:
-            self._sweep = self._loop.call_later(self._tick, self._on_sweep)
+            self._timeout_timer = self._loop.call_later(self._check_interval, self._check_timeouts)

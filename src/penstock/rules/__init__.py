@@ -1,3 +1,4 @@
-"""Pure decisions: values in, values out. No asyncio, clock, randomness, sockets or logging in here
-(a test says so).
+"""Pure decisions: functions of values, without asyncio, clock, randomness, sockets or logging.
+
+A test checks the imports of this package.
 """

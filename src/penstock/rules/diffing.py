@@ -1,6 +1,4 @@
-"""What changed between two JSON objects, field by field. Which two to compare, and who is told, is
-decided elsewhere.
-"""
+"""Comparison of two JSON objects, field by field."""
 
 from __future__ import annotations
 
@@ -9,11 +7,10 @@ from typing import Any
 
 
 def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """`{field: (old, new)}` for every top-level field that differs, in the order of `new`, then
-    what is gone.
+    """Return `{field: (old, new)}` for every top-level field that differs.
 
-    A field that is absent counts as null, since a selector that finds nothing may yield either.
-    Order inside objects is no difference.
+    The order is that of `new`, then the removed fields of `old`. An absent field equals null, since
+    a selector that finds nothing may return either. The order inside objects does not matter.
     """
     changed = {
         name: (old.get(name), value)
@@ -31,7 +28,7 @@ def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any,
 
 
 def _same(a: Any, b: Any) -> bool:
-    # Python says True == 1; JSON, and whoever reads the change, does not.
+    # In Python True == 1, but in JSON they are different values.
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, Mapping) and isinstance(b, Mapping):

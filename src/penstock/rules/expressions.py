@@ -1,5 +1,6 @@
-"""JMESPath as sources use it: compiled when the configuration is read, applied to payloads from
-anywhere, with one error each.
+"""JMESPath expressions of sources: compiled when the configuration is read, applied to payloads.
+
+Each of the two steps raises only one exception type.
 """
 
 from __future__ import annotations
@@ -11,37 +12,38 @@ from jmespath.exceptions import JMESPathError
 
 from penstock.errors import ConfigError
 
-_WRONG = (
+_SEARCH_ERRORS = (
     JMESPathError,
     TypeError,
     ValueError,
-    ArithmeticError,
+    ArithmeticError,  # for example floor() of infinity
     RecursionError,
-)  # ArithmeticError: floor() of infinity
+)
 
 
 class Unfit(Exception):
-    """The expression cannot be applied to this payload; the reason, for people."""
+    """The expression cannot be applied to this payload. The message is the reason."""
 
 
 class Expression:
     def __init__(self, text: Any, where: str, example: str) -> None:
-        """`where` and `example` are for the person who wrote it. Raises ConfigError."""
+        """Compile an expression. Raise ConfigError, with `where` and `example` in its text."""
         if not isinstance(text, str):
             raise ConfigError(
-                f"{where}: {text!r} is no JMESPath expression", hint=f'a string such as "{example}"'
+                f"{where}: {text!r} is not a JMESPath expression",
+                hint=f'write a string such as "{example}"',
             )
         try:
             self._search = jmespath.compile(text).search
         except (JMESPathError, RecursionError) as e:
             raise ConfigError(
-                f"{where}: {text!r} is no JMESPath: {' '.join(str(e).split())}",
+                f"{where}: {text!r} is not valid JMESPath: {' '.join(str(e).split())}",
                 hint=f'for example "{example}"',
             ) from None
 
     def search(self, payload: Any) -> Any:
-        """None: it finds nothing. Raises Unfit."""
+        """Return the result, or None if the expression finds nothing. Raise Unfit."""
         try:
             return self._search(payload)
-        except _WRONG as e:
+        except _SEARCH_ERRORS as e:
             raise Unfit(" ".join(str(e).split())[:200]) from None

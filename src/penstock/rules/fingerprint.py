@@ -1,5 +1,5 @@
-"""Dead letters that died of the same cause share a fingerprint: numbers, ids and URLs do not make a
-new cause.
+"""Fingerprint of dead letters. Those with the same cause share one: numbers, ids and URLs in the
+reason are ignored.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Who may fetch a URL now: duplicates, the freshness window, and the trailing event that is delayed
-rather than dropped.
+"""Decides which event may fetch a URL now: duplicates, the freshness window and trailing events.
+
+A trailing event came after the last GET. It is delayed to the end of the window, not dropped.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ import msgspec
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The right to a URL. `began` is 0 until the owner's GET begins, and again while it waits for a
-    retry.
+    """The right to fetch a URL. `began` is the time of the owner's GET.
+
+    It is 0 before that GET, and again while the owner waits for a retry.
     """
 
     owner: str
     began: float
     ended: bool
-    next: str | None = None  # the one event delayed to the window's end
+    next: str | None = None  # the event that is delayed to the end of the window
 
 
 class Take(msgspec.Struct, frozen=True):
@@ -32,7 +34,7 @@ class Delay(msgspec.Struct, frozen=True):
 
 
 Verdict = Take | Duplicate | Delay
-BUSY_AGAIN = 1.0  # the owner is still at it beyond the window: look again
+BUSY_RECHECK_DELAY = 1.0  # seconds until the next check if the owner runs beyond the window
 
 
 def decide(
@@ -45,17 +47,19 @@ def decide(
     settle: float,
     drop: bool = False,
 ) -> Verdict:
-    """An event accepted before the owner's GET (or within `settle` after it) learns nothing new
-    from another GET.
+    """Decide if the event takes the claim, is a duplicate, or is delayed.
+
+    An event accepted before the owner's GET, or within `settle` seconds after it, is a duplicate:
+    another GET would return nothing new for it.
     """
     if claim is None or claim.owner == event_id:
         return Take()
-    if not claim.began:  # the owner has not asked yet, or will ask again
+    if not claim.began:  # the owner's request is not sent yet, or will be repeated
         return Duplicate(claim.owner)
     ends = claim.began + window
     if claim.next == event_id:
         if not claim.ended:
-            return Delay(max(ends, now + BUSY_AGAIN), becomes_next=False)
+            return Delay(max(ends, now + BUSY_RECHECK_DELAY), becomes_next=False)
         return Take() if now >= ends else Delay(ends, becomes_next=False)
     if accepted <= claim.began + settle:
         return Duplicate(claim.owner)
@@ -65,4 +69,4 @@ def decide(
         return Duplicate(claim.owner)
     if claim.next:
         return Duplicate(claim.next)
-    return Delay(ends if now < ends else now + BUSY_AGAIN, becomes_next=True)
+    return Delay(ends if now < ends else now + BUSY_RECHECK_DELAY, becomes_next=True)

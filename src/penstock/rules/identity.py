@@ -1,5 +1,6 @@
-"""What a URL is: canonical form, dedup key, host key, registrable domain. Whether it may be fetched
-is for guard and robots.
+"""Identity of a URL: canonical form, dedup key, host key and registrable domain.
+
+Guard and robots.txt decide if a URL may be fetched.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ from typing import Literal, NamedTuple
 import ada_url
 from publicsuffixlist import PublicSuffixList
 
-MAX_URL = 8192
+MAX_URL = 8192  # characters
 
-# By name, case ignored; a trailing * makes it a prefix. Only names that no site uses to choose
-# content (so no `ref`, no `source`).
+# Names of tracking parameters, compared without case. A trailing * makes a name a prefix. The list
+# has only names that no site uses to choose content, so neither `ref` nor `source`.
 DEFAULT_TRACKING: tuple[str, ...] = (
-    "utm_*", "gclid", "gclsrc", "dclid", "gbraid", "wbraid", "gad_source", "gad_campaignid", "srsltid", "_ga", "_gl", "_gac",
-    "fbclid", "fb_action_ids", "fb_action_types", "fb_source", "igshid", "igsh", "msclkid", "yclid", "ysclid", "_openstat", "twclid", "ttclid",
-    "li_fat_id", "epik", "rdt_cid", "scclid", "mc_cid", "mc_eid", "_hsenc", "_hsmi", "hsctatracking", "__hssc", "__hstc", "__hsfp", "mkt_tok",
-    "vero_id", "vero_conv", "oly_anon_id", "oly_enc_id", "wickedid", "rb_clickid", "s_kwcid", "ef_id", "mtm_*", "piwik_*", "pk_campaign",
-    "pk_kwd", "pk_keyword", "pk_source", "pk_medium", "pk_content", "pk_cid", "_kx", "ml_subscriber", "ml_subscriber_hash",
+    "utm_*", "gclid", "gclsrc", "dclid", "gbraid", "wbraid", "gad_source", "gad_campaignid",
+    "srsltid", "_ga", "_gl", "_gac", "fbclid", "fb_action_ids", "fb_action_types", "fb_source",
+    "igshid", "igsh", "msclkid", "yclid", "ysclid", "_openstat", "twclid", "ttclid",
+    "li_fat_id", "epik", "rdt_cid", "scclid", "mc_cid", "mc_eid", "_hsenc", "_hsmi",
+    "hsctatracking", "__hssc", "__hstc", "__hsfp", "mkt_tok", "vero_id", "vero_conv",
+    "oly_anon_id", "oly_enc_id", "wickedid", "rb_clickid", "s_kwcid", "ef_id", "mtm_*",
+    "piwik_*", "pk_campaign", "pk_kwd", "pk_keyword", "pk_source", "pk_medium", "pk_content",
+    "pk_cid", "_kx", "ml_subscriber", "ml_subscriber_hash",
 )  # fmt: skip
 
 
 class BadUrl(ValueError):
-    """No URL we would ever fetch. The reason never repeats the URL: it may hold a password."""
+    """The text is not a URL that can be fetched. The reason never has the URL, which may contain a
+    password.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -34,7 +40,7 @@ class BadUrl(ValueError):
 
 
 class Authority(NamedTuple):
-    """Whom a URL speaks to; an IPv6 host is without its brackets."""
+    """Destination of a URL. An IPv6 host has no brackets."""
 
     scheme: str
     host: str
@@ -43,9 +49,9 @@ class Authority(NamedTuple):
 
 # -- canonical form --------------------------------------------------------------------------------
 
-# The short cut: where path and query hold only characters that the standard leaves alone, they need
-# no parser; the origin always gets one (ada's, cached). The lookahead refuses whatever could be a
-# dot segment. Every other shape takes the long way, and a property test holds the two ways equal.
+# Fast path: if path and query contain only characters that the standard does not change, only the
+# origin is parsed (by ada, cached). The lookahead excludes anything that could be a dot segment.
+# All other URLs are parsed completely. A property test checks that both give the same result.
 _PATH = r"/(?![^?#]*/(?:\.|%2))(?!\.|%2)[A-Za-z0-9_.~!$&'()*+,;=:@%/-]*"
 _TAIL = rf"({_PATH}(?:\?[A-Za-z0-9_.~!$&()*+,;=:@%/?\[\]-]*)?)(?:#[!-~]*)?"
 _absolute = re.compile(rf"(https?://[^/?#\\\s]{{1,255}}){_TAIL}").fullmatch
@@ -54,10 +60,10 @@ _origin_of = re.compile(r"https?://[^/?#\\\s]{1,255}(?![^/?#\\])").match
 
 
 def canonical_url(url: str, base: str | None = None) -> str:
-    """The WHATWG serialisation without the fragment, for an http(s) URL without user-info.
-    Idempotent.
+    """Return the WHATWG serialisation without the fragment. Idempotent.
 
-    A base that is no URL itself is no base. Raises BadUrl, and nothing else, for any string.
+    Only http(s) URLs without user information are accepted. A base that is not a URL is ignored.
+    For any invalid string, BadUrl is the only exception.
     """
     if len(url) <= MAX_URL:
         start = rest = ""
@@ -71,7 +77,7 @@ def canonical_url(url: str, base: str | None = None) -> str:
 
 
 def join(base: str, url: str) -> str:
-    """`url` as a link on the page `base`, canonical."""
+    """Resolve `url` as a link on the page `base`, and return it in canonical form."""
     return canonical_url(url, base)
 
 
@@ -101,8 +107,9 @@ def _parse(url: str, base: str | None = None) -> str:
 
 @lru_cache(maxsize=8192)
 def _origin(start: str) -> str:
-    """`scheme://host[:port]` of a URL's beginning up to its path; empty where that is not the whole
-    story (the long way finds the reason).
+    """Return `scheme://host[:port]` of the text before a URL's path.
+
+    Return "" if it is invalid. The full parser then finds the reason.
     """
     try:
         return _parse(start)[:-1]
@@ -110,11 +117,11 @@ def _origin(start: str) -> str:
         return ""
 
 
-# -- whom it speaks to -----------------------------------------------------------------------------
+# -- destination -----------------------------------------------------------------------------------
 
 
 def origin(url: str) -> str:
-    """`scheme://host[:port]`, the port only where it is not the scheme's own. Raises BadUrl."""
+    """Return `scheme://host[:port]`, without the scheme's default port. Raise BadUrl."""
     if (m := _origin_of(url)) and (start := _origin(m[0])):
         return start
     href = _parse(url)
@@ -122,7 +129,7 @@ def origin(url: str) -> str:
 
 
 def authority(url: str) -> Authority:
-    """Scheme, host and port as the one parser sees them. Raises BadUrl."""
+    """Return scheme, host and port, by the same parser as `canonical_url`. Raise BadUrl."""
     return _authority(origin(url))
 
 
@@ -136,8 +143,9 @@ def _authority(start: str) -> Authority:
 
 
 def host_key(url: str, by: Literal["host", "domain"] = "host") -> str:
-    """What politeness, order and partitions go by: `host` (with a port that is not the scheme's
-    own) or the registrable `domain`.
+    """Return the key for rate limits, order and partitions.
+
+    It is the `host`, with a port that is not the scheme's default, or the registrable `domain`.
     """
     return _host_key(origin(url), by)
 
@@ -153,16 +161,18 @@ def _host_key(start: str, by: str) -> str:
 
 @lru_cache(maxsize=1)
 def _suffixes() -> PublicSuffixList:
-    """The snapshot inside the package; never a download. Read on first use: it costs 100 ms that
-    most processes do not need.
+    """Return the list in the package, without a download.
+
+    It is read on first use: that takes 100 ms, and most processes do not need it.
     """
     return PublicSuffixList()
 
 
 @lru_cache(maxsize=8192)
 def registrable_domain(host: str) -> str:
-    """`a.b.example.co.uk` → `example.co.uk`. An address, a single label or a bare public suffix is
-    its own domain.
+    """Return the registrable domain: `example.co.uk` for `a.b.example.co.uk`.
+
+    An address, a single label or a public suffix is returned unchanged.
     """
     host = host.strip("[]").lower()
     host = host[:-1] if host.endswith(".") else host
@@ -170,7 +180,7 @@ def registrable_domain(host: str) -> str:
         return host
     try:
         return _suffixes().privatesuffix(host) or host
-    except (UnicodeError, ValueError):  # labels that IDNA refuses but WHATWG lets pass
+    except (UnicodeError, ValueError):  # labels that IDNA rejects but WHATWG accepts
         return host
 
 
@@ -178,14 +188,15 @@ def registrable_domain(host: str) -> str:
 
 _UNRESERVED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _percent = re.compile(r"%([0-9A-Fa-f]{2})?")
-_rooted_name = re.compile(
-    r"(https?://[^/:]*[^/:.])\.(?=[:/]|$)"
-).match  # `shop.test.` is the same server as `shop.test`; `shop.test..` is none
+# `shop.test.` is the same server as `shop.test`. `shop.test..` is not a valid name.
+_rooted_name = re.compile(r"(https?://[^/:]*[^/:.])\.(?=[:/]|$)").match
 
 
-def _plain(m: re.Match[str]) -> str:
-    """RFC 3986 6.2.2: `%7e` is `~`, `%c3` is `%C3`. A stray % becomes %25, or two rounds would
-    decode what one had put together.
+def _normalise_percent(m: re.Match[str]) -> str:
+    """Normalise a percent-encoded byte (RFC 3986 6.2.2): `%7e` to `~`, `%c3` to `%C3`.
+
+    A single % becomes %25. Otherwise the result could form a new code, which a second call would
+    decode.
     """
     if not m[1]:
         return "%25"
@@ -194,16 +205,16 @@ def _plain(m: re.Match[str]) -> str:
 
 
 def tracking(changes: tuple[str, ...]) -> tuple[str, ...]:
-    """The usual list with these beside it; without those that have a `-` before them."""
-    less = {name[1:].lower() for name in changes if name.startswith("-")}
+    """Return the default list, plus these names, without those that have a `-` before them."""
+    removed = {name[1:].lower() for name in changes if name.startswith("-")}
     return (
-        *(name for name in DEFAULT_TRACKING if name not in less),
+        *(name for name in DEFAULT_TRACKING if name not in removed),
         *(name for name in changes if not name.startswith("-")),
     )
 
 
 @lru_cache(maxsize=64)
-def _listed(tracking: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+def _split_names(tracking: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     names = [t.lower() for t in tracking]
     return frozenset(n for n in names if not n.endswith("*")), tuple(
         n[:-1] for n in names if n.endswith("*")
@@ -213,25 +224,24 @@ def _listed(tracking: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]
 def dedup_key(
     url: str, *, tracking: tuple[str, ...] = DEFAULT_TRACKING, canonical: bool = False
 ) -> str:
-    """One string for all spellings of a URL: canonical, percent-encoding normalised, tracking
-    parameters gone, query sorted by name.
+    """Return one string for all spellings of a URL. Idempotent. Raise BadUrl.
 
-    Values of a repeated name keep their order (`a=2&a=1` may mean something else than `a=1&a=2`).
-    Idempotent. Raises BadUrl. `canonical=True` says that the URL came out of `canonical_url` and
-    saves the parse.
+    It is the canonical form with normalised percent-encoding, without tracking parameters and with
+    the query sorted by name. Values of a repeated name keep their order, because `a=2&a=1` and
+    `a=1&a=2` may differ. Pass `canonical=True` for a result of `canonical_url`, to save the parse.
     """
     if not canonical:
         url = canonical_url(url)
-    head, mark, query = url.partition("?")
+    head, question_mark, query = url.partition("?")
     if "%" in head:
-        head = _percent.sub(_plain, head)
+        head = _percent.sub(_normalise_percent, head)
     if m := _rooted_name(head):
         head = m[1] + head[m.end() :]
-    if not mark:
+    if not question_mark:
         return head
     if "%" in query:
-        query = _percent.sub(_plain, query)
-    exact, prefixes = _listed(tracking)
+        query = _percent.sub(_normalise_percent, query)
+    exact, prefixes = _split_names(tracking)
     kept = []
     for pair in query.split("&"):
         name = pair.partition("=")[0]
@@ -240,18 +250,18 @@ def dedup_key(
             kept.append((name, pair))
     if not kept:
         return head
-    kept.sort(key=_first)
+    kept.sort(key=_parameter_name)
     return head + "?" + "&".join([pair for _, pair in kept])
 
 
-def _first(pair: tuple[str, str]) -> str:
+def _parameter_name(pair: tuple[str, str]) -> str:
     return pair[0]
 
 
 def url_key(
     url: str, *, tracking: tuple[str, ...] = DEFAULT_TRACKING, canonical: bool = False
 ) -> bytes:
-    """16 bytes of the dedup key, for stores."""
+    """Return a 16-byte hash of the dedup key, for stores."""
     return hashlib.blake2b(
         dedup_key(url, tracking=tracking, canonical=canonical).encode(), digest_size=16
     ).digest()

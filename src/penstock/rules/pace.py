@@ -1,5 +1,6 @@
-"""When a host may be asked next: slots, blocks and slow-downs as pure decisions. Storing the state
-fleet-wide is an adapter's work.
+"""Rate limits of a host: slots, blocks and penalties as pure decisions.
+
+Adapters in `claims` store the state for the whole fleet.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ import msgspec
 
 from penstock.errors import ConfigError
 
-MAX_RETRY_AFTER = 24 * 3600.0
-MAX_CRAWL_DELAY = (
-    3600.0  # a file that asks for more has a typing slip, or means "not at all" and should say that
-)
+MAX_RETRY_AFTER = 24 * 3600.0  # seconds
+# Seconds. A robots.txt with a longer delay has a mistake, or means that nothing may be fetched and
+# should use Disallow.
+MAX_CRAWL_DELAY = 3600.0
 MAX_PENALTY = 64.0
-# seconds after its slot, beyond which a request needs a new one: those behind it have theirs
+# Seconds after its slot in which a request may still be sent. A later request must reserve a new
+# slot, because the following slots are already assigned.
 LATE = 0.1
-RECOVERY = 5  # successes in a row that halve a penalty
-_STEP = (
-    0.5  # seconds: what a penalty multiplies where the rate alone would give less, or is unlimited
-)
+RECOVERY = 5  # consecutive successes that halve a penalty
+# Seconds. Smallest interval that a penalty multiplies, also for a host without a rate limit.
+_STEP = 0.5
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator allows per host. `rate` is requests a second, None for unlimited; `jitter`
-    is a share of the interval.
+    """Limits of the operator for each host.
 
-    `concurrency` is requests in flight in one worker; all else is for the whole fleet.
+    `rate` is requests per second, None for unlimited. `jitter` is a share of the interval.
+    `concurrency` is the requests in flight in one worker. The others apply to the whole fleet.
     """
 
     rate: float | None = 1.0
@@ -40,39 +41,37 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that is remembered about a host, as one value. It stays when the queue is empty, and so
-    do the penalties.
-    """
+    """State of a host. It is kept, with its penalties, when the queue is empty."""
 
     tat: float = 0.0  # theoretical arrival time of the next request (GCRA)
-    blocked_until: float = 0.0  # nothing is sent before: the host's own wish
-    paused_until: float = (
-        0.0  # nothing is sent before: the operator's wish; inf until it is resumed
-    )
+    blocked_until: float = 0.0  # no request before: at the host's own wish
+    # No request before: paused by the operator. inf until it is resumed.
+    paused_until: float = 0.0
     penalty: float = 1.0  # multiplies the interval
     crawl_delay: float | None = None  # from robots.txt
-    # when it was last found to want more time: a slot given out before that is not to be used
+    # When the host last asked for more time. Slots reserved before that are void.
     slower_since: float = 0.0
-    ignores_robots: bool = False  # a recorded exception: the crawl delay does not count
-    rate: float | None = None  # this host's own, over the limits'; inf for unlimited
+    ignores_robots: bool = False  # a recorded exception: the crawl delay is ignored
+    rate: float | None = None  # of this host, instead of the general limit. inf for unlimited.
     burst: int | None = None
     concurrency: int | None = None
-    successes: int = 0  # in a row, since the last throttling or recovery
-    throttles: int = 0  # 429 and 503, in all
+    successes: int = 0  # consecutive, since the last throttling or recovery
+    throttles: int = 0  # all responses 429 and 503
     last_status: int | None = None
-    latency: float = 0.0  # smoothed seconds per answer
+    latency: float = 0.0  # smoothed seconds per response
 
 
 def held_until(state: HostState) -> float:
-    """Before this moment nothing is sent, whoever wished it."""
+    """Return the time before which no request is sent, because of a block or a pause."""
     return max(state.blocked_until, state.paused_until)
 
 
 def limited(
     state: HostState, limits: Limits, rate: float | None, burst: int | None, concurrency: int | None
 ) -> HostState:
-    """With limits of its own (None: the usual ones) from now on: the next slot keeps the new
-    distance from the last one given out.
+    """Return the state with other limits for this host, None for the general ones.
+
+    The next slot keeps the new interval from the last reserved slot.
     """
     after = msgspec.structs.replace(state, rate=rate, burst=burst, concurrency=concurrency)
     return msgspec.structs.replace(
@@ -81,7 +80,7 @@ def limited(
 
 
 def interval(state: HostState, limits: Limits) -> float:
-    """Seconds between two requests now; 0 is unlimited."""
+    """Return the current seconds between two requests, 0 for unlimited."""
     rate = state.rate if state.rate is not None else limits.rate
     gap = 0.0 if rate is None or rate == math.inf else 1.0 / rate
     if state.penalty > 1.0:
@@ -92,28 +91,35 @@ def interval(state: HostState, limits: Limits) -> float:
 
 
 def reserve(
-    state: HostState, limits: Limits, now: float, n: int, jitter: Sequence[float] = (), within: float | None = None
-) -> tuple[HostState, list[float]]:  # fmt: skip
-    """The next `n` slots: in any window of W seconds never more than burst + W / interval of them,
-    over all calls on the state.
+    state: HostState,
+    limits: Limits,
+    now: float,
+    n: int,
+    jitter: Sequence[float] = (),
+    within: float | None = None,
+) -> tuple[HostState, list[float]]:
+    """Reserve the next `n` slots: at most burst + W / interval of them in any W seconds.
 
-    `jitter` holds numbers in [0, 1), used in turn; none, no jitter. It only delays, and the next
-    slot counts from the delayed one. Slots more than `within` seconds away are told but not given:
-    who is sent away until then asks again, and a slot given twice is one lost.
+    That limit holds over all calls on the state. `jitter` has numbers in [0, 1), used in turn, or
+    none for no jitter. Jitter only delays, and the next slot is counted from the delayed one.
+
+    Slots more than `within` seconds away are returned but not reserved: their events are delayed
+    and reserve again, and a second reservation would waste the first.
     """
     spread = limits.jitter * interval(state, limits)
-    if within is not None and spread > within / 2:  # or the jitter alone would send it away again
+    # Limit the jitter. Otherwise the jitter alone could delay the event each time.
+    if within is not None and spread > within / 2:
         jitter = [within / 2 / spread * j for j in jitter]
-    after, slots = _next(state, limits, now, n, jitter)
+    after, slots = _next_slots(state, limits, now, n, jitter)
     if within is not None and slots and slots[-1] > now + within:
-        after, given = _next(
+        after, reserved = _next_slots(
             state, limits, now, sum(slot <= now + within for slot in slots), jitter
         )
-        slots[: len(given)] = given
+        slots[: len(reserved)] = reserved
     return after, slots
 
 
-def _next(
+def _next_slots(
     state: HostState, limits: Limits, now: float, n: int, jitter: Sequence[float]
 ) -> tuple[HostState, list[float]]:
     start = max(now, min(held_until(state), now + MAX_RETRY_AFTER))
@@ -121,8 +127,7 @@ def _next(
     if gap == 0.0:
         return state, [start] * n
     burst = state.burst if state.burst is not None else limits.burst
-    # A crawl delay is a delay between any two requests, and a host that asked us to slow down gets
-    # no bursts.
+    # A crawl delay applies between any two requests, and a throttled host gets no bursts.
     slack = (
         0.0
         if (state.crawl_delay and not state.ignores_robots) or state.penalty > 1.0
@@ -136,13 +141,14 @@ def _next(
             slot += spread * jitter[i % len(jitter)]
         tat = max(tat, slot) + gap
         slots.append(slot)
-    slots.sort()  # jitter may have swapped the members of a burst
+    slots.sort()  # jitter may have changed the order inside a burst
     return (msgspec.structs.replace(state, tat=tat) if n > 0 else state), slots
 
 
 def holds(state: HostState, slot: float) -> bool:
-    """Is a slot that was given out earlier still good? Asked just before sending: a block may have
-    come in between.
+    """Return True if a reserved slot is still valid.
+
+    Called just before sending, because the host may have been blocked after the reservation.
     """
     return slot >= held_until(state)
 
@@ -155,8 +161,9 @@ def report(
     retry_after: float | None = None,
     seconds: float | None = None,
 ) -> HostState:
-    """What an answer changes for the host, for every worker. `status` None: no answer came (that is
-    the event's trouble, not a throttle).
+    """Return the host's state after a response.
+
+    `status` is None if there was no response. That is a failure of the event, not a throttling.
     """
     latency = state.latency
     if seconds is not None and seconds >= 0:
@@ -172,9 +179,8 @@ def report(
         throttles, successes, slower = throttles + 1, 0, now
         if retry_after:
             blocked = max(blocked, now + min(retry_after, MAX_RETRY_AFTER))
-        elif (
-            blocked <= now
-        ):  # else the same incident, seen by the requests that were under way together
+        # Otherwise the block is already set: other requests of the same time were throttled too.
+        elif blocked <= now:
             penalty = min(penalty * 2.0, MAX_PENALTY)
             blocked = now + interval(msgspec.structs.replace(state, penalty=penalty), limits)
     elif status is None or status >= 500:
@@ -184,12 +190,18 @@ def report(
         if penalty > 1.0 and successes >= RECOVERY:
             penalty, successes = max(penalty / 2.0, 1.0), 0
     return msgspec.structs.replace(
-        state, penalty=penalty, blocked_until=blocked, successes=successes, throttles=throttles, last_status=status, latency=latency,
+        state,
+        penalty=penalty,
+        blocked_until=blocked,
+        successes=successes,
+        throttles=throttles,
+        last_status=status,
+        latency=latency,
         slower_since=slower,
-    )  # fmt: skip
+    )
 
 
-# -- reading ---------------------------------------------------------------------------------------
+# -- parsing ---------------------------------------------------------------------------------------
 
 _MONTHS = {
     m: i
@@ -198,18 +210,22 @@ _MONTHS = {
     )
 }
 _number = re.compile(r"[0-9]+(?:\.[0-9]*)?").fullmatch
-_date = re.compile(  # RFC 9110 5.6.7: the fixed form and RFC 850's
-    r"(?:[a-z]{3,9},? +)?(?P<day>[0-9]{1,2})[ -](?P<month>[a-z]{3})[ -](?P<year>[0-9]{4}|[0-9]{2}) +"
+# RFC 9110 5.6.7: the fixed format and the one of RFC 850.
+_date = re.compile(
+    r"(?:[a-z]{3,9},? +)?"
+    r"(?P<day>[0-9]{1,2})[ -](?P<month>[a-z]{3})[ -](?P<year>[0-9]{4}|[0-9]{2}) +"
     r"(?P<h>[0-9]{2}):(?P<m>[0-9]{2}):(?P<s>[0-9]{2}) *(?:gmt|utc|z)?"
 ).fullmatch
 _asctime = re.compile(
-    r"[a-z]{3} +(?P<month>[a-z]{3}) +(?P<day>[0-9]{1,2}) +(?P<h>[0-9]{2}):(?P<m>[0-9]{2}):(?P<s>[0-9]{2}) +(?P<year>[0-9]{4})"
-).fullmatch  # fmt: skip
+    r"[a-z]{3} +(?P<month>[a-z]{3}) +(?P<day>[0-9]{1,2}) +"
+    r"(?P<h>[0-9]{2}):(?P<m>[0-9]{2}):(?P<s>[0-9]{2}) +(?P<year>[0-9]{4})"
+).fullmatch
 
 
 def parse_retry_after(value: str, now: float) -> float | None:
-    """Seconds from now, of a number or an HTTP date; a past date is 0, more than a day is a day,
-    nonsense is None.
+    """Return the seconds from now, of a number or an HTTP date, at most one day.
+
+    Return 0 for a date in the past, and None for any other text.
     """
     text = value.strip().lower()
     if len(text) > 64:
@@ -221,7 +237,7 @@ def parse_retry_after(value: str, now: float) -> float | None:
 
 
 def parse_date(value: str) -> float | None:
-    """Epoch seconds of an HTTP date, in any of its forms; nonsense is None."""
+    """Return the epoch seconds of an HTTP date in any of its formats, None for other text."""
     text = value.strip().lower()
     m = _date(text) or _asctime(text)
     if m is None or m["month"] not in _MONTHS:
@@ -247,16 +263,20 @@ _rate = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?: */ *([a-z]+))?").fullmatc
 
 
 def parse_rate(text: str) -> float | None:
-    """`unlimited` (None), or requests a second: `2`, `0.5`, `30/m`, `1/h`. Raises ConfigError."""
-    word = text.strip().lower()
-    if word == "unlimited":
+    """Parse requests per second (`2`, `0.5`, `30/m`, `1/h`), or `unlimited` as None.
+
+    Raise ConfigError for other text.
+    """
+    value = text.strip().lower()
+    if value == "unlimited":
         return None
-    m = _rate(word)
+    m = _rate(value)
     unit = _UNITS.get(m[2] or "s") if m else None
     rate = float(m[1]) / unit if m and unit else 0.0
     if not 1e-6 <= rate <= 1e6:
         raise ConfigError(
             f"{text!r} is not a rate",
-            hint="write requests a second (2, 0.5), or per minute, hour or day (30/m, 100/h, 1/d), or unlimited",
+            hint="write requests per second (2, 0.5), or per minute, hour or day "
+            "(30/m, 100/h, 1/d), or unlimited",
         )
     return rate

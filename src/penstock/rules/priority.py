@@ -1,36 +1,35 @@
-"""How the places of a batch are shared between the priority classes: weighted, so that low is slow
-and never starved. Nothing is queued here.
-"""
+"""Weighted shares of a batch for the priority classes. Low priority is slow but never starved."""
 
 from __future__ import annotations
 
-WEIGHTS = (16, 4, 1)  # high, normal, low: of 21 places in a row
+WEIGHTS = (16, 4, 1)  # high, normal, low: messages of each class in 21 consecutive ones
 LOWEST = len(WEIGHTS) - 1
 
 
-def _turns() -> tuple[int, ...]:
-    """Which class each of the 21 places belongs to, evenly mixed: batches of one take turns as well
-    as batches of a hundred do.
+def _class_sequence() -> tuple[int, ...]:
+    """Return the class of each of 21 consecutive messages, evenly mixed.
+
+    So small batches are shared as fairly as large ones.
     """
-    turns, credit = [], [0] * len(WEIGHTS)
+    sequence, credit = [], [0] * len(WEIGHTS)
     for _ in range(sum(WEIGHTS)):
         credit = [have + weight for have, weight in zip(credit, WEIGHTS, strict=True)]
-        turn = credit.index(max(credit))
-        credit[turn] -= sum(WEIGHTS)
-        turns.append(turn)
-    return tuple(turns)
+        chosen = credit.index(max(credit))
+        credit[chosen] -= sum(WEIGHTS)
+        sequence.append(chosen)
+    return tuple(sequence)
 
 
-TURNS = _turns()
+TURNS = _class_sequence()
 
 
 def class_of(priority: int) -> int:
-    """A number that is no class would never be asked for: it belongs to the nearest one."""
+    """Clamp `priority` to a known class. A message with an unknown class is never received."""
     return min(max(priority, 0), LOWEST)
 
 
 def shares(first: int, places: int) -> list[int]:
-    """How many of `places` belong to each class, when `first` places were given out before."""
+    """Return how many of the next `places` messages each class gets, after `first` messages."""
     rounds, rest = divmod(places, len(TURNS))
     quotas = [rounds * weight for weight in WEIGHTS]
     for place in range(first, first + rest):

@@ -1,6 +1,4 @@
-"""Which proxy an event goes through: pools, routes, health and cool-downs as pure decisions.
-Nothing here dials, stores or draws a number.
-"""
+"""Choice of a proxy for an event: pools, routes, health and cool-downs as pure decisions."""
 
 from __future__ import annotations
 
@@ -17,12 +15,11 @@ from penstock.model import ErrorClass, Failure, Route, mint
 from penstock.rules.identity import canonical_url, origin
 
 SCHEMES = ("http", "https", "socks5")
-ANY_HOST = (
-    "*"  # health of the proxy itself: it cannot be reached or does not let us in, whatever the host
-)
+# Host of the health entry of the proxy itself: it cannot be reached, or rejects every request.
+ANY_HOST = "*"
 ANY_ACCOUNT = "*"
-FORGET = 86400.0  # seconds after which an old failure says nothing any more
-EMPTY_WAIT = 30.0  # until a pool without members is looked at again
+FORGET = 86400.0  # seconds after which a failure is ignored
+EMPTY_WAIT = 30.0  # seconds until a pool without members is checked again
 MAX_MEMBERS = 10_000
 _host_port = re.compile(
     r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})(?::([^:\s]+):(\S*))?"
@@ -33,9 +30,9 @@ _host_port = re.compile(
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One proxy. Only `dsn` holds its secrets, and only the client gets to see it."""
+    """One proxy. Only `dsn` contains its credentials, and only the client uses it."""
 
-    id: str  # the same in every process, and without the password
+    id: str  # the same in every process, made without the password
     dsn: str
     label: str
     weight: float = 1.0
@@ -45,13 +42,14 @@ class Member(msgspec.Struct, frozen=True):
 
     __str__ = __repr__
 
-    def __rich_repr__(self) -> list[tuple[str, Any]]:  # msgspec's own would show every field
+    def __rich_repr__(self) -> list[tuple[str, Any]]:  # the default would show every field
         return [("label", self.label)]
 
 
 def parse_member(line: str) -> Member:
-    """`scheme://[user:password@]host:port [WEIGHT]`, or as providers list them:
-    `host:port[:user:password]`. Raises ValueError, without the text.
+    """Parse `scheme://[user:password@]host:port [WEIGHT]`, or `host:port[:user:password]`.
+
+    Providers use the second form. Raise ValueError without the text.
     """
     text, *rest = line.split()
     weight = float(rest[0]) if len(rest) == 1 else 1.0
@@ -72,17 +70,18 @@ def parse_member(line: str) -> Member:
         host = port = None
     if not host or not port or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ValueError("it has no host or no port, or more than that")
-    place = f"[{host}]" if ":" in host else host
-    label = f"{scheme}://{'***@' if '@' in parts.netloc else ''}{place}:{port}"
-    # The user name counts: providers tell sessions apart by it. It may be the secret itself, so it
-    # is only ever hashed.
+    host_text = f"[{host}]" if ":" in host else host
+    label = f"{scheme}://{'***@' if '@' in parts.netloc else ''}{host_text}:{port}"
+    # The id includes the user name, because providers select sessions by it. The user name may be a
+    # secret, so only its hash is used.
     identity = mint("proxy", scheme, parts.username or "", host, str(port))[:16]
     return Member(identity, text.rstrip("/"), label, weight)
 
 
 def parse_members(lines: Iterable[str]) -> tuple[Member, ...]:
-    """One each, comments and empty lines left out; the second mention of a proxy is none. Raises
-    ValueError that says which line.
+    """Parse one proxy per line. Comments, empty lines and repeated proxies are ignored.
+
+    Raise ValueError with the number of the line.
     """
     found: dict[str, Member] = {}
     for n, raw in enumerate(lines, 1):
@@ -92,8 +91,8 @@ def parse_members(lines: Iterable[str]) -> tuple[Member, ...]:
         try:
             member = parse_member(line)
         except ValueError as e:
-            why = str(e) if str(e).startswith("it") else "it cannot be read"
-            raise ValueError(f"proxy {n}: {why}") from None
+            reason = str(e) if str(e).startswith("it") else "it cannot be read"
+            raise ValueError(f"proxy {n}: {reason}") from None
         found.setdefault(member.id, member)
         if len(found) > MAX_MEMBERS:
             raise ValueError(f"there are more than {MAX_MEMBERS} proxies")
@@ -101,8 +100,9 @@ def parse_members(lines: Iterable[str]) -> tuple[Member, ...]:
 
 
 def scrub(text: str, dsn: str) -> str:
-    """`text` without this proxy's credentials, in whatever spelling: libraries put into a message
-    what they like.
+    """Replace this proxy's credentials in `text`, in plain and percent-encoded form.
+
+    Libraries may put them into any message.
     """
     parts = urlsplit(dsn)
     secrets = {dsn} | {
@@ -115,14 +115,14 @@ def scrub(text: str, dsn: str) -> str:
 
 
 def canonical_list(url: object) -> str:
-    """The URL of a provider's list; a ValueError for what we would never fetch."""
+    """Return the canonical URL of a provider's list. Raise ValueError if it cannot be fetched."""
     if not isinstance(url, str):
         raise ValueError("not a URL")
     return canonical_url(url)
 
 
 def masked_list(url: str) -> str:
-    """For people: providers put the key anywhere in it."""
+    """Return the URL for display. Only the origin is shown: the rest may contain an API key."""
     return f"{origin(url)}/***"
 
 
@@ -132,14 +132,16 @@ def masked_list(url: str) -> str:
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     members: tuple[Member, ...] = ()
-    geo: tuple[str, ...] = ()  # what its exits are in; none: it promises nothing
-    account: tuple[str, ...] = ()  # whom it is reserved for; none: for all, "*": for any account
+    geo: tuple[str, ...] = ()  # locations of its exits. Empty if unknown.
+    # Accounts that it is reserved for. Empty for all events, "*" for any account.
+    account: tuple[str, ...] = ()
     weight: float = 1.0
-    # after the first failure, then doubled; 0: never (a gateway that changes its exits by itself)
+    # Seconds after the first failure, then doubled up to `longest`. 0 for a gateway that changes
+    # its exits itself.
     cooldown: float = 30.0
     longest: float = 3600.0
     sticky: bool = True
-    next: str = ""  # the pool an event of this one goes to when it was blocked
+    next: str = ""  # the pool for an event that was blocked in this pool
     trouble: str = ""  # why there are no members
 
 
@@ -148,12 +150,13 @@ def needs_proxy(route: Route) -> bool:
 
 
 def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) -> tuple[Pool, ...]:
-    """The pools this route may use now, in the order they are tried. Raises Failure(PERMANENT) for
-    a route no configuration serves.
+    """Return the pools that this route may use now, in the order of trying.
 
-    `turn` counts how often the event was blocked: each moves it on by one pool. It is counted from
-    the ledger, so the event itself is never rewritten. `key` (the account, or the event's id)
-    decides the order among pools that serve the same geo or account, by weight.
+    `turn` is how often the event was blocked. Each time it moves on by one pool. The number comes
+    from the ledger, so the event is not changed. `key` (the account or the event's id) decides the
+    order of pools that serve the same geo or account, by weight.
+
+    Raise Failure(PERMANENT) if no configured pool serves the route.
     """
     if route.pool:
         first = pools.get(route.pool)
@@ -161,7 +164,8 @@ def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) ->
             raise Failure(ErrorClass.PERMANENT, f"there is no proxy pool {route.pool!r}")
         if not _serves(first, route, named=True):
             raise Failure(
-                ErrorClass.PERMANENT, f"proxy pool {route.pool!r} does not serve {_wish(route)}"
+                ErrorClass.PERMANENT,
+                f"proxy pool {route.pool!r} does not serve {_describe_route(route)}",
             )
         chain = [first]
         while (
@@ -170,12 +174,11 @@ def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) ->
             and _serves(then, route, named=True)
         ):
             chain.append(then)
-        return (
-            chain[turn % len(chain)],
-        )  # alone: being exhausted is no reason to use a pool that was not asked for
+        # Only this pool: if it is exhausted, a pool that the route did not name must not be used.
+        return (chain[turn % len(chain)],)
     fit = [p for p in pools.values() if _serves(p, route, named=False)]
     if not fit:
-        raise Failure(ErrorClass.PERMANENT, f"no proxy pool serves {_wish(route)}")
+        raise Failure(ErrorClass.PERMANENT, f"no proxy pool serves {_describe_route(route)}")
     fit.sort(key=lambda p: (-_score(key, p.name, p.weight), p.name))
     at = turn % len(fit)
     return (*fit[at:], *fit[:at])
@@ -191,24 +194,24 @@ def _serves(pool: Pool, route: Route, *, named: bool) -> bool:
     return named or bool(route.geo)
 
 
-def _wish(route: Route) -> str:
-    wishes = [
-        f"{what} {value!r}"
-        for what, value in (("geo", route.geo), ("account", route.account))
+def _describe_route(route: Route) -> str:
+    parts = [
+        f"{name} {value!r}"
+        for name, value in (("geo", route.geo), ("account", route.account))
         if value
     ]
-    return " and ".join(wishes) or "a route without an account"
+    return " and ".join(parts) or "a route without an account"
 
 
 # -- picking ---------------------------------------------------------------------------------------
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of a proxy at one host (or at any), while there is anything to remember."""
+    """Failures of a proxy at one host, or at all hosts. Only kept while there are failures."""
 
     failures: int = 0
-    until: float = 0.0  # cools down
-    at: float = 0.0  # of the last change
+    until: float = 0.0  # end of the cool-down
+    at: float = 0.0  # time of the last change
     reason: str = ""
 
 
@@ -226,7 +229,7 @@ View: TypeAlias = Mapping[tuple[str, str], Health]
 
 
 def cooling(view: View, member: str, host: str, now: float) -> float:
-    """When it may be used again for the host; 0 where it may now."""
+    """Return when the proxy may be used for the host again, or 0 if it may be used now."""
     until = 0.0
     for key in ((member, host), (member, ANY_HOST)):
         health = view.get(key)
@@ -244,12 +247,13 @@ def pick(
     *,
     session: str | None = None,
 ) -> Choice | Exhausted:
-    """From the first of these pools that has a proxy to give. `random` in [0, 1) decides by weight;
-    a session decides by itself, always alike.
+    """Choose a proxy of the first pool that has a usable one.
 
-    The same session gets the same proxy as long as that one is well, in every process and after a
-    restart, and without a table: each proxy scores by hash and weight, and the best that is well
-    wins. One that falls out moves only its own sessions.
+    `random` in [0, 1) decides by weight. With `session`, the choice only depends on the session:
+    it gets the same proxy while that proxy is usable, in every process and after a restart.
+
+    No table is needed. Each proxy has a score by hash and weight, and the best usable one is
+    chosen. If a proxy fails, only its own sessions move.
     """
     soonest, last = math.inf, Health()
     for pool in pools:
@@ -277,25 +281,27 @@ def pick(
     if soonest < math.inf:
         return Exhausted(
             soonest,
-            f"proxy {word} {names} exhausted: every proxy cools down for {host}{f' (last: {last.reason})' if last.reason else ''}",
+            f"proxy {word} {names} exhausted: every proxy cools down for {host}"
+            f"{f' (last: {last.reason})' if last.reason else ''}",
         )
-    why = "; ".join(dict.fromkeys(p.trouble for p in pools if p.trouble))
+    reason = "; ".join(dict.fromkeys(p.trouble for p in pools if p.trouble))
     return Exhausted(
-        now + EMPTY_WAIT, f"proxy {word} {names} exhausted: no proxies{f' ({why})' if why else ''}"
+        now + EMPTY_WAIT,
+        f"proxy {word} {names} exhausted: no proxies{f' ({reason})' if reason else ''}",
     )
 
 
 def _weighted(members: Sequence[Member], random: float) -> Member:
-    mark = random * sum(m.weight for m in members)
+    remaining = random * sum(m.weight for m in members)
     for member in members:
-        mark -= member.weight
-        if mark < 0:
+        remaining -= member.weight
+        if remaining < 0:
             return member
     return members[-1]
 
 
 def _score(key: str, name: str, weight: float) -> float:
-    """Weighted rendezvous: the share of keys a name wins is its share of the weight."""
+    """Return a weighted rendezvous hash: a name wins a share of keys equal to its weight share."""
     digest = hashlib.blake2b(
         name.encode("utf-8", "surrogatepass"),
         key=hashlib.blake2b(key.encode("utf-8", "surrogatepass")).digest(),
@@ -308,8 +314,9 @@ def _score(key: str, name: str, weight: float) -> float:
 
 
 class ProxyFailed(Failure):
-    """The proxy, not the target. `own`: it would have happened with any target, and none was
-    contacted.
+    """The proxy failed, not the target.
+
+    `own` is True if it would have failed with any target, and no target was contacted.
     """
 
     def __init__(
@@ -326,26 +333,26 @@ class ProxyFailed(Failure):
 
 
 class PoolExhausted(Failure):
-    """No proxy to be had now: the event is put off, at nobody's cost, until it is too old."""
+    """No proxy is available now. The event is delayed without a charge, until `retry.max_age`."""
 
     def __init__(self, reason: str, *, after: float) -> None:
         super().__init__(ErrorClass.THROTTLED, reason, after=after)
 
 
-def blames(failure: Failure) -> str | None:
-    """The host whose health of the proxy suffers: "" for the event's own, `*` for all; None where
-    the proxy did its part.
+def failure_scope(failure: Failure) -> str | None:
+    """Return the host for which the proxy is marked as failing.
+
+    Return `*` for all hosts, "" for the event's host, None if the proxy worked.
     """
     if isinstance(failure, ProxyFailed) and failure.own:
         return ANY_HOST
-    if failure.status == 407:  # it answered in the target's place
+    if failure.status == 407:  # a response of the proxy, not of the target
         return ANY_HOST
     if failure.kind is ErrorClass.THROTTLED:
         return "" if failure.status == 429 else None
     if failure.kind is ErrorClass.TRANSIENT:
-        return (
-            "" if failure.status is None else None
-        )  # an answer came through: a 5xx is the target's
+        # With a status there was a response through the proxy: a 5xx is the target's failure.
+        return "" if failure.status is None else None
     return "" if failure.kind is ErrorClass.BLOCKED else None
 
 
@@ -358,8 +365,10 @@ def failed(
     reason: str,
     least: float = 0.0,
 ) -> Health:
-    """After one more failure. Those that were under way together are one incident; `least` is what
-    the host asked for.
+    """Return the health after one more failure.
+
+    Failures during a cool-down belong to the same incident. `least` is the wait that the host
+    requested.
     """
     known = health if health is not None and now - health.at < FORGET else Health()
     if known.until > now:
@@ -370,8 +379,9 @@ def failed(
 
 
 def worked(health: Health, now: float) -> Health:
-    """After a success: half is forgiven. One that was under way when the trouble began proves
-    nothing.
+    """Return the health after a success: half of the failures are removed.
+
+    A success during a cool-down changes nothing, because its request was sent before the failure.
     """
     if health.until > now:
         return health

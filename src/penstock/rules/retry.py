@@ -1,5 +1,6 @@
-"""What a failure leads to: the policy table stage × error class → budget, back-off, route change.
-Pure; randomness is passed in.
+"""Retry policy: a table of stage and error class with budget, back-off and route change.
+
+Pure. Random numbers are arguments.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from penstock.model import ErrorClass
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    budget: int  # recorded failures that may be retried; the next one is the end
-    base: float  # first back-off, seconds; then doubled
-    cap: float
-    next_route: bool = False  # the next attempt goes by the next pool of the route; see `turns`
-    free: bool = False  # spends nobody's budget: our own fault
+    budget: int  # failures that may be retried. After the next one the event is dead.
+    base: float  # seconds of the first back-off, then doubled
+    cap: float  # seconds of the longest back-off
+    next_route: bool = False  # the next attempt uses the next pool of the route, see `turns`
+    free: bool = False  # no attempt is charged: the failure is Penstock's own
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,20 +29,20 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 def table(
     *, base: float, cap: float, budget: int, next_pool: bool = True
 ) -> dict[tuple[str, ErrorClass], Policy]:
-    """The default table; a `("*", class)` row serves every stage that has none of its own."""
-    usual = Policy(budget=budget, base=base, cap=cap)
+    """Return the default table. A `("*", class)` row is for stages without their own row."""
+    default = Policy(budget=budget, base=base, cap=cap)
     return {
-        ("*", ErrorClass.TRANSIENT): usual,
-        ("*", ErrorClass.THROTTLED): Policy(
-            budget=max(budget, 2 * budget), base=base, cap=cap
-        ),  # the host said wait: patience, not guilt
+        ("*", ErrorClass.TRANSIENT): default,
+        # The host asked to wait, so the event gets more attempts.
+        ("*", ErrorClass.THROTTLED): Policy(budget=max(budget, 2 * budget), base=base, cap=cap),
         ("*", ErrorClass.BLOCKED): Policy(
             budget=budget, base=3 * base, cap=cap, next_route=next_pool
         ),
         ("*", ErrorClass.PERMANENT): Policy(budget=0, base=base, cap=cap),
-        ("*", ErrorClass.POISON): Policy(budget=0, base=base, cap=cap),  # it already died alone
+        # The child exited while the page ran alone, so a retry would not help.
+        ("*", ErrorClass.POISON): Policy(budget=0, base=base, cap=cap),
         ("*", ErrorClass.OURS): Policy(budget=0, base=1.0, cap=30.0, free=True),
-        ("extract", ErrorClass.TRANSIENT): usual,
+        ("extract", ErrorClass.TRANSIENT): default,
     }
 
 
@@ -56,9 +57,11 @@ def decide(
     age: float = 0.0,
     max_age: float = 0.0,
 ) -> Decision:
-    """`failures` recorded so far, without this one; `after` is the other side's own wish
-    (Retry-After) and wins. `jitter` in [0, 1). `max_age` 0: no limit on how long an event may be
-    put off.
+    """Decide if and when the event is retried.
+
+    `failures` is the number recorded so far, without this one. `after` is the wait that the host
+    requested (Retry-After). It replaces the back-off. `jitter` is in [0, 1). `max_age` limits the
+    age of an event in seconds, 0 for no limit.
     """
     policy = policies.get((stage, kind)) or policies["*", kind]
     if policy.free:
@@ -72,9 +75,11 @@ def decide(
 def turns(
     policies: Mapping[tuple[str, ErrorClass], Policy], stage: str, failures: Mapping[str, int]
 ) -> int:
-    """How many pools an event has moved on by: the recorded failures of those classes whose policy
-    says so. Read from the books at each attempt, so the event is published again as it was, and a
-    redrive (whose count is new) starts from its first pool.
+    """Return by how many pools an event has moved on.
+
+    That is the number of recorded failures whose policy has `next_route`. It is read from the
+    ledger at each attempt, so the published event is not changed. A redrive has new counts and
+    starts with the first pool.
     """
     return sum(
         n
@@ -84,8 +89,9 @@ def turns(
 
 
 def _backoff(policy: Policy, failures: int, jitter: float) -> float:
-    """Exponential; jitter takes up to half away, so a fleet that failed together does not come back
-    together.
+    """Return an exponential back-off. Jitter removes up to half of it.
+
+    So workers that failed together do not retry together.
     """
     full = min(policy.cap, policy.base * 2.0 ** min(failures, 30))
     return full * (1 - 0.5 * jitter)

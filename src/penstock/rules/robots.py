@@ -1,5 +1,6 @@
-"""robots.txt by RFC 9309: what a site allows whom, its crawl delay and sitemaps. Fetching and
-caching it is done elsewhere.
+"""robots.txt (RFC 9309): rules per agent, crawl delay and sitemaps.
+
+`stages.fetch` fetches and caches it.
 """
 
 from __future__ import annotations
@@ -14,43 +15,41 @@ from penstock.rules.identity import BadUrl, canonical_url
 MAX_BYTES = 500 * 1024
 _BOM = b"\xef\xbb\xbf"
 
-# -- one form for rules and URLs -------------------------------------------------------------------
+# -- normal form of rules and URLs -----------------------------------------------------------------
 
-# Both sides are compared with everything decoded that may be: `%62` is `b`, and in a query `%3A` is
-# `:` (the RFC's own example). Kept encoded: what is not printable ASCII, `%` itself, `*` and `$`
-# (elsewhere they are wildcards), and in a path `/` and `?`, where `%2F` names something else than
-# `/`.
+# Rules and URLs are compared in decoded form: `%62` is `b`, and in a query `%3A` is `:` (the RFC's
+# own example). These stay encoded: characters that are not printable ASCII, `%`, `*` and `$` (they
+# are wildcards in rules), and in a path `/` and `?`, because `%2F` differs from `/`.
 _coded = re.compile(r"%([0-9A-Fa-f]{2})|([^!-~]|[*$])")
-_KEPT = frozenset('%*$"<>`{}^|\\')
-_KEPT_IN_PATH = _KEPT | frozenset("/?#")
+_STAYS_ENCODED = frozenset('%*$"<>`{}^|\\')
+_STAYS_ENCODED_IN_PATH = _STAYS_ENCODED | frozenset("/?#")
 
 
 def _in_path(m: re.Match[str]) -> str:
-    return _one(m, _KEPT_IN_PATH)
+    return _recode(m, _STAYS_ENCODED_IN_PATH)
 
 
 def _in_query(m: re.Match[str]) -> str:
-    return _one(m, _KEPT)
+    return _recode(m, _STAYS_ENCODED)
 
 
-def _one(m: re.Match[str], kept: frozenset[str]) -> str:
+def _recode(m: re.Match[str], stays_encoded: frozenset[str]) -> str:
     c = chr(int(m[1], 16)) if m[1] else m[2]
-    return c if "!" <= c <= "~" and c not in kept else f"%{ord(c):02X}"
+    return c if "!" <= c <= "~" and c not in stays_encoded else f"%{ord(c):02X}"
 
 
-def _norm(text: str, in_query: bool = False) -> str:
-    """`text` holds bytes as Latin-1 or is ASCII already, so that each character is an octet."""
-    if _plain(text):
+def _normalise(text: str, in_query: bool = False) -> str:
+    """Normalise text that is ASCII or bytes as Latin-1, so that each character is one octet."""
+    if _is_plain(text):
         return text
-    path, mark, query = ("", "", text) if in_query else text.partition("?")
+    path, question_mark, query = ("", "", text) if in_query else text.partition("?")
     path = _coded.sub(_in_path, _unsafe.sub(_encode, path))
-    return path + mark + _coded.sub(_in_query, _unsafe.sub(_encode, query))
+    return path + question_mark + _coded.sub(_in_query, _unsafe.sub(_encode, query))
 
 
-_plain = re.compile(r"[A-Za-z0-9/._~?&=:;,+@!'()\[\]-]*").fullmatch
-_unsafe = re.compile(
-    r'["<>`{}^|\\]'
-)  # browsers and our canonical URLs encode some of these, sites write them raw
+_is_plain = re.compile(r"[A-Za-z0-9/._~?&=:;,+@!'()\[\]-]*").fullmatch
+# Browsers and `canonical_url` encode some of these. Sites write them unencoded.
+_unsafe = re.compile(r'["<>`{}^|\\]')
 
 
 def _encode(m: re.Match[str]) -> str:
@@ -60,68 +59,67 @@ def _encode(m: re.Match[str]) -> str:
 # -- rules -----------------------------------------------------------------------------------------
 
 
-class _Wild:
-    """A pattern with `*` or a final `$`, matched piece by piece from the left: linear, nothing to
-    back-track into.
+class _WildcardRule:
+    """A pattern with `*` or a final `$`.
+
+    It is matched part by part from the left, in linear time and without backtracking.
     """
 
-    __slots__ = ("allow", "anchored", "first", "last", "middle", "need", "pattern", "size")
+    __slots__ = ("allow", "anchored", "first", "last", "longest_part", "middle", "pattern", "size")
 
     def __init__(self, pattern: str, allow: bool) -> None:
         self.pattern = pattern
         self.anchored = pattern.endswith("$")
         body = pattern[:-1] if self.anchored else pattern
-        pieces = body.split("*")
-        if not _plain(body.replace("*", "")):
+        parts = body.split("*")
+        if not _is_plain(body.replace("*", "")):
             in_query = False
-            for i, piece in enumerate(pieces):
-                pieces[i] = _norm(piece, in_query)
-                in_query = in_query or "?" in piece
-        # Length decides between rules: octets of the rule as compared, wildcards included.
-        self.size, self.allow = sum(map(len, pieces)) + len(pieces) - 1 + self.anchored, allow
-        self.first, rest = pieces[0], pieces[1:]
+            for i, part in enumerate(parts):
+                parts[i] = _normalise(part, in_query)
+                in_query = in_query or "?" in part
+        # The longest rule wins. The length is the octets of the normalised rule with its wildcards.
+        self.size, self.allow = sum(map(len, parts)) + len(parts) - 1 + self.anchored, allow
+        self.first, rest = parts[0], parts[1:]
         self.last = rest.pop() if rest and self.anchored else None
         self.middle = tuple(filter(None, rest))
-        self.need = max(pieces, key=len)  # looked for first: most rules are about other pages
+        self.longest_part = max(parts, key=len)  # searched first, because most rules do not match
 
     def matches(self, path: str) -> bool:
         if not path.startswith(self.first):
             return False
         at = len(self.first)
-        for piece in self.middle:
-            found = path.find(piece, at)
+        for part in self.middle:
+            found = path.find(part, at)
             if found < 0:
                 return False
-            at = found + len(piece)
+            at = found + len(part)
         if self.last is not None:
             return len(path) - len(self.last) >= at and path.endswith(self.last)
         return not self.anchored or at == len(path)
 
 
 class _Group:
-    """What one agent is told: literal rules by dictionary, the few with wildcards in order of
-    length.
-    """
+    """Rules of one agent: literal rules in a dictionary, rules with wildcards sorted by length."""
 
     __slots__ = ("delay", "lengths", "literal", "wild")
 
     def __init__(self, rules: Iterable[tuple[str, bool]], delay: float | None) -> None:
         self.delay = delay
         self.literal: dict[str, bool] = {}
-        wild: dict[str, _Wild] = {}
+        wild: dict[str, _WildcardRule] = {}
         for pattern, allow in rules:
             if "*" in pattern or pattern.endswith("$"):
                 known = wild.get(pattern)
                 if known is None or (allow and not known.allow):
-                    wild[pattern] = _Wild(pattern, allow)
+                    wild[pattern] = _WildcardRule(pattern, allow)
             else:
-                text = _norm(pattern)
+                text = _normalise(pattern)
                 self.literal[text] = allow or self.literal.get(text, False)
         self.lengths = sorted({len(p) for p in self.literal}, reverse=True)
         self.wild = sorted(wild.values(), key=lambda w: (-w.size, not w.allow))
 
     def decide(self, path: str) -> tuple[bool, str]:
-        """The verdict, and the rule's pattern that it comes from ("": none matches)."""
+        """Return if the path is allowed, and the pattern that decides ("" if none matches)."""
         size, verdict = -1, True
         for n in self.lengths:
             allow = self.literal.get(path[:n])
@@ -131,17 +129,18 @@ class _Group:
         for w in self.wild:
             if w.size < size or (w.size == size and verdict):
                 break
-            if w.need in path and w.matches(path) and (w.size > size or w.allow):
+            if w.longest_part in path and w.matches(path) and (w.size > size or w.allow):
                 return w.allow, w.pattern
         return verdict, path[:size] if size >= 0 else ""
 
 
 class Robots:
-    """A parsed robots.txt. Agents are product tokens (`Penstock/1.0 (+…)` is `penstock`), compared
-    without case.
+    """A parsed robots.txt.
+
+    Agents are product tokens (`penstock` for `Penstock/1.0 (+…)`), compared without case.
     """
 
-    __slots__ = ("_anyone", "_compiled", "_delays", "_refuse_all", "_rules", "sitemaps")
+    __slots__ = ("_compiled", "_delays", "_no_rules", "_refuse_all", "_rules", "sitemaps")
 
     def __init__(
         self,
@@ -154,14 +153,15 @@ class Robots:
         self._rules, self._delays, self._refuse_all = rules, delays, refuse_all
         self.sitemaps = sitemaps
         self._compiled: dict[str, _Group] = {}
-        self._anyone = _Group((), None)
+        self._no_rules = _Group((), None)
 
     def allows(self, agent: str, url: str, *, canonical: bool = False) -> bool:
-        """Of a URL (or a path). A URL that is none is not allowed. `canonical=True` says that it
-        came out of `canonical_url` and saves the parse.
+        """Return True if the agent may fetch a URL or path. Return False for an invalid URL.
+
+        Pass `canonical=True` for a result of `canonical_url`, to save the parse.
         """
         try:
-            path = _norm(url[url.index("/", 8) :]) if canonical else _path(url)
+            path = _normalise(url[url.index("/", 8) :]) if canonical else _path(url)
         except BadUrl:
             return False
         if path == "/robots.txt":
@@ -169,7 +169,7 @@ class Robots:
         return not self._refuse_all and self._group(agent).decide(path)[0]
 
     def deciding(self, agent: str, url: str) -> str:
-        """The rule behind `allows`, as a line of robots.txt; "" where none matches."""
+        """Return the rule that decides, as a line of robots.txt, or "" if no rule matches."""
         allow, pattern = self._group(agent).decide(_path(url))
         return f"{'Allow' if allow else 'Disallow'}: {pattern}" if pattern else ""
 
@@ -181,7 +181,7 @@ class Robots:
         if name not in self._rules:
             name = "*"
             if name not in self._rules:
-                return self._anyone
+                return self._no_rules
         group = self._compiled.get(name)
         if group is None:
             group = self._compiled[name] = _Group(self._rules[name], self._delays.get(name))
@@ -194,27 +194,38 @@ DISALLOW_ALL = Robots({}, {}, (), refuse_all=True)
 
 def _path(url: str) -> str:
     href = canonical_url(url, "http://robots.invalid/")
-    return _norm(href[href.index("/", 8) :])
+    return _normalise(href[href.index("/", 8) :])
 
 
 # -- parsing ---------------------------------------------------------------------------------------
 
 _token_of = re.compile(r"[A-Za-z_-]+").match
-_word_of = re.compile(r"[^\s/]+").match
+_first_word = re.compile(r"[^\s/]+").match
 _KEYS = {
-    "user-agent": "agent", "useragent": "agent", "user agent": "agent", "disallow": "disallow", "dissallow": "disallow", "dissalow": "disallow",
-    "disalow": "disallow", "diasllow": "disallow", "disallaw": "disallow", "allow": "allow", "crawl-delay": "delay", "crawldelay": "delay",
-    "sitemap": "sitemap", "site-map": "sitemap",
-}  # fmt: skip
+    "user-agent": "agent",
+    "useragent": "agent",
+    "user agent": "agent",
+    "disallow": "disallow",
+    "dissallow": "disallow",
+    "dissalow": "disallow",
+    "disalow": "disallow",
+    "diasllow": "disallow",
+    "disallaw": "disallow",
+    "allow": "allow",
+    "crawl-delay": "delay",
+    "crawldelay": "delay",
+    "sitemap": "sitemap",
+    "site-map": "sitemap",
+}
 
 
 @lru_cache(maxsize=4096)
 def _token(agent: str) -> str:
-    """The product token, lower case; a name outside the RFC's letters counts by its first word."""
+    """Return the product token in lower case, or the first word of a name with other characters."""
     agent = agent.strip()
     if agent[:1] == "*":
         return "*"
-    m = _token_of(agent) or _word_of(agent)
+    m = _token_of(agent) or _first_word(agent)
     return m[0].lower() if m else ""
 
 
@@ -222,16 +233,18 @@ _compatible = re.compile(r"\(compatible; *([A-Za-z_-]+)", re.IGNORECASE).search
 
 
 def product_token(user_agent: str) -> str:
-    """The name that robots.txt knows us by: of `shopbot/2.1 (+https://…)` and of `Mozilla/5.0
-    (compatible; shopbot/2.1; …)` it is `shopbot`.
+    """Return the name for robots.txt rules: `shopbot` for `shopbot/2.1 (+https://…)` and for
+    `Mozilla/5.0 (compatible; shopbot/2.1; …)`.
     """
-    m = _compatible(user_agent) or _token_of(user_agent.strip()) or _word_of(user_agent.strip())
+    m = _compatible(user_agent) or _token_of(user_agent.strip()) or _first_word(user_agent.strip())
     return (m[1] if m.re.groups else m[0]) if m else ""
 
 
 def parse(body: bytes) -> Robots:
-    """Never raises. What is over 500 KiB is not read, and a line cut there is left out, since half
-    a rule is another rule.
+    """Parse a robots.txt. Never raises.
+
+    Only the first 500 KiB are read. An incomplete last line is ignored, since half a rule is
+    another rule.
     """
     if len(body) > MAX_BYTES:
         body = body[:MAX_BYTES]
@@ -240,7 +253,7 @@ def parse(body: bytes) -> Robots:
     delays: dict[str, float] = {}
     sitemaps: dict[str, None] = {}
     agents: list[str] = []
-    open_group = False  # still naming agents
+    open_group = False  # True while agent lines of a group are read
     for line in body.removeprefix(_BOM).decode("latin-1").replace("\r", "\n").split("\n"):
         key, value = _record(line)
         if key == "agent":
@@ -254,7 +267,8 @@ def parse(body: bytes) -> Robots:
             if value:
                 for name in agents:
                     rules[name].append((value, key == "allow"))
-        elif key == "delay":  # an extension: it must not end the list of agents (RFC 9309, 2.2.4)
+        # An extension, which must not end the list of agents (RFC 9309, 2.2.4).
+        elif key == "delay":
             seconds = _seconds(value)
             if seconds is not None:
                 for name in agents:
@@ -267,7 +281,7 @@ def parse(body: bytes) -> Robots:
 def _record(line: str) -> tuple[str | None, str]:
     line = line.partition("#")[0].strip(" \t\x00\v\f\x1c\x1d\x1e\x1f\x85\xa0")
     key, colon, value = line.partition(":")
-    if not colon:  # `Disallow /x` is common enough
+    if not colon:  # `Disallow /x` without a colon is common
         words = line.split()
         if len(words) != 2:
             return None, ""
@@ -287,8 +301,9 @@ def _seconds(text: str) -> float | None:
 
 
 def from_answer(status: int | None, body: bytes = b"") -> Robots:
-    """What the answer to `GET /robots.txt` means. None: no answer at all. A 3xx here is one
-    redirect too many.
+    """Return the rules for a response to `GET /robots.txt`.
+
+    `status` is None if there was no response. A 3xx means that there were too many redirects.
     """
     if status is not None and 200 <= status < 300:
         return parse(body)
@@ -298,8 +313,9 @@ def from_answer(status: int | None, body: bytes = b"") -> Robots:
 
 
 def ttl(status: int | None, failures: int = 0) -> float:
-    """Seconds to keep it (never over a day, by the RFC). A server that is down is asked again soon,
-    then ever less often, up to hourly.
+    """Return the seconds to cache the rules, never more than a day (RFC 9309).
+
+    For an unreachable server it is 60 s, doubled with each failure, at most an hour.
     """
     if status is not None and 200 <= status < 300:
         return 12 * 3600.0

@@ -1,5 +1,6 @@
-"""The outcome table: what an answer, a transport error or a breach of our own limits means. Decides
-nothing about retries.
+"""Outcome table: the error class of responses, transport errors and exceeded limits.
+
+See `retry` for retries.
 """
 
 from __future__ import annotations
@@ -24,25 +25,30 @@ _T, _X, _B, _P, _O = (
 class Verdict(msgspec.Struct, frozen=True):
     kind: ErrorClass
     reason: str
-    after: float | None = None  # seconds the server asked us to stay away
+    after: float | None = None  # seconds to wait, by the server's Retry-After
     status: int | None = None
 
     def failure(self, detail: str = "") -> Failure:
         return Failure(self.kind, self.reason, after=self.after, status=self.status, detail=detail)
 
 
-# -- answers ---------------------------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------------------
 
-# Statuses that do not go by their hundred. 2xx and 304 are fine, other 4xx permanent, 5xx
-# transient.
+# Exceptions to the general rule: 2xx and 304 are good, other 4xx permanent, other 5xx transient.
 STATUS: dict[int, ErrorClass] = {
-    401: _B, 403: _B, 407: _B, 451: _B, 999: _B,
-    429: _T, 503: _T,
-    408: _X, 425: _X,
-}  # fmt: skip
+    401: _B,
+    403: _B,
+    407: _B,
+    451: _B,
+    999: _B,
+    429: _T,
+    503: _T,
+    408: _X,
+    425: _X,
+}
 
-# Marks that only a challenge carries. A page may well load a captcha for its contact form, so the
-# bare word proves nothing.
+# Texts that only a challenge page has. The word captcha alone is not enough, because a page may
+# load one for its contact form.
 TITLES: tuple[tuple[bytes, str], ...] = (
     (b"<title>Just a moment...</title>", "Cloudflare"),
     (b"Access to this page has been denied", "PerimeterX"),
@@ -58,7 +64,7 @@ CHALLENGES: tuple[tuple[bytes, str], ...] = (
     (b"sucuri_cloudproxy_js", "Sucuri"),
     (b"/errors/validateCaptcha", "Amazon"),
 )
-# Weaker marks: a challenge only where there is next to nothing else on the page.
+# Weaker marks, which mean a challenge only on a page of at most this many bytes.
 SMALL = 4096
 SMALL_MARKS: tuple[bytes, ...] = (
     b"access denied",
@@ -69,13 +75,13 @@ SMALL_MARKS: tuple[bytes, ...] = (
     b"enable javascript and cookies",
 )
 SOFT_404: tuple[bytes, ...] = (b"page not found", b"404 not found", b"error 404", b"<title>404")
-# Challenges are short, or say so at the top: a long page is only looked at there, since every page
-# pays for the look.
+# Bytes. Challenge pages are short or have their mark at the top. On longer pages only the top is
+# searched, because every page is searched.
 _SHORT, _TOP = 8192, 1024
 
 
 def challenge(headers: Mapping[str, str], body: bytes) -> str:
-    """Who is asking us to prove ourselves; empty for a page that is meant for us."""
+    """Return which service sent a challenge page, or which mark it has, "" for a normal page."""
     if headers.get("cf-mitigated") == "challenge":
         return "Cloudflare"
     if headers.get("x-amzn-waf-action") in ("challenge", "captcha"):
@@ -111,8 +117,10 @@ def judge(
     conditional: bool = True,
     soft_404: bool = False,
 ) -> Verdict | None:
-    """None for an answer to go on with. `headers` in lower case; `now` is for a Retry-After that is
-    a date; `conditional`: a 304 was asked for.
+    """Return the verdict on a failed response, or None if the response is good.
+
+    `headers` are in lower case. `now` is for a Retry-After with a date. `conditional` is True if
+    the request allowed a 304.
     """
     if 200 <= status < 300:
         if not _is_html(headers) or method == "HEAD":
@@ -146,7 +154,7 @@ def judge(
     if kind is _T:
         value = headers.get("retry-after")
         after = parse_retry_after(value, now) if value else None
-        # An old kind of challenge comes as 503; with a Retry-After the server means what it says.
+        # Old challenge pages have status 503. With a Retry-After, the server is really throttling.
         if after is None and (who := challenge(headers, body)):
             return Verdict(_B, f"HTTP {status} with a challenge page ({who})", status=status)
         return Verdict(
@@ -160,10 +168,9 @@ def judge(
     return Verdict(kind, f"HTTP {status}", status=status)
 
 
-# -- what libcurl says -----------------------------------------------------------------------------
+# -- libcurl errors --------------------------------------------------------------------------------
 
-# CURLcode → class and sentence. A code that is not here is transient: it says nothing about the
-# page.
+# CURLcode → class and reason. Any other code is transient, because it has no meaning for the page.
 CURL: dict[int, tuple[ErrorClass, str]] = {
     1: (_P, "the answer is not HTTP"),
     3: (_P, "not a URL libcurl takes"),
@@ -198,25 +205,32 @@ CURL: dict[int, tuple[ErrorClass, str]] = {
     97: (_X, "the proxy did not connect"),
     100: (_P, "the answer's headers are too large"),
 }
-# A handshake that broke off may work next time; one in which both sides disagree will not.
+# An interrupted handshake may work next time. A handshake in which both sides disagree will not.
 _DISAGREES = (
-    "wrong version", "unsupported", "no protocols available", "handshake failure", "alert", "unrecognized name", "key too small", "packet length",
-)  # fmt: skip
+    "wrong version",
+    "unsupported",
+    "no protocols available",
+    "handshake failure",
+    "alert",
+    "unrecognized name",
+    "key too small",
+    "packet length",
+)
 
 
 def transport(code: int, message: str = "") -> Verdict:
-    """The verdict on a CURLcode and libcurl's own message."""
+    """Return the verdict on a CURLcode and libcurl's message."""
     kind, reason = CURL.get(code, (_X, f"libcurl error {code}"))
     if code == 35 and any(mark in message.lower() for mark in _DISAGREES):
         kind = _P
     return Verdict(kind, reason)
 
 
-# -- our own limits --------------------------------------------------------------------------------
+# -- exceeded limits -------------------------------------------------------------------------------
 
 
 class Breach(enum.Enum):
-    """A limit of ours that ended the exchange. The reason's details are added where it happened."""
+    """A limit of Penstock that ended the exchange. The caller of `breach` adds details."""
 
     HEADERS = (_P, "the answer's headers are larger than the limit")
     CUT = (_X, "the answer ended inside its headers")
@@ -260,18 +274,19 @@ _OVERSIZED = (
 
 
 def oversized(failure: Failure) -> bool:
-    """There was an answer, but more of it than we take: that says nothing about what else the
-    server has.
+    """Return True if there was a response, but it was too large.
+
+    That has no meaning for other pages of the server.
     """
     return failure.reason.startswith(_OVERSIZED)
 
 
 def breach(
-    what: Breach, detail: str = "", *, after: float | None = None, status: int | None = None
+    limit: Breach, detail: str = "", *, after: float | None = None, status: int | None = None
 ) -> Failure:
     return Failure(
-        what.kind,
-        f"{what.sentence}: {detail}" if detail else what.sentence,
+        limit.kind,
+        f"{limit.sentence}: {detail}" if detail else limit.sentence,
         after=after,
         status=status,
     )

@@ -1,6 +1,4 @@
-"""A file that is only appended to, or cut back to a noted mark; the ground under the JSON-lines and
-CSV sinks. Knows nothing of records.
-"""
+"""File that is appended to, or truncated to a recorded mark. Base of the JSONL and CSV sinks."""
 
 from __future__ import annotations
 
@@ -17,28 +15,27 @@ from penstock.errors import ConfigError, Unreachable
 from penstock.locks import lock_descriptor, unlock_descriptor
 from penstock.ports import Reopen
 
-_TAIL = 4096
-_FILES = 32  # of one sink whose marks are kept: one for each machine that ever wrote it
+_TAIL_BYTES = 4096  # bytes before the end of a file that are in its checksum
+_MAX_MARKS = 32  # files of one sink whose marks are kept: one for each machine that wrote the sink
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the noted state ends, and how to know that a file is the one it was noted of."""
+    """Recorded state of a file: its end, and values that identify the file."""
 
     at: int
-    tail: int | None = None  # checksum of the bytes just before `at`
+    tail: int | None = None  # checksum of the bytes before `at`
     ino: int = 0
     columns: tuple[str, ...] = ()  # CSV
     host: str = ""
-    others: tuple[
-        Mark, ...
-    ] = ()  # of the files that other machines wrote, for when they go on with theirs; the newest first
+    # Marks of the files of other machines, the newest first. Those machines continue with them.
+    others: tuple[Mark, ...] = ()
 
     def text(self) -> str:
         return msgspec.json.encode(self).decode()
 
 
 def read_mark(text: str) -> Mark | None:
-    """None: nothing was ever noted (or nothing we understand). A bare number is an offset."""
+    """Return the mark, or None if the text is empty or invalid. A number is an offset."""
     try:
         mark = Mark(int(text)) if text.isdecimal() else msgspec.json.decode(text, type=Mark)
     except ValueError:
@@ -47,9 +44,7 @@ def read_mark(text: str) -> Mark | None:
 
 
 class AppendFile:
-    """Open between `open` and `close`; then `at` is its end, and nobody else's process writes to
-    it.
-    """
+    """A file that this process has locked between `open` and `close`. `at` is its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,11 +53,13 @@ class AppendFile:
         self._tail = b""
         self._others: tuple[Mark, ...] = ()
 
-    # -- opening: the caller looks at it with `is_at`, then calls `cut` or `adopt` -----------------
+    # -- opening: call `open`, then `find_mark`, then `truncate` or `continue_at_end` -------------
 
     def open(self) -> None:
-        """Made if it is missing, its directories too. Raises OSError, ConfigError (no file),
-        Unreachable (another process writes to it).
+        """Open and lock the file. Create it and its directories if they are missing.
+
+        Raise OSError, ConfigError if it is not a regular file, and Unreachable if another process
+        writes to it.
         """
         self.close()
         while True:
@@ -70,19 +67,19 @@ class AppendFile:
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise ConfigError(
-                        f"{self.path} is no ordinary file",
-                        hint="name a file; its end must be seekable to survive a crash",
+                        f"{self.path} is not a regular file",
+                        hint="name a regular file: its end must be seekable after a crash",
                     )
                 if not lock_descriptor(fd):
                     raise Unreachable(
                         f"another process or sink writes to {self.path}",
-                        hint="give every sink a file of its own",
+                        hint="use a different file for every sink",
                     )
             except BaseException:
                 os.close(fd)
                 raise
             self._fd = fd
-            if self._in_place():  # else replaced between open and lock
+            if self._is_same_file():  # otherwise it was replaced between open and lock
                 return
             self.close()
 
@@ -91,7 +88,7 @@ class AppendFile:
         while True:
             with contextlib.suppress(FileNotFoundError):
                 return os.open(self.path, flags)
-            real = Path(os.path.realpath(self.path))  # a dangling link: made where it points
+            real = Path(os.path.realpath(self.path))  # the target of a dangling link is created
             _make_directories(real.parent)
             with contextlib.suppress(FileExistsError):
                 fd = os.open(real, flags | os.O_CREAT | os.O_EXCL, 0o666)
@@ -103,60 +100,70 @@ class AppendFile:
                 return fd
 
     def is_at(self, mark: Mark) -> bool:
-        """The file is the one the mark was noted of, and at least as long."""
+        """Return True if this is the file of the mark, and at least as long."""
         found = os.fstat(self._fd)
         if found.st_size < mark.at:
             return False
-        if mark.at == 0:  # no bytes to know it by
+        if mark.at == 0:  # there are no bytes to compare
             return mark.ino in (0, found.st_ino)
         return mark.tail is None or zlib.crc32(self._read_tail(mark.at)) == mark.tail
 
-    def own(self, noted: Mark | None) -> Mark | None:
-        """Which of the noted marks is this file's. The others are kept in those we make."""
-        known = [] if noted is None else [msgspec.structs.replace(noted, others=()), *noted.others]
+    def find_mark(self, recorded: Mark | None) -> Mark | None:
+        """Return the mark of this file, or None. The other marks are kept in new marks."""
+        known = (
+            []
+            if recorded is None
+            else [msgspec.structs.replace(recorded, others=()), *recorded.others]
+        )
         fit = [
-            mark for mark in known if self.is_at(mark) and (mark is known[0] or self._is_old(mark))
+            mark
+            for mark in known
+            if self.is_at(mark) and (mark is known[0] or self._is_certain(mark))
         ]
         ino, host = os.fstat(self._fd).st_ino, socket.gethostname()
-        # Bytes alone do not tell: rows that were written here and not noted may have been noted of
-        # another machine's file since.
+        # The bytes alone are not enough: rows that were written here but not recorded may since
+        # have been recorded for the file of another machine.
         found = max(
             fit, key=lambda mark: (mark.host == host, mark.ino == ino, mark.at > 0), default=None
         )
-        self._others = tuple([mark for mark in known if mark is not found][:_FILES])
+        self._others = tuple([mark for mark in known if mark is not found][:_MAX_MARKS])
         return found
 
-    def _is_old(self, mark: Mark) -> bool:
-        """More is asked of a mark that is not the last: a file somebody put together from older
-        ones may begin like one of them.
+    def _is_certain(self, mark: Mark) -> bool:
+        """Return True if an older mark is certainly of this file.
+
+        A file that was assembled from older files may begin like one of them.
         """
         return mark.ino == os.fstat(self._fd).st_ino and (
             mark.at > 0 or mark.host == socket.gethostname()
         )
 
     def restore(self, text: str) -> None:
-        """As ports.FileSink.restore."""
+        """See ports.FileSink.restore."""
         if os.path.exists(self.path):
             try:
                 self.open()
-            except Unreachable:  # a file that machines share, and another of them is at it
+            except Unreachable:  # machines share this file, and another one writes to it
                 return
             try:
-                found = self.own(read_mark(text))
+                found = self.find_mark(read_mark(text))
                 if found is not None:
-                    self.cut(found.at)
+                    self.truncate(found.at)
             finally:
                 self.close()
 
-    def cut(self, at: int) -> None:
-        """Remove what was written and never noted."""
+    def truncate(self, at: int) -> None:
+        """Remove rows that were written but not recorded."""
         if os.fstat(self._fd).st_size > at:
             os.ftruncate(self._fd, at)
             os.fsync(self._fd)
         self.at, self._tail = at, self._read_tail(at)
 
-    def adopt(self) -> None:
-        """Go on at its real end, on a line of its own; nothing in it is touched."""
+    def continue_at_end(self) -> None:
+        """Append after the current contents, which stay unchanged.
+
+        Add a newline if the last line is incomplete.
+        """
         size = os.fstat(self._fd).st_size
         self.at, self._tail = size, self._read_tail(size)
         if self._tail and not self._tail.endswith(b"\n"):
@@ -169,8 +176,9 @@ class AppendFile:
     # -- writing -----------------------------------------------------------------------------------
 
     def append(self, data: bytes) -> None:
-        """Durable when it returns. Raises OSError; then the file is as it was, as far as the disk
-        lets us.
+        """Append data. Durable when it returns.
+
+        Raise OSError. The file is then truncated to its old size, if the disk allows it.
         """
         try:
             left = memoryview(data)
@@ -182,16 +190,19 @@ class AppendFile:
                 os.ftruncate(self._fd, self.at)
             raise OSError(e.errno, e.strerror, str(self.path)) from e
         self.at += len(data)
-        self._tail = (self._tail + data)[-_TAIL:] if len(data) < _TAIL else data[-_TAIL:]
+        self._tail = (
+            (self._tail + data)[-_TAIL_BYTES:] if len(data) < _TAIL_BYTES else data[-_TAIL_BYTES:]
+        )
 
     def check(self) -> None:
-        """Raises Reopen where the file was removed, replaced, cut or written to: what we append
-        would be lost or torn.
+        """Raise Reopen if the file was removed, replaced, truncated or written to.
+
+        Data that is appended then would be lost or damaged.
         """
-        if not self._in_place():
+        if not self._is_same_file():
             raise Reopen(f"{self.path} was moved or removed")
         if self.size != self.at:
-            raise Reopen(f"{self.path} was changed by somebody else")
+            raise Reopen(f"{self.path} was changed by another program")
 
     def mark(self, columns: tuple[str, ...] = ()) -> str:
         return Mark(
@@ -211,49 +222,49 @@ class AppendFile:
             fd, self._fd = self._fd, -1
             unlock_descriptor(fd)
 
-    def _in_place(self) -> bool:
+    def _is_same_file(self) -> bool:
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         except FileNotFoundError:
             return False
 
     def _read_tail(self, at: int) -> bytes:
-        start = max(0, at - _TAIL)
+        start = max(0, at - _TAIL_BYTES)
         tail = b""
         while len(tail) < at - start and (
-            piece := os.pread(self._fd, at - start - len(tail), start + len(tail))
+            chunk := os.pread(self._fd, at - start - len(tail), start + len(tail))
         ):
-            tail += piece
+            tail += chunk
         return tail
 
 
 class Lines:
-    """Lines from the start of an open file up to an offset, in bounded pieces; leaves the
-    descriptor as it is.
+    """Lines from the start of an open file up to an offset, read in bounded chunks.
+
+    The position of the descriptor does not change.
     """
 
     def __init__(self, fd: int, end: int) -> None:
         self._fd, self._end, self._at, self._buffer = fd, end, 0, b""
 
     def line(self, limit: int = 1 << 20) -> bytes:
-        """Up to and with the next newline, at most about `limit` bytes; b"" at the end."""
+        """Return the next line with its newline, at most about `limit` bytes, b"" at the end."""
         searched = 0
         while (found := self._buffer.find(b"\n", searched)) < 0 and len(self._buffer) < limit:
             searched = len(self._buffer)
-            piece = (
+            chunk = (
                 os.pread(self._fd, min(1 << 18, self._end - self._at), self._at)
                 if self._at < self._end
                 else b""
             )
-            if not piece:
+            if not chunk:
                 found = len(self._buffer) - 1
                 break
-            self._at += len(piece)
-            self._buffer += piece
-        cut = (
-            found + 1 if found >= 0 else len(self._buffer) - self._buffer.endswith(b"\r")
-        )  # CRLF stays together
-        line, self._buffer = self._buffer[:cut], self._buffer[cut:]
+            self._at += len(chunk)
+            self._buffer += chunk
+        # Do not split CRLF.
+        end = found + 1 if found >= 0 else len(self._buffer) - self._buffer.endswith(b"\r")
+        line, self._buffer = self._buffer[:end], self._buffer[end:]
         return line
 
     def close(self) -> None:
@@ -261,7 +272,7 @@ class Lines:
 
 
 def sync_directory(directory: Path) -> None:
-    """A name in a directory is durable only after this."""
+    """Sync a directory. A new file name is only durable after this."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

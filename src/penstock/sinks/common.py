@@ -1,6 +1,4 @@
-"""What every sink shares: how its URL is read, how a record becomes columns. No target is touched
-here.
-"""
+"""Common parts of sinks: URL options, and records as columns."""
 
 from __future__ import annotations
 
@@ -18,9 +16,8 @@ from penstock.errors import ConfigError
 PROVENANCE = ("event_id", "trace_id", "url", "key", "extractor", "version", "fetched_at")
 PREFIX = "_penstock_"
 PROVENANCE_COLUMNS = tuple(PREFIX + name for name in PROVENANCE)
-REST = (
-    PREFIX + "rest"
-)  # what has no column of its own, as a JSON object: a row that is accepted must never be what blocks a sink
+# Fields without a column, as a JSON object. So an accepted row can never block a sink.
+REST = PREFIX + "rest"
 DELETED = PREFIX + "deleted"
 MAX_COLUMNS = 1000
 
@@ -28,21 +25,22 @@ MAX_COLUMNS = 1000
 def file_url(
     url: str, options: Mapping[str, Any], base: Path, *, scheme: str, known: tuple[str, ...]
 ) -> tuple[Path, dict[str, Any]]:
-    """The path and the checked options of `scheme:path?option=value`. Reads no disk. Raises
-    ConfigError.
+    """Return the path and the checked options of `scheme:path?option=value`.
+
+    Reads no disk. Raise ConfigError.
     """
     example = f"write {scheme}:products.{'db' if scheme == 'sqlite' else scheme}"
     if not url.startswith(scheme + ":"):
-        raise ConfigError(f"sink {url!r} is no {scheme} URL", hint=example)
+        raise ConfigError(f"sink {url!r} is not a {scheme} URL", hint=example)
     path, _, query = url.removeprefix(scheme + ":").partition("?")
     if path.startswith("//") and not path.startswith("///"):
         raise ConfigError(
-            f"sink {url!r} names a host where a path belongs",
-            hint=f"{scheme}:relative/path or {scheme}:///absolute/path",
+            f"sink {url!r} has a host where a path must be",
+            hint=f"write {scheme}:relative/path or {scheme}:///absolute/path",
         )
     path = unquote(path.removeprefix("//"))
     if not path or path.endswith("/") or path in (".", "..", "-", ":memory:") or "\0" in path:
-        raise ConfigError(f"sink {url!r} names no file", hint=example)
+        raise ConfigError(f"sink {url!r} has no file name", hint=example)
     given = dict(parse_qsl(query, keep_blank_values=True)) | dict(options)
     for name in given:
         if name not in known:
@@ -50,22 +48,22 @@ def file_url(
             hint = (
                 f"did you mean {near[0]!r}?"
                 if near
-                else f"{scheme} sinks know: {', '.join(known) or 'no options'}"
+                else f"options of {scheme} sinks: {', '.join(known) or 'none'}"
             )
             raise ConfigError(f"sink {url!r}: unknown option {name!r}", hint=hint)
     return Path(os.path.abspath(base / Path(path).expanduser())), given
 
 
-def option_max_columns(url: str, given: Mapping[str, Any], *, most: int) -> int:
+def option_max_columns(url: str, given: Mapping[str, Any], *, limit: int) -> int:
     raw = given.get("max_columns", MAX_COLUMNS)
     least = len(PROVENANCE) + 3
     try:
         value = int(str(raw))
     except ValueError:
         value = -1
-    if not least <= value <= most:
+    if not least <= value <= limit:
         raise ConfigError(
-            f"sink {url!r}: max_columns is {raw!r}", hint=f"a number from {least} to {most}"
+            f"sink {url!r}: max_columns is {raw!r}", hint=f"use a number from {least} to {limit}"
         )
     return value
 
@@ -73,27 +71,28 @@ def option_max_columns(url: str, given: Mapping[str, Any], *, most: int) -> int:
 class Flat(NamedTuple):
     fields: dict[str, Any]
     provenance: dict[str, Any]  # by column name
-    rest: dict[str, Any]
-    deleted: bool = False  # there is no such record any more; `fields` are no more than its key
+    rest: dict[str, Any]  # fields without a column
+    deleted: bool = False  # the record was removed, and `fields` has only its key
 
 
 def flatten(body: bytes) -> Flat:
-    """A row's body as columns. Never raises: what is no JSON object is kept as text in `rest`."""
+    """Return a row's body as columns. Never raises: other text than a JSON object is in `rest`."""
     try:
         record = msgspec.json.decode(body)
         if not isinstance(record, dict):
             raise ValueError
-    except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+    except (ValueError, RecursionError):  # msgspec and Unicode errors are ValueErrors
         return Flat({}, {}, {"body": body.decode("utf-8", "replace")})
     origin = record.pop("_penstock", None)
     rest: dict[str, Any] = {}
     if not isinstance(origin, dict):
         origin = {}
-    if any(name.startswith(PREFIX) for name in record):  # ours; the user's are kept all the same
+    # Names with this prefix are reserved. Fields of the user with such names are kept in `rest`.
+    if any(name.startswith(PREFIX) for name in record):
         rest = {name: record.pop(name) for name in list(record) if name.startswith(PREFIX)}
     deleted = origin.get("deleted") is True
     if deleted:
-        rest[DELETED] = True  # where rows are only added, it is the mark of this one
+        rest[DELETED] = True  # marks the row in a target to which rows are only appended
     return Flat(record, {PREFIX + name: origin.get(name) for name in PROVENANCE}, rest, deleted)
 
 

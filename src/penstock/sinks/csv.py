@@ -1,9 +1,8 @@
-"""Records as CSV (RFC 4180), one file, in the order of the outbox; a new field adds a column to all
-of it. No types, no inference.
+"""Records as CSV (RFC 4180) in one file, in the order of the outbox. A new field adds a column.
 
-Cells are the values as they were extracted. One that begins with `=`, `+`, `-` or `@` is a formula
-to a spreadsheet: whoever opens scraped text there decides what to do about it, since changing it
-here would change the data.
+Cells have the extracted values, unchanged and without types. A spreadsheet treats a cell that
+begins with `=`, `+`, `-` or `@` as a formula. The user of the spreadsheet must handle that:
+changing it here would change the data.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from penstock.sinks.common import (
     option_max_columns,
 )
 
-_HEADER_LIMIT = 4 << 20
+_HEADER_LIMIT = 4 << 20  # bytes
 
 
 class CsvSink:
-    """The file belongs to the sink while it is open: what others append to it is cut off like the
-    tail of a crash.
+    """CSV sink. The file belongs to the sink while it is open: data of other programs is removed
+    like an unrecorded row after a crash.
     """
 
     def __init__(self, name: str, path: Path, max_columns: int) -> None:
@@ -49,29 +48,34 @@ class CsvSink:
         self.notice = ""
         self._file.open()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._draft())  # of a rewrite that was killed
-        noted = read_mark(mark)
-        own = self._file.own(noted)
-        if own is not None and own.at == 0:  # before its first batch: a torn header may be there
-            self._file.cut(0)
+            os.unlink(self._draft())  # left by a rewrite that was killed
+        recorded = read_mark(mark)
+        own_mark = self._file.find_mark(recorded)
+        # Before the first batch, the header may be incomplete.
+        if own_mark is not None and own_mark.at == 0:
+            self._file.truncate(0)
             self._columns = ()
             return self._file.mark()
         self._columns = self._header()
-        if own is not None and self._columns == own.columns:
-            self._file.cut(own.at)
+        if own_mark is not None and self._columns == own_mark.columns:
+            self._file.truncate(own_mark.at)
         else:
-            if noted is not None and noted.at > 0 and not self._was_widened(noted):
-                self.notice = f"{self.path} is not as it was left after row {position} ({noted.at} bytes then, {self._file.size} now): going on at its end"
-            self._file.adopt()
+            if recorded is not None and recorded.at > 0 and not self._was_widened(recorded):
+                self.notice = (
+                    f"{self.path} was changed by another program ({recorded.at} bytes after row "
+                    f"{position}, now {self._file.size}): appending at its end, missing rows are "
+                    "not rewritten"
+                )
+            self._file.continue_at_end()
         return self._file.mark(self._columns)
 
-    def _was_widened(self, noted: Mark) -> bool:
-        # `write` asks to be opened again after it added a column, and nothing is appended before
-        # the mark of that open is noted. So a header that goes on after the noted one means:
-        # rewritten as a whole, and nothing behind it.
+    def _was_widened(self, recorded: Mark) -> bool:
+        # After it added a column, `write` raises Reopen, and appends no row before the mark of
+        # the next `open` is recorded. So a header that extends the recorded one means that the
+        # file was rewritten and has no unrecorded rows.
         return (
-            len(self._columns) > len(noted.columns) > 0
-            and self._columns[: len(noted.columns)] == noted.columns
+            len(self._columns) > len(recorded.columns) > 0
+            and self._columns[: len(recorded.columns)] == recorded.columns
         )
 
     def write(self, rows: Sequence[Row]) -> str:
@@ -99,31 +103,37 @@ class CsvSink:
     # -- columns -----------------------------------------------------------------------------------
 
     def _columns_for(self, flats: Iterable[Flat]) -> tuple[str, ...]:
-        """Those there are, then new fields in the order they appear. Fields beyond the cap move to
-        the rest, which gets a column when it is needed.
+        """Return the columns, with new fields in the order of their appearance.
+
+        Fields beyond `max_columns` move to the rest, which gets a column when it is first needed.
         """
         known, added = set(self._columns), list[str]()
-        ours = [name for name in PROVENANCE_COLUMNS if name not in known]
-        room = self._max_columns - len(self._columns) - len(ours) - (REST not in known)
+        provenance = [name for name in PROVENANCE_COLUMNS if name not in known]
+        columns_left = (
+            self._max_columns - len(self._columns) - len(provenance) - (REST not in known)
+        )
         rest = moved = False
         for flat in flats:
             for name in [name for name in flat.fields if name not in known]:
-                if len(added) < room:
+                if len(added) < columns_left:
                     added.append(name)
                     known.add(name)
                 else:
                     flat.rest[name] = flat.fields.pop(name)
             rest = rest or bool(flat.rest)
             moved = moved or flat.rest.keys() > {DELETED} or (bool(flat.rest) and not flat.deleted)
-        added += ours
+        added += provenance
         if rest and REST not in known:
             added.append(REST)
         if moved and not self.notice:
-            self.notice = f"{self.path}: some fields have no column of their own (max_columns = {self._max_columns}) and are kept as JSON in {REST}"
+            self.notice = (
+                f"{self.path}: some fields have no column (max_columns = {self._max_columns}) "
+                f"and are kept as JSON in {REST}"
+            )
         return (*self._columns, *added)
 
     def _header(self) -> tuple[str, ...]:
-        """The columns the file itself names; () where it is empty."""
+        """Return the columns of the file's header, () if the file is empty."""
         raw, quotes = b"", 0
         with self._file.lines(self._file.size) as lines:
             while line := lines.line():
@@ -137,19 +147,20 @@ class CsvSink:
             )
         except (csv.Error, UnicodeDecodeError) as e:
             raise Unreachable(
-                f"{self.path} is there and is no CSV file: {e}",
+                f"{self.path} exists and is not a CSV file: {e}",
                 hint="move it away, or write to another file",
             ) from e
         if raw and not names:
             raise Unreachable(
-                f"{self.path} is there and has no header",
+                f"{self.path} exists and has no header",
                 hint="move it away, or write to another file",
             )
         return names
 
     def _widen(self, columns: tuple[str, ...]) -> None:
-        """Rewrite the file with more columns, beside it and then in its place: whoever reads sees
-        the old or the new one, whole.
+        """Rewrite the file with more columns, into a draft that then replaces the file.
+
+        So a reader sees the complete old or the complete new file.
         """
         draft, target = self._draft(), Path(os.path.realpath(self.path))
         added = b"," * (len(columns) - len(self._columns))
@@ -165,7 +176,7 @@ class CsvSink:
                     os.fchown(out.fileno(), was.st_uid, was.st_gid)
                 while line := lines.line():
                     quotes += line.count(b'"')
-                    if quotes % 2 or not line.endswith(b"\n"):  # inside a cell
+                    if quotes % 2 or not line.endswith(b"\n"):  # the line break is inside a cell
                         if not first:
                             out.write(line)
                         continue
@@ -205,10 +216,10 @@ def _cells(flat: Flat, columns: Iterable[str]) -> list[Any]:
 def _cell(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
-    return json_text(value)  # numbers, true, false, and what is nested
+    return json_text(value)  # numbers, true, false, and nested values
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> CsvSink:
-    """`csv:products.csv`. Checks, and opens nothing yet. Raises ConfigError."""
+    """Open `csv:products.csv`. Checks the options, but opens no file yet. Raise ConfigError."""
     path, given = file_url(url, options, base, scheme="csv", known=("max_columns",))
-    return CsvSink(url, path, option_max_columns(url, given, most=16_384))
+    return CsvSink(url, path, option_max_columns(url, given, limit=16_384))

@@ -1,6 +1,4 @@
-"""Records as JSON lines, one file, in the order of the outbox. When to write, and what was written
-before, is the flusher's to know.
-"""
+"""Records as JSON lines in one file, in the order of the outbox. See `flusher` for the batches."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from penstock.sinks.common import file_url
 
 
 class JsonLinesSink:
-    """The file belongs to the sink while it is open: what others append to it is cut off like the
-    tail of a crash.
+    """JSON lines sink. The file belongs to the sink while it is open: data of other programs is
+    removed like an unrecorded row after a crash.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -23,19 +21,25 @@ class JsonLinesSink:
         self._file = AppendFile(path)
 
     def open(self, position: int, mark: str) -> str:
-        """Cut to the mark. A file that is not the one it was noted of (shorter, replaced, edited)
-        is left as it is and continued at its end.
+        """Truncate the file to the mark.
+
+        If the file is not the one of the mark (shorter, replaced, edited), it is kept and continued
+        at its end.
         """
         self.notice = ""
         self._file.open()
-        noted = read_mark(mark)
-        own = self._file.own(noted)
-        if own is not None:
-            self._file.cut(own.at)
+        recorded = read_mark(mark)
+        own_mark = self._file.find_mark(recorded)
+        if own_mark is not None:
+            self._file.truncate(own_mark.at)
         else:
-            if noted is not None and noted.at > 0:
-                self.notice = f"{self.path} is not as it was left after row {position} ({noted.at} bytes then, {self._file.size} now): going on at its end"
-            self._file.adopt()
+            if recorded is not None and recorded.at > 0:
+                self.notice = (
+                    f"{self.path} was changed by another program ({recorded.at} bytes after row "
+                    f"{position}, now {self._file.size}): appending at its end, missing rows are "
+                    "not rewritten"
+                )
+            self._file.continue_at_end()
         return self._file.mark()
 
     def write(self, rows: Sequence[Row]) -> str:
@@ -51,12 +55,13 @@ class JsonLinesSink:
 
 
 def _line(body: bytes) -> bytes:
-    if b"\n" in body or b"\r" in body:  # between JSON tokens only, so a blank says the same
+    # Raw line breaks are only between JSON tokens, so a space has the same meaning.
+    if b"\n" in body or b"\r" in body:
         body = body.replace(b"\n", b" ").replace(b"\r", b" ")
     return body + b"\n"
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> JsonLinesSink:
-    """`jsonl:products.jsonl`. Checks, and opens nothing yet. Raises ConfigError."""
+    """Open `jsonl:products.jsonl`. Checks the options, but opens no file yet. Raise ConfigError."""
     path, _ = file_url(url, options, base, scheme="jsonl", known=())
     return JsonLinesSink(url, path)

@@ -1,11 +1,13 @@
-"""Records on a Kafka topic, `kafka://host:9092/products?key=sku`: one message for each, with its
-key, and a tombstone for what was removed.
+"""Records on a Kafka topic, `kafka://host:9092/products?key=sku`.
 
-Written once where nothing crashes: the producer is idempotent and every copy in sync has a message
-before it counts. A batch whose position was not noted is written again, with the same keys and the
-same `penstock-id` headers: who upserts by key ends with the same rows, who appends leaves out ids
-it has. With `transactions=true` the position lies on the server too and moves with the messages:
-who reads only what is committed reads each record once.
+Each record is one message with its key. A removed record is a tombstone.
+
+Without a crash each record is written once: the producer is idempotent, and a message counts when
+all in-sync replicas have it. A batch whose position was not recorded is written again, with the
+same keys and the same `penstock-id` headers. A reader that upserts by key has the same rows again.
+A reader that appends can skip known ids. With `transactions=true` the position is also on the
+server and is committed with the messages. Then a reader of committed messages sees each record
+once.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from penstock.stores.kafka import Topic, parse, sentence
 from penstock.stores.kafka_access import error_of, weightier
 
 _api: Any = _admin  # the library does not export these names to type checkers
-MAX_MESSAGE = 20 << 20  # of a topic that we make: more than all records of a page together
-# keys whose last order is known, so that an older record does not come behind a newer one
-_REMEMBERED = 100_000
+MAX_MESSAGE = 20 << 20  # bytes, for topics that this sink creates: more than a page's records
+# Record keys whose last order is cached, so that an older record is not written after a newer one.
+_MAX_CACHED_KEYS = 100_000
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
 _IMPOSSIBLE = (
     KafkaError.INVALID_REPLICATION_FACTOR,
@@ -56,14 +58,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     partitions: int = 6
     replication: int = 3
     compact: bool = False
-    retention: float | None = 0.0  # None: for ever; 0: as the server has it
+    retention: float | None = 0.0  # seconds. None for unlimited, 0 for the server's default.
 
 
 def _types(value: object) -> dict[str, str]:
     pairs = (
         value.items()
         if isinstance(value, dict)
-        else [word.rpartition(":")[::2] for word in units.words(value)]
+        else [pair.rpartition(":")[::2] for pair in units.words(value)]
     )
     found = {str(name): str(kind) for name, kind in pairs}
     if not found or not all(
@@ -83,7 +85,7 @@ def _names(value: object) -> tuple[str, ...]:
 OPTIONS: dict[str, units.Kind] = {
     "key": units.Kind(
         name="list of fields",
-        expected="the field that names a record, or several with commas between them",
+        expected="the field that identifies a record, or several, separated by commas",
         read=_names,
     ),
     "types": units.Kind(
@@ -103,8 +105,9 @@ OPTIONS: dict[str, units.Kind] = {
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is noted with the position: the types that are on the topic, and under which name the
-    server keeps the position, if it does.
+    """Recorded with the position: the types on the topic, and the id of the transactions, if any.
+
+    With transactions, the server keeps the position under that id.
     """
 
     fields: dict[str, str] = {}
@@ -117,14 +120,12 @@ class KafkaSink:
         self.name = topic.label
         self.shape = Shape(options.key, options.types, provenance=options.provenance)
         self._producer: Producer | None = None
-        self._trouble: KafkaError | None = None
+        self._last_error: KafkaError | None = None
         self._newest: OrderedDict[str, int] = OrderedDict()
         self._id = ""
-        self._group: Consumer | None = (
-            # only for its name: the position is committed in the transaction, as a group's offset
-            None
-        )
-        self._reached = 0  # the last row that was committed, where there are transactions
+        # Used only for its group id: the transaction commits the position as the group's offset.
+        self._group: Consumer | None = None
+        self._last_committed = 0  # the last committed row, with transactions
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -132,46 +133,46 @@ class KafkaSink:
         self.close()
         self.notice = ""
         try:
-            noted = msgspec.json.decode(mark, type=Mark) if mark else Mark()
+            recorded = msgspec.json.decode(mark, type=Mark) if mark else Mark()
         except msgspec.MsgspecError:
-            noted = Mark()
-        self.shape.restore(noted.fields)
-        self._trouble = None
+            recorded = Mark()
+        self.shape.restore(recorded.fields)
+        self._last_error = None
         client = self.topic.client() | {"error_cb": self._on_error}
         conf = {
             "acks": "all",
             "enable.idempotence": True,
-            # what Java clients do, so that theirs and ours agree where a key lives
+            # The partitioner of Java clients, so that they and this sink use the same partition.
             "partitioner": "murmur2_random",
             "linger.ms": 5,
             "compression.type": "lz4",
             "message.timeout.ms": max(30_000, int(self.topic.timeout * 1000)),
-            "message.max.bytes": 64 << 20,  # the topic decides
+            "message.max.bytes": 64 << 20,  # the limit of the topic applies
             "queue.buffering.max.kbytes": 128 << 10,
             "topic.metadata.propagation.max.ms": 3000,
         }
         admin: Any = None
         try:
             admin = AdminClient(client | self.topic.rdkafka)
-            self._ensure(admin)
+            self._create_topic_if_missing(admin)
             if self.options.transactions:
-                self._id = noted.id or secrets.token_hex(8)
+                self._id = recorded.id or secrets.token_hex(8)
                 conf |= {"transactional.id": f"penstock-{self._id}"}
             self._producer = Producer(client | conf | self.topic.rdkafka)
             if self.options.transactions:
-                self._reached = self._resume(self._producer, client, position)
+                self._last_committed = self._resume(self._producer, client, position)
         except KafkaException as e:
             if admin is not None:
-                admin.poll(0.1)  # it tells its own complaints only when it is asked
-            raise self._down(error_of(e), "opening") from None
+                admin.poll(0.1)  # the library reports errors only while it is polled
+            raise self._unavailable(error_of(e), "opening") from None
         except (TypeError, ValueError) as e:
             raise ConfigError(
                 f"sink {self.name}: {e}",
-                hint="check its options, those that begin with rdkafka. above all",
+                hint="check the options of the sink, especially those that begin with rdkafka.",
             ) from None
         return self._mark()
 
-    def _ensure(self, admin: Any) -> None:
+    def _create_topic_if_missing(self, admin: Any) -> None:
         o, topic = self.options, self.topic
         cluster = admin.list_topics(timeout=topic.timeout)
         if topic.name in cluster.topics and cluster.topics[topic.name].error is None:
@@ -192,21 +193,24 @@ class KafkaSink:
                 topic.timeout + 5
             )
         except TimeoutError:
-            raise self._down(KafkaError(KafkaError._TIMED_OUT), "making the topic") from None
+            raise self._unavailable(
+                KafkaError(KafkaError._TIMED_OUT), "creating the topic"
+            ) from None
         except KafkaException as e:
             error = error_of(e)
-            if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:  # somebody was quicker
+            if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:  # another process created it
                 return
             if error.code() in _IMPOSSIBLE:
                 raise ConfigError(
-                    f"Kafka refuses to make topic {topic.name} ({error.str()})",
-                    hint="check partitions and replication, or make it by hand",
+                    f"Kafka refuses to create topic {topic.name} ({error.str()})",
+                    hint="check partitions and replication, or create the topic manually",
                 ) from None
-            raise self._down(error, f"making the topic {topic.name}") from None
+            raise self._unavailable(error, f"creating the topic {topic.name}") from None
 
     def _resume(self, producer: Producer, client: Mapping[str, Any], position: int) -> int:
-        """From here on no other process can commit under our name, and what one left open is
-        undone.
+        """Fence other processes with this id, and abort their open transaction.
+
+        Return the last row that was written.
         """
         producer.init_transactions(max(30.0, self.topic.timeout))
         self._group = Consumer(
@@ -220,9 +224,9 @@ class KafkaSink:
         (found,) = self._group.committed(
             [TopicPartition(self.topic.name, 0)], timeout=self.topic.timeout
         )
-        return max(
-            position, found.offset
-        )  # servers forget it after a week without a write; then the noted one holds
+        # The server deletes the offset after a week without a write. Then the recorded position is
+        # used.
+        return max(position, found.offset)
 
     def close(self) -> None:
         producer, self._producer = self._producer, None
@@ -230,7 +234,7 @@ class KafkaSink:
         if group is not None:
             group.close()
         if producer is not None:
-            producer.purge()  # whatever is left was not noted, and comes again
+            producer.purge()  # unsent messages are not recorded, and are written again
             producer.flush(1.0)
 
     def _mark(self) -> str:
@@ -253,14 +257,14 @@ class KafkaSink:
                     position, group.consumer_group_metadata(), max(30.0, self.topic.timeout)
                 )
                 producer.commit_transaction(max(30.0, self.topic.timeout))
-            except KafkaException as e:  # opened again, it is seen whether it was committed
+            except KafkaException as e:  # the next `open` reads if it was committed
                 self._abort(producer)
-                raise self._down(error_of(e), "committing") from None
+                raise self._unavailable(error_of(e), "committing") from None
             except BaseException:
                 self._abort(producer)
                 raise
-            self._reached = rows[-1].n
-        self._trouble = None
+            self._last_committed = rows[-1].n
+        self._last_error = None
         self.notice = f"{self.name}: {self.shape.notice}" if self.shape.notice else self.notice
         return self._mark()
 
@@ -271,7 +275,7 @@ class KafkaSink:
         self.close()
 
     def _send(self, producer: Producer, rows: Sequence[Row]) -> None:
-        """All of them are there when it returns."""
+        """Send all rows, and wait until the server has confirmed them."""
         failed: list[tuple[KafkaError, str, int]] = []
         reported = 0
 
@@ -288,12 +292,11 @@ class KafkaSink:
             if self.options.mode == "upsert" and row.order < newest.get(
                 row.key, self._newest.get(row.key, row.order)
             ):
-                continue  # a newer event has written this record already
+                continue  # a newer event has already written this record
             newest[row.key] = row.order
             key, value, origin = self.shape.message(row, schemas=self.options.schemas)
-            if (
-                row.n <= self._reached
-            ):  # committed before its position was noted; only its types are still to be learnt
+            # Already committed, but not recorded. Only its types had to be learned again.
+            if row.n <= self._last_committed:
                 continue
             headers: list[tuple[str, str | bytes | None]] = [
                 ("penstock-id", f"{origin.get(PREFIX + 'event_id') or ''}-{row.n}"),
@@ -314,49 +317,53 @@ class KafkaSink:
                 except BufferError:
                     producer.poll(0.1)
                     if time.monotonic() > until:
-                        raise self._down(
-                            self._trouble or KafkaError(KafkaError._TIMED_OUT), "writing"
+                        raise self._unavailable(
+                            self._last_error or KafkaError(KafkaError._TIMED_OUT), "writing"
                         ) from None
                 except KafkaException as e:
-                    raise self._down(error_of(e), "writing") from None
+                    raise self._unavailable(error_of(e), "writing") from None
             sent += 1
             producer.poll(0)
         while reported < sent and time.monotonic() < until and not failed:
             producer.poll(0.1)
         if failed:
-            self._refused(*failed[0])
+            self._raise_rejected(*failed[0])
         if reported < sent:
-            raise self._down(self._trouble or KafkaError(KafkaError._TIMED_OUT), "writing")
-        self._remember(newest)
+            raise self._unavailable(
+                self._last_error or KafkaError(KafkaError._TIMED_OUT), "writing"
+            )
+        self._cache_orders(newest)
 
-    def _refused(self, error: KafkaError, key: str, size: int) -> None:
+    def _raise_rejected(self, error: KafkaError, key: str, size: int) -> None:
         if error.code() in _TOO_LARGE:
             raise StoreUnavailable(
-                f"{self.name} refuses the record {key[:100]!r}: {size} bytes are more than the topic takes",
-                hint="raise its max.message.bytes; rows wait until then",
+                f"{self.name} refuses the record {key[:100]!r}: "
+                f"{size} bytes are more than the topic accepts",
+                hint="raise its max.message.bytes. Rows wait until then",
             )
-        raise self._down(error, "writing")
+        raise self._unavailable(error, "writing")
 
-    def _remember(self, newest: Mapping[str, int]) -> None:
+    def _cache_orders(self, newest: Mapping[str, int]) -> None:
         for key, order in newest.items():
             self._newest[key] = order
             self._newest.move_to_end(key)
-        while len(self._newest) > _REMEMBERED:
+        while len(self._newest) > _MAX_CACHED_KEYS:
             self._newest.popitem(last=False)
 
-    # -- trouble -----------------------------------------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------------
 
     def _on_error(self, error: KafkaError) -> None:
-        self._trouble = weightier(self._trouble, error)
+        self._last_error = weightier(self._last_error, error)
 
-    def _down(self, error: KafkaError, doing: str) -> StoreUnavailable:
-        message, hint = sentence(self.topic, weightier(self._trouble, error), doing)
+    def _unavailable(self, error: KafkaError, doing: str) -> StoreUnavailable:
+        message, hint = sentence(self.topic, weightier(self._last_error, error), doing)
         return StoreUnavailable(message, hint=hint)
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> KafkaSink:
-    """`kafka://host:9092/products?key=sku`. Checks, and connects to nothing yet. Raises
-    ConfigError.
+    """Open `kafka://host:9092/products?key=sku`. Checks the options, but does not connect yet.
+
+    Raise ConfigError.
     """
     topic, given = parse(url, options, OPTIONS, where=f"sink {mask(url).partition('?')[0]}")
     return KafkaSink(topic, Options(**given))

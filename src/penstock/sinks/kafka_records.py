@@ -1,5 +1,6 @@
-"""A record as a Kafka message that Kafka Connect's JDBC sinks upsert: JSON with its schema, whose
-types never change. Nothing is sent here.
+"""Records as Kafka messages that JDBC sinks of Kafka Connect can upsert: JSON with a schema.
+
+The types in the schema never change.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from penstock.sinks.common import (
 )
 
 TYPES = ("string", "double", "int64", "boolean")
-KEY = PREFIX + "key"  # what names a record where no field was chosen
+KEY = PREFIX + "key"  # key field if no field was chosen
 _PROVENANCE = dict.fromkeys(PROVENANCE_COLUMNS, "string") | {PREFIX + "version": "int64"}
-_EXACT = 1 << 53  # beyond it a double rounds a whole number
+_MAX_EXACT = 1 << 53  # above this, a double rounds a whole number
 _encode = msgspec.json.Encoder().encode
 
 
 class Shape:
-    """The fields of one topic with their types. Learnt from the records, row by row, so that the
-    same rows teach the same again after a crash.
+    """The fields of one topic with their types.
 
-    A type is decided by the first value and then kept: a connector makes a column of it, and none
-    of them changes a column. Whole numbers are `double` too, since a price of 10 is followed by one
-    of 9.99; `types` says otherwise. A value that does not fit goes to `_penstock_rest`.
+    They are learned from the records, row by row. So the same rows lead to the same types again
+    after a crash.
+
+    The first value decides the type, because a connector makes a column of it and does not change
+    the column later. Whole numbers are `double` too, since a price of 10 may be followed by 9.99,
+    unless `types` has another type. A value that does not fit is kept in `_penstock_rest`.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Shape:
         self.restore({})
 
     def restore(self, fields: Mapping[str, str]) -> None:
-        """As they were noted; what the options say comes before it."""
+        """Restore the recorded types. Types from the options take precedence."""
         fixed = {
             **self.types,
             **dict.fromkeys(self.keys, "string"),
@@ -64,7 +67,7 @@ class Shape:
         self._value_schema = b""
 
     def message(self, row: Row, *, schemas: bool) -> tuple[bytes, bytes | None, Mapping[str, Any]]:
-        """(key, value, provenance by column); no value: it is a deletion."""
+        """Return (key, value, provenance by column). The value is None for a removed record."""
         flat = flatten(row.body)
         key = self._key(row, flat)
         if not schemas:
@@ -80,19 +83,22 @@ class Shape:
             )
         framed = b'{"schema":%s,"payload":%s}' % (
             self._key_schema,
-            _encode({name: _clean(text) for name, text in key.items()}),
+            _encode({name: _replace_nul(text) for name, text in key.items()}),
         )
         return framed, None if flat.deleted else self._value(flat, key), flat.provenance
 
     def _key(self, row: Row, flat: Flat) -> dict[str, str]:
-        """Always texts, as Penstock's own keys are: `5` and "5" name the same record."""
+        """Return the key fields, always as text: `5` and "5" are the key of the same record."""
         if not self.keys:
             return {KEY: row.key}
         found = {}
         for name in self.keys:
             value = flat.fields.get(name)
             if value is None or isinstance(value, dict | list) or not str(value).strip():
-                self.notice = f"some records have no usable field {name!r} to be their key: they go by the record's own key"
+                self.notice = (
+                    f"some records have no usable field {name!r} for their key: "
+                    "the record key is used instead"
+                )
                 value = row.key
             found[name] = str(value)
         return found
@@ -104,15 +110,15 @@ class Shape:
         for name, value in given.items():
             if value is None:
                 continue
-            kind = self.fields.get(name) or self._learn(name, value)
+            kind = self.fields.get(name) or self._learn_type(name, value)
             if kind is None or not _fits(value, kind):
                 rest[name] = value
                 self.notice = (
-                    "some values do not have the type of their field's first value (or there are too many fields) and are kept as JSON in "
-                    + REST
+                    "some values do not have the type of their field's first value "
+                    "(or there are too many fields) and are kept as JSON in " + REST
                 )
             else:
-                payload[name] = _as(value, kind)
+                payload[name] = _convert(value, kind)
         if self.provenance:
             payload |= {
                 name: value
@@ -120,18 +126,18 @@ class Shape:
                 if value is not None and _fits(value, _PROVENANCE[name])
             }
         if rest:
-            self._learn(REST, "")
-            payload[REST] = _clean(json_text(rest))
+            self._learn_type(REST, "")
+            payload[REST] = _replace_nul(json_text(rest))
         if not self._value_schema:
             self._value_schema = _schema(self.fields, optional=True)
-        # Fields that this record lacks are there as null: a sink would leave an older value in the
-        # column otherwise.
+        # Fields that this record does not have are null. Otherwise a sink would keep an older
+        # value in the column.
         return b'{"schema":%s,"payload":%s}' % (
             self._value_schema,
             _encode({name: payload.get(name) for name in self.fields}),
         )
 
-    def _learn(self, name: str, value: Any) -> str | None:
+    def _learn_type(self, name: str, value: Any) -> str | None:
         if name not in self.fields:
             if len(self.fields) >= MAX_COLUMNS and name != REST:
                 return None
@@ -151,7 +157,7 @@ def _type(value: Any) -> str:
     if isinstance(value, int):
         return (
             "double"
-            if abs(value) <= _EXACT
+            if abs(value) <= _MAX_EXACT
             else "int64"
             if -(1 << 63) <= value < 1 << 63
             else "string"
@@ -167,16 +173,16 @@ def _fits(value: Any, kind: str) -> bool:
             return isinstance(value, bool)
         case "double":
             return isinstance(value, float) or (
-                isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _EXACT
+                isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_EXACT
             )
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return whole and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
 
 
-def _as(value: Any, kind: str) -> Any:
+def _convert(value: Any, kind: str) -> Any:
     match kind:
         case "string":
-            return _clean(value if isinstance(value, str) else json_text(value))
+            return _replace_nul(value if isinstance(value, str) else json_text(value))
         case "double":
             return float(value)
         case "int64":
@@ -184,7 +190,6 @@ def _as(value: Any, kind: str) -> Any:
     return value
 
 
-def _clean(text: str) -> str:
-    return text.replace(
-        "\0", "\ufffd"
-    )  # PostgreSQL's texts cannot hold it, and one row would stop the connector
+def _replace_nul(text: str) -> str:
+    # PostgreSQL text cannot hold NUL, and one such row would stop the connector.
+    return text.replace("\0", "\ufffd")

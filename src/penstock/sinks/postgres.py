@@ -1,5 +1,6 @@
-"""Records as rows of a PostgreSQL table: one per key (or one per record), over a connection of its
-own or in the books' transaction. Not the ledger.
+"""Records as rows of a PostgreSQL table, one per key or one per record.
+
+They are written over a separate connection, or in the ledger's transaction.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from penstock.stores.sql import Tx
 
 PUBLIC = "public"
 _OPTIONS = ("table", "schema", "mode", "max_columns")
-MAX_COLUMNS = 400  # a row of more long texts than this does not fit the server's block of 8 kB
+MAX_COLUMNS = 400  # a row of more long texts does not fit into a block of the server (8 kB)
 
 
 class PostgresSink:
-    """Through the outbox: `open`, `write`. In the ledger's own database: `prepare_in` once, then
-    `write_in`, and the outbox is not needed.
+    """PostgreSQL sink. Through the outbox: `open`, then `write`. In the ledger's database:
+    `prepare_in` once, then `write_in`, without the outbox.
 
-    The position lies in the target itself and moves in the transaction that writes the rows, so a
-    batch that comes again writes nothing. It is kept under an id that the ledger notes as the mark:
-    a ledger that starts anew counts from one again, and is a stranger here.
+    The position is in the target database and changes in the transaction that writes the rows. So a
+    repeated batch writes nothing. The position is stored under an id, which the ledger records as
+    the mark. A new ledger counts from 1 again, so it must not use the position of another one.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class PostgresSink:
         new_id: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         self.address, self.table, self.notice = address, table, ""
-        self.name = f"{address.label}?table={table.name if table.schema == PUBLIC else f'{table.schema}.{table.name}'}"
+        table_name = table.name if table.schema == PUBLIC else f"{table.schema}.{table.name}"
+        self.name = f"{address.label}?table={table_name}"
         self._new_id = new_id
-        self._wire = Wire(
-            address.options, {"synchronous_commit": "on"}
-        )  # the outbox forgets what we say is written
+        # The outbox deletes rows that this sink has confirmed, so commits must be durable.
+        self._wire = Wire(address.options, {"synchronous_commit": "on"})
         self._id = ""
         self._sql: dict[str, str] = {}
         self._prepared = False
@@ -60,28 +61,34 @@ class PostgresSink:
         try:
             self._wire.open()
         except psycopg.Error as e:
-            told = refusal(e, self.address, self.table.schema)
-            raise StoreUnavailable(told.message, hint=told.hint) from e
+            error = refusal(e, self.address, self.table.schema)
+            raise StoreUnavailable(error.message, hint=error.hint) from e
         with self._transaction() as tx:
             self.table.prepare(tx, adopt=True)
-            with (
-                contextlib.suppress(errors.UniqueViolation),
-                savepoint(tx),
-            ):  # another process makes it at this very moment
+            # UniqueViolation: another process creates the table at the same time.
+            with contextlib.suppress(errors.UniqueViolation), savepoint(tx):
                 tx.execute(
-                    f"CREATE TABLE IF NOT EXISTS {positions} (sink text, id text, n bigint NOT NULL, PRIMARY KEY (sink, id))"
+                    f"CREATE TABLE IF NOT EXISTS {positions} "
+                    "(sink text, id text, n bigint NOT NULL, PRIMARY KEY (sink, id))"
                 )
             self._sql = {
                 "reached": f"SELECT n FROM {positions} WHERE sink = ? AND id = ? FOR UPDATE",
-                "note": f"INSERT INTO {positions} (sink, id, n) VALUES (?, ?, ?) ON CONFLICT (sink, id) DO UPDATE SET n = excluded.n",
+                "note": f"INSERT INTO {positions} (sink, id, n) VALUES (?, ?, ?) "
+                "ON CONFLICT (sink, id) DO UPDATE SET n = excluded.n",
             }
-            reached = self._reached(tx, mark) if mark else None
-            self._id = mark if reached is not None else self._new_id()
-            if mark and reached is None:
-                self.notice = f"{self.name} is not the database that row {position} was written to: going on from there"
-            elif reached is not None and reached < position:
-                self.notice = f"{self.name} is older than row {position} (it has {reached}): going on from there"
-            if reached is None or reached < position:
+            last_row = self._last_row(tx, mark) if mark else None
+            self._id = mark if last_row is not None else self._new_id()
+            if mark and last_row is None:
+                self.notice = (
+                    f"{self.name} is not the database that row {position} was written to: "
+                    "continuing after that row"
+                )
+            elif last_row is not None and last_row < position:
+                self.notice = (
+                    f"{self.name} is older than row {position} (its last row is {last_row}): "
+                    f"continuing after row {position}"
+                )
+            if last_row is None or last_row < position:
                 tx.execute(self._sql["note"], (self.name, self._id, position))
         return self._id
 
@@ -89,10 +96,10 @@ class PostgresSink:
         if not self._wire.is_open:
             raise Reopen(f"{self.name} is not open")
         with self._transaction() as tx:
-            reached = self._reached(tx, self._id)
-            if reached is None:
-                raise Reopen(f"{self.name} forgot its position")
-            fresh = [row for row in rows if row.n > reached]
+            last_row = self._last_row(tx, self._id)
+            if last_row is None:
+                raise Reopen(f"{self.name} has lost its position")
+            fresh = [row for row in rows if row.n > last_row]
             if fresh:
                 self.table.write(tx, fresh)
                 tx.execute(self._sql["note"], (self.name, self._id, fresh[-1].n))
@@ -102,9 +109,10 @@ class PostgresSink:
     def close(self) -> None:
         self._wire.close()
 
-    def _reached(self, tx: Tx, mark: str) -> int | None:
-        """Also the lock: where two machines feed this sink at once, one waits here and then finds
-        its rows written.
+    def _last_row(self, tx: Tx, mark: str) -> int | None:
+        """Return the last row, or None if there is no position. Locks the position.
+
+        If two machines write to this sink, one waits here, and then finds its rows written.
         """
         found: int | None = tx.execute(self._sql["reached"], (self.name, mark)).get
         return found
@@ -124,43 +132,39 @@ class PostgresSink:
         except errors.UndefinedTable as e:
             raise Reopen(f"{self.name}: its tables were removed ({_line(e)})") from e
         except psycopg.Error as e:
-            hint = (
-                "check that server's log, its free space and its permissions; rows wait until then"
-            )
+            hint = "check the server's log, free space and permissions. Rows wait until then"
             raise StoreUnavailable(f"{self.name}: {_line(e)}", hint=hint) from e
 
-    # -- in the books' transaction -----------------------------------------------------------------
+    # -- in the ledger's transaction ---------------------------------------------------------------
 
     def shares(self, url: str) -> bool:
-        """The table lies in the database of this store, so both may commit at once."""
-        return url.startswith(("postgres:", "postgresql:")) and _place(
+        """Return True if the table is in this database, so that both commit together."""
+        return url.startswith(("postgres:", "postgresql:")) and _database_of(
             Address.parse(url)
-        ) == _place(self.address)
+        ) == _database_of(self.address)
 
     def prepare_in(self, tx: Tx) -> None:
-        """Before the first `write_in`, in a transaction of the ledger's database. Raises
-        ConfigError: the table is somebody else's.
+        """Prepare the table before the first `write_in`, in a transaction of the ledger's database.
+
+        Raise ConfigError if the table belongs to another application.
         """
         self.table.prepare(tx, adopt=False)
         self._prepared = True
 
     def write_in(self, tx: Tx, rows: Sequence[Row]) -> None:
-        """The same rows in the caller's transaction, which is what makes them one with the success
-        of their event.
-        """
+        """Write rows in the caller's transaction, together with the success of their event."""
         if not rows:
             return
         try:
             if not self._prepared:
                 self.prepare_in(tx)
             self.table.write(tx, rows)
-        except (
-            psycopg.ProgrammingError
-        ) as e:  # somebody changed the tables under us: the next try looks at them anew
+        except psycopg.ProgrammingError as e:
+            # Another program changed the tables. The next write reads them again.
             self._prepared = False
             raise StoreUnavailable(
                 f"{self.name}: {_line(e)}",
-                hint="leave the tables of a sink and their _penstock columns as they are",
+                hint="do not change the tables of a sink and their _penstock columns",
             ) from e
         self.notice = self.table.notice or self.notice
 
@@ -169,8 +173,8 @@ def _line(e: BaseException) -> str:
     return str(e).strip().partition("\n")[0]
 
 
-def _place(address: Address) -> tuple[str, str, str]:
-    """Which database it is. The same one under two names is taken for two."""
+def _database_of(address: Address) -> tuple[str, str, str]:
+    """Return host, port and database. One database under two names counts as two."""
     o = address.options
     return (
         str(o.get("host") or o.get("hostaddr") or "localhost"),
@@ -180,15 +184,16 @@ def _place(address: Address) -> tuple[str, str, str]:
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
-    """`postgres://user@host/db?table=products`. Checks, and connects to nothing yet. Raises
-    ConfigError.
+    """Open `postgres://user@host/db?table=products`. Checks the options, but does not connect yet.
+
+    Raise ConfigError.
     """
     server, _, query = url.partition("?")
     parts = parse_qsl(query, keep_blank_values=True)
-    theirs = urlencode(
+    connection_options = urlencode(
         [(name, value) for name, value in parts if name not in _OPTIONS], quote_via=quote
     )
-    address = Address.parse(f"{server}?{theirs}" if theirs else server)
+    address = Address.parse(f"{server}?{connection_options}" if connection_options else server)
     given: dict[str, Any] = (
         {"max_columns": MAX_COLUMNS}
         | {name: value for name, value in parts if name in _OPTIONS}
@@ -198,7 +203,7 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
         if name not in _OPTIONS:
             raise ConfigError(
                 f"sink {address.label}: unknown option {name!r}",
-                hint=f"postgres sinks know: {', '.join(_OPTIONS)}",
+                hint=f"options of postgres sinks: {', '.join(_OPTIONS)}",
             )
     table, schema, mode = (
         str(given.get("table", "records")),
@@ -212,14 +217,17 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
             or len(name.encode("utf-8", "surrogatepass")) > 63
             or name.startswith(("pg_", PREFIX))
         ):
-            hint = f"add ?{what}=products; 63 bytes at most, and names that begin with pg_ or {PREFIX} are taken"
+            hint = (
+                f"add ?{what}=products, with at most 63 bytes. "
+                f"Names that begin with pg_ or {PREFIX} are reserved"
+            )
             raise ConfigError(
                 f"sink {address.label}: {name!r} cannot be the name of its {what}", hint=hint
             )
     if mode not in ("upsert", "append"):
         raise ConfigError(
             f"sink {address.label}: mode is {mode!r}",
-            hint="upsert (one row per key, the newest) or append (one row per record)",
+            hint="use upsert (one row per key, the newest) or append (one row per record)",
         )
     return PostgresSink(
         address,
@@ -227,6 +235,6 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
             schema,
             table,
             append=mode == "append",
-            max_columns=option_max_columns(address.label, given, most=1590),
+            max_columns=option_max_columns(address.label, given, limit=1590),
         ),
     )

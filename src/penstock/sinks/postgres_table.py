@@ -1,5 +1,6 @@
-"""The SQL of one PostgreSQL table that records fill: its columns, their types, the upsert. Runs in
-the caller's transaction; opens nothing.
+"""SQL of one PostgreSQL table that records fill: columns, their types and the upsert.
+
+Runs in the caller's transaction.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from penstock.stores.sql import Tx
 
 _ORDER = PREFIX + "order"
 _KEY = PREFIX + "key"
-# json, not jsonb, for the rest: it keeps the text as it is, and only it may hold a \u0000.
-_OURS = dict.fromkeys(PROVENANCE_COLUMNS, "text") | {
+# json, not jsonb, for the rest: json keeps the text unchanged, and only json may contain \u0000.
+_PENSTOCK_COLUMNS = dict.fromkeys(PROVENANCE_COLUMNS, "text") | {
     PREFIX + "version": "bigint",
     PREFIX + "fetched_at": "double precision",
     _ORDER: "bigint",
     REST: "json",
 }
-_BOOKS = "_penstock_columns"
-_LONGEST_NAME = 63  # bytes; the server would cut a longer one and let two fields meet in one column
-_LONGEST_KEY = 1000  # characters; an index entry must fit a third of a block
-_TAKEN = frozenset({"ctid", "xmin", "xmax", "cmin", "cmax", "tableoid", ""})
+_COLUMNS_TABLE = "_penstock_columns"
+# Bytes. The server would truncate a longer name, and two fields could use one column.
+_MAX_NAME_BYTES = 63
+_MAX_KEY_CHARACTERS = 1000  # characters. An index entry must fit into a third of a block.
+_SYSTEM_COLUMNS = frozenset({"ctid", "xmin", "xmax", "cmin", "cmax", "tableoid", ""})
 _INTEGERS = {"int2": 1 << 15, "int4": 1 << 31, "int8": 1 << 63}
 _KINDS = dict.fromkeys(_INTEGERS, "int") | {
     "numeric": "numeric",
@@ -47,11 +49,11 @@ _KINDS |= dict.fromkeys(("text", "varchar", "bpchar"), "text")
 _NUMBER = re.compile(
     r"\s*[+-]?(\d{1,1000}\.?\d{0,1000}|\.\d{1,1000})([eE][+-]?\d{1,3})?\s*", re.ASCII
 )
-_EXACT = 1 << 53  # beyond it a double rounds an integer
-_BUSY = "3s"  # how long a change of the table waits for those who read it
-# What the table itself has against a row: a check, a domain, a row that is wider than a block. Not
+_MAX_EXACT = 1 << 53  # above this, a double rounds an integer
+_LOCK_TIMEOUT = "3s"  # how long a change of the table waits for transactions that use the table
+# Errors of the table for one row: a check, a domain, a row that is wider than a block. They are not
 # an outage.
-_REFUSED = (
+_ROW_ERRORS = (
     psycopg.DataError,
     psycopg.IntegrityError,
     errors.ProgramLimitExceeded,
@@ -66,13 +68,11 @@ class Table:
         self.schema, self.name, self.append, self.max_columns = schema, name, append, max_columns
         self.notice = ""
         self._types: dict[str, str] = {}  # by name: the server's name of the type
-        self._managed: list[
-            str
-        ] = []  # columns that records fill: a newer row sets those it lacks to null, and no others
-        self._made: set[str] = set()  # of these, the ones we made: only their type is ours to widen
-        self._unbending: set[str] = (
-            set()
-        )  # columns that could not be widened or added when we tried
+        # Columns that records fill. A newer row sets missing ones to null, but no other columns.
+        self._managed: list[str] = []
+        self._made: set[str] = set()  # managed columns created by this sink, whose type may change
+        # Columns that could not be widened or added.
+        self._unchangeable: set[str] = set()
         self._insert = ""
 
     @property
@@ -80,81 +80,92 @@ class Table:
         return f"{quoted(self.schema)}.{quoted(self.name)}"
 
     @property
-    def _books(self) -> str:
-        return f"{quoted(self.schema)}.{_BOOKS}"
+    def _columns_table(self) -> str:
+        return f"{quoted(self.schema)}.{_COLUMNS_TABLE}"
 
     def prepare(self, tx: Tx, *, adopt: bool) -> None:
-        """Bookkeeping, and the index that fits the mode. `adopt`: a table somebody else made may be
-        filled too. Raises ConfigError.
+        """Create the table of columns, and the index for the mode.
+
+        With `adopt`, an existing table of another application is filled too. Raise ConfigError.
         """
-        self._unbending.clear()
+        self._unchangeable.clear()
         try:
             with savepoint(tx):
                 tx.execute(
-                    f"CREATE TABLE IF NOT EXISTS {self._books} (of text, name text, made boolean NOT NULL, PRIMARY KEY (of, name))"
+                    f"CREATE TABLE IF NOT EXISTS {self._columns_table} "
+                    "(of text, name text, made boolean NOT NULL, PRIMARY KEY (of, name))"
                 )
         except errors.InvalidSchemaName as e:
             raise ConfigError(
                 f"there is no schema {self.schema!r} for the table {self.name}",
-                hint=f"CREATE SCHEMA {self.schema}, or another ?schema=",
+                hint=f"run CREATE SCHEMA {self.schema}, or use another ?schema=",
             ) from e
         except errors.InsufficientPrivilege as e:
             raise ConfigError(
-                f"no permission to make tables in the schema {self.schema!r}",
-                hint=f"GRANT CREATE, USAGE ON SCHEMA {self.schema} TO this user",
+                f"no permission to create tables in the schema {self.schema!r}",
+                hint=f"run GRANT CREATE, USAGE ON SCHEMA {self.schema} TO this user",
             ) from e
-        except errors.UniqueViolation:  # another process makes it at this very moment
+        except errors.UniqueViolation:  # another process creates it at the same time
             pass
         kind = self._load(tx)
         if kind is None:
             return
         if kind not in ("r", "p"):
             raise ConfigError(
-                f"{self.name} is a view or something else that is no table; a sink fills a table",
+                f"{self.name} is a view or another relation, but a sink needs a table",
                 hint="choose another name with ?table=",
             )
         if not adopt:
-            self._refuse_strangers()
+            self._refuse_other_tables()
         try:
             with savepoint(tx):
-                self._widen(tx, {})
+                self._add_columns(tx, {})
         except errors.InsufficientPrivilege as e:
             raise ConfigError(
-                f"the table {self.name} cannot be changed by this user: its columns {PREFIX}… are missing or its index is",
-                hint=f"ALTER TABLE {self.schema}.{self.name} OWNER TO this user, or choose another name with ?table=",
+                f"this user cannot change the table {self.name}: "
+                f"its columns {PREFIX}… or its index are missing",
+                hint=f"run ALTER TABLE {self.schema}.{self.name} OWNER TO this user, "
+                "or choose another name with ?table=",
             ) from e
 
     def write(self, tx: Tx, rows: Sequence[Row]) -> None:
-        """In order. What the table refuses of a row is kept as JSON in its rest; only a row that is
-        refused even so is an error.
+        """Write rows in order.
+
+        Values that the table rejects are kept as JSON in the rest. Raise StoreUnavailable if the
+        table rejects a row even then.
         """
         if self._load(tx) is None:
             self._types = {}
-        self._refuse_strangers()
+        self._refuse_other_tables()
         flats = [(row, flatten(row.body)) for row in rows]
-        new, wider = self._changes(flat for _, flat in flats if self.append or not flat.deleted)
+        new, wider = self._needed_changes(
+            flat for _, flat in flats if self.append or not flat.deleted
+        )
         if new or wider or not self._managed:
-            self._change(tx, new, wider)
+            self._change_table(tx, new, wider)
             for _, flat in flats:
                 for name in [
                     n for n in flat.fields if n not in self._types and flat.fields[n] is not None
                 ]:
                     flat.rest[name] = flat.fields.pop(name)
-        for removes, some in itertools.groupby(
+        for removes, group in itertools.groupby(
             flats, lambda pair: pair[1].deleted and not self.append
         ):
             if removes:
-                delete = f"DELETE FROM {self._target} WHERE {quoted(_KEY)} = ? AND coalesce({quoted(_ORDER)}, 0) <= ?"
-                tx.executemany(delete, [(key_text(row.key), row.order) for row, _ in some])
+                delete = (
+                    f"DELETE FROM {self._target} WHERE {quoted(_KEY)} = ? "
+                    f"AND coalesce({quoted(_ORDER)}, 0) <= ?"
+                )
+                tx.executemany(delete, [(key_text(row.key), row.order) for row, _ in group])
             else:
-                self._write_all(tx, list(some))
+                self._write_all(tx, list(group))
 
     def _write_all(self, tx: Tx, flats: Sequence[tuple[Row, Flat]]) -> None:
         bound = [self._bindings(row, flat) for row, flat in flats]
         try:
             with savepoint(tx):
                 tx.executemany(self._insert, bound)
-        except _REFUSED:
+        except _ROW_ERRORS:
             for row, flat in flats:
                 self._write_alone(tx, row, flat)
 
@@ -163,41 +174,46 @@ class Table:
             with savepoint(tx):
                 tx.execute(self._insert, self._bindings(row, flat))
             return
-        except _REFUSED as e:
-            first = _line(e)
+        except _ROW_ERRORS as e:
+            first_error = _line(e)
         self.notice = (
-            f"table {self.name}: it refuses some values ({first}); they are kept as JSON in {REST}"
+            f"table {self.name}: it refuses some values ({first_error}), "
+            f"which are kept as JSON in {REST}"
         )
         flat.rest.update(flat.fields)
         flat.fields.clear()
         try:
             with savepoint(tx):
                 tx.execute(self._insert, self._bindings(row, flat))
-        except _REFUSED as e:
+        except _ROW_ERRORS as e:
             raise StoreUnavailable(
                 f"the table {self.name} refuses the row of {row.key[:100]!r}: {_line(e)}",
-                hint="drop that constraint or give its column a default; rows wait until then",
+                hint="drop that constraint or give its column a default. Rows wait until then",
             ) from e
 
-    def _refuse_strangers(self) -> None:
+    def _refuse_other_tables(self) -> None:
         if self._types and not self._managed:
             raise ConfigError(
-                f"the table {self.name} belongs to somebody else",
+                f"the table {self.name} belongs to another application",
                 hint="choose another name with ?table=",
             )
 
     # -- schema ------------------------------------------------------------------------------------
 
     def _load(self, tx: Tx) -> str | None:
-        """The table as it is now (another process may have added to it); what kind of relation it
-        is, None where there is none.
+        """Read the current table, which another process may have changed.
+
+        Return the kind of the relation, or None if it does not exist.
         """
         found = tx.execute(
-            f"SELECT c.relkind::text, a.attname, t.typname, a.attgenerated <> '' OR a.attidentity = 'a', b.made FROM pg_catalog.pg_class c"
+            f"SELECT c.relkind::text, a.attname, t.typname,"
+            f" a.attgenerated <> '' OR a.attidentity = 'a', b.made FROM pg_catalog.pg_class c"
             f" JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
-            f" LEFT JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped"
+            f" LEFT JOIN pg_catalog.pg_attribute a"
+            f" ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped"
             f" LEFT JOIN pg_catalog.pg_type t ON t.oid = a.atttypid"
-            f" LEFT JOIN {self._books} b ON b.of = c.relname AND b.name = a.attname WHERE n.nspname = ? AND c.relname = ? ORDER BY a.attnum",
+            f" LEFT JOIN {self._columns_table} b ON b.of = c.relname AND b.name = a.attname"
+            f" WHERE n.nspname = ? AND c.relname = ? ORDER BY a.attnum",
             (self.schema, self.name),
         ).fetchall()
         self._types = {
@@ -210,12 +226,13 @@ class Table:
         self._prepare_insert()
         return found[0][0] if found else None
 
-    def _changes(self, flats: Iterable[Flat]) -> tuple[dict[str, str], dict[str, str]]:
-        """Columns to add, and columns to widen, with their types. What cannot have a column moves
-        to the rest.
+    def _needed_changes(self, flats: Iterable[Flat]) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the columns to add and the columns to widen, with their types.
+
+        Fields that cannot have a column move to the rest.
         """
         managed, new, wider = set(self._managed), dict[str, str](), dict[str, str]()
-        room = self.max_columns - len(set(self._types) | set(_OURS))
+        columns_left = self.max_columns - len(set(self._types) | set(_PENSTOCK_COLUMNS))
         for flat in flats:
             for name in list(flat.fields):
                 value = flat.fields[name]
@@ -223,45 +240,50 @@ class Table:
                     if (
                         self._types[name] == "int8"
                         and name in self._made
-                        and name not in self._unbending
-                        and _outgrows(value)
+                        and name not in self._unchangeable
+                        and _exceeds_bigint(value)
                     ):
                         wider[name] = "numeric"
-                elif value is None:  # no column before there is a value that says which
+                elif value is None:  # the first value that is not null decides the type
                     pass
                 elif name in new:
-                    if new[name] == "bigint" and _outgrows(value):
+                    if new[name] == "bigint" and _exceeds_bigint(value):
                         new[name] = "numeric"
-                elif self._types.get(name):  # a column somebody else made, filled from now on
+                elif self._types.get(name):  # a column of another application, filled from now on
                     new[name] = ""
                 elif (
                     name not in self._types
-                    and room > 0
-                    and name not in self._unbending
-                    and _may_be_a_name(name)
+                    and columns_left > 0
+                    and name not in self._unchangeable
+                    and _is_valid_name(name)
                 ):
-                    new[name] = _declared(value)
-                    room -= 1
+                    new[name] = _column_type(value)
+                    columns_left -= 1
                 else:
                     flat.rest[name] = flat.fields.pop(name)
-                    why = f"max_columns = {self.max_columns}, a name that is too long or not allowed, or a table that is busy or not ours to change"
-                    self.notice = f"table {self.name}: some fields can have no column ({why}) and are kept as JSON in {REST}"
+                    self.notice = (
+                        f"table {self.name}: some fields can have no column (max_columns = "
+                        f"{self.max_columns}, a name that is too long or not allowed, or a table "
+                        f"that is busy or not owned by this user) and are kept as JSON in {REST}"
+                    )
         return new, wider
 
-    def _change(self, tx: Tx, new: Mapping[str, str], wider: Mapping[str, str]) -> None:
-        """Where somebody reads the table for long, or a view stands on the column, it stays as it
-        is and the values go to the rest.
+    def _change_table(self, tx: Tx, new: Mapping[str, str], wider: Mapping[str, str]) -> None:
+        """Add and widen columns.
+
+        If a transaction uses the table for long, or a view needs the column, the table stays
+        unchanged and the values are kept in the rest.
         """
         try:
             with savepoint(tx):
-                patience = tx.execute("SELECT current_setting('lock_timeout')").get
-                tx.execute(f"SET LOCAL lock_timeout = '{_BUSY}'")
+                lock_timeout = tx.execute("SELECT current_setting('lock_timeout')").get
+                tx.execute(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'")
                 for name, kind in wider.items():
                     tx.execute(
                         f"ALTER TABLE {self._target} ALTER COLUMN {quoted(name)} TYPE {kind}"
                     )
-                self._widen(tx, new)
-                tx.execute("SELECT set_config('lock_timeout', ?, true)", (patience,))
+                self._add_columns(tx, new)
+                tx.execute("SELECT set_config('lock_timeout', ?, true)", (lock_timeout,))
         except (
             errors.LockNotAvailable,
             errors.FeatureNotSupported,
@@ -271,31 +293,34 @@ class Table:
         ) as e:
             if not self._managed:
                 raise StoreUnavailable(
-                    f"the table {self.name} cannot be made or changed: {_line(e)}",
-                    hint="free it, or give this user the right to",
+                    f"the table {self.name} cannot be created or changed: {_line(e)}",
+                    hint="end the transactions that use it, or give this user the right to",
                 ) from e
-            self._unbending |= {*new, *wider}
-            self.notice = f"table {self.name} could not be changed ({_line(e)}): new fields are kept as JSON in {REST} until the next start"
+            self._unchangeable |= {*new, *wider}
+            self.notice = (
+                f"table {self.name} could not be changed ({_line(e)}): "
+                f"new fields are kept as JSON in {REST} until the next start"
+            )
             self._load(tx)
 
-    def _widen(self, tx: Tx, new: Mapping[str, str]) -> None:
-        wanted = dict(new) | _OURS
+    def _add_columns(self, tx: Tx, new: Mapping[str, str]) -> None:
+        wanted = dict(new) | _PENSTOCK_COLUMNS
         missing = {name: declared for name, declared in wanted.items() if name not in self._types}
         if not self._types:
-            tx.execute(
-                f"CREATE TABLE {self._target} ({', '.join(f'{quoted(name)} {declared}' for name, declared in missing.items())})"
-            )
+            columns = ", ".join(f"{quoted(name)} {declared}" for name, declared in missing.items())
+            tx.execute(f"CREATE TABLE {self._target} ({columns})")
         elif missing:
-            tx.execute(
-                f"ALTER TABLE {self._target} {', '.join(f'ADD COLUMN {quoted(name)} {declared}' for name, declared in missing.items())}"
+            columns = ", ".join(
+                f"ADD COLUMN {quoted(name)} {declared}" for name, declared in missing.items()
             )
+            tx.execute(f"ALTER TABLE {self._target} {columns}")
         tx.executemany(
-            f"INSERT INTO {self._books} (of, name, made) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+            f"INSERT INTO {self._columns_table} (of, name, made) VALUES (?, ?, ?) "
+            "ON CONFLICT DO NOTHING",
             [(self.name, name, name in missing) for name in wanted if name not in self._managed],
         )
-        index = (
-            PREFIX + hashlib.sha256(self.name.encode()).hexdigest()[:16] + "_key"
-        )  # made from the name, never longer than a name may be
+        # A hash of the name, which is never too long for an index name.
+        index = PREFIX + hashlib.sha256(self.name.encode()).hexdigest()[:16] + "_key"
         if self.append:
             tx.execute(f"DROP INDEX IF EXISTS {quoted(self.schema)}.{index}")
         else:
@@ -304,27 +329,36 @@ class Table:
                     f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ON {self._target} ({quoted(_KEY)})"
                 ).fetchall()
             except errors.UniqueViolation as e:
-                hint = "it was filled with mode=append: keep that mode, or choose another ?table="
+                hint = "keep mode=append, with which it was filled, or choose another ?table="
                 raise ConfigError(
-                    f"the table {self.name} holds several rows of one key", hint=hint
+                    f"the table {self.name} has several rows of one key", hint=hint
                 ) from e
         self._load(tx)
 
     def _prepare_insert(self) -> None:
-        """Every value goes as text, and the server reads it as its column's type: one statement,
-        whatever the rows hold. A connection keeps what it prepared, with the types of then: where
-        they are others now, the text must be another one too.
+        """Build the insert statement.
+
+        Every value is sent as text, and the server converts it to the type of its column. So one
+        statement is enough for all rows. A connection caches prepared statements by their text with
+        the types of that time. The comment with a checksum of the types gives changed types another
+        text.
         """
         names = self._managed
         types = zlib.crc32(" ".join(self._types[name] for name in names).encode())
-        insert = f"/* {types:08x} */ INSERT INTO {self._target} AS _penstock_row ({', '.join(map(quoted, names))}) VALUES"
+        insert = (
+            f"/* {types:08x} */ INSERT INTO {self._target} AS _penstock_row "
+            f"({', '.join(map(quoted, names))}) VALUES"
+        )
         self._insert = f"{insert} ({', '.join('?' * len(names))})"
         if not self.append:
-            taken = ", ".join(
+            assignments = ", ".join(
                 f"{quoted(name)} = excluded.{quoted(name)}" for name in names if name != _KEY
             )
             order = quoted(_ORDER)
-            self._insert += f" ON CONFLICT ({quoted(_KEY)}) DO UPDATE SET {taken} WHERE excluded.{order} >= coalesce(_penstock_row.{order}, excluded.{order})"
+            self._insert += (
+                f" ON CONFLICT ({quoted(_KEY)}) DO UPDATE SET {assignments} "
+                f"WHERE excluded.{order} >= coalesce(_penstock_row.{order}, excluded.{order})"
+            )
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -337,22 +371,25 @@ class Table:
             value = values.get(name)
             bound[name], exact = (None, True) if value is None else _cell(value, self._types[name])
             if not exact and name in flat.fields:
-                rest[name] = value  # the cell holds what its type can; the rest, what was extracted
+                # The cell has the value as far as its type allows, the rest the extracted value.
+                rest[name] = value
         bound[REST] = json_text(rest) if rest else None
         return [bound[name] for name in self._managed]
 
 
 def key_text(key: str) -> str:
-    """The key as a cell that an index takes; one that is too long, or holds what text cannot, is
-    told apart by its hash.
+    """Return the key as text for an index.
+
+    A key that is too long or contains NUL is shortened, with a hash of the whole key.
     """
-    if len(key) <= _LONGEST_KEY and "\0" not in key:
+    if len(key) <= _MAX_KEY_CHARACTERS and "\0" not in key:
         return key
-    return f"{key[: _LONGEST_KEY - 70].replace(chr(0), '�')}…{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{key[: _MAX_KEY_CHARACTERS - 70].replace(chr(0), '�')}…{digest}"
 
 
 def _cell(value: Any, kind: str) -> tuple[str | None, bool]:
-    """What a column of this type holds for a value, as text, and whether that is all of it."""
+    """Return a value as text for a column of this type, and whether the text is exact."""
     match _KINDS.get(kind, "other"):
         case "json":
             text = json_text(value)
@@ -391,28 +428,26 @@ def _number(value: Any, family: str, bound: int) -> tuple[str | None, bool]:
         return (str(value), exact) if -bound <= value < bound else (None, False)
     if family == "float" and isinstance(value, int):
         try:
-            return repr(float(value)), exact and abs(value) <= _EXACT
+            return repr(float(value)), exact and abs(value) <= _MAX_EXACT
         except OverflowError:
             return None, False
-    return (
-        json_text(value),
-        exact,
-    )  # digits as JSON has them: no limit on their number, and floats as short as they can be
+    # Digits as in JSON: any number of them, and floats in their shortest form.
+    return json_text(value), exact
 
 
-def _outgrows(value: Any) -> bool:
-    """A number that a bigint cannot hold."""
+def _exceeds_bigint(value: Any) -> bool:
+    """Return True for a number that does not fit into a bigint."""
     if isinstance(value, float):
         return not value.is_integer() or abs(value) >= 1 << 63
     return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
 
 
-def _declared(value: Any) -> str:
+def _column_type(value: Any) -> str:
     match value:
         case bool():
             return "boolean"
         case int():
-            return "numeric" if _outgrows(value) else "bigint"
+            return "numeric" if _exceeds_bigint(value) else "bigint"
         case float():
             return "double precision"
         case dict() | list():
@@ -420,17 +455,18 @@ def _declared(value: Any) -> str:
     return "text"
 
 
-def _may_be_a_name(name: str) -> bool:
+def _is_valid_name(name: str) -> bool:
     return (
-        name not in _TAKEN
+        name not in _SYSTEM_COLUMNS
         and "\0" not in name
-        and len(name.encode("utf-8", "surrogatepass")) <= _LONGEST_NAME
+        and len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME_BYTES
     )
 
 
 def quoted(name: str) -> str:
-    """As an identifier that holds nothing but letters, digits and escapes: whoever looks for a `?`
-    or a quote in the statement finds none of ours.
+    """Return a quoted identifier of letters, digits and escapes only.
+
+    So it never contains a `?` or a quote, which statements are searched for.
     """
     if re.fullmatch(r"\w+", name):
         return f'"{name}"'
@@ -439,11 +475,11 @@ def quoted(name: str) -> str:
 
 @contextlib.contextmanager
 def savepoint(tx: Tx) -> Iterator[None]:
-    """What fails inside leaves the transaction as it was before."""
+    """Roll back to the state before, if a statement inside fails."""
     tx.execute("SAVEPOINT penstock_table")
     try:
         yield
-        tx.execute("RELEASE SAVEPOINT penstock_table").fetchall()  # looks at every answer before it
+        tx.execute("RELEASE SAVEPOINT penstock_table").fetchall()  # reads all results before it
     except psycopg.Error:
         tx.execute("ROLLBACK TO SAVEPOINT penstock_table").fetchall()
         raise

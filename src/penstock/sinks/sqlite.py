@@ -1,5 +1,6 @@
-"""Records as rows of a SQLite table: one per key (or one per record), in a file of its own or in
-the caller's transaction. Not the ledger, not the broker.
+"""Records as rows of a SQLite table, one per key or one per record.
+
+They are written to a separate file, or in the transaction of the ledger's file.
 """
 
 from __future__ import annotations
@@ -30,44 +31,46 @@ from penstock.sinks.common import (
 
 _ORDER = PREFIX + "order"
 _KEY = PREFIX + "key"
-_OURS = dict.fromkeys(PROVENANCE_COLUMNS, "TEXT") | {
+_PENSTOCK_COLUMNS = dict.fromkeys(PROVENANCE_COLUMNS, "TEXT") | {
     PREFIX + "version": "INTEGER",
     PREFIX + "fetched_at": "",
     _ORDER: "INTEGER",
     REST: "TEXT",
 }
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
-_EXACT = 1 << 53  # beyond it a REAL column rounds an integer
+_MAX_EXACT = 1 << 53  # above this, a REAL column rounds an integer
 
 
 class Table:
-    """The SQL of one table, on whatever cursor it is given; every method runs inside the caller's
-    transaction.
-    """
+    """SQL of one table. Every method runs in the transaction of the given cursor."""
 
     def __init__(self, name: str, *, append: bool, max_columns: int) -> None:
         self.name, self.append, self.max_columns = name, append, max_columns
         self.notice = ""
-        self._version: int | None = None  # the schema the rest was read from; None: read it again
-        self._types: dict[str, str] = {}  # by exact name: affinity, "" for none
-        self._folded: set[bytes] = set()  # every name the table has, as SQLite compares them
-        self._managed: list[
-            str
-        ] = []  # columns that records fill: a newer row sets those it lacks to null, and no others
+        self._version: int | None = None  # version of the schema below. None to read it again.
+        self._types: dict[str, str] = {}  # exact name -> affinity, "" for none
+        self._folded: set[bytes] = set()  # all names of the table, as SQLite compares them
+        # Columns that records fill. A newer row sets missing ones to null, but no other columns.
+        self._managed: list[str] = []
         self._insert = ""
-        order = _q(_ORDER)
-        self._delete = f"DELETE FROM {_q(name)} WHERE {_q(_KEY)} = ?1 AND ifnull({order}, ?2) <= ?2"
+        order = _quoted(_ORDER)
+        self._delete = (
+            f"DELETE FROM {_quoted(name)} WHERE {_quoted(_KEY)} = ?1 AND ifnull({order}, ?2) <= ?2"
+        )
 
     def prepare(self, cursor: apsw.Cursor, *, adopt: bool) -> None:
-        """Bookkeeping, and the index that fits the mode. `adopt`: a table somebody else made may be
-        filled too. Raises ConfigError.
+        """Create the table of columns, and the index for the mode.
+
+        With `adopt`, an existing table of another application is filled too. Raise ConfigError.
         """
         cursor.execute(
-            "CREATE TABLE IF NOT EXISTS _penstock_columns (of TEXT, name TEXT, PRIMARY KEY (of, name)) WITHOUT ROWID"
+            "CREATE TABLE IF NOT EXISTS _penstock_columns "
+            "(of TEXT, name TEXT, PRIMARY KEY (of, name)) WITHOUT ROWID"
         )
         self._version = None
         kind = cursor.execute(
-            "SELECT type FROM sqlite_schema WHERE name = ?1 COLLATE NOCASE AND type IN ('table', 'view')",
+            "SELECT type FROM sqlite_schema "
+            "WHERE name = ?1 COLLATE NOCASE AND type IN ('table', 'view')",
             (self.name,),
         ).get
         if kind is None:
@@ -75,44 +78,44 @@ class Table:
         self._load(cursor)
         if kind != "table":
             raise ConfigError(
-                f"{self.name} is a view; a sink fills a table",
+                f"{self.name} is a view, but a sink needs a table",
                 hint="choose another name with ?table=",
             )
         if not adopt:
-            self._refuse_strangers()
-        self._widen(cursor, {})
+            self._refuse_other_tables()
+        self._add_columns(cursor, {})
 
     def write(self, cursor: apsw.Cursor, rows: Sequence[Row]) -> None:
-        """In order. A rolled back transaction leaves nothing behind, not even here."""
+        """Write rows in order. If the transaction is rolled back, this object does not change."""
         try:
             self._write(cursor, rows)
-        except (
-            apsw.SQLError
-        ):  # the schema moved under us (another process; our own change, rolled back)
+        # The schema changed: by another process, or by a change of this process that was rolled
+        # back.
+        except apsw.SQLError:
             self._version = None
             self._write(cursor, rows)
 
     def _write(self, cursor: apsw.Cursor, rows: Sequence[Row]) -> None:
         if self._version is None or self._version != cursor.execute("PRAGMA schema_version").get:
             self._load(cursor)
-        self._refuse_strangers()
+        self._refuse_other_tables()
         flats = [(row, flatten(row.body)) for row in rows]
         new = self._new_columns(flat for _, flat in flats if self.append or not flat.deleted)
         if new or not self._managed:
-            self._widen(cursor, new)
-            self._version = None  # until the caller commits this is only what may become true
-        for removes, some in itertools.groupby(
+            self._add_columns(cursor, new)
+            self._version = None  # the change is not valid until the caller commits
+        for removes, group in itertools.groupby(
             flats, lambda pair: pair[1].deleted and not self.append
         ):
             if removes:
-                cursor.executemany(self._delete, [(row.key, row.order) for row, _ in some])
+                cursor.executemany(self._delete, [(row.key, row.order) for row, _ in group])
             else:
-                cursor.executemany(self._insert, [self._bindings(row, flat) for row, flat in some])
+                cursor.executemany(self._insert, [self._bindings(row, flat) for row, flat in group])
 
-    def _refuse_strangers(self) -> None:
+    def _refuse_other_tables(self) -> None:
         if self._types and not self._managed:
             raise ConfigError(
-                f"the table {self.name} belongs to somebody else",
+                f"the table {self.name} belongs to another application",
                 hint="choose another name with ?table=",
             )
 
@@ -124,26 +127,28 @@ class Table:
         )
         self._types = {name: _affinity(declared) for name, declared, hidden in found if hidden == 0}
         self._folded = {_fold(name) for name, _, _ in found}
-        has_books = cursor.execute(
+        has_columns_table = cursor.execute(
             "SELECT 1 FROM sqlite_schema WHERE name = '_penstock_columns'"
         ).get
-        mine = (
+        managed_rows = (
             list(cursor.execute("SELECT name FROM _penstock_columns WHERE of = ?", (self.name,)))
-            if has_books
+            if has_columns_table
             else []
         )
-        self._managed = [name for (name,) in mine if name in self._types]
+        self._managed = [name for (name,) in managed_rows if name in self._types]
         self._prepare_insert()
         self._version = cursor.execute("PRAGMA schema_version").get
 
     def _new_columns(self, flats: Iterable[Flat]) -> dict[str, str]:
-        """Fields to add, with their type by the first value. What cannot have a column (too many,
-        same name but for case) moves to the rest.
+        """Return the columns to add, with their type by the first value.
+
+        Fields that cannot have a column move to the rest: if there are too many, or names differ
+        only by case.
         """
         managed, new, folded = set(self._managed), dict[str, str](), set(self._folded)
         undecided = set[str]()
-        ours = {_fold(name) for name in _OURS}
-        room = self.max_columns - len(folded | ours)
+        penstock_columns = {_fold(name) for name in _PENSTOCK_COLUMNS}
+        columns_left = self.max_columns - len(folded | penstock_columns)
         for flat in flats:
             for name in list(flat.fields):
                 if name in managed:
@@ -151,61 +156,79 @@ class Table:
                 value = flat.fields[name]
                 if name in new:
                     if name in undecided and value is not None:
-                        new[name] = _declared(value)
+                        new[name] = _column_type(value)
                         undecided.discard(name)
-                elif name in self._types:  # a column somebody else made, filled from now on
+                elif name in self._types:  # a column of another application, filled from now on
                     new[name] = ""
-                elif _fold(name) not in folded | ours and room > 0 and "\0" not in name:
-                    new[name] = _declared(value)
+                elif (
+                    _fold(name) not in folded | penstock_columns
+                    and columns_left > 0
+                    and "\0" not in name
+                ):
+                    new[name] = _column_type(value)
                     if value is None:
                         undecided.add(name)
                     folded.add(_fold(name))
-                    room -= 1
+                    columns_left -= 1
                 else:
                     flat.rest[name] = flat.fields.pop(name)
-                    why = f"max_columns = {self.max_columns}, or a name that differs from another by case only"
-                    self.notice = f"table {self.name}: some fields can have no column ({why}) and are kept as JSON in {REST}"
+                    self.notice = (
+                        f"table {self.name}: some fields can have no column (max_columns = "
+                        f"{self.max_columns}, or a name that differs from another by case only) "
+                        f"and are kept as JSON in {REST}"
+                    )
         return new
 
-    def _widen(self, cursor: apsw.Cursor, new: Mapping[str, str]) -> None:
-        wanted = dict(new) | _OURS
+    def _add_columns(self, cursor: apsw.Cursor, new: Mapping[str, str]) -> None:
+        wanted = dict(new) | _PENSTOCK_COLUMNS
         missing = {name: declared for name, declared in wanted.items() if name not in self._types}
         if not self._types:
-            cursor.execute(
-                f"CREATE TABLE {_q(self.name)} ({', '.join(f'{_q(name)} {declared}' for name, declared in missing.items())})"
-            )
+            columns = ", ".join(f"{_quoted(name)} {declared}" for name, declared in missing.items())
+            cursor.execute(f"CREATE TABLE {_quoted(self.name)} ({columns})")
         else:
             for name, declared in missing.items():
-                cursor.execute(f"ALTER TABLE {_q(self.name)} ADD COLUMN {_q(name)} {declared}")
+                cursor.execute(
+                    f"ALTER TABLE {_quoted(self.name)} ADD COLUMN {_quoted(name)} {declared}"
+                )
         cursor.execute(
-            "CREATE TABLE IF NOT EXISTS _penstock_columns (of TEXT, name TEXT, PRIMARY KEY (of, name)) WITHOUT ROWID"
+            "CREATE TABLE IF NOT EXISTS _penstock_columns "
+            "(of TEXT, name TEXT, PRIMARY KEY (of, name)) WITHOUT ROWID"
         )
         cursor.executemany(
             "INSERT OR IGNORE INTO _penstock_columns (of, name) VALUES (?, ?)",
             [(self.name, name) for name in wanted],
         )
-        index = _q(f"{PREFIX}{self.name}_key")
+        index = _quoted(f"{PREFIX}{self.name}_key")
         if self.append:
             cursor.execute(f"DROP INDEX IF EXISTS {index}")
         else:
             try:
                 cursor.execute(
-                    f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ON {_q(self.name)} ({_q(_KEY)})"
+                    f"CREATE UNIQUE INDEX IF NOT EXISTS {index} "
+                    f"ON {_quoted(self.name)} ({_quoted(_KEY)})"
                 )
             except apsw.ConstraintError as e:
-                hint = "it was filled with mode=append: keep that mode, or choose another ?table="
+                hint = "keep mode=append, with which it was filled, or choose another ?table="
                 raise ConfigError(
-                    f"the table {self.name} holds several rows of one key", hint=hint
+                    f"the table {self.name} has several rows of one key", hint=hint
                 ) from e
         self._load(cursor)
 
     def _prepare_insert(self) -> None:
         names = self._managed
-        self._insert = f"INSERT INTO {_q(self.name)} AS _penstock_row ({', '.join(map(_q, names))}) VALUES ({', '.join('?' * len(names))})"
+        self._insert = (
+            f"INSERT INTO {_quoted(self.name)} AS _penstock_row ({', '.join(map(_quoted, names))}) "
+            f"VALUES ({', '.join('?' * len(names))})"
+        )
         if not self.append:
-            taken = ", ".join(f"{_q(name)} = excluded.{_q(name)}" for name in names if name != _KEY)
-            order = _q(_ORDER)
-            self._insert += f" ON CONFLICT ({_q(_KEY)}) DO UPDATE SET {taken} WHERE excluded.{order} >= ifnull(_penstock_row.{order}, excluded.{order})"
+            assignments = ", ".join(
+                f"{_quoted(name)} = excluded.{_quoted(name)}" for name in names if name != _KEY
+            )
+            order = _quoted(_ORDER)
+            self._insert += (
+                f" ON CONFLICT ({_quoted(_KEY)}) DO UPDATE SET {assignments} "
+                f"WHERE excluded.{order} >= ifnull(_penstock_row.{order}, excluded.{order})"
+            )
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -221,9 +244,8 @@ class Table:
             elif isinstance(value, bool):
                 value = int(value)
             elif value is not None and name in flat.fields and _altered(value, self._types[name]):
-                rest[name] = (
-                    value  # the cell holds what SQLite makes of it; the rest, what was extracted
-                )
+                # SQLite changes the value in the cell. The rest has the extracted value.
+                rest[name] = value
             if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
                 value = str(value)
             bound[name] = value
@@ -231,22 +253,22 @@ class Table:
         return tuple(bound[name] for name in self._managed)
 
 
-def _q(name: str) -> str:
+def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
 def _fold(name: str) -> bytes:
-    return name.encode("utf-8", "surrogatepass").lower()  # bytes: ASCII only, as SQLite does
+    return name.encode("utf-8", "surrogatepass").lower()  # ASCII letters only, as in SQLite
 
 
-def _declared(value: Any) -> str:
+def _column_type(value: Any) -> str:
     if isinstance(value, int):  # bool too
         return "INTEGER" if -(1 << 63) <= value < 1 << 63 else "TEXT"
     return "" if value is None else "REAL" if isinstance(value, float) else "TEXT"
 
 
 def _affinity(declared: str) -> str:
-    """SQLite's own five rules."""
+    """Return the affinity of a declared type, by the five rules of SQLite."""
     kind = declared.upper()
     if "INT" in kind:
         return "INTEGER"
@@ -258,23 +280,23 @@ def _affinity(declared: str) -> str:
 
 
 def _altered(value: Any, affinity: str) -> bool:
-    """A numeric column turns text that looks like a number into one: "007" would come back as 7."""
+    """Return True if the column changes the value: a numeric column changes "007" to 7."""
     if affinity in ("", "TEXT"):
         return False
     if isinstance(value, str):
         return _NUMBER.fullmatch(value) is not None
     return isinstance(value, int) and (
-        abs(value) >= 1 << 63 or (affinity == "REAL" and abs(value) > _EXACT)
+        abs(value) >= 1 << 63 or (affinity == "REAL" and abs(value) > _MAX_EXACT)
     )
 
 
 class SqliteSink:
-    """Through the outbox: `open`, `write`. In the ledger's own file: `prepare_in` once, then
-    `write_in`, and the outbox is not needed.
+    """SQLite sink. Through the outbox: `open`, then `write`. In the ledger's file: `prepare_in`
+    once, then `write_in`, without the outbox.
 
-    The position lies in the target itself and moves in the transaction that writes the rows, so a
-    batch that comes again writes nothing. It is kept under an id that the ledger notes as the mark:
-    a ledger that starts anew counts from one again, and is a stranger here.
+    The position is in the target file and changes in the transaction that writes the rows. So a
+    repeated batch writes nothing. The position is stored under an id, which the ledger records as
+    the mark. A new ledger counts from 1 again, so it must not use the position of another one.
     """
 
     def __init__(
@@ -292,7 +314,7 @@ class SqliteSink:
         self._new_id = new_id
         self._db: apsw.Connection | None = None
         self._id = ""
-        self._is: os.stat_result | None = None
+        self._opened_file: os.stat_result | None = None
 
     def open(self, position: int, mark: str) -> str:
         self.close()
@@ -301,14 +323,15 @@ class SqliteSink:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._db = db = apsw.Connection(str(self.path))
             db.set_busy_timeout(5000)
-            db.execute(
-                "PRAGMA synchronous = EXTRA"
-            )  # the file's own journal mode stays; with a rollback journal only EXTRA survives a power cut
+            # The journal mode of the file is kept. With a rollback journal, only EXTRA is safe
+            # after a power failure.
+            db.execute("PRAGMA synchronous = EXTRA")
             with _transaction(db) as cursor:
                 cursor.execute(
-                    "CREATE TABLE IF NOT EXISTS _penstock_position (sink TEXT, id TEXT, n INTEGER NOT NULL, PRIMARY KEY (sink, id)) WITHOUT ROWID"
+                    "CREATE TABLE IF NOT EXISTS _penstock_position "
+                    "(sink TEXT, id TEXT, n INTEGER NOT NULL, PRIMARY KEY (sink, id)) WITHOUT ROWID"
                 )
-                reached = (
+                last_row = (
                     cursor.execute(
                         "SELECT n FROM _penstock_position WHERE sink = ? AND id = ?",
                         (self.name, mark),
@@ -316,38 +339,44 @@ class SqliteSink:
                     if mark
                     else None
                 )
-                self._id = mark if reached is not None else self._new_id()
-                if mark and reached is None:
-                    self.notice = f"{self.path} is not the database that row {position} was written to: going on from there"
-                elif reached is not None and reached < position:
-                    self.notice = f"{self.path} is older than row {position} (it has {reached}): going on from there"
-                if reached is None or reached < position:
+                self._id = mark if last_row is not None else self._new_id()
+                if mark and last_row is None:
+                    self.notice = (
+                        f"{self.path} is not the database that row {position} was written to: "
+                        "continuing after that row"
+                    )
+                elif last_row is not None and last_row < position:
+                    self.notice = (
+                        f"{self.path} is older than row {position} (its last row is {last_row}): "
+                        f"continuing after row {position}"
+                    )
+                if last_row is None or last_row < position:
                     cursor.execute(
                         "INSERT OR REPLACE INTO _penstock_position (sink, id, n) VALUES (?, ?, ?)",
                         (self.name, self._id, position),
                     )
                 self.table.prepare(cursor, adopt=True)
-            self._is = os.stat(self.path)
+            self._opened_file = os.stat(self.path)
         return self._id
 
     def write(self, rows: Sequence[Row]) -> str:
-        if self._db is None or self._is is None:
+        if self._db is None or self._opened_file is None:
             raise Reopen(f"{self.path} is not open")
         with _outages(self.path):
             try:
-                in_place = os.path.samestat(os.stat(self.path), self._is)
+                in_place = os.path.samestat(os.stat(self.path), self._opened_file)
             except FileNotFoundError:
                 in_place = False
             if not in_place:
                 raise Reopen(f"{self.path} was moved or removed")
             with _transaction(self._db) as cursor:
-                reached = cursor.execute(
+                last_row = cursor.execute(
                     "SELECT n FROM _penstock_position WHERE sink = ? AND id = ?",
                     (self.name, self._id),
                 ).get
-                if reached is None:
-                    raise Reopen(f"{self.path} forgot its position")
-                fresh = [row for row in rows if row.n > reached]
+                if last_row is None:
+                    raise Reopen(f"{self.path} has lost its position")
+                fresh = [row for row in rows if row.n > last_row]
                 if fresh:
                     self.table.write(cursor, fresh)
                     cursor.execute(
@@ -363,15 +392,14 @@ class SqliteSink:
             db.close()
 
     def prepare_in(self, cursor: apsw.Cursor) -> None:
-        """Before the first `write_in`, in a transaction of the ledger's file. Raises ConfigError:
-        the table is one of the ledger's own.
+        """Prepare the table before the first `write_in`, in a transaction of the ledger's file.
+
+        Raise ConfigError if the table is one of the ledger's own.
         """
         self.table.prepare(cursor, adopt=False)
 
     def write_in(self, cursor: apsw.Cursor, rows: Sequence[Row]) -> None:
-        """The same rows in the caller's transaction, which is what makes them one with the success
-        of their event.
-        """
+        """Write rows in the caller's transaction, together with the success of their event."""
         if rows:
             self.table.write(cursor, rows)
             self.notice = self.notice or self.table.notice
@@ -385,7 +413,7 @@ def _outages(path: Path) -> Iterator[None]:
         hint = (
             "choose another file"
             if isinstance(e, apsw.NotADBError)
-            else "check free space, permissions and who else has it open"
+            else "check free space, permissions and which other programs have it open"
         )
         raise StoreUnavailable(
             f"{path}: {type(e).__name__.removesuffix('Error')}: {e}", hint=hint
@@ -406,8 +434,9 @@ def _transaction(db: apsw.Connection) -> Iterator[apsw.Cursor]:
 
 
 def is_transactional(url: str, store_path: Path, base: Path) -> bool:
-    """The sink's table lies in the ledger's own file, so both commit at once. False for what is no
-    sqlite URL.
+    """Return True if the sink's table is in the ledger's file, so that one commit is enough.
+
+    Return False for other URLs than sqlite.
     """
     if not url.startswith("sqlite:"):
         return False
@@ -421,21 +450,24 @@ _OPTIONS = ("table", "mode", "max_columns")
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> SqliteSink:
-    """`sqlite:products.db?table=products`. Checks, and opens nothing yet. Raises ConfigError."""
+    """Open `sqlite:products.db?table=products`. Checks the options, but opens no file yet.
+
+    Raise ConfigError.
+    """
     path, given = file_url(url, options, base, scheme="sqlite", known=_OPTIONS)
     table, mode = str(given.get("table", "records")), given.get("mode", "upsert")
     if not table or "\0" in table or table.lower().startswith(("sqlite_", PREFIX)):
-        hint = f"add ?table=products; names that begin with sqlite_ or {PREFIX} are taken"
+        hint = f"add ?table=products. Names that begin with sqlite_ or {PREFIX} are reserved"
         raise ConfigError(f"sink {url!r}: {table!r} cannot be the name of its table", hint=hint)
     if mode not in ("upsert", "append"):
         raise ConfigError(
             f"sink {url!r}: mode is {mode!r}",
-            hint="upsert (one row per key, the newest) or append (one row per record)",
+            hint="use upsert (one row per key, the newest) or append (one row per record)",
         )
     return SqliteSink(
         url,
         path,
         table,
         append=mode == "append",
-        max_columns=option_max_columns(url, given, most=1990),
+        max_columns=option_max_columns(url, given, limit=1990),
     )

@@ -1,1 +1,1 @@
-"""Adapters for what tells us that something changed outside: one source, one module."""
+"""Source adapters: each reads changes of one kind of outside system and reports findings."""

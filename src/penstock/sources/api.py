@@ -1,5 +1,6 @@
-"""`api+https://…`: an event for every new or changed item of a JSON or CSV endpoint, page after
-page. How a page is read is in api_reading.
+"""`api+https://…`: an event for every new or changed item of a paged JSON or CSV endpoint.
+
+See `api_reading` for how a result page is parsed.
 """
 
 from __future__ import annotations
@@ -19,73 +20,95 @@ from penstock.model import Failure, mint
 from penstock.ports import Batch, Finding, Response
 from penstock.rules.identity import BadUrl, canonical_url, origin
 from penstock.rules.masking import mask
-from penstock.sources.api_parser import ApiError, Page, Shape, next_link
+from penstock.sources.api_parser import ApiError, ItemFormat, Page, next_link
 from penstock.sources.base import BATCH, SourceContext, options
 from penstock.sources.polling import (
-    Kept,
-    Memory,
     Polling,
+    SeenVersions,
+    StoredVersions,
     headers_of,
+    integer,
     one_of,
     pack,
-    short,
+    short_hash,
     target,
     unpack,
-    whole,
 )
 
 log = logging.getLogger("penstock.sources")
-EVERY = 300.0
+DEFAULT_INTERVAL = 300.0  # seconds between two rounds
 ACCEPT = "application/json, text/csv;q=0.9, */*;q=0.5"
 
 
 class _State(msgspec.Struct, array_like=True):
     version: int = 1
-    pages: int = 0  # of the last look: with one, its validators speak for everything
+    # Result pages of the last round. The validators are used only if there was a single page.
+    pages: int = 0
     etag: str | None = None
     modified: str | None = None
-    memory: Kept = Kept()
+    memory: StoredVersions = StoredVersions()
 
 
 class ApiSource(Polling):
     def __init__(self, spec: SourceSpec, context: SourceContext) -> None:
-        super().__init__(spec, context, every=EVERY)
+        super().__init__(spec, context, every=DEFAULT_INTERVAL)
         known: dict[str, Any] = {
-            "format": None, "items": "@", "key": None, "headers": {}, "ignore": [], "next": None, "page": None, "offset": None, "cursor": {}, "start": None,
-            "delimiter": None, "first": "all", "max_pages": 1000, "max_items": 200_000,
-        }  # fmt: skip
+            "format": None,
+            "items": "@",
+            "key": None,
+            "headers": {},
+            "ignore": [],
+            "next": None,
+            "page": None,
+            "offset": None,
+            "cursor": {},
+            "start": None,
+            "delimiter": None,
+            "first": "all",
+            "max_pages": 1000,
+            "max_items": 200_000,
+        }
         given = options(spec, known)
         self._url = target(spec, "api")
         self._headers = {"accept": ACCEPT, **headers_of(spec, given["headers"])}
         self._first: str = one_of(spec, "first", given["first"], ("all", "none"))
-        self._most_pages = whole(spec, "max_pages", given["max_pages"], 1, 100_000)
-        self._most_items = whole(spec, "max_items", given["max_items"], 1, 1_000_000)
+        self._max_pages = integer(spec, "max_pages", given["max_pages"], 1, 100_000)
+        self._max_items = integer(spec, "max_items", given["max_items"], 1, 1_000_000)
         self._paging = _Paging(spec, given)
         if not all(isinstance(path, str) and path for path in given["ignore"]):
             raise ConfigError(
                 f"source {spec.name}: ignore is {given['ignore']!r}",
-                hint='ignore = ["views", "meta.updated"]',
+                hint='for example ignore = ["views", "meta.updated"]',
             )
         if given["delimiter"] is not None and (
             not isinstance(given["delimiter"], str) or len(given["delimiter"]) != 1
         ):
             raise ConfigError(
                 f"source {spec.name}: delimiter is {given['delimiter']!r}",
-                hint='one character, such as ";"',
+                hint='use one character, such as ";"',
             )
-        self._shape = Shape(
-            spec, format=None if given["format"] is None else one_of(spec, "format", given["format"], ("json", "csv")), items=given["items"],
-            key=given["key"], ignore=given["ignore"], next=self._paging.expression, delimiter=given["delimiter"],
-        )  # fmt: skip
+        self._format = ItemFormat(
+            spec,
+            format=None
+            if given["format"] is None
+            else one_of(spec, "format", given["format"], ("json", "csv")),
+            items=given["items"],
+            key=given["key"],
+            ignore=given["ignore"],
+            next=self._paging.expression,
+            delimiter=given["delimiter"],
+        )
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        """One look at all pages. The position moves at its end; ids follow from the position, so a
-        look that was cut off is repeated, not told twice.
+        """Read all result pages once. The last batch has the cursor.
+
+        The ids depend on the cursor at the start. So an interrupted round is repeated with the same
+        ids, and reports no change twice.
         """
         state = (
             await asyncio.to_thread(unpack, cursor, _State) if cursor is not None else None
         ) or _State()
-        memory = await asyncio.to_thread(Memory, state.memory, self._most_items)
+        seen_versions = await asyncio.to_thread(SeenVersions, state.memory, self._max_items)
         silent = not state.pages and self._first == "none"
         url: str | None = self._paging.first(self._url)
         seen: set[bytes] = set()
@@ -96,17 +119,17 @@ class ApiSource(Polling):
                 response = await self._get(url, known)
             except Failure as e:
                 if e.status == 404 and pages and self._paging.counts:
-                    break  # some say so when there are no more
+                    break  # some endpoints answer 404 after the last page
                 raise
             if response.status == 304:
                 yield Batch(idle=True)
                 return
             if (body := blake2b(response.body, digest_size=8).digest()) in seen:
-                if (
-                    not self._paging.counts
-                ):  # those that count show the last page again, or ignore the parameter
+                # With page numbers or offsets this is normal: the endpoint repeats the last page,
+                # or ignores the parameter.
+                if not self._paging.counts:
                     log.warning(
-                        "source %s: %s leads to a page that was there before; the rest is not read",
+                        "source %s: %s repeats an earlier page, so reading stops there",
                         self.name,
                         mask(url),
                     )
@@ -114,7 +137,7 @@ class ApiSource(Polling):
             seen.add(body)
             page = await self._page(response, url)
             pages, items = pages + 1, items + len(page.items)
-            found = self._news(page, memory, response.url)
+            found = self._new_findings(page, seen_versions, response.url)
             for n in range(0, max(1, len(found)), BATCH):
                 yield Batch(findings=[] if silent else found[n : n + BATCH])
             if pages == 1:
@@ -123,28 +146,29 @@ class ApiSource(Polling):
                     for value in map(response.headers.get, ("etag", "last-modified"))
                 )
             following = self._paging.next(self._url, url, response, page, items)
-            if following is not None and (pages >= self._most_pages or items >= self._most_items):
+            if following is not None and (pages >= self._max_pages or items >= self._max_items):
                 log.warning(
-                    "source %s: more than %d pages or %d items; the rest is not read",
+                    "source %s: more than %d pages or %d items, so the rest is not read",
                     self.name,
-                    self._most_pages,
-                    self._most_items,
+                    self._max_pages,
+                    self._max_items,
                 )
                 break
             url = following
-        if memory.again:
+        if seen_versions.repeated:
             log.warning(
-                "source %s: %d items have a key that another had in the same look; they were passed over",
+                "source %s: skipped %d items that have the same key as another item of this round",
                 self.name,
-                memory.again,
+                seen_versions.repeated,
             )
-        new = _State(1, pages, etag, modified, memory.kept())
+        new = _State(1, pages, etag, modified, seen_versions.stored())
         packed = await asyncio.to_thread(pack, new)
         yield Batch(cursor=packed if packed != cursor else None, idle=True)
 
     async def _get(self, url: str, known: _State) -> Response:
-        """What authorises us goes to the endpoint's own origin and to no other, wherever the next
-        page lies.
+        """Request a page. The configured headers are sent only to the endpoint's own origin.
+
+        They may contain credentials, and the next page may be on another origin.
         """
         headers = self._headers if origin(url) == origin(self._url) else {"accept": ACCEPT}
         return await self.context.web.get(
@@ -154,21 +178,21 @@ class ApiSource(Polling):
     async def _page(self, response: Response, url: str) -> Page:
         try:
             return await asyncio.to_thread(
-                self._shape.page, response.body, response.headers.get("content-type")
+                self._format.page, response.body, response.headers.get("content-type")
             )
         except ApiError as e:
             raise SourceDown(
-                f"{mask(url)} is no page of items: it {e.reason}", hint=e.hint
+                f"{mask(url)} is not a page of items: it {e.reason}", hint=e.hint
             ) from None
 
-    def _news(self, page: Page, memory: Memory, base: str) -> list[Finding]:
+    def _new_findings(self, page: Page, seen_versions: SeenVersions, base: str) -> list[Finding]:
         found = []
         for item in page.items:
-            times = memory.sees(item.key, short(item.hash))
-            if times is None:
+            count = seen_versions.observe(item.key, short_hash(item.hash))
+            if count is None:
                 continue
             url = item.payload.get("url")
-            id_ = mint("api", self._url, item.key, item.hash, *([str(times)] if times else []))
+            id_ = mint("api", self._url, item.key, item.hash, *([str(count)] if count else []))
             found.append(
                 Finding(
                     id=id_,
@@ -187,80 +211,90 @@ class ApiSource(Polling):
 
 
 class _Paging:
-    """How to come from one page to the next; without options, by the Link header."""
+    """Finds the URL of the next result page. Without options it uses the Link header."""
 
     def __init__(self, spec: SourceSpec, given: dict[str, Any]) -> None:
-        ways = [name for name in ("next", "page", "offset", "cursor") if given[name]]
-        if len(ways) > 1:
+        methods = [name for name in ("next", "page", "offset", "cursor") if given[name]]
+        if len(methods) > 1:
             raise ConfigError(
-                f"source {spec.name}: {' and '.join(ways)} are two ways to find the next page",
-                hint="keep one of them",
+                f"source {spec.name}: {' and '.join(methods)} are different ways to find "
+                "the next page",
+                hint="set only one of them",
             )
-        self._way = ways[0] if ways else "link"
+        self._method = methods[0] if methods else "link"
         self._parameter: str = ""
         self.expression: str | None = given["next"]
-        if self._way == "cursor":
-            asked = given["cursor"]
-            if set(asked) != {"param", "from"} or not all(
-                isinstance(value, str) and value for value in asked.values()
+        if self._method == "cursor":
+            configured = given["cursor"]
+            if set(configured) != {"param", "from"} or not all(
+                isinstance(value, str) and value for value in configured.values()
             ):
                 raise ConfigError(
-                    f"source {spec.name}: cursor is {asked!r}",
-                    hint='cursor = {param = "after", from = "meta.next_cursor"}',
+                    f"source {spec.name}: cursor is {configured!r}",
+                    hint='for example cursor = {param = "after", from = "meta.next_cursor"}',
                 )
-            self._parameter, self.expression = asked["param"], asked["from"]
-        elif self._way in ("page", "offset"):
-            self._parameter = given[self._way]
+            self._parameter, self.expression = configured["param"], configured["from"]
+        elif self._method in ("page", "offset"):
+            self._parameter = given[self._method]
             if not isinstance(self._parameter, str):
                 raise ConfigError(
-                    f"source {spec.name}: {self._way} is {self._parameter!r}",
-                    hint=f'the name of a parameter: {self._way} = "{self._way}"',
+                    f"source {spec.name}: {self._method} is {self._parameter!r}",
+                    hint=f'set it to the name of a parameter: {self._method} = "{self._method}"',
                 )
-        default = 1 if self._way == "page" else 0
+        default = 1 if self._method == "page" else 0
         self._start = (
-            default if given["start"] is None else whole(spec, "start", given["start"], 0, 10**9)
+            default if given["start"] is None else integer(spec, "start", given["start"], 0, 10**9)
         )
 
     @property
     def counts(self) -> bool:
-        return self._way in ("page", "offset")
+        return self._method in ("page", "offset")
 
     def first(self, endpoint: str) -> str:
-        return _with(endpoint, self._parameter, str(self._start)) if self.counts else endpoint
+        return (
+            _set_parameter(endpoint, self._parameter, str(self._start)) if self.counts else endpoint
+        )
 
     def next(
         self, endpoint: str, url: str, response: Response, page: Page, items: int
     ) -> str | None:
-        """None: that was the last. Raises SourceDown for what is no address."""
-        if self._way == "page":
+        """Return the URL of the next page, or None after the last page.
+
+        Raises SourceDown if the response has an invalid URL.
+        """
+        if self._method == "page":
             number = int(dict(parse_qsl(urlsplit(url).query)).get(self._parameter, self._start))
-            return _with(endpoint, self._parameter, str(number + 1)) if page.items else None
-        if self._way == "offset":
             return (
-                _with(endpoint, self._parameter, str(self._start + items)) if page.items else None
+                _set_parameter(endpoint, self._parameter, str(number + 1)) if page.items else None
             )
-        given = next_link(response.headers) if self._way == "link" else page.next
+        if self._method == "offset":
+            return (
+                _set_parameter(endpoint, self._parameter, str(self._start + items))
+                if page.items
+                else None
+            )
+        given = next_link(response.headers) if self._method == "link" else page.next
         if given is None or given in ("", False):
             return None
         try:
-            if self._way == "cursor":
-                return _with(
+            if self._method == "cursor":
+                return _set_parameter(
                     endpoint,
                     self._parameter,
                     given if isinstance(given, str) else msgspec.json.encode(given).decode(),
                 )
             if not isinstance(given, str):
-                raise BadUrl("no text")
+                raise BadUrl("not a string")
             return canonical_url(given, response.url)
         except BadUrl as e:
             raise SourceDown(
-                f"{mask(url)} names a next page that is no address: {e.reason}",
-                hint="`next` is a JMESPath expression for its URL",
+                f"{mask(url)} has an invalid URL for the next page: {e.reason}",
+                hint="set `next` to a JMESPath expression for the URL of the next page",
             ) from None
 
 
-def _with(url: str, name: str, value: str) -> str:
-    """The URL with this parameter, in place of the one it has."""
+def _set_parameter(url: str, name: str, value: str) -> str:
+    """Return the URL with the query parameter set or replaced."""
     parts = urlsplit(url)
     query = [(n, v) for n, v in parse_qsl(parts.query, keep_blank_values=True) if n != name]
     return canonical_url(urlunsplit(parts._replace(query=urlencode([*query, (name, value)]))))

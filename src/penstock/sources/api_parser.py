@@ -1,5 +1,6 @@
-"""One page of an API as values: its items from JSON or CSV, each with its key and its version, and
-where the next page is. No network, no memory.
+"""Parses one result page of an API: its JSON or CSV items with keys and hashes, and the next page.
+
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import msgspec
 from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import PenstockError
 from penstock.rules.expressions import Expression, Unfit
-from penstock.sources.markup import Unreadable, encoding_of, unpacked
+from penstock.sources.markup import UnreadableDocument, encoding_of, gunzip
 
-MAX_BYTES = 16 << 20  # of one page, decoded
-MAX_VALUES = 2_000_000  # of one page: what is many small values takes a hundred bytes for each
+MAX_BYTES = 16 << 20  # of one result page, decoded
+MAX_VALUES = 2_000_000  # of one result page: a small value takes about a hundred bytes of memory
 _link = re.compile(
     r'<([^<>]{1,8192})>((?:\s*;\s*[\w*-]+\s*=\s*(?:"[^"]{0,1000}"|[^\s",;]{0,1000}))*)'
 )
@@ -27,15 +28,15 @@ _delimiters = ",;\t|"
 
 
 class ApiError(PenstockError):
-    """What was given is no page of items; the reason finishes the sentence "it …"."""
+    """The body is not a page of items. The reason completes the sentence "it …"."""
 
     def __init__(
         self,
         reason: str,
         *,
-        hint: str = "look at the address in a browser: it should show JSON or CSV",
+        hint: str = "open the URL in a browser: it should show JSON or CSV",
     ) -> None:
-        super().__init__(f"no page of items: it {reason}", hint=hint)
+        super().__init__(f"not a page of items: it {reason}", hint=hint)
         self.reason = reason
 
 
@@ -48,12 +49,13 @@ class Item(msgspec.Struct, frozen=True):
 
 class Page(msgspec.Struct, frozen=True):
     items: list[Item]
-    next: Any = None  # what the expression for it found
+    next: Any = None  # result of the `next` expression
 
 
-class Shape:
-    """What an endpoint's pages look like, by the source's options. Raises ConfigError for a slip in
-    an expression.
+class ItemFormat:
+    """Format of an endpoint's result pages, from the options of the source.
+
+    Raises ConfigError if an expression is invalid.
     """
 
     def __init__(
@@ -76,9 +78,9 @@ class Shape:
         self._ignore = [path.split(".") for path in ignore]
 
     def page(self, body: bytes, content_type: str | None) -> Page:
-        """Raises ApiError, and nothing else, for any bytes."""
+        """Parse a result page. Raises ApiError, and no other exception, for any bytes."""
         try:
-            body = unpacked(body, MAX_BYTES)
+            body = gunzip(body, MAX_BYTES)
             if self._is_csv(body, content_type):
                 return Page([self._item(row) for row in self._rows(body, content_type)])
             document = _json(body)
@@ -98,7 +100,7 @@ class Shape:
                 [self._item(item) for item in found],
                 self._next.search(document) if self._next is not None else None,
             )
-        except Unreadable as e:
+        except UnreadableDocument as e:
             raise ApiError(e.reason) from None
         except (Unfit, RecursionError, TypeError, ValueError) as e:
             raise ApiError(
@@ -121,10 +123,10 @@ class Shape:
         )
         head = text[:65536].lstrip().partition("\n")[0]
         if not head.strip() or head.startswith("<"):
-            raise Unreadable("is an HTML page or XML, and no CSV" if head else "is empty")
+            raise UnreadableDocument("is an HTML page or XML, not CSV" if head else "is empty")
         delimiter = self._delimiter or max(_delimiters, key=head.count)
         if text.count(delimiter) + text.count("\n") > MAX_VALUES:
-            raise Unreadable(f"has more than {MAX_VALUES} values")
+            raise UnreadableDocument(f"has more than {MAX_VALUES} values")
         try:
             rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
             return [
@@ -132,7 +134,7 @@ class Shape:
                 for row in rows
             ]
         except csv.Error as e:
-            raise Unreadable(f"is broken CSV: {e}") from None
+            raise UnreadableDocument(f"is broken CSV: {e}") from None
 
     def _item(self, item: Any) -> Item:
         payload: dict[str, Any] = (
@@ -142,10 +144,10 @@ class Shape:
             if isinstance(item, str)
             else {"value": item}
         )
-        counted = payload
+        compared = payload
         for path in self._ignore:
-            counted = _without(counted, path)
-        digest = blake2b(msgspec.json.encode(counted, order="sorted"), digest_size=16).hexdigest()
+            compared = _without(compared, path)
+        digest = blake2b(msgspec.json.encode(compared, order="sorted"), digest_size=16).hexdigest()
         if self._key is None:
             found = next(
                 (
@@ -169,7 +171,7 @@ class Shape:
 
 
 def next_link(headers: Mapping[str, str]) -> str | None:
-    """`Link: <…>; rel="next"` (RFC 8288)."""
+    """Return the URL of a `Link: <…>; rel="next"` header (RFC 8288), or None."""
     for m in _link.finditer(headers.get("link", "")[:65536]):
         rel = re.search(r';\s*rel\s*=\s*(?:"([^"]*)"|([^\s",;]+))', m[2], re.I)
         if rel and "next" in (rel[1] or rel[2] or "").lower().split():
@@ -179,9 +181,9 @@ def next_link(headers: Mapping[str, str]) -> str | None:
 
 def _json(body: bytes) -> Any:
     if not body.strip():
-        raise Unreadable("is empty")
+        raise UnreadableDocument("is empty")
     if body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_VALUES:
-        raise Unreadable(f"has more than {MAX_VALUES} values")
+        raise UnreadableDocument(f"has more than {MAX_VALUES} values")
     encoding = encoding_of(body, None)
     try:
         return msgspec.json.decode(
@@ -191,13 +193,13 @@ def _json(body: bytes) -> Any:
         )
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         html = re.match(rb"\s*<(!doctype|html)", body[:200], re.I)
-        raise Unreadable(
-            "is an HTML page" if html else f"is no JSON: {' '.join(str(e).split())[:200]}"
+        raise UnreadableDocument(
+            "is an HTML page" if html else f"is not JSON: {' '.join(str(e).split())[:200]}"
         ) from None
 
 
 def _without(value: Any, path: list[str]) -> Any:
-    """A copy without the field at this path, through lists."""
+    """Return a copy without the field at this path, in every item if the value is a list."""
     if isinstance(value, list):
         return [_without(item, path) for item in value]
     if not isinstance(value, dict) or path[0] not in value:

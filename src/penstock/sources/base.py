@@ -1,6 +1,4 @@
-"""What an `open_source` function is given, and what most sources have in common. No source is here,
-and nothing is opened.
-"""
+"""Context that `open_source` functions receive, and the base class of sources."""
 
 from __future__ import annotations
 
@@ -19,11 +17,15 @@ from penstock.config.schema import Config
 from penstock.errors import ConfigError, UsageError
 from penstock.ports import Batch, Clock, Finding, Response
 
-BATCH = 1000  # findings; what is accepted in one transaction
+BATCH = 1000  # most findings that are accepted in one transaction
 
 
 class Web(Protocol):
-    """The one way out for sources: guard, robots.txt, the host's slot, redirects hop by hop, caps."""
+    """Web access for sources.
+
+    Every request obeys the guard, robots.txt, the host's slot and size limits. Redirects are
+    followed one by one.
+    """
 
     async def get(
         self,
@@ -33,8 +35,9 @@ class Web(Protocol):
         last_modified: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """A good answer, or a 304 where a validator was given. Raises model.Failure for everything
-        else.
+        """Request a URL. Return a successful response, or a 304 if a validator was given.
+
+        Raises model.Failure in all other cases.
         """
 
 
@@ -44,11 +47,11 @@ class SourceContext:
     clock: Clock
     rng: random.Random
     web: Web
-    base: Path  # what a relative path is relative to
+    base: Path  # directory for relative paths
 
 
 class BaseSource(ABC):
-    """Defaults for what most sources have nothing to say about. Inherit, and write `read`."""
+    """Base class of sources with defaults for optional methods. A subclass must define `read`."""
 
     every: float | None = None
     served = False
@@ -63,7 +66,10 @@ class BaseSource(ABC):
         return None
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
-        """For sources whose reading has no effect outside before it is resumed after a batch."""
+        """Return the first findings of a round.
+
+        Override it if reading has an effect outside before the generator is resumed.
+        """
         rounds = self.read(cursor)
         try:
             async for batch in rounds:
@@ -74,7 +80,7 @@ class BaseSource(ABC):
             await rounds.aclose()
 
     async def place(self, to: str) -> bytes | None:
-        raise UsageError(f"source {self.name} has no position {to!r}", hint="--to start")
+        raise UsageError(f"source {self.name} has no position {to!r}", hint="use `--to start`")
 
     def describe(self, cursor: bytes | None) -> str:
         return "at the start" if cursor is None else cursor.decode("utf-8", "replace")[:100]
@@ -84,8 +90,9 @@ class BaseSource(ABC):
 
 
 def options(spec: SourceSpec, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapter's own options with their defaults; a default's type is the option's (None: any).
-    Raises ConfigError.
+    """Return the adapter's options, with defaults for those that are not set. Raises ConfigError.
+
+    A value must have the type of its default. If the default is None, any type is allowed.
     """
     for name, value in spec.options.items():
         if name not in known:
@@ -93,7 +100,7 @@ def options(spec: SourceSpec, known: Mapping[str, Any]) -> dict[str, Any]:
             hint = (
                 f"did you mean {near[0]}?"
                 if near
-                else f"it has {', '.join(known) or 'none of its own'}"
+                else f"this kind of source has {', '.join(known) or 'no options'}"
             )
             raise ConfigError(f"source {spec.name}: there is no option {name!r}", hint=hint)
         default = known[name]

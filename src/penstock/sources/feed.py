@@ -1,5 +1,6 @@
-"""`feed+https://…`: an event for every new or updated entry of an RSS, Atom or JSON feed. How feeds
-are read is in feed_reading.
+"""`feed+https://…`: an event for every new or updated entry of an RSS, Atom or JSON feed.
+
+See `feed_reading` for how a feed is parsed.
 """
 
 from __future__ import annotations
@@ -16,39 +17,50 @@ from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, SourceContext, options
 from penstock.sources.feed_parser import MAX_ENTRIES, Feed, FeedEntry, FeedError, Hints, parse
-from penstock.sources.polling import Kept, Memory, Polling, one_of, pack, short, target, unpack
+from penstock.sources.polling import (
+    Polling,
+    SeenVersions,
+    StoredVersions,
+    one_of,
+    pack,
+    short_hash,
+    target,
+    unpack,
+)
 
 __all__ = ["Feed", "FeedEntry", "FeedError", "Hints", "open_source", "parse"]
 
-EVERY = 900.0
-ROOM = (
-    2 * MAX_ENTRIES
-)  # entries that are remembered: those of the feed, and as many that are gone from it
-ACCEPT = "application/atom+xml, application/rss+xml, application/feed+json, application/rdf+xml, application/xml;q=0.9, application/json;q=0.8, */*;q=0.5"
+DEFAULT_INTERVAL = 900.0  # seconds between two rounds
+# Entries in the cursor: those of the feed, and as many that the feed no longer has.
+MAX_KNOWN_ENTRIES = 2 * MAX_ENTRIES
+ACCEPT = (
+    "application/atom+xml, application/rss+xml, application/feed+json, application/rdf+xml, "
+    "application/xml;q=0.9, application/json;q=0.8, */*;q=0.5"
+)
 
 
 class _State(msgspec.Struct, array_like=True):
     version: int
     etag: str | None
     modified: str | None
-    not_before: float  # by the feed's own hints
+    not_before: float  # earliest time of the next request, by the feed's hints
     hints: Hints
-    memory: Kept
+    memory: StoredVersions
 
 
 class FeedSource(Polling):
     def __init__(self, spec: SourceSpec, context: SourceContext) -> None:
-        super().__init__(spec, context, every=EVERY)
+        super().__init__(spec, context, every=DEFAULT_INTERVAL)
         given = options(spec, {"first": "all", "hints": True})
         self._url = target(spec, "feed")
         self._first: str = one_of(spec, "first", given["first"], ("all", "latest", "none"))
-        self._heeds: bool = given["hints"]
+        self._uses_hints: bool = given["hints"]
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         state = unpack(cursor, _State) if cursor is not None else None
         now = self.context.clock.now()
-        if state is not None and self._heeds and now < state.not_before < now + 8 * 86400:
-            self.looks_at = state.not_before
+        if state is not None and self._uses_hints and now < state.not_before < now + 8 * 86400:
+            self.due_at = state.not_before
             yield Batch(idle=True)
             return
         response = await self.context.web.get(
@@ -59,7 +71,7 @@ class FeedSource(Polling):
         )
         now = self.context.clock.now()
         if response.status == 304 and state is not None:
-            state.not_before = self._plan(state.hints, now)
+            state.not_before = self._next_due(state.hints, now)
             yield Batch(cursor=pack(state) if state.not_before else None, idle=True)
             return
         try:
@@ -67,9 +79,11 @@ class FeedSource(Polling):
                 parse, response.body, response.headers.get("content-type")
             )
         except FeedError as e:
-            raise SourceDown(f"{mask(self._url)} is no feed: it {e.reason}", hint=e.hint) from None
-        memory = Memory(state.memory if state else Kept(), ROOM)
-        found = self._news(feed, memory, response.url)
+            raise SourceDown(
+                f"{mask(self._url)} is not a feed: it {e.reason}", hint=e.hint
+            ) from None
+        seen_versions = SeenVersions(state.memory if state else StoredVersions(), MAX_KNOWN_ENTRIES)
+        found = self._new_findings(feed, seen_versions, response.url)
         if state is None and self._first != "all":
             newest = max(feed, key=lambda e: e.updated or e.published or 0.0, default=None)
             found = [
@@ -85,23 +99,30 @@ class FeedSource(Polling):
         )
         yield Batch(
             cursor=pack(
-                _State(1, etag, modified, self._plan(feed.hints, now), feed.hints, memory.kept())
+                _State(
+                    1,
+                    etag,
+                    modified,
+                    self._next_due(feed.hints, now),
+                    feed.hints,
+                    seen_versions.stored(),
+                )
             ),
             idle=True,
         )
 
-    def _news(self, feed: Feed, memory: Memory, base: str) -> list[Finding]:
-        """Oldest first, as they happened: feeds begin with the newest."""
+    def _new_findings(self, feed: Feed, seen_versions: SeenVersions, base: str) -> list[Finding]:
+        """Return new and updated entries, oldest first. A feed starts with its newest entry."""
         found = []
         for entry in reversed(feed):
             version = f"{entry.updated:.3f}" if entry.updated is not None else entry.hash
-            times = memory.sees(entry.id, short(version))
-            if times is None:
+            count = seen_versions.observe(entry.id, short_hash(version))
+            if count is None:
                 continue
             payload = {
                 name: value for name, value in msgspec.to_builtins(entry).items() if name != "hash"
             }
-            id_ = mint("feed", self._url, entry.id, version, *([str(times)] if times else []))
+            id_ = mint("feed", self._url, entry.id, version, *([str(count)] if count else []))
             found.append(
                 Finding(
                     id=id_,
@@ -114,14 +135,14 @@ class FeedSource(Polling):
             )
         return found
 
-    def _plan(self, hints: Hints, now: float) -> float:
-        """When the feed wants to be looked at again, if that is later than we would; else 0."""
-        at = hints.next_look(now, self.interval) if self._heeds else 0.0
-        self.looks_at = at if at > now + self.interval else None
-        return self.looks_at or 0.0
+    def _next_due(self, hints: Hints, now: float) -> float:
+        """Return the time that the feed requests for the next round, or 0 if `every` is later."""
+        at = hints.next_look(now, self.interval) if self._uses_hints else 0.0
+        self.due_at = at if at > now + self.interval else None
+        return self.due_at or 0.0
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
-        """A person asks: the feed's wish to be left alone for a while is not for them."""
+        """Return the next findings, without waiting for the time that the feed requests."""
         state = unpack(cursor, _State) if cursor is not None else None
         if state is not None:
             state.not_before = 0.0

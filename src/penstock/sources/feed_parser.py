@@ -1,5 +1,6 @@
-"""Feeds as values: RSS 0.9x, 1.0 and 2.0, Atom 0.3 and 1.0, JSON Feed, well-formed or not. No
-network, no clock, no memory of what was read before.
+"""Parser for RSS 0.9x, 1.0 and 2.0, Atom 0.3 and 1.0, and JSON Feed, well-formed or not.
+
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -16,23 +17,29 @@ import msgspec
 from lxml import etree
 
 from penstock.errors import PenstockError
-from penstock.sources.markup import Unreadable, mended, text_of, unpacked, when
+from penstock.sources.markup import UnreadableDocument, gunzip, parse_date, repair_entities, text_of
 
 MAX_BYTES = 16 << 20  # decoded
-MAX_LOOSE = 256 << 10  # characters of a feed that only guessing can read
-MAX_ENTRIES = 10_000  # the first ones: feeds begin with the newest
-MAX_TEXT = 4000  # characters of a summary that go along; the hash knows all of it
-MAX_NAME = 1000  # … of a title, a tag, an author
-MAX_ID = 4000
-LONGEST_HINT = 86400.0  # no feed keeps us away for longer
+MAX_LENIENT = 256 << 10  # characters of a feed that is parsed by feedparser
+MAX_ENTRIES = 10_000  # the first entries are used, because a feed starts with its newest entry
+MAX_TEXT = 4000  # characters of a summary in the payload. The hash covers the whole summary.
+MAX_NAME = 1000  # characters of a title, a tag or an author
+MAX_ID = 4000  # characters
+MAX_HINT = 86400.0  # seconds. A longer interval that a feed requests is shortened to this.
 HOUR = 3600.0
 
 _PREFIXES = {
-    "http://www.w3.org/2005/Atom": "atom", "http://purl.org/atom/ns#": "atom", "http://www.w3.org/1999/02/22-rdf-syntax-ns#": "rdf",
-    "http://purl.org/dc/elements/1.1/": "dc", "http://purl.org/dc/terms/": "dcterms", "http://purl.org/rss/1.0/modules/content/": "content",
-    "http://purl.org/rss/1.0/modules/syndication/": "sy", "http://search.yahoo.com/mrss/": "media",
-    "http://www.itunes.com/dtds/podcast-1.0.dtd": "itunes", "http://www.w3.org/1999/xhtml": "xhtml",
-}  # fmt: skip
+    "http://www.w3.org/2005/Atom": "atom",
+    "http://purl.org/atom/ns#": "atom",
+    "http://www.w3.org/1999/02/22-rdf-syntax-ns#": "rdf",
+    "http://purl.org/dc/elements/1.1/": "dc",
+    "http://purl.org/dc/terms/": "dcterms",
+    "http://purl.org/rss/1.0/modules/content/": "content",
+    "http://purl.org/rss/1.0/modules/syndication/": "sy",
+    "http://search.yahoo.com/mrss/": "media",
+    "http://www.itunes.com/dtds/podcast-1.0.dtd": "itunes",
+    "http://www.w3.org/1999/xhtml": "xhtml",
+}
 _PERIODS = {
     "hourly": HOUR,
     "daily": 86400.0,
@@ -48,22 +55,23 @@ _ending = re.compile(r"</(?:[\w-]{1,20}:)?(?:rss|feed|rdf|channel)\s{0,9}>", re.
 
 
 class FeedError(PenstockError):
-    """What was given is no feed that can be read; the reason finishes the sentence "it …"."""
+    """The document is not a readable feed. The reason completes the sentence "it …"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"no feed: it {reason}",
-            hint="look at the address in a browser: it should show RSS, Atom or JSON Feed",
+            f"not a feed: it {reason}",
+            hint="open the URL in a browser: it should show RSS, Atom or JSON Feed",
         )
         self.reason = reason
 
 
 class FeedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """`updated` and `published` in epoch seconds. A URL may still be relative to the feed's own
-    address.
+    """Entry of a feed. `updated` and `published` are epoch seconds.
+
+    A URL may be relative to the URL of the feed.
     """
 
-    id: str  # its own, else its link, else made from its content
+    id: str  # the id in the feed. If it has none, the link, or a hash of the content.
     url: str | None = None
     title: str = ""
     updated: float | None = None
@@ -76,27 +84,27 @@ class FeedEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hints(msgspec.Struct, frozen=True, array_like=True):
-    """What a feed says about when to look again."""
+    """Times that a feed requests for the next polls."""
 
-    least: float = 0.0  # seconds between two looks: ttl, or sy:updatePeriod / sy:updateFrequency
+    # Seconds between two polls: ttl, or sy:updatePeriod / sy:updateFrequency.
+    least: float = 0.0
     skip_hours: tuple[int, ...] = ()  # 0 to 23, UTC
     skip_days: tuple[int, ...] = ()  # 0 is Monday
 
     def next_look(self, now: float, every: float) -> float:
-        """The first moment that is far enough away and in no hour and on no day to be skipped."""
-        at = now + max(every, min(self.least, LONGEST_HINT))
+        """Return the first time after the interval that is not in an hour or day to be skipped."""
+        at = now + max(every, min(self.least, MAX_HINT))
         for _ in range(7 * 24):
             moment = datetime.fromtimestamp(at, UTC)
             if moment.hour not in self.skip_hours and moment.weekday() not in self.skip_days:
                 return at
             at = (at // HOUR + 1) * HOUR
-        return now + max(
-            every, min(self.least, LONGEST_HINT)
-        )  # every hour of the week is to be skipped: it cannot mean that
+        # The hints would skip every hour of the week, so they are ignored.
+        return now + max(every, min(self.least, MAX_HINT))
 
 
 class Feed(list[FeedEntry]):
-    """The entries in their order, and what the feed says of itself."""
+    """Entries in the order of the feed, with the title and hints of the feed."""
 
     def __init__(
         self,
@@ -111,14 +119,14 @@ class Feed(list[FeedEntry]):
 
 
 def parse(body: bytes, content_type: str | None) -> Feed:
-    """Raises FeedError, and nothing else, for any bytes."""
+    """Parse a feed. Raises FeedError, and no other exception, for any bytes."""
     try:
-        text = text_of(unpacked(body, MAX_BYTES), content_type, MAX_BYTES)
+        text = text_of(gunzip(body, MAX_BYTES), content_type, MAX_BYTES)
         start = text.lstrip()[:1]
         if not start:
-            raise Unreadable("is empty")
+            raise UnreadableDocument("is empty")
         return _json(text) if start in "{[" else _xml(text)
-    except Unreadable as e:
+    except UnreadableDocument as e:
         raise FeedError(e.reason) from None
 
 
@@ -129,7 +137,7 @@ def _xml(text: str) -> Feed:
     root = _tree(text)
     name = _local(root)
     if name == "html":
-        raise Unreadable("is an HTML page")
+        raise UnreadableDocument("is an HTML page")
     atom = name == "feed"
     head = (
         root
@@ -138,15 +146,15 @@ def _xml(text: str) -> Feed:
     )
     wanted = "entry" if atom else "item"
     items = [e for place in dict.fromkeys((head, root)) for e in place if _local(e) == wanted]
-    if not items and (found := _loosely(text)):
-        return Feed(iter(_apart(iter(found))), kind="rss")
+    if not items and (found := _parse_leniently(text)):
+        return Feed(iter(_with_unique_ids(iter(found))), kind="rss")
     if name not in ("feed", "rss", "rdf", "channel") and not items:
-        raise Unreadable(f"begins with <{name[:40]}>, which is neither RSS nor Atom")
+        raise UnreadableDocument(f"begins with <{name[:40]}>, which is neither RSS nor Atom")
     about = _fields(head, atom)
     entries = (_atom_entry(e) if atom else _rss_item(e) for e in items[:MAX_ENTRIES])
     kind = "atom" if atom else "rdf" if name == "rdf" else "rss"
     return Feed(
-        iter(_apart(entries)),
+        iter(_with_unique_ids(entries)),
         kind=kind,
         title=_first(about, "title")[:MAX_NAME],
         hints=_hints(about),
@@ -154,28 +162,26 @@ def _xml(text: str) -> Feed:
 
 
 def _tree(text: str) -> Any:
-    """Strictly first. What is ill-formed is mended where that is safe to do, then read as far as it
-    makes sense.
-    """
+    """Parse XML strictly. If that fails, repair entities and parse with error recovery."""
     try:
         return etree.fromstring(text.encode("utf-8", "replace"), _parser(False))
     except (etree.XMLSyntaxError, ValueError):
         pass
     begin = _beginning.search(text[:65536])
     if begin is None:
-        raise Unreadable(
+        raise UnreadableDocument(
             "is an HTML page"
             if re.search(r"<(?:html|head|body)\b", text[:4096], re.I)
-            else "is no XML"
+            else "is not XML"
         )
-    whole = re.sub(r"^<\?xml[^>]{0,300}\?>\s*", "", mended(text[begin.start() :]))
+    repaired = re.sub(r"^<\?xml[^>]{0,300}\?>\s*", "", repair_entities(text[begin.start() :]))
     parser = _parser(True)
     try:
-        root = etree.fromstring(whole.encode("utf-8", "replace"), parser)
+        root = etree.fromstring(repaired.encode("utf-8", "replace"), parser)
     except (etree.XMLSyntaxError, ValueError) as e:
-        raise Unreadable(f"is no XML: {' '.join(str(e).split())[:200]}") from None
+        raise UnreadableDocument(f"is not XML: {' '.join(str(e).split())[:200]}") from None
     if root is None:
-        raise Unreadable("is no XML")
+        raise UnreadableDocument("is not XML")
     if deep := next(
         (
             e
@@ -184,16 +190,20 @@ def _tree(text: str) -> Any:
         ),
         None,
     ):
-        raise Unreadable(
-            f"is nested too deeply, or has a text that is too long ({' '.join(deep.message.split())[:100]})"
+        raise UnreadableDocument(
+            "is nested too deeply, or has a text that is too long "
+            f"({' '.join(deep.message.split())[:100]})"
         )
-    if not _ending.search(whole[-4096:]):
+    if not _ending.search(repaired[-4096:]):
         _drop_last(root)
     return root
 
 
 def _drop_last(root: Any) -> None:
-    """A feed that was cut off ends in half an entry, which would pass for a changed one."""
+    """Remove the last entry of a feed that was cut off.
+
+    The entry is incomplete, and would look like a changed entry.
+    """
     place = root
     while len(place):
         place = place[-1]
@@ -203,39 +213,57 @@ def _drop_last(root: Any) -> None:
 
 
 def _parser(recover: bool) -> Any:
-    """UTF-8 whatever the document declares: it was decoded already. Deeper than 256 is an error by
-    libxml2's own limit.
+    """Return a parser for UTF-8. A declared encoding is ignored, because the text was decoded.
+
+    More than 256 levels are an error, by libxml2's own limit.
     """
     return etree.XMLParser(
-        encoding="utf-8", recover=recover, resolve_entities=False, load_dtd=False, no_network=True, huge_tree=False, remove_comments=True, remove_pis=True
-    )  # fmt: skip
+        encoding="utf-8",
+        recover=recover,
+        resolve_entities=False,
+        load_dtd=False,
+        no_network=True,
+        huge_tree=False,
+        remove_comments=True,
+        remove_pis=True,
+    )
 
 
-def _loosely(text: str) -> list[FeedEntry]:
-    """For what is no XML even with good will: feedparser reads feeds as browsers read pages. It
-    takes its time, so only what is short.
+def _parse_leniently(text: str) -> list[FeedEntry]:
+    """Parse a feed that lxml cannot repair with feedparser, which is lenient like a browser.
+
+    feedparser is slow, so only short feeds are parsed. Return an empty list for other texts.
     """
-    if len(text) > MAX_LOOSE or not re.search(r"<(?:item|entry)\b", text, re.I):
+    if len(text) > MAX_LENIENT or not re.search(r"<(?:item|entry)\b", text, re.I):
         return []
-    import feedparser  # here: it is slow to import, and hardly ever needed
+    import feedparser  # imported here because it is slow to import and rarely needed
 
-    try:  # a stream, and never a string: that it would take for an address, and open it
+    # Always pass a stream: feedparser would take a string for a URL or path and open it.
+    try:
         found = feedparser.parse(
             io.BytesIO(text.encode("utf-8", "replace")),
             response_headers={"content-type": "text/xml; charset=utf-8"},
             **_PLAIN,
         )
-    except Exception as e:  # it has been seen to raise anything
-        raise Unreadable(
-            f"is no XML, and no feed that can be guessed at ({type(e).__name__})"
+    except Exception as e:  # feedparser raises many kinds of exceptions
+        raise UnreadableDocument(
+            f"is not XML, and feedparser cannot parse it ({type(e).__name__})"
         ) from None
     return [
         _entry(
-            id_=_word(e, "id"), url=_word(e, "link") or None, title=_word(e, "title"), updated=_word(e, "updated"), published=_word(e, "published"),
-            summary=_word(e, "summary"), content="", author=_word(e, "author"), tags=[], enclosures=[],
+            id_=_string(e, "id"),
+            url=_string(e, "link") or None,
+            title=_string(e, "title"),
+            updated=_string(e, "updated"),
+            published=_string(e, "published"),
+            summary=_string(e, "summary"),
+            content="",
+            author=_string(e, "author"),
+            tags=[],
+            enclosures=[],
         )
         for e in found.get("entries", ())[:MAX_ENTRIES]
-    ]  # fmt: skip
+    ]
 
 
 def _local(element: Any) -> str:
@@ -244,8 +272,9 @@ def _local(element: Any) -> str:
 
 
 def _fields(element: Any, atom: bool) -> dict[str, list[Any]]:
-    """Children by name: plain for the format's own, `dc:date` for the modules we know, whatever
-    prefix they came with.
+    """Return child elements by name.
+
+    Elements of known modules get a fixed prefix, as in `dc:date`, even if the feed uses another.
     """
     found: dict[str, list[Any]] = {}
     for child in element:
@@ -266,7 +295,7 @@ def _text(element: Any) -> str:
 
 
 def _first(fields: dict[str, list[Any]], *names: str) -> str:
-    """The first of these that says something."""
+    """Return the text of the first of these fields that is not empty."""
     return next(
         (text for name in names for element in fields.get(name, ()) if (text := _text(element))), ""
     )
@@ -275,7 +304,7 @@ def _first(fields: dict[str, list[Any]], *names: str) -> str:
 def _atom_entry(element: Any) -> FeedEntry:
     f = _fields(element, True)
     links = [
-        (e.get("rel", "alternate").lower(), e.get("type", ""), _joined(e, e.get("href", "")))
+        (e.get("rel", "alternate").lower(), e.get("type", ""), _absolute(e, e.get("href", "")))
         for e in f.get("link", ())
         if e.get("href")
     ]
@@ -285,14 +314,22 @@ def _atom_entry(element: Any) -> FeedEntry:
         if rel == "alternate" and kind in ("", "text/html", "application/xhtml+xml")
     ]
     others = [url for rel, _, url in links if rel == "alternate"] + [
-        _joined(e, e.get("src")) for e in f.get("content", ()) if e.get("src")
+        _absolute(e, e.get("src")) for e in f.get("content", ()) if e.get("src")
     ]
     return _entry(
-        id_=_first(f, "id"), url=next(iter(pages + others), None), title=_first(f, "title"), updated=_first(f, "updated", "modified"),
-        published=_first(f, "published", "issued", "created"), summary=_first(f, "summary"), content=_first(f, "content"),
-        author=next((_first(_fields(e, True), "name") or _text(e) for e in f.get("author", ())), ""),
-        tags=[e.get("term") or e.get("label") or _text(e) for e in f.get("category", ())], enclosures=[url for rel, _, url in links if rel == "enclosure"],
-    )  # fmt: skip
+        id_=_first(f, "id"),
+        url=next(iter(pages + others), None),
+        title=_first(f, "title"),
+        updated=_first(f, "updated", "modified"),
+        published=_first(f, "published", "issued", "created"),
+        summary=_first(f, "summary"),
+        content=_first(f, "content"),
+        author=next(
+            (_first(_fields(e, True), "name") or _text(e) for e in f.get("author", ())), ""
+        ),
+        tags=[e.get("term") or e.get("label") or _text(e) for e in f.get("category", ())],
+        enclosures=[url for rel, _, url in links if rel == "enclosure"],
+    )
 
 
 def _rss_item(element: Any) -> FeedEntry:
@@ -304,7 +341,7 @@ def _rss_item(element: Any) -> FeedEntry:
         for e in (*f.get("link", ()), *f.get("atom:link", ()))
         if e.get("rel", "alternate") == "alternate"
     ]
-    url = next((_joined(e, link) for link, e in links if link), None)
+    url = next((_absolute(e, link) for link, e in links if link), None)
     if (
         url is None
         and guid is not None
@@ -314,17 +351,23 @@ def _rss_item(element: Any) -> FeedEntry:
         url = id_
     about = element.get("{http://www.w3.org/1999/02/22-rdf-syntax-ns#}about", "")
     return _entry(
-        id_=id_ or _first(f, "atom:id") or about, url=url or (about if re.match(r"https?://", about) else None), title=_first(f, "title", "dc:title"),
-        updated=_first(f, "atom:updated", "dcterms:modified"), published=_first(f, "pubdate", "dc:date", "dcterms:created", "dcterms:issued"),
-        summary=_first(f, "description", "dc:description", "itunes:summary"), content=_first(f, "content:encoded"),
-        author=_first(f, "author", "dc:creator", "itunes:author"), tags=[_text(e) for e in (*f.get("category", ()), *f.get("dc:subject", ()))],
-        enclosures=[_joined(e, e.get("url")) for e in f.get("enclosure", ()) if e.get("url")],
-    )  # fmt: skip
+        id_=id_ or _first(f, "atom:id") or about,
+        url=url or (about if re.match(r"https?://", about) else None),
+        title=_first(f, "title", "dc:title"),
+        updated=_first(f, "atom:updated", "dcterms:modified"),
+        published=_first(f, "pubdate", "dc:date", "dcterms:created", "dcterms:issued"),
+        summary=_first(f, "description", "dc:description", "itunes:summary"),
+        content=_first(f, "content:encoded"),
+        author=_first(f, "author", "dc:creator", "itunes:author"),
+        tags=[_text(e) for e in (*f.get("category", ()), *f.get("dc:subject", ()))],
+        enclosures=[_absolute(e, e.get("url")) for e in f.get("enclosure", ()) if e.get("url")],
+    )
 
 
-def _joined(element: Any, url: str) -> str:
-    """Against every xml:base above it; what is still relative then is relative to the feed's
-    address.
+def _absolute(element: Any, url: str) -> str:
+    """Resolve a URL against every xml:base above its element.
+
+    If the result is still relative, it is relative to the URL of the feed.
     """
     url, place = url.strip(), element
     while place is not None and not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url):
@@ -369,16 +412,18 @@ def _json(text: str) -> Feed:
     try:
         found = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
-        raise Unreadable(f"is no JSON: {' '.join(str(e).split())[:200]}") from None
+        raise UnreadableDocument(f"is not JSON: {' '.join(str(e).split())[:200]}") from None
     items = found.get("items") if isinstance(found, dict) else None
     if (
         not isinstance(items, list)
         or not isinstance(version := found.get("version"), str)
         or "jsonfeed.org" not in version
     ):
-        raise Unreadable("is JSON, but no JSON Feed")
+        raise UnreadableDocument("is JSON, but not a JSON Feed")
     entries = (_json_item(item) for item in items[:MAX_ENTRIES] if isinstance(item, dict))
-    return Feed(iter(_apart(entries)), kind="json", title=_word(found, "title")[:MAX_NAME])
+    return Feed(
+        iter(_with_unique_ids(entries)), kind="json", title=_string(found, "title")[:MAX_NAME]
+    )
 
 
 def _json_item(item: dict[str, Any]) -> FeedEntry:
@@ -386,15 +431,24 @@ def _json_item(item: dict[str, Any]) -> FeedEntry:
     tags = item.get("tags") if isinstance(item.get("tags"), list) else []
     attachments = item.get("attachments") if isinstance(item.get("attachments"), list) else []
     return _entry(
-        id_=_word(item, "id"), url=_word(item, "url") or _word(item, "external_url") or None, title=_word(item, "title"),
-        updated=_word(item, "date_modified"), published=_word(item, "date_published"), summary=_word(item, "summary"),
-        content=_word(item, "content_text") or _word(item, "content_html"),
-        author=next((_word(a, "name") for a in authors or () if isinstance(a, dict)), ""), tags=[t for t in tags or () if isinstance(t, str)],
-        enclosures=[_word(a, "url") for a in attachments or () if isinstance(a, dict) and _word(a, "url")],
-    )  # fmt: skip
+        id_=_string(item, "id"),
+        url=_string(item, "url") or _string(item, "external_url") or None,
+        title=_string(item, "title"),
+        updated=_string(item, "date_modified"),
+        published=_string(item, "date_published"),
+        summary=_string(item, "summary"),
+        content=_string(item, "content_text") or _string(item, "content_html"),
+        author=next((_string(a, "name") for a in authors or () if isinstance(a, dict)), ""),
+        tags=[t for t in tags or () if isinstance(t, str)],
+        enclosures=[
+            _string(a, "url")
+            for a in attachments or ()
+            if isinstance(a, dict) and _string(a, "url")
+        ],
+    )
 
 
-def _word(table: dict[str, Any], name: str) -> str:
+def _string(table: dict[str, Any], name: str) -> str:
     value = table.get(name)
     return (
         value.strip()
@@ -427,26 +481,34 @@ def _entry(
         digest.update(len(raw).to_bytes(8, "big") + raw)
     url = url.strip() if url else None
     return FeedEntry(
-        id=(id_ or url or f"content:{digest.hexdigest()}")[:MAX_ID], url=url or None, title=" ".join(title.split())[:MAX_NAME], updated=when(updated),
-        published=when(published), summary=(summary or content)[:MAX_TEXT], author=" ".join(author.split())[:MAX_NAME],
-        tags=tuple(t.strip()[:MAX_NAME] for t in tags if t and t.strip())[:50], enclosures=tuple(enclosures[:20]), hash=digest.hexdigest(),
-    )  # fmt: skip
+        id=(id_ or url or f"content:{digest.hexdigest()}")[:MAX_ID],
+        url=url or None,
+        title=" ".join(title.split())[:MAX_NAME],
+        updated=parse_date(updated),
+        published=parse_date(published),
+        summary=(summary or content)[:MAX_TEXT],
+        author=" ".join(author.split())[:MAX_NAME],
+        tags=tuple(t.strip()[:MAX_NAME] for t in tags if t and t.strip())[:50],
+        enclosures=tuple(enclosures[:20]),
+        hash=digest.hexdigest(),
+    )
 
 
-def _apart(entries: Iterator[FeedEntry]) -> list[FeedEntry]:
-    """Feeds that give all their entries the same id mean the link by it; an entry that is there
-    twice is there once.
+def _with_unique_ids(entries: Iterator[FeedEntry]) -> list[FeedEntry]:
+    """Make the ids of entries unique, and remove repeated entries.
+
+    If entries with different links have the same id, the link is added to the id.
     """
     found = list(entries)
     links: dict[str, set[str | None]] = {}
     for e in found:
         links.setdefault(e.id, set()).add(e.url)
-    kept: dict[str, FeedEntry] = {}
+    unique: dict[str, FeedEntry] = {}
     for e in found:
         entry = (
             e
             if len(links[e.id]) == 1
             else msgspec.structs.replace(e, id=f"{e.id} {e.url or e.hash}")
         )
-        kept.setdefault(entry.id, entry)
-    return list(kept.values())
+        unique.setdefault(entry.id, entry)
+    return list(unique.values())

@@ -1,5 +1,6 @@
-"""Bytes that claim to be XML, made safe before any parser sees them: one decoding, no DTD, caps;
-and the dates they hold. Knows no feed and no sitemap.
+"""Preparation of untrusted XML for a parser: decompress, decode, reject DTDs, apply size limits.
+
+Also parses the dates of feeds and sitemaps.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from html.entities import html5
 
 from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder
 
-MAX_MENDED = 200_000  # ampersands that are looked at in an ill-formed document
-MAX_TAGS = (
-    500_000  # a tree takes a hundred bytes for each; an honest document of this size does not exist
-)
-_LAYERS = 2  # of gzip: some servers compress what is compressed
+MAX_REPAIRED = 200_000  # most ampersands of an ill-formed document that is repaired
+# A tree takes about a hundred bytes for each tag. Real documents have fewer tags.
+MAX_TAGS = 500_000
+_MAX_GZIP_LAYERS = 2  # some servers compress a file that is already compressed
 _HEAD = 1024
 
 _BOMS = (
@@ -26,16 +26,19 @@ _BOMS = (
     (b"\xff\xfe", "utf-16-le"),
     (b"\xfe\xff", "utf-16-be"),
 )
-_SHAPES = (
+_WIDE_STARTS = (
     (b"<\0\0\0", "utf-32-le"),
     (b"\0\0\0<", "utf-32-be"),
     (b"<\0", "utf-16-le"),
     (b"\0<", "utf-16-be"),
 )
-# Not utf-7, ebcdic and whatever else Python can decode: nobody publishes in it, but it hides markup
-# from whoever looks at bytes.
-_KNOWN = re.compile(r"utf-8|ascii|utf-16(-[lb]e)?|utf-32(-[lb]e)?|iso8859-\d+|cp125\d|cp866|cp874|cp932|cp949|koi8-[rtu]|gb2312|gbk|gb18030|big5(hkscs)?|"
-                    r"euc_jp|euc_kr|shift_jis|iso2022_jp\w*|mac-roman|mac-cyrillic|tis-620")  # fmt: skip
+# Python can decode more, such as UTF-7 and EBCDIC. Sites do not publish in them, and they can hide
+# markup from checks that look at the bytes.
+_KNOWN = re.compile(
+    r"utf-8|ascii|utf-16(-[lb]e)?|utf-32(-[lb]e)?|iso8859-\d+|cp125\d|cp866|cp874|cp932|cp949|"
+    r"koi8-[rtu]|gb2312|gbk|gb18030|big5(hkscs)?|"
+    r"euc_jp|euc_kr|shift_jis|iso2022_jp\w*|mac-roman|mac-cyrillic|tis-620"
+)
 _charset = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.I).search
 _declared = re.compile(
     rb"<\?xml[^>]{0,200}?encoding\s{0,9}=\s{0,9}[\"']([\w.:-]{1,40})[\"']", re.I
@@ -50,19 +53,20 @@ _entity = re.compile(
 )
 
 
-class Unreadable(Exception):
-    """No document that we read; the reason finishes the sentence "it …"."""
+class UnreadableDocument(Exception):
+    """The document cannot be parsed. The reason completes the sentence "it …"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
 
 
-def unpacked(body: bytes, limit: int) -> bytes:
-    """The same without gzip, if it is that by its first bytes (whatever its name and type say).
-    Raises Unreadable.
+def gunzip(body: bytes, limit: int) -> bytes:
+    """Decompress a body if its first bytes are those of gzip. Its name and type are ignored.
+
+    Raises UnreadableDocument if it is broken or larger than `limit`.
     """
-    for _ in range(_LAYERS):
+    for _ in range(_MAX_GZIP_LAYERS):
         if body[:2] != b"\x1f\x8b":
             break
         decoder = Decoder(("gzip",), limit)
@@ -70,38 +74,41 @@ def unpacked(body: bytes, limit: int) -> bytes:
             decoder.feed(body)
             body = decoder.finish()
         except DecodedTooLarge:
-            raise Unreadable(f"has more than {limit} bytes when it is unpacked") from None
+            raise UnreadableDocument(
+                f"has more than {limit} bytes when it is decompressed"
+            ) from None
         except BrokenCoding as e:
-            raise Unreadable(f"is broken gzip: {e}") from None
+            raise UnreadableDocument(f"is broken gzip: {e}") from None
     if body[:2] == b"\x1f\x8b":
-        raise Unreadable(f"is packed more than {_LAYERS} times")
+        raise UnreadableDocument(f"is compressed more than {_MAX_GZIP_LAYERS} times")
     if len(body) > limit:
-        raise Unreadable(f"has {len(body)} bytes, of at most {limit}")
+        raise UnreadableDocument(f"has {len(body)} bytes, of at most {limit}")
     return body
 
 
 def encoding_of(body: bytes, content_type: str | None) -> str:
-    """A byte order mark, UTF-16 and UTF-32 by their shape; else what is valid UTF-8 is UTF-8,
-    whatever it claims; else its claim; else Windows-1252.
+    """Return the encoding of a document.
+
+    In this order: a byte order mark, UTF-16 or UTF-32 by the first bytes, UTF-8 if the bytes are
+    valid UTF-8, the declared encoding, Windows-1252.
     """
-    for mark, name in (*_BOMS, *_SHAPES):
+    for mark, name in (*_BOMS, *_WIDE_STARTS):
         if body.startswith(mark):
             return name
     in_header, in_document = _charset(content_type or ""), _declared(body[:_HEAD])
-    claims = [
+    declared_names = [
         _codec(in_header[1]) if in_header else None,
         _codec(in_document[1].decode()) if in_document else None,
     ]
-    stateful = [
-        name for name in claims if name and name.startswith("iso2022")
-    ]  # looks like ASCII, and is not
+    # ISO 2022 bytes are also valid ASCII and UTF-8, so it is tried first.
+    stateful = [name for name in declared_names if name and name.startswith("iso2022")]
     for name in (
         *stateful,
         "utf-8",
-        *(name for name in claims if name and name.startswith("utf-") is False),
+        *(name for name in declared_names if name and name.startswith("utf-") is False),
     ):
         if name == "iso8859-1":
-            break  # on the web that means Windows-1252
+            break  # on the web, ISO 8859-1 means Windows-1252
         try:
             codecs.decode(body, name, "strict")
         except (UnicodeError, ValueError):
@@ -110,36 +117,43 @@ def encoding_of(body: bytes, content_type: str | None) -> str:
     return "cp1252"
 
 
-def _codec(claim: str) -> str | None:
+def _codec(declared: str) -> str | None:
     try:
-        name = codecs.lookup(claim).name
+        name = codecs.lookup(declared).name
     except (LookupError, ValueError):
         return None
     return name if _KNOWN.fullmatch(name) else None
 
 
 def text_of(body: bytes, content_type: str | None, limit: int) -> str:
-    """Decoded, without what XML cannot hold, and surely without a DTD. Raises Unreadable."""
+    """Decode a document and remove characters that XML does not allow.
+
+    Raises UnreadableDocument if it is too large or has a DTD.
+    """
     if len(body) > limit:
-        raise Unreadable(f"has {len(body)} bytes, of at most {limit}")
+        raise UnreadableDocument(f"has {len(body)} bytes, of at most {limit}")
     text = without_controls(
         codecs.decode(body, encoding_of(body, content_type), "replace").lstrip("\ufeff")
     )
     if (tags := text.count("<")) > MAX_TAGS:
-        raise Unreadable(f"has {tags} tags, of at most {MAX_TAGS}")
-    refuse_dtd(text)  # after the controls are gone: a NUL inside the word would hide it
+        raise UnreadableDocument(f"has {tags} tags, of at most {MAX_TAGS}")
+    # After control characters are removed: a NUL inside `<!DOCTYPE` would hide it.
+    reject_dtd(text)
     return text
 
 
 def without_controls(text: str) -> str:
-    """Without the characters that XML cannot hold."""
+    """Remove characters that XML does not allow."""
     return _unprintable.sub("", text) if _unprintable.search(text) else text
 
 
-def mended(text: str) -> str:
-    """`&nbsp;` is known to HTML only, `AT&T` to nobody; XML parsers end at both. Raises Unreadable."""
-    if text.count("&") > MAX_MENDED:
-        raise Unreadable(f"is ill-formed, and has more than {MAX_MENDED} entities")
+def repair_entities(text: str) -> str:
+    """Replace HTML entities such as `&nbsp;` and escape bare ampersands such as in `AT&T`.
+
+    XML parsers fail at both. Raises UnreadableDocument if there are too many.
+    """
+    if text.count("&") > MAX_REPAIRED:
+        raise UnreadableDocument(f"is ill-formed, and has more than {MAX_REPAIRED} entities")
     return _entity.sub(_character, text)
 
 
@@ -148,28 +162,30 @@ def _character(m: re.Match[str]) -> str:
     return known if known is not None and known not in "<>&" else "&amp;" + m[0][1:]
 
 
-def refuse_dtd(text: str) -> None:
-    """`<!DOCTYPE`, `<!ENTITY` and their kin anywhere but inside CDATA, comments and instructions,
-    where they are words. Linear. Raises Unreadable.
+def reject_dtd(text: str) -> None:
+    """Raise UnreadableDocument if the text has `<!DOCTYPE`, `<!ENTITY` or a similar declaration.
+
+    Inside CDATA, comments and processing instructions they are plain text. Takes linear time.
     """
     at = 0
     while found := _special.search(text, at):
         start = found[0]
         if start not in _ENDS:
             html = re.match(r"<!doctype\s+html", text[found.start() : found.start() + 32], re.I)
-            raise Unreadable(
+            raise UnreadableDocument(
                 "is an HTML page"
                 if html
-                else "has a document type declaration (DTD), and none is read"
+                else "has a document type declaration (DTD), which is not allowed"
             )
         at = text.find(_ENDS[start], found.end())
         if at < 0:
             return
 
 
-def when(text: str | None) -> float | None:
-    """Epoch seconds of an RFC 3339 or RFC 822 date, UTC where it names no zone. Never a guess: what
-    is no whole date is None.
+def parse_date(text: str | None) -> float | None:
+    """Return the epoch seconds of an RFC 3339 or RFC 822 date, in UTC if it has no time zone.
+
+    Return None if the text is not a complete date. A year alone, or a year and month, is allowed.
     """
     if not text or not 4 <= len(text := " ".join(text.split())) <= 64:
         return None

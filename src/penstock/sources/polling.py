@@ -1,6 +1,4 @@
-"""What sources that look again and again have in common: a bounded memory of what they saw, its
-bytes, and options that hold secrets. No source is here.
-"""
+"""Common parts of polling sources: the versions they have seen, their cursor, and their options."""
 
 from __future__ import annotations
 
@@ -18,15 +16,18 @@ from penstock.errors import ConfigError, UsageError
 from penstock.rules.identity import BadUrl, canonical_url
 from penstock.sources.base import BaseSource, SourceContext
 
-LEFT = 50_000  # versions that are remembered after they were left; twelve bytes each
-MAX_STATE = 256 << 20  # bytes of an unpacked state
+MAX_PAST_VERSIONS = 50_000  # replaced versions in the cursor, twelve bytes each
+MAX_STATE = 256 << 20  # bytes of a decompressed state
 S = TypeVar("S")
 
 
 class Polling(BaseSource):
-    """Ends every round by returning. `looks_at` is set where the outside said when to look again."""
+    """Source whose `read` returns at the end of each round.
 
-    looks_at: float | None = None
+    `due_at` is set if the server has requested a later time for the next round.
+    """
+
+    due_at: float | None = None
 
     def __init__(self, spec: SourceSpec, context: SourceContext, *, every: float) -> None:
         super().__init__(spec, context)
@@ -34,13 +35,13 @@ class Polling(BaseSource):
         self.every = self.interval
 
     def due(self, now: float) -> float | None:
-        return self.looks_at if self.looks_at is not None and self.looks_at > now else None
+        return self.due_at if self.due_at is not None and self.due_at > now else None
 
     async def place(self, to: str) -> bytes | None:
-        """`now`: as if everything that is there had been told already."""
+        """Return the cursor for `now`, as if every current item had been reported already."""
         if to != "now":
             raise UsageError(
-                f"source {self.name} has no position {to!r}", hint="--to start, or --to now"
+                f"source {self.name} has no position {to!r}", hint="use `--to start` or `--to now`"
             )
         cursor = None
         async for batch in self.read(None):
@@ -48,11 +49,14 @@ class Polling(BaseSource):
         return cursor
 
 
-# -- the memory ------------------------------------------------------------------------------------
+# -- versions --------------------------------------------------------------------------------------
 
 
-def short(*parts: str | bytes) -> bytes:
-    """Eight bytes: among a million keys, two of them are alike once in thirty million times."""
+def short_hash(*parts: str | bytes) -> bytes:
+    """Return a hash of eight bytes.
+
+    Among a million keys, the chance that two have the same hash is 1 in 30 million.
+    """
     digest = blake2b(digest_size=8)
     for part in parts:
         raw = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
@@ -60,76 +64,82 @@ def short(*parts: str | bytes) -> bytes:
     return digest.digest()
 
 
-class Kept(msgspec.Struct, array_like=True, frozen=True):
-    """A memory at rest."""
+class StoredVersions(msgspec.Struct, array_like=True, frozen=True):
+    """Seen versions in the format of a cursor."""
 
-    known: bytes = b""  # 8 bytes key, 8 bytes version; the longest unseen first
-    left: bytes = b""
+    known: bytes = b""  # 8 bytes key, 8 bytes version, ordered by when the key was last seen
+    left: bytes = b""  # replaced versions
 
 
-class Left:
-    """Which versions of which keys were left behind, and how often; the last so many.
+class PastVersions:
+    """Counts how often each version of each key was replaced, for the last 50,000 versions.
 
-    It makes the ids of what returns (a price that goes up and down again) differ from those of its
-    first time, while a round that is read twice because of a crash gives the same ids: they follow
-    from the memory at the beginning of the round.
+    If a version returns (a price that rises and falls again), the count makes its id differ from
+    its first id. A round that is repeated after a crash gives the same ids, because the counts come
+    from the cursor at the start of the round.
     """
 
-    def __init__(self, kept: bytes) -> None:
-        self._times = {
-            kept[n : n + 8]: int.from_bytes(kept[n + 8 : n + 12], "big")
-            for n in range(0, len(kept), 12)
+    def __init__(self, stored: bytes) -> None:
+        self._counts = {
+            stored[n : n + 8]: int.from_bytes(stored[n + 8 : n + 12], "big")
+            for n in range(0, len(stored), 12)
         }
 
-    def note(self, key: str, version: bytes) -> None:
-        mark = short(key, version)
-        self._times[mark] = min(self._times.pop(mark, 0) + 1, 0xFFFFFFFF)
+    def add(self, key: str, version: bytes) -> None:
+        hashed = short_hash(key, version)
+        self._counts[hashed] = min(self._counts.pop(hashed, 0) + 1, 0xFFFFFFFF)
 
-    def times(self, key: str, version: bytes) -> int:
-        return self._times.get(short(key, version), 0)
+    def count(self, key: str, version: bytes) -> int:
+        return self._counts.get(short_hash(key, version), 0)
 
-    def kept(self) -> bytes:
+    def stored(self) -> bytes:
         return b"".join(
-            mark + n.to_bytes(4, "big") for mark, n in list(self._times.items())[-LEFT:]
+            hashed + n.to_bytes(4, "big")
+            for hashed, n in list(self._counts.items())[-MAX_PAST_VERSIONS:]
         )
 
 
-class Memory:
-    """Which version of which key was seen last. What is not seen any more is kept while there is
-    room.
+class SeenVersions:
+    """The last seen version of each key.
+
+    Keys that are no longer seen stay until there are more than `limit` keys.
     """
 
-    def __init__(self, kept: Kept, room: int) -> None:
-        self._room, self._left = room, Left(kept.left)
+    def __init__(self, stored: StoredVersions, limit: int) -> None:
+        self._limit, self._past = limit, PastVersions(stored.left)
         self._known = {
-            kept.known[n : n + 8]: kept.known[n + 8 : n + 16] for n in range(0, len(kept.known), 16)
+            stored.known[n : n + 8]: stored.known[n + 8 : n + 16]
+            for n in range(0, len(stored.known), 16)
         }
         self._seen: set[bytes] = set()
-        self.again = 0  # keys that came twice in this round
+        self.repeated = 0  # items of this round whose key another item had already
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def sees(self, key: str, version: bytes) -> int | None:
-        """None: nothing new (or seen in this round already). Else how often this very version was
-        left before: 0, as a rule.
+    def observe(self, key: str, version: bytes) -> int | None:
+        """Record the version of a key.
+
+        Return None if the version is known, or if the key was already seen in this round.
+        Otherwise return how often this version was replaced before, usually 0.
         """
-        key8 = short(key)
+        key8 = short_hash(key)
         if key8 in self._seen:
-            self.again += 1
+            self.repeated += 1
             return None
         self._seen.add(key8)
         before = self._known.pop(key8, None)
-        self._known[key8] = version  # last in line now
+        self._known[key8] = version  # the last key in the order is the most recently seen
         if before == version:
             return None
         if before is not None:
-            self._left.note(key, before)
-        return self._left.times(key, version)
+            self._past.add(key, before)
+        return self._past.count(key, version)
 
-    def kept(self) -> Kept:
-        return Kept(
-            b"".join(k + v for k, v in list(self._known.items())[-self._room :]), self._left.kept()
+    def stored(self) -> StoredVersions:
+        return StoredVersions(
+            b"".join(k + v for k, v in list(self._known.items())[-self._limit :]),
+            self._past.stored(),
         )
 
 
@@ -138,7 +148,10 @@ def pack(state: msgspec.Struct) -> bytes:
 
 
 def unpack(cursor: bytes, kind: type[S]) -> S | None:
-    """None: not ours, or of another version; then reading begins anew, with the same ids."""
+    """Decode a cursor. Return None if it is invalid or has another format.
+
+    Then the source is read from the start, with the same ids.
+    """
     try:
         return msgspec.msgpack.decode(
             zstandard.ZstdDecompressor().decompress(cursor, max_output_size=MAX_STATE), type=kind
@@ -151,9 +164,10 @@ def unpack(cursor: bytes, kind: type[S]) -> S | None:
 
 
 def target(spec: SourceSpec, kind: str) -> str:
-    """The canonical http(s) URL behind `kind+`. Raises ConfigError."""
+    """Return the canonical http(s) URL that follows `kind+`. Raises ConfigError."""
     url = spec.url.partition("+")[2] if spec.url.startswith(kind + "+") else ""
-    example = f"{kind}+https://example.com/{'sitemap.xml' if kind == 'sitemap' else 'feed.xml' if kind == 'feed' else 'products.json'}"
+    file = "sitemap.xml" if kind == "sitemap" else "feed.xml" if kind == "feed" else "products.json"
+    example = f"{kind}+https://example.com/{file}"
     if not re.match(r"https?://", url, re.I):
         raise ConfigError(
             f"source {spec.name}: its URL does not begin with {kind}+https:// or {kind}+http://",
@@ -167,24 +181,28 @@ def target(spec: SourceSpec, kind: str) -> str:
         ) from None
 
 
-def one_of(spec: SourceSpec, name: str, value: Any, words: Iterable[str]) -> Any:
-    words = list(words)
-    if value not in words:
-        raise ConfigError(f"source {spec.name}: {name} is {value!r}", hint=" or ".join(words))
+def one_of(spec: SourceSpec, name: str, value: Any, allowed: Iterable[str]) -> Any:
+    """Return the value if it is one of `allowed`. Raises ConfigError if not."""
+    allowed = list(allowed)
+    if value not in allowed:
+        raise ConfigError(f"source {spec.name}: {name} is {value!r}", hint=" or ".join(allowed))
     return value
 
 
-def whole(spec: SourceSpec, name: str, value: Any, low: int, high: int) -> int:
+def integer(spec: SourceSpec, name: str, value: Any, low: int, high: int) -> int:
+    """Return the value if it is an integer from `low` to `high`. Raises ConfigError if not."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(
-            f"source {spec.name}: {name} is {value!r}", hint=f"a whole number from {low} to {high}"
+            f"source {spec.name}: {name} is {value!r}",
+            hint=f"use a whole number from {low} to {high}",
         )
     return value
 
 
 def headers_of(spec: SourceSpec, given: Any) -> dict[str, str]:
-    """Names in lower case; "env:NAME" is read from the environment. Raises ConfigError, without the
-    value.
+    """Return the headers with lower-case names. "env:NAME" is read from the environment.
+
+    Raises ConfigError, which never contains a value.
     """
     found = {}
     for name, value in (given or {}).items():
@@ -192,21 +210,24 @@ def headers_of(spec: SourceSpec, given: Any) -> dict[str, str]:
             r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", str(name)
         ):
             raise ConfigError(
-                f"source {spec.name}: headers.{name} is no header",
-                hint='headers = {Authorization = "env:API_TOKEN"}',
+                f"source {spec.name}: headers.{name} is not a valid header",
+                hint='for example headers = {Authorization = "env:API_TOKEN"}',
             )
         secret = secret_of(spec, f"headers.{name}", value)
         if not re.fullmatch(r"[\t -~\x80-\xff]*", secret):
             raise ConfigError(
-                f"source {spec.name}: headers.{name} has characters that no header can have",
-                hint="a line of plain text",
+                f"source {spec.name}: headers.{name} has characters that a header cannot have",
+                hint="use one line of plain text",
             )
         found[str(name).lower()] = secret
     return found
 
 
 def secret_of(spec: SourceSpec, name: str, value: str) -> str:
-    """`env:NAME`, or words with it at the end: `Bearer env:API_TOKEN`."""
+    """Replace `env:NAME` at the end of the value, as in `Bearer env:API_TOKEN`.
+
+    Raises ConfigError if the environment variable is not set.
+    """
     m = re.fullmatch(r"(.*?)\benv:([A-Za-z_][A-Za-z0-9_]*)", value, re.S)
     if m is None:
         return value

@@ -1,5 +1,6 @@
-"""A Redis list, set or sorted set of start URLs, as scrapy-redis has them: moved aside atomically,
-and forgotten when accepted.
+"""Source for a Redis list, set or sorted set of start URLs, as scrapy-redis uses them.
+
+Elements are moved atomically into a hash, and deleted from it when the ledger has accepted them.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, BaseSource, SourceContext, options
 from penstock.stores.redis import Script, Server
 
-OLDEST: Final = (5, 0)  # scripts that are replicated by what they did, and ZPOPMAX
-LOOK: Final = 0.2  # seconds between two looks at an empty list
-SAY: Final = 2.0  # seconds between two signs of life
-LONGEST: Final = 1 << 20  # bytes of an element that is read
-WEIGHT: Final = 4 << 20  # bytes of a batch
-SHOWN: Final = 500
+MIN_VERSION: Final = (5, 0)  # the first with replication of script effects and with ZPOPMAX
+POLL_INTERVAL: Final = 0.2  # seconds between two polls of an empty list
+IDLE_REPORT_INTERVAL: Final = 2.0  # seconds between two empty batches
+MAX_ELEMENT: Final = 1 << 20  # bytes of an element that is read
+BATCH_BYTES: Final = 4 << 20
+SHOWN: Final = 500  # characters of a refused element in the payload
 EXAMPLE: Final = "redis://HOST:6379/0?list=spider:start_urls (or set=…, zset=…)"
 
-# What was moved and not yet accepted comes first, with the numbers it got when it was moved. A
-# number alone would repeat after the keys were lost, so it belongs to an epoch; the element itself
-# is part of an event's cause too, for a server that came back with an older state.
+# Elements that were moved and are not accepted come first, with the numbers they got when they were
+# moved. Numbers start again if the keys are lost, so each number belongs to an epoch. The element
+# itself is also part of the event's id, because a server may be restored to an older state.
 _SHOW = """
 local function show(found, number, element)
   found[#found + 1] = number
@@ -51,15 +52,16 @@ local sizes = {list = 'LLEN', set = 'SCARD', zset = 'ZCARD'}
 local function size() return redis.call(sizes[ARGV[4]], KEYS[1]) end
 """
 TAKE: Final = Script(
-    _SHOW
-    + """
+    _SHOW + """
 local pops = {list = 'LPOP', set = 'SPOP', zset = 'ZPOPMAX'}
 local found = {}
 local weight = aside(found, 0)
 if #found == 0 then
   while size() > 0 and #found / 3 < tonumber(ARGV[1]) and weight < tonumber(ARGV[3]) do
-    local number = redis.call('HINCRBY', KEYS[3], 'last', 1) -- whatever may fail, fails before something is popped
-    redis.call('HSETNX', KEYS[3], 'epoch', ARGV[5])
+"""
+    "    local number = redis.call('HINCRBY', KEYS[3], 'last', 1)"
+    " -- whatever may fail, fails before something is popped\n"
+    """    redis.call('HSETNX', KEYS[3], 'epoch', ARGV[5])
     local element = redis.call(pops[ARGV[4]], KEYS[1])
     if type(element) == 'table' then element = element[1] end
     redis.call('HSET', KEYS[2], number, element)
@@ -69,7 +71,7 @@ end
 return {redis.call('HGET', KEYS[3], 'epoch') or '', size(), found}
 """
 )
-LOOK_AT: Final = Script(
+PEEK: Final = Script(
     _SHOW
     + """
 local found = {}
@@ -88,35 +90,36 @@ return {epoch or '', size(), found}
 _decode = msgspec.json.Decoder().decode
 
 
-class Outside(Server):
-    """A server that others run as they like: how long it remembers is their decision."""
+class UserServer(Server):
+    """Redis server of the user. Its persistence settings are not checked."""
 
     def judge(self, facts: Mapping[str, str]) -> None:
         if facts.get("loading") == "1":
             raise Unreachable(
-                f"Redis at {self.name} is loading its data", hint="it is tried again in a moment"
+                f"Redis at {self.name} is loading its data", hint="it is retried automatically"
             )
         version = facts.get("redis_version", "0")
-        if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
+        if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < MIN_VERSION:
             raise Unreachable(
-                f"Redis at {self.name} is version {version}; a source needs 5.0 or newer",
-                hint="upgrade the server, or push what it has",
+                f"Redis at {self.name} is version {version}, and a source needs 5.0 or newer",
+                hint="upgrade the server, or push its URLs with `penstock push`",
             )
         if facts.get("role") == "slave":
             raise Unreachable(
-                f"Redis at {self.name} is a replica: nothing can be taken from it",
+                f"Redis at {self.name} is a replica, which is read-only",
                 hint="name the primary in the source's URL",
             )
         if facts.get("cluster_enabled") == "1":
             raise Unreachable(
-                f"Redis at {self.name} is a cluster node; a source needs a single primary",
+                f"Redis at {self.name} is a cluster node, and a source needs a single primary",
                 hint="name a server without cluster mode",
             )
 
 
 class RedisList(BaseSource):
-    """Its position is in Redis: what is in the list, and what lies aside in `LIST:penstock:SOURCE`
-    until it is accepted.
+    """Source whose position is in Redis.
+
+    Elements that are taken and not accepted are in the hash `LIST:penstock:SOURCE`.
     """
 
     def __init__(
@@ -125,35 +128,36 @@ class RedisList(BaseSource):
         super().__init__(spec, context)
         self._server, self._kind, self._key = server, kind, key
         self._keys = (key, f"{key}:penstock:{spec.name}", f"{key}:penstock:{spec.name}:count")
-        self._epoch = secrets.token_hex(8)  # if there is none yet
+        self._epoch = secrets.token_hex(8)  # used if the server has no epoch yet
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         clock = self.context.clock
-        said = clock.now() - SAY
+        reported_at = clock.now() - IDLE_REPORT_INTERVAL
         while True:
-            epoch, left, taken = await self._ask(TAKE, BATCH)
+            epoch, left, taken = await self._run(TAKE, BATCH)
             if taken:
                 findings = [self._finding(epoch, *element) for element in taken]
                 yield Batch(findings=findings, cursor=taken[-1][0], backlog=left)
-                await self._forget([number for number, _, _ in taken])
-                said = clock.now()
+                await self._delete([number for number, _, _ in taken])
+                reported_at = clock.now()
                 continue
-            if self.every is not None or clock.now() - said >= SAY:
+            if self.every is not None or clock.now() - reported_at >= IDLE_REPORT_INTERVAL:
                 yield Batch(idle=True, backlog=left)
-                said = clock.now()
+                reported_at = clock.now()
             if self.every is not None:
                 return
-            await clock.sleep(LOOK)
+            await clock.sleep(POLL_INTERVAL)
 
-    async def _ask(
+    async def _run(
         self, script: Script, limit: int
     ) -> tuple[str, int, list[tuple[bytes, int, bytes]]]:
-        """(epoch, elements that are left, number, length and text of those that were taken). Raises
-        SourceDown.
+        """Run a script. Return the epoch, the number of elements left, and the elements.
+
+        Each element has its number, length and text. Raises SourceDown.
         """
         try:
             epoch, left, flat = await self._server.run(
-                script, self._keys, limit, LONGEST, WEIGHT, self._kind, self._epoch
+                script, self._keys, limit, MAX_ELEMENT, BATCH_BYTES, self._kind, self._epoch
             )
         except PenstockError as e:
             raise self._down(e) from None
@@ -163,8 +167,8 @@ class RedisList(BaseSource):
             [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)],
         )
 
-    async def _forget(self, numbers: Sequence[bytes]) -> None:
-        """If that fails, they come again, with the same ids."""
+    async def _delete(self, numbers: Sequence[bytes]) -> None:
+        """Delete accepted elements. If that fails, they are read again, with the same ids."""
         try:
             await self._server.command("HDEL", self._keys[1], *numbers)
         except PenstockError as e:
@@ -173,8 +177,8 @@ class RedisList(BaseSource):
     def _down(self, e: PenstockError) -> SourceDown:
         if "WRONGTYPE" in e.message:
             return SourceDown(
-                f"{self._key} in Redis at {self._server.name} is no {self._kind}",
-                hint="list=KEY, set=KEY or zset=KEY in the source's URL",
+                f"{self._key} in Redis at {self._server.name} is not a {self._kind}",
+                hint="use list=KEY, set=KEY or zset=KEY in the source's URL",
             )
         return SourceDown(e.message, hint=e.hint)
 
@@ -191,16 +195,17 @@ class RedisList(BaseSource):
             refused=wrong,
         )
 
-    # -- what people ask for -----------------------------------------------------------------------
+    # -- for operators -----------------------------------------------------------------------------
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
-        epoch, _, shown = await self._ask(LOOK_AT, limit)
+        epoch, _, shown = await self._run(PEEK, limit)
         return [self._finding(epoch or self._epoch, *element) for element in shown]
 
     async def place(self, to: str) -> bytes | None:
         raise UsageError(
-            f"source {self.name} has no positions: what was taken from {self._key} is not there any more",
-            hint="push the URLs to it again",
+            f"source {self.name} has no positions: "
+            f"elements that were taken from {self._key} are deleted",
+            hint=f"add the URLs to {self._key} again",
         )
 
     def describe(self, cursor: bytes | None) -> str:
@@ -211,10 +216,13 @@ class RedisList(BaseSource):
 
 
 def _read(text: str, length: int) -> tuple[str | None, dict[str, Any], str]:
-    """(URL, payload, why it cannot be read) of a URL, or of a JSON object with one."""
+    """Parse an element: a URL, or a JSON object with one.
+
+    Return the URL, the payload, and the reason if it cannot be parsed.
+    """
     wrong = ""
-    if length > LONGEST:
-        wrong = f"the element has {length} bytes, of at most {LONGEST}"
+    if length > MAX_ELEMENT:
+        wrong = f"the element has {length} bytes, of at most {MAX_ELEMENT}"
     elif not text.isascii() and not _is_text(text):
         wrong = "the element is not UTF-8"
     elif text.lstrip()[:1] == "{":
@@ -249,8 +257,9 @@ def _is_text(text: str) -> bool:
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
-    """`redis://HOST/DB?list=KEY`, or rediss. The options `username` and `password` go before those
-    of the URL.
+    """Open `redis://HOST/DB?list=KEY` or `rediss://…`. Raises ConfigError.
+
+    The options `username` and `password` take precedence over those in the URL.
     """
     login = {
         name: _text(spec, name, value)
@@ -260,15 +269,18 @@ def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
     given = parse_qsl(parts.query, keep_blank_values=True)
     named = [(kind, key) for kind, key in given if kind in ("list", "set", "zset")]
     if len(named) != 1 or not named[0][1]:
-        wrong = "names no list" if not named or not named[0][1] else "names more than one list"
+        wrong = "has no list" if not named or not named[0][1] else "has more than one list"
         raise ConfigError(f"source {mask(spec.url)!r} {wrong}", hint=EXAMPLE)
     rest = urlencode(
         [(name, value) for name, value in given if name not in ("list", "set", "zset")]
     )
-    place = parts.netloc
+    address = parts.netloc
     if any(login.values()):
-        place = f"{quote(login['username'], safe='')}:{quote(login['password'], safe='')}@{place.rpartition('@')[2]}"
-    server = Outside(urlunsplit((parts.scheme, place, parts.path, rest, "")), evictable=False)
+        address = (
+            f"{quote(login['username'], safe='')}:{quote(login['password'], safe='')}"
+            f"@{address.rpartition('@')[2]}"
+        )
+    server = UserServer(urlunsplit((parts.scheme, address, parts.path, rest, "")), evictable=False)
     return RedisList(spec, context, server, *named[0])
 
 
@@ -278,7 +290,7 @@ def _text(spec: SourceSpec, name: str, value: str) -> str:
     variable = value.removeprefix("env:")
     if not os.environ.get(variable):
         raise ConfigError(
-            f"source {spec.name}: {name} is to be read from {variable}, which is not set",
+            f"source {spec.name}: {name} is read from the variable {variable}, which is not set",
             hint=f"export {variable}=…",
         )
     return os.environ[variable]

@@ -1,5 +1,6 @@
-"""`sitemap+https://…`: an event for every URL that is new, changed or gone in a site's sitemaps.
-How sitemaps are read is in sitemap_reading.
+"""`sitemap+https://…`: an event for every URL that is new, changed or removed in sitemaps.
+
+See `sitemap_reading` for how a sitemap is parsed.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from penstock.rules import robots
 from penstock.rules.identity import BadUrl, authority, canonical_url, origin, registrable_domain
 from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, SourceContext, options
-from penstock.sources.polling import Left, Polling, one_of, pack, target, unpack, whole
+from penstock.sources.polling import PastVersions, Polling, integer, one_of, pack, target, unpack
 from penstock.sources.sitemap_parser import Sitemap, SitemapEntry, SitemapError, parse
 
 __all__ = ["Sitemap", "SitemapEntry", "SitemapError", "open_source", "parse"]
 
 log = logging.getLogger("penstock.sources")
-EVERY = 3600.0
-PATIENCE = 10  # sitemaps that cannot be read until the rest is left for the next look
+DEFAULT_INTERVAL = 3600.0  # seconds between two rounds
+MAX_FAILURES = 10  # failed sitemaps after which the rest is left for the next round
 CHANGES = ("new", "changed", "removed")
-NONE = struct.pack("<d", -1.0)  # the mark of an entry without lastmod
+NO_LASTMOD = struct.pack("<d", -1.0)  # stored for an entry without lastmod
 
 
 class _Document(msgspec.Struct, array_like=True):
-    """One sitemap as it was when it was last read."""
+    """State of a sitemap when it was last read."""
 
     url: str
     etag: str | None = None
     modified: str | None = None
     children: list[str] = []
-    locs: str = ""  # one a line: what is gone must be told by its name
-    marks: bytes = b""  # lastmod of each: 8 bytes
+    locs: str = ""  # URLs, each on a line, needed to report removed URLs
+    marks: bytes = b""  # lastmod of each URL, 8 bytes
 
     def entries(self) -> Iterator[tuple[str, bytes]]:
         for n, loc in enumerate(self.locs.split("\n") if self.locs else ()):
@@ -55,7 +56,7 @@ class _State(msgspec.Struct, array_like=True):
 
 class SitemapSource(Polling):
     def __init__(self, spec: SourceSpec, context: SourceContext) -> None:
-        super().__init__(spec, context, every=EVERY)
+        super().__init__(spec, context, every=DEFAULT_INTERVAL)
         known = {
             "emit": list(CHANGES),
             "first": "all",
@@ -69,12 +70,13 @@ class SitemapSource(Polling):
         self._emit: list[str] = given["emit"]
         if not self._emit or set(self._emit) - set(CHANGES):
             raise ConfigError(
-                f"source {spec.name}: emit is {self._emit!r}", hint=f"some of {', '.join(CHANGES)}"
+                f"source {spec.name}: emit is {self._emit!r}",
+                hint=f"use a list of {', '.join(CHANGES)}",
             )
         self._first: str = one_of(spec, "first", given["first"], ("all", "none"))
-        self._depth = whole(spec, "max_depth", given["max_depth"], 1, 20)
-        self._most_documents = whole(spec, "max_sitemaps", given["max_sitemaps"], 1, 50_000)
-        self._most_urls = whole(spec, "max_urls", given["max_urls"], 1, 2_000_000)
+        self._depth = integer(spec, "max_depth", given["max_depth"], 1, 20)
+        self._max_documents = integer(spec, "max_sitemaps", given["max_sitemaps"], 1, 50_000)
+        self._max_urls = integer(spec, "max_urls", given["max_urls"], 1, 2_000_000)
         self._site = registrable_domain(authority(self._url).host) if given["same_site"] else None
         self._root = (
             origin(self._url) + "/robots.txt"
@@ -83,56 +85,62 @@ class SitemapSource(Polling):
         )
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        """One look at the whole tree. The position moves at its end; ids follow from the position,
-        so a look that was cut off is repeated, not told twice.
+        """Read all sitemaps once. The last batch has the cursor.
+
+        The ids depend on the cursor at the start. So an interrupted round is repeated with the same
+        ids, and reports no change twice.
         """
-        look = await asyncio.to_thread(_Look, cursor, self._most_urls)
+        comparison = await asyncio.to_thread(_Comparison, cursor, self._max_urls)
         waiting = deque([(self._root, 0)])
-        asked = {self._root}
-        silent = not look.before and self._first == "none"
+        queued = {self._root}
+        silent = not comparison.before and self._first == "none"
         while waiting:
             url, depth = waiting.popleft()
-            document, entries = look.before.get(url), None
-            if (
-                look.after is None
-            ):  # else its host has asked us to wait: what is known of the rest stands
+            document, entries = comparison.before.get(url), None
+            # After throttling or too many failures, the other sitemaps keep their stored state.
+            if comparison.pause is None:
                 try:
                     document, entries = await self._fetch(url, document)
                 except (Failure, SitemapError) as e:
                     if url == self._root:
                         raise self._down(e) from None
-                    look.fails(url, e)
+                    comparison.record_failure(url, e)
             if document is None:
                 continue
-            for findings in look.takes(document, entries):
+            for findings in comparison.compare(document, entries):
                 wanted = (
                     [] if silent else [f for f in findings if f.payload["change"] in self._emit]
                 )
                 yield Batch(findings=wanted)
             for child in document.children:
-                if child in asked:
+                if child in queued:
                     continue
-                if depth + 1 > self._depth or len(asked) > self._most_documents:
-                    look.cuts(
-                        f"more than {self._most_documents} sitemaps, or deeper than {self._depth}"
+                if depth + 1 > self._depth or len(queued) > self._max_documents:
+                    comparison.cut_off(
+                        f"more than {self._max_documents} sitemaps, or deeper than {self._depth}"
                     )
                     break
-                asked.add(child)
+                queued.add(child)
                 waiting.append((child, depth + 1))
-        for findings in look.ends():
+        for findings in comparison.removed():
             yield Batch(findings=[f for f in findings if "removed" in self._emit])
-        packed = await asyncio.to_thread(pack, look.state())
+        packed = await asyncio.to_thread(pack, comparison.state())
         yield Batch(cursor=packed if packed != cursor else None, idle=True)
-        if look.trouble:
-            message = f"{len(look.trouble)} of {len(asked)} sitemaps could not be read, so nothing counts as removed: {look.trouble[0]}"
+        if comparison.failures:
+            message = (
+                f"{len(comparison.failures)} of {len(queued)} sitemaps could not be read, "
+                f"so no URL is reported as removed: {comparison.failures[0]}"
+            )
             raise SourceDown(
-                message, hint="the others were read", after=max(self.interval, look.after or 0.0)
+                message,
+                hint="the other sitemaps were read",
+                after=max(self.interval, comparison.pause or 0.0),
             )
 
     async def _fetch(
         self, url: str, before: _Document | None
     ) -> tuple[_Document, tuple[SitemapEntry, ...] | None]:
-        """The document, and its entries unless they are as they were."""
+        """Return the document and its entries. The entries are None if they have not changed."""
         by_robots = url == self._root and url.endswith("/robots.txt")
         try:
             response = await self.context.web.get(
@@ -157,83 +165,92 @@ class SitemapSource(Polling):
                 if (child := self._sitemap(text, response.url))
             ]
             return _Document(
-                url, etag, modified, named[: self._most_documents] or [origin(url) + "/sitemap.xml"]
+                url, etag, modified, named[: self._max_documents] or [origin(url) + "/sitemap.xml"]
             ), ()
         made = await asyncio.to_thread(parse, response.body, response.url)
-        entries = tuple(e for e in made.entries if self._is_ours(e.loc))
-        children = [e.loc for e in made.children if self._is_ours(e.loc)]
+        entries = tuple(e for e in made.entries if self._is_same_site(e.loc))
+        children = [e.loc for e in made.children if self._is_same_site(e.loc)]
         left_out = dict(made.left_out)
         if others := len(made.entries) + len(made.children) - len(entries) - len(children):
             left_out["on another site"] = others
         if left_out:
             log.info(
-                "source %s: left out of %s: %s",
+                "source %s: skipped in %s: %s",
                 self.name,
                 mask(url),
-                "; ".join(f"{n} × {why}" for why, n in left_out.items()),
+                "; ".join(f"{n} × {reason}" for reason, n in left_out.items()),
             )
         return _Document(url, etag, modified, children), entries
 
     def _sitemap(self, text: str, base: str) -> str | None:
-        """What robots.txt names may lie elsewhere: that is how a site vouches for it."""
+        """Return the URL of a sitemap in robots.txt, or None if it is invalid.
+
+        It may be on another site: with the entry in robots.txt, the site confirms it.
+        """
         try:
             return canonical_url(text, base)
         except BadUrl:
             return None
 
-    def _is_ours(self, loc: str) -> bool:
+    def _is_same_site(self, loc: str) -> bool:
         return self._site is None or registrable_domain(authority(loc).host) == self._site
 
     def _down(self, error: Failure | SitemapError) -> Exception:
         if isinstance(error, Failure):
             return error
-        return SourceDown(f"{mask(self._root)} is no sitemap: it {error.reason}", hint=error.hint)
+        return SourceDown(
+            f"{mask(self._root)} is not a sitemap: it {error.reason}", hint=error.hint
+        )
 
     def describe(self, cursor: bytes | None) -> str:
         state = unpack(cursor, _State) if cursor is not None else None
         if state is None:
             return "at the start"
-        return f"{sum(len(d.marks) // 8 for d in state.documents):,} URLs in {sum(1 for d in state.documents if d.url)} documents"
+        urls = sum(len(d.marks) // 8 for d in state.documents)
+        return f"{urls:,} URLs in {sum(1 for d in state.documents if d.url)} documents"
 
 
-class _Look:
-    """One look against the last: what each document brings, and at the end what none of them has
-    any more.
-    """
+class _Comparison:
+    """Comparison of one round with the last: changes of each document, and removed URLs."""
 
-    def __init__(self, cursor: bytes | None, most: int) -> None:
+    def __init__(self, cursor: bytes | None, max_urls: int) -> None:
         state = (unpack(cursor, _State) if cursor is not None else None) or _State()
         self.before = {d.url: d for d in state.documents if d.url}
         self._known = {loc: mark for d in state.documents for loc, mark in d.entries()}
-        self._left, self._most = Left(state.left), most
+        self._past, self._max_urls = PastVersions(state.left), max_urls
         self._seen: set[str] = set()
         self._documents: list[_Document] = []
-        self._cut = False
-        self.trouble: list[str] = []
-        self.after: float | None = None  # a host asked us to wait so long
+        self._is_cut_off = False
+        self.failures: list[str] = []
+        # Seconds until the next round, set by the failure after which no sitemap is requested.
+        self.pause: float | None = None
 
-    def fails(self, url: str, error: Failure | SitemapError) -> None:
-        self.trouble.append(
+    def record_failure(self, url: str, error: Failure | SitemapError) -> None:
+        self.failures.append(
             f"{mask(url)}: it {error.reason}"
             if isinstance(error, SitemapError)
             else f"{mask(url)}: {error.reason}"
         )
         if isinstance(error, Failure) and (
             error.kind in (ErrorClass.THROTTLED, ErrorClass.BLOCKED)
-            or len(self.trouble) >= PATIENCE
+            or len(self.failures) >= MAX_FAILURES
         ):
-            self.after = error.after or 0.0
+            self.pause = error.after or 0.0
 
-    def cuts(self, why: str) -> None:
-        if not self._cut:
-            log.warning("the rest of the sitemaps is not read: %s; nothing counts as removed", why)
-        self._cut = True
+    def cut_off(self, reason: str) -> None:
+        """Record that not all sitemaps are read, and log the reason once."""
+        if not self._is_cut_off:
+            log.warning(
+                "the rest of the sitemaps is not read: %s. No URL is reported as removed.", reason
+            )
+        self._is_cut_off = True
 
-    def takes(
+    def compare(
         self, document: _Document, entries: tuple[SitemapEntry, ...] | None
     ) -> Iterator[list[Finding]]:
-        """What is new or changed in it, in pieces. `entries` None: it is as it was, or could not be
-        asked.
+        """Yield new and changed entries of a document in batches.
+
+        `entries` is None if the document has not changed or could not be requested.
         """
         if entries is None:
             self._documents.append(document)
@@ -244,24 +261,23 @@ class _Look:
         for entry in entries:
             if entry.loc in self._seen:
                 continue
-            if len(self._seen) >= self._most:
-                self.cuts(f"more than {self._most} URLs")
+            if len(self._seen) >= self._max_urls:
+                self.cut_off(f"more than {self._max_urls} URLs")
                 break
             self._seen.add(entry.loc)
             before, mark = (
                 self._known.get(entry.loc),
-                NONE if entry.lastmod is None else struct.pack("<d", entry.lastmod),
+                NO_LASTMOD if entry.lastmod is None else struct.pack("<d", entry.lastmod),
             )
-            if before is not None and mark == NONE:
-                mark = (
-                    before  # without a date there is no change to see; the one it had still counts
-                )
+            # An entry without a date is not a change. It keeps the last date.
+            if before is not None and mark == NO_LASTMOD:
+                mark = before
             locs.append(entry.loc)
             marks.append(mark)
             if mark == before:
                 continue
             if before is not None:
-                self._left.note(entry.loc, before)
+                self._past.add(entry.loc, before)
             found.append(
                 self._finding("new" if before is None else "changed", entry, mark, document.url)
             )
@@ -273,15 +289,14 @@ class _Look:
         yield found
 
     def _finding(self, change: str, entry: SitemapEntry, mark: bytes, sitemap: str) -> Finding:
-        times = self._left.times(
-            entry.loc, mark
-        )  # it was just so before, and then gone or otherwise
+        # How often this version was replaced or removed before.
+        count = self._past.count(entry.loc, mark)
         payload = {
             name: value for name, value in msgspec.to_builtins(entry).items() if name != "loc"
         }
         payload |= {"url": entry.loc, "change": change, "sitemap": sitemap}
         payload.setdefault("lastmod", None)
-        id_ = mint("sitemap", entry.loc, _text(mark), *([str(times)] if times else []))
+        id_ = mint("sitemap", entry.loc, _text(mark), *([str(count)] if count else []))
         return Finding(
             id=id_,
             url=entry.loc,
@@ -290,29 +305,33 @@ class _Look:
             at=entry.lastmod,
         )
 
-    def ends(self) -> Iterator[list[Finding]]:
-        """What is in no document any more is removed, if all of them were read; else it waits for
-        the next look.
+    def removed(self) -> Iterator[list[Finding]]:
+        """Yield URLs that no document has any longer as removed, if all documents were read.
+
+        Otherwise the URLs are kept for the next round.
         """
-        gone = [loc for loc in self._known if loc not in self._seen]
-        if self.trouble or self._cut:
-            if gone := gone[: self._most]:  # bounded, also where this goes on for long
+        missing = [loc for loc in self._known if loc not in self._seen]
+        if self.failures or self._is_cut_off:
+            # Limit the number, because many rounds in a row may be incomplete.
+            if missing := missing[: self._max_urls]:
                 self._documents.append(
                     _Document(
-                        "", locs="\n".join(gone), marks=b"".join(self._known[loc] for loc in gone)
+                        "",
+                        locs="\n".join(missing),
+                        marks=b"".join(self._known[loc] for loc in missing),
                     )
                 )
             return
-        for at in range(0, len(gone), BATCH):
+        for at in range(0, len(missing), BATCH):
             found = []
-            for loc in gone[at : at + BATCH]:
+            for loc in missing[at : at + BATCH]:
                 mark = self._known[loc]
-                id_ = mint("sitemap", loc, _text(mark), "removed", str(self._left.times(loc, mark)))
-                self._left.note(loc, mark)
+                id_ = mint("sitemap", loc, _text(mark), "removed", str(self._past.count(loc, mark)))
+                self._past.add(loc, mark)
                 payload = {
                     "url": loc,
                     "change": "removed",
-                    "lastmod": None if mark == NONE else struct.unpack("<d", mark)[0],
+                    "lastmod": None if mark == NO_LASTMOD else struct.unpack("<d", mark)[0],
                 }
                 found.append(
                     Finding(
@@ -322,12 +341,12 @@ class _Look:
             yield found
 
     def state(self) -> _State:
-        return _State(1, self._documents, self._left.kept())
+        return _State(1, self._documents, self._past.stored())
 
 
 def _text(mark: bytes) -> str:
-    """A lastmod for ids: the moment, however it is written."""
-    return "" if mark == NONE else f"{struct.unpack('<d', mark)[0]:.3f}"
+    """Return a lastmod as text for ids. It does not depend on how the sitemap writes the date."""
+    return "" if mark == NO_LASTMOD else f"{struct.unpack('<d', mark)[0]:.3f}"
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> SitemapSource:

@@ -1,5 +1,6 @@
-"""Sitemaps as values: urlset and index, XML, text and feeds, gzipped or not, within the protocol's
-limits. No network, no memory of what was read before.
+"""Parser for sitemaps: urlset and index, as XML, text or feed, with or without gzip.
+
+Applies the limits of the sitemap protocol. Does no I/O.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from penstock.rules.identity import BadUrl, canonical_url
 from penstock.sources.feed_parser import FeedError
 from penstock.sources.feed_parser import parse as parse_feed
 from penstock.sources.markup import (
-    MAX_MENDED,
-    Unreadable,
+    MAX_REPAIRED,
+    UnreadableDocument,
     encoding_of,
-    mended,
-    unpacked,
-    when,
+    gunzip,
+    parse_date,
+    repair_entities,
     without_controls,
 )
 
-MAX_BYTES = 50 << 20  # decoded: the protocol's
-MAX_URLS = 50_000  # the protocol's
-MAX_LOC = 2048  # characters: the protocol's
+MAX_BYTES = 50 << 20  # decoded (limit of the protocol)
+MAX_URLS = 50_000  # limit of the protocol
+MAX_LOC = 2048  # characters (limit of the protocol)
 MAX_ELEMENTS = 2_000_000
-MAX_DEPTH = 32  # of elements; an honest sitemap has five
+MAX_DEPTH = 32  # levels of elements: a normal sitemap has five
 MAX_TEXT = 4096  # characters of any other value
 MAX_MEDIA = 100  # images or videos of one entry
-_PIECE = 1 << 16
+_CHUNK = 1 << 16  # bytes that are decoded together
 _FREQUENCIES = ("always", "hourly", "daily", "weekly", "monthly", "yearly", "never")
 
 
 class SitemapError(PenstockError):
-    """What was given is no sitemap that can be read; the reason finishes the sentence "it …"."""
+    """The document is not a readable sitemap. The reason completes the sentence "it …"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"no sitemap: it {reason}",
-            hint="look at the address in a browser: it should show a sitemap, or a list of URLs",
+            f"not a sitemap: it {reason}",
+            hint="open the URL in a browser: it should show a sitemap or a list of URLs",
         )
         self.reason = reason
 
@@ -66,41 +67,43 @@ class Sitemap(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["urlset", "index"]
     form: Literal["xml", "text", "feed"] = "xml"
     entries: tuple[SitemapEntry, ...] = ()
-    children: tuple[SitemapEntry, ...] = ()  # of an index: where its sitemaps are
-    left_out: dict[str, int] = {}  # why, and how many
+    children: tuple[SitemapEntry, ...] = ()  # sitemaps of an index
+    left_out: dict[str, int] = {}  # reasons for skipped entries, with their number
 
 
 def parse(body: bytes, url: str) -> Sitemap:
-    """`url` is where it came from: relative addresses are relative to it. Raises SitemapError, and
-    nothing else, for any bytes.
+    """Parse the sitemap at `url`. Relative URLs in it are relative to `url`.
+
+    Raises SitemapError, and no other exception, for any bytes.
     """
     try:
-        body = unpacked(body, MAX_BYTES)
+        body = gunzip(body, MAX_BYTES)
         encoding = encoding_of(body, None)
         head = without_controls(codecs.decode(body[:8192], encoding, "replace")).lstrip(
             "\ufeff \t\r\n"
         )
         if not head:
-            raise Unreadable("is empty")
+            raise UnreadableDocument("is empty")
         if re.match(r"<(!doctype\s+)?html\b", head, re.I):
-            raise Unreadable("is an HTML page")
+            raise UnreadableDocument("is an HTML page")
         if head[0] in "{[":
             return _feed(body, url)
         return _xml(body, encoding, url) if head[0] == "<" else _text(body, encoding, url)
-    except Unreadable as e:
+    except UnreadableDocument as e:
         raise SitemapError(e.reason) from None
 
 
 # -- XML -------------------------------------------------------------------------------------------
 
 
-class _Rooted(Exception):
-    """The root is not a sitemap's."""
+class _OtherRoot(Exception):
+    """The root element is not that of a sitemap."""
 
 
 class _Reader:
-    """Takes expat's events; holds one entry at a time. Prefixes are not looked at: many sitemaps
-    forget to declare theirs.
+    """Handler of expat events. It holds one entry at a time.
+
+    Namespace prefixes are ignored, because many sitemaps do not declare them.
     """
 
     def __init__(self, add: Callable[[dict[str, list[str]]], None]) -> None:
@@ -113,16 +116,15 @@ class _Reader:
             self.parser.StartElementHandler,
             self.parser.EndElementHandler,
             self.parser.CharacterDataHandler,
-        ) = self._start, self._end, self._words
-        self.parser.StartDoctypeDeclHandler = (
-            self._doctype
-        )  # called at its name, before anything in it can be declared
+        ) = self._start, self._end, self._characters
+        # Called at the name of the DTD, before its declarations are parsed.
+        self.parser.StartDoctypeDeclHandler = self._doctype
 
     def _doctype(self, name: str, *_: object) -> None:
-        raise Unreadable(
+        raise UnreadableDocument(
             "is an HTML page"
             if name.lower() == "html"
-            else "has a document type declaration (DTD), and none is read"
+            else "has a document type declaration (DTD), which is not allowed"
         )
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
@@ -131,13 +133,13 @@ class _Reader:
         depth = len(self._path) - 1
         self._elements += 1
         if self._elements > MAX_ELEMENTS:
-            raise Unreadable(f"has more than {MAX_ELEMENTS} elements")
+            raise UnreadableDocument(f"has more than {MAX_ELEMENTS} elements")
         if depth > MAX_DEPTH:
-            raise Unreadable(f"is nested more than {MAX_DEPTH} deep")
+            raise UnreadableDocument(f"is nested more than {MAX_DEPTH} deep")
         if depth == 1:
             self.root = name
             if name not in ("urlset", "sitemapindex"):
-                raise _Rooted(name)
+                raise _OtherRoot(name)
         elif depth == 2:
             self._entry = {} if name in ("url", "sitemap") else None
         elif (
@@ -150,10 +152,9 @@ class _Reader:
             self._keep("link", f"{attributes['hreflang'][:40]} {attributes['href'][:MAX_LOC]}")
         self._text, self._size = [], 0
 
-    def _words(self, data: str) -> None:
-        if (
-            self._entry is not None and self._size <= MAX_TEXT
-        ):  # the rest says only that it is too long
+    def _characters(self, data: str) -> None:
+        # A longer text is rejected or cut later, so the rest is not needed.
+        if self._entry is not None and self._size <= MAX_TEXT:
             self._text.append(data)
             self._size += len(data)
 
@@ -174,83 +175,89 @@ class _Reader:
             values.append(value)
 
 
-def _xml(body: bytes, encoding: str, url: str, *, mend: bool = False) -> Sitemap:
+def _xml(body: bytes, encoding: str, url: str, *, repair: bool = False) -> Sitemap:
     made: list[SitemapEntry] = []
     left_out: Counter[str] = Counter()
-    reader = _Reader(lambda fields: _take(made, left_out, fields, url))
+    reader = _Reader(lambda fields: _add_entry(made, left_out, fields, url))
     try:
-        for piece in _whole_entities(_pieces(body, encoding)) if mend else _pieces(body, encoding):
-            reader.parser.Parse(piece, False)
+        for chunk in _repair_chunks(_chunks(body, encoding)) if repair else _chunks(body, encoding):
+            reader.parser.Parse(chunk, False)
         reader.parser.Parse("", True)
-    except _Rooted as e:
+    except _OtherRoot as e:
         if str(e) == "html":
-            raise Unreadable("is an HTML page") from None
+            raise UnreadableDocument("is an HTML page") from None
         if str(e) in ("rss", "feed", "rdf"):
             return _feed(body, url)
-        raise Unreadable(
+        raise UnreadableDocument(
             f"begins with <{str(e)[:40]}>, which is neither urlset nor sitemapindex"
         ) from None
     except expat.ExpatError as e:
-        if (
-            not mend and b"&" in body
-        ):  # a raw ampersand in an address is the commonest slip there is
-            return _xml(body, encoding, url, mend=True)
-        raise Unreadable(f"is ill-formed XML: {e}") from None
+        # A bare ampersand in a URL is the most common error.
+        if not repair and b"&" in body:
+            return _xml(body, encoding, url, repair=True)
+        raise UnreadableDocument(f"is ill-formed XML: {e}") from None
     if reader.root == "sitemapindex":
         return Sitemap(url=url, kind="index", children=tuple(made), left_out=dict(left_out))
     return Sitemap(url=url, kind="urlset", entries=tuple(made), left_out=dict(left_out))
 
 
-def _pieces(body: bytes, encoding: str) -> Iterator[str]:
-    """Decoded, and clean of what XML cannot hold; never the whole at once."""
+def _chunks(body: bytes, encoding: str) -> Iterator[str]:
+    """Decode the body in chunks, without characters that XML does not allow."""
     decoder = codecs.getincrementaldecoder(encoding)("replace")
     first = True
-    for at in range(0, len(body), _PIECE):
-        piece = without_controls(decoder.decode(body[at : at + _PIECE], at + _PIECE >= len(body)))
+    for at in range(0, len(body), _CHUNK):
+        chunk = without_controls(decoder.decode(body[at : at + _CHUNK], at + _CHUNK >= len(body)))
         if first:
-            piece = piece.lstrip(
-                "\ufeff \t\r\n"
-            )  # blanks before the declaration are an error that nobody means
-            first = not piece
-        if piece:
-            yield piece
+            # XML does not allow whitespace before the declaration, but some servers send it.
+            chunk = chunk.lstrip("\ufeff \t\r\n")
+            first = not chunk
+        if chunk:
+            yield chunk
 
 
-def _whole_entities(pieces: Iterator[str]) -> Iterator[str]:
-    """Mended, and no entity is cut in two."""
-    rest, room = "", MAX_MENDED
-    for piece in pieces:
-        piece = rest + piece
-        at = piece.rfind("&", max(0, len(piece) - 40))
-        piece, rest = (piece[:at], piece[at:]) if at >= 0 else (piece, "")
-        room -= piece.count("&")
-        if room < 0:
-            raise Unreadable(f"is ill-formed, and has more than {MAX_MENDED} entities")
-        yield mended(piece)
-    yield mended(rest)
+def _repair_chunks(chunks: Iterator[str]) -> Iterator[str]:
+    """Repair entities in chunks of text. An entity is never split between two chunks."""
+    rest, left = "", MAX_REPAIRED
+    for chunk in chunks:
+        chunk = rest + chunk
+        at = chunk.rfind("&", max(0, len(chunk) - 40))
+        chunk, rest = (chunk[:at], chunk[at:]) if at >= 0 else (chunk, "")
+        left -= chunk.count("&")
+        if left < 0:
+            raise UnreadableDocument(f"is ill-formed, and has more than {MAX_REPAIRED} entities")
+        yield repair_entities(chunk)
+    yield repair_entities(rest)
 
 
-def _take(
+def _add_entry(
     made: list[SitemapEntry], left_out: Counter[str], fields: dict[str, list[str]], url: str
 ) -> None:
-    if len(made) >= MAX_URLS:  # first: what does not count must not cost
-        left_out[f"beyond the {MAX_URLS} that the protocol allows"] += 1
+    # Checked first, so that entries beyond the limit take no time.
+    if len(made) >= MAX_URLS:
+        left_out[f"more than the {MAX_URLS} URLs that the protocol allows"] += 1
         return
     if not (loc := _loc(fields.get("loc", [""])[0], url, left_out)):
         return
-    lastmod = when(given) if (given := _one(fields, "lastmod")) else None
+    lastmod = parse_date(given) if (given := _one(fields, "lastmod")) else None
     if given and lastmod is None:
-        left_out["a lastmod that is no date (the entry counts as without)"] += 1
+        left_out["a lastmod that is not a date (the entry is used without it)"] += 1
     frequency, priority = (_one(fields, "changefreq") or "").lower(), _one(fields, "priority") or ""
     made.append(
         SitemapEntry(
-            loc=loc, lastmod=lastmod, changefreq=frequency if frequency in _FREQUENCIES else None,
+            loc=loc,
+            lastmod=lastmod,
+            changefreq=frequency if frequency in _FREQUENCIES else None,
             priority=float(priority) if re.fullmatch(r"[01](\.[0-9]{1,9})?", priority) else None,
-            images=tuple(fields.get("image/loc", ())), videos=tuple(fields.get("video/content_loc", fields.get("video/player_loc", ()))),
-            alternates=tuple((language, href) for language, _, href in (link.partition(" ") for link in fields.get("link", ()))),
-            news_title=_one(fields, "news/title"), news_date=when(_one(fields, "news/publication_date")),
+            images=tuple(fields.get("image/loc", ())),
+            videos=tuple(fields.get("video/content_loc", fields.get("video/player_loc", ()))),
+            alternates=tuple(
+                (language, href)
+                for language, _, href in (link.partition(" ") for link in fields.get("link", ()))
+            ),
+            news_title=_one(fields, "news/title"),
+            news_date=parse_date(_one(fields, "news/publication_date")),
         )
-    )  # fmt: skip
+    )
 
 
 def _one(fields: dict[str, list[str]], name: str) -> str | None:
@@ -259,7 +266,7 @@ def _one(fields: dict[str, list[str]], name: str) -> str | None:
 
 
 def _loc(text: str, url: str, left_out: Counter[str]) -> str:
-    """Canonical, or "" and counted."""
+    """Return the canonical URL, or "" if it is invalid. Count the reason then."""
     if not text:
         left_out["no loc"] += 1
         return ""
@@ -269,7 +276,7 @@ def _loc(text: str, url: str, left_out: Counter[str]) -> str:
     try:
         return canonical_url(text, url)
     except BadUrl as e:
-        left_out[f"a loc that is no URL we would fetch: {e.reason}"] += 1
+        left_out[f"a loc that cannot be fetched: {e.reason}"] += 1
         return ""
 
 
@@ -277,21 +284,21 @@ def _loc(text: str, url: str, left_out: Counter[str]) -> str:
 
 
 def _text(body: bytes, encoding: str, url: str) -> Sitemap:
-    """One URL a line. What has none is no list."""
+    """Parse a list with one URL per line. Raises UnreadableDocument if it has no URL."""
     made: list[SitemapEntry] = []
     left_out: Counter[str] = Counter()
     for line in _lines(body, encoding):
         if not re.match(r"https?://", line, re.I):
-            left_out["a line that is no URL"] += 1
+            left_out["a line that is not a URL"] += 1
             if not made and left_out.total() >= 100:
                 break
         elif loc := _loc(line, url, left_out):
             if len(made) < MAX_URLS:
                 made.append(SitemapEntry(loc=loc))
             else:
-                left_out[f"beyond the {MAX_URLS} that the protocol allows"] += 1
+                left_out[f"more than the {MAX_URLS} URLs that the protocol allows"] += 1
     if not made:
-        raise Unreadable("is neither XML nor a list of URLs")
+        raise UnreadableDocument("is neither XML nor a list of URLs")
     return Sitemap(
         url=url, kind="urlset", form="text", entries=tuple(made), left_out=dict(left_out)
     )
@@ -299,10 +306,10 @@ def _text(body: bytes, encoding: str, url: str) -> Sitemap:
 
 def _lines(body: bytes, encoding: str) -> Iterator[str]:
     rest = ""
-    for piece in _pieces(body, encoding):
-        *lines, rest = (rest + piece).replace("\r", "\n").split("\n")
+    for chunk in _chunks(body, encoding):
+        *lines, rest = (rest + chunk).replace("\r", "\n").split("\n")
         yield from (line for text in lines if (line := text.strip()))
-        rest = rest[: MAX_LOC * 2]  # a line without an end is too long long before it ends
+        rest = rest[: MAX_LOC * 2]  # a longer line is rejected, so its end is not needed
     if rest.strip():
         yield rest.strip()
 
@@ -311,7 +318,7 @@ def _feed(body: bytes, url: str) -> Sitemap:
     try:
         feed = parse_feed(body, None)
     except FeedError as e:
-        raise Unreadable(e.reason) from None
+        raise UnreadableDocument(e.reason) from None
     left_out: Counter[str] = Counter()
     found = {loc: e for e in feed if (loc := _loc(e.url or "", url, left_out))}
     made = [

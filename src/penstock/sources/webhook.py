@@ -1,5 +1,6 @@
-"""`webhook:NAME`: what may be told to /hooks/NAME, by whom, and which event that is. It is served,
-not read; the HTTP server is penstock.intake.endpoint.
+"""`webhook:NAME`: checks requests to /hooks/NAME and converts them into findings.
+
+See `penstock.intake.endpoint` for the HTTP server.
 """
 
 from __future__ import annotations
@@ -21,31 +22,34 @@ from penstock.rules.expressions import Expression, Unfit
 from penstock.rules.masking import mask
 from penstock.rules.signatures import Forged, Headers, Shape
 from penstock.sources.base import BATCH, BaseSource, SourceContext, options
-from penstock.sources.webhook_bodies import LONGEST, Item, items, media
+from penstock.sources.webhook_bodies import MAX_ATTRIBUTE, Item, items, media
 
 SCHEMES = ("standard", "github", "stripe", "hmac", "bearer")
-TIMED = ("standard", "stripe")  # their signatures end
-IDS = (
-    "webhook-id",
-    "svix-id",
-    "x-github-delivery",
-    "idempotency-key",
-)  # where nothing signed names the event
+TIMED_SCHEMES = ("standard", "stripe")  # schemes whose signatures expire
+# Headers with the id of an event, used if the signed part of the request has no id.
+ID_HEADERS = ("webhook-id", "svix-id", "x-github-delivery", "idempotency-key")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-LARGEST = 64 << 20
-KNOWN: dict[str, Any] = {
-    "secret": None, "secrets": None, "signature": None, "tolerance": None, "unsigned": "", "id": "",
-    "max_body": None, "max_items": BATCH, "rate": None, "burst": 0,
-    "header": "", "algorithm": "sha256", "encoding": "hex", "prefix": "", "signed": "{body}", "timestamp": "",
-}  # fmt: skip
-HOUSE = (
-    "header",
-    "algorithm",
-    "encoding",
-    "prefix",
-    "signed",
-    "timestamp",
-)  # options of signature = "hmac" alone
+MAX_BODY = 64 << 20  # bytes, the largest value of the option max_body
+OPTIONS: dict[str, Any] = {
+    "secret": None,
+    "secrets": None,
+    "signature": None,
+    "tolerance": None,
+    "unsigned": "",
+    "id": "",
+    "max_body": None,
+    "max_items": BATCH,
+    "rate": None,
+    "burst": 0,
+    "header": "",
+    "algorithm": "sha256",
+    "encoding": "hex",
+    "prefix": "",
+    "signed": "{body}",
+    "timestamp": "",
+}
+# Options that only signature = "hmac" has.
+HMAC_OPTIONS = ("header", "algorithm", "encoding", "prefix", "signed", "timestamp")
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> Webhook:
@@ -59,30 +63,33 @@ class Webhook(BaseSource):
 
     def __init__(self, spec: SourceSpec, context: SourceContext) -> None:
         super().__init__(spec, context)
-        given = options(spec, KNOWN)
+        given = options(spec, OPTIONS)
         hook = spec.url.removeprefix("webhook:")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", hook):
             raise ConfigError(
-                f"source {spec.name}: {mask(spec.url)!r} names no hook",
-                hint="webhook:shop is served at /hooks/shop; all else is an option",
+                f"source {spec.name}: {mask(spec.url)!r} is not the URL of a webhook",
+                hint="use webhook:NAME, such as webhook:shop for /hooks/shop, "
+                "and pass all other settings as options",
             )
         if spec.every is not None:
             raise ConfigError(
                 f"source {spec.name}: a webhook has no `every`",
-                hint="it is told, not asked; leave it out",
+                hint="remove `every`: the sender decides when a request is sent",
             )
         self.path = f"/hooks/{hook}"
-        self.max_body: int = self._of(
-            given["max_body"] or "1MiB", units.sizes(1, LARGEST), "max_body"
+        self.max_body: int = self._option(
+            given["max_body"] or "1MiB", units.sizes(1, MAX_BODY), "max_body"
         )
-        self.max_items: int = self._of(given["max_items"], units.counts(1, 10 * BATCH), "max_items")
-        self.rate: float = self._of(
+        self.max_items: int = self._option(
+            given["max_items"], units.counts(1, 10 * BATCH), "max_items"
+        )
+        self.rate: float = self._option(
             500 if given["rate"] is None else given["rate"], units.RATE, "rate"
         )
-        self.burst: int = self._of(
+        self.burst: int = self._option(
             given["burst"] or max(1, int(min(self.rate, 1e6))), units.counts(1), "burst"
         )
-        self.tolerance: float = self._of(
+        self.tolerance: float = self._option(
             given["tolerance"] or "5m", units.durations(1, 86400), "tolerance"
         )
         self._id = (
@@ -95,19 +102,19 @@ class Webhook(BaseSource):
         if self.signed not in ("", *SCHEMES):
             raise ConfigError(
                 f"source {spec.name}: signature {self.signed!r} is not known",
-                hint=f"one of {', '.join(SCHEMES)}",
+                hint=f"use one of {', '.join(SCHEMES)}",
             )
-        self._shape = self._house(given)
+        self._shape = self._hmac_shape(given)
         self._keys = [self._key(secret) for secret in secrets]
         self.local = self._local(given["unsigned"])
-        self._remembers()
+        self._check_retention()
 
     # -- options -----------------------------------------------------------------------------------
 
     def _wrong(self, message: str, hint: str) -> ConfigError:
         return ConfigError(f"source {self.name}: {message}", hint=hint)
 
-    def _of(self, value: Any, kind: units.Kind, name: str) -> Any:
+    def _option(self, value: Any, kind: units.Kind, name: str) -> Any:
         try:
             return kind.read(value)
         except (ValueError, TypeError):
@@ -117,8 +124,8 @@ class Webhook(BaseSource):
         one, several = given["secret"], given["secrets"]
         if one is not None and several is not None:
             raise self._wrong(
-                "there are both secret and secrets",
-                "secrets = [NEW, OLD] while you change it, else secret",
+                "both secret and secrets are set",
+                "use secrets = [NEW, OLD] while you change the secret, otherwise secret",
             )
         texts = [] if one is None and several is None else [one] if several is None else several
         if (
@@ -127,8 +134,8 @@ class Webhook(BaseSource):
             or (several is not None and not texts)
         ):
             raise self._wrong(
-                "a secret is no text",
-                'secret = "env:SHOP_SECRET", or secrets = ["env:NEW", "env:OLD"]',
+                "a secret is not a text",
+                'use secret = "env:SHOP_SECRET", or secrets = ["env:NEW", "env:OLD"]',
             )
         found = []
         for text in texts:
@@ -136,7 +143,7 @@ class Webhook(BaseSource):
                 name = text.removeprefix("env:")
                 if not (value := os.environ.get(name)):
                     raise self._wrong(
-                        f"its secret is in the variable {name}, which is not set",
+                        f"its secret is read from the variable {name}, which is not set",
                         f"export {name}=…",
                     )
                 text = value
@@ -144,42 +151,44 @@ class Webhook(BaseSource):
         return found
 
     def _key(self, secret: str) -> bytes:
-        """Never says anything of the secret but its length."""
+        """Return the key of a secret. Errors contain only the length of the secret."""
         raw = secret.encode("utf-8", "surrogateescape")
         if self.signed == "standard" and secret.startswith("whsec_"):
             try:
                 raw = signatures.canonical_base64(secret.removeprefix("whsec_"))
             except Forged:
                 raise self._wrong(
-                    "what follows whsec_ in its secret is not base64",
-                    "copy it whole, or make one: printf whsec_; openssl rand -base64 32",
+                    "the part of its secret after whsec_ is not base64",
+                    "copy the whole secret, or create one: printf whsec_; openssl rand -base64 32",
                 ) from None
         if len(raw) < signatures.SHORTEST_SECRET:
             raise self._wrong(
                 f"its secret has {len(raw)} bytes, of at least {signatures.SHORTEST_SECRET}",
-                "one that nobody guesses: printf whsec_; openssl rand -base64 32",
+                "create a random secret: printf whsec_; openssl rand -base64 32",
             )
         return raw
 
-    def _house(self, given: dict[str, Any]) -> Shape | None:
+    def _hmac_shape(self, given: dict[str, Any]) -> Shape | None:
         if self.signed != "hmac":
-            if strange := [name for name in HOUSE if name in self.spec.options]:
+            if misplaced := [name for name in HMAC_OPTIONS if name in self.spec.options]:
                 raise self._wrong(
-                    f'{strange[0]} belongs to signature = "hmac"',
-                    'leave it out, or set signature = "hmac"',
+                    f'{misplaced[0]} belongs to signature = "hmac"',
+                    'remove it, or set signature = "hmac"',
                 )
             return None
-        names = (("header", given["header"]), ("timestamp", given["timestamp"]))
-        for option, name in names:
+        headers = (("header", given["header"]), ("timestamp", given["timestamp"]))
+        for option, name in headers:
             if not re.fullmatch(r"[A-Za-z0-9-]{1,100}", name) and (name or option == "header"):
-                raise self._wrong(f"{option} {name!r} is no header", 'header = "X-Signature"')
+                raise self._wrong(
+                    f"{option} {name!r} is not a header name", 'for example header = "X-Signature"'
+                )
         if given["algorithm"] not in signatures.DIGESTS or given["encoding"] not in (
             "hex",
             "base64",
         ):
             raise self._wrong(
                 "its algorithm or encoding is not known",
-                f"algorithm: {', '.join(signatures.DIGESTS)}; encoding: hex, base64",
+                f"use algorithm {', '.join(signatures.DIGESTS)}, and encoding hex or base64",
             )
         shape = Shape(
             given["header"].lower(),
@@ -193,51 +202,54 @@ class Webhook(BaseSource):
             shape.timestamp and shape.timestamp not in shape.places()
         ):
             raise self._wrong(
-                f"signed = {shape.signed!r} leaves out the body or the timestamp",
-                'signed = "{X-Timestamp}.{body}"',
+                f"signed = {shape.signed!r} does not have the body or the timestamp",
+                'for example signed = "{X-Timestamp}.{body}"',
             )
         return shape
 
     def _local(self, unsigned: str) -> bool:
         if self.signed and not self._keys:
             raise self._wrong(
-                f"signature {self.signed!r} needs a secret", 'secret = "env:SHOP_SECRET"'
+                f"signature {self.signed!r} needs a secret", 'set secret = "env:SHOP_SECRET"'
             )
         if unsigned not in ("", "loopback", "anywhere") or (unsigned and self.signed):
             raise self._wrong(
                 f"unsigned is {unsigned!r}" + (", and there is a secret" if self.signed else ""),
-                'without a secret: "loopback" (default) or "anywhere"',
+                'use it only without a secret: "loopback" (default) or "anywhere"',
             )
         return not self.signed and unsigned != "anywhere"
 
-    def _remembers(self) -> None:
-        """A captured request is known as long as its event is: that must be longer than its
-        signature holds.
+    def _check_retention(self) -> None:
+        """Check that events are kept longer than their signatures are valid.
+
+        A captured request that is sent again is recognised only while its event is in the ledger.
         """
         keep = self.context.config.history.keep
-        timed = self.signed in TIMED or (self._shape is not None and self._shape.timestamp)
+        timed = self.signed in TIMED_SCHEMES or (self._shape is not None and self._shape.timestamp)
         if timed and keep is not None and keep < 2 * self.tolerance:
             raise self._wrong(
-                f"history.keep ({units.write_duration(keep)}) forgets events while their signatures still hold",
-                f"history.keep of at least {units.write_duration(2 * self.tolerance)}, or a shorter tolerance",
+                f"history.keep ({units.write_duration(keep)}) deletes events "
+                "while their signatures are still valid",
+                f"set history.keep to at least {units.write_duration(2 * self.tolerance)}, "
+                "or set a shorter tolerance",
             )
 
     # -- requests ----------------------------------------------------------------------------------
 
     def screen(self, method: str, headers: Headers) -> None:
         if method != "POST":
-            raise RequestRefused(405, "a hook is told by POST", hint="curl -X POST")
-        if self.local and not _from_here(headers):
+            raise RequestRefused(405, "a webhook accepts only POST", hint="curl -X POST")
+        if self.local and not _is_local(headers):
             raise RequestRefused(
                 403,
-                "this hook is unsigned, and serves this machine only",
-                hint="ask it as 127.0.0.1 or localhost, or give the hook a secret",
+                "this webhook is unsigned, and serves this machine only",
+                hint="send the request to 127.0.0.1 or localhost, or set a secret for the webhook",
             )
         media(headers)
         length = headers.get("content-length", ("0",))[0]
         if not length.isascii() or not length.isdigit():
             raise RequestRefused(
-                400, "the content-length is no number", hint="leave it to your client"
+                400, "the content-length is not a number", hint="let the HTTP client set it"
             )
         if len(length) > 18 or int(length) > self.max_body:
             raise self._too_large()
@@ -249,14 +261,17 @@ class Webhook(BaseSource):
 
     def findings(self, method: str, headers: Headers, body: bytes, now: float) -> list[Finding]:
         self.screen(method, headers)
-        if len(body) > self.max_body:  # before anything is hashed
+        if len(body) > self.max_body:  # checked before the body is hashed
             raise self._too_large()
-        vouched = self._verify(headers, body, now)
+        signed_id = self._verify(headers, body, now)
         found = items(headers, body, self.max_items)
-        return [self._finding(item, i, vouched, headers) for i, item in enumerate(found)]
+        return [self._finding(item, i, signed_id, headers) for i, item in enumerate(found)]
 
     def _verify(self, headers: Headers, body: bytes, now: float) -> str | None:
-        """The name of the event that the signature vouches for, if any."""
+        """Verify the signature. Return the id of the event that it covers, or None.
+
+        Raises RequestRefused if the signature is wrong.
+        """
         try:
             match self.signed:
                 case "standard":
@@ -275,36 +290,38 @@ class Webhook(BaseSource):
         except Forged as e:
             raise RequestRefused(
                 401,
-                "this request is not from a sender that is known here",
-                hint="the hook's secret, and a clock that is right",
+                "the request has no valid signature or token",
+                hint="check the secret of the webhook and the clocks of both machines",
                 why=str(e),
             ) from None
         return None
 
-    def _finding(self, item: Item, index: int, vouched: str | None, headers: Headers) -> Finding:
-        """A name that no signature covers must not make a captured request a new event, so what is
-        vouched for goes first.
+    def _finding(self, item: Item, index: int, signed_id: str | None, headers: Headers) -> Finding:
+        """Make a finding from an item.
+
+        A signed id takes precedence over an unsigned id. Otherwise a captured request with another
+        unsigned id would be a new event.
         """
-        if item.id and (item.in_body or vouched is None):
-            names, cause = ("event", item.source, item.id), item.id
+        if item.id and (item.in_body or signed_id is None):
+            id_parts, cause = ("event", item.source, item.id), item.id
         elif self._id is not None:
-            cause = self._own_id(item, index)
-            names = ("own", cause, "")
+            cause = self._id_from_payload(item, index)
+            id_parts = ("own", cause, "")
         else:
-            cause = vouched or _header_id(headers) or secrets.token_hex(16)
-            names = ("sent", cause, str(index))
+            cause = signed_id or _header_id(headers) or secrets.token_hex(16)
+            id_parts = ("sent", cause, str(index))
         payload = item.payload
         if kind := headers.get("x-github-event"):
-            payload = payload | {"_webhook": {"event": kind[0][:LONGEST]}}
+            payload = payload | {"_webhook": {"event": kind[0][:MAX_ATTRIBUTE]}}
         return Finding(
-            id=mint("webhook", self.name, *names),
+            id=mint("webhook", self.name, *id_parts),
             url=item.url,
             cause=cause,
             payload=payload,
             at=item.at,
         )
 
-    def _own_id(self, item: Item, index: int) -> str:
+    def _id_from_payload(self, item: Item, index: int) -> str:
         assert self._id is not None
         try:
             value = self._id.search(item.payload)
@@ -313,26 +330,27 @@ class Webhook(BaseSource):
         if (
             not isinstance(value, str | int)
             or isinstance(value, bool)
-            or not 0 < len(str(value)) <= LONGEST
+            or not 0 < len(str(value)) <= MAX_ATTRIBUTE
         ):
             raise RequestRefused(
                 422,
-                f"item {index} has no id where this hook looks for it",
-                hint="the hook's option `id` says where",
+                f"item {index} has no id in the place that this webhook expects",
+                hint="see the option `id` of the webhook",
             )
         return str(value)
 
     # -- as a source -------------------------------------------------------------------------------
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        nothing: tuple[Batch, ...] = ()  # ever: it is told
+        # A webhook receives requests and is never read. The loop makes this a generator.
+        nothing: tuple[Batch, ...] = ()
         for batch in nothing:
             yield batch
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         raise UsageError(
-            f"source {self.name} is told, not asked: there is nothing to look at",
-            hint=f"penstock serve FILE, and POST to {self.path}",
+            f"source {self.name} is a webhook and cannot be previewed",
+            hint=f"run `penstock serve FILE` and POST to {self.path}",
         )
 
     def describe(self, cursor: bytes | None) -> str:
@@ -344,26 +362,30 @@ class Webhook(BaseSource):
 
 
 def _header_id(headers: Headers) -> str | None:
-    for name in IDS:
+    for name in ID_HEADERS:
         if values := headers.get(name):
-            if len(values) != 1 or not 0 < len(values[0]) <= LONGEST:
+            if len(values) != 1 or not 0 < len(values[0]) <= MAX_ATTRIBUTE:
                 raise RequestRefused(
-                    400, f"{name} is no id", hint=f"one, of 1 to {LONGEST} characters"
+                    400,
+                    f"{name} is not a valid id",
+                    hint=f"send one id of 1 to {MAX_ATTRIBUTE} characters",
                 )
             return values[0]
     return None
 
 
-# -- an unsigned hook serves this machine, and no web page in a browser on it ----------------------
+# -- an unsigned webhook serves this machine, but no web page of another site in its browser -------
 
 
-def _from_here(headers: Headers) -> bool:
-    """By the name it was asked under, which DNS may not have pointed here, and by the page that
-    asks, which must be ours too.
+def _is_local(headers: Headers) -> bool:
+    """Return whether a request comes from this machine, and from no foreign web page.
+
+    The Host header must be a loopback address, which excludes DNS rebinding. The Origin header, if
+    any, must be one too.
     """
     hosts, origins = headers.get("host", ()), headers.get("origin", ())
     if any(name in headers for name in FORWARDED):
-        return False  # through a proxy on this machine, whose Host is ours whoever asked it
+        return False  # a proxy on this machine sends a local Host header for any client
     if len(hosts) != 1 or len(origins) > 1 or not _is_loopback(hosts[0]):
         return False
     if origins:
@@ -373,7 +395,7 @@ def _from_here(headers: Headers) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Written in one of the few ways there are, with a port or without."""
+    """Return whether a host is `localhost` or a loopback address, with or without a port."""
     match = re.fullmatch(
         r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)|localhost)(?::[0-9]{1,5})?", host, re.ASCII
     )

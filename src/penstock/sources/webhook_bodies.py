@@ -1,6 +1,4 @@
-"""What a webhook's body holds: JSON, NDJSON and CloudEvents in their three modes, as items. Who
-sent it and what becomes of it is not decided here.
-"""
+"""Parses the bodies of webhook requests: JSON, NDJSON and CloudEvents in their three modes."""
 
 from __future__ import annotations
 
@@ -20,26 +18,23 @@ from penstock.rules.signatures import Headers
 JSON, NDJSON = "application/json", "application/x-ndjson"
 EVENT, EVENTS = "application/cloudevents+json", "application/cloudevents-batch+json"
 TYPES = (JSON, NDJSON, "application/ndjson", EVENT, EVENTS)
-KIND = re.compile(
-    r"application/([a-z0-9][a-z0-9!#$&^_.-]*\+)?json"
-)  # application/vnd.github+json is JSON too
-LONGEST = 1024  # characters of an attribute
+# JSON types also have a suffix form, such as application/vnd.github+json.
+KIND = re.compile(r"application/([a-z0-9][a-z0-9!#$&^_.-]*\+)?json")
+MAX_ATTRIBUTE = 1024  # characters of an attribute
 _decode = msgspec.json.Decoder().decode
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
     payload: dict[str, Any]
-    source: str = ""  # CloudEvents: source and id name an event
+    source: str = ""  # of a CloudEvent, which is identified by source and id
     id: str = ""
-    in_body: bool = (
-        False  # the name is part of the body, so whoever vouches for the body vouches for it
-    )
+    in_body: bool = False  # True if the id is in the body, so that a signed body also signs the id
     url: str | None = None
     at: float | None = None
 
 
 def media(headers: Headers) -> str:
-    """The kind of the body, known and readable. Raises RequestRefused."""
+    """Return the media type of the body. Raises RequestRefused if it is not supported."""
     hint = f"content-type: {', '.join(TYPES)}"
     given = headers.get("content-type", ())
     if len(given) != 1:
@@ -51,22 +46,24 @@ def media(headers: Headers) -> str:
     kind, _, parameters = given[0].partition(";")
     kind = kind.strip().lower()
     if kind not in TYPES and not (KIND.fullmatch(kind) and "cloudevents" not in kind):
-        raise RequestRefused(415, "bodies of this content-type are not read here", hint=hint)
+        raise RequestRefused(415, "this content-type is not supported", hint=hint)
     charset = re.search(r"""charset\s*=\s*["']?([^"';\s]+)""", parameters, re.I)
     if charset and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
-        raise RequestRefused(415, "only UTF-8 is read here", hint="charset=utf-8, or none")
+        raise RequestRefused(
+            415, "only UTF-8 is supported", hint="send charset=utf-8, or no charset"
+        )
     if any(
         value.strip().lower() not in ("", "identity")
         for value in headers.get("content-encoding", ())
     ):
         raise RequestRefused(
-            415, "compressed bodies are not read here", hint="send it without content-encoding"
+            415, "compressed bodies are not supported", hint="send it without content-encoding"
         )
     return kind
 
 
-def items(headers: Headers, body: bytes, most: int) -> list[Item]:
-    """All of them or RequestRefused."""
+def items(headers: Headers, body: bytes, limit: int) -> list[Item]:
+    """Parse a body into at most `limit` items. Raises RequestRefused if any item is invalid."""
     kind = media(headers)
     if not body.strip():
         raise RequestRefused(
@@ -78,9 +75,11 @@ def items(headers: Headers, body: bytes, most: int) -> list[Item]:
         events = _json(body)
         if not isinstance(events, list):
             raise RequestRefused(
-                400, "a batch of CloudEvents is an array", hint=f"one alone is sent as {EVENT}"
+                400,
+                "a batch of CloudEvents must be an array",
+                hint=f"send a single CloudEvent as {EVENT}",
             )
-        return [_event(event, f"event {i}: ") for i, event in enumerate(_few(events, most))]
+        return [_event(event, f"event {i}: ") for i, event in enumerate(_limited(events, limit))]
     if "ce-specversion" in headers:
         if kind in TYPES[1:]:
             raise RequestRefused(
@@ -93,21 +92,21 @@ def items(headers: Headers, body: bytes, most: int) -> list[Item]:
         lines = (line for line in body.split(b"\n") if line.strip())
         return [
             _plain(_json(line, f"line {i + 1}: "), f"line {i + 1}: ")
-            for i, line in enumerate(_few(lines, most))
+            for i, line in enumerate(_limited(lines, limit))
         ]
     value = _json(body)
     return (
-        [_plain(each, f"item {i}: ") for i, each in enumerate(_few(value, most))]
+        [_plain(each, f"item {i}: ") for i, each in enumerate(_limited(value, limit))]
         if isinstance(value, list)
         else [_plain(value)]
     )
 
 
-def _few(values: Any, most: int) -> Iterator[Any]:
+def _limited(values: Any, limit: int) -> Iterator[Any]:
     for i, value in enumerate(values):
-        if i == most:
+        if i == limit:
             raise RequestRefused(
-                413, f"there are more than {most} items in one body", hint="send several requests"
+                413, f"there are more than {limit} items in one body", hint="send several requests"
             )
         yield value
 
@@ -115,21 +114,17 @@ def _few(values: Any, most: int) -> Iterator[Any]:
 def _json(raw: bytes, where: str = "") -> Any:
     try:
         return _decode(raw)
-    except (
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-        RecursionError,
-        ValueError,
-    ) as e:  # ValueError: a number with thousands of digits
-        what = (
+    # A number with thousands of digits raises ValueError.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as e:
+        problem = (
             "is nested too deeply"
             if isinstance(e, RecursionError)
-            else f"is no JSON: {str(e)[:120]}"
+            else f"is not JSON: {str(e)[:120]}"
         )
         raise RequestRefused(
             400,
-            f"{where}the body {what}",
-            hint="one JSON value in UTF-8, or one on each line as application/x-ndjson",
+            f"{where}the body {problem}",
+            hint="send one JSON value in UTF-8, or one on each line as application/x-ndjson",
         ) from None
 
 
@@ -140,7 +135,7 @@ def _plain(value: Any, where: str = "") -> Item:
         raise RequestRefused(
             400,
             f"{where}it is neither an object nor a URL",
-            hint='{"url": "https://example.com/p/1"}',
+            hint='for example {"url": "https://example.com/p/1"}',
         )
     return Item(payload=value)
 
@@ -149,12 +144,13 @@ def _plain(value: Any, where: str = "") -> Item:
 
 
 def _event(value: Any, where: str = "") -> Item:
-    """Structured mode."""
+    """Parse a CloudEvent in structured mode."""
     if not isinstance(value, dict):
         raise RequestRefused(
             400,
-            f"{where}a CloudEvent is an object",
-            hint='{"specversion": "1.0", "id": "1", "source": "/shop", "type": "changed", "data": {…}}',
+            f"{where}a CloudEvent must be an object",
+            hint='for example {"specversion": "1.0", "id": "1", "source": "/shop", '
+            '"type": "changed", "data": {…}}',
         )
     attributes = {name: each for name, each in value.items() if name not in ("data", "data_base64")}
     data = value.get("data")
@@ -171,10 +167,10 @@ def _event(value: Any, where: str = "") -> Item:
         if data is None:
             raise RequestRefused(
                 400,
-                f"{where}data_base64 is not base64, or there is data beside it",
+                f"{where}data_base64 is not base64, or data is set too",
                 hint="send JSON as data",
             )
-    return _made(attributes, data, where, in_body=True)
+    return _cloudevent(attributes, data, where, in_body=True)
 
 
 def _binary(headers: Headers, data: Any) -> Item:
@@ -183,23 +179,23 @@ def _binary(headers: Headers, data: Any) -> Item:
         if name.startswith("ce-"):
             if len(values) != 1:
                 raise RequestRefused(
-                    400, f"{name} is there {len(values)} times", hint="each attribute once"
+                    400, f"{name} is sent {len(values)} times", hint="send each attribute once"
                 )
             attributes[name[3:]] = unquote(values[0], errors="replace")
-    return _made(attributes, data, "", in_body=False)
+    return _cloudevent(attributes, data, "", in_body=False)
 
 
-def _made(attributes: dict[str, Any], data: Any, where: str, *, in_body: bool) -> Item:
+def _cloudevent(attributes: dict[str, Any], data: Any, where: str, *, in_body: bool) -> Item:
     if attributes.get("specversion") != "1.0":
         raise RequestRefused(
-            400, f"{where}it is no CloudEvent of version 1.0", hint='specversion "1.0"'
+            400, f"{where}it is not a CloudEvent of version 1.0", hint='set specversion "1.0"'
         )
     for name in ("id", "source", "type"):
         value = attributes.get(name)
-        if not isinstance(value, str) or not 0 < len(value) <= LONGEST:
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_ATTRIBUTE:
             raise RequestRefused(
                 400,
-                f"{where}its {name} is no text of 1 to {LONGEST} characters",
+                f"{where}its {name} is not a text of 1 to {MAX_ATTRIBUTE} characters",
                 hint="id, source and type are required",
             )
     payload = (
@@ -224,16 +220,16 @@ def _made(attributes: dict[str, Any], data: Any, where: str, *, in_body: bool) -
         id=attributes["id"],
         in_body=in_body,
         url=url,
-        at=_moment(attributes.get("time")),
+        at=_parse_time(attributes.get("time")),
     )
 
 
-def _moment(text: Any) -> float | None:
-    """RFC 3339; what is none is only not known."""
+def _parse_time(text: Any) -> float | None:
+    """Return the epoch seconds of an RFC 3339 time, or None for any other value."""
     if not isinstance(text, str) or not re.match(r"\d{4}-\d\d-\d\d[Tt ]", text):
         return None
     try:
-        moment = datetime.fromisoformat(text)
-        return moment.timestamp() if moment.tzinfo is not None else None
+        parsed = datetime.fromisoformat(text)
+        return parsed.timestamp() if parsed.tzinfo is not None else None
     except (ValueError, OverflowError):
         return None

@@ -1,6 +1,4 @@
-"""The consumer under the Kafka source: a topic's partitions from given offsets on, without joining
-a group. What messages mean is decided elsewhere.
-"""
+"""Kafka consumer of a source: reads a topic's partitions from given offsets, without a group."""
 
 from __future__ import annotations
 
@@ -16,30 +14,31 @@ from penstock.stores.kafka import Topic, sentence
 from penstock.stores.kafka_access import error_of, weightier
 
 T = TypeVar("T")
-POLL = 0.5  # seconds without a message after which we say so
-PREFETCH = 16 << 20
+POLL_TIMEOUT = 0.5  # seconds without a message after which `take` returns
+PREFETCH = 16 << 20  # bytes
 
 
 class Client:
-    """One consumer, used by one thread. Everything waits, and raises SourceDown."""
+    """Consumer that is used by one thread. Its methods block, and raise SourceDown."""
 
     def __init__(self, topic: Topic, group: str) -> None:
         self.topic = topic
-        self.at: dict[int, int] = {}  # the next offset, by partition
+        self.at: dict[int, int] = {}  # next offset of each partition
         self._group = group
         self._consumer: Consumer | None = None
-        self._ended: set[int] = set()
-        self._trouble: KafkaError | None = None
-        self._away = False
-        self._owed: KafkaError | None = None  # came behind messages, for the next call
+        self._ended: set[int] = set()  # partitions that are read to their end
+        self._last_error: KafkaError | None = None
+        self._may_be_down = False
+        # Error that followed messages. The next call of `take` raises it.
+        self._deferred_error: KafkaError | None = None
 
     def open(self) -> tuple[str, str, dict[int, tuple[int, int]]]:
-        """(cluster, id of the topic, first and next offset of each partition)"""
+        """Connect. Return cluster id, topic id, and first and next offset of each partition."""
         conf: dict[str, Any] = {
             "group.id": self._group,
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
-            "auto.offset.reset": "error",  # a gap is told, never skipped in silence
+            "auto.offset.reset": "error",  # a gap is reported and never skipped silently
             "enable.partition.eof": True,
             "isolation.level": "read_committed",
             "fetch.max.bytes": PREFETCH,
@@ -53,98 +52,100 @@ class Client:
         except (KafkaException, TypeError, ValueError) as e:
             raise SourceDown(
                 f"{self.topic.label}: {e}",
-                hint="check its options, those that begin with rdkafka. above all",
+                hint="check the options of the source, especially those that start with rdkafka.",
             ) from None
         cluster, partitions = self._metadata()
-        spans = {}
+        ranges = {}
         for p in partitions:
-            found = self._asking(
-                "asking for offsets",
-                self._open.get_watermark_offsets,
+            found = self._call(
+                "requesting offsets",
+                self._connected.get_watermark_offsets,
                 TopicPartition(self.topic.name, p),
                 timeout=self.topic.timeout,
             )
             if found is None:
                 raise self._down(
-                    self._trouble or KafkaError(KafkaError._TIMED_OUT), "asking for offsets"
+                    self._last_error or KafkaError(KafkaError._TIMED_OUT), "requesting offsets"
                 )
-            spans[p] = found
-        return cluster, self._topic_id(), spans
+            ranges[p] = found
+        return cluster, self._topic_id(), ranges
 
     @property
-    def _open(self) -> Consumer:
+    def _connected(self) -> Consumer:
         assert self._consumer is not None
         return self._consumer
 
     def _metadata(self) -> tuple[str, list[int]]:
-        found = self._asking(
-            "asking for its partitions",
-            self._open.list_topics,
+        found = self._call(
+            "requesting its partitions",
+            self._connected.list_topics,
             self.topic.name,
             timeout=self.topic.timeout,
         )
-        there = found.topics[self.topic.name]
-        if there.error is not None or not there.partitions:
+        found_topic = found.topics[self.topic.name]
+        if found_topic.error is not None or not found_topic.partitions:
             raise self._down(
-                there.error or KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART),
-                "asking for its partitions",
+                found_topic.error or KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART),
+                "requesting its partitions",
             )
-        return found.cluster_id or "", sorted(there.partitions)
+        return found.cluster_id or "", sorted(found_topic.partitions)
 
     def _topic_id(self) -> str:
         admin = AdminClient(self.topic.client() | self.topic.rdkafka)
         future = admin.describe_topics(
             TopicCollection([self.topic.name]), request_timeout=self.topic.timeout
         )[self.topic.name]
-        described = self._asking("asking for its id", future.result, self.topic.timeout + 5)
+        described = self._call("requesting its id", future.result, self.topic.timeout + 5)
         return str(described.topic_id or "")
 
     def assign(self, at: Mapping[int, int]) -> None:
         self.at = dict(at)
         self._ended = set()
-        self._asking(
+        self._call(
             "reading",
-            self._open.assign,
+            self._connected.assign,
             [TopicPartition(self.topic.name, p, offset) for p, offset in at.items()],
         )
 
-    def look_for_partitions(self) -> None:
+    def add_new_partitions(self) -> None:
+        """Also read partitions that were added since `open`, from their start."""
         new = [p for p in self._metadata()[1] if p not in self.at]
         if new:
-            self._asking(
+            self._call(
                 "reading",
-                self._open.incremental_assign,
+                self._connected.incremental_assign,
                 [TopicPartition(self.topic.name, p, 0) for p in new],
             )
             self.at |= dict.fromkeys(new, 0)
 
     def take(self, limit: int, size: int) -> list[Message]:
-        """What is there; else what comes within a moment. None, and `is_at_the_end`: there is
-        nothing.
+        """Return available messages, up to `limit` messages or `size` bytes.
+
+        Wait up to 0.5 s for the first message. The list is empty if none arrives.
         """
-        if self._owed is not None:
-            raise self._down(self._owed, "reading")
+        if self._deferred_error is not None:
+            raise self._down(self._deferred_error, "reading")
         found: list[Message] = []
-        wait = POLL
+        wait = POLL_TIMEOUT
         while len(found) < limit and size > 0:
-            m: Any = self._asking("reading", self._open.poll, wait)
+            m: Any = self._call("reading", self._connected.poll, wait)
             if m is None:
                 if not wait or found:
                     break
-                self._check()
+                self._check_servers()
                 break
             p, offset = m.partition(), m.offset()
             if (error := m.error()) is not None:
                 if error.code() == KafkaError._PARTITION_EOF:
                     self._ended.add(p)
-                    self.at[p] = max(
-                        self.at[p], offset
-                    )  # behind a transaction's marks, which are no messages
-                    if found or self.is_at_the_end:
+                    # The end is after transaction markers, which are not delivered as messages.
+                    self.at[p] = max(self.at[p], offset)
+                    if found or self.is_at_end:
                         wait = 0.0
                     continue
-                if found:  # they come first; the library says it only once
-                    self._owed = error
+                # Return the messages first. librdkafka reports the error only once.
+                if found:
+                    self._deferred_error = error
                     break
                 raise self._down(error, "reading")
             self._ended.discard(p)
@@ -166,22 +167,22 @@ class Client:
             wait = 0.0
         return found
 
-    def _check(self) -> None:
-        """All servers were away for a moment: are they still?"""
-        if self._away:
+    def _check_servers(self) -> None:
+        """After an error, request the metadata to see whether the servers are reachable again."""
+        if self._may_be_down:
             self._metadata()
-            self._away, self._trouble = False, None
+            self._may_be_down, self._last_error = False, None
 
     @property
-    def is_at_the_end(self) -> bool:
+    def is_at_end(self) -> bool:
         return self._ended >= self.at.keys()
 
     def backlog(self) -> int | None:
-        """Messages that are there and not read, as the last answers of the servers had it."""
+        """Return the number of unread messages by the servers' last responses, or None."""
         total = 0
         for p, offset in self.at.items():
             try:
-                _, high = self._open.get_watermark_offsets(
+                _, high = self._connected.get_watermark_offsets(
                     TopicPartition(self.topic.name, p), cached=True
                 )
             except (KafkaException, TypeError):
@@ -192,25 +193,26 @@ class Client:
         return total
 
     def commit(self, at: Mapping[int, int]) -> None:
-        """For those who watch; whether it worked is not our concern."""
+        """Commit offsets for monitoring tools. Errors are ignored."""
         try:
-            self._open.commit(
+            self._connected.commit(
                 offsets=[TopicPartition(self.topic.name, p, offset) for p, offset in at.items()],
                 asynchronous=True,
             )
         except KafkaException:
             pass
 
-    def at_time(self, when: float, spans: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-        wanted = [TopicPartition(self.topic.name, p, max(0, int(when * 1000))) for p in spans]
-        found = self._asking(
-            "asking for offsets by time",
-            self._open.offsets_for_times,
+    def offsets_at(self, time: float, ranges: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+        """Return the first offset of each partition at or after this time (epoch seconds)."""
+        wanted = [TopicPartition(self.topic.name, p, max(0, int(time * 1000))) for p in ranges]
+        found = self._call(
+            "requesting offsets by time",
+            self._connected.offsets_for_times,
             wanted,
             timeout=self.topic.timeout,
         )
         return {
-            tp.partition: tp.offset if tp.offset >= 0 else spans[tp.partition][1] for tp in found
+            tp.partition: tp.offset if tp.offset >= 0 else ranges[tp.partition][1] for tp in found
         }
 
     def close(self) -> None:
@@ -218,35 +220,34 @@ class Client:
             consumer, self._consumer = self._consumer, None
             consumer.close()
 
-    # -- trouble -----------------------------------------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------------
 
     def _on_error(self, error: KafkaError) -> None:
-        self._trouble = weightier(self._trouble, error)
-        self._away = self._away or error.code() not in (
+        self._last_error = weightier(self._last_error, error)
+        self._may_be_down = self._may_be_down or error.code() not in (
             KafkaError._TRANSPORT,
             KafkaError._TIMED_OUT,
         )
 
-    def _asking(self, doing: str, work: Callable[..., T], *args: Any, **named: Any) -> T:
+    def _call(self, activity: str, work: Callable[..., T], *args: Any, **named: Any) -> T:
         try:
             return work(*args, **named)
         except KafkaException as e:
-            raise self._down(error_of(e), doing) from None
+            raise self._down(error_of(e), activity) from None
         except TimeoutError:
-            raise self._down(KafkaError(KafkaError._TIMED_OUT), doing) from None
+            raise self._down(KafkaError(KafkaError._TIMED_OUT), activity) from None
 
-    def _down(self, error: KafkaError, doing: str) -> SourceDown:
-        if (
-            error.code() == KafkaError._AUTO_OFFSET_RESET
-        ):  # retention was quicker than we; `_begin` will say how much is gone
+    def _down(self, error: KafkaError, activity: str) -> SourceDown:
+        # Retention deleted unread messages. `KafkaSource._start` then reports how many.
+        if error.code() == KafkaError._AUTO_OFFSET_RESET:
             return SourceDown(
-                f"{self.topic.label}: what comes next was deleted before it was read",
-                hint="reading goes on from what is there",
+                f"{self.topic.label}: the next message was deleted before it was read",
+                hint="reading continues with the messages that exist",
                 after=0.0,
             )
         if self._consumer is not None:
-            self._consumer.poll(
-                0.1
-            )  # it tells its own complaints only when it is asked; this client ends here, so no message is missed
-        message, hint = sentence(self.topic, weightier(self._trouble, error), doing)
+            # librdkafka calls `_on_error` only during a poll. This client is not used after the
+            # error, so no message is lost.
+            self._consumer.poll(0.1)
+        message, hint = sentence(self.topic, weightier(self._last_error, error), activity)
         return SourceDown(message, hint=hint)

@@ -1,6 +1,4 @@
-"""What a message of somebody's Kafka topic says: JSON, a Debezium change or a CloudEvent, as a
-finding. Nothing is read from a server here.
-"""
+"""Converts Kafka messages into findings: JSON, Debezium changes and CloudEvents. Does no I/O."""
 
 from __future__ import annotations
 
@@ -16,16 +14,10 @@ from penstock.model import mint
 from penstock.ports import Finding
 
 FORMATS = ("auto", "json", "debezium", "cloudevents")
-OPERATIONS = (
-    "c",
-    "r",
-    "u",
-    "d",
-    "t",
-    "m",
-)  # create, read (snapshot), update, delete, truncate, message
-# What says where in its database's log a change lies: PostgreSQL, MySQL, SQL Server, Oracle,
-# MongoDB.
+# Create, read (snapshot), update, delete, truncate, message.
+OPERATIONS = ("c", "r", "u", "d", "t", "m")
+# Fields that give the position of a change in its database's log: PostgreSQL, MySQL, SQL Server,
+# Oracle, MongoDB.
 _POSITION = (
     "lsn",
     "txId",
@@ -41,11 +33,13 @@ _POSITION = (
     "ssn",
     "ord",
 )
-# One of these must be whole, or it says too little: MongoDB counts anew with every second, and a
-# `pos` is one of its file.
-_ENOUGH = (("lsn",), ("file", "pos"), ("commit_lsn",), ("scn",), ("ord", "ts_ms"))
-_PLACE = ("connector", "name", "db", "schema", "table", "collection", "server_id")
-_MARKS = (
+# A position is unique only if all fields of one of these sets are present: MongoDB's `ord` restarts
+# with every second, and MySQL's `pos` belongs to its file.
+_SUFFICIENT = (("lsn",), ("file", "pos"), ("commit_lsn",), ("scn",), ("ord", "ts_ms"))
+# Fields that name the database and table of a change.
+_ORIGIN = ("connector", "name", "db", "schema", "table", "collection", "server_id")
+# Fields that Debezium adds to unwrapped rows.
+_ADDED_FIELDS = (
     "__deleted",
     "__op",
     "__lsn",
@@ -55,8 +49,8 @@ _MARKS = (
     "__ts_ms",
     "__source_ts_ms",
 )
-_LATEST = 10**14  # milliseconds, three thousand years from now: beyond it, it is no time
-_MAX_HEADERS = 8192  # bytes that travel with the payload
+_MAX_TIME_MS = 10**14  # milliseconds, about the year 5138: a larger number is not a time
+_MAX_HEADERS = 8192  # bytes of headers that are added to the payload
 _decode = msgspec.json.Decoder().decode
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 
@@ -65,28 +59,30 @@ class Message(NamedTuple):
     topic: str
     partition: int
     offset: int
-    at: float | None  # its timestamp
+    at: float | None  # timestamp of the message, in epoch seconds
     key: bytes | None
     value: bytes | None
     headers: Sequence[tuple[str, bytes | None]]
 
 
-class Change(NamedTuple):
-    """A Debezium message, taken out of whatever it was wrapped in."""
+class DebeziumChange(NamedTuple):
+    """A Debezium change, without its envelope."""
 
-    op: str | None  # None: it was unwrapped, and not said
+    op: str | None  # None if the change was unwrapped and does not name its operation
     row: dict[str, Any]
     source: Mapping[str, Any]
     ts_ms: Any
 
 
-class Unreadable(Exception):
-    """For people."""
+class UnreadableMessage(Exception):
+    """The message cannot be parsed. The text is a readable reason."""
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """How a topic is read. `topic_id` is part of ids: a topic that was deleted and made again
-    counts from 0 once more.
+class MessageReader(msgspec.Struct, frozen=True, kw_only=True):
+    """Parser for the messages of a topic.
+
+    `topic_id` is part of the ids, because a topic that was deleted and created again starts again
+    at offset 0.
     """
 
     format: str = "auto"
@@ -96,25 +92,26 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     topic_id: str = ""
 
     def finding(self, m: Message) -> Finding | None:
-        """None: passed over, as an operation that nobody asked for. What cannot be read is a
-        finding too, a refused one.
+        """Convert a message. Return None if it is skipped, such as an operation not configured.
+
+        A message that cannot be parsed becomes a refused finding.
         """
         try:
-            return self._read(m)
-        except Unreadable as e:
+            return self._parse(m)
+        except UnreadableMessage as e:
             payload = {"_kafka": {**_kafka(m), "value": as_text(m.value or b"")}}
             return Finding(
-                id=self._by_place(m),
+                id=self._id_by_offset(m),
                 cause=_cause(m),
                 payload=payload,
                 at=m.at,
                 refused=f"message {_cause(m)}: {e}",
             )
 
-    def _by_place(self, m: Message) -> str:
+    def _id_by_offset(self, m: Message) -> str:
         return mint("kafka", self.cluster, self.topic_id, m.topic, str(m.partition), str(m.offset))
 
-    def _read(self, m: Message) -> Finding | None:
+    def _parse(self, m: Message) -> Finding | None:
         headers = {name: value or b"" for name, value in m.headers}
         if self.format in ("auto", "cloudevents") and "ce_specversion" in headers:
             return self._cloudevent(m, _binary_event(m, headers))
@@ -127,29 +124,31 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
                 "_cdc": {"op": "d"},
                 "_kafka": _kafka(m),
             }
-            return Finding(id=self._by_place(m), cause=_cause(m), payload=payload, at=m.at)
+            return Finding(id=self._id_by_offset(m), cause=_cause(m), payload=payload, at=m.at)
         value = _json(m.value)
         if self.format in ("auto", "cloudevents") and _is_event(value):
             return self._cloudevent(m, value)
         if self.format == "cloudevents":
-            raise Unreadable("it is no CloudEvent, neither by its headers (ce_…) nor by its value")
+            raise UnreadableMessage(
+                "it is no CloudEvent, neither by its headers (ce_…) nor by its value"
+            )
         if self.format != "json":
-            change = _change(value, headers, unwrapped=self.format == "debezium")
+            change = _debezium_change(value, headers, unwrapped=self.format == "debezium")
             if change is not None:
-                return self._changed(m, change)
+                return self._debezium(m, change)
             if self.format == "debezium":
-                raise Unreadable("it is no change event of Debezium")
+                raise UnreadableMessage("it is no change event of Debezium")
         value = value if isinstance(value, dict) else {"value": value}
-        said = value.get("value")
+        text = value.get("value")
         url = (
-            said
-            if isinstance(said, str)
-            and said.startswith(("http://", "https://"))
+            text
+            if isinstance(text, str)
+            and text.startswith(("http://", "https://"))
             and len(value) == 1
             else None
         )
         return Finding(
-            id=self._by_place(m),
+            id=self._id_by_offset(m),
             url=url,
             cause=_cause(m),
             payload={**value, "_kafka": _kafka(m)},
@@ -159,14 +158,16 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     def _cloudevent(self, m: Message, event: dict[str, Any]) -> Finding | None:
         source, id_ = event.get("source"), event.get("id")
         if not isinstance(source, str) or not isinstance(id_, str) or not id_:
-            raise Unreadable("a CloudEvent has a source and an id, and this one lacks one of them")
+            raise UnreadableMessage(
+                "a CloudEvent has a source and an id, and this one lacks one of them"
+            )
         data = event.get("data")
         if "data_base64" in event:
             try:
                 data = _json(base64.b64decode(event["data_base64"], validate=True))
             except (ValueError, TypeError):
-                raise Unreadable("its data_base64 is not base64") from None
-        change = _change(data, {}, unwrapped=False)
+                raise UnreadableMessage("its data_base64 is not base64") from None
+        change = _debezium_change(data, {}, unwrapped=False)
         payload = data if isinstance(data, dict) else {} if data is None else {"value": data}
         meta: dict[str, Any] = {}
         if change is not None:
@@ -186,29 +187,30 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     def _wanted(self, op: str | None) -> bool:
         return op in self.operations or (op is None and not self.operations.isdisjoint("cru"))
 
-    def _changed(self, m: Message, change: Change) -> Finding | None:
+    def _debezium(self, m: Message, change: DebeziumChange) -> Finding | None:
         if not self._wanted(change.op):
             return None
-        said = change.source.get
-        if any(all(said(name) is not None for name in enough) for enough in _ENOUGH):
-            position = [said(name) for name in _POSITION] + (
-                [said("ts_ms")] if said("ord") is not None else []
+        field = change.source.get
+        if any(all(field(name) is not None for name in names) for names in _SUFFICIENT):
+            position = [field(name) for name in _POSITION] + (
+                [field("ts_ms")] if field("ord") is not None else []
             )
-            place = [said(name) for name in _PLACE]
-            if said("name") is None:  # unwrapped: the topic is all that says which database it was
-                place.append(m.topic)
-            # Several rows may share a position (one INSERT of many, a snapshot): the row's key
-            # tells them apart.
+            origin = [field(name) for name in _ORIGIN]
+            # Unwrapped changes name no database, so the topic stands for it.
+            if field("name") is None:
+                origin.append(m.topic)
+            # Several rows may share a position (one INSERT of many rows, a snapshot). The row's
+            # key makes their ids different.
             row = m.key if m.key is not None else _canonical(change.row)
             id_ = mint(
                 "debezium",
-                _canonical([place, position, change.op]).decode(),
+                _canonical([origin, position, change.op]).decode(),
                 hashlib.blake2b(row, digest_size=16).hexdigest(),
             )
         else:
-            id_ = self._by_place(m)
+            id_ = self._id_by_offset(m)
         ts = change.source.get("ts_ms") or change.ts_ms
-        at = ts / 1000 if isinstance(ts, int | float) and 0 < ts < _LATEST else m.at
+        at = ts / 1000 if isinstance(ts, int | float) and 0 < ts < _MAX_TIME_MS else m.at
         return Finding(
             id=id_,
             cause=_cause(m),
@@ -220,8 +222,13 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 # -- Debezium --------------------------------------------------------------------------------------
 
 
-def _change(value: Any, headers: Mapping[str, bytes], *, unwrapped: bool) -> Change | None:
-    """None: it is none. `unwrapped`: a row without any mark of Debezium's counts as one."""
+def _debezium_change(
+    value: Any, headers: Mapping[str, bytes], *, unwrapped: bool
+) -> DebeziumChange | None:
+    """Return the Debezium change, or None if the value is not one.
+
+    `unwrapped`: a row without any field of Debezium is also a change.
+    """
     if isinstance(value, dict) and value.keys() == {"schema", "payload"}:
         value = value["payload"]
     if not isinstance(value, dict):
@@ -229,16 +236,16 @@ def _change(value: Any, headers: Mapping[str, bytes], *, unwrapped: bool) -> Cha
     op = value.get("op")
     if op in OPERATIONS and ("after" in value or "before" in value or "source" in value):
         source = value.get("source")
-        return Change(
+        return DebeziumChange(
             op, _row(value, op), source if isinstance(source, dict) else {}, value.get("ts_ms")
         )
-    said = {
-        name: headers[name].decode("utf-8", "replace") for name in _MARKS if name in headers
-    } | {name: value[name] for name in _MARKS if name in value}
-    if not said and not unwrapped:
+    added = {
+        name: headers[name].decode("utf-8", "replace") for name in _ADDED_FIELDS if name in headers
+    } | {name: value[name] for name in _ADDED_FIELDS if name in value}
+    if not added and not unwrapped:
         return None
-    op = said.get("__op")
-    if str(said.get("__deleted", "")).lower() == "true":
+    op = added.get("__op")
+    if str(added.get("__deleted", "")).lower() == "true":
         op = "d"
     row = {name: field for name, field in value.items() if not name.startswith("__")}
     extra = {
@@ -247,9 +254,9 @@ def _change(value: Any, headers: Mapping[str, bytes], *, unwrapped: bool) -> Cha
         if name.startswith("__")
     }
     extra |= {
-        name.removeprefix("__").removeprefix("source_"): field for name, field in said.items()
+        name.removeprefix("__").removeprefix("source_"): field for name, field in added.items()
     }
-    return Change(op if op in OPERATIONS else None, row, extra, extra.get("ts_ms"))
+    return DebeziumChange(op if op in OPERATIONS else None, row, extra, extra.get("ts_ms"))
 
 
 def _row(value: Mapping[str, Any], op: str) -> dict[str, Any]:
@@ -260,12 +267,12 @@ def _row(value: Mapping[str, Any], op: str) -> dict[str, Any]:
         if op == "m"
         else value.get("after")
     )
-    if isinstance(row, str):  # MongoDB's documents are texts
+    if isinstance(row, str):  # MongoDB documents are sent as JSON text
         row = _json(row.encode())
     return row if isinstance(row, dict) else {} if row is None else {"value": row}
 
 
-def _cdc(change: Change) -> dict[str, Any]:
+def _cdc(change: DebeziumChange) -> dict[str, Any]:
     source = change.source
     table = source.get("table") or source.get("collection")
     found = {
@@ -324,23 +331,24 @@ def _time(text: Any) -> float | None:
 
 
 def _json(raw: bytes) -> Any:
-    if (
-        raw[:1] == b"\0" and len(raw) > 5
-    ):  # a schema registry's: a zero, the schema's number, and for JSON Schema the JSON itself
+    # The format of schema registries: a zero byte, the schema's number, and the data, which is
+    # JSON for JSON Schema.
+    if raw[:1] == b"\0" and len(raw) > 5:
         try:
             return _decode(raw[5:])
         except (ValueError, RecursionError):
-            raise Unreadable(
-                "it is encoded by a schema registry (Avro or Protobuf); have the producer or the connector write JSON"
+            raise UnreadableMessage(
+                "it is encoded by a schema registry (Avro or Protobuf); "
+                "have the producer or the connector write JSON"
             ) from None
     try:
         return _decode(raw)
     except RecursionError:
-        raise Unreadable("its JSON is nested too deeply") from None
-    except ValueError as e:  # msgspec's and Unicode's are ValueErrors
+        raise UnreadableMessage("its JSON is nested too deeply") from None
+    except ValueError as e:  # also errors of msgspec and Unicode
         if raw.startswith((b"http://", b"https://")) and len(raw.split()) == 1 and raw.isascii():
             return raw.decode().strip()
-        raise Unreadable(f"it is no JSON: {e}" if raw else "it is empty") from None
+        raise UnreadableMessage(f"it is no JSON: {e}" if raw else "it is empty") from None
 
 
 def as_text(raw: bytes) -> str | dict[str, str]:
@@ -351,13 +359,13 @@ def as_text(raw: bytes) -> str | dict[str, str]:
 
 
 def _key(raw: bytes | None) -> Any:
-    """As JSON only where it is an object: a key `007` stays what it is."""
+    """Decode a key as JSON if it is an object. Other keys stay text, such as `007`."""
     if raw is None:
         return None
     if raw[:1] == b"{":
         try:
             key = _json(raw)
-        except Unreadable:
+        except UnreadableMessage:
             return as_text(raw)
         return (
             key["payload"] if isinstance(key, dict) and key.keys() == {"schema", "payload"} else key

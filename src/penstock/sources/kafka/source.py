@@ -1,12 +1,11 @@
-"""An existing Kafka topic as a source, `kafka://host:9092/topic`: its messages become findings, and
-the position is our cursor. No format is read here.
+"""Source for an existing Kafka topic, `kafka://host:9092/topic`: its messages become findings.
 
     kafka://host:9092/orders?start=latest&format=debezium&operations=c,u,d
     kafka+ssl://user:password@host:9093/orders?sasl=scram-sha-512&ca=/etc/ca.pem
 
-No group is joined: partitions are assigned, and what was read is noted in the ledger with what
-became of it. With `group=NAME` the offsets are also committed under that name, for tools that watch
-lag; they are never read back.
+The source does not join a consumer group. It assigns all partitions to itself, and the ledger
+records the offsets as the cursor. With `group=NAME` the offsets are also committed under that name,
+for tools that monitor lag. The source never reads them back. See `kafka_messages` for the formats.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.ports import Batch, Finding
 from penstock.sources.base import BATCH, BaseSource, SourceContext
 from penstock.sources.kafka.client import Client
-from penstock.sources.kafka.messages import FORMATS, OPERATIONS, Message, Reading
+from penstock.sources.kafka.messages import FORMATS, OPERATIONS, Message, MessageReader
 from penstock.stores.kafka import Topic, parse
 
 T = TypeVar("T")
-REFRESH = 15.0  # how often somebody may have added partitions
-BATCH_BYTES = 4 << 20  # a batch ends with the message that passes it
-_GROUP = "penstock-source"  # the library wants one; nothing is committed under it
+REFRESH_INTERVAL = 15.0  # seconds between two checks for added partitions
+BATCH_BYTES = 4 << 20  # a batch ends with the message that exceeds this size
+_GROUP = "penstock-source"  # librdkafka requires a group, but no offset is committed under it
 
 
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The next offset of each partition, and which topic of which cluster they are of."""
+    """The next offset of each partition, with the ids of the topic and its cluster."""
 
-    topic: str  # its id where servers give one, else ""
+    topic: str  # id of the topic, or "" if the server has no topic ids
     cluster: str
     at: dict[int, int]
     lost: int = 0  # messages that retention deleted before they were read
 
     def text(self) -> str:
-        places = ", ".join(f"{p}:{offset}" for p, offset in sorted(self.at.items())[:32]) + (
+        offsets = ", ".join(f"{p}:{offset}" for p, offset in sorted(self.at.items())[:32]) + (
             ", …" if len(self.at) > 32 else ""
         )
-        return f"at {places or 'no partition'}" + (
+        return f"at {offsets or 'no partition'}" + (
             f"; {self.lost} messages were deleted unread" if self.lost else ""
         )
 
@@ -57,7 +56,7 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(Cursor).decode
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
     format: str = "auto"
     operations: frozenset[str] = frozenset("cru")
     tombstones: bool = False
@@ -76,7 +75,7 @@ OPTIONS: dict[str, units.Kind] = {
     "format": units.choices(*FORMATS),
     "operations": units.Kind(
         name="list of operations",
-        expected="some of c, r, u, d, t, m with commas between them",
+        expected="some of c, r, u, d, t, m, separated by commas",
         read=_operations,
     ),
     "tombstones": units.FLAG,
@@ -87,13 +86,14 @@ OPTIONS: dict[str, units.Kind] = {
 
 class KafkaSource(BaseSource):
     def __init__(
-        self, spec: SourceSpec, context: SourceContext, topic: Topic, chosen: Options
+        self, spec: SourceSpec, context: SourceContext, topic: Topic, chosen: KafkaOptions
     ) -> None:
         super().__init__(spec, context)
         self.topic, self.options = topic, chosen
         self.every = None
-        self.refresh = REFRESH
-        self._told: str = ""  # a gap that was raised once already: now we go on behind it
+        self.refresh = REFRESH_INTERVAL
+        # A gap that was raised as an error already. The next attempt continues after it.
+        self._reported_gap: str = ""
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         async for batch in self._batches(cursor, commit=bool(self.options.group)):
@@ -119,21 +119,21 @@ class KafkaSource(BaseSource):
             return await asyncio.get_running_loop().run_in_executor(thread, work, *args)
 
         try:
-            noted = await run(self._begin, client, cursor)
-            if cursor is None or _pack(noted) != cursor:
-                yield Batch(cursor=_pack(noted))
+            recorded = await run(self._start, client, cursor)
+            if cursor is None or _pack(recorded) != cursor:
+                yield Batch(cursor=_pack(recorded))
             committed: Mapping[int, int] = {}
-            looked = time.monotonic()
-            reading = self._reading(noted)
+            refreshed_at = time.monotonic()
+            reader = self._reader(recorded)
             while True:
-                if time.monotonic() - looked > self.refresh:
-                    looked = time.monotonic()
-                    await run(client.look_for_partitions)
-                messages, findings = await run(_take, client, reading)
+                if time.monotonic() - refreshed_at > self.refresh:
+                    refreshed_at = time.monotonic()
+                    await run(client.add_new_partitions)
+                messages, findings = await run(_read_batch, client, reader)
                 at = dict(client.at)
-                moved = at != noted.at
-                noted = msgspec.structs.replace(noted, at=at)
-                idle = not messages and client.is_at_the_end
+                moved = at != recorded.at
+                recorded = msgspec.structs.replace(recorded, at=at)
+                idle = not messages and client.is_at_end
                 now = self.context.clock.now()
                 lag = (
                     0.0
@@ -142,7 +142,7 @@ class KafkaSource(BaseSource):
                 )
                 yield Batch(
                     findings=findings,
-                    cursor=_pack(noted) if moved else None,
+                    cursor=_pack(recorded) if moved else None,
                     idle=idle,
                     lag=None if lag is None else max(0.0, lag),
                     backlog=client.backlog(),
@@ -156,9 +156,9 @@ class KafkaSource(BaseSource):
             finally:
                 thread.shutdown(wait=False)
 
-    def _reading(self, at: Cursor) -> Reading:
+    def _reader(self, at: Cursor) -> MessageReader:
         o = self.options
-        return Reading(
+        return MessageReader(
             format=o.format,
             operations=o.operations,
             tombstones=o.tombstones,
@@ -166,80 +166,94 @@ class KafkaSource(BaseSource):
             topic_id=at.topic,
         )
 
-    # -- where to begin: in the client's thread ----------------------------------------------------
+    # -- start offsets: in the client's thread -----------------------------------------------------
 
-    def _begin(self, client: Client, raw: bytes | None) -> Cursor:
-        cluster, topic_id, spans = client.open()
-        noted = _read_cursor(raw, self.name)
+    def _start(self, client: Client, raw: bytes | None) -> Cursor:
+        """Assign the partitions at their start offsets, and return these as a cursor.
+
+        Raises SourceDown once for each gap: messages that were deleted unread, or another topic
+        with the same name.
+        """
+        cluster, topic_id, ranges = client.open()
+        recorded = _read_cursor(raw, self.name)
         gaps: list[str] = []
-        lost = noted.lost if noted is not None else 0
-        if noted is not None and (noted.topic, noted.cluster) != (topic_id, cluster):
-            gaps.append("it is not the topic that was read before, but another of the same name")
-            noted = None
+        lost = recorded.lost if recorded is not None else 0
+        if recorded is not None and (recorded.topic, recorded.cluster) != (topic_id, cluster):
+            gaps.append(
+                "this topic is not the one that was read before, but another of the same name"
+            )
+            recorded = None
         at: dict[int, int] = {}
-        for p, (low, high) in spans.items():
-            if noted is None:
+        for p, (low, high) in ranges.items():
+            if recorded is None:
                 at[p] = high if self.options.start == "latest" and not gaps else low
-            elif p not in noted.at:  # added since: everything in it is new
+            elif p not in recorded.at:  # an added partition is read from its start
                 at[p] = low
-            elif noted.at[p] < low:
+            elif recorded.at[p] < low:
                 gaps.append(
-                    f"partition {p} begins with offset {low} and was read up to {noted.at[p]}: {low - noted.at[p]} messages were deleted unread"
+                    f"partition {p} starts with offset {low} and was read up to {recorded.at[p]}: "
+                    f"{low - recorded.at[p]} messages were deleted unread"
                 )
-                lost += low - noted.at[p]
+                lost += low - recorded.at[p]
                 at[p] = low
-            elif noted.at[p] > high:
+            elif recorded.at[p] > high:
                 gaps.append(
-                    f"partition {p} ends with offset {high} and was read up to {noted.at[p]}: it was cut"
+                    f"partition {p} ends with offset {high} and was read up to {recorded.at[p]}: "
+                    "it was truncated"
                 )
                 at[p] = high
             else:
-                at[p] = noted.at[p]
-        if gaps and self._told != (told := "; ".join(gaps)):
-            self._told = told
-            hint = "reading goes on from what is there; a longer retention.ms, or a source that is not stopped for so long, keeps it from happening again"
-            raise SourceDown(f"{self.topic.label}: {told}", hint=hint, after=1.0)
-        self._told = ""
+                at[p] = recorded.at[p]
+        if gaps and self._reported_gap != (text := "; ".join(gaps)):
+            self._reported_gap = text
+            hint = (
+                "reading continues with the messages that exist. To prevent this, use a longer "
+                "retention.ms, or stop the source for a shorter time"
+            )
+            raise SourceDown(f"{self.topic.label}: {text}", hint=hint, after=1.0)
+        self._reported_gap = ""
         client.assign(at)
         return Cursor(topic=topic_id, cluster=cluster, at=at, lost=lost)
 
-    # -- for people --------------------------------------------------------------------------------
+    # -- for operators -----------------------------------------------------------------------------
 
     async def place(self, to: str) -> bytes | None:
-        return await asyncio.to_thread(self._place, to.strip())
+        return await asyncio.to_thread(self._cursor_for, to.strip())
 
-    def _place(self, to: str) -> bytes:
+    def _cursor_for(self, to: str) -> bytes:
         client = Client(self.topic, _GROUP)
         try:
-            cluster, topic_id, spans = client.open()
+            cluster, topic_id, ranges = client.open()
             if to in ("now", "end", "latest"):
-                at = {p: high for p, (_, high) in spans.items()}
+                at = {p: high for p, (_, high) in ranges.items()}
             elif to == "earliest":
-                at = {p: low for p, (low, _) in spans.items()}
+                at = {p: low for p, (low, _) in ranges.items()}
             elif re.fullmatch(r"(\d+:)?\d+(,\s*\d+:\d+)*", to):
-                at = self._offsets(to, spans)
+                at = self._offsets(to, ranges)
             else:
-                at = client.at_time(self._time(to), spans)
+                at = client.offsets_at(self._time(to), ranges)
         finally:
             client.close()
         return _pack(Cursor(topic=topic_id, cluster=cluster, at=at))
 
-    def _offsets(self, to: str, spans: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    def _offsets(self, to: str, ranges: Mapping[int, tuple[int, int]]) -> dict[int, int]:
         pairs = [part.strip().rpartition(":") for part in to.split(",")]
         at = {int(p or 0): int(offset) for p, _, offset in pairs}
-        example = ",".join(f"{p}:{low}" for p, (low, _) in sorted(spans.items())[:8])
-        if at.keys() != spans.keys():
-            odd = sorted(at.keys() ^ spans.keys())[0]
+        example = ",".join(f"{p}:{low}" for p, (low, _) in sorted(ranges.items())[:8])
+        if at.keys() != ranges.keys():
+            odd = sorted(at.keys() ^ ranges.keys())[0]
             raise UsageError(
-                f"{self.topic.label} has {len(spans)} partitions, and {to!r} is no place for partition {odd}",
-                hint=f"--to {example}",
+                f"{self.topic.label} has {len(ranges)} partitions, "
+                f"and {to!r} does not fit partition {odd}",
+                hint=f"for example `--to {example}`",
             )
         for p, offset in at.items():
-            low, high = spans[p]
+            low, high = ranges[p]
             if not low <= offset <= high:
                 raise UsageError(
-                    f"partition {p} of {self.topic.label} has the offsets {low} to {high}, not {offset}",
-                    hint=f"--to {example}",
+                    f"partition {p} of {self.topic.label} has the offsets {low} to {high}, "
+                    f"not {offset}",
+                    hint=f"for example `--to {example}`",
                 )
         return at
 
@@ -249,30 +263,32 @@ class KafkaSource(BaseSource):
         except ValueError:
             pass
         try:
-            when = datetime.fromisoformat(to)
+            time_given = datetime.fromisoformat(to)
         except ValueError:
             raise UsageError(
-                f"{to!r} is no place in a topic",
-                hint="now, end, 0:1500,1:1498 (partition:offset), 2026-11-16T04:00 (UTC), or how long ago: 2h",
+                f"{to!r} is not a position in a topic",
+                hint="use now, end, 0:1500,1:1498 (partition:offset), 2026-11-16T04:00 (UTC), "
+                "or an age such as 2h",
             ) from None
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+        return (time_given if time_given.tzinfo else time_given.replace(tzinfo=UTC)).timestamp()
 
     def describe(self, cursor: bytes | None) -> str:
         if cursor is None:
             return (
                 "at the start"
                 if self.options.start == "earliest"
-                else "not read yet; begins with what comes next"
+                else "not read yet, starts with the next message"
             )
         return _read_cursor(cursor, self.name).text()  # type: ignore[union-attr]
 
 
-def _take(client: Client, reading: Reading) -> tuple[list[Message], list[Finding]]:
-    """Read here too: a thousand messages of JSON are a tenth of a second that the loop has better
-    use for.
+def _read_batch(client: Client, reader: MessageReader) -> tuple[list[Message], list[Finding]]:
+    """Read and parse a batch in the client's thread.
+
+    Parsing a thousand JSON messages takes 0.1 s, which would block the event loop.
     """
     messages = client.take(BATCH, BATCH_BYTES)
-    return messages, [finding for m in messages if (finding := reading.finding(m)) is not None]
+    return messages, [finding for m in messages if (finding := reader.finding(m)) is not None]
 
 
 def _read_cursor(raw: bytes | None, name: str) -> Cursor | None:
@@ -280,17 +296,17 @@ def _read_cursor(raw: bytes | None, name: str) -> Cursor | None:
         return None if raw is None else _unpack(raw)
     except msgspec.MsgspecError:
         raise SourceDown(
-            f"the position of source {name} is none of a Kafka topic",
-            hint=f"penstock sources reset {name} --to start, or give it another name",
+            f"the position of source {name} is not one of a Kafka topic",
+            hint=f"run `penstock sources reset {name} --to start`, or rename the source",
         ) from None
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> KafkaSource:
-    """Connects to nothing yet. Raises ConfigError."""
+    """Create the source without connecting to the server. Raises ConfigError."""
     topic, given = parse(spec.url, spec.options, OPTIONS, where=f"source {spec.name}")
     if spec.every is not None:
         raise ConfigError(
-            f"source {spec.name}: a topic is read as it grows, and has no rounds",
-            hint="leave out every",
+            f"source {spec.name}: a Kafka topic is read continuously and has no `every`",
+            hint="remove `every`",
         )
-    return KafkaSource(spec, context, topic, Options(**given))
+    return KafkaSource(spec, context, topic, KafkaOptions(**given))

@@ -1,6 +1,4 @@
-"""Which of PostgreSQL's two sources a URL asks for: the log of changes (postgres+cdc:) or a table
-whose rows are taken (postgres+table:).
-"""
+"""Opens PostgreSQL sources: the log of changes (postgres+cdc:) or a table (postgres+table:)."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from penstock.errors import ConfigError
 from penstock.ports import Source
 from penstock.sources.base import SourceContext
 from penstock.sources.postgres.cdc import CdcSource
-from penstock.sources.postgres.settings import cdc_settings, claim_settings
+from penstock.sources.postgres.settings import cdc_settings, table_settings
 from penstock.sources.postgres.table import TableSource
 
 
@@ -18,8 +16,10 @@ def open_source(spec: SourceSpec, context: SourceContext) -> Source:
     if kind == "cdc":
         return CdcSource(spec, context, cdc_settings(spec, context.config))
     if kind == "table":
-        return TableSource(spec, context, claim_settings(spec))
+        return TableSource(spec, context, table_settings(spec))
     raise ConfigError(
-        f"source {spec.name}: PostgreSQL can be read in two ways, and {spec.url.partition(':')[0]}: is neither",
-        hint="postgres+cdc://… reads the log of changes (needs wal_level=logical), postgres+table://… takes rows from a table",
+        f"source {spec.name}: PostgreSQL can be read in two ways, and "
+        f"{spec.url.partition(':')[0]}: is neither",
+        hint="postgres+cdc://… reads the log of changes (needs wal_level=logical), "
+        "postgres+table://… takes rows from a table",
     )

@@ -1,5 +1,6 @@
-"""Inserts and updates of PostgreSQL tables as findings, read from the server's log by its own
-logical decoding. How the log is read is in postgres_feed.
+"""Source for inserts and updates of PostgreSQL tables, read by logical decoding.
+
+See `postgres_feed` for the thread that reads the replication slot.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from penstock.sources.postgres import slot as server
 from penstock.sources.postgres.pgoutput import lsn_of, lsn_text
 from penstock.sources.postgres.position import Cursor
 from penstock.sources.postgres.settings import CdcSettings, identifier, inline
-from penstock.sources.postgres.slot_reader import Feed
+from penstock.sources.postgres.slot_reader import ChangeStream
 
-PATIENCE = 1.0  # seconds without a change after which a word is given all the same
+IDLE_REPORT_INTERVAL = 1.0  # seconds without a change after which an empty batch is yielded
 
 
 class CdcSource(BaseSource):
@@ -33,48 +34,56 @@ class CdcSource(BaseSource):
         self._spill = context.config.state.dir / "sources" / f"{settings.slot}.spill"
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        feed = Feed(
+        stream = ChangeStream(
             self.settings, None if cursor is None else Cursor.decode(cursor, self.name), self._spill
         )
-        feed.start()
+        stream.start()
         try:
             while True:
-                piece = await feed.next(PATIENCE)
-                if piece is None:
+                chunk = await stream.next(IDLE_REPORT_INTERVAL)
+                if chunk is None:
                     yield Batch(
-                        idle=feed.caught_up,
-                        lag=0.0 if feed.caught_up else None,
-                        backlog=feed.backlog,
+                        idle=stream.caught_up,
+                        lag=0.0 if stream.caught_up else None,
+                        backlog=stream.backlog,
                     )
                     continue
-                lag = None if piece.at is None else max(0.0, self.context.clock.now() - piece.at)
-                yield Batch(
-                    findings=piece.findings,
-                    cursor=None if piece.cursor is None else piece.cursor.encode(),
-                    lag=lag,
-                    backlog=feed.backlog,
+                lag = (
+                    None
+                    if chunk.committed_at is None
+                    else max(0.0, self.context.clock.now() - chunk.committed_at)
                 )
-                feed.accept(piece)
+                yield Batch(
+                    findings=chunk.findings,
+                    cursor=None if chunk.cursor is None else chunk.cursor.encode(),
+                    lag=lag,
+                    backlog=stream.backlog,
+                )
+                stream.accept(chunk)
         finally:
-            await asyncio.shield(asyncio.to_thread(feed.stop))
+            await asyncio.shield(asyncio.to_thread(stream.stop))
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
-        """What waits in the slot; where nothing does (or there is no slot yet), rows that are
-        there, as they would come if they were inserted now.
+        """Return unread changes of the slot. If it has no unread changes, return existing rows.
+
+        Existing rows are returned as if they were inserted now.
         """
         return await asyncio.to_thread(
-            self._asked, lambda side: self._waiting(side, limit) or self._sample(side, limit)
+            self._with_session,
+            lambda session: self._unread(session, limit) or self._sample(session, limit),
         )
 
     async def place(self, to: str) -> bytes:
-        return await asyncio.to_thread(self._asked, lambda side: self._placed(side, to).encode())
+        return await asyncio.to_thread(
+            self._with_session, lambda session: self._cursor_for(session, to).encode()
+        )
 
     def describe(self, cursor: bytes | None) -> str:
         if cursor is None:
             return (
                 "at the start: "
-                + ("the rows that are there, then " if self.settings.snapshot else "")
-                + "what changes from now on"
+                + ("existing rows, then " if self.settings.snapshot else "")
+                + "changes from now on"
             )
         try:
             return str(Cursor.decode(cursor, self.name))
@@ -84,42 +93,44 @@ class CdcSource(BaseSource):
     # -- for `penstock sources slots` --------------------------------------------------------------
 
     async def slots(self) -> Sequence[SlotInfo]:
-        """Every slot of this kind on the server, ours first."""
+        """Return all slots with Penstock's output plugin on the server, this source's first."""
 
         def own_first(slot: server.Slot) -> bool:
             return slot.name != self.settings.slot
 
         return await asyncio.to_thread(
-            self._asked,
-            lambda side: [self._told(slot) for slot in sorted(server.listed(side), key=own_first)],
+            self._with_session,
+            lambda session: [
+                self._slot_info(slot) for slot in sorted(server.list_slots(session), key=own_first)
+            ],
         )
 
     async def create_slot(self) -> SlotInfo:
-        """With its publication; one that is there stays."""
+        """Create the slot and its publication, unless they exist, and return the slot."""
 
-        def create(side: Any) -> SlotInfo:
-            server.check(self.settings, side)
-            server.ensure_publication(self.settings, side)
-            server.create(self.settings, side)
-            found = server.look(self.settings, side)
+        def create(session: Any) -> SlotInfo:
+            server.check(self.settings, session)
+            server.ensure_publication(self.settings, session)
+            server.create(self.settings, session)
+            found = server.find(self.settings, session)
             if found is None:
                 raise SourceDown(
-                    f"slot {self.settings.slot} was dropped while it was made", hint="try again"
+                    f"slot {self.settings.slot} was dropped while it was created", hint="try again"
                 )
-            return self._told(found)
+            return self._slot_info(found)
 
-        return await asyncio.to_thread(self._asked, create)
+        return await asyncio.to_thread(self._with_session, create)
 
     async def drop_slot(self) -> bool:
-        """And the publication, where it is ours. False: there was none."""
+        """Drop the slot, and the publication if Penstock owns it. Return False if none existed."""
 
-        def drop(side: Any) -> bool:
-            dropped = server.drop(self.settings, side)
-            return server.drop_publication(self.settings, side) or dropped
+        def drop(session: Any) -> bool:
+            dropped = server.drop(self.settings, session)
+            return server.drop_publication(self.settings, session) or dropped
 
-        return await asyncio.to_thread(self._asked, drop)
+        return await asyncio.to_thread(self._with_session, drop)
 
-    def _told(self, slot: server.Slot) -> SlotInfo:
+    def _slot_info(self, slot: server.Slot) -> SlotInfo:
         return SlotInfo(
             name=slot.name,
             own=slot.name == self.settings.slot,
@@ -132,26 +143,30 @@ class CdcSource(BaseSource):
 
     # -- on another thread -------------------------------------------------------------------------
 
-    def _asked(self, work: Any) -> Any:
-        side = server.connect(self.settings)
+    def _with_session(self, work: Any) -> Any:
+        """Run `work` with a connection. Raises SourceDown if the server refuses a statement."""
+        session = server.connect(self.settings)
         try:
-            return work(side)
+            return work(session)
         except psycopg2.Error as e:
-            raise server.trouble(self.settings, e) from None
+            raise server.read_error(self.settings, e) from None
         finally:
-            side.close()
+            session.close()
 
-    def _waiting(self, side: Any, limit: int) -> list[Finding]:
-        server.check(self.settings, side)
-        slot = server.look(self.settings, side)
+    def _unread(self, session: Any, limit: int) -> list[Finding]:
+        server.check(self.settings, session)
+        slot = server.find(self.settings, session)
         if slot is None or slot.active_pid is not None:
             return []
-        statement = "SELECT data FROM pg_logical_slot_peek_binary_changes(%s, NULL, %s, 'proto_version', '1', 'publication_names', %s)"
+        statement = (
+            "SELECT data FROM pg_logical_slot_peek_binary_changes"
+            "(%s, NULL, %s, 'proto_version', '1', 'publication_names', %s)"
+        )
         decoder, found = pgoutput.Decoder(), []
-        most = 10 * limit + 50  # messages; not every one is a row
+        max_messages = 10 * limit + 50  # more than `limit`, because not every message is a row
         for (data,) in server.rows(
-            side,
-            f"{statement} LIMIT {most}",
+            session,
+            f"{statement} LIMIT {max_messages}",
             (self.settings.slot, limit, identifier(self.settings.publication)),
         ):
             change = decoder.decode(bytes(data))
@@ -163,18 +178,18 @@ class CdcSource(BaseSource):
                             change.relation.label,
                             change.row,
                             operation,
-                            f"{change.relation.label}: {operation} that waits in the slot",
+                            f"{change.relation.label}: unread {operation} in the slot",
                         )
                     )
         return found[:limit]
 
-    def _sample(self, side: Any, limit: int) -> list[Finding]:
+    def _sample(self, session: Any, limit: int) -> list[Finding]:
         found: list[Finding] = []
         for table in self.settings.tables:
-            names = server.columns(side, table)
-            told = ", ".join(f"{inline(name)}::text" for name, _ in names)
+            names = server.columns(session, table)
+            selected = ", ".join(f"{inline(name)}::text" for name, _ in names)
             for row in server.rows(
-                side, f"SELECT {told} FROM {table.inline} LIMIT {limit - len(found)}"
+                session, f"SELECT {selected} FROM {table.inline} LIMIT {limit - len(found)}"
             ):
                 values = {
                     name: pgoutput.value(oid, text)
@@ -185,37 +200,39 @@ class CdcSource(BaseSource):
                         table.label,
                         values,
                         "insert",
-                        f"{table.label}: a row that is there, as if it were inserted now",
+                        f"{table.label}: existing row, as if it were inserted now",
                     )
                 )
         return found
 
-    def _placed(self, side: Any, to: str) -> Cursor:
-        slot = server.look(self.settings, side)
-        here = (
-            slot.here
+    def _cursor_for(self, session: Any, to: str) -> Cursor:
+        slot = server.find(self.settings, session)
+        current_lsn = (
+            slot.current_lsn
             if slot is not None
-            else lsn_of(server.rows(side, "SELECT pg_current_wal_lsn()::text")[0][0])
+            else lsn_of(server.rows(session, "SELECT pg_current_wal_lsn()::text")[0][0])
         )
         if to != "now" and not re.fullmatch(r"[0-9A-Fa-f]+/[0-9A-Fa-f]+", to):
             raise UsageError(
                 f"source {self.name} has no position {to!r}",
-                hint="--to start, now, or an LSN such as 0/16B3748",
+                hint="use `--to start`, `--to now`, or an LSN such as 0/16B3748",
             )
-        lsn = here if to == "now" else lsn_of(to)
+        lsn = current_lsn if to == "now" else lsn_of(to)
         if slot is None:
             raise UsageError(
-                f"source {self.name}: there is no slot {self.settings.slot}, so only what comes can be read",
-                hint="--to start makes the slot",
+                f"source {self.name}: there is no slot {self.settings.slot}, "
+                "so only future changes can be read",
+                hint="use `--to start`, which creates the slot",
             )
-        if lsn < slot.confirmed or lsn > here:
+        if lsn < slot.confirmed or lsn > current_lsn:
             raise UsageError(
-                f"source {self.name}: the slot keeps changes from {lsn_text(slot.confirmed)} to {lsn_text(here)}, and {to} is not between the two",
-                hint="--to now, or an LSN there",
+                f"source {self.name}: the slot keeps changes from {lsn_text(slot.confirmed)} to "
+                f"{lsn_text(current_lsn)}, and {to} is not in that range",
+                hint="use `--to now`, or an LSN in that range",
             )
         replication = server.connect(self.settings, replication=True)
         try:
-            return Cursor(server.system(replication)[0], lsn, 0)
+            return Cursor(server.identify(replication)[0], lsn, 0)
         finally:
             replication.close()
 

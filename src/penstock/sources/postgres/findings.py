@@ -1,6 +1,4 @@
-"""A change of the log as a finding: which changes count, what its payload is, and its id. Nothing
-is read here.
-"""
+"""Converts changes of the log into findings: which changes are used, their payload and id."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ Known = Callable[[int, int, str, dict[str, Any]], bool]
 
 class Findings:
     def __init__(self, s: CdcSettings, system: str, known: Known | None) -> None:
-        """`known`: (commit, xid, table, row) of an insert that was read with the table already."""
+        """`known(commit, xid, table, row)` is True for an insert that the snapshot included."""
         self._operations, self._labels = s.operations, {table.label for table in s.tables}
         self._system, self._publication, self._known = system, s.publication, known
 
     def of(self, begin: Begin, index: int, change: Insert | Update) -> Finding | None:
-        """None: not asked for, or known."""
+        """Return the finding, or None if the change is not configured or is known already."""
         operation, label = (
             "insert" if isinstance(change, Insert) else "update",
             change.relation.label,
@@ -49,8 +47,8 @@ class Findings:
                 meta["old"] = change.old
             if change.unchanged:
                 meta["unchanged"] = list(change.unchanged)
-        # The index counts what the publication has: through another one the same number is another
-        # change.
+        # The index counts changes of this publication. In another publication the same number
+        # means another change, so the publication is part of the id.
         id_ = mint("cdc", self._system, self._publication, lsn, str(index))
         return Finding(
             id=id_,

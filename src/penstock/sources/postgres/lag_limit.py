@@ -1,6 +1,4 @@
-"""How much log a slot may hold on its server, and what is done about it: a warning, a file, the
-end. Decides; others read and write.
-"""
+"""Limit on the WAL that a slot may hold: decides between a warning, the spill file and the end."""
 
 from __future__ import annotations
 
@@ -16,21 +14,25 @@ from penstock.sources.postgres.spill import Spill
 log = logging.getLogger("penstock")
 
 
-class Guard:
-    """Half of the limit: a warning. Three quarters, and the queue is full: into the file. All of
-    it, the file full too, and nobody takes anything: the end.
+class WalLimit:
+    """Actions by the WAL that the slot holds, as a share of `max_lag`.
+
+    At one half, log a warning. At three quarters with a full queue, start the spill file. At the
+    limit, end reading if the spill file is full too and the queue stays full.
     """
 
     def __init__(self, s: CdcSettings) -> None:
         self._s = s
         self._warned = False
 
-    def judge(
-        self, slot: Slot, spill: Spill, *, full: bool, stays: bool
+    def check(
+        self, slot: Slot, spill: Spill, *, full: bool, stays_full: bool
     ) -> Literal["on", "spill", "end"]:
-        """`full`: what was read waits to be taken. Only then is it in our hands what the slot
-        holds. `stays`: for longer than a moment, which it is whenever the reader is the quicker
-        one.
+        """Return whether to continue, to start the spill file, or to end reading.
+
+        `full`: the queue is full. Only then is this reader the cause of the WAL that is held.
+        `stays_full`: the queue was full and unread at several checks in a row. A queue that is
+        full only at one check is normal if the reader is faster than intake.
         """
         s = self._s
         if slot.held < s.max_lag // 2:
@@ -40,40 +42,42 @@ class Guard:
             behind = (
                 "because its reader is behind"
                 if slot.backlog >= slot.held // 2
-                else "for a transaction that has been open for long"
+                else "because a transaction has been open for a long time"
             )
             log.warning(
-                "source %s: slot %s holds %s of WAL on the server, %s; the limit is %s",
+                "source %s: slot %s holds %s of WAL on the server, %s (the limit is %s)",
                 s.source,
                 s.slot,
                 _size(slot.held),
                 "because the queue is full" if full else behind,
                 units.write_size(s.max_lag),
             )
-        # Not what is behind the last confirmation: one large transaction that is not accepted holds
-        # the log from its beginning on.
-        if stays and slot.held >= s.max_lag and (not s.max_spill or spill.full):
+        # Use `held` and not `backlog`: a large transaction that is not accepted yet holds the WAL
+        # from its beginning on.
+        if stays_full and slot.held >= s.max_lag and (not s.max_spill or spill.full):
             return "end"
         if full and slot.held >= s.max_lag * 3 // 4 and not spill.active and s.max_spill:
             return "spill"
         return "on"
 
-    def ended(self, slot: Slot) -> SourceDown:
-        """Said loudly, and raised when there is somebody to hear it: a full queue listens to
-        nobody.
-        """
+    def exceeded(self, slot: Slot) -> SourceDown:
+        """Log the error and return it. It is raised only when the full queue has been read."""
         s = self._s
-        what = f"source {s.source}: slot {s.slot} holds {_size(slot.held)} of WAL, the limit is {units.write_size(s.max_lag)}"
+        what = (
+            f"source {s.source}: slot {s.slot} holds {_size(slot.held)} of WAL, "
+            f"the limit is {units.write_size(s.max_lag)}"
+        )
         if s.on_limit == "drop":
-            log.error("%s; it is dropped, and what changes from now on is not seen", what)
+            log.error("%s: dropping the slot, later changes are not read", what)
             return SourceDown(
-                f"{what}; it was dropped",
-                hint=f"penstock sources reset {s.source} --to start makes a new one",
+                f"{what}, so it was dropped",
+                hint=f"run `penstock sources reset {s.source} --to start` to create a new slot",
             )
-        log.error("%s, and the queue stays full; nothing more is read", what)
+        log.error("%s, and the queue stays full: reading stops", what)
         return SourceDown(
             f"{what}, and the queue stays full",
-            hint='let work be done (penstock status), raise max_lag or max_spill, or on_limit = "drop" to give up the slot instead',
+            hint="see `penstock status` for what fills the queue, raise max_lag or max_spill, or "
+            'set on_limit = "drop" to drop the slot instead',
         )
 
 

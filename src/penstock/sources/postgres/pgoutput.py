@@ -1,5 +1,6 @@
-"""PostgreSQL's own logical decoding output (pgoutput, protocol 1 and 2 without streaming), bytes to
-values. Pure: no connection, no clock.
+"""Decoder for PostgreSQL's logical replication messages (pgoutput, protocol 1 and 2).
+
+Streaming of uncommitted transactions is not supported. Does no I/O.
 """
 
 from __future__ import annotations
@@ -12,33 +13,32 @@ from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
-EPOCH = 946_684_800.0  # 2000-01-01, from where the server counts microseconds
+EPOCH = 946_684_800.0  # 2000-01-01: the server counts microseconds from this date
 _BEGIN = struct.Struct(">QqI")
 _COMMIT = struct.Struct(">BQQq")
 _MESSAGE = struct.Struct(">BQ")
 _INT, _SHORT, _LSN = struct.Struct(">I"), struct.Struct(">H"), struct.Struct(">Q")
 _STREAMING = frozenset(b"SEcA")
 _TWO_PHASE = frozenset(b"bPKrp")
-_MOMENT = re.compile(
+_TIMESTAMP = re.compile(
     r"(\d{4,6}-\d\d-\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)(?:([+-]\d\d)(:\d\d(?::\d\d)?)?)?"
 )
 
 
 class BadChange(Exception):
-    """Bytes that are no message of the protocol we asked for. One sentence, for people."""
+    """The bytes are not a message of the requested protocol. The text is one readable sentence."""
 
 
 class Begin(msgspec.Struct, frozen=True):
-    commit: (
-        int  # LSN of the commit: what is sent is committed already, so it is known from the start
-    )
+    # LSN of the commit. It is known at the start, because only committed transactions are sent.
+    commit: int
     at: float  # epoch seconds of the commit
     xid: int
 
 
 class Commit(msgspec.Struct, frozen=True):
     commit: int
-    end: int  # LSN behind it: what is confirmed
+    end: int  # LSN after the commit, which is the one to confirm
     at: float
 
 
@@ -49,7 +49,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 class Column(msgspec.Struct, frozen=True):
     name: str
-    oid: int  # of its type
+    oid: int  # of the column's type
     key: bool  # part of the replica identity
 
 
@@ -77,16 +77,17 @@ class Insert(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """`old` is what the replica identity tells: None where the key did not change, the key, or the
-    whole row.
+    """An updated row.
+
+    `old` depends on the table's replica identity. It is the old row, the old key, or None if the
+    key did not change.
     """
 
     relation: Relation
     row: dict[str, Any]
     old: dict[str, Any] | None
-    unchanged: tuple[
-        str, ...
-    ]  # large values that were not touched and are not in the log: not in `row` either
+    # Columns with large unchanged values. The log does not have these values, nor does `row`.
+    unchanged: tuple[str, ...]
 
 
 class Delete(msgspec.Struct, frozen=True):
@@ -101,7 +102,7 @@ class Truncate(msgspec.Struct, frozen=True):
 
 
 class Emitted(msgspec.Struct, frozen=True):
-    """pg_logical_emit_message."""
+    """A message of pg_logical_emit_message."""
 
     transactional: bool
     lsn: int
@@ -115,20 +116,20 @@ Change: TypeAlias = (
 
 
 class Decoder:
-    """One connection's: it remembers the tables it was told of, in their latest form."""
+    """Decoder of one connection. It caches the latest definition of each table."""
 
     def __init__(self) -> None:
         self._relations: dict[int, tuple[Relation, list[Callable[[str], Any]]]] = {}
 
     def decode(self, data: bytes) -> Change:
-        """Raises BadChange, and nothing else, whatever the bytes are."""
+        """Decode one message. Raises BadChange for any invalid bytes, and no other exception."""
         try:
             read = _READERS.get(data[0])
             if read is None:
-                _refuse(data[0])
+                _raise_unsupported(data[0])
             change, at = read(self, data)
         except (struct.error, IndexError):
-            raise BadChange(f"a change of {len(data)} bytes ends in the middle") from None
+            raise BadChange(f"a change of {len(data)} bytes is cut off") from None
         if at != len(data):
             raise BadChange(f"a change of {len(data)} bytes has {len(data) - at} too many")
         return change
@@ -161,10 +162,10 @@ class Decoder:
             at += 8
             columns.append(Column(column, kind, bool(flags & 1)))
         relation = Relation(oid, schema or "pg_catalog", name, identity, tuple(columns))
-        if at <= len(data):  # a table that was told only in part is not remembered
+        if at <= len(data):  # an incomplete definition is not cached
             self._relations[oid] = (
                 relation,
-                [_VALUES.get(column.oid, _as_it_is) for column in columns],
+                [_VALUES.get(column.oid, _unconverted) for column in columns],
             )
         return relation, at
 
@@ -175,32 +176,31 @@ class Decoder:
         return Type(oid, schema or "pg_catalog", name), at
 
     def _insert(self, data: bytes) -> tuple[Change, int]:
-        relation, values = self._known(data)
+        relation, values = self._cached_relation(data)
         _expect(data, 5, b"N")
         row, _, at = _tuple(data, 6, relation, values)
         return Insert(relation, row), at
 
     def _update(self, data: bytes) -> tuple[Change, int]:
-        relation, values = self._known(data)
-        old, at, whole = None, 5, False
+        relation, values = self._cached_relation(data)
+        old, at, has_old_row = None, 5, False
         if data[at] in b"KO":
-            whole = data[at] == 0x4F
+            has_old_row = data[at] == 0x4F
             old, _, at = _tuple(data, at + 1, relation, values)
-            if not whole:
+            if not has_old_row:
                 old = _key_of(relation, old)
         _expect(data, at, b"N")
         row, unchanged, at = _tuple(data, at + 1, relation, values)
-        if (
-            whole and unchanged and old is not None
-        ):  # with REPLICA IDENTITY FULL the old row tells what was not touched
+        # With REPLICA IDENTITY FULL, the old row has the unchanged values.
+        if has_old_row and unchanged and old is not None:
             row |= {name: old[name] for name in unchanged if name in old}
             unchanged = tuple(name for name in unchanged if name not in old)
         return Update(relation, row, old, unchanged), at
 
     def _delete(self, data: bytes) -> tuple[Change, int]:
-        relation, values = self._known(data)
+        relation, values = self._cached_relation(data)
         if data[5] not in b"KO":
-            raise BadChange("a deletion says neither key nor row")
+            raise BadChange("a deletion has neither a key nor a row")
         old, _, at = _tuple(data, 6, relation, values)
         return Delete(relation, old if data[5] == 0x4F else _key_of(relation, old)), at
 
@@ -211,7 +211,7 @@ class Decoder:
             raise BadChange(f"a truncation of {count} tables has {len(data)} bytes")
         relations = []
         for _ in range(count):
-            relations.append(self._known(data, at)[0])
+            relations.append(self._cached_relation(data, at)[0])
             at += 4
         return Truncate(tuple(relations), bool(flags & 1), bool(flags & 2)), at
 
@@ -222,11 +222,13 @@ class Decoder:
         at += 4
         return Emitted(bool(flags & 1), lsn, prefix, bytes(data[at : at + size])), at + size
 
-    def _known(self, data: bytes, at: int = 1) -> tuple[Relation, list[Callable[[str], Any]]]:
+    def _cached_relation(
+        self, data: bytes, at: int = 1
+    ) -> tuple[Relation, list[Callable[[str], Any]]]:
         (oid,) = _INT.unpack_from(data, at)
         found = self._relations.get(oid)
         if found is None:
-            raise BadChange(f"a change of table {oid}, which was not introduced")
+            raise BadChange(f"a change of table {oid}, which the server has not described")
         return found
 
 
@@ -250,7 +252,7 @@ _READERS: dict[int, Callable[[Decoder, bytes], tuple[Change, int]]] = {
 def _tuple(
     data: bytes, at: int, relation: Relation, values: list[Callable[[str], Any]]
 ) -> tuple[dict[str, Any], tuple[str, ...], int]:
-    """(what is told, names of what is not, where it ends)."""
+    """Return the values, the names of unchanged columns, and the offset of the tuple's end."""
     (count,) = _SHORT.unpack_from(data, at)
     at += 2
     if count != len(values):
@@ -267,22 +269,23 @@ def _tuple(
             at += 4
             end = at + size
             if end > len(data):
-                raise BadChange(f"a change of {len(data)} bytes ends in the middle")
+                raise BadChange(f"a change of {len(data)} bytes is cut off")
             row[column.name] = value(str(data[at:end], "utf-8", "replace"))
             at = end
         elif kind == 0x6E:  # n: null
             row[column.name] = None
-        elif kind == 0x75:  # u: not touched, and too large to repeat
+        elif kind == 0x75:  # u: unchanged, and too large to repeat
             unchanged.append(column.name)
         else:
             raise BadChange(
-                f"column {column.name} of {relation.label} comes in a form {chr(kind)!r}, which was not asked for"
+                f"column {column.name} of {relation.label} has format {chr(kind)!r}, "
+                "which was not requested"
             )
     return row, tuple(unchanged), at
 
 
 def _key_of(relation: Relation, row: dict[str, Any]) -> dict[str, Any]:
-    """The others are sent as null, which they are not."""
+    """Return the key columns only. The server sends the other columns as null, which is wrong."""
     return {
         column.name: row[column.name]
         for column in relation.columns
@@ -293,39 +296,38 @@ def _key_of(relation: Relation, row: dict[str, Any]) -> dict[str, Any]:
 def _text(data: bytes, at: int) -> tuple[str, int]:
     end = data.find(b"\0", at)
     if end < 0:
-        raise BadChange(f"a change of {len(data)} bytes ends in the middle")
+        raise BadChange(f"a change of {len(data)} bytes is cut off")
     return str(data[at:end], "utf-8", "replace"), end + 1
 
 
 def _expect(data: bytes, at: int, kind: bytes) -> None:
     if data[at] != kind[0]:
-        raise BadChange(f"a change has {chr(data[at])!r} where its new row begins")
+        raise BadChange(f"a change has {chr(data[at])!r} instead of the start of its new row")
 
 
-def _refuse(kind: int) -> NoReturn:
+def _raise_unsupported(kind: int) -> NoReturn:
     if kind in _STREAMING:
         raise BadChange(
-            "the server sends transactions that are not committed yet, which was not asked for"
+            "the server sends transactions that are not committed yet, which was not requested"
         )
     if kind in _TWO_PHASE:
-        raise BadChange("the server sends prepared transactions, which was not asked for")
-    raise BadChange(f"a change of kind {chr(kind)!r} is not known")
+        raise BadChange("the server sends prepared transactions, which was not requested")
+    raise BadChange(f"a change has the unknown kind {chr(kind)!r}")
 
 
 # -- text to values, by the type's oid -------------------------------------------------------------
 
 
-def _as_it_is(text: str) -> str:
+def _unconverted(text: str) -> str:
     return text
 
 
 def _bool(text: str) -> Any:
-    return (
-        True if text in ("t", "true") else False if text in ("f", "false") else text
-    )  # the longer ones where a row was read, not streamed
+    # The log has t and f. A row that is read by SELECT has true and false.
+    return True if text in ("t", "true") else False if text in ("f", "false") else text
 
 
-def _whole(text: str) -> Any:
+def _integer(text: str) -> Any:
     try:
         return int(text) if len(text) <= 20 else text
     except ValueError:
@@ -337,7 +339,7 @@ def _real(text: str) -> Any:
         value = float(text)
     except ValueError:
         return text
-    return value if math.isfinite(value) else text  # JSON has no word for those
+    return value if math.isfinite(value) else text  # JSON cannot represent NaN and infinity
 
 
 def _json(text: str) -> Any:
@@ -347,9 +349,9 @@ def _json(text: str) -> Any:
         return text
 
 
-def moment(text: str) -> str:
-    """ISO 8601; what has none (infinity, before Christ) as the server writes it."""
-    found = _MOMENT.fullmatch(text)
+def iso_time(text: str) -> str:
+    """Convert to ISO 8601. Values without that form (infinity, years BC) are returned unchanged."""
+    found = _TIMESTAMP.fullmatch(text)
     if found is None:
         return text
     zone = f"{found[3]}{found[4] or ':00'}" if found[3] else ""
@@ -363,22 +365,22 @@ def _hex(text: str) -> str:
 _VALUES: dict[int, Callable[[str], Any]] = {
     16: _bool,
     17: _hex,
-    20: _whole,
-    21: _whole,
-    23: _whole,
-    26: _whole,  # oid
+    20: _integer,
+    21: _integer,
+    23: _integer,
+    26: _integer,  # oid
     700: _real,
     701: _real,
     114: _json,
     3802: _json,
-    1114: moment,
-    1184: moment,
+    1114: iso_time,
+    1184: iso_time,
 }
 
 
 def value(oid: int, text: str | None) -> Any:
-    """One value as a change would bring it; for rows that are read and not streamed."""
-    return None if text is None else _VALUES.get(oid, _as_it_is)(text)
+    """Convert one value as the decoder does, for rows that are read by SELECT."""
+    return None if text is None else _VALUES.get(oid, _unconverted)(text)
 
 
 def lsn_text(lsn: int) -> str:
@@ -386,7 +388,7 @@ def lsn_text(lsn: int) -> str:
 
 
 def lsn_of(text: str) -> int:
-    """Raises ValueError."""
+    """Parse an LSN such as 0/16B3748. Raises ValueError."""
     if not re.fullmatch(r"[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}", text):
         raise ValueError(text)
     high, _, low = text.partition("/")

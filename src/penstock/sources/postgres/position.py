@@ -1,6 +1,4 @@
-"""Where a reader of PostgreSQL's log stands: its cursor, and which inserts it has read already with
-the table. Values only.
-"""
+"""Cursor of a PostgreSQL change source, and the parts of the first table reading it depends on."""
 
 from __future__ import annotations
 
@@ -9,33 +7,38 @@ import msgspec
 from penstock.errors import SourceDown
 from penstock.sources.postgres.pgoutput import lsn_text
 
-WHOLE = (1 << 63) - 1  # of a transaction's changes: all of them
+ALL_CHANGES = (1 << 63) - 1  # value of `done` if all changes of the transaction are accepted
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A stretch of the first reading, under a snapshot that is younger than the slot: what was
-    inserted between the two is in both.
+    """Part of the first reading that used a snapshot taken after the slot was created.
+
+    Rows inserted between the two are in both the snapshot and the log of changes.
     """
 
-    table: int  # it begins in this one …
-    after: list[str] | None  # … behind this key (None: at its beginning) and goes on into the next
+    table: int  # number of the table in which this part starts
+    # It starts after this key, or at the start of the table if None. It may continue in later
+    # tables.
+    after: list[str] | None
     snapshot: str  # xmin:xmax:xip, as pg_current_snapshot() writes it
-    upto: int  # LSN by which everything it saw was committed
+    upto: int  # every transaction visible to the snapshot committed at or before this LSN
 
 
 class Reading(msgspec.Struct, frozen=True, array_like=True):
-    """The first reading, not finished: what comes next."""
+    """Position of an unfinished first reading: the next row is after key `after` of `table`."""
 
     table: int
     after: list[str] | None
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """All transactions that committed before `lsn` are accepted, and the first `done` changes of
-    the one that committed there.
+    """Position in the log of changes.
+
+    All transactions that committed before `lsn` are accepted, and the first `done` changes of the
+    transaction that committed at `lsn`.
     """
 
-    system: str  # the server's own identifier: a position of another server means nothing
+    system: str  # the server's identifier: a position is valid on this server only
     lsn: int
     done: int
     reading: Reading | None = None
@@ -52,25 +55,29 @@ class Cursor(msgspec.Struct, frozen=True):
         except msgspec.MsgspecError:
             raise SourceDown(
                 f"source {source}: its position cannot be read",
-                hint=f"penstock sources reset {source} --to now (or start)",
+                hint=f"run `penstock sources reset {source} --to now` (or `--to start`)",
             ) from None
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         return self.lsn, self.done
 
     def __str__(self) -> str:
         if self.reading is not None:
-            after = f" behind {', '.join(self.reading.after)}" if self.reading.after else ""
-            return f"reading what is there: table {self.reading.table + 1}{after}, then from {lsn_text(self.lsn)}"
+            after = f" after {', '.join(self.reading.after)}" if self.reading.after else ""
+            return (
+                f"reading existing rows: table {self.reading.table + 1}{after}, "
+                f"then from {lsn_text(self.lsn)}"
+            )
         return lsn_text(self.lsn) + (
-            f", {self.done} changes into that transaction" if 0 < self.done < WHOLE else ""
+            f", {self.done} changes into that transaction" if 0 < self.done < ALL_CHANGES else ""
         )
 
 
 def saw(snapshot: str, xid: int) -> bool:
-    """Whether a transaction, by the 32 bits of its number that the log tells, had ended for this
-    snapshot.
+    """Return whether a transaction had ended when the snapshot was taken.
+
+    `xid` has only the lower 32 bits of the transaction number, as the log does.
     """
     low, high, open_ = snapshot.split(":")
     least, next_ = int(low), int(high)

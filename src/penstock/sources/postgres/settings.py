@@ -1,5 +1,6 @@
-"""What a `postgres+cdc:` or `postgres+table:` URL and its options say, checked. Nothing is asked of
-a server here.
+"""Settings of `postgres+cdc:` and `postgres+table:` sources, parsed from the URL and its options.
+
+Does not connect to a server.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock.sources.base import options
 from penstock.stores.postgres.url import Address
 
 TABLE = "scrape_requests"
-CDC = {
+CDC_OPTIONS = {
     "table": None,
     "slot": "",
     "publication": "",
@@ -30,7 +31,7 @@ CDC = {
     "max_spill": None,
     "on_limit": "stop",
 }
-CLAIMED = {
+TABLE_OPTIONS = {
     "table": TABLE,
     "key": None,
     "done": "mark",
@@ -44,7 +45,7 @@ _SLOT = re.compile(r"[a-z0-9_]{1,63}")
 
 
 @dataclass(frozen=True)
-class Table:
+class TableName:
     schema: str
     name: str
 
@@ -54,36 +55,38 @@ class Table:
 
     @property
     def quoted(self) -> str:
-        """As a value, for to_regclass."""
+        """Quoted name, as a value for to_regclass."""
         return f"{identifier(self.schema)}.{identifier(self.name)}"
 
     @property
     def inline(self) -> str:
-        """As part of a statement that takes parameters."""
+        """Quoted name as part of a statement with parameters: % is written %%."""
         return self.quoted.replace("%", "%%")
 
 
 @dataclass(frozen=True)
 class CdcSettings:
-    source: str  # its name, for messages
+    source: str  # name of the source, for messages
     address: Address
-    tables: tuple[Table, ...]
+    tables: tuple[TableName, ...]
     slot: str
     publication: str
-    owned: bool  # the publication is ours to make and to change; one that was named is the user's
+    # True if Penstock may create, change and drop the publication. A publication that is named in
+    # the configuration belongs to the user.
+    owned: bool
     operations: frozenset[str]
     snapshot: bool
-    max_lag: int  # bytes of WAL that the slot may hold for us
-    max_spill: int  # bytes of the file that takes what a full queue does not
+    max_lag: int  # bytes of WAL that the slot may hold
+    max_spill: int  # largest size of the spill file, in bytes
     on_limit: str  # stop | drop
 
 
 @dataclass(frozen=True)
-class ClaimSettings:
+class TableSettings:
     source: str
     address: Address
-    table: Table
-    key: tuple[str, ...]  # none: the primary key
+    table: TableName
+    key: tuple[str, ...]  # empty: use the primary key
     done: str  # mark | status | delete
     column: str
     waiting: str
@@ -92,32 +95,32 @@ class ClaimSettings:
 
 
 def cdc_settings(spec: SourceSpec, config: Config) -> CdcSettings:
-    """Raises ConfigError."""
-    address, chosen = _parts(spec, CDC)
+    """Parse the settings of a `postgres+cdc:` source. Raises ConfigError."""
+    address, chosen = _parts(spec, CDC_OPTIONS)
     where = f"source {spec.name}"
     derived = derived_name(config.namespace or "penstock", spec.name)
     slot = chosen["slot"] or derived
     if not _SLOT.fullmatch(slot):
         raise ConfigError(
-            f"{where}: slot {slot!r} cannot be a slot's name",
-            hint="1 to 63 small letters, digits and _",
+            f"{where}: {slot!r} is not a valid slot name",
+            hint="use 1 to 63 lower-case letters, digits and _",
         )
     publication = chosen["publication"] or derived
     if len(publication.encode()) > 63 or "\0" in publication:
         raise ConfigError(
-            f"{where}: publication {publication[:80]!r} is too long for a name",
-            hint="at most 63 bytes",
+            f"{where}: {publication[:80]!r} is not a valid publication name",
+            hint="use at most 63 bytes, without NUL",
         )
     operations = frozenset(word.strip() for word in chosen["operations"].split(","))
     if not operations or not operations <= {"insert", "update"}:
         raise ConfigError(
             f"{where}: operations is {chosen['operations']!r}",
-            hint='"insert", "update" or "insert,update"',
+            hint='use "insert", "update" or "insert,update"',
         )
     if chosen["on_limit"] not in ("stop", "drop"):
         raise ConfigError(
             f"{where}: on_limit is {chosen['on_limit']!r}",
-            hint='"stop", or "drop" to give up the slot rather than fill the server\'s disk',
+            hint='use "stop", or "drop" to drop the slot before it fills the server\'s disk',
         )
     return CdcSettings(
         source=spec.name,
@@ -134,20 +137,21 @@ def cdc_settings(spec: SourceSpec, config: Config) -> CdcSettings:
     )
 
 
-def claim_settings(spec: SourceSpec) -> ClaimSettings:
-    """Raises ConfigError."""
-    address, chosen = _parts(spec, CLAIMED)
+def table_settings(spec: SourceSpec) -> TableSettings:
+    """Parse the settings of a `postgres+table:` source. Raises ConfigError."""
+    address, chosen = _parts(spec, TABLE_OPTIONS)
     where = f"source {spec.name}"
     tables = _tables(chosen["table"], where)
     if len(tables) != 1:
         raise ConfigError(
-            f"{where}: table names {len(tables)} tables",
-            hint="one table for one source; declare a source for each",
+            f"{where}: option table has {len(tables)} tables",
+            hint="declare one source for each table",
         )
     if chosen["done"] not in ("mark", "status", "delete"):
         raise ConfigError(
             f"{where}: done is {chosen['done']!r}",
-            hint='"mark" sets penstock_taken_at, "status" sets a status column, "delete" removes the row',
+            hint='use "mark" to set penstock_taken_at, "status" to set a status column, or '
+            '"delete" to delete the row',
         )
     key = chosen["key"]
     names = (
@@ -162,13 +166,13 @@ def claim_settings(spec: SourceSpec) -> ClaimSettings:
     if not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
             f"{where}: key is {key!r}",
-            hint='key = "id", or "shop,sku"; leave it out for the primary key',
+            hint='use key = "id" or key = "shop,sku", or omit it to use the primary key',
         )
     column = (
         chosen["column"]
         or {"mark": "penstock_taken_at", "status": "status", "delete": ""}[chosen["done"]]
     )
-    return ClaimSettings(
+    return TableSettings(
         source=spec.name,
         address=address,
         table=tables[0],
@@ -182,12 +186,15 @@ def claim_settings(spec: SourceSpec) -> ClaimSettings:
 
 
 def derived_name(namespace: str, source: str) -> str:
-    """A slot's name may hold little; two sources do not share one."""
-    words = re.sub(r"[^a-z0-9]+", "_", f"{namespace}_{source}".lower()).strip("_")
+    """Return the default slot name of a source: at most 63 characters of [a-z0-9_].
+
+    A longer name is cut and gets a hash, so that two sources do not share a slot.
+    """
+    name = re.sub(r"[^a-z0-9]+", "_", f"{namespace}_{source}".lower()).strip("_")
     return (
-        words
-        if len(words) <= 63
-        else f"{words[:54]}_{hashlib.blake2b(words.encode(), digest_size=4).hexdigest()}"
+        name
+        if len(name) <= 63
+        else f"{name[:54]}_{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
     )
 
 
@@ -196,13 +203,15 @@ def identifier(name: str) -> str:
 
 
 def inline(name: str) -> str:
-    """As part of a statement that takes parameters."""
+    """Quote an identifier for a statement with parameters: % is written %%."""
     return identifier(name).replace("%", "%%")
 
 
 def _parts(spec: SourceSpec, known: Mapping[str, Any]) -> tuple[Address, dict[str, Any]]:
-    """(where it is, what else was said). Options may stand in the URL's query; what is not ours
-    there is the connection's (sslmode, …).
+    """Return the server's address and the options of the source. Raises ConfigError.
+
+    Options may also be in the URL's query. Unknown parameters there belong to the connection
+    (sslmode, …).
     """
     rest = spec.url.partition(":")[2]
     if not rest.startswith("//"):
@@ -215,19 +224,18 @@ def _parts(spec: SourceSpec, known: Mapping[str, Any]) -> tuple[Address, dict[st
     others: list[tuple[str, str]] = []
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in known:
-            if not re.fullmatch(
-                r"[a-z_]+", name
-            ):  # not shown: where a password holds a ?, this is the other half of it
+            # The name is not shown: it is a part of the password if the password contains a ?.
+            if not re.fullmatch(r"[a-z_]+", name):
                 raise ConfigError(
-                    f"source {spec.name}: what stands behind the ? of its URL is no option",
-                    hint="?, @, / and % in a password are written %3F, %40, %2F and %25",
+                    f"source {spec.name}: the URL has an invalid option after the ?",
+                    hint="write ?, @, / and % in a password as %3F, %40, %2F and %25",
                 )
             others.append((name, text))
             continue
         if name in spec.options or name in given:
             raise ConfigError(
-                f"source {spec.name}: {name} is said twice",
-                hint="say it in the URL or as an option",
+                f"source {spec.name}: {name} is set twice",
+                hint="set it either in the URL or as an option",
             )
         given[name] = (
             _flag(text, f"source {spec.name}: {name}") if isinstance(known[name], bool) else text
@@ -239,25 +247,25 @@ def _parts(spec: SourceSpec, known: Mapping[str, Any]) -> tuple[Address, dict[st
 
 def _flag(text: str, where: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
-        raise ConfigError(f"{where} is {text!r}", hint="true or false")
+        raise ConfigError(f"{where} is {text!r}", hint="use true or false")
     return text.lower() in ("true", "1", "yes")
 
 
-def _tables(value: Any, where: str) -> tuple[Table, ...]:
-    words = value.split(",") if isinstance(value, str) else value
+def _tables(value: Any, where: str) -> tuple[TableName, ...]:
+    names = value.split(",") if isinstance(value, str) else value
     found = []
-    for word in words if isinstance(words, list) else [words]:
+    for name in names if isinstance(names, list) else [names]:
         match = (
-            re.fullmatch(r"\s*(?:([^.\0]+)\.)?([^.\0]+?)\s*", word)
-            if isinstance(word, str)
+            re.fullmatch(r"\s*(?:([^.\0]+)\.)?([^.\0]+?)\s*", name)
+            if isinstance(name, str)
             else None
         )
         if match is None:
             raise ConfigError(
-                f"{where}: table {word!r} names no table",
-                hint='table = "public.scrape_requests", or several with commas between them',
+                f"{where}: {name!r} is not a table name",
+                hint='use table = "public.scrape_requests", or several separated by commas',
             )
-        found.append(Table((match[1] or "public").strip('"'), match[2].strip('"')))
+        found.append(TableName((match[1] or "public").strip('"'), match[2].strip('"')))
     return tuple(dict.fromkeys(found))
 
 
@@ -269,6 +277,7 @@ def _size(value: Any, default: int, low: int, where: str) -> int:
     if size < low:
         raise ConfigError(
             f"{where} is {value!r}",
-            hint=f'a size such as "512MiB" or "10GiB", at least {units.write_size(low) if low else "0"}',
+            hint='use a size such as "512MiB" or "10GiB", '
+            f"at least {units.write_size(low) if low else '0'}",
         )
     return size

@@ -1,6 +1,4 @@
-"""Slot and publication on the server: looked at, made, dropped, and what a refusal means. Rows are
-read elsewhere.
-"""
+"""Replication slot and publication on the server: find, create and drop them, explain errors."""
 
 from __future__ import annotations
 
@@ -15,40 +13,47 @@ import psycopg2.extras
 
 from penstock.errors import SourceDown
 from penstock.sources.postgres.pgoutput import lsn_of
-from penstock.sources.postgres.settings import CdcSettings, Table, identifier, inline
+from penstock.sources.postgres.settings import CdcSettings, TableName, identifier, inline
 from penstock.stores.postgres.url import OLDEST, refusal
 
 log = logging.getLogger("penstock")
-# Values are read from their text, so the session says how they are written, whatever the server's
-# defaults are.
-SESSION = "-c datestyle=ISO -c timezone=UTC -c bytea_output=hex -c intervalstyle=iso_8601 -c extra_float_digits=1 -c statement_timeout=0"
-_HERE = "CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END"
+# Values are read as text, so the session sets their text format and does not depend on the
+# server's defaults.
+SESSION = (
+    "-c datestyle=ISO -c timezone=UTC -c bytea_output=hex -c intervalstyle=iso_8601"
+    " -c extra_float_digits=1 -c statement_timeout=0"
+)
+_CURRENT_LSN = (
+    "CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END"
+)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """As the server shows it."""
+    """State of a replication slot, as pg_replication_slots shows it."""
 
     name: str
     plugin: str
     database: str
     active_pid: int | None
-    restart: int  # WAL from here on is kept for it
-    confirmed: int  # what we said we have
-    here: int  # where the server writes now
+    restart: int  # the server keeps WAL from this LSN on
+    confirmed: int  # LSN up to which the reader has confirmed changes
+    current_lsn: int  # LSN at which the server writes now
     status: str  # reserved, extended, unreserved, lost
 
     @property
     def held(self) -> int:
-        return max(0, self.here - self.restart) if self.restart else 0
+        """Bytes of WAL that the server keeps for this slot."""
+        return max(0, self.current_lsn - self.restart) if self.restart else 0
 
     @property
     def backlog(self) -> int:
-        return max(0, self.here - self.confirmed) if self.confirmed else 0
+        """Bytes of WAL that the reader has not confirmed."""
+        return max(0, self.current_lsn - self.confirmed) if self.confirmed else 0
 
 
 def connect(s: CdcSettings, *, replication: bool = False) -> Any:
-    """Raises SourceDown."""
+    """Connect to the server. Raises SourceDown."""
     given = dict(s.address.options)
     given["options"] = f"{given.get('options') or ''} {SESSION}".strip()
     given["client_encoding"] = "UTF8"
@@ -61,23 +66,26 @@ def connect(s: CdcSettings, *, replication: bool = False) -> Any:
         connection.autocommit = True
         return connection
     except psycopg2.Error as e:
-        said = str(e)
-        if "replication" in said and ("must be superuser" in said or "permission denied" in said):
-            raise _no_right(s) from None
-        why = refusal(psycopg.OperationalError(said), s.address, "")
-        raise SourceDown(f"source {s.source}: {why.message}", hint=why.hint) from None
+        text = str(e)
+        if "replication" in text and ("must be superuser" in text or "permission denied" in text):
+            raise _no_replication_right(s) from None
+        error = refusal(psycopg.OperationalError(text), s.address, "")
+        raise SourceDown(f"source {s.source}: {error.message}", hint=error.hint) from None
 
 
-def system(replication: Any) -> tuple[str, str]:
-    """(the server's own identifier, the database)."""
-    with replication.cursor() as words:
-        words.execute("IDENTIFY_SYSTEM")
-        found = words.fetchone()
+def identify(replication: Any) -> tuple[str, str]:
+    """Return the server's identify identifier and the name of the database."""
+    with replication.cursor() as cursor:
+        cursor.execute("IDENTIFY_SYSTEM")
+        found = cursor.fetchone()
     return str(found[0]), str(found[3])
 
 
 def rows(connection: Any, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-    """A % in a name is written %% (postgres_dsn.inline), with parameters or without."""
+    """Run a statement and return its rows.
+
+    A % in an identifier must be written %% (postgres_dsn.inline), with parameters or without.
+    """
     with connection.cursor() as cursor:
         if parameters:
             cursor.execute(statement, parameters)
@@ -87,35 +95,44 @@ def rows(connection: Any, statement: str, parameters: Sequence[Any] = ()) -> lis
 
 
 def check(s: CdcSettings, connection: Any) -> None:
-    """Can this server be read at all? Raises SourceDown with what to do."""
+    """Check version, wal_level and tables of the server. Raises SourceDown."""
     if connection.server_version < OLDEST:
         raise SourceDown(
-            f"source {s.source}: {s.address.label} runs PostgreSQL {connection.server_version // 10000}, and Penstock needs {OLDEST // 10000} or newer",
-            hint="upgrade the server, or point the URL at a newer one",
+            f"source {s.source}: {s.address.label} runs PostgreSQL "
+            f"{connection.server_version // 10000}, and Penstock needs {OLDEST // 10000} or newer",
+            hint="upgrade the server, or change the URL to a newer server",
         )
     level = rows(connection, "SHOW wal_level")[0][0]
     if level != "logical":
         raise SourceDown(
-            f"source {s.source}: {s.address.label} has wal_level={level}, and changes can be read from its log only with wal_level=logical",
-            hint="ALTER SYSTEM SET wal_level = logical and restart the server, or read the table itself: postgres+table://…",
+            f"source {s.source}: {s.address.label} has wal_level={level}, and changes can be read "
+            "from its log only with wal_level=logical",
+            hint="ALTER SYSTEM SET wal_level = logical and restart the server, or read the table "
+            "itself: postgres+table://…",
         )
     for table in s.tables:
         if not rows(connection, "SELECT to_regclass(%s)", (table.quoted,))[0][0]:
             raise SourceDown(
-                f"source {s.source}: there is no table {table.label} in {s.address.label}, or {_user(s)} may not see it",
-                hint=f"create it, or name another one (table=…); GRANT USAGE ON SCHEMA {table.schema} TO {_user(s)} where that is missing",
+                f"source {s.source}: there is no table {table.label} in {s.address.label}, "
+                f"or {_user(s)} may not see it",
+                hint="create it, name another table (table=…), or "
+                f"GRANT USAGE ON SCHEMA {table.schema} TO {_user(s)} if that right is missing",
             )
 
 
-def warn_of_no_limit(s: CdcSettings, connection: Any) -> None:
-    """The server's own guard holds even when no reader runs, and ours does not."""
+def warn_if_unlimited(s: CdcSettings, connection: Any) -> None:
+    """Log a warning if the server does not limit the WAL of a slot.
+
+    The server's limit also applies while no reader runs. `max_lag` does not.
+    """
     if (
         connection.server_version >= 130000
         and rows(connection, "SHOW max_slot_wal_keep_size")[0][0] == "-1"
     ):
         log.warning(
-            "source %s: %s keeps WAL for a slot without any limit (max_slot_wal_keep_size = -1): a reader that stays away can fill its disk;"
-            " ALTER SYSTEM SET max_slot_wal_keep_size = '10GB' sets one",
+            "source %s: %s keeps WAL for a slot without a limit (max_slot_wal_keep_size = -1), "
+            "so the server's disk can fill up while no reader runs. "
+            "To set a limit: ALTER SYSTEM SET max_slot_wal_keep_size = '10GB'",
             s.source,
             s.address.label,
         )
@@ -125,7 +142,10 @@ def warn_of_no_limit(s: CdcSettings, connection: Any) -> None:
 
 
 def ensure_publication(s: CdcSettings, connection: Any) -> None:
-    """There, with these tables and operations, when this returns. Raises SourceDown."""
+    """Create or extend the publication so that it has all tables and operations of the source.
+
+    Raises SourceDown if that is not possible.
+    """
     found = rows(
         connection,
         "SELECT puballtables, pubinsert, pubupdate FROM pg_publication WHERE pubname=%s",
@@ -146,8 +166,8 @@ def ensure_publication(s: CdcSettings, connection: Any) -> None:
         table for table in s.tables if not everything and (table.schema, table.name) not in listed
     ]
     kinds = {"insert": inserts, "update": updates}
-    unsaid = sorted(operation for operation in s.operations if not kinds[operation])
-    if not missing and not unsaid:
+    unpublished = sorted(operation for operation in s.operations if not kinds[operation])
+    if not missing and not unpublished:
         return None
     name = inline(s.publication)
     tables = ", ".join(table.inline for table in missing)
@@ -156,7 +176,7 @@ def ensure_publication(s: CdcSettings, connection: Any) -> None:
         if missing
         else f"ALTER PUBLICATION {name} SET (publish = 'insert, update')"
     )
-    what = f"table {missing[0].label}" if missing else unsaid[0] + "s"
+    what = f"table {missing[0].label}" if missing else unpublished[0] + "s"
     if not s.owned:
         raise SourceDown(
             f"source {s.source}: publication {s.publication} does not publish {what}", hint=change
@@ -164,11 +184,12 @@ def ensure_publication(s: CdcSettings, connection: Any) -> None:
     try:
         if missing:
             rows(connection, f"ALTER PUBLICATION {name} ADD TABLE {tables}")
-        if unsaid:
+        if unpublished:
             rows(connection, f"ALTER PUBLICATION {name} SET (publish = 'insert, update')")
     except psycopg2.Error as e:
         raise SourceDown(
-            f"source {s.source}: publication {s.publication} does not publish {what}: {said(s, e)}",
+            f"source {s.source}: publication {s.publication} does not publish {what}: "
+            f"{error_text(s, e)}",
             hint=f"as its owner: {change}",
         ) from None
     return None
@@ -178,14 +199,18 @@ def _create_publication(s: CdcSettings, connection: Any) -> None:
     publish = ", ".join(sorted(s.operations))
     root = ", publish_via_partition_root = true" if connection.server_version >= 130000 else ""
     tables = ", ".join(table.inline for table in s.tables)
-    statement = f"CREATE PUBLICATION {inline(s.publication)} FOR TABLE {tables} WITH (publish = '{publish}'{root})"
+    statement = (
+        f"CREATE PUBLICATION {inline(s.publication)} FOR TABLE {tables}"
+        f" WITH (publish = '{publish}'{root})"
+    )
     try:
         rows(connection, statement)
     except psycopg2.errors.DuplicateObject:
-        pass  # another reader was faster
+        pass  # another reader has created it
     except psycopg2.Error as e:
         raise SourceDown(
-            f"source {s.source}: there is no publication {s.publication}, and {_user(s)} could not make it: {said(s, e)}",
+            f"source {s.source}: there is no publication {s.publication}, and {_user(s)} "
+            f"could not create it: {error_text(s, e)}",
             hint=f"as the owner of the table: {statement}",
         ) from None
 
@@ -193,18 +218,20 @@ def _create_publication(s: CdcSettings, connection: Any) -> None:
 # -- the slot --------------------------------------------------------------------------------------
 
 
-def look(s: CdcSettings, connection: Any) -> Slot | None:
-    """None: there is no such slot."""
-    found = listed(connection, "slot_name=%s", (s.slot,))
+def find(s: CdcSettings, connection: Any) -> Slot | None:
+    """Return the source's slot, or None if it does not exist."""
+    found = list_slots(connection, "slot_name=%s", (s.slot,))
     return found[0] if found else None
 
 
-def listed(
+def list_slots(
     connection: Any, where: str = "plugin='pgoutput'", parameters: Sequence[Any] = ()
 ) -> list[Slot]:
+    """Return all slots that match the condition, by default those of Penstock's output plugin."""
     status = "wal_status" if connection.server_version >= 130000 else "'reserved'"
     statement = (
-        f"SELECT slot_name, coalesce(plugin, ''), coalesce(database, ''), active_pid, restart_lsn::text, confirmed_flush_lsn::text, ({_HERE})::text,"
+        "SELECT slot_name, coalesce(plugin, ''), coalesce(database, ''), active_pid,"
+        f" restart_lsn::text, confirmed_flush_lsn::text, ({_CURRENT_LSN})::text,"
         f" coalesce({status}, '') FROM pg_replication_slots WHERE {where} ORDER BY slot_name"
     )
     return [
@@ -215,42 +242,52 @@ def listed(
             pid,
             lsn_of(restart or "0/0"),
             lsn_of(confirmed or "0/0"),
-            lsn_of(here),
+            lsn_of(current_lsn),
             state,
         )
-        for name, plugin, database, pid, restart, confirmed, here, state in rows(
+        for name, plugin, database, pid, restart, confirmed, current_lsn, state in rows(
             connection, statement, parameters
         )
     ]
 
 
-def refuse_unfit(s: CdcSettings, slot: Slot, database: str) -> None:
-    """Raises SourceDown where the slot is not one that we could read."""
+def check_usable(s: CdcSettings, slot: Slot, database: str) -> None:
+    """Raise SourceDown if the source cannot read this slot."""
     if slot.plugin != "pgoutput" or slot.database != database:
         raise SourceDown(
-            f"source {s.source}: slot {s.slot} belongs to {slot.plugin or 'physical replication'} in database {slot.database or '-'}, not to us",
-            hint="give the source a slot of its own: slot=…",
+            f"source {s.source}: slot {s.slot} belongs to "
+            f"{slot.plugin or 'physical replication'} in database {slot.database or '-'}, "
+            "not to Penstock",
+            hint="name another slot for this source: slot=…",
         )
     if slot.status == "lost":
         raise SourceDown(
-            f"source {s.source}: the server has thrown away WAL that slot {s.slot} still needed, so changes are lost to it",
-            hint=f"penstock sources slots drop, then penstock sources reset {s.source} --to start (with snapshot = true the table is read again)",
+            f"source {s.source}: the server has discarded WAL that slot {s.slot} still needed, "
+            "so changes are lost",
+            hint="run `penstock sources slots drop`, then "
+            f"`penstock sources reset {s.source} --to start` "
+            "(with snapshot = true the table is read again)",
         )
 
 
 def create(s: CdcSettings, connection: Any) -> None:
-    """Waits until the transactions that are open now have ended. Raises SourceDown."""
+    """Create the slot, unless it exists. Raises SourceDown.
+
+    The server waits until all transactions that are open now have ended.
+    """
     try:
         rows(connection, "SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (s.slot,))
     except psycopg2.errors.DuplicateObject:
         pass
     except psycopg2.Error as e:
-        raise slot_refused(s, e) from None
+        raise creation_error(s, e) from None
 
 
 def create_exporting(s: CdcSettings, replication: Any) -> str:
-    """As `create`, and the name of a snapshot of that very moment; it holds until the connection is
-    used again. Raises SourceDown.
+    """Create the slot and return the name of a snapshot of exactly its start. Raises SourceDown.
+
+    The snapshot is valid until the connection is used again. Like `create`, this waits until all
+    transactions that are open now have ended.
     """
     try:
         with replication.cursor() as cursor:
@@ -259,11 +296,11 @@ def create_exporting(s: CdcSettings, replication: Any) -> str:
             )
             return str(cursor.fetchone()[2])
     except psycopg2.Error as e:
-        raise slot_refused(s, e) from None
+        raise creation_error(s, e) from None
 
 
 def drop(s: CdcSettings, connection: Any) -> bool:
-    """False: there was none. Raises SourceDown."""
+    """Drop the slot. Return False if it did not exist. Raises SourceDown."""
     try:
         rows(connection, "SELECT pg_drop_replication_slot(%s)", (s.slot,))
         return True
@@ -271,15 +308,15 @@ def drop(s: CdcSettings, connection: Any) -> bool:
         return False
     except psycopg2.errors.ObjectInUse as e:
         raise SourceDown(
-            f"slot {s.slot} is being read: {said(s, e)}",
-            hint="stop the reader first (penstock sources pause), then drop it",
+            f"slot {s.slot} is being read: {error_text(s, e)}",
+            hint="stop the reader first (`penstock sources pause`), then drop the slot",
         ) from None
     except psycopg2.Error as e:
-        raise slot_refused(s, e) from None
+        raise creation_error(s, e) from None
 
 
 def drop_publication(s: CdcSettings, connection: Any) -> bool:
-    """Only one that we made."""
+    """Drop the publication if Penstock owns it. Return whether it was dropped."""
     if not s.owned or not rows(
         connection, "SELECT 1 FROM pg_publication WHERE pubname=%s", (s.publication,)
     ):
@@ -288,54 +325,60 @@ def drop_publication(s: CdcSettings, connection: Any) -> bool:
         rows(connection, f"DROP PUBLICATION {inline(s.publication)}")
     except psycopg2.Error as e:
         raise SourceDown(
-            f"publication {s.publication} cannot be dropped: {said(s, e)}",
+            f"publication {s.publication} cannot be dropped: {error_text(s, e)}",
             hint=f"as its owner: DROP PUBLICATION {s.publication}",
         ) from None
     return True
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
-def slot_refused(s: CdcSettings, e: psycopg2.Error) -> SourceDown:
-    text = said(s, e)
+def creation_error(s: CdcSettings, e: psycopg2.Error) -> SourceDown:
+    text = error_text(s, e)
     if e.pgcode == "42501" or "replication role" in text:
-        return _no_right(s)
+        return _no_replication_right(s)
     if "all replication slots are in use" in text or e.pgcode == "53400":
         return SourceDown(
             f"source {s.source}: {s.address.label} has no replication slot left",
-            hint="drop one that nobody reads (penstock sources slots ls shows them), or raise max_replication_slots",
+            hint="drop an unused slot (`penstock sources slots ls` shows them), "
+            "or raise max_replication_slots",
         )
-    return trouble(s, e)
+    return read_error(s, e)
 
 
-def trouble(s: CdcSettings, e: psycopg2.Error) -> SourceDown:
-    """What a server or a connection said while we read."""
-    text = said(s, e)
+def read_error(s: CdcSettings, e: psycopg2.Error) -> SourceDown:
+    """Return the error for a failure while the slot is read."""
+    text = error_text(s, e)
     if e.pgcode == "55006":
         return SourceDown(
-            f"source {s.source}: slot {s.slot} is read by somebody else: {text}",
-            hint="it is tried again; where it is another deployment's reader, give this source a slot of its own (slot=…)",
+            f"source {s.source}: slot {s.slot} is being read by another client: {text}",
+            hint="it is retried automatically. If the client belongs to another deployment, "
+            "name another slot for this source (slot=…)",
             after=1.0,
         )
     if e.pgcode == "55000" and "slot" in text:
         return SourceDown(
-            f"source {s.source}: slot {s.slot} cannot be read any more: {text}",
-            hint=f"penstock sources slots drop, then penstock sources reset {s.source} --to start (with snapshot = true the table is read again)",
+            f"source {s.source}: slot {s.slot} can no longer be read: {text}",
+            hint="run `penstock sources slots drop`, then "
+            f"`penstock sources reset {s.source} --to start` "
+            "(with snapshot = true the table is read again)",
         )
     if e.pgcode == "42704" and "publication" in text:
         return SourceDown(
-            f"source {s.source}: {text}; a slot needs its publication from before its own time on",
-            hint=f"penstock sources slots drop, then penstock sources reset {s.source} --to start",
+            f"source {s.source}: {text} (a slot can only use a publication that existed before it)",
+            hint="run `penstock sources slots drop`, then "
+            f"`penstock sources reset {s.source} --to start`",
         )
     if "must be superuser" in text or "replication role" in text:
-        return _no_right(s)
+        return _no_replication_right(s)
     return SourceDown(
-        f"source {s.source}: {s.address.label}: {text}", hint="it is tried again by itself"
+        f"source {s.source}: {s.address.label}: {text}", hint="it is retried automatically"
     )
 
 
-def said(s: CdcSettings, e: BaseException) -> str:
+def error_text(s: CdcSettings, e: BaseException) -> str:
+    """Return the first line of the server's message, without secrets."""
     lines = str(e).strip().splitlines() or [type(e).__name__]
     return s.address.without_secrets(lines[0].removeprefix("ERROR:").removeprefix("FATAL:").strip())
 
@@ -344,25 +387,30 @@ def _user(s: CdcSettings) -> str:
     return str(s.address.options.get("user") or "the user")
 
 
-def _no_right(s: CdcSettings) -> SourceDown:
+def _no_replication_right(s: CdcSettings) -> SourceDown:
     return SourceDown(
         f"source {s.source}: {_user(s)} has no right to replicate from {s.address.label}",
-        hint=f"as a superuser: ALTER ROLE {_user(s)} REPLICATION (or, without it, postgres+table://…)",
+        hint=f"as a superuser: ALTER ROLE {_user(s)} REPLICATION "
+        "(or use postgres+table://…, which does not need it)",
     )
 
 
-def key_columns(s: CdcSettings, connection: Any, table: Table) -> list[tuple[str, str]]:
-    """(name, type) of the primary key's."""
+def key_columns(s: CdcSettings, connection: Any, table: TableName) -> list[tuple[str, str]]:
+    """Return (name, type) of each column of the primary key."""
     statement = (
-        "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_index i CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place)"
-        " JOIN pg_attribute a ON a.attrelid=i.indrelid AND a.attnum=k.number WHERE i.indrelid=to_regclass(%s) AND i.indisprimary ORDER BY k.place"
+        "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_index i"
+        " CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place)"
+        " JOIN pg_attribute a ON a.attrelid=i.indrelid AND a.attnum=k.number"
+        " WHERE i.indrelid=to_regclass(%s) AND i.indisprimary ORDER BY k.place"
     )
     return [(name, kind) for name, kind in rows(connection, statement, (table.quoted,))]
 
 
-def columns(connection: Any, table: Table) -> list[tuple[str, int]]:
+def columns(connection: Any, table: TableName) -> list[tuple[str, int]]:
+    """Return (name, type oid) of each column, without generated columns."""
     statement = (
         "SELECT attname, atttypid::bigint FROM pg_attribute"
-        " WHERE attrelid=to_regclass(%s) AND attnum>0 AND NOT attisdropped AND attgenerated='' ORDER BY attnum"
+        " WHERE attrelid=to_regclass(%s) AND attnum>0 AND NOT attisdropped AND attgenerated=''"
+        " ORDER BY attnum"
     )
     return [(name, oid) for name, oid in rows(connection, statement, (table.quoted,))]

@@ -1,5 +1,6 @@
-"""The rows that are in the tables when a slot is made, read by key in batches under one snapshot,
-and which later inserts they include.
+"""Reads the rows that tables have when a slot is created, in batches by key under one snapshot.
+
+Also decides which inserts of the log these rows already include.
 """
 
 from __future__ import annotations
@@ -16,55 +17,56 @@ from penstock.sources.postgres.position import Part, Reading, saw
 from penstock.sources.postgres.settings import CdcSettings, inline
 from penstock.sources.postgres.slot import columns, key_columns, rows
 
-_WHOLE = ("smallint", "integer", "bigint")
+_INTEGER_TYPES = ("smallint", "integer", "bigint")
 
 
 class Snapshot:
-    """One connection in one transaction. Close the connection to end it."""
+    """Transaction that reads existing rows. Close its connection to end it."""
 
     def __init__(self, s: CdcSettings, connection: Any, exported: str | None) -> None:
-        """`exported`: the snapshot of the slot's own moment; without it one of now is taken, which
-        `part` describes.
+        """`exported` is the snapshot that the slot exported when it was created.
+
+        If it is None, a snapshot is taken now. `part` describes that snapshot.
         """
         self._s, self._connection = s, connection
         rows(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if exported is not None:
             rows(connection, "SET TRANSACTION SNAPSHOT %s", (exported,))
-        rows(
-            connection, "SET LOCAL idle_in_transaction_session_timeout = 0"
-        )  # it lasts as long as the queue is full
+        # The transaction is idle while the queue is full.
+        rows(connection, "SET LOCAL idle_in_transaction_session_timeout = 0")
         kind = (
             "pg_current_snapshot"
             if connection.server_version >= 130000
             else "txid_current_snapshot"
         )
         self._snapshot = rows(connection, f"SELECT {kind}()::text")[0][0]
-        self._database = rows(connection, "SELECT current_database()")[0][
-            0
-        ]  # a server has several, with the same tables and keys
+        # Part of the id: several databases of a server may have the same tables and keys.
+        self._database = rows(connection, "SELECT current_database()")[0][0]
         self._exact = exported is not None
 
     def part(self, reading: Reading, upto: int) -> Part | None:
-        """None: under the slot's own snapshot nothing is in both."""
+        """Describe the snapshot. Return None for the slot's own: it has no row that the log has."""
         return None if self._exact else Part(reading.table, reading.after, self._snapshot, upto)
 
     def batches(
         self, start: Reading, system: str
     ) -> Iterator[tuple[list[Finding], Reading | None]]:
-        """(rows, what comes next; None: nothing)."""
+        """Yield (findings, next position) for each batch. The last next position is None."""
         after = start.after
         for number in range(start.table, len(self._s.tables)):
             table = self._s.tables[number]
             key = key_of(self._s, self._connection, number)
             names = columns(self._connection, table)
-            order = ", ".join(
-                f"r.{inline(name)}" for name, _ in key
-            )  # not by what is selected, which is text
-            told = ", ".join(f"{inline(name)}::text" for name, _ in names)
+            # Order by the columns of the table, because the selected values are text.
+            order = ", ".join(f"r.{inline(name)}" for name, _ in key)
+            selected = ", ".join(f"{inline(name)}::text" for name, _ in names)
             keys = ", ".join(f"{inline(name)}::text" for name, _ in key)
             while True:
                 where = "" if after is None else f"WHERE ({order}) > ({_placeholders(key)})"
-                statement = f"SELECT {keys}, {told} FROM {table.inline} AS r {where} ORDER BY {order} LIMIT {BATCH}"
+                statement = (
+                    f"SELECT {keys}, {selected} FROM {table.inline} AS r {where}"
+                    f" ORDER BY {order} LIMIT {BATCH}"
+                )
                 found = rows(self._connection, statement, after or ())
                 if not found:
                     break
@@ -90,18 +92,19 @@ class Snapshot:
 
 
 def key_of(s: CdcSettings, connection: Any, number: int) -> list[tuple[str, str]]:
-    """Raises SourceDown."""
+    """Return (name, type) of the key columns. Raises SourceDown if there is no primary key."""
     key = key_columns(s, connection, s.tables[number])
     if not key:
         raise SourceDown(
-            f"source {s.source}: {s.tables[number].label} has no primary key, and what is there cannot be read in pieces without one",
+            f"source {s.source}: {s.tables[number].label} has no primary key, "
+            "so its existing rows cannot be read in batches",
             hint="ALTER TABLE … ADD PRIMARY KEY, or snapshot = false",
         )
     return key
 
 
 class Included:
-    """Which inserts of the log were read with the table already."""
+    """Decides whether an insert of the log was already read as an existing row."""
 
     def __init__(self, s: CdcSettings, parts: Sequence[Part], connection: Any) -> None:
         self._parts, self._connection = parts, connection
@@ -116,36 +119,37 @@ class Included:
             or not any(saw(part.snapshot, xid) for part in self._parts)
         ):
             return False
-        behind = [*self._behind(self._numbers[table], row), False]
+        after = [*self._is_after_starts(self._numbers[table], row), False]
         return any(
-            behind[i] and not behind[i + 1] and saw(part.snapshot, xid)
+            after[i] and not after[i + 1] and saw(part.snapshot, xid)
             for i, part in enumerate(self._parts)
         )
 
-    def _behind(self, number: int, row: dict[str, Any]) -> list[bool]:
-        """For each part, whether the row comes after its beginning."""
+    def _is_after_starts(self, number: int, row: dict[str, Any]) -> list[bool]:
+        """Return for each part whether the row comes after the start of the part."""
         key = self._keys[number]
-        told = [f"\\x{row[name]}" if kind == "bytea" else str(row[name]) for name, kind in key]
+        values = [f"\\x{row[name]}" if kind == "bytea" else str(row[name]) for name, kind in key]
         starts = [
             part.after for part in self._parts if part.table == number and part.after is not None
         ]
-        after = iter(self._after(key, told, starts) if starts else ())
+        after = iter(self._is_greater(key, values, starts) if starts else ())
         return [
             next(after) if part.table == number and part.after is not None else number >= part.table
             for part in self._parts
         ]
 
-    def _after(
-        self, key: Sequence[tuple[str, str]], told: list[str], starts: list[list[str]]
+    def _is_greater(
+        self, key: Sequence[tuple[str, str]], values: list[str], starts: list[list[str]]
     ) -> Sequence[bool]:
-        if all(kind in _WHOLE for _, kind in key):
-            return [tuple(map(int, told)) > tuple(map(int, start)) for start in starts]
-        # The server alone knows its collations.
-        asked = ", ".join(f"({_placeholders(key)}) > ({_placeholders(key)})" for _ in starts)
+        """Return for each start whether the key values are greater."""
+        if all(kind in _INTEGER_TYPES for _, kind in key):
+            return [tuple(map(int, values)) > tuple(map(int, start)) for start in starts]
+        # Only the server can compare by its collations.
+        compared = ", ".join(f"({_placeholders(key)}) > ({_placeholders(key)})" for _ in starts)
         return rows(
             self._connection,
-            f"SELECT {asked}",
-            [value for start in starts for value in (*told, *start)],
+            f"SELECT {compared}",
+            [value for start in starts for value in (*values, *start)],
         )[0]
 
 

@@ -1,5 +1,6 @@
-"""A file that takes findings when the queue does not, so that the server may let go of its log; in
-order, checked, with its own position.
+"""File for findings that do not fit into the queue, so that the server may discard their WAL.
+
+Findings are in order and have checksums. A second file records how many are accepted.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import msgspec
 from penstock.ports import Finding
 
 _HEAD = struct.Struct(">II")  # length, checksum
-_PLACE = struct.Struct(">QI")  # how far it is accepted, checksum
-LARGEST = 256 << 20  # a frame beyond it is no frame
+_ACCEPTED = struct.Struct(">QI")  # accepted bytes, checksum
+MAX_FRAME = 256 << 20  # bytes: a larger length means that the file is damaged
 
 
 class Frame(msgspec.Struct):
-    """One batch, as it would have been handed over."""
+    """Findings of one chunk, with the position after them."""
 
     findings: list[Finding]
     lsn: int
@@ -28,14 +29,15 @@ class Frame(msgspec.Struct):
 
 
 class Spill:
-    """One owner at a time (the reader of the source). A torn end, from a power cut, was never
-    confirmed to the server and is cut off.
+    """Spill file of one source. Only the source's reader has it open.
+
+    An incomplete last frame, after a power cut, was never confirmed to the server. It is removed.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path, self.limit = path, limit
         self._file: int | None = None
-        self._place: int | None = None
+        self._accepted_file: int | None = None
         self.size = self.accepted = self.read_to = 0
         if path.exists():
             self._open()
@@ -43,7 +45,7 @@ class Spill:
 
     @property
     def active(self) -> bool:
-        """There is something in it that is not accepted."""
+        """True if the file has findings that are not accepted."""
         return self.accepted < self.size
 
     @property
@@ -54,9 +56,11 @@ class Spill:
     def full(self) -> bool:
         return self.size >= self.limit
 
-    def append(self, frame: Frame, *, seen: bool = False) -> int:
-        """Where it ends in the file. `seen`: it is handed over in memory already and is here for a
-        restart only. Raises OSError.
+    def append(self, frame: Frame, *, queued: bool = False) -> int:
+        """Append a frame and return the offset of its end. Raises OSError.
+
+        `queued`: its findings are also in the queue, so `next` skips the frame. It is needed only
+        after a restart.
         """
         if self._file is None:
             self._open()
@@ -67,17 +71,17 @@ class Spill:
         while written < len(raw):
             written += os.pwrite(self._file, raw[written:], self.size + written)
         self.size += len(raw)
-        if seen:
+        if queued:
             self.read_to = self.size
         return self.size
 
     def sync(self) -> None:
-        """Durable when it returns. Raises OSError."""
+        """Make appended frames durable. Raises OSError."""
         if self._file is not None:
             os.fdatasync(self._file)
 
     def next(self) -> tuple[Frame, int] | None:
-        """The next one and where it ends; None at the end."""
+        """Return the next frame and the offset of its end, or None at the end of the file."""
         found = self._frame(self.read_to)
         if found is None:
             return None
@@ -85,51 +89,56 @@ class Spill:
         return found
 
     def accept(self, end: int) -> None:
-        """Everything up to here is in the ledger. An emptied file is given back to the disk."""
+        """Record that frames up to `end` are in the ledger. Truncate the file if none is left."""
         if self._file is None:
             return
         self.accepted = max(self.accepted, end)
         emptied = self.accepted >= self.size
-        self._note(
-            0 if emptied else self.accepted
-        )  # first: a place behind the end of a file that then grows again would hide what is in it
+        # Before the truncation: an offset beyond the end of the emptied file would hide frames
+        # that are appended later.
+        self._record(0 if emptied else self.accepted)
         if emptied:
             os.ftruncate(self._file, 0)
             self.size = self.read_to = 0
 
     def last(self) -> tuple[int, int] | None:
-        """The position behind the last frame."""
+        """Return the position (lsn, done) after the last frame, or None if there is no frame."""
         at, found = self.accepted, None
         while (frame := self._frame(at)) is not None:
             found, at = (frame[0].lsn, frame[0].done), frame[1]
         return found
 
     def close(self) -> None:
-        for number in (self._file, self._place):
+        for number in (self._file, self._accepted_file):
             if number is not None:
                 os.close(number)
-        self._file = self._place = None
+        self._file = self._accepted_file = None
 
-    def _note(self, accepted: int) -> None:
-        assert self._place is not None
+    def _record(self, accepted: int) -> None:
+        assert self._accepted_file is not None
         self.accepted = accepted
-        os.pwrite(self._place, _PLACE.pack(accepted, zlib.crc32(accepted.to_bytes(8, "big"))), 0)
+        os.pwrite(
+            self._accepted_file,
+            _ACCEPTED.pack(accepted, zlib.crc32(accepted.to_bytes(8, "big"))),
+            0,
+        )
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(
-            self.path, os.O_RDWR | os.O_CREAT, 0o600
-        )  # rows of the user's database
-        self._place = os.open(self.path.with_suffix(".place"), os.O_RDWR | os.O_CREAT, 0o600)
+        # Only the owner may read it: it holds rows of the user's database.
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._accepted_file = os.open(
+            self.path.with_suffix(".place"), os.O_RDWR | os.O_CREAT, 0o600
+        )
 
     def _check(self) -> None:
-        """How much of what is there is whole, and how much of that is accepted."""
+        """Read the accepted offset, and truncate the file after its last complete frame."""
         assert self._file is not None
-        assert self._place is not None
+        assert self._accepted_file is not None
         self.size = os.fstat(self._file).st_size
-        raw = os.pread(self._place, _PLACE.size, 0)
-        if len(raw) == _PLACE.size:
-            place, checksum = _PLACE.unpack(raw)
+        raw = os.pread(self._accepted_file, _ACCEPTED.size, 0)
+        if len(raw) == _ACCEPTED.size:
+            place, checksum = _ACCEPTED.unpack(raw)
             self.accepted = (
                 place
                 if checksum == zlib.crc32(place.to_bytes(8, "big")) and place <= self.size
@@ -141,7 +150,7 @@ class Spill:
         self.size = at
         self.read_to = self.accepted
         os.ftruncate(self._file, at)
-        self._note(self.accepted)
+        self._record(self.accepted)
 
     def _frame(self, at: int) -> tuple[Frame, int] | None:
         assert self._file is not None or at >= self.size
@@ -149,7 +158,7 @@ class Spill:
             return None
         size, checksum = _HEAD.unpack(os.pread(self._file, _HEAD.size, at))
         end = at + _HEAD.size + size
-        if size > LARGEST or end > self.size:
+        if size > MAX_FRAME or end > self.size:
             return None
         body = os.pread(self._file, size, at + _HEAD.size)
         if zlib.crc32(body) != checksum:

@@ -1,5 +1,6 @@
-"""Rows of a PostgreSQL table that wait to be taken, for servers without logical decoding: locked,
-handed over, and marked only when they are accepted.
+"""Source for unread rows of a PostgreSQL table, for servers without logical decoding.
+
+Rows are locked while they are read, and marked as taken only when the ledger has accepted them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from penstock.model import mint
 from penstock.ports import Batch, Finding
 from penstock.sources.base import BATCH, BaseSource, SourceContext
 from penstock.sources.postgres import pgoutput
-from penstock.sources.postgres.settings import ClaimSettings, identifier, inline
+from penstock.sources.postgres.settings import TableSettings, identifier, inline
 from penstock.stores.postgres.url import OLDEST, refusal
 
-EVERY = 1.0  # seconds between two looks, where nothing else is said
-WORD = 2.0  # seconds after which a word is given, whatever `every` is
-# Values are read from their text, so the session says how they are written. Rows stay locked while
-# the queue is full, however long that is.
+POLL_INTERVAL = 1.0  # seconds between two polls, if `every` is not set
+# Seconds of idle time after which an empty batch is yielded, even if `every` is longer.
+IDLE_REPORT_INTERVAL = 2.0
+# Values are read as text, so the session sets their text format. There is no timeout, because rows
+# stay locked while the queue is full.
 SESSION = {
     "datestyle": "ISO",
     "timezone": "UTC",
@@ -33,8 +35,10 @@ SESSION = {
     "statement_timeout": "0",
 }
 _KEY = (
-    "SELECT a.attname FROM pg_index i CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place)"
-    " JOIN pg_attribute a ON a.attrelid=i.indrelid AND a.attnum=k.number WHERE i.indrelid=to_regclass(%s) AND i.indisprimary ORDER BY k.place"
+    "SELECT a.attname FROM pg_index i"
+    " CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place)"
+    " JOIN pg_attribute a ON a.attrelid=i.indrelid AND a.attnum=k.number"
+    " WHERE i.indrelid=to_regclass(%s) AND i.indisprimary ORDER BY k.place"
 )
 _COLUMNS = (
     "SELECT attname, atttypid::bigint, format_type(atttypid, atttypmod) FROM pg_attribute"
@@ -43,64 +47,67 @@ _COLUMNS = (
 
 
 class TableSource(BaseSource):
-    """It goes on for ever: `every` is between two looks at an empty table, and where it listens, a
-    NOTIFY makes it look at once.
+    """Source that polls the table until it is stopped.
+
+    `every` is the time between two polls of a table without unread rows. If `listen` is set, a
+    NOTIFY starts the next poll immediately.
     """
 
-    def __init__(self, spec: SourceSpec, context: SourceContext, settings: ClaimSettings) -> None:
+    def __init__(self, spec: SourceSpec, context: SourceContext, settings: TableSettings) -> None:
         super().__init__(spec, context)
         self.settings = settings
-        self._every, self.every = spec.every or EVERY, None
+        self._poll_interval, self.every = spec.every or POLL_INTERVAL, None
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
         try:
             async with await self._connect() as connection:
-                queue = await _Waiting.find(self.settings, connection)
+                unread = await _UnreadRows.find(self.settings, connection)
                 if self.settings.listen:
                     await connection.execute(f"LISTEN {identifier(self.settings.listen)}")
                 while True:
                     await connection.execute("BEGIN")
-                    rows = await queue.some(BATCH, lock=True)
+                    rows = await unread.select(BATCH, lock=True)
                     if rows:
-                        yield Batch(findings=[queue.finding(row) for row in rows])
-                        await queue.take(rows)
+                        yield Batch(findings=[unread.finding(row) for row in rows])
+                        await unread.take(rows)
                     await connection.execute("COMMIT")
                     if len(rows) == BATCH:
                         continue
-                    due = time.monotonic() + self._every
+                    due = time.monotonic() + self._poll_interval
                     yield Batch(idle=True, lag=0.0, backlog=0)
                     while (left := due - time.monotonic()) > 0:
-                        if await _notified(connection, min(left, WORD)):
+                        if await _notified(connection, min(left, IDLE_REPORT_INTERVAL)):
                             break
-                        if left > WORD:
+                        if left > IDLE_REPORT_INTERVAL:
                             yield Batch(idle=True, lag=0.0, backlog=0)
         except psycopg.Error as e:
-            raise self._trouble(e) from None
+            raise self._error(e) from None
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         try:
             async with await self._connect() as connection:
-                queue = await _Waiting.find(self.settings, connection)
-                return [queue.finding(row) for row in await queue.some(limit, lock=False)]
+                unread = await _UnreadRows.find(self.settings, connection)
+                return [unread.finding(row) for row in await unread.select(limit, lock=False)]
         except psycopg.Error as e:
-            raise self._trouble(e) from None
+            raise self._error(e) from None
 
     def describe(self, cursor: bytes | None) -> str:
-        return "at the rows that nobody has taken"
+        return "at the rows that are not taken"
 
     async def _connect(self) -> AsyncConnection[tuple[Any, ...]]:
-        """Raises SourceDown."""
+        """Connect to the server. Raises SourceDown."""
         try:
             connection = await AsyncConnection.connect(
                 autocommit=True, **self.settings.address.options
             )
         except psycopg.Error as e:
-            why = refusal(e, self.settings.address, "")
-            raise SourceDown(f"source {self.name}: {why.message}", hint=why.hint) from None
+            error = refusal(e, self.settings.address, "")
+            raise SourceDown(f"source {self.name}: {error.message}", hint=error.hint) from None
         try:
             if connection.info.server_version < OLDEST:
                 raise SourceDown(
-                    f"source {self.name}: {self.settings.address.label} runs PostgreSQL {connection.info.server_version // 10000}",
+                    f"source {self.name}: {self.settings.address.label} runs PostgreSQL "
+                    f"{connection.info.server_version // 10000}",
                     hint=f"Penstock needs {OLDEST // 10000} or newer",
                 )
             await connection.execute(
@@ -111,29 +118,29 @@ class TableSource(BaseSource):
             raise
         return connection
 
-    def _trouble(self, e: psycopg.Error) -> SourceDown:
+    def _error(self, e: psycopg.Error) -> SourceDown:
         s = self.settings
-        said = s.address.without_secrets((str(e).strip().splitlines() or [type(e).__name__])[0])
+        text = s.address.without_secrets((str(e).strip().splitlines() or [type(e).__name__])[0])
         if e.sqlstate == "42501":
             user, right = (
                 s.address.options.get("user") or "the user",
                 "DELETE" if s.done == "delete" else "UPDATE",
             )
             return SourceDown(
-                f"source {self.name}: {said}",
+                f"source {self.name}: {text}",
                 hint=f"as its owner: GRANT SELECT, {right} ON {s.table.quoted} TO {user}",
             )
         return SourceDown(
-            f"source {self.name}: {s.address.label}: {said}", hint="it is tried again by itself"
+            f"source {self.name}: {s.address.label}: {text}", hint="it is retried automatically"
         )
 
 
-class _Waiting:
-    """The rows that wait, as one table has them."""
+class _UnreadRows:
+    """Unread rows of the table."""
 
     def __init__(
         self,
-        s: ClaimSettings,
+        s: TableSettings,
         connection: AsyncConnection[tuple[Any, ...]],
         key: list[str],
         columns: list[tuple[str, int, str]],
@@ -150,20 +157,24 @@ class _Waiting:
         self._row = ", ".join(f"%s::{kinds[name]}" for name in key)
 
     @classmethod
-    async def find(cls, s: ClaimSettings, connection: AsyncConnection[tuple[Any, ...]]) -> _Waiting:
-        """Raises SourceDown with what is missing."""
+    async def find(
+        cls, s: TableSettings, connection: AsyncConnection[tuple[Any, ...]]
+    ) -> _UnreadRows:
+        """Read the table's key and columns. Raises SourceDown if one of them is missing."""
         columns = await _all(connection, _COLUMNS, (s.table.quoted,))
         names = [name for name, _, _ in columns]
         if not columns:
             raise SourceDown(
                 f"source {s.source}: there is no table {s.table.label} in {s.address.label}",
-                hint="create it, or name another one (table=…)",
+                hint="create it, or name another table (table=…)",
             )
         key = list(s.key) or [name for (name,) in await _all(connection, _KEY, (s.table.quoted,))]
         if not key:
             raise SourceDown(
-                f"source {s.source}: {s.table.label} has no primary key, and without one a row cannot be known again",
-                hint=f'ALTER TABLE {s.table.label} ADD PRIMARY KEY …, or key = "…" with the columns that name a row',
+                f"source {s.source}: {s.table.label} has no primary key, "
+                "which is needed to identify a row",
+                hint=f"ALTER TABLE {s.table.label} ADD PRIMARY KEY …, "
+                'or set key = "…" to the columns that identify a row',
             )
         kind = "timestamptz" if s.done == "mark" else f"text NOT NULL DEFAULT '{s.waiting}'"
         for name in [*key, *([s.column] if s.column else [])]:
@@ -185,15 +196,20 @@ class _Waiting:
             server = s.address.label
         return cls(s, connection, key, columns, f"{server}/{database}")
 
-    async def some(self, limit: int, *, lock: bool) -> list[tuple[Any, ...]]:
-        """Key, version and columns of each. Rows that others have locked are passed over."""
+    async def select(self, limit: int, *, lock: bool) -> list[tuple[Any, ...]]:
+        """Return key, version and columns of up to `limit` unread rows.
+
+        Rows that other transactions have locked are skipped if `lock` is set.
+        """
         s = self._s
         keys = ", ".join(f"{inline(name)}::text" for name in self._key)
-        told = ", ".join(f"{inline(name)}::text" for name, _, _ in self._columns)
-        order = ", ".join(
-            f"r.{inline(name)}" for name in self._key
-        )  # not by what is selected, which is text
-        statement = f"SELECT {keys}, xmin::text, {told} FROM {s.table.inline} AS r{self._where()} ORDER BY {order} LIMIT {limit}"
+        selected = ", ".join(f"{inline(name)}::text" for name, _, _ in self._columns)
+        # Order by the columns of the table, because the selected values are text.
+        order = ", ".join(f"r.{inline(name)}" for name in self._key)
+        statement = (
+            f"SELECT {keys}, xmin::text, {selected} FROM {s.table.inline} AS r{self._where()}"
+            f" ORDER BY {order} LIMIT {limit}"
+        )
         return await _all(
             self._connection,
             statement + (" FOR UPDATE SKIP LOCKED" if lock else ""),
@@ -215,8 +231,8 @@ class _Waiting:
             for (name, oid, _), text in zip(self._columns, values, strict=True)
         }
         payload["_table"] = {"table": self._s.table.label, "key": _key(self._key, key)}
-        # With the row's version: a row that somebody puts back is a new cause, the same row after a
-        # crash is not.
+        # The id includes the row's version. A row that was reset to unread is a new finding. The
+        # same row after a crash is not.
         id_ = mint(
             "table", self._server, self._s.table.label, *[str(part) for part in key], version
         )
@@ -225,8 +241,10 @@ class _Waiting:
         )
 
     async def take(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Mark, update or delete the rows according to `done`, so that they are not read again."""
         s, column = self._s, inline(self._s.column)
-        which = f"({', '.join(map(inline, self._key))}) IN ({', '.join([f'({self._row})'] * len(rows))})"
+        listed = ", ".join([f"({self._row})"] * len(rows))
+        which = f"({', '.join(map(inline, self._key))}) IN ({listed})"
         keys = [part for row in rows for part in row[: len(self._key)]]
         if s.done == "delete":
             await self._connection.execute(f"DELETE FROM {s.table.inline} WHERE {which}", keys)
@@ -251,7 +269,7 @@ async def _all(
 
 
 async def _notified(connection: AsyncConnection[tuple[Any, ...]], seconds: float) -> bool:
-    """Something is said to have changed; a hint, and it may be lost."""
+    """Wait for a NOTIFY, at most `seconds`. Return False if none came. A NOTIFY may be lost."""
     async for _ in connection.notifies(timeout=seconds, stop_after=1):
         return True
     return False

@@ -1,6 +1,4 @@
-"""Where seed lists lie on this machine: a file, a directory, a glob. What is found there and how
-its bytes are read; not what they mean.
-"""
+"""Seed lists in local files: lists and opens the objects of a file, a directory or a glob."""
 
 from __future__ import annotations
 
@@ -14,57 +12,61 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import PenstockError, SourceDown
-from penstock.sources.seeds.formats import format_of, short
+from penstock.sources.seeds.formats import format_of, short_hash
 
-MOST = 50_000  # objects of one source: its position has a line for each
+MAX_OBJECTS = 50_000  # of one source: its cursor has a position for each
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """An object with lines, as it was seen."""
+class SeedObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A list that a scan found: a file or an S3 object."""
 
-    name: str  # within its place
-    path: str  # what opens it
-    stamp: bytes  # another one, and it may have changed
+    name: str  # relative to its place
+    path: str  # path for opening it
+    stamp: bytes  # hash of its metadata: if it differs, the content may have changed
     size: int
-    at: float
-    version: str | None = None  # None: only its content tells
+    at: float  # last modification, in epoch seconds
+    version: str | None = None  # None if only the content shows a change
 
 
-class Opened(Protocol):
-    """One object, the same bytes for as long as it is open."""
+class OpenObject(Protocol):
+    """An open object. Its bytes do not change while it is open."""
 
-    found: Found
+    found: SeedObject
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """At most so much; nothing behind the end. Raises Unread, Changed."""
+        """Return at most `length` bytes, none after the end.
+
+        Raises ObjectUnreadable and ObjectChanged.
+        """
 
     def close(self) -> None: ...
 
 
-class Place(Protocol):
-    """All of its methods block."""
+class SeedPlace(Protocol):
+    """Place with seed lists. All methods block."""
 
-    identity: str  # of what lies there: part of an event's cause
+    identity: str  # of the place, which is part of the ids of its findings
 
-    def scan(self) -> tuple[list[Found], list[Unread]]:
-        """In the order of names, and what cannot be read though it should be. Raises SourceDown
-        when the place itself cannot.
+    def scan(self) -> tuple[list[SeedObject], list[ObjectUnreadable]]:
+        """Return the objects in the order of their names, and errors of unreadable objects.
+
+        Raises SourceDown if the place itself cannot be read.
         """
 
-    def open(self, found: Found) -> Opened:
-        """Raises Unread, Changed."""
+    def open(self, found: SeedObject) -> OpenObject:
+        """Open an object. Raises ObjectUnreadable and ObjectChanged."""
 
 
-class Unread(PenstockError):
-    """One object cannot be read now; the others can."""
+class ObjectUnreadable(PenstockError):
+    """One object cannot be read now. The others can."""
 
 
-class Changed(Exception):
-    """It is not what was found any more: the next round sees what it is now."""
+class ObjectChanged(Exception):
+    """The object was replaced or deleted after the scan. The next round reads it again."""
 
 
-def passed_over(name: str) -> bool:
-    """Hidden and half-written: names that a writer gives to what is not ready."""
+def is_skipped(name: str) -> bool:
+    """Return True for hidden files and for names that programs give to incomplete files."""
     parts = PurePath(name).parts
     return any(part.startswith(".") for part in parts) or name.endswith(
         (".part", ".tmp", ".temp", ".partial", ".crdownload", ".swp", "~")
@@ -72,16 +74,17 @@ def passed_over(name: str) -> bool:
 
 
 def stamp(*parts: object) -> bytes:
-    return short("\0".join(map(str, parts)))
+    return short_hash("\0".join(map(str, parts)))
 
 
 class Files:
-    """Links are followed as long as they stay in the directory; a file that was named by itself may
-    lie anywhere.
+    """Files on this machine.
+
+    Links are followed only inside the directory. A file that is named in the URL may be anywhere.
     """
 
     def __init__(self, path: str, *, any_name: bool) -> None:
-        """`any_name`: what is in a directory counts whatever it is called."""
+        """`any_name`: files of a directory are read regardless of their suffix."""
         self.path, self.identity, self._any_name = path, "file:" + path, any_name
         self.is_glob = glob.has_magic(path) and not os.path.lexists(path)
 
@@ -89,85 +92,88 @@ class Files:
     def is_directory(self) -> bool:
         return self.path.endswith(os.sep) or os.path.isdir(self.path)
 
-    def scan(self) -> tuple[list[Found], list[Unread]]:
+    def scan(self) -> tuple[list[SeedObject], list[ObjectUnreadable]]:
         try:
             if self.is_glob:
-                root, names = self._globbed()
+                root, names = self._expand_glob()
             elif self.is_directory:
                 root = self.path
                 with os.scandir(self.path) as entries:
-                    names = self._counted(
+                    names = self._limit(
                         e.name
                         for e in entries
-                        if not passed_over(e.name) and (self._any_name or format_of(e.name))
+                        if not is_skipped(e.name) and (self._any_name or format_of(e.name))
                     )
             else:
-                return [self._named()], []
-        except Unread as e:
+                return [self._single()], []
+        except ObjectUnreadable as e:
             raise SourceDown(e.message, hint=e.hint) from None
         except OSError as e:
             raise SourceDown(
-                f"{self.path} cannot be read: {_why(e)}",
-                hint="see that it exists and that this user may read it",
+                f"{self.path} cannot be read: {_reason(e)}",
+                hint="check that it exists and that this user may read it",
             ) from None
-        inside = os.path.realpath(root)
-        folders: dict[str, str] = {}  # by how they were reached: where they really are
-        found, troubles = [], []
+        real_root = os.path.realpath(root)
+        folders: dict[str, str] = {}  # real path of each folder
+        found, failures = [], []
         for name in names:
             folder, base = os.path.split(os.path.join(root, name))
             try:
                 if folder not in folders:
-                    folders[folder] = _inside(folder, inside)
-                seen = self._seen(name, os.path.join(folders[folder], base), inside)
+                    folders[folder] = _resolve_inside(folder, real_root)
+                seen = self._stat(name, os.path.join(folders[folder], base), real_root)
                 found += [] if seen is None else [seen]
-            except Unread as e:
-                troubles.append(e)
-            except Changed:
-                continue  # gone since it was listed
-        return found, troubles
+            except ObjectUnreadable as e:
+                failures.append(e)
+            except ObjectChanged:
+                continue  # deleted after it was listed
+        return found, failures
 
-    def _globbed(self) -> tuple[str, list[str]]:
+    def _expand_glob(self) -> tuple[str, list[str]]:
         root = self.path
         while glob.has_magic(root):
             root = os.path.dirname(root)
         found = glob.iglob(os.path.relpath(self.path, root), root_dir=root, recursive=True)
-        return root, self._counted(name for name in found if not passed_over(name))
+        return root, self._limit(name for name in found if not is_skipped(name))
 
-    def _counted(self, names: Iterator[str]) -> list[str]:
+    def _limit(self, names: Iterator[str]) -> list[str]:
         listed: list[str] = []
         for name in names:
             listed.append(name)
-            if len(listed) > MOST:
-                raise Unread(
-                    f"there are more than {MOST} files in {self.path}",
-                    hint="move those away that were read, or divide them among several sources",
+            if len(listed) > MAX_OBJECTS:
+                raise ObjectUnreadable(
+                    f"there are more than {MAX_OBJECTS} files in {self.path}",
+                    hint="move files that were read elsewhere, or use several sources",
                 )
         return sorted(listed)
 
-    def _named(self) -> Found:
+    def _single(self) -> SeedObject:
         try:
             return _found(os.path.basename(self.path), self.path, os.stat(self.path))
         except FileNotFoundError:
-            raise Unread(
+            raise ObjectUnreadable(
                 f"there is no {self.path}", hint="create it, or correct the path of the source"
             ) from None
 
-    def _seen(self, name: str, path: str, inside: str) -> Found | None:
-        """None: a directory. One look at most of them: there may be thousands, every few seconds."""
+    def _stat(self, name: str, path: str, real_root: str) -> SeedObject | None:
+        """Return the object, or None for a directory.
+
+        Only links need more than one system call, because there may be thousands of files.
+        """
         try:
             state = os.lstat(path)
             if stat.S_ISLNK(state.st_mode):
-                path = _inside(path, inside)
+                path = _resolve_inside(path, real_root)
                 state = os.stat(path)
         except FileNotFoundError:
-            raise Changed from None
+            raise ObjectChanged from None
         except OSError as e:
-            raise Unread(
-                f"{shown(path)} cannot be read: {_why(e)}", hint="let this user read it"
+            raise ObjectUnreadable(
+                f"{display_path(path)} cannot be read: {_reason(e)}", hint="let this user read it"
             ) from None
         return None if stat.S_ISDIR(state.st_mode) else _found(name, path, state)
 
-    def open(self, found: Found) -> Opened:
+    def open(self, found: SeedObject) -> OpenObject:
         try:
             named = found.path == self.path
             descriptor = os.open(
@@ -175,16 +181,18 @@ class Files:
                 os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if named else os.O_NOFOLLOW),
             )
         except FileNotFoundError:
-            raise Changed from None
+            raise ObjectChanged from None
         except OSError as e:
-            raise Unread(
-                f"{shown(found.path)} cannot be read: {_why(e)}", hint="let this user read it"
+            raise ObjectUnreadable(
+                f"{display_path(found.path)} cannot be read: {_reason(e)}",
+                hint="let this user read it",
             ) from None
         try:
             state = os.fstat(descriptor)
             if not stat.S_ISREG(state.st_mode):
-                raise Unread(
-                    f"{shown(found.path)} is no file", hint="name a file, a directory or a glob"
+                raise ObjectUnreadable(
+                    f"{display_path(found.path)} is not a file",
+                    hint="name a file, a directory or a glob",
                 )
             return OpenFile(descriptor, _found(found.name, found.path, state))
         except BaseException:
@@ -193,46 +201,48 @@ class Files:
 
 
 class OpenFile:
-    def __init__(self, descriptor: int, found: Found) -> None:
+    def __init__(self, descriptor: int, found: SeedObject) -> None:
         self._descriptor, self.found = descriptor, found
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Up to the size it had when it was opened: one that grows for ever does not keep us for
-        ever.
+        """Read up to the size that the file had when it was opened.
+
+        Otherwise a file that grows all the time would never end.
         """
         try:
             return os.pread(self._descriptor, max(0, min(length, self.found.size - offset)), offset)
         except OSError as e:
-            raise Unread(
-                f"{shown(self.found.path)} cannot be read: {_why(e)}",
-                hint="see whether its disk is well",
+            raise ObjectUnreadable(
+                f"{display_path(self.found.path)} cannot be read: {_reason(e)}",
+                hint="check the disk",
             ) from None
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def shown(path: str) -> str:
-    """A name may be any bytes; what is stored and printed is text."""
+def display_path(path: str) -> str:
+    """Return a path as text for messages and storage. A file name may contain any bytes."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def _inside(path: str, inside: str) -> str:
+def _resolve_inside(path: str, real_root: str) -> str:
     real = os.path.realpath(path)
-    if os.path.commonpath([real, inside]) != inside:
-        raise Unread(
-            f"{shown(path)} is a link that leads out of {shown(inside)}",
-            hint="copy the file there, or name it as a source of its own",
+    if os.path.commonpath([real, real_root]) != real_root:
+        raise ObjectUnreadable(
+            f"{display_path(path)} is a link to a path outside {display_path(real_root)}",
+            hint="copy the file there, or add a source for it",
         )
     return real
 
 
-def _found(name: str, path: str, state: os.stat_result) -> Found:
-    seen = stamp(
-        state.st_ino, state.st_size, state.st_mtime_ns
-    )  # no device: its number changes when a machine starts again
-    return Found(name=shown(name), path=path, stamp=seen, size=state.st_size, at=state.st_mtime)
+def _found(name: str, path: str, state: os.stat_result) -> SeedObject:
+    # Without the device number, which may change when the machine restarts.
+    hashed = stamp(state.st_ino, state.st_size, state.st_mtime_ns)
+    return SeedObject(
+        name=display_path(name), path=path, stamp=hashed, size=state.st_size, at=state.st_mtime
+    )
 
 
-def _why(e: OSError) -> str:
+def _reason(e: OSError) -> str:
     return (e.strerror or str(e)).lower()

@@ -1,5 +1,6 @@
-"""What a line of a seed list says: text, CSV or JSON lines to URL and payload. Where lines begin
-and end is in seeds_lines.py.
+"""Parses one line of a seed list, as text, CSV or JSON, into URL and payload.
+
+See `seeds_lines` for how an object is split into lines.
 """
 
 from __future__ import annotations
@@ -13,35 +14,35 @@ import msgspec
 
 SUFFIXES = {"txt": "txt", "csv": "csv", "jsonl": "jsonl", "ndjson": "jsonl"}
 FORMATS = tuple(dict.fromkeys(SUFFIXES.values()))
-SHOWN = 500  # characters of a line that cannot be read
+SHOWN = 500  # characters of a line that cannot be parsed, in the payload
 
 
-class Bad(Exception):
-    """This line says nothing that can be used; why, for people."""
+class BadLine(Exception):
+    """The line cannot be parsed. The text is a readable reason."""
 
 
-def short(text: str) -> bytes:
-    """Eight bytes that stand for it in a position."""
+def short_hash(text: str) -> bytes:
+    """Return a hash of eight bytes, which stands for the text in a cursor."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 def format_of(name: str) -> tuple[str, bool] | None:
-    """(format, whether it is gzip) by the end of a name."""
+    """Return the format and whether it is gzip by the suffix, or None for an unknown suffix."""
     stem = name.lower()
-    squeezed = stem.endswith(".gz")
+    compressed = stem.endswith(".gz")
     suffix = stem.removesuffix(".gz").rpartition(".")[2]
-    return (SUFFIXES[suffix], squeezed) if suffix in SUFFIXES and "." in stem else None
+    return (SUFFIXES[suffix], compressed) if suffix in SUFFIXES and "." in stem else None
 
 
 class Format(Protocol):
-    """Reads the records of one object."""
+    """Parser for the records of one object."""
 
     def read(self, text: str) -> tuple[str | None, dict[str, Any]] | None:
-        """URL, where it is known, and payload; None: a line that means nothing. Raises Bad."""
+        """Return URL (or None) and payload, or None for a blank line or comment. Raises BadLine."""
 
 
 class Text:
-    """A URL a line; what begins with # is a comment."""
+    """Parser for text with one URL per line. A line that starts with # is a comment."""
 
     def read(self, text: str) -> tuple[str | None, dict[str, Any]] | None:
         url = text.strip()
@@ -49,7 +50,7 @@ class Text:
 
 
 class JsonLines:
-    """An object a line, or a string that is the URL."""
+    """Parser for lines with one JSON object or one URL as a JSON string."""
 
     def __init__(self) -> None:
         self._decode = msgspec.json.Decoder().decode
@@ -60,16 +61,16 @@ class JsonLines:
         try:
             found = self._decode(text)
         except (msgspec.DecodeError, ValueError, RecursionError) as e:
-            raise Bad(f"the line is no JSON: {str(e)[:200]}") from None
+            raise BadLine(f"the line is no JSON: {str(e)[:200]}") from None
         if isinstance(found, str):
             return found, {"url": found}
         if not isinstance(found, dict):
-            raise Bad(f"the line is JSON, but no object but {type(found).__name__}")
+            raise BadLine(f"the line is JSON, but no object but {type(found).__name__}")
         return None, found
 
 
 class Csv:
-    """A record; its columns by the header, or as the source's options name them."""
+    """Parser for CSV records. The columns come from the header or from the source's options."""
 
     def __init__(self, columns: Sequence[str], url: str, delimiter: str) -> None:
         self._columns, self._url, self._delimiter = list(columns), url, delimiter
@@ -79,17 +80,17 @@ class Csv:
         if not any(fields):
             return None
         if len(fields) > len(self._columns):
-            raise Bad(f"the line has {len(fields)} fields, the header {len(self._columns)}")
+            raise BadLine(f"the line has {len(fields)} fields, the header {len(self._columns)}")
         payload: dict[str, Any] = dict(zip(self._columns, fields, strict=False))
         url = payload.get(self._url)
         return (url.strip() if url else None), payload
 
 
 def row(text: str, delimiter: str) -> list[str]:
-    """Raises Bad."""
+    """Split a CSV record into fields. Raises BadLine."""
     if '"' not in text:
         return text.split(delimiter) if text else []
     try:
         return next(csv.reader([text], delimiter=delimiter), [])
     except csv.Error as e:
-        raise Bad(f"the line is no CSV: {e}") from None
+        raise BadLine(f"the line is no CSV: {e}") from None

@@ -1,5 +1,6 @@
-"""From an object's bytes to its records, in bounded memory: gzip, lines, CSV records that span
-lines. What a record says is not known here.
+"""Splits an object into records with bounded memory: gzip, lines, CSV records over several lines.
+
+See `seeds_formats` for how a record is parsed.
 """
 
 from __future__ import annotations
@@ -10,47 +11,49 @@ import zlib
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from penstock.sources.seeds.files import Opened
+from penstock.sources.seeds.files import OpenObject
 
-CHUNK: Final = 1 << 20  # bytes asked for at once
-BUDGET: Final = 8  # chunks of one step: a fraction of a second
-FREE: Final = 64 << 20  # bytes that any gzip may become before its ratio counts
-SPAN: Final = (
-    64 << 10
-)  # bytes of a CSV record over several lines: with a quote too many, all that follows would be one
-SHOWN: Final = 2000  # bytes of a record that is too long
+CHUNK: Final = 1 << 20  # bytes that are read or decompressed together
+BUDGET: Final = 8  # chunks that one step may read, which takes a fraction of a second
+RATIO_FREE: Final = 64 << 20  # decompressed bytes for which the ratio is not checked
+# Bytes of a CSV record over several lines. Without a limit, one stray quote would make the rest of
+# the object a single record.
+MAX_SPAN: Final = 64 << 10
+SHOWN: Final = 2000  # bytes of a record that is too long, in the finding
 _BLANK: Final = re.compile(rb"\n+")
 
 
 class Record(NamedTuple):
     offset: int
     line: int
-    raw: bytes  # without the end of the line
-    wrong: str = ""
+    raw: bytes  # without the newline
+    wrong: str = ""  # reason if the record cannot be used
 
 
-class Caps(NamedTuple):
-    longest: int  # bytes of a record
-    largest: int  # bytes of what a gzip holds
-    ratio: float
+class SizeLimits(NamedTuple):
+    max_record: int  # bytes of a record
+    max_size: int  # decompressed bytes of a gzip file
+    ratio: float  # decompressed bytes for each compressed byte
 
 
 class Stream:
-    """An object's bytes in order, decompressed."""
+    """Bytes of an object in order, decompressed if it is gzip."""
 
-    def __init__(self, opened: Opened, caps: Caps, *, gzip: bool, offset: int = 0) -> None:
-        """`offset` only for what is not compressed."""
-        self._opened, self._caps = opened, caps
+    def __init__(
+        self, opened: OpenObject, limits: SizeLimits, *, gzip: bool, offset: int = 0
+    ) -> None:
+        """`offset` may be set only if the object is not compressed."""
+        self._opened, self._limits = opened, limits
         self._unzip = zlib.decompressobj(31) if gzip else None
         self._input = b""
-        self._member = False  # inside one
+        self._member = False  # True inside a gzip member
         self.raw = offset  # bytes of the object that were read
-        self._given = 0
-        self.broken = ""  # why there is no more, though there should be
-        self.cut = False  # it may only be that it is still being written
+        self._decompressed = 0  # decompressed bytes
+        self.broken = ""  # reason why the stream ended early
+        self.cut = False  # True if it ended early, perhaps because it is still being written
 
     def read(self) -> bytes:
-        """Nothing: it ends here."""
+        """Return the next bytes, or no bytes at the end. Sets `broken` if it ends early."""
         if self._unzip is None:
             return self._more()
         while not self.broken:
@@ -61,7 +64,7 @@ class Stream:
                         self.broken, self.cut = "it ends in the middle of its gzip stream", True
                     return b""
             if not self._member:
-                self._input = self._input.lstrip(b"\0")  # padding behind a member
+                self._input = self._input.lstrip(b"\0")  # padding after a member
                 if not self._input:
                     continue
                 self._unzip, self._member = zlib.decompressobj(31), True
@@ -73,12 +76,13 @@ class Stream:
             self._input = self._unzip.unconsumed_tail
             if self._unzip.eof:
                 self._input, self._member = self._unzip.unused_data, False
-            self._given += len(found)
-            if self._given > self._caps.largest:
-                self.broken = f"it holds more than {self._caps.largest} bytes (max_size)"
-            elif self._given > max(FREE, self.raw * self._caps.ratio):
+            self._decompressed += len(found)
+            if self._decompressed > self._limits.max_size:
+                self.broken = f"it holds more than {self._limits.max_size} bytes (max_size)"
+            elif self._decompressed > max(RATIO_FREE, self.raw * self._limits.ratio):
                 self.broken = (
-                    f"it becomes more than {self._caps.ratio:g} times as large as it is (max_ratio)"
+                    f"it becomes more than {self._limits.ratio:g} times as large as it is "
+                    "(max_ratio)"
                 )
             elif found:
                 return found
@@ -91,84 +95,93 @@ class Stream:
 
 
 class Lines:
-    """The records of a stream. `offset`, `line` and `sum` tell where the next one begins, and what
-    lies before it.
+    """Records of a stream.
+
+    `offset` and `line` are the start of the next record. `sum` is the checksum of all before it.
     """
 
     def __init__(
         self,
         stream: Stream,
-        caps: Caps,
+        limits: SizeLimits,
         *,
         delimiter: str | None,
         offset: int = 0,
         line: int = 1,
         sum: int = 0,
     ) -> None:
-        """`delimiter`: the records are CSV, and may span lines."""
-        self.stream, self._longest, self._delimiter = stream, caps.longest, delimiter
+        """If `delimiter` is set, the records are CSV and may span several lines."""
+        self.stream, self._max_record, self._delimiter = stream, limits.max_record, delimiter
         self.offset, self.line, self.ended = offset, line, False
         self._data, self._pos = b"", 0
-        self._sum, self._summed = sum, 0  # of everything before `_summed` in the data
-        self._dropped: Record | None = (
-            None  # the beginning of a line that is too long, until its end is found
-        )
-        self._safe = (offset, line, sum)
+        self._sum, self._summed = sum, 0  # checksum of all bytes before `_summed` in the data
+        # Start of a line that is too long, until its end is found.
+        self._long_line: Record | None = None
+        self._safe = (offset, line, sum)  # last position at which reading may be resumed
         self.budget = 0
 
     @property
-    def at(self) -> tuple[int, int, int]:
-        """(offset, line, checksum of all before): where reading may go on another time."""
-        if self._dropped is None:
-            self._add_up()
+    def position(self) -> tuple[int, int, int]:
+        """Position to resume at: offset, line, checksum of all bytes before it."""
+        if self._long_line is None:
+            self._update_sum()
             self._safe = self.offset, self.line, self._sum
         return self._safe
 
     def skip(self, until: int) -> bool:
-        """Nearer to this offset. True: there, or at the end."""
+        """Read towards this offset. Return True if it or the end of the stream is reached."""
         while self.offset < until:
             if self._pos == len(self._data) and not self._more():
                 return self.ended
-            self._use(min(until - self.offset, len(self._data) - self._pos))
+            self._advance(min(until - self.offset, len(self._data) - self._pos))
         return True
 
     def record(self) -> Record | None:
-        """None: the step's budget is used up, or (`ended`) there is no whole one any more."""
-        if self._dropped is not None:
-            return self._drop()
+        """Return the next complete record.
+
+        Return None if the budget of the step is used up, or if no complete record is left (then
+        `ended` is True).
+        """
+        if self._long_line is not None:
+            return self._skip_long_line()
         end = self._line_end(0) if self._delimiter is None else self._record_end(self._delimiter)
         if end > 0:
-            return self._taken(end)
+            return self._next_record(end)
         if end == 0:
             return None
         first = self._line_end(0)
         if first > 0:
-            return self._taken(first)._replace(
-                wrong=f"a quote in it is not closed within {SPAN} bytes"
+            return self._next_record(first)._replace(
+                wrong=f"a quote in it is not closed within {MAX_SPAN} bytes"
             )
-        self._add_up()
+        self._update_sum()
         self._safe = self.offset, self.line, self._sum
-        self._dropped = Record(
+        self._long_line = Record(
             self.offset,
             self.line,
             self._data[self._pos : self._pos + SHOWN],
-            f"the line has more than {self._longest} bytes (max_line)",
+            f"the line has more than {self._max_record} bytes (max_line)",
         )
-        return self._drop()
+        return self._skip_long_line()
 
     def rest(self) -> Record | None:
-        """Behind the last whole record, when all has been read: a line without an end. Reading goes
-        on before it another time.
+        """Return the last line if it has no newline. Call it when the stream has ended.
+
+        The position stays before this line, so that reading can be resumed there.
         """
-        if self._dropped is not None:
-            return self._dropped
+        if self._long_line is not None:
+            return self._long_line
         left = self._data[self._pos :]
         return Record(self.offset, self.line, left.rstrip(b"\r")) if left else None
 
-    def give_up(self) -> Record | None:
-        """When all has been read: a line with an end, and a quote in it that is never closed."""
+    def unclosed(self) -> Record | None:
+        """Return the next line if its quote is never closed. Call it when the stream has ended."""
         end = self._line_end(0)
-        return self._taken(end)._replace(wrong="a quote in it is never closed") if end > 0 else None
+        return (
+            self._next_record(end)._replace(wrong="a quote in it is never closed")
+            if end > 0
+            else None
+        )
 
     # -- the buffer --------------------------------------------------------------------------------
 
@@ -180,52 +193,52 @@ class Lines:
         if not found:
             self.ended = True
             return False
-        self._add_up()
+        self._update_sum()
         self._data = self._data[self._pos :] + found
         self._pos = self._summed = 0
         return True
 
-    def _add_up(self) -> None:
+    def _update_sum(self) -> None:
         self._sum = zlib.crc32(memoryview(self._data)[self._summed : self._pos], self._sum)
         self._summed = self._pos
 
-    def _use(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         self.line += self._data.count(b"\n", self._pos, self._pos + count)
         self._pos += count
         self.offset += count
 
-    def _taken(self, end: int) -> Record:
+    def _next_record(self, end: int) -> Record:
         raw = self._data[self._pos : self._pos + end]
         found = Record(self.offset, self.line, raw.rstrip(b"\r\n"))
-        self._use(end)
-        if (
-            blank := _BLANK.match(self._data, self._pos)
-        ) is not None:  # millions of empty lines cost nothing
-            self._use(blank.end() - self._pos)
+        self._advance(end)
+        # Skip empty lines together, because there may be millions.
+        if (blank := _BLANK.match(self._data, self._pos)) is not None:
+            self._advance(blank.end() - self._pos)
         return found
 
-    def _drop(self) -> Record | None:
-        assert self._dropped is not None
+    def _skip_long_line(self) -> Record | None:
+        assert self._long_line is not None
         while True:
             end = self._data.find(b"\n", self._pos)
-            self._use((end + 1 if end >= 0 else len(self._data)) - self._pos)
+            self._advance((end + 1 if end >= 0 else len(self._data)) - self._pos)
             if end >= 0:
-                found, self._dropped = self._dropped, None
+                found, self._long_line = self._long_line, None
                 return found
             if not self._more():
                 return None
 
     def _line_end(self, start: int) -> int:
-        """Behind the newline of the line that begins there, counted from here; 0: not all of it is
-        there, -1: too far.
+        """Return the distance from the current position to the end of the line that has `start`.
+
+        Return 0 if the line is not complete, and -1 if it is too long.
         """
         seen = start
         while True:
             end = self._data.find(b"\n", self._pos + seen)
             if end >= 0:
-                return -1 if end - self._pos > self._longest else end + 1 - self._pos
+                return -1 if end - self._pos > self._max_record else end + 1 - self._pos
             seen = len(self._data) - self._pos
-            if seen > self._longest:
+            if seen > self._max_record:
                 return -1
             if not self._more():
                 return 0
@@ -240,10 +253,9 @@ class Lines:
             nonlocal end, missing
             start = 0
             while True:
-                yield self._data[self._pos + start : self._pos + end].decode(
-                    "latin-1"
-                )  # only quotes and delimiters matter here
-                start, following = end, self._line_end(end) if end <= SPAN else -1
+                # Only quotes and delimiters matter here, so any encoding of single bytes is right.
+                yield self._data[self._pos + start : self._pos + end].decode("latin-1")
+                start, following = end, self._line_end(end) if end <= MAX_SPAN else -1
                 if following <= 0:
                     missing = following
                     return
@@ -252,5 +264,5 @@ class Lines:
         try:
             next(csv.reader(lines(), delimiter=delimiter), None)
         except csv.Error:
-            return end  # the format says what is wrong with it
+            return end  # the parser of the format reports the error
         return end if missing > 0 else missing

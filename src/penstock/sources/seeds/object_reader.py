@@ -1,5 +1,6 @@
-"""One object of a seed source, read on from its mark: is it what it was, and what do its records
-say. Runs on threads, a bounded step at a time.
+"""Reads one object of a seed source from its last position, in bounded steps on threads.
+
+First it verifies that the part that was read before has not changed.
 """
 
 from __future__ import annotations
@@ -11,154 +12,159 @@ from typing import Any, Final, NamedTuple
 
 from penstock.model import mint
 from penstock.ports import Finding
-from penstock.sources.seeds.files import Found, Opened, Place, Unread
-from penstock.sources.seeds.formats import SHOWN, Bad, Csv, Format, JsonLines, Text, row
-from penstock.sources.seeds.lines import BUDGET, Caps, Lines, Record, Stream
-from penstock.sources.seeds.positions import Mark
+from penstock.sources.seeds.files import ObjectUnreadable, OpenObject, SeedObject, SeedPlace
+from penstock.sources.seeds.formats import SHOWN, BadLine, Csv, Format, JsonLines, Text, row
+from penstock.sources.seeds.lines import BUDGET, Lines, Record, SizeLimits, Stream
+from penstock.sources.seeds.positions import ObjectPosition
 
-WEIGHT: Final = 4 << 20  # bytes of records in one batch
-RECORDS: Final = 50_000  # of one step, most of them comments
-LONG: Final = (
-    64 << 20
-)  # bytes before an offset that are not read again each time an object grows, only the last of them
-TAIL: Final = 4096
+BATCH_BYTES: Final = 4 << 20  # bytes of records in one batch
+STEP_RECORDS: Final = 50_000  # most records of one step: it reaches this only if most are comments
+# If more bytes than this were read before, only the last `TAIL` of them are verified when an object
+# grows.
+MAX_VERIFIED: Final = 64 << 20
+TAIL: Final = 4096  # bytes
 BOM: Final = b"\xef\xbb\xbf"
 
 
-class Manner(NamedTuple):
-    """How the objects of a source are to be read."""
+class ReadOptions(NamedTuple):
+    """Options for the objects of a source."""
 
     kind: Callable[[str], tuple[str, bool]]  # format and whether it is gzip, by name
-    caps: Caps
+    limits: SizeLimits
     column: str
-    columns: Sequence[str]  # where the objects have no header
+    columns: Sequence[str]  # for objects without a header
     delimiter: str
-    needs_column: bool  # nothing else says where the URL is
+    needs_column: bool  # True if the URL can only be in `column`
 
 
-class Reading:
-    """`step` until it has `ended`; `mark` is right after each step."""
+class ObjectReader:
+    """Reader of one object. Call `step` until `ended` is True. Each step updates `position`."""
 
     def __init__(
         self,
-        place: Place,
-        found: Found,
-        mark: Mark | None,
-        manner: Manner,
+        place: SeedPlace,
+        found: SeedObject,
+        position: ObjectPosition | None,
+        options: ReadOptions,
         *,
         complete: bool,
         before_line: int | None = None,
     ) -> None:
-        """`complete`: nobody is writing to it any more, so what comes last is a line even if it has
-        no end. `before_line`: no further than that.
+        """`complete`: the object does not grow, so its last line needs no newline.
+
+        `before_line`: stop before this line.
         """
-        self.found, self._place, self._manner, self._complete = found, place, manner, complete
-        self._before, self._before_line = mark, before_line or 1 << 62
-        self.mark = mark or Mark(found.stamp)
-        self.ended = self.waits = False
-        self.weight = 0  # of the findings of the last step
-        self.left = found.size  # bytes
-        self._kind, self._gzip = manner.kind(found.name)
-        self._busy, self._left = threading.Lock(), False
-        self._opened: Opened | None = None
+        self.found, self._place, self._options, self._complete = found, place, options, complete
+        self._before, self._before_line = position, before_line or 1 << 62
+        self.position = position or ObjectPosition(found.stamp)
+        self.ended = self.is_incomplete = False
+        self.step_bytes = 0  # bytes of the records of the last step
+        self.bytes_left = found.size
+        self._kind, self._gzip = options.kind(found.name)
+        self._busy, self._is_closing = threading.Lock(), False
+        self._opened: OpenObject | None = None
         self._lines: Lines
         self._format: Format | None = None
-        self._until: int | None = None  # to be read again first, to see that it is what it was
+        self._verify_until: int | None = None  # offset up to which the content is verified first
 
-    def step(self, room: int) -> list[Finding]:
-        """At most so many. Raises Unread, Changed."""
+    def step(self, limit: int) -> list[Finding]:
+        """Return up to `limit` findings. Raises ObjectUnreadable and ObjectChanged."""
         found: list[Finding] = []
         with self._busy:
             if self._opened is None:
                 self._open()
             self._lines.budget = BUDGET
-            self.weight = 0
-            if self._until is None or self._is_what_it_was(self._until):
-                self._read(found, room)
-            self._note()
-        if self._left:
+            self.step_bytes = 0
+            if self._verify_until is None or self._verify(self._verify_until):
+                self._read(found, limit)
+            self._update_position()
+        if self._is_closing:
             self.close()
         return found
 
     def close(self) -> None:
-        """Waits for nobody: a step that is under way on its thread closes what it used."""
-        self._left = True
+        """Close the object without waiting. If a step is running, the step closes it later."""
+        self._is_closing = True
         if self._busy.acquire(blocking=False):
             try:
-                self._shut()
+                self._close_object()
             finally:
                 self._busy.release()
 
-    def _shut(self) -> None:
+    def _close_object(self) -> None:
         if self._opened is not None:
             self._opened.close()
             self._opened, self.ended = None, True
 
-    # -- is it what it was -------------------------------------------------------------------------
+    # -- verification ------------------------------------------------------------------------------
 
     def _open(self) -> None:
         opened = self._opened = self._place.open(self.found)
-        found, mark = opened.found, self._before
+        found, position = opened.found, self._before
         self.found = found
-        grew = mark is not None and found.size > mark.size
-        if mark is None or (found.version is not None and mark.stamp != found.stamp):
-            self._begin(0)
+        grew = position is not None and found.size > position.size
+        if position is None or (found.version is not None and position.stamp != found.stamp):
+            self._restart(0)
         elif self._gzip:
-            self._begin_again(mark)
-        elif mark.stamp == found.stamp or (
-            grew and mark.offset > LONG and self._tail(mark.offset) == mark.tail
+            self._restart_verifying(position)
+        elif position.stamp == found.stamp or (
+            grew and position.offset > MAX_VERIFIED and self._tail(position.offset) == position.tail
         ):
-            self._go_on(mark)
-        elif found.size < mark.offset or (grew and mark.offset > LONG):
-            self._begin(mark.generation + 1)
+            self._resume(position)
+        elif found.size < position.offset or (grew and position.offset > MAX_VERIFIED):
+            self._restart(position.generation + 1)
         else:
-            self._begin_again(mark)
+            self._restart_verifying(position)
 
-    def _begin(self, generation: int) -> None:
-        self._until, self._format = None, None
+    def _restart(self, generation: int) -> None:
+        self._verify_until, self._format = None, None
         self._generation = generation
         self._lines = self._new_lines()
 
-    def _begin_again(self, mark: Mark) -> None:
-        """Up to the mark only to see whether it is what it was."""
-        self._begin(mark.generation)
-        self._until = mark.offset
+    def _restart_verifying(self, position: ObjectPosition) -> None:
+        """Read from the start, and verify the content up to the position."""
+        self._restart(position.generation)
+        self._verify_until = position.offset
 
-    def _go_on(self, mark: Mark) -> None:
+    def _resume(self, position: ObjectPosition) -> None:
         assert self._opened is not None
-        self._generation = mark.generation
-        stream = Stream(self._opened, self._manner.caps, gzip=False, offset=mark.offset)
+        self._generation = position.generation
+        stream = Stream(self._opened, self._options.limits, gzip=False, offset=position.offset)
         self._lines = Lines(
             stream,
-            self._manner.caps,
+            self._options.limits,
             delimiter=self._delimiter,
-            offset=mark.offset,
-            line=mark.line,
-            sum=mark.sum,
+            offset=position.offset,
+            line=position.line,
+            sum=position.sum,
         )
 
-    def _is_what_it_was(self, until: int) -> bool:
+    def _verify(self, until: int) -> bool:
+        """Verify the content before the position. Return False if the budget is used up.
+
+        If the content differs, the object is read from its start as a new generation.
+        """
         assert self._before is not None
         if not self._lines.skip(until):
             return False
-        if self._lines.at[0] == until and self._lines.at[2] == self._before.sum:
-            self._until = None
+        if self._lines.position[0] == until and self._lines.position[2] == self._before.sum:
+            self._verify_until = None
             return True
-        self._begin(self._before.generation + 1)  # another content under the same name
+        self._restart(self._before.generation + 1)  # the object has other content
         self._lines.budget = BUDGET
         return True
 
     def _new_lines(self) -> Lines:
         assert self._opened is not None
         return Lines(
-            Stream(self._opened, self._manner.caps, gzip=self._gzip),
-            self._manner.caps,
+            Stream(self._opened, self._options.limits, gzip=self._gzip),
+            self._options.limits,
             delimiter=self._delimiter,
         )
 
     @property
     def _delimiter(self) -> str | None:
-        return self._manner.delimiter if self._kind == "csv" else None
+        return self._options.delimiter if self._kind == "csv" else None
 
     def _tail(self, offset: int) -> int:
         assert self._opened is not None
@@ -166,33 +172,33 @@ class Reading:
 
     # -- records -----------------------------------------------------------------------------------
 
-    def _read(self, found: list[Finding], room: int) -> None:
+    def _read(self, found: list[Finding], limit: int) -> None:
         if self._format is None:
-            self._format = self._chosen()
+            self._format = self._make_parser()
         if self._format is not None:
-            for _ in range(RECORDS):
+            for _ in range(STEP_RECORDS):
                 if (
-                    len(found) >= room
-                    or self.weight >= WEIGHT
+                    len(found) >= limit
+                    or self.step_bytes >= BATCH_BYTES
                     or self._lines.line >= self._before_line
                 ):
                     return
                 record = self._lines.record()
                 if record is None:
                     break
-                self._say(found, record)
+                self._add_finding(found, record)
             else:
                 return
         if self._lines.ended:
-            self._finish(found, room)
+            self._finish(found, limit)
 
-    def _chosen(self) -> Format | None:
-        """None: the header is not there yet."""
+    def _make_parser(self) -> Format | None:
+        """Return the parser, or None if the header is not complete yet."""
         if self._kind == "txt":
             return Text()
         if self._kind == "jsonl":
             return JsonLines()
-        columns = self._manner.columns
+        columns = self._options.columns
         if not columns:
             head = self._new_lines() if self._lines.offset else self._lines
             head.budget = BUDGET
@@ -200,31 +206,33 @@ class Reading:
             if record is None:
                 return None
             columns = self._header(record)
-        if self._manner.needs_column and self._manner.column not in columns:
-            raise Unread(
-                f"{self.found.name} has no column {self._manner.column!r}, it has {', '.join(columns)[:200]}",
-                hint='column = "…" names the one with the URL; columns = ["url", …] is for lists without a header',
+        if self._options.needs_column and self._options.column not in columns:
+            raise ObjectUnreadable(
+                f"{self.found.name} has no column {self._options.column!r}, "
+                f"it has {', '.join(columns)[:200]}",
+                hint='set column = "…" to the column with the URL, '
+                'or columns = ["url", …] for lists without a header',
             )
-        return Csv(columns, self._manner.column, self._manner.delimiter)
+        return Csv(columns, self._options.column, self._options.delimiter)
 
     def _header(self, record: Record) -> list[str]:
         try:
             if record.wrong:
-                raise Bad(record.wrong)
+                raise BadLine(record.wrong)
             return [
                 column.strip()
-                for column in row(record.raw.removeprefix(BOM).decode(), self._manner.delimiter)
+                for column in row(record.raw.removeprefix(BOM).decode(), self._options.delimiter)
             ]
-        except (Bad, UnicodeDecodeError) as e:
-            raise Unread(
+        except (BadLine, UnicodeDecodeError) as e:
+            raise ObjectUnreadable(
                 f"the header of {self.found.name} cannot be read: {e}",
                 hint="save it as UTF-8, with the names of the columns in the first line",
             ) from None
 
-    def _say(self, found: list[Finding], record: Record) -> None:
+    def _add_finding(self, found: list[Finding], record: Record) -> None:
         raw = record.raw.removeprefix(BOM) if record.offset == 0 else record.raw
-        self.weight += len(raw)
-        said: tuple[str | None, dict[str, Any]] | None = None
+        self.step_bytes += len(raw)
+        parsed: tuple[str | None, dict[str, Any]] | None = None
         assert self._format is not None
         try:
             text, wrong = raw.decode(), record.wrong
@@ -235,26 +243,31 @@ class Reading:
             )
         if not wrong:
             try:
-                said = self._format.read(text)
-                if said is None:
+                parsed = self._format.read(text)
+                if parsed is None:
                     return
-            except Bad as e:
+            except BadLine as e:
                 wrong = str(e)
-        found.append(self._finding(record, text, said, wrong))
+        found.append(self._finding(record, text, parsed, wrong))
 
     def _finding(
-        self, record: Record, text: str, said: tuple[str | None, dict[str, Any]] | None, wrong: str
+        self,
+        record: Record,
+        text: str,
+        parsed: tuple[str | None, dict[str, Any]] | None,
+        wrong: str,
     ) -> Finding:
-        """The cause is the object's version and the offset in it. Where no version is told, the
-        generation and the record itself stand for it.
+        """Make a finding. Its id depends on the object's version, the offset and the record.
+
+        The generation replaces the version if the object has no version.
         """
-        whole, name = self.found.version or str(self._generation), self.found.name
-        url, payload = said or (
+        version, name = self.found.version or str(self._generation), self.found.name
+        url, payload = parsed or (
             None,
             {"line": text[:SHOWN].encode("utf-8", "replace").decode(), "error": wrong},
         )
         return Finding(
-            id=mint("seeds", self._place.identity, name, whole, str(record.offset), text),
+            id=mint("seeds", self._place.identity, name, version, str(record.offset), text),
             url=url,
             cause=f"{name}:{record.line}",
             payload={**payload, "_seeds": {"object": name, "line": record.line}},
@@ -264,19 +277,19 @@ class Reading:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _finish(self, found: list[Finding], room: int) -> None:
+    def _finish(self, found: list[Finding], limit: int) -> None:
         stream = self._lines.stream
         if not self._complete and (stream.cut or self._lines.rest() is not None):
-            self.ended = self.waits = True
+            self.ended = self.is_incomplete = True
             return
         if self._format is not None:
-            if (record := self._lines.give_up()) is not None:
-                self._say(found, record)
-                return  # there may be more behind it
-            if len(found) >= room:
+            if (record := self._lines.unclosed()) is not None:
+                self._add_finding(found, record)
+                return  # other lines may follow
+            if len(found) >= limit:
                 return
             if (record := self._lines.rest()) is not None and not stream.broken:
-                self._say(found, record)
+                self._add_finding(found, record)
         if stream.broken:
             record = Record(self._lines.offset, self._lines.line, b"", stream.broken)
             found.append(
@@ -284,21 +297,21 @@ class Reading:
             )
         self.ended = True
 
-    def _note(self) -> None:
+    def _update_position(self) -> None:
         assert self._opened is not None
-        if self._until is not None:
-            return  # nothing new is known of it yet
-        offset, line, sum_ = self._lines.at
-        self.left = max(0, self.found.size - self._lines.stream.raw)
-        self.mark = Mark(
+        if self._verify_until is not None:
+            return  # still verifying, so the position stays
+        offset, line, sum_ = self._lines.position
+        self.bytes_left = max(0, self.found.size - self._lines.stream.raw)
+        self.position = ObjectPosition(
             stamp=self.found.stamp,
             offset=offset,
             line=line,
             size=self.found.size,
             generation=self._generation,
             sum=sum_,
-            tail=self._tail(offset) if offset > LONG and not self._gzip else 0,
-            done=self.ended and not self.waits,
+            tail=self._tail(offset) if offset > MAX_VERIFIED and not self._gzip else 0,
+            done=self.ended and not self.is_incomplete,
         )
         if self.ended:
-            self._shut()
+            self._close_object()

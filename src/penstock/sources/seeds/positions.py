@@ -1,6 +1,4 @@
-"""How far each object of a seed source was read, as the bytes of its position: some fifty for each
-object, whatever its size.
-"""
+"""Positions of a seed source's objects, and their cursor: about fifty bytes for each object."""
 
 from __future__ import annotations
 
@@ -9,28 +7,27 @@ from collections.abc import Collection
 import msgspec
 
 from penstock.errors import SourceDown
-from penstock.sources.seeds.formats import short
+from penstock.sources.seeds.formats import short_hash
 
-VANISHED = (
-    10_000  # objects that are not there any more, and may come back: the last ones are remembered
-)
+# Positions of objects that no longer exist, but may appear again. The most recent are kept.
+MAX_VANISHED = 10_000
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """One object."""
+class ObjectPosition(msgspec.Struct, frozen=True, array_like=True):
+    """Position in one object."""
 
-    stamp: bytes  # what was seen of it from outside when it was read
-    offset: int = 0  # where the next record begins
+    stamp: bytes  # hash of the object's metadata when it was read
+    offset: int = 0  # start of the next record
     line: int = 1
     size: int = 0
-    generation: int = 0  # how often another content took the name over
-    sum: int = 0  # of the bytes before the offset
-    tail: int = 0  # of the last of them, where reading all again would take long
-    done: bool = False  # nothing is left in what was seen
+    generation: int = 0  # number of times that the object got other content
+    sum: int = 0  # checksum of the bytes before the offset
+    tail: int = 0  # checksum of the last 4096 of these bytes, if the offset is over 64 MiB
+    done: bool = False  # True if the object was read to its end
 
 
 class Last(msgspec.Struct, frozen=True, array_like=True):
-    """Where reading stands, for people."""
+    """Position in the last object that was read, for `describe`."""
 
     name: str = ""
     line: int = 1
@@ -44,29 +41,28 @@ class _Head(msgspec.Struct, array_like=True):
 
 
 class _Packed(_Head, array_like=True):
-    marks: dict[bytes, Mark]
+    marks: dict[bytes, ObjectPosition]
 
 
 _decode = msgspec.msgpack.Decoder(_Packed).decode
-_decode_head = msgspec.msgpack.Decoder(
-    _Head
-).decode  # it is said with every batch, so the rest is not looked at
+# `describe` runs with every batch, so it decodes only the head of the cursor.
+_decode_head = msgspec.msgpack.Decoder(_Head).decode
 _encode = msgspec.msgpack.Encoder().encode
 _VERSION = 1
 
 
-def last_of(cursor: bytes) -> Last:
+def last_position(cursor: bytes) -> Last:
     try:
         return _decode_head(cursor).last
     except msgspec.MsgspecError:
         return Last()
 
 
-class Marks:
+class ObjectPositions:
     def __init__(self, cursor: bytes | None = None) -> None:
-        """Raises SourceDown."""
+        """Decode a cursor. Raises SourceDown if this version cannot read it."""
         self._last = ""
-        self._marks: dict[bytes, Mark] = {}
+        self._positions: dict[bytes, ObjectPosition] = {}
         if cursor is None:
             return
         try:
@@ -75,29 +71,33 @@ class Marks:
             packed = None
         if packed is None or packed.version != _VERSION:
             raise SourceDown(
-                "its position is not of a kind that this version writes",
-                hint="penstock sources reset NAME --to start, or --to end",
+                "its position has a format that this version does not know",
+                hint="run `penstock sources reset NAME --to start` (or `--to end`)",
             )
-        self._last, self._marks = packed.last.name, packed.marks
+        self._last, self._positions = packed.last.name, packed.marks
 
     def __len__(self) -> int:
-        return len(self._marks)
+        return len(self._positions)
 
-    def get(self, name: str) -> Mark | None:
-        return self._marks.get(short(name))
+    def get(self, name: str) -> ObjectPosition | None:
+        return self._positions.get(short_hash(name))
 
-    def put(self, name: str, mark: Mark) -> None:
+    def put(self, name: str, position: ObjectPosition) -> None:
         self._last = name
-        self._marks[short(name)] = mark
+        self._positions[short_hash(name)] = position
 
     def keep(self, names: Collection[str]) -> None:
-        """Of what is not among them, only the last are remembered: they may only have been away."""
-        there = {short(name) for name in names}
-        vanished = [key for key in self._marks if key not in there]
-        for key in vanished[: max(0, len(vanished) - VANISHED)]:
-            del self._marks[key]
+        """Remove positions of other objects, except the last 10,000, which may appear again."""
+        existing = {short_hash(name) for name in names}
+        vanished = [key for key in self._positions if key not in existing]
+        for key in vanished[: max(0, len(vanished) - MAX_VANISHED)]:
+            del self._positions[key]
 
     def encode(self) -> bytes:
-        mark = self.get(self._last)
-        last = Last() if mark is None else Last(self._last, mark.line, mark.done, len(self._marks))
-        return _encode(_Packed(_VERSION, last, self._marks))
+        position = self.get(self._last)
+        last = (
+            Last()
+            if position is None
+            else Last(self._last, position.line, position.done, len(self._positions))
+        )
+        return _encode(_Packed(_VERSION, last, self._positions))

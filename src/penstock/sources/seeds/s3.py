@@ -1,5 +1,6 @@
-"""Where seed lists lie on S3: the objects under a prefix, and how their bytes are read. Loaded only
-by sources that name a bucket.
+"""Seed lists on S3: lists and reads the objects under a prefix.
+
+This module is imported only if a source names a bucket.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
 from penstock.errors import SourceDown
-from penstock.sources.seeds.files import MOST, Changed, Found, Opened, Unread, passed_over, stamp
+from penstock.sources.seeds.files import (
+    MAX_OBJECTS,
+    ObjectChanged,
+    ObjectUnreadable,
+    OpenObject,
+    SeedObject,
+    is_skipped,
+    stamp,
+)
 from penstock.sources.seeds.formats import format_of
 from penstock.stores.s3 import bucket_at, refused
 
@@ -19,8 +28,9 @@ RIGHTS = "s3:ListBucket and s3:GetObject"
 
 
 class Bucket:
-    """An object never changes under its ETag, so a request for a part of it says which one is
-    meant.
+    """Objects under a prefix of a bucket.
+
+    Each request for a part of an object has the ETag, so all parts belong to the same version.
     """
 
     def __init__(self, url: str, *, any_name: bool) -> None:
@@ -31,65 +41,66 @@ class Bucket:
         self.identity = f"{self.place.removeprefix('bucket ')}/{self._prefix}"
         self.is_directory = self._prefix.endswith("/") or not format_of(self._prefix)
 
-    def scan(self) -> tuple[list[Found], list[Unread]]:
+    def scan(self) -> tuple[list[SeedObject], list[ObjectUnreadable]]:
         folder, cut = self._prefix.rpartition("/")[0], self._prefix.rfind("/") + 1
-        found: list[Found] = []
+        found: list[SeedObject] = []
         try:
-            for some in obstore.list(
+            for page in obstore.list(
                 self._bucket, folder or None, offset=self._prefix[:-1] or None, chunk_size=1000
             ):
-                for meta in some:
+                for meta in page:
                     path = meta["path"]
                     if path.startswith(self._prefix) and self._wanted(
                         path[cut:], named=path == self._prefix
                     ):
                         found.append(_found(path[cut:], meta))
-                    if len(found) > MOST:
+                    if len(found) > MAX_OBJECTS:
                         raise SourceDown(
-                            f"there are more than {MOST} objects under {self.identity}",
-                            hint="name a longer prefix, or several sources",
+                            f"there are more than {MAX_OBJECTS} objects under {self.identity}",
+                            hint="use a longer prefix, or several sources",
                         )
                 if (
-                    some
-                    and some[-1]["path"] > self._prefix
-                    and not some[-1]["path"].startswith(self._prefix)
+                    page
+                    and page[-1]["path"] > self._prefix
+                    and not page[-1]["path"].startswith(self._prefix)
                 ):
-                    break  # they come in order
+                    break  # objects are listed in order, so no object with the prefix follows
         except (BaseError, OSError, ValueError) as e:
-            raise self._refused(e) from e
+            raise self._error(e) from e
         return sorted(found, key=lambda f: f.name), []
 
     def _wanted(self, name: str, *, named: bool) -> bool:
-        return named or (not passed_over(name) and (self._any_name or format_of(name) is not None))
+        return named or (not is_skipped(name) and (self._any_name or format_of(name) is not None))
 
-    def _refused(self, e: Exception) -> SourceDown:
-        trouble = refused(e, self.place, setting="the URL of the source", rights=RIGHTS)
-        return SourceDown(trouble.message, hint=trouble.hint)
+    def _error(self, e: Exception) -> SourceDown:
+        error = refused(e, self.place, setting="the URL of the source", rights=RIGHTS)
+        return SourceDown(error.message, hint=error.hint)
 
-    def open(self, found: Found) -> Opened:
-        return Object(self, found)
+    def open(self, found: SeedObject) -> OpenObject:
+        return S3Object(self, found)
 
-    def part(self, found: Found, offset: int, length: int) -> bytes:
-        asked: Any = {
+    def part(self, found: SeedObject, offset: int, length: int) -> bytes:
+        options: Any = {
             "range": (offset, min(offset + length, found.size)),
             "if_match": found.version,
         }
         try:
-            return bytes(obstore.get(self._bucket, found.path, options=asked).bytes())
+            return bytes(obstore.get(self._bucket, found.path, options=options).bytes())
         except (PreconditionError, FileNotFoundError) as e:
             if "NoSuchBucket" in str(e):
-                raise self._refused(e) from e
-            raise Changed from None
+                raise self._error(e) from e
+            raise ObjectChanged from None
         except (BaseError, OSError, ValueError) as e:
             if "AccessDenied" in str(e) or "403 Forbidden" in str(e):
-                raise Unread(
+                raise ObjectUnreadable(
                     f"{found.path} in {self.place} may not be read", hint="allow s3:GetObject on it"
                 ) from e
-            raise self._refused(e) from e  # the others would only wait for the same server
+            # The server itself fails, so the other objects are not tried.
+            raise self._error(e) from e
 
 
-class Object:
-    def __init__(self, bucket: Bucket, found: Found) -> None:
+class S3Object:
+    def __init__(self, bucket: Bucket, found: SeedObject) -> None:
         self._bucket, self.found = bucket, found
 
     def read_at(self, offset: int, length: int) -> bytes:
@@ -99,9 +110,9 @@ class Object:
         return None
 
 
-def _found(name: str, meta: Any) -> Found:
+def _found(name: str, meta: Any) -> SeedObject:
     version = meta["e_tag"] or f"{meta['last_modified'].isoformat()} {meta['size']}"
-    return Found(
+    return SeedObject(
         name=name,
         path=meta["path"],
         stamp=stamp(version),

@@ -1,5 +1,6 @@
-"""Seed lists as a source: files, directories that are watched, prefixes on S3. Rounds, batches and
-positions; how a list is read is in seeds_reading.py.
+"""Source for seed lists: files, watched directories, prefixes on S3.
+
+See `seeds_reading` for how one list is read.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, BaseSource, SourceContext, options
-from penstock.sources.seeds.files import Changed, Files, Found, Place, Unread
+from penstock.sources.seeds.files import (
+    Files,
+    ObjectChanged,
+    ObjectUnreadable,
+    SeedObject,
+    SeedPlace,
+)
 from penstock.sources.seeds.formats import FORMATS, format_of
-from penstock.sources.seeds.lines import Caps
-from penstock.sources.seeds.object_reader import WEIGHT, Manner, Reading
-from penstock.sources.seeds.positions import Mark, Marks, last_of
+from penstock.sources.seeds.lines import SizeLimits
+from penstock.sources.seeds.object_reader import BATCH_BYTES, ObjectReader, ReadOptions
+from penstock.sources.seeds.positions import ObjectPosition, ObjectPositions, last_position
 
-EVERY_DIRECTORY, EVERY_PREFIX = 5.0, 60.0
-QUIET = 5.0  # seconds in which nobody wrote to a file: its last line is a line, even without an end
-SAY = 1.0  # seconds after which a batch goes out as it is
+DIRECTORY_INTERVAL, PREFIX_INTERVAL = 5.0, 60.0  # seconds between two rounds
+# Seconds without a write after which the last line of a file is complete, even without a newline.
+QUIET_TIME = 5.0
+BATCH_INTERVAL = 1.0  # seconds after which a batch is yielded even if it is not full
 EXAMPLE = "seeds:urls.txt, seeds:inbox/, seeds:lists/*.csv or seeds+s3://bucket/prefix"
 DEFAULTS: Final[dict[str, Any]] = {
     "format": "",
@@ -38,111 +46,120 @@ DEFAULTS: Final[dict[str, Any]] = {
 
 
 class Seeds(BaseSource):
-    """Same name and same content so far: it is read on. Another content under a known name: it is
-    read from its beginning.
+    """Source that reads each list once, and continues lists that grow.
+
+    If a known name has other content, the list is read from its start.
     """
 
     def __init__(
         self,
         spec: SourceSpec,
         context: SourceContext,
-        place: Place,
-        manner: Manner,
+        place: SeedPlace,
+        read_options: ReadOptions,
         *,
         every: float | None,
     ) -> None:
         super().__init__(spec, context)
         self.every = every
-        self._place, self._manner = place, manner
+        self._place, self._read_options = place, read_options
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        marks, before = Marks(cursor), cursor
+        positions, before = ObjectPositions(cursor), cursor
         clock = self.context.clock
-        seen, troubles = await asyncio.to_thread(self._place.scan)
-        marks.keep([found.name for found in seen])
-        todo = [found for found in seen if not _finished(marks.get(found.name), found)]
+        seen, failures = await asyncio.to_thread(self._place.scan)
+        positions.keep([found.name for found in seen])
+        todo = [found for found in seen if not _finished(positions.get(found.name), found)]
         findings: list[Finding] = []
-        said, weight = clock.now(), 0
-        for patience in (QUIET, 0.0):
+        yielded_at, batch_bytes = clock.now(), 0
+        # The second pass reads lists whose last line was incomplete in the first.
+        for wait in (QUIET_TIME, 0.0):
             unfinished: set[str] = set()
-            left = sum(found.size for found in todo)
+            bytes_left = sum(found.size for found in todo)
             for found in todo:
-                left -= found.size
-                reading = Reading(
+                bytes_left -= found.size
+                reader = ObjectReader(
                     self._place,
                     found,
-                    marks.get(found.name),
-                    self._manner,
-                    complete=self._complete(marks.get(found.name), found),
+                    positions.get(found.name),
+                    self._read_options,
+                    complete=self._is_complete(positions.get(found.name), found),
                 )
                 try:
-                    while not reading.ended:
-                        findings += await asyncio.to_thread(reading.step, BATCH - len(findings))
-                        weight += reading.weight
-                        marks.put(found.name, reading.mark)
-                        if len(findings) >= BATCH or weight >= WEIGHT or clock.now() - said >= SAY:
+                    while not reader.ended:
+                        findings += await asyncio.to_thread(reader.step, BATCH - len(findings))
+                        batch_bytes += reader.step_bytes
+                        positions.put(found.name, reader.position)
+                        if (
+                            len(findings) >= BATCH
+                            or batch_bytes >= BATCH_BYTES
+                            or clock.now() - yielded_at >= BATCH_INTERVAL
+                        ):
                             yield Batch(
                                 findings=findings,
-                                cursor=marks.encode() if findings else None,
-                                backlog=left + reading.left,
+                                cursor=positions.encode() if findings else None,
+                                backlog=bytes_left + reader.bytes_left,
                             )
-                            findings, weight, said = [], 0, clock.now()
-                except Unread as e:
-                    troubles.append(e)
-                except Changed:
-                    if self.every is None:  # there is no next round, unless this one fails
-                        troubles.append(
-                            Unread(
+                            findings, batch_bytes, yielded_at = [], 0, clock.now()
+                except ObjectUnreadable as e:
+                    failures.append(e)
+                except ObjectChanged:
+                    if self.every is None:  # without an error there is no next round
+                        failures.append(
+                            ObjectUnreadable(
                                 f"{found.name} was replaced while it was read",
-                                hint="it is read again",
+                                hint="it is read again automatically",
                             )
                         )
                     continue
                 finally:
-                    reading.close()
-                if reading.waits:
+                    reader.close()
+                if reader.is_incomplete:
                     unfinished.add(found.name)
-            if not unfinished or not patience:
+            if not unfinished or not wait:
                 break
-            until = clock.now() + patience
+            until = clock.now() + wait
             while clock.now() < until:
-                after = marks.encode()
+                after = positions.encode()
                 yield Batch(findings=findings, cursor=after if after != before else None)
-                findings, weight, said, before = [], 0, clock.now(), after
-                await clock.sleep(min(SAY, until - clock.now()))
+                findings, batch_bytes, yielded_at, before = [], 0, clock.now(), after
+                await clock.sleep(min(BATCH_INTERVAL, until - clock.now()))
             todo = [
                 found
                 for found in (await asyncio.to_thread(self._place.scan))[0]
                 if found.name in unfinished
             ]
-        after = marks.encode()
+        after = positions.encode()
         yield Batch(
             findings=findings,
             cursor=after if after != before or findings else None,
             idle=True,
             backlog=0,
         )
-        if troubles:
-            more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-            raise SourceDown(troubles[0].message + more, hint=troubles[0].hint, after=self.every)
+        if failures:
+            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+            raise SourceDown(failures[0].message + more, hint=failures[0].hint, after=self.every)
 
-    def _complete(self, mark: Mark | None, found: Found) -> bool:
-        """Nobody writes to it now: it is read once, cannot be written to, or has not been since the
-        last look.
+    def _is_complete(self, position: ObjectPosition | None, found: SeedObject) -> bool:
+        """Return whether the list is complete, so that its last line needs no newline.
+
+        That is so if the source reads once, if the object is immutable, or if it has not changed
+        for 5 s or since the last round.
         """
         if (
             self.every is None
             or found.version is not None
-            or self.context.clock.now() - found.at > QUIET
+            or self.context.clock.now() - found.at > QUIET_TIME
         ):
             return True
-        return mark is not None and mark.stamp == found.stamp
+        return position is not None and position.stamp == found.stamp
 
     # -- positions ---------------------------------------------------------------------------------
 
     async def place(self, to: str) -> bytes | None:
-        """`end`; a line of the only list; the name of a list; `NAME:LINE`. Lists before the named
-        one count as read.
+        """Return the cursor for `end`, a line of the only list, a list's name or `NAME:LINE`.
+
+        Lists before the named list are marked as read.
         """
         seen, _ = await asyncio.to_thread(self._place.scan)
         names = [found.name for found in seen]
@@ -153,54 +170,57 @@ class Seeds(BaseSource):
                 near = difflib.get_close_matches(name, names, n=1)
                 raise UsageError(
                     f"source {self.name} has no list {name!r}",
-                    hint=f"did you mean {near[0]}?" if near else "start, end, NAME or NAME:LINE",
+                    hint=f"did you mean {near[0]}?"
+                    if near
+                    else "use start, end, NAME or NAME:LINE",
                 )
-        return await asyncio.to_thread(self._place_marks, seen, name, line)
+        return await asyncio.to_thread(self._cursor_at, seen, name, line)
 
-    def _place_marks(self, seen: list[Found], name: str, line: int) -> bytes:
-        marks = Marks()
+    def _cursor_at(self, seen: list[SeedObject], name: str, line: int) -> bytes:
+        positions = ObjectPositions()
         for found in seen:
             if name and found.name > name:
                 break
             last = found.name == name
             if found.version is not None and not last:
-                marks.put(
-                    found.name, Mark(found.stamp, offset=found.size, size=found.size, done=True)
+                positions.put(
+                    found.name,
+                    ObjectPosition(found.stamp, offset=found.size, size=found.size, done=True),
                 )
                 continue
-            reading = Reading(
+            reader = ObjectReader(
                 self._place,
                 found,
                 None,
-                self._manner,
+                self._read_options,
                 complete=True,
                 before_line=line if last else None,
             )
             try:
-                while not reading.ended and not (last and reading.mark.line >= line):
-                    reading.step(BATCH)
-            except (Unread, Changed) as e:
+                while not reader.ended and not (last and reader.position.line >= line):
+                    reader.step(BATCH)
+            except (ObjectUnreadable, ObjectChanged) as e:
                 raise UsageError(
                     f"{found.name} cannot be read", hint=getattr(e, "hint", "") or "try again"
                 ) from None
             finally:
-                reading.close()
+                reader.close()
             if not last or line > 1:
-                marks.put(found.name, reading.mark)
-        return marks.encode()
+                positions.put(found.name, reader.position)
+        return positions.encode()
 
     def describe(self, cursor: bytes | None) -> str:
         if cursor is None:
             return "at the start"
-        last = last_of(cursor)
+        last = last_position(cursor)
         if not last.name:
             return "at the start"
         others = f", {last.lists} lists in all" if last.lists > 1 else ""
         return f"{'at the end' if last.done else f'before line {last.line}'} of {last.name}{others}"
 
 
-def _finished(mark: Mark | None, found: Found) -> bool:
-    return mark is not None and mark.done and mark.stamp == found.stamp
+def _finished(position: ObjectPosition | None, found: SeedObject) -> bool:
+    return position is not None and position.done and position.stamp == found.stamp
 
 
 def _position(to: str, names: list[str]) -> tuple[str, int]:
@@ -216,7 +236,7 @@ def _position(to: str, names: list[str]) -> tuple[str, int]:
 
 
 def open_source(spec: SourceSpec, context: SourceContext) -> Seeds:
-    """`seeds:PATH` or `seeds+s3://BUCKET/PREFIX`."""
+    """Open `seeds:PATH` or `seeds+s3://BUCKET/PREFIX`. Raises ConfigError."""
     given = options(spec, DEFAULTS)
     chosen = _format(spec, given["format"])
     if (
@@ -226,20 +246,21 @@ def open_source(spec: SourceSpec, context: SourceContext) -> Seeds:
     ):
         raise ConfigError(
             f"source {spec.name}: delimiter is {given['delimiter']!r}",
-            hint='one character, such as ";" or "\\t"',
+            hint='use one character, such as ";" or "\\t"',
         )
     if not all(isinstance(column, str) for column in given["columns"]):
         raise ConfigError(
-            f"source {spec.name}: columns is no list of names", hint='columns = ["url", "sku"]'
+            f"source {spec.name}: columns is not a list of names",
+            hint='for example columns = ["url", "sku"]',
         )
-    caps = Caps(
+    limits = SizeLimits(
         _size(spec, given, "max_line", 1 << 20, 4 << 20),
         _size(spec, given, "max_size", 64 << 30, 1 << 60),
         float(given["max_ratio"]),
     )
-    manner = Manner(
+    read_options = ReadOptions(
         kind=lambda name: chosen or format_of(name) or ("txt", name.lower().endswith(".gz")),
-        caps=caps,
+        limits=limits,
         column=given["column"],
         columns=given["columns"],
         delimiter=given["delimiter"],
@@ -247,18 +268,18 @@ def open_source(spec: SourceSpec, context: SourceContext) -> Seeds:
     )
     scheme, _, rest = spec.url.partition(":")
     if scheme == "seeds+s3":
-        place, default = _bucket(spec, any_name=chosen is not None), EVERY_PREFIX
+        place, default = _bucket(spec, any_name=chosen is not None), PREFIX_INTERVAL
     elif scheme == "seeds" and rest.removeprefix("//"):
         path = os.path.join(context.base, rest.removeprefix("//"))
         place = Files(
             os.path.abspath(path) + (os.sep if path.endswith(os.sep) else ""),
             any_name=chosen is not None,
         )
-        default = EVERY_DIRECTORY
+        default = DIRECTORY_INTERVAL
     else:
-        raise ConfigError(f"source {mask(spec.url)!r} names no seed list", hint=EXAMPLE)
+        raise ConfigError(f"source {mask(spec.url)!r} is not the URL of a seed list", hint=EXAMPLE)
     every = spec.every if spec.every is not None else default if place.is_directory else None
-    return Seeds(spec, context, place, manner, every=every)
+    return Seeds(spec, context, place, read_options, every=every)
 
 
 def _format(spec: SourceSpec, text: str) -> tuple[str, bool] | None:
@@ -268,30 +289,32 @@ def _format(spec: SourceSpec, text: str) -> tuple[str, bool] | None:
     if name not in FORMATS:
         raise ConfigError(
             f"source {spec.name}: there is no format {text!r}",
-            hint=f"{', '.join(FORMATS)}, each also with .gz; else the name's end says it",
+            hint=f"use {', '.join(FORMATS)}, each also with .gz. "
+            "Without `format`, the suffix of the name decides",
         )
     return name, text.endswith(".gz")
 
 
-def _size(spec: SourceSpec, given: dict[str, Any], name: str, default: int, most: int) -> int:
+def _size(spec: SourceSpec, given: dict[str, Any], name: str, default: int, limit: int) -> int:
     try:
         found = default if given[name] is None else units.size(given[name])
     except ValueError:
         found = -1
-    if not 1 <= found <= most:
+    if not 1 <= found <= limit:
         raise ConfigError(
             f"source {spec.name}: {name} is {given[name]!r}",
-            hint=f'at most "{units.write_size(most)}", for example "{units.write_size(default)}"',
+            hint=f'use at most "{units.write_size(limit)}", '
+            f'for example "{units.write_size(default)}"',
         )
     return found
 
 
 def _bucket(spec: SourceSpec, *, any_name: bool) -> Any:
     try:
-        from penstock.sources.seeds.s3 import Bucket  # an extra
+        from penstock.sources.seeds.s3 import Bucket  # needs the extra `s3`
     except ImportError as e:
         raise ConfigError(
-            f"seeds on S3 need a package that is missing: {e.name or e}",
-            hint="pip install 'penstock[s3]'",
+            f"seeds on S3 need a package that is not installed: {e.name or e}",
+            hint="run pip install 'penstock[s3]'",
         ) from e
     return Bucket(spec.url.removeprefix("seeds+"), any_name=any_name)
