@@ -126,6 +126,9 @@ class FileLock:
         raw = text.encode("utf-8", "replace").replace(b"\n", b" ")[: _NOTE - 1]
         os.pwrite(self._fd, raw.ljust(_NOTE - 1) + b"\n", 0)
 
+    def status(self) -> str:
+        return note_of(self.path)
+
     def release(self, *, remove: bool = False) -> None:
         if not self.held:
             return

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from penstock.clock import nap
 from penstock.errors import PenstockError
-from penstock.locks import Lost, note_of
+from penstock.locks import Lost
 from penstock.ports import (
     Clock,
     Durability,
@@ -153,7 +153,7 @@ class Flusher:
                 self._loose = False
             # The holder's trouble is ours: the outbox fills for all of us. A note of our own is of
             # a time when we held it.
-            self._up_or(None if self._lock.here else note_of(self._lock.path) or None)
+            self._up_or(None if self._lock.here else self._lock.status() or None)
             self._idle = await self.backlog() == 0
             return TAKE_OVER
         if not self._opened:

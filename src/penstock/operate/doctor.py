@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.authoring.pipeline import Pipeline
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
-    from penstock.ports import Clock, StoreFacts, StoreFile, Transaction, UnitOfWork
+    from penstock.ports import Clock, StoreFacts, Transaction, UnitOfWork
     from penstock.ports.reports import Audit
 
 T = TypeVar("T")
@@ -45,6 +45,21 @@ class Probe(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class StoreFile(Protocol):
+    """The store of the ledger, as `doctor` and a starting worker look at it."""
+
+    @property
+    def path(self) -> str:
+        """Its name in messages. Contains no password."""
+
+    @property
+    def file(self) -> Path | None:
+        """Its file on this machine, or None for a server."""
+
+    def check(self) -> list[str]:
+        """Return what is damaged, in sentences."""
 
 
 class OpenStores(Protocol):

@@ -55,7 +55,7 @@ from penstock.ports.source import (
     Sources,
     SourceState,
 )
-from penstock.ports.store import Durability, StoreFacts, StoreFile, Transaction, UnitOfWork
+from penstock.ports.store import Durability, StoreFacts, Transaction, UnitOfWork
 from penstock.ports.topics import Topics
 
 __all__ = [
@@ -130,7 +130,6 @@ __all__ = [
     "Stats",
     "Status",
     "StoreFacts",
-    "StoreFile",
     "StoredEvent",
     "Subscription",
     "TableSink",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ class Lock(Protocol):
 
     On this machine the lock is also a file. Other processes read its status text.
     """
-
-    path: Path
 
     @property
     def held(self) -> bool:
@@ -56,5 +53,8 @@ class Lock(Protocol):
 
     def note(self, text: str) -> None:
         """Set the status text of the lock file."""
+
+    def status(self) -> str:
+        """Return the status text that the holder on this machine has set, or ""."""
 
     def release(self) -> None: ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -79,21 +78,6 @@ class UnitOfWork(Protocol):
 
     def snapshot(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on the data of one moment, for commands without an event loop."""
-
-
-class StoreFile(Protocol):
-    """The store of the ledger, as `doctor` and a starting worker look at it."""
-
-    @property
-    def path(self) -> str:
-        """Its name in messages. Contains no password."""
-
-    @property
-    def file(self) -> Path | None:
-        """Its file on this machine, or None for a server."""
-
-    def check(self) -> list[str]:
-        """Return what is damaged, in sentences."""
 
 
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,8 +62,8 @@ from penstock.rules import retry
 from penstock.rules.masking import mask
 from penstock.rules.proxies import Member
 from penstock.rules.robots import product_token
+from penstock.runtime.assembly import HostAccess
 from penstock.runtime.stores import (
-    HostAccess,
     Politeness,
     Stores,
     adapter,

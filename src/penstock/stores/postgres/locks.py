@@ -96,6 +96,9 @@ class FleetLock:
     def note(self, text: str) -> None:
         self._file.note(text)
 
+    def status(self) -> str:
+        return self._file.status()
+
     def release(self) -> None:
         self.lose()
         self._file.release()
