@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from penstock.ports import Clock, Exempt, Transaction, UnitOfWork
+from penstock.ports import Clock, Exempt, HostTable, Transaction, UnitOfWork
 from penstock.rules import pace
 from penstock.rules.identity import host_key
 from penstock.rules.robots import from_answer
@@ -80,17 +80,28 @@ class LimitedHosts(Protocol):
         """The usual limits of a host."""
 
 
-def apply_configured_exceptions(tx: Transaction, reasons: Mapping[str, str], who: str) -> None:
+def ignore_robots(hosts: HostTable, host: str, reason: str, who: str) -> None:
+    hosts.add_exception(ROBOTS, host, reason, who)
+    hosts.change(host, lambda state: msgspec.structs.replace(state, ignores_robots=True))
+
+
+def obey_robots(hosts: HostTable, host: str) -> bool:
+    """Return False if the host's robots.txt was obeyed before."""
+    hosts.change(host, lambda state: msgspec.structs.replace(state, ignores_robots=False))
+    return hosts.end_exception(ROBOTS, host)
+
+
+def apply_configured_exceptions(hosts: HostTable, reasons: Mapping[str, str], who: str) -> None:
     """Record the exceptions that the configuration makes for all hosts.
 
     A kind with a reason is an exception. A kind with an empty reason is none, or ends.
     """
-    current = {e.kind: e.reason for e in tx.hosts.exceptions([EVERYWHERE])}
+    current = {e.kind: e.reason for e in hosts.exceptions([EVERYWHERE])}
     for kind, reason in reasons.items():
         if reason and current.get(kind) != reason:
-            tx.hosts.add_exception(kind, EVERYWHERE, reason, who)
+            hosts.add_exception(kind, EVERYWHERE, reason, who)
         elif not reason and kind in current:
-            tx.hosts.end_exception(kind, EVERYWHERE)
+            hosts.end_exception(kind, EVERYWHERE)
 
 
 class Domains:
@@ -191,21 +202,12 @@ class Domains:
         return self._set_free(host)
 
     def ignore_robots(self, host: str, reason: str, who: str) -> None:
-        def work(tx: Transaction) -> None:
-            tx.hosts.add_exception(ROBOTS, host, reason, who)
-            tx.hosts.change(host, lambda s: msgspec.structs.replace(s, ignores_robots=True))
-
-        self._uow.write_now(work)
+        self._uow.write_now(lambda tx: ignore_robots(tx.hosts, host, reason, who))
         self._set_free(host)
 
     def obey_robots(self, host: str) -> bool:
         """False: it was obeyed all along."""
-
-        def work(tx: Transaction) -> bool:
-            tx.hosts.change(host, lambda s: msgspec.structs.replace(s, ignores_robots=False))
-            return tx.hosts.end_exception(ROBOTS, host)
-
-        return self._uow.write_now(work)
+        return self._uow.write_now(lambda tx: obey_robots(tx.hosts, host))
 
     def _change(self, host: str, change: Callable[[pace.HostState], pace.HostState]) -> None:
         self._uow.write_now(lambda tx: tx.hosts.change(host, change))

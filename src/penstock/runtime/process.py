@@ -165,7 +165,9 @@ class Running:
                 fetcher = open_fetcher(self.config)
                 await self.stores.claims.refresh()
                 await self.stores.uow.write(
-                    lambda tx: apply_configured_exceptions(tx, exceptions(self.config), operator()),
+                    lambda tx: apply_configured_exceptions(
+                        tx.hosts, exceptions(self.config), operator()
+                    ),
                     durability=Durability.RELAXED,
                 )
                 self.proxies = Proxies(
