@@ -68,7 +68,8 @@ class ApartRig(Rig):
         super().__init__(directory, **more)
         self.line: Any = base.line if base else Line(SqliteBroker(Database(":memory:"), self.clock))
         self.assemble(dict.fromkeys(TOPICS, self.line), self.worker)
-        assert self.engine.relay is not None and self.engine.relay_chores is not None
+        assert self.engine.relay is not None
+        assert self.engine.relay_chores is not None
         self.relay, self.chores = self.engine.relay, self.engine.relay_chores
         self.line.db.write_now(
             lambda tx: self.line.ensure_in(tx, [TopicSpec(name=name) for name in TOPICS])

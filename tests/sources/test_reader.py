@@ -208,7 +208,7 @@ async def test_what_makes_no_event_is_a_dead_letter_once_however_often_it_is_rea
     source = Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"])
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
-    rig.stores.uow.write_now(
+    await rig.stores.uow.write(
         lambda tx: (
             tx.sources.move_cursor("pages", None, 0.0),
             tx.sources.reset("pages"),
@@ -278,12 +278,12 @@ async def test_a_paused_source_is_not_read_until_it_is_resumed(rig: Rig) -> None
     source = Pages(spec(), ["/1"], endless=True)
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"1", "read")
-        rig.stores.uow.write_now(lambda tx: tx.sources.pause("pages", "moving house"))
+        await rig.stores.uow.write(lambda tx: tx.sources.pause("pages", "moving house"))
         await asyncio.sleep(1.2)  # the pause is noticed within a second
         source.paths.append("/2")
         await asyncio.sleep(0.3)
         assert rig.urls() == ["/1"]
-        rig.stores.uow.write_now(lambda tx: tx.sources.pause("pages", None))
+        await rig.stores.uow.write(lambda tx: tx.sources.pause("pages", None))
         await until(lambda: rig.urls() == ["/1", "/2"], "resumed")
 
 
@@ -291,7 +291,7 @@ async def test_a_reset_is_followed_by_whoever_reads_and_makes_no_event_twice(rig
     source = Pages(spec(), ["/1", "/2"], endless=True)
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
-        rig.stores.uow.write_now(
+        await rig.stores.uow.write(
             lambda tx: (
                 tx.sources.move_cursor("pages", None, 0.0),
                 tx.sources.reset("pages"),
@@ -308,7 +308,7 @@ async def test_a_reset_in_the_middle_of_a_round_does_not_wait_for_the_next_one(r
             async for batch in super().read(cursor):
                 yield batch
             if cursor is None:
-                rig.stores.uow.write_now(
+                await rig.stores.uow.write(
                     lambda tx: (
                         tx.sources.move_cursor("pages", b"1", 0.0),
                         tx.sources.reset("pages"),
@@ -375,7 +375,7 @@ async def test_rounds_come_every_so_often_and_a_restart_does_not_hurry_them(rig:
         source.paths.append("/2")
         await until(lambda: rig.cursor() == b"2", "another round")
     calm = Pages(spec(every=3600), source.paths)
-    rig.stores.uow.write_now(lambda tx: tx.sources.note("pages", next_at=rig.clock.now() + 3000))
+    await rig.stores.uow.write(lambda tx: tx.sources.note("pages", next_at=rig.clock.now() + 3000))
     source.paths.append("/3")
     async with rig.reading(rig.reader(calm)):
         await asyncio.sleep(0.5)
