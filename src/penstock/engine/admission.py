@@ -316,12 +316,10 @@ class Admission:
             if needs_request and not e.force:
                 wanted.setdefault(self._url_key(e.url), e)
         session = await self._claims.open_for_start(wanted, self._takeovers)
-        fences = await self._uow.write(
+        return await self._uow.write(
             lambda tx: self._begin(tx, session, starts, asks, writing),
             durability=Durability.RELAXED,
         )
-        await session.apply()
-        return fences
 
     def _takeovers(
         self, tx: Transaction, holders: Mapping[bytes, Holder], wanted: Mapping[bytes, Event]

@@ -294,8 +294,9 @@ class RelayedQueue:
         members: Members,
         events: Events,
         relay: Relay,
-        pending: PendingBrokerWork,
+        pending: PendingBrokerWork | None,
     ) -> None:
+        """Without `pending` nothing can be settled, and a worker publishes the messages later."""
         self._outgoing, self._members, self._events = outgoing, members, events
         self._relay, self._pending = relay, pending
 
@@ -309,11 +310,13 @@ class RelayedQueue:
                 self._relay.next_due = min(self._relay.next_due or due, due)
             else:
                 n = self._outgoing.add(message, due=now, reserved_until=now + RESERVATION)
-                self._pending.publish.append((n, message))
+                if self._pending is not None:
+                    self._pending.publish.append((n, message))
             answers.append((Published.OK, n))
         return answers
 
     def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
+        assert self._pending is not None, "deliveries are settled only by RelayedUnitOfWork.write"
         now = self._relay.clock.now()
         for d, outcome in items:
             if isinstance(outcome, Retry) and outcome.delay > PARK_AFTER:

@@ -15,7 +15,6 @@ from penstock.engine.claim_session import Claims, PrefetchedClaims, SharedClaims
 from penstock.engine.lifecycle import Lifecycle
 from penstock.engine.maintenance import Maintenance
 from penstock.engine.relay import (
-    PendingBrokerWork,
     Relay,
     RelayChores,
     RelayedQueue,
@@ -146,7 +145,7 @@ class Assembly:
             queue = figures = BoundSqlQueue(sql, self._queue)
         else:
             assert self.relay is not None
-            queue = RelayedQueue(sent, members, events, self.relay, PendingBrokerWork())
+            queue = RelayedQueue(sent, members, events, self.relay, None)
             figures = outgoing.RelayReports(sql, self.clock, self.relay.groups)
         claims: ClaimTable
         hosts: HostTable
