@@ -1,4 +1,4 @@
-"""`penstock dlq …`: dead letters, looked at and put back to work. What a redrive writes is in books.py."""
+"""`penstock dlq …`: dead letters, looked at and put back to work. What a redrive writes is in operate/dead_letters.py."""
 
 from __future__ import annotations
 

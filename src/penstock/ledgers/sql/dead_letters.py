@@ -1,6 +1,4 @@
-"""Questions about dead letters: pure reads inside a transaction. What puts them there and takes
-them away is in books.py.
-"""
+"""Dead letters of the ledger: the table inside a transaction, and reports about it."""
 
 from __future__ import annotations
 
