@@ -1,15 +1,14 @@
-"""What every test gets: an environment without PENSTOCK_ variables, and `async def` tests that run
-in a fresh event loop.
+"""Settings for all tests: no PENSTOCK_ variables, and each `async def` test in a new event loop.
 
-No asyncio plugin: the hook below is all we need of one. Each test has its own loop (closed at its
-end, so a task left behind is an error of that test) and a time limit, so a hang is a failure and
-not a stuck run. There are no async fixtures: a test that needs one opens it with `async with`. A
-hypothesis test calls `asyncio.run` itself.
+The hook below replaces an asyncio plugin. Each test has its own loop, which is closed when the
+test ends, so a leaked task is an error of that test. Each test also has a time limit, so a hang
+fails the test and does not block the run. There are no async fixtures: a test opens an async
+resource with `async with`. A hypothesis test calls `asyncio.run` itself.
 
-Properties are tried with the same examples every time, and with no clock: what others do on this
-machine for a second is no fault of a property, and a submission is not where a new example is
-looked for. Look for one with `pytest --hypothesis-profile=search` (20,000 examples) or `long`
-(2,000, part of `./dev test full`), and keep what you find as an `@example`.
+Hypothesis tests use the same examples in every run and have no deadline, because other processes
+may slow the machine down. Search for new examples with `pytest --hypothesis-profile=search`
+(20,000 examples) or `long` (2,000, part of `./dev test full`). Add a failing example to its test
+as an `@example`.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.servers", "tests.rerun"]
 
-LIMIT, SLOW_LIMIT = (
-    180.0,
-    900.0,
-)  # seconds; the second for tests marked slow. Far more than any needs: a machine that is busy with others is no hang
+# Seconds. SLOW_LIMIT is for tests marked slow. Both are much longer than any test needs, because a
+# busy machine must not look like a hang.
+LIMIT, SLOW_LIMIT = 180.0, 900.0
 
 settings.register_profile(
     "search",
@@ -43,7 +41,7 @@ settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unset_penstock_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
         monkeypatch.delenv(name)
 

@@ -102,8 +102,8 @@ base = "2m"
 PUBLISH_GARBAGE = """
 import os
 from pathlib import Path
-from penstock.config import load
-from penstock.opening import open_stores
+from penstock.config.files import load
+from penstock.runtime.stores import open_stores
 from penstock.ports import Out
 
 stores = open_stores(load({}, os.environ, Path.cwd()).config)

@@ -13,7 +13,7 @@ import pytest
 from penstock.authoring.pipeline import Pipeline
 from penstock.authoring.toml import compile_toml
 from penstock.connect import catalogue
-from penstock.connect.catalogue import MARK, PLUGINS, check
+from penstock.connect.catalogue import OWNER_OPTION, PLUGINS, check
 from penstock.connect.connectors import KINDS
 from penstock.connect.options import is_secret, shown
 from penstock.connect.render import Connector, declaration, document, render, template
@@ -44,7 +44,7 @@ def sink(given: dict[str, Any], url: str = "kafka://127.0.0.1:9092/products?key=
 def test_a_connector_is_called_after_its_pipeline_and_its_table_and_carries_our_mark() -> None:
     made = source(TABLE)
     assert made.name == "shop-scrape-requests"
-    assert (made.config["name"], made.config[MARK]) == ("shop-scrape-requests", "shop")
+    assert (made.config["name"], made.config[OWNER_OPTION]) == ("shop-scrape-requests", "shop")
     assert (
         sink({"kind": "jdbc-postgres", "database": DATABASE, "name": "My Rows"}).name
         == "shop-my-rows"
@@ -55,7 +55,7 @@ def test_two_connectors_of_one_name_are_refused() -> None:
     shop = Pipeline("shop")
     for topic in ("a", "b"):
         shop.source(f"kafka://h:1/{topic}", connect=TABLE)
-    with pytest.raises(ConfigError, match="both connectors are called shop-scrape-requests"):
+    with pytest.raises(ConfigError, match="both connectors have the name shop-scrape-requests"):
         render(shop)
 
 
@@ -238,12 +238,12 @@ def test_a_missing_or_mistyped_option_is_named_with_the_nearest_one() -> None:
     config = {**template(KINDS["snowflake"]).config, "snowflake.shema.name": "X"}
     del config["snowflake.user.name"]
     del config["topics"]
-    assert [(p.option, p.says) for p in check(catalogue.SNOWFLAKE, config)] == [
+    assert [(p.option, p.message) for p in check(catalogue.SNOWFLAKE, config)] == [
         ("snowflake.user.name", "is required"),
         ("topics", "is required"),
         (
             "snowflake.shema.name",
-            "is no option of this connector; did you mean snowflake.schema.name?",
+            "is not an option of this connector, did you mean snowflake.schema.name?",
         ),
     ]
 
@@ -359,12 +359,12 @@ def test_a_url_with_a_login_is_shown_without_it() -> None:
         ),
         ({"kind": "s3"}, "there is no kind of connector 's3'", "s3 is for a sink"),
         ({"table": "scrape_requests"}, "connect.table is 'scrape_requests'", "with its schema"),
-        ({"table": 3}, "connect.table is no line of text", ""),
-        ({"database": "mysql://u@h/d"}, "names no user, host and database", "postgres://"),
-        ({"database": "postgres://h/d"}, "names no user, host and database", "postgres://"),
+        ({"table": 3}, "connect.table is not a line of text", ""),
+        ({"database": "mysql://u@h/d"}, "without a user, host or database", "postgres://"),
+        ({"database": "postgres://h/d"}, "without a user, host or database", "postgres://"),
         (
             {"database": "env:NOT_SET"},
-            "asks for the variable NOT_SET, which is not set",
+            "uses the variable NOT_SET, which is not set",
             "export NOT_SET",
         ),
         ({"snapshot": "sometimes"}, "connect.snapshot is 'sometimes'", "no_data"),
@@ -372,14 +372,14 @@ def test_a_url_with_a_login_is_shown_without_it() -> None:
         ({"poll": "soon"}, "connect.poll is 'soon'", "20ms"),
         ({"partitions": 0.5}, "connect.partitions is 0.5", "whole number"),
         ({"unwrap": "yes"}, "connect.unwrap is 'yes'", "true or false"),
-        ({"route": {"planet": "mars"}}, "connect.route.planet is no routing hint", "geo"),
-        ({"slots": "a"}, "connect.slots is no option of this kind", "did you mean slot?"),
+        ({"route": {"planet": "mars"}}, "connect.route.planet is not a routing hint", "geo"),
+        ({"slots": "a"}, "connect.slots is not an option of this kind", "did you mean slot?"),
         (
             {"config": {"connector.class": "x"}},
-            "connect.config.connector.class is not yours to set",
+            "connect.config.connector.class cannot be set",
             "",
         ),
-        ({"config": {"a": ["b"]}}, "connect.config is no table of plain values", ""),
+        ({"config": {"a": ["b"]}}, "connect.config is not a table of plain values", ""),
     ],
 )
 def test_a_mistake_is_a_sentence_that_names_its_place(
@@ -408,7 +408,7 @@ def test_a_sink_without_schemas_has_no_connector(how: str) -> None:
         {"schemas": False} if how == "option" else {},
     )
     shop.sink("kafka://h:1/products" + ("" if more else how), connect=connect, **more)
-    with pytest.raises(ConfigError, match="cannot read it without schemas"):
+    with pytest.raises(ConfigError, match="cannot read the topic without schemas"):
         render(shop)
 
 

@@ -181,7 +181,7 @@ def test_applying_again_sends_nothing_and_a_change_only_what_changed(estate: Est
     assert estate.connect("apply", file)[0] == 0
     code, said = estate.connect("apply", file)
     assert code == 0, said
-    assert "nothing differs; nothing was sent" in said
+    assert "no connector differs, so none was sent" in said
     estate.declare(source={**estate.source, "poll": "50ms"}, sink=estate.sink)
     planned = estate.json("plan", file)
     assert {c["name"]: c["action"] for c in planned["connectors"]} == {
@@ -199,7 +199,7 @@ def test_applying_again_sends_nothing_and_a_change_only_what_changed(estate: Est
     # What is declared no more is said, and deleted only when asked for.
     estate.declare(source={**estate.source, "poll": "50ms"})
     code, said = estate.connect("apply", file)
-    assert "is no more declared; --prune deletes it" in said
+    assert "is no longer declared (--prune deletes it)" in said
     assert len(estate.json("status", "--pipeline", estate.id)["connectors"]) == 2
     assert estate.connect("apply", file, "--prune")[0] == 0
     assert [c["name"] for c in estate.json("status", "--pipeline", estate.id)["connectors"]] == [
@@ -287,7 +287,7 @@ def test_a_connector_that_fails_shows_its_trace_and_runs_once_it_is_restarted_wi
         )
         assert estate.connect("restart", "--failed", "--pipeline", estate.id) == (
             0,
-            "none has failed\n",
+            "no connector has failed\n",
         )
         assert estate.connect("delete", f"{estate.id}-products", "--yes")[0] == 0
     finally:
@@ -331,15 +331,15 @@ def test_what_penstock_did_not_make_it_does_not_touch(estate: Estate) -> None:
         file = estate.declare(sink=estate.sink)
         code, said = estate.connect("plan", file)
         assert code == 3, said
-        assert "belongs to somebody else; give ours another: connect.name" in said
+        assert "belongs to another program, so set another name: connect.name" in said
         assert estate.connect("apply", file)[0] == 3
         for command in (("restart", name), ("delete", name, "--yes")):
             code, said = estate.connect(*command)
             assert code == 2
-            assert f"connector {name} belongs to somebody else" in said
+            assert f"connector {name} belongs to another program" in said
         assert estate.connect("delete", "--all", "--yes", "--pipeline", estate.id) == (
             0,
-            "there is none of ours\n",
+            "no connector of a pipeline exists\n",
         )
         assert worker.connectors()[name].info.texts() == foreign
         assert name in estate.connect("status", "--all")[1]
@@ -362,7 +362,7 @@ def test_a_plugin_that_the_worker_lacks_is_checked_by_its_documentation_and_not_
     file = estate.declare(sink=given)
     code, said = estate.connect("plan", file)
     assert code == 3, said
-    assert "not checked by the worker: plugin not installed" in said
+    assert "not checked by the Connect worker: plugin not installed" in said
     assert "upsertEnable: is no option of this connector; did you mean upsertEnabled?" in said
     del given["config"]
     estate.declare(sink=given)
@@ -379,7 +379,7 @@ def test_deleting_names_the_slot_that_stays(estate: Estate) -> None:
     assert estate.connect("apply", file)[0] == 0
     name = f"{estate.id}-requests"
     code, said = estate.connect("delete", name)
-    assert (code, "--yes if you mean it" in said) == (2, True)
+    assert (code, "--yes to confirm" in said) == (2, True)
     code, said = estate.connect("delete", name, "--yes")
     assert code == 0
     assert f"pg_drop_replication_slot('penstock_{estate.id}_requests')" in said
@@ -486,7 +486,7 @@ def test_a_failure_of_the_old_configuration_is_not_taken_for_one_of_the_new(
         Plan("shop", worker.shown, (Step(made.name, "change", made),)),
         worker,
         prune=False,
-        patience=60,
+        timeout=60,
     )
     assert (done.ok, done.status.tasks[0].trace) == ((True, "") if runs else (False, "no table"))
 
@@ -494,9 +494,9 @@ def test_a_failure_of_the_old_configuration_is_not_taken_for_one_of_the_new(
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ((200, b"<html>"), "is no Kafka Connect worker"),
-        ((404, b"<html>"), "is no Kafka Connect worker (status 404)"),
-        ((401, b""), "refuses us (401)"),
+        ((200, b"<html>"), "is not a Kafka Connect worker"),
+        ((404, b"<html>"), "is not a Kafka Connect worker (status 404)"),
+        ((401, b""), "rejects the credentials (401)"),
     ],
 )
 def test_what_is_no_worker_is_said_in_one_sentence(
@@ -521,7 +521,7 @@ def test_a_worker_that_is_not_there_is_exit_four(capsys: pytest.CaptureFixture[s
 def test_an_answer_without_end_is_cut_off(
     pretender: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.connect.rest.LARGEST", 1 << 20)
+    monkeypatch.setattr("penstock.connect.rest.MAX_ANSWER", 1 << 20)
     with pytest.raises(Unreachable, match="more than 1 MiB"):
         Worker(pretender((200, b"[" + b" " * (2 << 20)))).connectors()
 
@@ -543,7 +543,7 @@ def test_init_writes_a_connector_to_start_from_and_never_twice(
         in said
     )
     assert main(["connect", "init", "debezium-postgres", "-C", where]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert main(["connect", "init", "oracle"]) == 2
 
 

@@ -276,7 +276,7 @@ class Project:
         zygotes = [
             pid
             for pid, line in lines.items()
-            if "sandbox" in line and "sandbox" not in lines.get(parents[pid], "")
+            if "zygote_main" in line and "zygote_main" not in lines.get(parents[pid], "")
         ]
         return sorted({parents[pid] for pid in zygotes} & set(lines)), zygotes
 

@@ -160,9 +160,9 @@ def test_a_slot_is_made_shown_and_dropped_by_command(project: Project, database:
     (own, *_) = json.loads(project.good("sources", "slots", "ls", "--json"))["slots"]
     assert (own["name"], own["source"], own["active"]) == (f"{database.name}_asked", "asked", False)
     assert own["behind"] > 0
-    assert "nobody reads it" in project.good("sources", "slots", "ls")
+    assert "no reader" in project.good("sources", "slots", "ls")
     shown = project.good("sources", "test", "asked")
-    assert "3 events would be published; nothing was" in shown
+    assert "preview: 3 events would be published" in shown
     reader = project.start("run", "--role", "source")
     wait_for(
         lambda: reader.ended or any(active for _, active in database.slots()),

@@ -68,7 +68,7 @@ def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_let
     assert [e.status for e in asked[:2]] == [429, 200]
     waited = (asked[1].at - asked[0].at) / 1e6
     assert waited >= 2.9
-    assert f"asked again {waited:.1f} s later" in done.out
+    assert f"requested again {waited:.1f} s later" in done.out
 
     (letter,) = out.letters().values()
     assert letter["url"].endswith(BROKEN)

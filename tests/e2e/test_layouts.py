@@ -157,7 +157,7 @@ def test_one_message_that_kills_every_worker_is_one_dead_letter_and_its_neighbou
 GARBAGE = """
 import asyncio, os
 from pathlib import Path
-from penstock import config
+from penstock.config import files as config
 from penstock.runtime.stores import open_stores
 from penstock.ports import Out
 

@@ -130,12 +130,12 @@ def test_a_bad_declarative_pipeline_is_refused_too(project: Project) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("run",), USAGE, ("which pipeline",)),
+        (("run",), USAGE, ("no pipeline given",)),
         (("run", "nowhere.py"), CONFIGURATION, ("nowhere.py",)),
         (("run", "shop.py", "--role", "cook"), USAGE, ("cook", "fetch")),
         (("run", "shop.py", "--workers", "0"), USAGE, ("--workers",)),
         (("run", "shop.py", "--workers", "some"), USAGE, ("workers",)),
-        (("push",), USAGE, ("push what",)),
+        (("push",), USAGE, ("no URL given",)),
         (("push", "--priority", "urgent", "https://example.com/"), USAGE, ("urgent",)),
         (("puhs",), USAGE, ("did you mean penstock push?",)),
         (("status", "--no-such-option"), USAGE, ("no-such-option",)),

@@ -168,5 +168,5 @@ def test_a_thousand_inserted_rows_are_a_thousand_result_rows_while_connect_and_t
         ("RUNNING", ["RUNNING"])
     ] * 2
     assert project.good("connect", "apply", "shop.py").endswith(
-        "nothing differs; nothing was sent\n"
+        "no connector differs, so none was sent\n"
     )

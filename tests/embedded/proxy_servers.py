@@ -1,5 +1,6 @@
-"""Real proxies for tests: HTTP (CONNECT and forward) and SOCKS5 on asyncio, with a password, an
-account of what they saw, and failures on command.
+"""Real proxies for tests: HTTP (CONNECT and forward) and SOCKS5 on asyncio.
+
+A proxy requires a password, records its requests and fails on demand.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ USER, PASSWORD = "customer-77", "hunter2-PLANTED"
 
 
 class Proxy:
-    """Listens on a free port of 127.0.0.1. `mood`: "" works, "refuse" reaches no target, "mute"
-    closes without a word.
+    """A proxy on a free port of 127.0.0.1.
+
+    `mood` is "" (works), "refuse" (answers that the target is unreachable) or "mute" (closes the
+    connection without an answer).
     """
 
     def __init__(
@@ -28,7 +31,7 @@ class Proxy:
     ) -> None:
         self.kind, self.user, self.password, self.exit = kind, user, password, exit_
         self.mood = ""
-        self.connects: list[str] = []  # what it was asked to connect to, as it was written
+        self.connects: list[str] = []  # targets as the client wrote them
         self.rejected = 0
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -51,7 +54,7 @@ class Proxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Nobody listens any more; the port is remembered for another `start`."""
+        """Stop listening. The next `start` uses the same port."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -162,7 +165,7 @@ class Proxy:
     async def _dial(
         self, host: str, port: int
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """From an address of its own, so that the target can tell who asks."""
+        """Connect from this proxy's own address, so that the target can identify the proxy."""
         return await asyncio.open_connection(host, port, local_addr=(self.exit, 0))
 
     async def _join(
@@ -195,15 +198,14 @@ class Asked:
 
 
 class Target:
-    """A site that notes who asked. `answer(asked)` gives (status, extra header lines, body)."""
+    """A site that records its requests. An answer is (status, extra header lines, body)."""
 
-    PAGE = "<html><body><h1>a page</h1> of some length, so that nobody takes it for a challenge</body></html>"
+    PAGE = "<html><body><h1>a page</h1> that is too long to count as a challenge page</body></html>"
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
-        self.answers: dict[
-            str, tuple[int, list[str], str]
-        ] = {}  # by path; a peer in front makes it that peer's: "127.0.0.11/x"
+        # By path. With a peer in front ("127.0.0.11/x"), the answer is only for that peer.
+        self.answers: dict[str, tuple[int, list[str], str]] = {}
         self.port = 0
 
     async def __aenter__(self) -> Self:
@@ -227,7 +229,7 @@ class Target:
 
     @property
     def direct(self) -> int:
-        """Requests that came from no proxy's exit, robots.txt included."""
+        """Return the number of requests without a proxy, including those for robots.txt."""
         return sum(a.peer == "127.0.0.1" for a in self.asked)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,8 +1,6 @@
-"""The embedded broker: the suite every broker passes, in a file and in memory, and what only SQLite
-promises.
-"""
+"""The SQLite broker: the conformance suite, in a file and in memory, and SQLite's own promises."""
 
-# ruff: noqa: ASYNC220 (processes are started and waited for beside the loop, on purpose)
+# ruff: noqa: ASYNC220 (processes are started and awaited outside the loop on purpose)
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ class TestInAFile(_Rig):
         return SqliteBroker(self.db, self.clock)
 
 
-# -- what only SQLite promises ---------------------------------------------------------------------
+# -- promises of SQLite only -----------------------------------------------------------------------
 
 
 def _broker(path: str = ":memory:") -> tuple[Database, SqliteBroker, ManualClock]:
@@ -81,26 +79,24 @@ def _out(i: int, *, key: str | None = None, topic: str = "t", **more: Any) -> Ou
     return Out(topic=topic, id=f"e{i}", key=key or f"k{i % 50}", body=b"x" * 200, **more)
 
 
-async def test_a_topic_made_in_a_transaction_that_failed_is_not_remembered() -> None:
+async def test_a_topic_created_in_a_failed_transaction_is_not_cached() -> None:
     db, broker, _ = _broker()
 
     def fails(tx: Tx) -> None:
-        for _ in range(2):  # the second look finds what the first one made
+        for _ in range(2):  # the second call finds the topic of the first
             broker.publish_in(tx, [_out(1, topic="lost")])
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         await db.write(fails)
-    await broker.ensure([TopicSpec(name="taken")])  # gets the number that `lost` would have had
+    await broker.ensure([TopicSpec(name="taken")])  # gets the id that `lost` would have had
     await broker.ensure([TopicSpec(name="lost")])
     await broker.publish([_out(2, topic="lost")])
     assert (await broker.stats("lost", "main")).ready == 1
     assert (await broker.stats("taken", "main")).ready == 0
 
 
-async def test_what_is_received_together_comes_in_the_order_of_publication_and_the_urgent_first() -> (
-    None
-):
+async def test_one_receive_returns_high_priority_first_then_publication_order() -> None:
     _, broker, _ = _broker()
     await broker.ensure([TopicSpec(name="t")])
     await broker.publish([_out(i, priority=i % 2) for i in range(120)])
@@ -108,7 +104,7 @@ async def test_what_is_received_together_comes_in_the_order_of_publication_and_t
     assert [d.id for d in got] == [f"e{i}" for i in [*range(0, 120, 2), *range(1, 120, 2)]]
 
 
-async def test_acks_of_which_one_comes_twice_or_late_settle_the_others() -> None:
+async def test_a_repeated_or_late_ack_does_not_affect_the_other_acks() -> None:
     _, broker, clock = _broker()
     await broker.ensure([TopicSpec(name="t")])
     await broker.publish([_out(i) for i in range(6)])
@@ -135,7 +131,7 @@ async def test_acks_of_which_one_comes_twice_or_late_settle_the_others() -> None
     assert (stats.ready, stats.in_flight) == (0, 4)
 
 
-async def test_more_delays_than_one_look_brings_back_never_let_a_key_overtake_itself() -> None:
+async def test_a_key_keeps_its_order_when_more_delays_end_than_one_poll_returns() -> None:
     _, broker, clock = _broker()
     await broker.ensure([TopicSpec(name="t", ordered=True)])
     await broker.publish([_out(i, key=f"k{i:04}") for i in range(1500)])
@@ -151,7 +147,7 @@ async def test_more_delays_than_one_look_brings_back_never_let_a_key_overtake_it
 
 
 @pytest.mark.parametrize("keys", [1, 50, 5000])
-async def test_the_cost_of_a_claim_does_not_grow_with_the_depth(keys: int) -> None:
+async def test_the_cost_of_a_receive_does_not_grow_with_the_queue(keys: int) -> None:
     async def steps(depth: int) -> int:
         db, broker, _ = _broker()
         await broker.ensure([TopicSpec(name="t"), TopicSpec(name="t.dead", groups=())])
@@ -166,7 +162,7 @@ async def test_the_cost_of_a_claim_does_not_grow_with_the_depth(keys: int) -> No
             count += 1
             return False
 
-        db._writer.set_progress_handler(tick, 20)  # virtual machine steps, by twenties
+        db._writer.set_progress_handler(tick, 20)  # counts every 20 steps of the virtual machine
         for _ in range(3):
             held += await sub.receive(100, 0.0)
         await sub.settle([(d, Ack()) for d in held])
@@ -178,7 +174,7 @@ async def test_the_cost_of_a_claim_does_not_grow_with_the_depth(keys: int) -> No
     assert deep < 1.5 * shallow
 
 
-async def test_no_question_that_is_asked_all_the_time_walks_through_a_table() -> None:
+async def test_no_frequent_query_scans_a_table() -> None:
     db, broker, clock = _broker()
     await broker.ensure([TopicSpec(name="t")])
     await broker.publish([_out(i) for i in range(10)])
@@ -195,12 +191,11 @@ async def test_no_question_that_is_asked_all_the_time_walks_through_a_table() ->
     await db.read(lambda tx: broker.has_work(tx, "t", "main"))
     await sub.hold({"k1": 5.0})
     db._writer.trace_v2(0, None)
-    walks = {}
+    scans = {}
     for sql in asked:
         if re.match(r"\s*(SELECT|UPDATE|DELETE|INSERT)", sql):
-            numbered = len(
-                set(re.findall(r"\?[2-9]", sql))
-            )  # `?`, `?2` and `?3` are three, however often they stand there
+            # `?`, `?2` and `?3` are three parameters, even if they occur several times.
+            numbered = len(set(re.findall(r"\?[2-9]", sql)))
             bindings = [None] * (numbered + 1 if numbered else sql.count("?"))
             plan = [row[3] for row in db._writer.execute("EXPLAIN QUERY PLAN " + sql, bindings)]
             if bad := [
@@ -208,14 +203,12 @@ async def test_no_question_that_is_asked_all_the_time_walks_through_a_table() ->
                 for step in plan
                 if re.match(r"SCAN (?!token|CONSTANT|json_each)", step) or "TEMP B-TREE" in step
             ]:
-                walks[sql] = bad
-    assert walks == {}
+                scans[sql] = bad
+    assert scans == {}
     assert len(asked) > 8
 
 
-async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_past_what_must_stay() -> (
-    None
-):
+async def test_pruning_skips_unsettled_rows_and_deletes_settled_rows_after_retention() -> None:
     db, broker, clock = _broker()
     await broker.ensure(
         [TopicSpec(name="t", retention=100.0), TopicSpec(name="u", retention=10_000.0)]
@@ -224,9 +217,8 @@ async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_
     await broker.publish([_out(i, topic="u") for i in range(30, 60)])
     sub = broker.subscribe("u", "main", owner="w", lease=30.0)
     await sub.settle([(d, Ack()) for d in await sub.receive(30, 0.0)])
-    await broker.publish(
-        [_out(i, topic="gone") for i in range(60, 70)]
-    )  # no group reads it; kept for a day
+    # No group reads this topic, so its messages are kept for a day.
+    await broker.publish([_out(i, topic="gone") for i in range(60, 70)])
     await broker.publish([_out(i, key="done") for i in range(70, 90)])
     sub = broker.subscribe("t", "main", owner="w", lease=30.0)
     await sub.settle(
@@ -242,7 +234,7 @@ async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_
     assert await broker.replay("u", "main", since=0.0) == 30
 
 
-async def test_several_processes_share_a_file_and_a_kill_loses_nothing_and_doubles_nothing(
+async def test_processes_share_a_file_and_a_killed_one_loses_and_repeats_no_message(
     tmp_path: Path,
 ) -> None:
     path, total = str(tmp_path / "state.db"), 1500
@@ -281,8 +273,8 @@ async def test_several_processes_share_a_file_and_a_kill_loses_nothing_and_doubl
                 worker.kill()
             worker.wait()
     done = [line for log in logs for line in log.read_text().splitlines() if line]
-    # The victim may have died between its commit and its note, for what was in that one settle and
-    # no more.
+    # The victim may be killed between its commit and its log lines. Then only the messages of that
+    # one settle are missing.
     assert len(done) == len(set(done)), "no message was acked twice"
     assert total - 5 <= len(done) <= total
     s = await broker.stats("t", "main")
@@ -302,14 +294,14 @@ async def main(path, name, log, lease):
     db = Database(path, durability="process")
     broker = SqliteBroker(db, SystemClock())
     sub = broker.subscribe("t", "main", owner=name, lease=lease)
-    dying = pathlib.Path(log).parent / "dying"
+    kill_pending = pathlib.Path(log).parent / "kill_pending"
     with open(log, "a", buffering=1) as f:
         while not (pathlib.Path(log).parent / "go").exists():
             await asyncio.sleep(0.005)
         done = 0
         while True:
             s = await broker.stats("t", "main")
-            if name != "victim" and s.ready < 200 and not dying.exists():  # a victim that gets no processor finds its part all the same
+            if name != "victim" and s.ready < 200 and not kill_pending.exists():
                 await asyncio.sleep(0.005)
                 continue
             got = await sub.receive(5, 0.05)
@@ -322,8 +314,8 @@ async def main(path, name, log, lease):
                 if ok:
                     f.write(d.id + "\\n")
                     done += 1
-                if name == "victim" and done == 21:  # at whatever moment of the work this is
-                    dying.touch()
+                if name == "victim" and done == 21:  # the delay is random
+                    kill_pending.touch()
                     threading.Timer(random.uniform(0.0, 0.02), os.kill, (os.getpid(), signal.SIGKILL)).start()
                     done += 1
     db.close_now()

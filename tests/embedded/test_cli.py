@@ -1,6 +1,4 @@
-"""The command line as a user has it: a process, a directory, an exit code, what is on stdout and
-stderr.
-"""
+"""The command line as a user sees it: process, directory, exit code, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ shop.sink("jsonl:products.jsonl")
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 
 
-# A process that has imported everything and forks one child for each command: what a command is to
-# its user, without half a second of imports each time.
+# A process that has imported all modules and forks one child for each command. It behaves like the
+# real command, without half a second of imports each time.
 SERVER = """
 import json, os, pkgutil, sys
 import penstock.cli, penstock.runtime.supervisor, penstock.extraction.sandbox
@@ -164,7 +162,7 @@ class Shop:
     def process(
         self, *args: str, stdout: int = subprocess.PIPE, timeout: float = 300
     ) -> subprocess.CompletedProcess[bytes]:
-        """The same as a process of its own, from the first import on."""
+        """Run the command in a new process, including all imports."""
         command = [sys.executable, "-m", "penstock.cli.main", *args]
         return subprocess.run(
             command,
@@ -195,7 +193,7 @@ def empty(tmp_path: Path) -> Shop:
 
 @pytest.fixture(scope="module")
 def web() -> Iterator[int]:
-    """40 pages on loopback; of these /p/9, /p/19, … are not there."""
+    """Serve 40 pages on loopback. /p/9, /p/19, … return 404."""
     command = [
         sys.executable,
         "-m",
@@ -214,15 +212,13 @@ def web() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def ran(web: int, tmp_path_factory: pytest.TempPathFactory) -> Shop:
-    """A directory in which /p/0 … /p/20 were scraped. To be read only: `ran.copy(tmp_path)` for the
-    rest.
-    """
+    """A directory in which /p/0 … /p/20 were scraped. Read only: change `ran.copy(tmp_path)`."""
     shop = Shop(tmp_path_factory.mktemp("shop"), web)
     (shop.directory / "shop.py").write_text(PIPELINE)
     pushed = shop("push", "-", stdin="\n".join(shop.url(n) for n in [*range(21), 3]))
     assert pushed.code == 0, pushed.err
     run = shop("run", "shop.py", "--until-idle")
-    assert run.code == 1, run.err  # /p/7, /p/9 and /p/19 died
+    assert run.code == 1, run.err  # /p/7, /p/9 and /p/19 are dead
     return shop
 
 
@@ -256,41 +252,41 @@ def test_help_lists_every_command_and_imports_no_parser(empty: Shop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "expected"),
     [
         (["statsu"], "did you mean penstock status?"),
         (["--frobnicate"], "there is no option"),
-        (["--state", "x"], "which command?"),
-        (["push"], "push what?"),
+        (["--state", "x"], "no command given"),
+        (["push"], "no URL given"),
         (["push", "--geoo", "de", "http://x.example/"], "--geo"),
         (["push", "--priority", "urgent", "http://x.example/"], "high, normal or low"),
-        (["push", "--window", "soon", "http://x.example/"], "no length of time"),
+        (["push", "--window", "soon", "http://x.example/"], "not a duration"),
         (["push", "-f", "nowhere.txt"], "nowhere.txt"),
         (["dlq", "frob"], "frob"),
         (["dlq", "show"], "penstock dlq show --help"),
-        (["dlq", "retry"], "which dead letters?"),
+        (["dlq", "retry"], "no dead letters selected"),
         (["run", "x.py", "--role", "cook"], "source, serve, fetch, extract, sink"),
-        (["run", "x.py", "--workers", "0"], "no number of processes"),
+        (["run", "x.py", "--workers", "0"], "not a number from 1 to 256"),
         (["run", "x.py", "--workers", "many"], "many"),
         (["status", "--log-level", "loud"], "debug, info, warning, error"),
-        (["status", "-o", "pace.rate"], "sets nothing"),
+        (["status", "-o", "pace.rate"], "has no `=`"),
         (["events", "ls", "--status", "lost"], "there is no status"),
-        (["init", "9 lives"], "no name for a pipeline"),
-        (["run"], "which pipeline?"),
+        (["init", "9 lives"], "not a valid pipeline name"),
+        (["run"], "no pipeline given"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_exits_2_and_says_what_to_try(
-    empty: Shop, args: list[str], said: str
+def test_an_invalid_command_line_exits_2_with_a_hint(
+    empty: Shop, args: list[str], expected: str
 ) -> None:
     done = empty(*args)
     assert done.code == 2, done.err
     assert done.err.startswith("Error: ")
-    assert said in done.err
+    assert expected in done.err
     assert done.out == ""
     assert "Traceback" not in done.err
 
 
-def test_commands_that_read_say_so_where_there_is_no_state(empty: Shop) -> None:
+def test_commands_that_read_exit_4_if_there_is_no_state(empty: Shop) -> None:
     for args in (
         ["status"],
         ["trace", "last"],
@@ -306,7 +302,7 @@ def test_commands_that_read_say_so_where_there_is_no_state(empty: Shop) -> None:
     assert not (empty.directory / ".penstock").exists()
 
 
-def test_an_unknown_key_is_an_error_that_names_the_likely_one(empty: Shop) -> None:
+def test_an_unknown_option_is_an_error_that_suggests_the_likely_one(empty: Shop) -> None:
     (empty.directory / "penstock.toml").write_text("[pace]\nrat = 2\n")
     done = empty("status")
     assert (done.code, done.err) == (
@@ -320,7 +316,7 @@ def test_an_unknown_key_is_an_error_that_names_the_likely_one(empty: Shop) -> No
     assert "did you mean pace.rate?" in done.err
 
 
-def test_a_bad_pipeline_file_exits_3_with_its_line(empty: Shop) -> None:
+def test_a_bad_pipeline_file_exits_3_with_the_line_number(empty: Shop) -> None:
     (empty.directory / "shop.py").write_text(
         "from penstock import Pipeline\nshop = Pipelin('shop')\n"
     )
@@ -331,7 +327,7 @@ def test_a_bad_pipeline_file_exits_3_with_its_line(empty: Shop) -> None:
     assert not (empty.directory / ".penstock").exists()
 
 
-def test_the_command_line_goes_before_the_environment_before_the_file(empty: Shop) -> None:
+def test_the_command_line_overrides_the_environment_which_overrides_the_file(empty: Shop) -> None:
     (empty.directory / "penstock.toml").write_text(
         'lease = "11s"\n[retry]\nbase = "1s"\nmax = "40s"\n'
     )
@@ -400,13 +396,15 @@ def test_a_broker_whose_extra_is_missing_exits_3_and_names_it(empty: Shop) -> No
         "amqp://127.0.0.1:1/",
     ],
 )
-def test_a_fleet_without_shared_stores_is_told_which_are_missing(empty: Shop, url: str) -> None:
+def test_an_external_broker_without_shared_stores_exits_3_and_names_the_options(
+    empty: Shop, url: str
+) -> None:
     done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url)
     assert done.code == 3
     for variable in ("PENSTOCK_LEDGER_URL", "PENSTOCK_PAGES_URL"):
         assert variable in done.err
     assert ("PENSTOCK_CLAIMS_URL" in done.err) is not url.startswith("redis:")
-    assert not (empty.directory / ".penstock").exists(), "nothing was put into a local file instead"
+    assert not (empty.directory / ".penstock").exists(), "no local file was created instead"
 
 
 ONE_MACHINE = {
@@ -426,7 +424,7 @@ ONE_MACHINE = {
         "sqs://me:hunter2@127.0.0.1:1/?region=x&tls=false",
     ],
 )
-def test_a_server_that_does_not_answer_is_one_sentence_and_exit_4(empty: Shop, url: str) -> None:
+def test_an_unreachable_server_exits_4_with_an_error_message(empty: Shop, url: str) -> None:
     more = {} if url.startswith("postgres") else ONE_MACHINE
     done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url, **more)
     assert done.code == 4, done.err
@@ -447,14 +445,14 @@ def test_a_server_that_does_not_answer_is_one_sentence_and_exit_4(empty: Shop, u
         "reddis://x",
     ],
 )
-def test_a_mistyped_url_is_one_sentence_and_exit_3(empty: Shop, url: str) -> None:
+def test_a_mistyped_url_exits_3_with_an_error_message(empty: Shop, url: str) -> None:
     done = empty("push", "http://x.example/", PENSTOCK_BROKER_URL=url, **ONE_MACHINE)
     assert done.code == 3, done.err
     assert done.err.startswith("Error: ")
     assert "Traceback" not in done.err
 
 
-def test_a_file_that_is_no_store_exits_4_and_is_left_alone(empty: Shop) -> None:
+def test_a_file_that_is_not_a_store_exits_4_and_stays_unchanged(empty: Shop) -> None:
     state = empty.directory / ".penstock"
     state.mkdir()
     (state / "penstock.db").write_bytes(
@@ -471,7 +469,7 @@ def test_a_file_that_is_no_store_exits_4_and_is_left_alone(empty: Shop) -> None:
 # -- push ------------------------------------------------------------------------------------------
 
 
-def test_push_accepts_the_good_and_tells_the_line_of_the_bad(empty: Shop) -> None:
+def test_push_accepts_valid_urls_and_reports_the_lines_of_invalid_ones(empty: Shop) -> None:
     (empty.directory / "urls.txt").write_bytes(
         b"\xef\xbb\xbfhttp://a.example/1\r\n\r\n# a comment\nftp://a.example/\n  http://a.example/2  \nhttp://a.example/"
         + b"x" * 100_000
@@ -489,7 +487,7 @@ def test_push_accepts_the_good_and_tells_the_line_of_the_bad(empty: Shop) -> Non
     assert empty("status", "--json").json["total"]["accepted"] == 4
 
 
-def test_push_reads_stdin_and_puts_hints_on_the_event(empty: Shop) -> None:
+def test_push_reads_stdin_and_stores_its_options_on_the_event(empty: Shop) -> None:
     hints = [
         "--geo",
         "de",
@@ -519,7 +517,7 @@ def test_status_adds_up_per_topic_and_in_total(ran: Shop) -> None:
     s = ran("status", "--json").json
     for row in (*s["topics"].values(), s["total"]):
         assert row["accepted"] == sum(row[name] for name in STATES)
-    # 21 and a duplicate were pushed, two links followed.
+    # 21 URLs and a duplicate were pushed, and two links followed.
     assert s["total"] == {
         "accepted": 24,
         "pending": 0,
@@ -549,7 +547,7 @@ def test_status_adds_up_per_topic_and_in_total(ran: Shop) -> None:
     }
 
 
-def test_status_for_people_calls_out_what_dies_silently_and_prints_no_control_codes(
+def test_status_text_lists_pages_without_records_and_has_no_control_codes(
     ran: Shop,
 ) -> None:
     done = ran("status")
@@ -570,37 +568,36 @@ def test_status_for_people_calls_out_what_dies_silently_and_prints_no_control_co
         assert "\x1b" not in ran(*args).out, args
 
 
-def test_a_trace_is_found_by_url_by_last_and_by_the_beginning_of_an_id(ran: Shop) -> None:
-    whole = ran("trace", ran.url(3), "--json").json
-    (root,) = [e for e in whole["events"] if e["url"] == ran.url(3)]
+def test_a_trace_is_found_by_url_by_last_and_by_an_id_prefix(ran: Shop) -> None:
+    trace = ran("trace", ran.url(3), "--json").json
+    (root,) = [e for e in trace["events"] if e["url"] == ran.url(3)]
     assert (root["status"], root["records"], root["response_status"]) == (
         "success",
         [{"extractor": "product", "key": "T-3"}],
         200,
     )
     assert [s["status"] for s in root["history"]] == ["pending", "in_flight", "success"]
-    assert {e["parent"] for e in whole["events"]} == {None, root["event_id"]}
-    assert whole["total"] == len(whole["events"]) == 3
-    for name in (root["event_id"], root["event_id"][:12], whole["trace_id"]):
-        assert ran("trace", name, "--json").json["trace_id"] == whole["trace_id"]
-    assert (
-        ran("trace", "last", "--json").json["trace_id"] == whole["trace_id"]
-    )  # its links came last
-    child = next(e for e in whole["events"] if e["parent"])
+    assert {e["parent"] for e in trace["events"]} == {None, root["event_id"]}
+    assert trace["total"] == len(trace["events"]) == 3
+    for name in (root["event_id"], root["event_id"][:12], trace["trace_id"]):
+        assert ran("trace", name, "--json").json["trace_id"] == trace["trace_id"]
+    # The links of this trace were accepted last.
+    assert ran("trace", "last", "--json").json["trace_id"] == trace["trace_id"]
+    child = next(e for e in trace["events"] if e["parent"])
     assert ran("trace", child["event_id"][:12], "--json").json["asked"] == child["event_id"]
 
 
-def test_a_duplicate_names_the_other_and_the_other_names_it(ran: Shop) -> None:
+def test_a_duplicate_and_its_original_refer_to_each_other(ran: Shop) -> None:
     (twin,) = ran("events", "ls", "--status", "duplicate", "--json").json["events"]
     original = ran("trace", ran.url(3), "--json").json["events"][0]
     assert twin["duplicate_of"] == original["event_id"]
     assert original["duplicates"] == [{"event_id": twin["event_id"], "trace_id": twin["trace_id"]}]
-    (told,) = ran("trace", twin["event_id"], "--json").json["events"]
-    assert told["duplicate_of_trace"] == original["trace_id"]
+    (shown_twin,) = ran("trace", twin["event_id"], "--json").json["events"]
+    assert shown_twin["duplicate_of_trace"] == original["trace_id"]
     assert original["event_id"][:12] in ran("trace", twin["event_id"]).out
 
 
-def test_a_beginning_that_fits_several_ids_is_refused_with_a_list(ran: Shop) -> None:
+def test_an_ambiguous_id_prefix_exits_2_and_an_unknown_one_exits_1(ran: Shop) -> None:
     ids = [e["event_id"] for e in ran("events", "ls", "--json").json["events"]]
     shared = next(
         c for c in "0123456789abcdef" if sum(i.startswith(c) for i in ids) > 1
@@ -639,15 +636,20 @@ def test_dead_letters_are_grouped_by_cause_and_shown_in_full(ran: Shop) -> None:
     ]
     assert len(ran("dlq", "ls", "--all", "--reason", "http 404", "--json").json["letters"]) == 2
     assert ran("dlq", "ls", "--stage", "sink", "--json").json["total"] == 0
-    letter = ran("dlq", "show", groups["groups"][1]["newest"]["event_id"][:10], "--json").json
-    assert letter["url"] == ran.url(7)
-    assert "raise ValueError" in letter["detail"]
-    assert [s["status"] for s in letter["attempts"]] == ["pending", "in_flight", "dead"]
-    assert json.loads(base64.b64decode(letter["envelope_base64"]))["id"] == letter["event_id"]
+    dead_letter = ran("dlq", "show", groups["groups"][1]["newest"]["event_id"][:10], "--json").json
+    assert dead_letter["url"] == ran.url(7)
+    assert "raise ValueError" in dead_letter["detail"]
+    assert [s["status"] for s in dead_letter["attempts"]] == ["pending", "in_flight", "dead"]
+    assert (
+        json.loads(base64.b64decode(dead_letter["envelope_base64"]))["id"]
+        == dead_letter["event_id"]
+    )
     assert "raise ValueError" in ran("dlq", "show", ran.url(7)).out
 
 
-def test_a_retried_letter_goes_back_to_work_with_its_overrides(ran: Shop, tmp_path: Path) -> None:
+def test_a_redriven_dead_letter_is_pending_again_with_its_overrides(
+    ran: Shop, tmp_path: Path
+) -> None:
     shop = ran.copy(tmp_path)
     assert shop("dlq", "retry", "--all", "--dry-run", "--json").json == {
         "would_retry": 3,
@@ -679,7 +681,7 @@ def test_a_retried_letter_goes_back_to_work_with_its_overrides(ran: Shop, tmp_pa
         "pending",
     )
     assert shop("doctor").code == 0
-    assert shop("run", "shop.py", "--until-idle").code == 1  # still not there
+    assert shop("run", "shop.py", "--until-idle").code == 1  # still 404
     assert shop("dlq", "ls", "--json").json["total"] == 3
     one = shop(
         "dlq", "retry", shop("dlq", "ls", "--all", "--json").json["letters"][0]["event_id"][:12]
@@ -688,13 +690,15 @@ def test_a_retried_letter_goes_back_to_work_with_its_overrides(ran: Shop, tmp_pa
     assert shop("dlq", "retry", "0" * 32).code == 1
 
 
-def test_a_run_in_which_nothing_new_dies_exits_0(ran: Shop, tmp_path: Path) -> None:
+def test_a_run_without_new_dead_events_exits_0(ran: Shop, tmp_path: Path) -> None:
     shop = ran.copy(tmp_path)
     assert shop("push", shop.url(21)).code == 0
     assert shop.process("run", "shop.py", "--until-idle").returncode == 0
 
 
-def test_letters_are_dropped_only_when_meant_and_exported_whole(ran: Shop, tmp_path: Path) -> None:
+def test_dead_letters_are_dropped_only_with_yes_and_exported_in_full(
+    ran: Shop, tmp_path: Path
+) -> None:
     shop = ran.copy(tmp_path)
     done = shop("dlq", "drop", "--all")
     assert done.code == 2
@@ -716,7 +720,7 @@ def test_letters_are_dropped_only_when_meant_and_exported_whole(ran: Shop, tmp_p
 # -- pages, topics ---------------------------------------------------------------------------------
 
 
-def test_a_stored_page_comes_back_unchanged_by_url_event_or_id(ran: Shop) -> None:
+def test_a_stored_page_is_returned_unchanged_by_url_event_or_page_id(ran: Shop) -> None:
     expected = product_page(3)
     (event,) = [
         e for e in ran("trace", ran.url(3), "--json").json["events"] if e["url"] == ran.url(3)
@@ -732,7 +736,7 @@ def test_a_stored_page_comes_back_unchanged_by_url_event_or_id(ran: Shop) -> Non
         assert ran("pages", "show", unknown).code == 1
 
 
-def test_pruned_pages_are_gone_except_what_a_dead_letter_needs(ran: Shop, tmp_path: Path) -> None:
+def test_pruning_deletes_pages_except_those_of_dead_letters(ran: Shop, tmp_path: Path) -> None:
     shop = ran.copy(tmp_path)
     shop.sql("UPDATE page SET seen=seen-1000; UPDATE segment SET made=made-1000")
     done = shop("pages", "prune", "--keep", "10m", "--json")
@@ -764,7 +768,7 @@ def test_a_paused_topic_is_shown_and_resuming_closes_the_breaker(ran: Shop, tmp_
     assert shop("topics", "pause", "reqests").code == 1
 
 
-def test_a_look_at_a_topic_consumes_nothing_and_its_figures_are_told(empty: Shop) -> None:
+def test_topics_peek_consumes_no_message_and_stats_are_exact(empty: Shop) -> None:
     empty("push", "http://x.example/1", "http://x.example/2")
     for _ in range(2):
         seen = empty("topics", "peek", "requests", "--json").json["messages"]
@@ -777,7 +781,7 @@ def test_a_look_at_a_topic_consumes_nothing_and_its_figures_are_told(empty: Shop
     assert empty("topics", "ensure", "--json").json["drift"] == []
 
 
-def test_what_is_purged_ends_dead_and_can_be_brought_back(empty: Shop) -> None:
+def test_purged_events_are_dead_and_can_be_redriven(empty: Shop) -> None:
     empty("push", "http://x.example/1", "http://x.example/2")
     refused = empty("topics", "purge", "requests")
     assert refused.code == 2
@@ -794,7 +798,7 @@ def test_what_is_purged_ends_dead_and_can_be_brought_back(empty: Shop) -> None:
     assert empty("doctor").code == 0
 
 
-def test_a_group_can_see_again_what_was_published(empty: Shop) -> None:
+def test_rewind_redelivers_published_messages_to_a_group(empty: Shop) -> None:
     empty("push", "http://x.example/1", "http://x.example/2")
     assert (
         empty("topics", "rewind", "requests", "--group", "audit", "--since", "1h", "--json").json[
@@ -804,13 +808,13 @@ def test_a_group_can_see_again_what_was_published(empty: Shop) -> None:
     )
     wrong = empty("topics", "rewind", "requests", "--group", "audit", "--since", "soon")
     assert wrong.code == 2
-    assert "is no time" in wrong.err
+    assert "is not a time" in wrong.err
 
 
 # -- doctor ----------------------------------------------------------------------------------------
 
 
-def test_doctor_is_content_with_a_finished_run(ran: Shop) -> None:
+def test_doctor_finds_no_problem_after_a_finished_run(ran: Shop) -> None:
     done = ran("doctor", "shop.py", "--json")
     assert (done.code, done.json["ok"]) == (0, True), done.out
     assert {c["check"] for c in done.json["checks"]} >= {
@@ -842,7 +846,7 @@ def test_doctor_is_content_with_a_finished_run(ran: Shop) -> None:
         ("UPDATE event SET accepted_at=accepted_at+1e6", "clock"),
     ],
 )
-def test_doctor_finds_what_does_not_agree_and_exits_5(
+def test_doctor_finds_inconsistent_data_and_exits_5(
     ran: Shop, tmp_path: Path, harm: str, check: str
 ) -> None:
     shop = ran.copy(tmp_path)
@@ -854,7 +858,9 @@ def test_doctor_finds_what_does_not_agree_and_exits_5(
     assert failed[check]["fix"]
 
 
-def test_doctor_finds_a_cut_sink_file_and_a_missing_segment(ran: Shop, tmp_path: Path) -> None:
+def test_doctor_finds_a_truncated_sink_file_and_a_missing_segment(
+    ran: Shop, tmp_path: Path
+) -> None:
     shop = ran.copy(tmp_path)
     lines = (shop.directory / "products.jsonl").read_bytes()
     (shop.directory / "products.jsonl").write_bytes(lines[:-10])
@@ -877,9 +883,7 @@ def test_doctor_finds_a_pipeline_that_does_not_load(ran: Shop, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("flags", [[], ["--toml"]], ids=["python", "toml"])
-def test_init_writes_what_check_finds_good_and_overwrites_nothing(
-    empty: Shop, flags: list[str]
-) -> None:
+def test_init_writes_a_valid_project_and_overwrites_no_file(empty: Shop, flags: list[str]) -> None:
     assert empty("init", "my-shop", *flags).code == 0
     file = empty.directory / ("my-shop.toml" if flags else "my-shop.py")
     checked = empty("config", "check", "--json")
@@ -898,7 +902,7 @@ def test_init_writes_what_check_finds_good_and_overwrites_nothing(
     assert (empty.directory / "penstock.toml").read_text() == "# mine\n"
 
 
-def test_every_option_that_init_comments_out_is_good_as_it_stands(empty: Shop) -> None:
+def test_every_commented_option_of_init_is_valid_when_uncommented(empty: Shop) -> None:
     assert empty("init").code == 0
     file = empty.directory / "penstock.toml"
     lines = [
@@ -912,7 +916,7 @@ def test_every_option_that_init_comments_out_is_good_as_it_stands(empty: Shop) -
     assert empty("config", "check").code == 0
 
 
-def test_version_and_completion(empty: Shop) -> None:
+def test_version_is_printed_and_completion_scripts_are_written(empty: Shop) -> None:
     from penstock import __version__
 
     assert empty("--version").out == f"penstock {__version__}\n"
@@ -934,7 +938,7 @@ def test_version_and_completion(empty: Shop) -> None:
 # -- pipes -----------------------------------------------------------------------------------------
 
 
-def test_a_reader_that_goes_away_is_no_error(ran: Shop) -> None:
+def test_a_closed_output_pipe_exits_141_without_an_error_message(ran: Shop) -> None:
     for args in (["events", "ls"], ["status", "--json"], ["pages", "show", ran.url(3)]):
         read, write = os.pipe()
         os.close(read)
@@ -945,7 +949,7 @@ def test_a_reader_that_goes_away_is_no_error(ran: Shop) -> None:
         assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_on_a_terminal_there_is_colour_unless_it_is_unwanted(ran: Shop) -> None:
+def test_output_on_a_terminal_is_coloured_unless_no_color_is_set(ran: Shop) -> None:
     import pty
 
     def shown(args: list[str], **env: str) -> bytes:
@@ -960,21 +964,21 @@ def test_on_a_terminal_there_is_colour_unless_it_is_unwanted(ran: Shop) -> None:
             stderr=theirs,
         ):
             os.close(theirs)
-            said = b""
+            output = b""
             try:
                 while part := os.read(ours, 65536):
-                    said += part
-            except OSError:  # how a terminal says that the other side has gone
+                    output += part
+            except OSError:  # the other end of the terminal is closed
                 pass
         os.close(ours)
-        return said
+        return output
 
     assert b"\x1b[" in shown(["status"])
     for args in (["status"], ["push", "--help"], ["--help"], ["statsu"], ["dlq", "ls"]):
         assert b"\x1b" not in shown(args, NO_COLOR="1"), args
 
 
-def test_logs_go_to_stderr_and_the_document_alone_to_stdout(ran: Shop, tmp_path: Path) -> None:
+def test_logs_are_written_to_stderr_and_only_the_json_to_stdout(ran: Shop, tmp_path: Path) -> None:
     shop = ran.copy(tmp_path)
     assert (
         shop("status", "--json", "--log-level", "debug", PENSTOCK_DEBUG="1").json["total"][

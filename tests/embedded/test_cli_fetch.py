@@ -1,6 +1,4 @@
-"""`penstock fetch`: one URL along the whole way against the pretend web: what it tells, what it
-spends, and how it ends.
-"""
+"""`penstock fetch` against the test web server: its report, its slots and its exit codes."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from penstock.config import files as config
 from penstock.runtime.stores import open_stores
 from penstock.testing.web import Reply, Web, reply
 
-PAGE = "<html><body>a page of some length, so that nobody takes it for a challenge</body></html>"
+PAGE = "<html><body>a page that is too long to count as a challenge page</body></html>"
 ROBOTS = "User-agent: *\nDisallow: /private\nUser-agent: shopbot\nDisallow: /no\nAllow: /no/but\n"
 
 
 class Place:
-    """A directory to call the command in."""
+    """A directory in which the command runs."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ def place(
     return lambda *ports, **more: Place(tmp_path, monkeypatch, capfd, *ports, **more)
 
 
-async def test_a_chain_of_redirects_is_told_hop_by_hop_with_times_robots_and_masked_headers(
+async def test_a_redirect_chain_is_reported_per_hop_with_times_robots_and_masked_headers(
     place: Any,
 ) -> None:
     async with Web() as web:
@@ -88,41 +86,44 @@ async def test_a_chain_of_redirects_is_told_hop_by_hop_with_times_robots_and_mas
         }
         web.route("/no/but/here", Reply(200, headers, PAGE.encode() + b"\xf6"))
         fetch = place(web.port)
-        told = await fetch(0, web.url("/start"), "-o", "page.html")
+        report = await fetch(0, web.url("/start"), "-o", "page.html")
         peer = f"127.0.0.1:{web.port}"
-        assert [(x["for"], x["status"], x["peer"]) for x in told["exchanges"]] == [
+        assert [(x["for"], x["status"], x["peer"]) for x in report["exchanges"]] == [
             ("robots.txt", 200, peer),
             ("page", 302, peer),
             ("page", 200, peer),
         ]
         assert all(
-            0 <= x["connect"] <= x["first_byte"] <= x["total"] < 60 for x in told["exchanges"]
+            0 <= x["connect"] <= x["first_byte"] <= x["total"] < 60 for x in report["exchanges"]
         )
-        assert (told["ok"], told["status"], told["final_url"], told["error"]) == (
+        assert (report["ok"], report["status"], report["final_url"], report["error"]) == (
             True,
             200,
             web.url("/no/but/here"),
             None,
         )
-        assert (told["guard"]["verdict"], told["guard"]["addresses"]) == ("allowed", ["127.0.0.1"])
-        assert [(r["verdict"], r["rule"], r["agent"]) for r in told["robots"]] == [
+        assert (report["guard"]["verdict"], report["guard"]["addresses"]) == (
+            "allowed",
+            ["127.0.0.1"],
+        )
+        assert [(r["verdict"], r["rule"], r["agent"]) for r in report["robots"]] == [
             ("allowed", "", "shopbot"),
             ("allowed", "Allow: /no/but", "shopbot"),
         ]
-        assert (told["charset"], told["size"], told["headers"]["set-cookie"]) == (
+        assert (report["charset"], report["size"], report["headers"]["set-cookie"]) == (
             "iso-8859-1",
             len(PAGE) + 1,
             "sid=***; Path=/",
         )
-        assert told["timing"]["dns"] >= 0
+        assert report["timing"]["dns"] >= 0
         assert (fetch.dir / "page.html").read_bytes() == PAGE.encode() + b"\xf6"
-        said = await fetch.text(0, web.url("/start"))
-        assert "Allow: /no/but" in said
-        assert peer in said
-        assert "PLANTED" not in said + json.dumps(told)
+        text = await fetch.text(0, web.url("/start"))
+        assert "Allow: /no/but" in text
+        assert peer in text
+        assert "PLANTED" not in text + json.dumps(report)
 
 
-async def test_robots_is_obeyed_under_our_own_name_and_an_exception_for_once_is_recorded_with_its_reason(
+async def test_robots_rules_of_our_agent_apply_and_a_single_exception_is_recorded(
     place: Any,
 ) -> None:
     async with Web() as web:
@@ -130,41 +131,45 @@ async def test_robots_is_obeyed_under_our_own_name_and_an_exception_for_once_is_
         web.route("/*", PAGE)
         fetch = place(web.port)
         fetch.make_state()
-        told = await fetch(1, web.url("/no/x"))
-        assert told["error"]["class"] == "permanent"
-        assert [(r["verdict"], r["rule"], r["from"]) for r in told["robots"]] == [
+        report = await fetch(1, web.url("/no/x"))
+        assert report["error"]["class"] == "permanent"
+        assert [(r["verdict"], r["rule"], r["from"]) for r in report["robots"]] == [
             ("disallowed", "Disallow: /no", "site")
         ]
         assert web.counts["/no/x"] == 0
-        told = await fetch(0, web.url("/private"))
-        assert [(r["verdict"], r["from"]) for r in told["robots"]] == [("allowed", "cache")], (
-            "that group is not ours; and the state keeps what was learned"
+        report = await fetch(0, web.url("/private"))
+        assert [(r["verdict"], r["from"]) for r in report["robots"]] == [("allowed", "cache")], (
+            "that group is for another agent, and robots.txt was cached"
         )
         await fetch.text(2, web.url("/no/x"), "--ignore-robots", " ")
-        told = await fetch(0, web.url("/no/x"), "--ignore-robots", "our own  shop")
-        assert [(r["verdict"], r["rule"]) for r in told["robots"]] == [("ignored", "our own shop")]
+        report = await fetch(0, web.url("/no/x"), "--ignore-robots", "our own  shop")
+        assert [(r["verdict"], r["rule"]) for r in report["robots"]] == [
+            ("ignored", "our own shop")
+        ]
         ((kind, host, reason, who, once),) = fetch.rows(
             "SELECT kind, host, reason, who, ended=at FROM exception"
         )
         assert (kind, host, reason, once) == ("robots", f"127.0.0.1:{web.port}", "our own shop", 1)
         assert "@" in who
-        assert (await fetch(1, web.url("/no/x")))["ok"] is False, "for once means once"
+        assert (await fetch(1, web.url("/no/x")))["ok"] is False, (
+            "the exception applies to one command only"
+        )
         assert web.counts["/robots.txt"] == 1
 
 
-async def test_a_redirect_into_what_robots_forbids_is_told_with_the_rule(place: Any) -> None:
+async def test_a_redirect_to_a_disallowed_url_is_reported_and_not_followed(place: Any) -> None:
     async with Web() as web:
         web.route("/robots.txt", reply(ROBOTS, "text/plain"))
         web.route("/start", Reply(301, {"location": "/no/entry"}))
-        told = await place(web.port)(1, web.url("/start"))
-        assert [(r["url"], r["verdict"]) for r in told["robots"]] == [
+        report = await place(web.port)(1, web.url("/start"))
+        assert [(r["url"], r["verdict"]) for r in report["robots"]] == [
             (web.url("/start"), "allowed"),
             (web.url("/no/entry"), "disallowed"),
         ]
         assert web.counts["/no/entry"] == 0
 
 
-async def test_every_end_has_its_exit_code_and_class(place: Any) -> None:
+async def test_every_outcome_has_its_exit_code_and_error_class(place: Any) -> None:
     async with Web() as web:
         web.route("/gone", Reply(404, {}, b"no"))
         web.route("/busy", Reply(503, {"retry-after": "60"}))
@@ -177,14 +182,16 @@ async def test_every_end_has_its_exit_code_and_class(place: Any) -> None:
             ("/cut", "transient", None),
             ("/busy", "throttled", 503),
         ):
-            told = await fetch(1, web.url(path))
-            assert (told["error"]["class"], told["status"]) == (kind, status)
-        told = await fetch(1, "http://127.0.0.1:1/")
-        assert (told["guard"]["verdict"], told["error"]["reason"]) == (
+            report = await fetch(1, web.url(path))
+            assert (report["error"]["class"], report["status"]) == (kind, status)
+        report = await fetch(1, "http://127.0.0.1:1/")
+        assert (report["guard"]["verdict"], report["error"]["reason"]) == (
             "refused",
             "forbidden address: not a public address",
         )
-        assert (told["exchanges"], told["slots"]) == ([], []), "nothing was sent and no slot spent"
+        assert (report["exchanges"], report["slots"]) == ([], []), (
+            "no request was sent and no slot reserved"
+        )
         for bad in ("ftp://shop.example/", "http://user:secret@shop.example/", "no url"):
             await fetch.text(2, bad)
             assert "Error:" in fetch.err
@@ -193,11 +200,11 @@ async def test_every_end_has_its_exit_code_and_class(place: Any) -> None:
         await fetch.text(3, web.url("/"), "--set", "pace.rate=often")
 
 
-async def test_only_the_headers_are_asked_for_with_head(place: Any) -> None:
+async def test_head_requests_only_the_headers(place: Any) -> None:
     async with Web() as web:
         web.route("/a", PAGE)
-        told = await place(web.port)(0, web.url("/a"), "--head")
-        assert (told["method"], told["size"], told["headers"]["content-length"]) == (
+        report = await place(web.port)(0, web.url("/a"), "--head")
+        assert (report["method"], report["size"], report["headers"]["content-length"]) == (
             "HEAD",
             0,
             str(len(PAGE)),
@@ -205,7 +212,7 @@ async def test_only_the_headers_are_asked_for_with_head(place: Any) -> None:
         assert [e.method for e in web.entries if e.path == "/a"] == ["HEAD"]
 
 
-async def test_it_counts_for_the_pace_of_its_host_and_a_throttle_it_met_holds_for_the_next(
+async def test_fetch_uses_the_hosts_slots_and_a_429_applies_to_the_next_command(
     place: Any,
 ) -> None:
     async with Web() as web:
@@ -220,16 +227,16 @@ async def test_it_counts_for_the_pace_of_its_host_and_a_throttle_it_met_holds_fo
         at = [e.at for e in web.entries]
         assert len(at) == 3, "robots.txt, then the page twice"
         assert all(b - a > (0.2 - worst[0]) * 1e6 for a, b in itertools.pairwise(at)), (
-            "in two processes' lives, by one pace"
+            "two commands share one rate limit"
         )
         await fetch(1, web.url("/busy"), *limit)
-        told = await fetch(1, web.url("/a"), *limit, "--wait", "1s")
-        assert told["error"]["class"] == "throttled"
-        assert 50 < told["error"]["retry_after"] <= 60
+        report = await fetch(1, web.url("/a"), *limit, "--wait", "1s")
+        assert report["error"]["class"] == "throttled"
+        assert 50 < report["error"]["retry_after"] <= 60
         assert web.counts["/a"] == 2
 
 
-async def test_without_any_state_nothing_is_left_behind(place: Any) -> None:
+async def test_fetch_without_a_state_directory_creates_no_files(place: Any) -> None:
     async with Web() as web:
         web.route("/a", PAGE)
         fetch = place(web.port)
@@ -237,7 +244,7 @@ async def test_without_any_state_nothing_is_left_behind(place: Any) -> None:
         assert [p.name for p in fetch.dir.iterdir()] == ["penstock.toml"]
 
 
-async def test_through_a_proxy_the_way_is_told_and_the_password_is_not(place: Any) -> None:
+async def test_the_proxy_is_reported_without_its_user_name_and_password(place: Any) -> None:
     async with (
         Web() as web,
         Proxy(user=USER, password=PASSWORD) as good,
@@ -247,18 +254,18 @@ async def test_through_a_proxy_the_way_is_told_and_the_password_is_not(place: An
         bad = f"http://{USER}:{PASSWORD}@127.0.0.1:{wrong.port}"
         toml = f'[proxies.home]\nurls = "{good.dsn}"\ngeo = "de"\n[proxies.ill]\nurls = "{bad}"\n'
         fetch = place(web.port, good.port, wrong.port, toml=toml)
-        told = await fetch(0, web.url("/a"), "--geo", "de")
-        assert {x["proxy"] for x in told["exchanges"]} == {f"http://***@127.0.0.1:{good.port}"}
-        assert {x["peer"] for x in told["exchanges"]} == {f"127.0.0.1:{good.port}"}
-        said = json.dumps(told) + await fetch.text(0, web.url("/a"), "--pool", "home")
-        told = await fetch(1, web.url("/a"), "--pool", "ill")
-        said += json.dumps(told) + fetch.err
-        assert told["error"]["class"] == "throttled"
-        assert USER not in said
-        assert PASSWORD not in said
+        report = await fetch(0, web.url("/a"), "--geo", "de")
+        assert {x["proxy"] for x in report["exchanges"]} == {f"http://***@127.0.0.1:{good.port}"}
+        assert {x["peer"] for x in report["exchanges"]} == {f"127.0.0.1:{good.port}"}
+        text = json.dumps(report) + await fetch.text(0, web.url("/a"), "--pool", "home")
+        report = await fetch(1, web.url("/a"), "--pool", "ill")
+        text += json.dumps(report) + fetch.err
+        assert report["error"]["class"] == "throttled"
+        assert USER not in text
+        assert PASSWORD not in text
 
 
-async def test_the_options_that_bend_a_rule_reach_the_request(place: Any) -> None:
+async def test_an_option_set_on_the_command_line_applies_to_the_request(place: Any) -> None:
     async with Web() as web:
         web.route(
             "/soft",
@@ -266,11 +273,11 @@ async def test_the_options_that_bend_a_rule_reach_the_request(place: Any) -> Non
         )
         fetch = place(web.port)
         await fetch(0, web.url("/soft"))
-        told = await fetch(1, web.url("/soft"), "--set", "fetch.soft_404=true")
-        assert told["error"]["class"] == "blocked"
+        report = await fetch(1, web.url("/soft"), "--set", "fetch.soft_404=true")
+        assert report["error"]["class"] == "blocked"
 
 
-async def test_a_downgrade_is_followed_only_where_it_is_allowed(place: Any, tmp_path: Path) -> None:
+async def test_a_redirect_to_http_is_followed_only_if_allowed(place: Any, tmp_path: Path) -> None:
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
     subprocess.run(command.split(), check=True, cwd=tmp_path, capture_output=True)  # noqa: ASYNC221
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -282,24 +289,26 @@ async def test_a_downgrade_is_followed_only_where_it_is_allowed(place: Any, tmp_
         fetch = place(web.port, port)
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
-            told = await fetch(1, f"https://127.0.0.1:{port}/tls")
-            assert told["error"]["reason"] == "a redirect leads from https to http"
-            told = await fetch(
+            report = await fetch(1, f"https://127.0.0.1:{port}/tls")
+            assert report["error"]["reason"] == "a redirect leads from https to http"
+            report = await fetch(
                 0, f"https://127.0.0.1:{port}/tls", "--set", "fetch.allow_downgrade=true"
             )
-            assert told["final_url"] == web.url("/plain")
+            assert report["final_url"] == web.url("/plain")
 
 
-async def test_with_remote_dns_the_proxy_resolves_and_the_guard_says_so(place: Any) -> None:
+async def test_with_remote_dns_the_proxy_resolves_the_name_and_the_guard_reports_it(
+    place: Any,
+) -> None:
     async with Proxy() as proxy:
         fetch = place(proxy.port, toml=f'[proxies.p]\nurls = "{proxy.dsn}"\n')
-        told = await fetch(1, "http://only-the-proxy-knows.invalid/", "--pool", "p")
-        assert told["guard"]["verdict"] == "unresolved"
+        report = await fetch(1, "http://only-the-proxy-knows.invalid/", "--pool", "p")
+        assert report["guard"]["verdict"] == "unresolved"
         assert proxy.connects == []
-        told = await fetch(
+        report = await fetch(
             1, "http://only-the-proxy-knows.invalid/", "--pool", "p", "--set", "net.remote_dns=true"
         )
-        assert told["guard"] == {
+        assert report["guard"] == {
             "verdict": "allowed",
             "addresses": [],
             "reason": "the proxy resolves the name",

@@ -1,5 +1,6 @@
-"""Rules for single hosts: limits, pauses and robots exceptions, given by a command and kept by
-running workers; and the limit to requests in flight.
+"""Limits, pauses and robots exceptions of single hosts, set by a command and applied by workers.
+
+Also the limit on requests in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from penstock.runtime.process import Running
 from penstock.runtime.stores import open_stores
 from penstock.testing.web import Reply, Request, Web, reply
 
-PAGE = "<html><body><h1>a page of some length, so that nobody takes it for a challenge</h1></body></html>"
+PAGE = "<html><body><h1>a page that is too long to count as a challenge page</h1></body></html>"
 SHOP = """
 from penstock import Pipeline
 shop = Pipeline("shop")
@@ -36,9 +37,7 @@ shop.sink("jsonl:out.jsonl")
 
 
 class Project:
-    """A directory with a pipeline; workers run in this process and commands on a thread, over one
-    state.
-    """
+    """A directory with a pipeline. Workers run in this process, commands on a thread."""
 
     def __init__(
         self,
@@ -118,31 +117,30 @@ def project(
 async def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it did not come to pass"
+        assert time.monotonic() < end, "the condition did not become true"
         await asyncio.sleep(0.02)
 
 
-async def noticed(seconds: float = 1.5) -> None:
-    """Time for what takes a tenth of a second on a machine of one's own; in many steps, as one long
-    sleep may be spent by a machine that stood still.
+async def wait_for_workers(seconds: float = 1.5) -> None:
+    """Wait until workers have seen a change, which takes 0.1 s on an idle machine.
+
+    Sleeps in many short steps: one long sleep could pass while the machine is suspended.
     """
     for _ in range(round(seconds / 0.1)):
         await asyncio.sleep(0.1)
 
 
-async def at_rest(web: Web) -> None:
-    """Until nothing more has come for a while."""
+async def wait_until_quiet(web: Web) -> None:
+    """Wait until the server gets no request for 1.5 s."""
     seen = -1
     while seen != len(web.entries):
         seen = len(web.entries)
-        await noticed()
+        await wait_for_workers()
 
 
 @contextlib.asynccontextmanager
 async def lateness() -> AsyncIterator[list[float]]:
-    """By how much the loop was late at worst: what was sent on time may have arrived so much later,
-    and sooner before the next.
-    """
+    """Measure the longest delay of the event loop. Gaps between requests may vary by that much."""
     worst = [0.0]
 
     async def watch() -> None:
@@ -158,10 +156,10 @@ async def lateness() -> AsyncIterator[list[float]]:
         task.cancel()
 
 
-# -- orders ----------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
-async def test_a_paused_host_gets_nothing_from_a_running_worker_and_resuming_sets_free_what_waited(
+async def test_a_paused_host_gets_no_request_and_resume_makes_its_events_due(
     project: Any,
 ) -> None:
     async with Web() as web:
@@ -169,12 +167,15 @@ async def test_a_paused_host_gets_nothing_from_a_running_worker_and_resuming_set
         domains = project()
         await domains.push(*(web.url(f"/{n}") for n in range(20)))
         key = f"127.0.0.1:{web.port}"
-        told = await domains("pause", key, "--for", "1h")
-        assert (told["state"], told["paused"], told["queued"]) == ("paused", True, 20)
+        shown_host = await domains("pause", key, "--for", "1h")
+        assert (shown_host["state"], shown_host["paused"], shown_host["queued"]) == (
+            "paused",
+            True,
+            20,
+        )
         async with domains.running():
-            await domains.push(
-                web.url("/other", host="127.0.0.2")
-            )  # nobody listens there, so it fails: the worker is at work
+            # No server listens on that address, so the event fails. It shows that the worker runs.
+            await domains.push(web.url("/other", host="127.0.0.2"))
             await until(
                 lambda: (
                     domains.rows(
@@ -185,14 +186,14 @@ async def test_a_paused_host_gets_nothing_from_a_running_worker_and_resuming_set
             )
             await asyncio.sleep(0.5)
             assert web.entries == []
-            assert "goes on" in await domains.text("resume", web.url("/any/page"))
+            assert "is resumed" in await domains.text("resume", web.url("/any/page"))
             await until(
                 lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(20,)]
             )
         assert (await domains("show", key))["paused"] is False
 
 
-async def test_a_pause_stops_a_worker_in_the_middle_of_its_work(project: Any) -> None:
+async def test_a_pause_stops_the_requests_of_a_running_worker(project: Any) -> None:
     async with Web() as web:
         web.route("/robots.txt", reply("", "text/plain"))
         web.route("/p/*", PAGE)
@@ -202,18 +203,18 @@ async def test_a_pause_stops_a_worker_in_the_middle_of_its_work(project: Any) ->
             await until(lambda: len(web.entries) > 5)
             await domains.text("pause", web.url())
             before = len(web.entries)
-            await at_rest(web)
+            await wait_until_quiet(web)
             assert len(web.entries) - before <= 20, (
-                "a second's worth; it is noticed within a tenth of that, on a machine of one's own"
+                "at most the requests of one second, and an idle worker stops after 0.1 s"
             )
         assert (await domains("show", web.url()))["paused_until"] is None, "until it is resumed"
 
 
-async def test_hosts_of_one_registrable_domain_share_its_limit_where_the_pace_goes_by_domain(
+async def test_hosts_of_one_registrable_domain_share_a_limit_if_pace_is_by_domain(
     project: Any,
 ) -> None:
     async with Web() as web:
-        other = await web.listen()  # an address is its own domain, whatever the port
+        other = await web.listen()  # an address is one domain for all ports
         web.route("/*", PAGE)
         domains = project(rate="10")
         written = domains.dir / "penstock.toml"
@@ -231,15 +232,15 @@ async def test_hosts_of_one_registrable_domain_share_its_limit_where_the_pace_go
         assert (await domains("limit", "https://www.shop.co.uk/p/1", "2"))["host"] == "shop.co.uk"
 
 
-async def test_a_limit_of_its_own_holds_for_one_host_and_a_new_one_sets_free_what_waited_for_the_old(
+async def test_a_limit_applies_to_one_host_and_a_new_limit_makes_its_events_due(
     project: Any,
 ) -> None:
     async with Web() as web, Web(host="127.0.0.2") as other:
         for w in (web, other):
             w.route("/*", PAGE)
         domains = project()
-        told = await domains("limit", web.url(), "10/s", "--burst", "1")
-        assert (told["rate"], told["own"]) == (
+        shown_host = await domains("limit", web.url(), "10/s", "--burst", "1")
+        assert (shown_host["rate"], shown_host["own"]) == (
             10.0,
             {"rate": 10.0, "burst": 1, "concurrency": None},
         )
@@ -254,7 +255,7 @@ async def test_a_limit_of_its_own_holds_for_one_host_and_a_new_one_sets_free_wha
         )
         unlimited = sorted(e.at / 1e6 for e in other.entries)
         assert statistics.median(b - a for a, b in itertools.pairwise(unlimited)) < 0.05, (
-            "the other has none"
+            "the other host has no limit"
         )
         await domains("limit", web.url(), "1/h")
         await domains.push(*(web.url(f"/later/{n}") for n in range(5)))
@@ -262,14 +263,14 @@ async def test_a_limit_of_its_own_holds_for_one_host_and_a_new_one_sets_free_wha
             await until(
                 lambda: domains.rows("SELECT count(*) FROM event WHERE status='delayed'")[0][0] >= 4
             )
-            told = await domains("limit", web.url(), "default")
-            assert (told["rate"], told["own"]["rate"]) == (None, None)
+            shown_host = await domains("limit", web.url(), "default")
+            assert (shown_host["rate"], shown_host["own"]["rate"]) == (None, None)
             await until(
                 lambda: domains.rows("SELECT count(*) FROM event WHERE status='success'") == [(21,)]
             )
 
 
-async def test_robots_is_ignored_for_one_host_from_the_order_on_and_obeyed_again_after_the_next(
+async def test_robots_is_ignored_for_one_host_until_a_command_obeys_it_again(
     project: Any,
 ) -> None:
     async with Web() as web:
@@ -284,28 +285,30 @@ async def test_robots_is_ignored_for_one_host_from_the_order_on_and_obeyed_again
         assert domains.rows("SELECT status, reason FROM event") == [
             ("dead", "robots.txt disallows it")
         ]
-        told = await domains("robots", web.url(), "ignore", "--reason", "our own shop")
-        assert (told["robots"], told["crawl_delay"], told["interval"]) == ("ignore", 5.0, 0.0), (
-            "nor its crawl delay"
-        )
+        shown_host = await domains("robots", web.url(), "ignore", "--reason", "our own shop")
+        assert (shown_host["robots"], shown_host["crawl_delay"], shown_host["interval"]) == (
+            "ignore",
+            5.0,
+            0.0,
+        ), "the crawl delay is ignored too"
         async with domains.running():
             await domains.push(web.url("/2"), web.url("/3"))
             await until(lambda: web.counts["/2"] + web.counts["/3"] == 2)
-            told = await domains("robots", web.url(), "obey")
-            assert (told["robots"], told["interval"]) == ("obey", 5.0)
-            await noticed()
+            shown_host = await domains("robots", web.url(), "obey")
+            assert (shown_host["robots"], shown_host["interval"]) == ("obey", 5.0)
+            await wait_for_workers()
             await domains.push(web.url("/4"))
             await until(
                 lambda: domains.rows("SELECT status FROM event WHERE url LIKE '%/4'") == [("dead",)]
             )
         assert web.counts["/4"] == 0
-        (noted,) = told["exceptions"]
-        assert (noted["kind"], noted["reason"]) == ("robots", "our own shop")
-        assert noted["at"] < noted["ended"]
-        assert "@" in noted["who"]
+        (recorded,) = shown_host["exceptions"]
+        assert (recorded["kind"], recorded["reason"]) == ("robots", "our own shop")
+        assert recorded["at"] < recorded["ended"]
+        assert "@" in recorded["who"]
 
 
-async def test_exceptions_of_the_configuration_are_recorded_when_a_worker_starts_and_ended_when_they_are_gone(
+async def test_exceptions_from_the_configuration_are_recorded_and_end_when_removed(
     project: Any,
 ) -> None:
     async with Web() as web:
@@ -320,7 +323,7 @@ async def test_exceptions_of_the_configuration_are_recorded_when_a_worker_starts
         await domains.run()
         listed = await domains("ls")
         assert [(e["kind"], e["host"]) for e in listed["exceptions"]] == [("remote_dns", "*")]
-        assert "everywhere: net.remote_dns = true" in await domains.text("ls")
+        assert "all hosts: net.remote_dns = true" in await domains.text("ls")
         domains.dir.joinpath("penstock.toml").write_text(
             domains.dir.joinpath("penstock.toml").read_text().replace("remote_dns = true\n", "")
         )
@@ -329,7 +332,7 @@ async def test_exceptions_of_the_configuration_are_recorded_when_a_worker_starts
         assert (await domains("ls"))["exceptions"] == []
 
 
-async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resumed_away(
+async def test_blocked_hosts_are_listed_first_and_resume_keeps_a_retry_after(
     project: Any,
 ) -> None:
     async with Web() as web:
@@ -361,7 +364,7 @@ async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resu
         )
         assert by_host["many.example"]["state"] == "paused"
         assert [r["status"] for r in blocked["robots_txt"]] == [404]
-        assert "it asked to be left alone itself" in await domains.text("resume", web.url())
+        assert "still blocked by its own Retry-After" in await domains.text("resume", web.url())
         assert (await domains("show", web.url()))["state"] == "blocked"
         for bad in (
             ["limit", "x.example"],
@@ -376,8 +379,9 @@ async def test_the_list_has_who_is_held_back_first_and_a_retry_after_is_not_resu
 
 
 def gauge(limit: int) -> tuple[Callable[[Request], Awaitable[Reply]], list[int]]:
-    """A page that takes until as many as may are asked for at once, and a while longer; and how
-    many were.
+    """Return a page handler and the highest number of its concurrent requests.
+
+    The page answers 0.1 s after `limit` requests have been in progress together.
     """
     now, seen, full = 0, [0], asyncio.Event()
 
@@ -395,10 +399,10 @@ def gauge(limit: int) -> tuple[Callable[[Request], Awaitable[Reply]], list[int]]
     return slow, seen
 
 
-async def test_no_host_gets_more_at_once_than_its_limit_and_others_do_not_wait_for_it(
+async def test_concurrent_requests_stay_within_the_limit_of_each_host(
     project: Any,
 ) -> None:
-    (slow, most), (other_slow, other_most) = gauge(8), gauge(2)
+    (slow, peak), (other_slow, other_peak) = gauge(8), gauge(2)
     async with Web() as web, Web(host="127.0.0.2") as other:
         web.route("/p/*", slow)
         other.route("/p/*", other_slow)
@@ -411,11 +415,11 @@ async def test_no_host_gets_more_at_once_than_its_limit_and_others_do_not_wait_f
         assert domains.rows("SELECT status, count(*) FROM event GROUP BY status") == [
             ("success", 80)
         ]
-        assert most[0] == 8, "the limit, and it was reached"
-        assert other_most[0] == 2
+        assert peak[0] == 8, "the limit was reached and not exceeded"
+        assert other_peak[0] == 2
 
 
-async def test_a_host_that_hangs_does_not_fill_the_window_of_the_others(project: Any) -> None:
+async def test_a_host_that_hangs_does_not_fill_the_prefetch_window(project: Any) -> None:
     async with Web() as web, Web(host="127.0.0.2") as other:
         hung = asyncio.Event()
 
@@ -434,10 +438,10 @@ async def test_a_host_that_hangs_does_not_fill_the_window_of_the_others(project:
             hung.set()
 
 
-async def test_what_missed_its_slot_behind_a_host_that_hung_takes_a_new_one(project: Any) -> None:
-    """The limit to requests in flight holds many back; when it lets them go they must not all go at
-    once.
-    """
+async def test_events_that_missed_their_slot_behind_a_hanging_host_get_new_slots(
+    project: Any,
+) -> None:
+    """The limit on requests in flight delays many events. Later they must not start together."""
     async with Web() as web:
         hung = asyncio.Event()
 
@@ -457,5 +461,5 @@ async def test_what_missed_its_slot_behind_a_host_that_hung_takes_a_new_one(proj
         at = sorted(e.at / 1e6 for e in web.entries)[3:]
         for i in range(len(at) - 10):
             assert at[i + 10] - at[i] > 0.5, (
-                "ten a second, in every second; a busy machine lets some come late, not all at once"
+                "ten requests a second: a busy machine may delay some, but not start all together"
             )

@@ -1,6 +1,4 @@
-"""The fetch stage over the real client and the pretend web: robots, conditions, redirects, pace,
-verdicts.
-"""
+"""The fetch stage with the real client: robots, conditional requests, redirects and slots."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from penstock.testing.web import Reply, Request, Web, reply, tagged
 
 
 class Time:
-    """A clock that a sleep moves, so nothing here waits."""
+    """A clock that a sleep advances, so that no test here waits."""
 
     def __init__(self) -> None:
         self.at = 1_000_000.0
@@ -45,14 +43,14 @@ class Time:
 
 
 class Hosts:
-    """ports.Pace and ports.RobotsCache in one process's memory; the decisions are the real rules."""
+    """ports.Pace and ports.RobotsCache in memory. They decide by the real rules."""
 
     def __init__(self, time: Time, limits: rules.Limits) -> None:
         self.time, self.limits = time, limits
         self.states: dict[str, rules.HostState] = {}
         self.slots: list[tuple[str, float]] = []
         self.reports: list[tuple[str, int, float | None]] = []
-        self.kept: dict[str, tuple[bytes | None, int, float]] = {}
+        self.cached_robots: dict[str, tuple[bytes | None, int, float]] = {}
         self.lookups = 0
         self.exempted: set[str] = set()
         self.voids: dict[str, float] = {}
@@ -101,10 +99,10 @@ class Hosts:
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
         self.lookups += 1
-        return self.kept.get(origin)
+        return self.cached_robots.get(origin)
 
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
-        self.kept[origin] = body, status, until
+        self.cached_robots[origin] = body, status, until
 
 
 class Rig:
@@ -131,7 +129,7 @@ class Rig:
     async def answer(
         self, event: Event, baseline: Baseline | None = None
     ) -> Response | BaseException | None:
-        """As the worker does it where no task is needed; None: one is."""
+        """Fetch without a task, as the worker does. Return None if the request needs a task."""
         future: asyncio.Future[Response | BaseException] = (
             asyncio.get_running_loop().create_future()
         )
@@ -154,7 +152,7 @@ class Rig:
 async def rig(
     *, limits: rules.Limits | None = None, ca_file: str | None = None, **options: object
 ) -> AsyncIterator[Rig]:
-    """A web on 127.0.0.1, with its other ports and 127.0.0.2 allowed too."""
+    """A web server on 127.0.0.1. Its other ports and 127.0.0.2 are allowed too."""
     async with Web() as web:
         guard = Guard(parse_allow("127.0.0.1:*,127.0.0.2:*"))
         fetcher = CurlFetcher(guard, HttpOptions(ca_file=ca_file))
@@ -171,32 +169,32 @@ def to(location: str, status: int = 302) -> Reply:
     return Reply(status, {"location": location})
 
 
-PAGE = "<html><body>a page of some length, so that nobody takes it for a challenge</body></html>"
+PAGE = "<html><body>a page that is too long to count as a challenge page</body></html>"
 
 
 # -- robots ----------------------------------------------------------------------------------------
 
 
-async def test_robots_is_asked_once_and_obeyed() -> None:
+async def test_robots_is_requested_once_and_obeyed() -> None:
     async with rig() as r:
         r.web.route(
             "/robots.txt",
             reply(
-                "User-agent: *\nDisallow: /private\nUser-agent: penstock\nDisallow: /ours\n",
+                "User-agent: *\nDisallow: /private\nUser-agent: penstock\nDisallow: /bot\n",
                 "text/plain",
             ),
         )
         r.web.route("/*", PAGE)
-        for path in ("/a", "/private", "/b"):  # the group that names us is ours alone
+        for path in ("/a", "/private", "/b"):  # only the group with our name applies
             assert (await r.fetch(path)).status == 200
-        failure = await r.fails("/ours/x")
+        failure = await r.fails("/bot/x")
         assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, "robots.txt disallows it")
         assert r.web.counts["/robots.txt"] == 1
-        assert r.web.counts["/ours/x"] == 0
+        assert r.web.counts["/bot/x"] == 0
         assert r.hosts.lookups == 1
 
 
-async def test_many_that_ask_at_once_cause_one_robots_request() -> None:
+async def test_concurrent_fetches_cause_one_robots_request() -> None:
     async with rig() as r:
         r.web.route(
             "/robots.txt",
@@ -213,13 +211,13 @@ async def test_many_that_ask_at_once_cause_one_robots_request() -> None:
         assert r.web.counts["/robots.txt"] == 1
 
 
-async def test_cancelling_the_first_asker_does_not_take_robots_from_the_others() -> None:
+async def test_cancelling_the_fetch_that_requests_robots_does_not_fail_other_fetches() -> None:
     async with rig() as r:
-        asked, told = asyncio.Event(), asyncio.Event()
+        asked, may_answer = asyncio.Event(), asyncio.Event()
 
         async def robots(request: Request) -> Reply:
             asked.set()
-            await told.wait()
+            await may_answer.wait()
             return Reply(404)
 
         r.web.route("/robots.txt", robots)
@@ -228,19 +226,23 @@ async def test_cancelling_the_first_asker_does_not_take_robots_from_the_others()
         await asked.wait()
         first.cancel()
         await asyncio.sleep(0)
-        told.set()
+        may_answer.set()
         assert (await second).status == 200
         assert first.cancelled()
 
 
-async def test_the_fleets_copy_of_robots_saves_the_request() -> None:
+async def test_a_cached_robots_is_used_until_it_expires() -> None:
     async with rig() as r:
-        r.hosts.kept[r.web.url("")] = b"User-agent: *\nDisallow: /no\n", 200, r.time.now() + 100
+        r.hosts.cached_robots[r.web.url("")] = (
+            b"User-agent: *\nDisallow: /no\n",
+            200,
+            r.time.now() + 100,
+        )
         r.web.route("/*", PAGE)
         assert (await r.fetch("/yes")).status == 200
         assert (await r.fails("/no")).kind is ErrorClass.PERMANENT
         assert r.web.counts["/robots.txt"] == 0
-        r.time.at += 200  # it has run out
+        r.time.at += 200  # the cached copy has expired
         r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /yes\n", "text/plain"))
         assert (await r.fails("/yes")).kind is ErrorClass.PERMANENT
         assert r.web.counts["/robots.txt"] == 1
@@ -250,7 +252,7 @@ async def test_the_fleets_copy_of_robots_saves_the_request() -> None:
     ("status", "allowed"),
     [(404, True), (403, True), (410, True), (500, False), (503, False), (429, False)],
 )
-async def test_a_missing_robots_allows_and_a_broken_one_forbids_for_now(
+async def test_a_missing_robots_allows_all_and_a_failing_one_forbids_temporarily(
     status: int, allowed: bool
 ) -> None:
     async with rig() as r:
@@ -264,11 +266,11 @@ async def test_a_missing_robots_allows_and_a_broken_one_forbids_for_now(
         assert failure.after == pytest.approx(60.0)
         assert r.web.counts["/a"] == 0
         r.time.at += 61
-        assert (await r.fails("/a")).after == pytest.approx(120.0)  # asked again, then less often
+        assert (await r.fails("/a")).after == pytest.approx(120.0)  # the wait doubles
         assert r.web.counts["/robots.txt"] == 2
 
 
-async def test_a_robots_that_cannot_be_reached_forbids_for_now() -> None:
+async def test_an_unreachable_robots_forbids_temporarily() -> None:
     async with rig() as r:
         r.web.route("/robots.txt", Reply(drop=True))
         r.web.route("/*", PAGE)
@@ -285,7 +287,7 @@ async def test_a_robots_that_cannot_be_reached_forbids_for_now() -> None:
     ],
     ids=["body", "decoded", "headers"],
 )
-async def test_a_robots_beyond_our_limits_forbids_for_now_and_is_not_fetched_for_every_page(
+async def test_an_oversized_robots_forbids_temporarily_and_is_fetched_once(
     answer: Reply,
 ) -> None:
     async with rig() as r:
@@ -297,9 +299,7 @@ async def test_a_robots_beyond_our_limits_forbids_for_now_and_is_not_fetched_for
         assert r.web.counts == {"/robots.txt": 1}
 
 
-async def test_a_name_that_does_not_resolve_fails_as_such_at_once_and_says_nothing_about_its_robots() -> (
-    None
-):
+async def test_an_unresolvable_name_fails_without_a_delay_and_caches_no_robots() -> None:
     async def resolver(host: str, port: int) -> Sequence[str]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -314,12 +314,12 @@ async def test_a_name_that_does_not_resolve_fails_as_such_at_once_and_says_nothi
                 "the name does not exist",
                 None,
             )
-        assert not r.hosts.kept
+        assert not r.hosts.cached_robots
         await fetcher.close()
         guard.close()
 
 
-async def test_robots_is_followed_through_five_redirects_and_no_more() -> None:
+async def test_robots_is_followed_through_at_most_five_redirects() -> None:
     async with rig() as r:
         r.web.route("/robots.txt", to("/r1", 301))
         for i in range(1, 5):
@@ -330,7 +330,7 @@ async def test_robots_is_followed_through_five_redirects_and_no_more() -> None:
     async with rig() as r:
         r.web.route("/robots.txt", to("/robots.txt", 301))
         r.web.route("/*", PAGE)
-        assert (await r.fetch("/a")).status == 200  # there is none, says the RFC
+        assert (await r.fetch("/a")).status == 200  # RFC 9309: treat robots.txt as unavailable
         assert r.web.counts["/robots.txt"] == 6
 
 
@@ -349,16 +349,14 @@ async def test_robots_can_be_ignored_by_setting_or_for_one_host_by_exception() -
             assert (await r.fails("/a")).kind is ErrorClass.PERMANENT
 
 
-async def test_the_crawl_delay_reaches_the_pace_and_the_event_is_put_off_instead_of_waiting_with_a_permit() -> (
-    None
-):
+async def test_a_crawl_delay_sets_the_interval_and_delays_the_event_uncharged() -> None:
     async with rig() as r:
         r.web.route("/robots.txt", reply("User-agent: *\nCrawl-delay: 7\n", "text/plain"))
         r.web.route("/*", PAGE)
         with pytest.raises(Failure) as caught:
             await r.fetch("/a")
         assert (caught.value.kind, caught.value.status) == (ErrorClass.THROTTLED, None), (
-            "so it costs the event nothing"
+            "no attempt is charged"
         )
         assert "robots.txt asks for more time" in caught.value.reason
         assert r.hosts.states[r.key].crawl_delay == 7.0
@@ -367,19 +365,17 @@ async def test_the_crawl_delay_reaches_the_pace_and_the_event_is_put_off_instead
         assert r.web.counts == {"/robots.txt": 1, "/a": 1}
 
 
-async def test_the_page_waits_for_a_slot_of_its_own_after_robots_took_the_events() -> None:
+async def test_the_page_waits_for_a_second_slot_after_robots_used_the_first() -> None:
     async with rig(limits=rules.Limits(rate=1.0, jitter=0.0)) as r:
         r.web.route("/*", PAGE)
-        await r.hosts.reserve({r.key: 1})  # the event's own slot, as the worker does it
+        await r.hosts.reserve({r.key: 1})  # the event's slot, as the worker reserves it
         await r.fetch("/a")
         assert r.time.slept == [pytest.approx(1.0)]
         await r.fetch("/b")
-        assert len(r.time.slept) == 1  # robots is known now
+        assert len(r.time.slept) == 1  # robots.txt is cached now
 
 
-async def test_a_page_whose_slot_went_to_robots_is_put_off_where_the_next_is_far_and_takes_none() -> (
-    None
-):
+async def test_a_page_whose_slot_robots_used_is_delayed_if_the_next_slot_is_far() -> None:
     async with rig(limits=rules.Limits(rate=0.05, jitter=0.0), slot_wait=10.0) as r:
         r.web.route("/*", PAGE)
         await r.hosts.reserve({r.key: 1})
@@ -391,13 +387,13 @@ async def test_a_page_whose_slot_went_to_robots_is_put_off_where_the_next_is_far
         )
         assert r.time.slept == []
         assert (await r.hosts.reserve({r.key: 1}))[r.key] == [pytest.approx(r.time.now() + 20.0)], (
-            "the slot that it was told of is still free"
+            "the slot that the failure named is still free"
         )
         await r.fetch("/a")
         assert r.web.counts == {"/robots.txt": 1, "/a": 1}
 
 
-async def test_whoever_waits_for_a_slot_on_the_way_does_it_as_the_caller_wishes() -> None:
+async def test_fetch_waits_for_slots_with_the_sleep_function_of_the_caller() -> None:
     waited: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -415,7 +411,7 @@ async def test_whoever_waits_for_a_slot_on_the_way_does_it_as_the_caller_wishes(
         assert r.time.slept == []
 
 
-# -- conditions ------------------------------------------------------------------------------------
+# -- conditional requests --------------------------------------------------------------------------
 
 
 async def test_a_baseline_makes_the_request_conditional_unless_forced() -> None:
@@ -437,7 +433,7 @@ async def test_a_baseline_makes_the_request_conditional_unless_forced() -> None:
         assert "if-none-match" not in seen[2]
 
 
-async def test_a_304_nobody_asked_for_is_a_failure() -> None:
+async def test_a_304_to_an_unconditional_request_is_a_failure() -> None:
     async with rig(robots="ignore") as r:
         r.web.route("/a", Reply(304))
         assert (await r.fails("/a")).kind is ErrorClass.TRANSIENT
@@ -446,7 +442,7 @@ async def test_a_304_nobody_asked_for_is_a_failure() -> None:
 # -- redirects -------------------------------------------------------------------------------------
 
 
-async def test_redirects_are_walked_and_told() -> None:
+async def test_redirects_are_followed_and_reported_as_hops() -> None:
     async with rig() as r:
         r.web.route("/a", to("b?x=1#there", 301))
         r.web.route("/b", to("/c/../d", 308))
@@ -457,12 +453,8 @@ async def test_redirects_are_walked_and_told() -> None:
             (r.web.url("/a"), 301),
             (r.web.url("/b?x=1"), 308),
         ]
-        assert [status for _, status, _ in r.hosts.reports] == [
-            404,
-            301,
-            308,
-            200,
-        ]  # robots, and every answer
+        # The status of robots.txt, then of every response.
+        assert [status for _, status, _ in r.hosts.reports] == [404, 301, 308, 200]
 
 
 @pytest.mark.parametrize(
@@ -472,7 +464,7 @@ async def test_redirects_are_walked_and_told() -> None:
         ("http://user:secret@127.0.0.1/", "user name or password"), ("/" + "x" * 20_000, "longer than"), ("/" + "x" * 200_000, "larger than"),
     ],
 )  # fmt: skip
-async def test_a_redirect_that_leads_nowhere_is_permanent(location: str, reason: str) -> None:
+async def test_a_redirect_to_an_invalid_url_is_permanent(location: str, reason: str) -> None:
     async with rig() as r:
         r.web.route("/a", to(location))
         failure = await r.fails("/a")
@@ -481,7 +473,7 @@ async def test_a_redirect_that_leads_nowhere_is_permanent(location: str, reason:
         assert "secret" not in failure.reason
 
 
-async def test_endless_redirects_end_at_the_cap() -> None:
+async def test_endless_redirects_fail_after_ten() -> None:
     async with rig(robots="ignore") as r:
         r.web.route("/n/*", lambda q: to(f"/n/{int(q.path[3:]) + 1}"))
         failure = await r.fails("/n/0")
@@ -492,7 +484,7 @@ async def test_endless_redirects_end_at_the_cap() -> None:
         assert sum(r.web.counts.values()) == 11
 
 
-async def test_a_loop_of_two_is_seen_when_it_closes() -> None:
+async def test_a_loop_of_two_redirects_fails_after_two_requests() -> None:
     async with rig(robots="ignore") as r:
         r.web.route("/a", to("/b"))
         r.web.route("/b", to("/a"))
@@ -500,7 +492,7 @@ async def test_a_loop_of_two_is_seen_when_it_closes() -> None:
         assert sum(r.web.counts.values()) == 2
 
 
-async def test_a_redirect_inward_is_refused_before_any_contact() -> None:
+async def test_a_redirect_to_a_forbidden_address_is_refused_before_any_connection() -> None:
     async with Web(lambda q: reply(PAGE), host="127.0.0.3") as inward, rig(robots="ignore") as r:
         r.web.route("/a", to(inward.url("/secret")))
         r.web.route("/b", to(f"http://0x7f000003:{inward.port}/"))
@@ -513,7 +505,7 @@ async def test_a_redirect_inward_is_refused_before_any_contact() -> None:
         assert not inward.entries
 
 
-async def test_robots_of_the_redirects_host_is_obeyed_and_its_pace_kept() -> None:
+async def test_robots_and_rate_limit_of_a_redirects_host_apply() -> None:
     async with Web() as other, rig(limits=rules.Limits(rate=1.0, jitter=0.0)) as r:
         other.route("/robots.txt", reply("User-agent: *\nDisallow: /no\n", "text/plain"))
         other.route("/yes", PAGE)
@@ -528,7 +520,7 @@ async def test_robots_of_the_redirects_host_is_obeyed_and_its_pace_kept() -> Non
         assert all(b - a >= 1.0 for a, b in itertools.pairwise(slots))
 
 
-async def test_a_slot_too_far_away_gives_the_event_back() -> None:
+async def test_an_event_is_delayed_if_the_slot_for_its_redirect_is_far() -> None:
     async with rig(robots="ignore", limits=rules.Limits(rate=0.01, jitter=0.0)) as r:
         r.web.route("/a", to("/b"))
         await r.hosts.reserve({r.key: 1})
@@ -537,7 +529,7 @@ async def test_a_slot_too_far_away_gives_the_event_back() -> None:
         assert r.web.counts["/b"] == 0
 
 
-async def test_a_chain_that_was_put_off_goes_on_from_there_and_asks_nobody_twice() -> None:
+async def test_a_delayed_redirect_chain_continues_and_repeats_no_request() -> None:
     async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0), robots="ignore") as r:
         r.web.route("/a", to("/b"))
         r.web.route("/b", Reply(302, {"location": "/c", "set-cookie": "seen=b"}))
@@ -546,9 +538,9 @@ async def test_a_chain_that_was_put_off_goes_on_from_there_and_asks_nobody_twice
         for _ in range(2):
             failure = await r.fails("/a")
             assert failure.kind is ErrorClass.THROTTLED
-            assert await r.answer(r.event("/a")) is None, "nor without a task"
+            assert await r.answer(r.event("/a")) is None, "it needs a task"
             r.time.at += failure.after or 0.0
-            await r.hosts.reserve({r.key: 1})  # as the worker does, before it comes back
+            await r.hosts.reserve({r.key: 1})  # as the worker does before a retry
         answer = await r.fetch("/a")
         assert (answer.url, [hop.url for hop in answer.hops]) == (
             r.web.url("/c"),
@@ -556,17 +548,17 @@ async def test_a_chain_that_was_put_off_goes_on_from_there_and_asks_nobody_twice
         )
         assert r.web.counts == {"/a": 1, "/b": 1, "/c": 1}
         assert (await r.fails("/a")).kind is ErrorClass.THROTTLED, (
-            "the next time it begins at its beginning"
+            "the next fetch starts at the first URL"
         )
 
 
-async def test_a_chain_that_was_put_off_for_another_host_waits_for_a_slot_of_that() -> None:
+async def test_a_chain_delayed_for_another_host_waits_for_a_slot_of_that_host() -> None:
     async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0), robots="ignore") as r:
         other = await r.web.listen()
         r.web.route("/a", to(r.web.url("/b", port=other)))
         r.web.route("/b", PAGE)
         await r.hosts.reserve({f"127.0.0.1:{other}": 2})
-        for n in (2, 1):  # what others have before it
+        for n in (2, 1):  # slots that other events have reserved
             assert (await r.fails("/a")).after == pytest.approx(60.0 * n)
             r.time.at += 60.0
         assert (await r.fetch("/a")).status == 200
@@ -574,9 +566,7 @@ async def test_a_chain_that_was_put_off_for_another_host_waits_for_a_slot_of_tha
         assert r.hosts.slots[-1] == (f"127.0.0.1:{other}", r.time.now())
 
 
-async def test_a_page_that_is_asked_for_again_without_conditions_waits_for_a_slot_of_its_own() -> (
-    None
-):
+async def test_an_unconditional_second_request_for_a_page_waits_for_its_own_slot() -> None:
     async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0), robots="ignore") as r:
         r.web.route("/a", lambda request: tagged(request, reply(PAGE)))
         await r.hosts.reserve({r.key: 1})
@@ -587,12 +577,12 @@ async def test_a_page_that_is_asked_for_again_without_conditions_waits_for_a_slo
         r.time.at += 60.0
         await r.hosts.reserve({r.key: 1})
         assert (await r.stage.fetch(r.event("/a"), baseline)).status == 200, (
-            "and it remembers that, or it would be told 304 each time"
+            "the retry stays unconditional, or the server would answer 304 each time"
         )
         assert r.web.counts == {"/a": 2}
 
 
-async def test_a_robots_that_lies_behind_a_redirect_is_found_on_a_slow_host_too() -> None:
+async def test_a_redirected_robots_is_fetched_on_a_slow_host_too() -> None:
     async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0)) as r:
         r.web.route("/robots.txt", to("/robots-2.txt"))
         r.web.route("/robots-2.txt", reply("User-agent: *\nDisallow: /no\n", "text/plain"))
@@ -606,7 +596,7 @@ async def test_a_robots_that_lies_behind_a_redirect_is_found_on_a_slow_host_too(
         assert r.web.counts == {"/robots.txt": 1, "/robots-2.txt": 1, "/a": 1}
 
 
-async def test_credentials_stay_with_their_origin() -> None:
+async def test_credentials_are_not_sent_to_another_origin() -> None:
     seen: list[Mapping[str, str]] = []
 
     def page(request: Request) -> Reply:
@@ -638,7 +628,7 @@ async def test_credentials_stay_with_their_origin() -> None:
     [("POST", 301, "GET"), ("POST", 302, "GET"), ("POST", 303, "GET"), ("POST", 307, "POST"), ("POST", 308, "POST"),
      ("PUT", 301, "PUT"), ("PUT", 303, "GET"), ("HEAD", 303, "HEAD")],
 )  # fmt: skip
-async def test_the_method_after_a_redirect_is_as_in_browsers(
+async def test_the_method_changes_after_a_redirect_as_in_browsers(
     method: str, status: int, expected: str
 ) -> None:
     seen: list[Request] = []
@@ -660,7 +650,7 @@ async def test_the_method_after_a_redirect_is_as_in_browsers(
         assert ("content-type" in seen[0].headers) is (expected == method and body is not None)
 
 
-async def test_a_body_is_not_carried_to_another_origin() -> None:
+async def test_a_request_body_is_not_sent_to_another_origin() -> None:
     async with Web(lambda q: reply(PAGE)) as other, rig(robots="ignore") as r:
         r.web.route("/a", lambda q: to(other.url("/b"), 307))
         assert (
@@ -669,7 +659,7 @@ async def test_a_body_is_not_carried_to_another_origin() -> None:
         assert not other.entries
 
 
-async def test_https_is_not_left_for_http_unless_allowed(tmp_path: Path) -> None:
+async def test_a_redirect_from_https_to_http_is_followed_only_if_allowed(tmp_path: Path) -> None:
     key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
     subprocess.run(  # noqa: ASYNC221
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-keyout", key, "-out", cert,
@@ -726,7 +716,7 @@ async def test_a_429_blocks_the_host_and_the_next_request_is_not_sent() -> None:
         (Reply(drop=True), ErrorClass.TRANSIENT),
     ],
 )
-async def test_every_answer_has_its_verdict(answer: Reply, kind: ErrorClass) -> None:
+async def test_every_response_has_its_error_class(answer: Reply, kind: ErrorClass) -> None:
     async with rig(robots="ignore") as r:
         r.web.route("/a", answer)
         assert (await r.fails("/a")).kind is kind
@@ -736,20 +726,18 @@ async def test_every_answer_has_its_verdict(answer: Reply, kind: ErrorClass) -> 
 
 
 @pytest.fixture
-def _checked_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checked origin serves requests without a task for a second, and this machine may stop for
-    longer.
-    """
+def _target_cache_never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checked origin needs no task for 1 s. This machine may pause for longer."""
     monkeypatch.setattr("penstock.net.http._TARGET_TTL", 3600.0)
 
 
-@pytest.mark.usefixtures("_checked_for_good")
-async def test_a_request_with_nothing_to_wait_for_but_its_answer_needs_no_task() -> None:
+@pytest.mark.usefixtures("_target_cache_never_expires")
+async def test_a_request_to_a_checked_origin_with_cached_robots_needs_no_task() -> None:
     async with rig() as r:
         r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /no\n", "text/plain"))
         r.web.route("/*", PAGE)
         r.web.route("/b", lambda request: tagged(request, reply(PAGE)))
-        assert await r.answer(r.event("/a")) is None  # neither robots.txt nor the address is known
+        assert await r.answer(r.event("/a")) is None  # neither robots.txt nor the address is cached
         await r.fetch("/a")
         got = await r.answer(r.event("/b"))
         assert isinstance(got, Response)
@@ -758,9 +746,8 @@ async def test_a_request_with_nothing_to_wait_for_but_its_answer_needs_no_task()
         again = await r.answer(r.event("/b"), Baseline(etag=got.headers["etag"]))
         assert isinstance(again, Response)
         assert again.status == 304
-        assert not r.stage.is_final(
-            r.event("/b"), again
-        )  # what it stands for is not for us to know
+        # The stage does not have the page that the 304 refers to.
+        assert not r.stage.is_final(r.event("/b"), again)
         for event in (
             r.event("/no/x"),
             r.event("/c", ask=Ask(method="POST", body=b"x")),
@@ -774,10 +761,8 @@ async def test_a_request_with_nothing_to_wait_for_but_its_answer_needs_no_task()
         assert r.web.counts["/no/x"] == r.web.counts["/c"] == 0
 
 
-@pytest.mark.usefixtures("_checked_for_good")
-async def test_an_answer_that_is_not_the_last_word_is_gone_on_with_and_not_asked_for_again() -> (
-    None
-):
+@pytest.mark.usefixtures("_target_cache_never_expires")
+async def test_a_response_that_is_not_final_is_continued_and_not_requested_again() -> None:
     async with rig() as r:
         r.web.route("/*", PAGE)
         r.web.route("/a", to("/b"))
@@ -800,13 +785,12 @@ async def test_an_answer_that_is_not_the_last_word_is_gone_on_with_and_not_asked
         assert (caught.value.kind, caught.value.after) == (ErrorClass.THROTTLED, 5.0)
         assert r.hosts.reports[-1] == (r.key, 429, 5.0)
         assert r.web.counts["/busy"] == 1
-        assert not r.stage.is_final(
-            r.event("/b"), last
-        )  # of a host that is held back every answer is news
+        # Every response of a blocked host must be reported.
+        assert not r.stage.is_final(r.event("/b"), last)
 
 
-@pytest.mark.usefixtures("_checked_for_good")
-async def test_a_page_that_came_without_a_task_has_its_verdict_too() -> None:
+@pytest.mark.usefixtures("_target_cache_never_expires")
+async def test_a_page_fetched_without_a_task_is_checked_for_challenges_too() -> None:
     async with rig(robots="ignore") as r:
         r.web.route("/*", PAGE)
         r.web.route("/a", reply("<title>Just a moment...</title>"))

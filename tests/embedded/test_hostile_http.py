@@ -1,5 +1,5 @@
-"""Answers made to hurt: each is a classified failure that costs at most 64 MiB and never holds the
-loop for 100 ms. Server and client have a process each, so that what is measured is the client's.
+"""Hostile responses: each is a classified failure, needs at most 64 MiB and never blocks the loop
+for 100 ms. Server and client run in separate processes, so that only the client is measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.net.transfer import Engine
 from penstock.testing.web import Reply, Request, Web
 
 MIB = 1 << 20
-STALL = 0.1  # seconds, on a processor that inflates a megabyte of ZEROS in USUAL
+STALL = 0.1  # seconds, on a processor that inflates ZEROS (1 MiB) in USUAL seconds
 ZEROS, USUAL = zlib.compress(bytes(MIB)), 0.003
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n"
 
@@ -39,7 +39,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n"
 
 
 def _deflated(times: int = 1024) -> bytes:
-    """A gigabyte of nothing; each block ends on a byte, so one will do for all of them."""
+    """Return 1 GiB of deflated zeros. Each block ends on a byte, so one block can be repeated."""
     c = zlib.compressobj(9, wbits=-15)
     return (c.compress(bytes(MIB)) + c.flush(zlib.Z_FULL_FLUSH)) * times
 
@@ -87,7 +87,7 @@ CHUNKED_GZIP = (
     + gzip.compress(b"")[:10]
     + b"\r\n"
 )
-# What is sent, and what the client must make of it: its class and a part of its reason.
+# The response, the error class that it must have (None: any), and a part of the reason.
 ANSWERS: dict[str, tuple[Callable[[], bytes | AsyncIterator[bytes]], ErrorClass | None, str]] = {
     "gzip": (lambda: _encoded("gzip", _gzip_bomb()), ErrorClass.PERMANENT, "decoded body is larger"),
     "deflate": (lambda: _encoded("deflate", b"\x78\x9c" + _deflated()), ErrorClass.PERMANENT, "decoded body is larger"),
@@ -95,13 +95,13 @@ ANSWERS: dict[str, tuple[Callable[[], bytes | AsyncIterator[bytes]], ErrorClass 
     "br": (lambda: _encoded("br", _br_bomb()), ErrorClass.PERMANENT, "decoded body is larger"),
     "br-window": (lambda: _encoded("br", _br_bomb(24)), ErrorClass.PERMANENT, "decoded body is larger"),
     "zstd": (lambda: _encoded("zstd", _zstd_bomb()), ErrorClass.PERMANENT, "decoded body is larger"),
-    # 128 MiB of history would have to be kept
+    # The decoder would have to keep 128 MiB of history.
     "zstd-window": (lambda: _encoded("zstd", _zstd_bomb(27)), None, ""),
     "nested-gzip": (lambda: _encoded("gzip, gzip", gzip.compress(_gzip_bomb())), ErrorClass.PERMANENT, "decoded body is larger"),
     "nested-br": (lambda: _encoded("gzip, br", bytes(brotli.compress(_gzip_bomb(), quality=5))), ErrorClass.PERMANENT, "decoded body is larger"),
     "nested-zstd": (lambda: _encoded("br, zstd", zstandard.compress(_br_bomb())), ErrorClass.PERMANENT, "decoded body is larger"),
     "codings": (lambda: _encoded(", ".join(["gzip"] * 200), b"x"), ErrorClass.PERMANENT, ""),
-    # 8 MB that decode to nothing, with a checksum for each
+    # 8 MB that decode to zero bytes, with a checksum for each member.
     "members": (lambda: _encoded("gzip", gzip.compress(b"") * 400_000), None, ""),
     "frames": (lambda: _encoded("zstd", zstandard.compress(b"") * 800_000), None, ""),
     "skipped-frames": (lambda: _encoded("zstd", b"\x50\x2a\x4d\x18\0\0\0\0" * 1_000_000 + zstandard.compress(b"x")), None, ""),
@@ -116,7 +116,7 @@ ANSWERS: dict[str, tuple[Callable[[], bytes | AsyncIterator[bytes]], ErrorClass 
     "endless-extension": (lambda: _endless(CHUNKED + b"1;", b"x" * 65536), None, ""),
     "endless-trailers": (lambda: _endless(CHUNKED + b"1\r\nx\r\n0\r\n", b"X: " + b"y" * 80 + b"\r\n"), None, ""),
     "crumbs": (lambda: _endless(CHUNKED, b"2\r\nxy\r\n" * 8192), ErrorClass.PERMANENT, "large"),
-    # a block of its own for each
+    # Each chunk is a separate deflate block.
     "crumbs-gzip": (lambda: _endless(CHUNKED_GZIP, b"7\r\n\0\2\0\xfd\xffxy\r\n" * 8192), ErrorClass.PERMANENT, "large"),
     "location": (lambda: _once(b"HTTP/1.1 302 Found\r\nLocation: /" + b"a" * 200_000 + b"\r\nContent-Length: 0\r\n\r\n"), ErrorClass.PERMANENT, "headers"),
     "chunk-size": (lambda: _once(CHUNKED + b"ffffffffffffffffffffff\r\nx"), ErrorClass.TRANSIENT, ""),
@@ -176,7 +176,7 @@ def _peak() -> int:
 
 
 def _slowness() -> float:
-    """How many times slower this processor is just now than one to whom STALL applies; at least 1."""
+    """Return how many times slower this processor is now than the one of STALL, at least 1."""
     begun = time.thread_time()
     for _ in range(20):
         zlib.decompress(ZEROS)
@@ -184,19 +184,20 @@ def _slowness() -> float:
 
 
 async def _client(port: int, names: list[str], together: bool) -> None:
-    """Fetches them and prints what came of each: class, reason, worst stall of the loop at the
-    usual speed, memory beyond what there was.
+    """Fetch the responses and print each result.
+
+    A result has the class, the reason, the longest stall of the loop at the usual speed, and the
+    additional memory.
     """
     guard = Guard(parse_allow(f"127.0.0.1:{port}"))
-    # Those that are slow on purpose end by our clock, the others before it: a server that gets no
-    # processor for a while is no answer.
+    # Responses that are slow on purpose end by a short timeout. The others have a long one, because
+    # a busy machine may delay the server.
     impatient = HttpOptions(
         first_byte_timeout=20.0, total_timeout=60.0, min_rate=100.0, min_rate_span=1.5
     )
     patient = msgspec.structs.replace(impatient, first_byte_timeout=60.0, min_rate_span=60.0)
-    smaller = msgspec.structs.replace(
-        patient, max_encoded_bytes=6 * MIB, max_decoded_bytes=6 * MIB
-    )  # crumbs take their time
+    # Responses in tiny chunks take long, so they have smaller limits.
+    smaller = msgspec.structs.replace(patient, max_encoded_bytes=6 * MIB, max_decoded_bytes=6 * MIB)
     fetchers = (
         CurlFetcher(guard, patient),
         CurlFetcher(guard, smaller),
@@ -207,7 +208,7 @@ async def _client(port: int, names: list[str], together: bool) -> None:
     async def watch() -> None:
         nonlocal worst
         while True:
-            before = time.thread_time()  # what others do on this machine is no stall of ours
+            before = time.thread_time()  # does not count the time of other processes
             await asyncio.sleep(0.002)
             worst = max(worst, time.thread_time() - before)
 
@@ -220,13 +221,13 @@ async def _client(port: int, names: list[str], together: bool) -> None:
             return str(e.kind), e.reason
         return "", f"{answer.status}, {len(answer.body)} bytes"
 
-    await fetch("cut-gzip")  # what the first exchange of a process loads is not counted
+    await fetch("cut-gzip")  # the imports of the first exchange are not counted
     watcher = asyncio.create_task(watch())
-    drips = [name for name in names if "drip" in name]  # they take seconds, and nobody's time
+    drips = [name for name in names if "drip" in name]  # slow, but need no CPU
     for group in [names] if together else [*([name] for name in names if name not in drips), drips]:
         slowness = _slowness()
         await asyncio.sleep(0.01)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         start, worst = _peak(), 0.0
         answers = await asyncio.gather(*(fetch(name) for name in group))
         await asyncio.sleep(0.01)
@@ -270,7 +271,7 @@ def fetched(port: int, names: list[str], *, together: bool = False) -> list[dict
 @pytest.fixture(scope="module")
 def results(port: int) -> dict[str, dict[str, Any]]:
     found = {row["name"]: row for row in fetched(port, list(ANSWERS))}
-    for _ in range(4):  # a machine that others use stalls too; what is ours stalls every time
+    for _ in range(4):  # a busy machine may also stall the loop
         again = [name for name, row in found.items() if row["stall"] > STALL]
         for row in fetched(port, again) if again else []:
             found[row["name"]] = min(row, found[row["name"]], key=lambda r: r["stall"])
@@ -279,7 +280,7 @@ def results(port: int) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
-def test_a_hostile_answer_is_a_classified_failure_that_costs_little_and_stalls_nobody(
+def test_a_hostile_response_is_classified_with_little_memory_and_no_stall(
     name: str, results: dict[str, dict[str, Any]]
 ) -> None:
     _, kind, reason = ANSWERS[name]
@@ -287,14 +288,14 @@ def test_a_hostile_answer_is_a_classified_failure_that_costs_little_and_stalls_n
     if kind is not None:
         assert row["kind"] == kind, row
         assert reason in row["reason"]
-    elif not row["kind"]:  # it may be harmless: what it is not allowed is below
+    elif not row["kind"]:  # accepted as a page
         assert row["reason"].endswith(" bytes"), row
     assert row["stall"] <= STALL, row
     assert row["memory"] <= 64 * MIB, row
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
-def test_all_of_them_at_once_stall_nobody_either(port: int) -> None:
+def test_all_hostile_responses_together_do_not_stall_the_loop(port: int) -> None:
     rounds = []
     for _ in range(5):
         rows = fetched(port, [name for name in ANSWERS if "drip" not in name], together=True)
@@ -305,7 +306,7 @@ def test_all_of_them_at_once_stall_nobody_either(port: int) -> None:
     pytest.fail(f"stalls of {rounds} s")
 
 
-async def test_a_transfer_that_rests_again_and_again_loses_nothing(
+async def test_a_transfer_that_is_paused_repeatedly_loses_no_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = 0
@@ -338,7 +339,7 @@ async def test_a_transfer_that_rests_again_and_again_loses_nothing(
         guard = Guard(parse_allow(f"127.0.0.1:{web.port}"))
         fetcher = CurlFetcher(guard, HttpOptions())
         for coding in ("plain", "gzip", "chunked"):
-            for _ in range(2):  # new connections, and used ones
+            for _ in range(2):  # new connections, then reused ones
                 found = await asyncio.gather(
                     *(fetcher.fetch(web.url(f"/{n}?{coding}")) for n in range(len(bodies)))
                 )
@@ -349,7 +350,7 @@ async def test_a_transfer_that_rests_again_and_again_loses_nothing(
 
 
 @pytest.mark.parametrize("coding", ["plain", "gzip"])
-async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_arrive(
+async def test_bodies_in_progress_stay_within_the_memory_limit_and_all_complete(
     coding: str,
 ) -> None:
     size, room, last = 800_000, 2_000_000, asyncio.Event()
@@ -374,16 +375,15 @@ async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_
         fetcher = CurlFetcher(guard, HttpOptions(max_held_bytes=room))
         asking = [asyncio.create_task(fetcher.fetch(web.url(f"/{n}"))) for n in range(len(bodies))]
         held = [0]
-        while (
-            len(held) < 5 or len(set(held[-5:])) > 1 or held[-1] < room / 2
-        ):  # until nothing more comes
+        # Wait until the sizes stay constant.
+        while len(held) < 5 or len(set(held[-5:])) > 1 or held[-1] < room / 2:
             await asyncio.sleep(0.1)
             assert fetcher._opened is not None
-            under_way = fetcher._opened[1].active.values()
+            in_progress = fetcher._opened[1].active.values()
             held.append(
                 sum(
                     ex.size if ex.decoder is None else len(b"".join(ex.decoder._parts))
-                    for ex in under_way
+                    for ex in in_progress
                 )
             )
         assert room / 2 < max(held) < room + 2 * size
@@ -420,7 +420,7 @@ async def test_bodies_under_way_take_no_more_room_than_there_is_and_all_of_them_
         "utf-8\r\nX: y",
     ],
 )
-def test_a_wrong_charset_is_text_all_the_same(charset: str) -> None:
+def test_a_page_with_a_wrong_charset_is_decoded_as_text(charset: str) -> None:
     body = (
         "<title>Käse 茶</title>".encode()
         + bytes(range(256))
@@ -430,7 +430,7 @@ def test_a_wrong_charset_is_text_all_the_same(charset: str) -> None:
         "http://shop.test/", body, headers={"Content-Type": f"text/html; charset={charset}"}
     )
     assert isinstance(page.text, str)
-    page.text.encode("utf-8")  # no half of a pair, which no sink would take
+    page.text.encode("utf-8")  # no lone surrogate, which no sink accepts
     for found in (page.css("title::text").get(), page.xpath("//title/text()").get()):
         assert found is None or isinstance(found, str)
 

@@ -1,6 +1,4 @@
-"""The HTTP client against real sockets: honest servers, hostile bytes, proxies, and addresses that
-must never be dialled.
-"""
+"""The HTTP client with real sockets: normal and hostile servers, proxies, forbidden addresses."""
 
 from __future__ import annotations
 
@@ -34,14 +32,14 @@ Answer = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 
 
 class Server:
-    """Raw sockets: the test writes every byte. Counts connections and keeps the heads it was sent."""
+    """A raw socket server: the test writes every byte. Counts connections, stores request heads."""
 
     def __init__(self, answer: Answer | bytes) -> None:
         self.answer = answer
         self.connections = 0
         self.heads: list[bytes] = []
         self.port = 0
-        self._news = asyncio.Event()
+        self._request_arrived = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -53,7 +51,7 @@ class Server:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 self.heads.append(head)
-                self._news.set()
+                self._request_arrived.set()
                 if isinstance(self.answer, bytes):
                     writer.write(self.answer)
                     await writer.drain()
@@ -66,10 +64,10 @@ class Server:
             writer.close()
 
     async def arrived(self, n: int) -> None:
-        """Wait for that many requests."""
+        """Wait until the server has received `n` requests."""
         while len(self.heads) < n:
-            self._news.clear()
-            await self._news.wait()
+            self._request_arrived.clear()
+            await self._request_arrived.wait()
 
     def stop(self) -> None:
         for task in self._tasks:
@@ -77,7 +75,7 @@ class Server:
 
 
 class _Done(Exception):
-    """The script closes the connection."""
+    """Raised by an answer function to close the connection."""
 
 
 @contextlib.asynccontextmanager
@@ -129,10 +127,10 @@ def ok(body: bytes, *headers: bytes) -> bytes:
     )
 
 
-# -- honest servers --------------------------------------------------------------------------------
+# -- normal servers --------------------------------------------------------------------------------
 
 
-async def test_an_exchange_has_everything_in_it() -> None:
+async def test_a_response_has_status_body_headers_peer_and_times() -> None:
     async with (
         server(
             ok(b"<p>hello</p>", b"X-One: 1", b"x-one: 2", b"Set-Cookie: a=1", b"Set-Cookie: b=2, c")
@@ -163,7 +161,7 @@ async def test_connections_are_kept_alive_and_handles_are_reused() -> None:
         assert s.connections == before <= 20
 
 
-async def test_a_name_is_dialled_at_its_checked_address_and_its_connection_kept() -> None:
+async def test_a_name_is_connected_at_its_checked_address_and_the_connection_reused() -> None:
     async with server(ok(b"hi")) as s, client(s.port, names={"shop.test": ["127.0.0.1"]}) as c:
         for _ in range(3):
             r = await c.fetch(f"http://shop.test:{s.port}/")
@@ -172,7 +170,7 @@ async def test_a_name_is_dialled_at_its_checked_address_and_its_connection_kept(
         assert f"Host: shop.test:{s.port}".encode() in s.heads[0]
 
 
-async def test_a_name_is_tried_at_its_next_address_and_the_good_one_is_remembered() -> None:
+async def test_the_next_address_of_a_name_is_tried_and_the_working_one_is_cached() -> None:
     async with server(ok(b"hi"), host="127.0.0.3") as s:
         async with client(
             names={"shop.test": ["127.0.0.2", "127.0.0.3"]}, allow="127.0.0.0/8:*"
@@ -195,7 +193,7 @@ async def test_encoded_bodies_are_decoded(name: str) -> None:
         assert (await c.fetch(f"http://127.0.0.1:{s.port}/")).body == body
 
 
-async def test_a_304_or_a_head_has_no_body_to_decode() -> None:
+async def test_a_304_or_a_head_response_has_an_empty_body() -> None:
     async with (
         server(b"HTTP/1.1 304 Not Modified\r\nContent-Encoding: gzip\r\nETag: x\r\n\r\n") as s,
         client(s.port) as c,
@@ -210,7 +208,7 @@ async def test_a_304_or_a_head_has_no_body_to_decode() -> None:
         assert (await c.fetch(f"http://127.0.0.1:{s.port}/", method="HEAD")).body == b""
 
 
-async def test_a_body_is_sent_and_nothing_of_it_stays_on_the_handle() -> None:
+async def test_a_request_body_is_sent_and_not_repeated_in_the_next_request() -> None:
     bodies: list[bytes] = []
 
     async def answer(
@@ -267,7 +265,7 @@ async def test_a_body_is_sent_and_nothing_of_it_stays_on_the_handle() -> None:
         ("GET", {"Content-Length": "5"}), ("GET", {"Transfer-Encoding": "chunked"}), ("GET", {"X": "\ud800"}),
     ],
 )  # fmt: skip
-async def test_a_request_that_would_say_something_else_is_not_sent(
+async def test_a_request_with_an_invalid_method_or_header_is_not_sent(
     method: str, headers: dict[str, str]
 ) -> None:
     async with server(ok(b"")) as s, client(s.port) as c:
@@ -278,7 +276,7 @@ async def test_a_request_that_would_say_something_else_is_not_sent(
         assert s.connections == 0
 
 
-async def test_interim_answers_and_trailers_are_not_the_answer() -> None:
+async def test_interim_responses_and_trailers_are_not_part_of_the_response() -> None:
     raw = (
         b"HTTP/1.1 103 Early Hints\r\nLink: </a.css>\r\n\r\nHTTP/1.1 200 OK\r\nX-Real: yes\r\nTransfer-Encoding: chunked\r\nTrailer: X-Late\r\n\r\n"
         b"5\r\nhello\r\n0\r\nX-Late: 1\r\n\r\n"
@@ -289,7 +287,7 @@ async def test_interim_answers_and_trailers_are_not_the_answer() -> None:
         assert "link" not in r.headers
 
 
-def test_a_head_is_parsed_once_and_leniently() -> None:
+def test_a_malformed_head_is_parsed_leniently_and_a_cut_one_is_refused() -> None:
     lines = [
         b"HTTP/2 204 \r\n",
         b"A: 1\r\n",
@@ -324,11 +322,11 @@ def test_a_head_is_parsed_once_and_leniently() -> None:
         [b"Long: " + b"x" * 1000 + b"\r\n"],
     ],
 )
-def test_a_head_means_the_same_alone_and_after_an_interim_one(fields: list[bytes]) -> None:
-    """Alone it is read line by line, with lines remembered; after another it is read as a whole."""
+def test_a_head_is_parsed_alike_alone_and_after_an_interim_head(fields: list[bytes]) -> None:
+    """A single head takes the fast path with cached lines. After an interim head, it does not."""
     lines = [b"HTTP/1.1 200 OK\r\n", *fields, b"\r\n"]
-    whole = parse_head([b"HTTP/1.1 103 Early Hints\r\n", b"\r\n", *lines])
-    assert parse_head(lines) == parse_head(lines) == whole
+    after_interim = parse_head([b"HTTP/1.1 103 Early Hints\r\n", b"\r\n", *lines])
+    assert parse_head(lines) == parse_head(lines) == after_interim
 
 
 # -- limits ----------------------------------------------------------------------------------------
@@ -347,7 +345,7 @@ def _bomb(name: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["gzip", "br", "zstd", "gzip, gzip"])
-async def test_a_gigabyte_bomb_ends_the_transfer_without_the_memory_and_without_a_stall(
+async def test_a_gigabyte_bomb_fails_without_much_memory_and_without_a_stall(
     name: str,
 ) -> None:
     first, *more = name.split(", ")
@@ -359,14 +357,13 @@ async def test_a_gigabyte_bomb_ends_the_transfer_without_the_memory_and_without_
     async def watch() -> None:
         nonlocal worst
         while True:
-            t = time.thread_time()  # what others do on this machine is no stall of ours
+            t = time.thread_time()  # does not count the time of other processes
             await asyncio.sleep(0.005)
             worst = max(worst, time.thread_time() - t)
 
     async with server(ok(bomb, b"Content-Encoding: " + name.encode())) as s, client(s.port) as c:
-        for _ in range(
-            5
-        ):  # not all that a machine does without us is kept out of our time: what is ours stalls every time
+        # A busy machine may also stall the loop. A stall of the client would occur every time.
+        for _ in range(5):
             before, worst = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0.0
             watcher = asyncio.create_task(watch())
             failure = await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))
@@ -379,7 +376,7 @@ async def test_a_gigabyte_bomb_ends_the_transfer_without_the_memory_and_without_
         pytest.fail(f"a stall of {worst:.3f} s")
 
 
-async def test_a_body_over_the_limit_ends_whether_it_says_so_or_not() -> None:
+async def test_a_body_over_the_limit_fails_with_and_without_content_length() -> None:
     async def endless(
         head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -412,7 +409,7 @@ async def test_a_body_over_the_limit_ends_whether_it_says_so_or_not() -> None:
         b"junk%d" + b"j" * 5000,
     ],
 )
-async def test_endless_headers_end_the_transfer(line: bytes) -> None:
+async def test_endless_headers_fail_before_the_timeout(line: bytes) -> None:
     async def endless(
         head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -434,7 +431,7 @@ async def test_headers_over_the_limit_are_permanent() -> None:
         assert (failure.kind, "headers" in failure.reason) == (ErrorClass.PERMANENT, True)
 
 
-async def test_each_time_out_has_its_own_reason() -> None:
+async def test_each_timeout_has_its_own_reason() -> None:
     async def silent(
         head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -461,7 +458,7 @@ async def test_each_time_out_has_its_own_reason() -> None:
             ErrorClass.TRANSIENT,
             "not finished in time: 0.4 s",
         )
-    # A full backlog swallows the handshake: a connection that never comes.
+    # With a full backlog, the kernel does not complete the handshake.
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -483,22 +480,18 @@ async def test_each_time_out_has_its_own_reason() -> None:
 
 @pytest.mark.parametrize("short", ["connect_timeout", "total_timeout"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_the_time_that_we_stood_still_ourselves_is_not_held_against_the_server(
-    short: str, loop: str
-) -> None:
-    """A process that was suspended, or starved of its processor: whatever answered meanwhile is
-    there to be read.
-    """
+def test_a_pause_of_this_process_does_not_count_towards_timeouts(short: str, loop: str) -> None:
+    """If this process was suspended, a response that arrived in that time is still read."""
     import uvloop
 
-    def stand_still() -> None:
+    def block_the_loop() -> None:
         time.sleep(1.5)
 
     async def answer(
         head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if short == "total_timeout":
-            stand_still()
+            block_the_loop()
         writer.write(ok(b"in time"))
 
     async def main() -> None:
@@ -506,7 +499,7 @@ def test_the_time_that_we_stood_still_ourselves_is_not_held_against_the_server(
             asked = asyncio.create_task(c.fetch(f"http://127.0.0.1:{s.port}/"))
             await asyncio.sleep(0)
             if short == "connect_timeout":
-                stand_still()
+                block_the_loop()
             assert (await asked).body == b"in time"
 
     (uvloop.run if loop == "uvloop" else asyncio.run)(main())
@@ -535,7 +528,9 @@ def test_the_time_that_we_stood_still_ourselves_is_not_held_against_the_server(
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 7\r\n\r\nhello", None),
     ],
 )  # fmt: skip
-async def test_broken_answers_are_classified_failures(raw: bytes, kind: ErrorClass | None) -> None:
+async def test_broken_responses_are_classified_failures(
+    raw: bytes, kind: ErrorClass | None
+) -> None:
     async def answer(
         head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -544,7 +539,7 @@ async def test_broken_answers_are_classified_failures(raw: bytes, kind: ErrorCla
         raise _Done
 
     async with server(answer) as s, client(s.port, total_timeout=40.0) as c:
-        if kind is None:  # odd, and either way will do, as long as it is one of the two
+        if kind is None:  # a page or a Failure, nothing worse
             with contextlib.suppress(Failure):
                 assert (await c.fetch(f"http://127.0.0.1:{s.port}/")).status < 1000
             return
@@ -552,7 +547,7 @@ async def test_broken_answers_are_classified_failures(raw: bytes, kind: ErrorCla
         assert failure.kind is kind, failure.reason
 
 
-async def test_a_half_closed_socket_ends_what_it_was_saying() -> None:
+async def test_a_half_closed_connection_fails_with_an_early_end() -> None:
     async def answer(
         head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -565,7 +560,7 @@ async def test_a_half_closed_socket_ends_what_it_was_saying() -> None:
         assert (failure.kind, failure.reason) == (ErrorClass.TRANSIENT, "the body ended early")
 
 
-async def test_a_connection_the_server_dropped_while_idle_is_not_an_error() -> None:
+async def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> None:
     writers: list[asyncio.StreamWriter] = []
 
     async def answer(
@@ -585,7 +580,7 @@ async def test_a_connection_the_server_dropped_while_idle_is_not_an_error() -> N
 # -- lifetime --------------------------------------------------------------------------------------
 
 
-async def test_cancelling_closes_the_connection_and_frees_the_handle() -> None:
+async def test_cancelling_a_fetch_closes_its_connection_and_frees_its_handle() -> None:
     closed = asyncio.Event()
 
     async def answer(
@@ -601,33 +596,33 @@ async def test_cancelling_closes_the_connection_and_frees_the_handle() -> None:
     async with server(answer) as s, client(s.port) as c:
         task = asyncio.create_task(c.fetch(f"http://127.0.0.1:{s.port}/slow"))
         await s.arrived(1)
-        await asyncio.sleep(0.05)  # some of the body is there too
+        await asyncio.sleep(0.05)  # a part of the body has arrived too
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.wait_for(closed.wait(), 5)
         r = await c.fetch(f"http://127.0.0.1:{s.port}/")
-        assert r.body == b"fine"  # and nothing of the part that came before
+        assert r.body == b"fine"  # without bytes of the cancelled response
 
 
 @pytest.fixture
-def _checked_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checked origin serves `begin` for a second, and this machine may stop for longer."""
+def _target_cache_never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checked origin is cached for 1 s. This machine may pause for longer."""
     monkeypatch.setattr("penstock.net.http._TARGET_TTL", 3600.0)
 
 
-async def begun(c: CurlFetcher, url: str) -> Response | BaseException | None:
+async def fetch_without_task(c: CurlFetcher, url: str) -> Response | BaseException | None:
     future: asyncio.Future[Response | BaseException] = asyncio.get_running_loop().create_future()
     return await future if c.begin(url, {}, future.set_result) is not None else None
 
 
-@pytest.mark.usefixtures("_checked_for_good")
-async def test_without_a_task_only_an_origin_that_the_guard_has_checked_is_asked() -> None:
+@pytest.mark.usefixtures("_target_cache_never_expires")
+async def test_begin_requests_only_origins_that_the_guard_has_checked() -> None:
     async with server(ok(b"fine")) as s, client(s.port) as c:
         base = f"http://127.0.0.1:{s.port}"
-        assert await begun(c, f"{base}/a") is None
+        assert await fetch_without_task(c, f"{base}/a") is None
         await c.fetch(f"{base}/a")
-        got = await begun(c, f"{base}/b")
+        got = await fetch_without_task(c, f"{base}/b")
         assert isinstance(got, Response)
         assert (got.url, got.body) == (f"{base}/b", b"fine")
         for other in (
@@ -638,13 +633,13 @@ async def test_without_a_task_only_an_origin_that_the_guard_has_checked_is_asked
             f"http://127.0.0.1:{s.port + 1}/",
             base,
         ):
-            assert await begun(c, other) is None
+            assert await fetch_without_task(c, other) is None
         assert len(s.heads) == 2
     assert c.begin(f"{base}/c", {}, print) is None  # closed
 
 
-@pytest.mark.usefixtures("_checked_for_good")
-async def test_without_a_task_a_name_is_tried_at_its_next_address_where_nobody_answers() -> None:
+@pytest.mark.usefixtures("_target_cache_never_expires")
+async def test_begin_tries_the_next_address_if_one_does_not_answer() -> None:
     async with (
         server(ok(b"hi"), host="127.0.0.3") as s,
         client(names={"shop.test": ["127.0.0.3", "127.0.0.2"]}, allow="127.0.0.0/8:*") as c,
@@ -652,13 +647,13 @@ async def test_without_a_task_a_name_is_tried_at_its_next_address_where_nobody_a
         url = f"http://shop.test:{s.port}/"
         await c.fetch(url)
         c._preferred["shop.test"] = "127.0.0.2"
-        got = await begun(c, url)
+        got = await fetch_without_task(c, url)
         assert isinstance(got, Response)
         assert (got.body, got.peer) == (b"hi", f"127.0.0.3:{s.port}")
 
 
-@pytest.mark.usefixtures("_checked_for_good")
-async def test_without_a_task_a_request_can_be_cancelled_and_says_so() -> None:
+@pytest.mark.usefixtures("_target_cache_never_expires")
+async def test_begin_can_be_cancelled_and_reports_a_cancelled_error() -> None:
     closed = asyncio.Event()
 
     async def answer(
@@ -673,18 +668,18 @@ async def test_without_a_task_a_request_can_be_cancelled_and_says_so() -> None:
     async with server(answer) as s, client(s.port) as c:
         url = f"http://127.0.0.1:{s.port}/"
         await c.fetch(url)
-        heard: list[Response | BaseException] = []
-        handle = c.begin(f"{url}slow", {}, heard.append)
+        results: list[Response | BaseException] = []
+        handle = c.begin(f"{url}slow", {}, results.append)
         assert handle is not None
         await s.arrived(2)
         handle.cancel()
-        assert [type(one) for one in heard] == [asyncio.CancelledError]
+        assert [type(one) for one in results] == [asyncio.CancelledError]
         await asyncio.wait_for(closed.wait(), 5)
-        assert isinstance(await begun(c, url), Response)
-        assert len(heard) == 1
+        assert isinstance(await fetch_without_task(c, url), Response)
+        assert len(results) == 1
 
 
-async def test_closing_ends_what_is_under_way_and_leaks_no_descriptor() -> None:
+async def test_closing_fails_requests_in_progress_and_leaks_no_descriptor() -> None:
     async def silent(
         head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -701,11 +696,11 @@ async def test_closing_ends_what_is_under_way_and_leaks_no_descriptor() -> None:
             assert (await failing(c.fetch(f"http://127.0.0.1:{s.port}/"))).kind is ErrorClass.OURS
         s.stop()
         async with asyncio.timeout(10):
-            while len(os.listdir("/proc/self/fd")) > before:  # noqa: ASYNC110 (the loop closes them in its own time)
+            while len(os.listdir("/proc/self/fd")) > before:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
-async def test_hundreds_of_connections_at_once() -> None:
+async def test_hundreds_of_concurrent_connections_succeed() -> None:
     async def answer(
         head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -722,8 +717,8 @@ async def test_hundreds_of_connections_at_once() -> None:
 # -- forbidden addresses ---------------------------------------------------------------------------
 
 
-async def test_forbidden_addresses_are_never_dialled() -> None:
-    """Every spelling of a loopback listener that is not on the allow-list: not one connection."""
+async def test_forbidden_addresses_are_never_connected() -> None:
+    """No spelling of a loopback address that is not on the allow list gets a connection."""
     async with server(ok(b"secret")) as s, server(ok(b"fine")) as allowed:
         names = {
             "inward.test": ["127.0.0.1"],
@@ -760,7 +755,7 @@ async def test_forbidden_addresses_are_never_dialled() -> None:
         assert s.connections == 0
 
 
-async def test_a_name_that_turns_inward_later_is_not_followed() -> None:
+async def test_a_name_that_later_resolves_to_a_forbidden_address_is_refused() -> None:
     async with server(ok(b"secret"), host="127.0.0.2") as s:
         answers = iter([["127.0.0.3"], ["127.0.0.2"]])
 
@@ -769,15 +764,15 @@ async def test_a_name_that_turns_inward_later_is_not_followed() -> None:
 
         guard = Guard(parse_allow(f"127.0.0.3:{s.port}"), resolver=resolver, ttl=0.0)
         c = CurlFetcher(guard)
-        first = await failing(c.fetch(f"http://rebind.test:{s.port}/"))  # nobody listens there
+        first = await failing(c.fetch(f"http://rebind.test:{s.port}/"))  # no server listens there
         assert first.kind is ErrorClass.TRANSIENT
-        c._targets.clear()  # as a second later
+        c._targets.clear()  # as after 1 s
         second = await failing(c.fetch(f"http://rebind.test:{s.port}/"))
         assert (second.kind, s.connections) == (ErrorClass.PERMANENT, 0)
         await c.close()
 
 
-async def test_the_environment_turns_no_request_elsewhere(
+async def test_proxy_variables_and_netrc_are_ignored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with server(ok(b"direct")) as s, server(ok(b"proxied")) as p, client(s.port, p.port) as c:
@@ -811,7 +806,7 @@ def _tls(certificate: tuple[str, str]) -> ssl.SSLContext:
     return context
 
 
-async def test_tls_is_verified_by_name_though_the_address_is_dialled(
+async def test_tls_is_verified_by_name_although_the_address_is_connected(
     certificate: tuple[str, str],
 ) -> None:
     names = {"shop.test": ["127.0.0.1"], "other.test": ["127.0.0.1"]}
@@ -829,7 +824,7 @@ async def test_tls_is_verified_by_name_though_the_address_is_dialled(
         assert len(s.heads) == 3
 
 
-async def test_https_to_a_server_that_speaks_plain_http_is_permanent() -> None:
+async def test_https_to_a_plain_http_server_is_permanent() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await reader.read()
@@ -876,11 +871,11 @@ async def _http_proxy(
         writer.write(b"HTTP/1.1 407 Who are you\r\nContent-Length: 0\r\n\r\n")
         return
     host, _, port = target.decode().rpartition(":")
-    writer.write(b"HTTP/1.1 200 Go on\r\nX-Proxy: yes\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 Connected\r\nX-Proxy: yes\r\n\r\n")
     await _tunnel(reader, writer, host.strip("[]"), int(port))
 
 
-async def test_an_http_proxy_is_given_the_checked_address_never_the_name() -> None:
+async def test_an_http_proxy_gets_the_checked_address_and_never_the_name() -> None:
     async with (
         server(ok(b"through")) as s,
         server(_http_proxy) as p,
@@ -893,25 +888,25 @@ async def test_an_http_proxy_is_given_the_checked_address_never_the_name() -> No
             assert r.body == b"through"
             assert "x-proxy" not in r.headers
         assert r.peer == f"127.0.0.1:{p.port}"
+        # The tunnel of ann is reused, but not for bob.
         assert [h.split(b"\r\n")[0] for h in p.heads] == [
             b"CONNECT 127.0.0.1:%d HTTP/1.1" % s.port
-        ] * 2  # ann's tunnel is kept, and is not bob's
+        ] * 2
         assert all(b"shop.test" not in h for h in p.heads)
         assert base64.b64encode(b"ann:p@ss") in p.heads[0]
         assert b"Host: shop.test" in s.heads[0]
         assert b"Proxy-" not in s.heads[0]
-        assert (
-            await c.fetch(f"http://shop.test:{s.port}/x")
-        ).peer == f"127.0.0.1:{s.port}"  # the handle has forgotten its proxy
+        # A reused handle does not keep its proxy.
+        assert (await c.fetch(f"http://shop.test:{s.port}/x")).peer == f"127.0.0.1:{s.port}"
         failure = await failing(
             c.fetch(f"http://shop.test:{s.port}/x", proxy=f"http://127.0.0.1:{p.port}")
         )
         assert (failure.kind, "407" in failure.reason) == (ErrorClass.BLOCKED, True)
 
 
-async def test_a_proxy_that_is_not_there_is_transient_and_nothing_goes_direct() -> None:
+async def test_an_unreachable_proxy_is_transient_and_no_request_is_sent_directly() -> None:
     async with server(ok(b"direct")) as s:
-        with socket.socket() as taken:  # by us, who do not listen: nobody else does either
+        with socket.socket() as taken:  # bound but not listening, so no process listens there
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
             async with client(s.port, port) as c:
@@ -972,7 +967,7 @@ async def socks_proxy(asked: list[tuple[int, str, int]]) -> AsyncIterator[int]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_socks_proxy_is_given_the_checked_address_and_a_name_only_by_exception() -> None:
+async def test_a_socks_proxy_gets_the_checked_address_unless_remote_dns_is_set() -> None:
     asked: list[tuple[int, str, int]] = []
     async with server(ok(b"through")) as s, socks_proxy(asked) as port:
         async with client(s.port, port, names={"shop.test": ["127.0.0.1"]}) as c:
@@ -1000,7 +995,7 @@ async def test_a_socks_proxy_is_given_the_checked_address_and_a_name_only_by_exc
             assert failure.kind is ErrorClass.PERMANENT
 
 
-async def test_neither_a_forbidden_target_nor_a_forbidden_proxy_is_contacted() -> None:
+async def test_a_forbidden_target_or_proxy_gets_no_connection() -> None:
     async with server(ok(b"secret")) as s, server(_http_proxy) as p:
         async with client(p.port, names={"inward.test": ["127.0.0.1"]}) as c:
             failure = await failing(
@@ -1045,18 +1040,18 @@ async def test_an_https_proxy_is_verified_by_its_name(certificate: tuple[str, st
         "http://user:pa$$@[::1:80",
     ],
 )
-def test_a_bad_proxy_is_named_without_its_secrets(dsn: str) -> None:
+def test_the_error_of_a_bad_proxy_url_does_not_contain_its_password(dsn: str) -> None:
     with pytest.raises(Failure) as caught:
         parse_proxy(dsn)
     assert caught.value.kind is ErrorClass.OURS
     assert "pa$$" not in caught.value.reason
 
 
-# -- loops -----------------------------------------------------------------------------------------
+# -- event loops -----------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="uvloop")
-def test_it_works_on_uvloop() -> None:
+def test_the_client_works_on_uvloop() -> None:
     import uvloop
 
     async def main() -> None:

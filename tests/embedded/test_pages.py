@@ -1,6 +1,4 @@
-"""The page store: bytes that come back unchanged, stay as long as they should and no longer, and
-survive full disks, kills and damage.
-"""
+"""The page store: unchanged bytes, retention, full disks, killed processes and damaged files."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 @contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
-    """The kernel refuses the write, as a full disk does."""
+    """Limit the file size, so that the kernel refuses a write as it does on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -101,7 +99,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-async def test_bytes_come_back_unchanged(rig: Rig) -> None:
+async def test_stored_pages_are_returned_unchanged(rig: Rig) -> None:
     bodies = [
         b"",
         b"\x00",
@@ -113,15 +111,15 @@ async def test_bytes_come_back_unchanged(rig: Rig) -> None:
     ids = await rig.put(*bodies)
     assert [await rig.store.get(i) for i in ids] == bodies
     again = rig.other()
-    assert [await again.store.get(i) for i in ids] == bodies, "by another process too"
+    assert [await again.store.get(i) for i in ids] == bodies, "in another process too"
 
 
-async def test_what_is_not_there_is_none(rig: Rig) -> None:
+async def test_get_returns_none_for_an_unknown_page(rig: Rig) -> None:
     for unknown in (page_id(b"x"), "", "not hex", "ab", "é"):
         assert await rig.store.get(unknown) is None
 
 
-async def test_a_page_is_stored_once_whoever_brings_it(rig: Rig) -> None:
+async def test_a_page_is_stored_once_for_all_workers(rig: Rig) -> None:
     body = noise(100_000)
     await rig.put(body, body)
     size = rig.packed()
@@ -137,13 +135,13 @@ async def test_a_page_is_stored_once_whoever_brings_it(rig: Rig) -> None:
     assert await rig.store.get(page_id(body)) == body
 
 
-async def test_an_id_can_be_found_by_how_it_begins(rig: Rig) -> None:
+async def test_a_page_id_is_found_by_its_prefix(rig: Rig) -> None:
     (id_,) = await rig.put(b"x")
     assert await rig.db.read(lambda tx: rig.store.find_in(tx, id_[:7])) == [id_]
     assert await rig.db.read(lambda tx: rig.store.find_in(tx, "zz")) == []
 
 
-async def test_a_segment_that_is_full_is_followed_by_another(
+async def test_a_full_segment_is_followed_by_a_new_one(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 10_000)
@@ -152,7 +150,7 @@ async def test_a_segment_that_is_full_is_followed_by_another(
     assert [await rig.store.get(i) for i in ids] == [noise(6_000, i) for i in range(6)]
 
 
-async def test_a_worker_that_comes_back_under_its_name_overwrites_nothing(rig: Rig) -> None:
+async def test_a_restarted_worker_with_the_same_name_overwrites_no_page(rig: Rig) -> None:
     (first,) = await rig.put(b"first")
     rig.store.close()
     again = rig.other("w1")
@@ -164,7 +162,7 @@ async def test_a_worker_that_comes_back_under_its_name_overwrites_nothing(rig: R
 # -- failures --------------------------------------------------------------------------------------
 
 
-async def test_a_full_disk_is_an_outage_and_the_page_is_stored_when_there_is_room(rig: Rig) -> None:
+async def test_a_full_disk_is_an_outage_and_the_page_is_stored_later(rig: Rig) -> None:
     await rig.put(b"before")
     body = noise(200_000)
     with files_no_larger_than(50_000), pytest.raises(StoreUnavailable, match="cannot write pages"):
@@ -177,7 +175,7 @@ async def test_a_full_disk_is_an_outage_and_the_page_is_stored_when_there_is_roo
     ]
 
 
-async def test_a_directory_that_cannot_be_made_is_an_outage(tmp_path: Path) -> None:
+async def test_a_directory_that_cannot_be_created_is_an_outage(tmp_path: Path) -> None:
     (tmp_path / "pages").write_text("a file is in the way")
     rig = Rig(tmp_path / "pages")
     for _ in range(2):
@@ -188,7 +186,7 @@ async def test_a_directory_that_cannot_be_made_is_an_outage(tmp_path: Path) -> N
     rig.store.close()
 
 
-async def test_a_kill_between_the_bytes_and_their_row_leaves_nothing_visible_and_no_waste_for_ever(
+async def test_a_page_without_a_row_is_invisible_and_its_segment_is_deleted_later(
     rig: Rig,
 ) -> None:
     rig.store.stage([(page_id(b"lost"), b"lost")])
@@ -198,10 +196,10 @@ async def test_a_kill_between_the_bytes_and_their_row_leaves_nothing_visible_and
     assert await survivor.store.get(page_id(b"lost")) == b"lost"
     (orphan,) = set(rig.segments()) - {"w2-1.seg"}
     await survivor.prune()
-    assert orphan in rig.segments(), "its writer lives"
+    assert orphan in rig.segments(), "its writer is running"
     rig.store.close()
     await survivor.prune()
-    assert orphan in rig.segments(), "too young to be sure"
+    assert orphan in rig.segments(), "too new to be deleted"
     rig.clock._now = os.stat(rig.directory / orphan).st_mtime + 2 * segments.ORPHANED
     await survivor.prune()
     assert rig.segments() == ["w2-1.seg"]
@@ -209,7 +207,7 @@ async def test_a_kill_between_the_bytes_and_their_row_leaves_nothing_visible_and
     survivor.store.close()
 
 
-async def test_a_transaction_that_fails_leaves_nothing_visible_and_the_page_can_be_stored_again(
+async def test_a_page_of_a_failed_transaction_is_invisible_and_can_be_stored_again(
     rig: Rig,
 ) -> None:
     staged = rig.store.stage([(page_id(b"x"), b"x")])
@@ -227,7 +225,7 @@ async def test_a_transaction_that_fails_leaves_nothing_visible_and_the_page_can_
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
-async def test_damage_is_reported_and_does_not_spread(rig: Rig, how: str) -> None:
+async def test_a_damaged_page_is_an_error_and_other_pages_stay_readable(rig: Rig, how: str) -> None:
     (bad,) = await rig.put(noise(1000))
     (good,) = await rig.put(b"good")
     path = rig.directory / rig.segments()[0]
@@ -246,28 +244,28 @@ async def test_damage_is_reported_and_does_not_spread(rig: Rig, how: str) -> Non
         assert await rig.store.get(good) == b"good"
 
 
-async def test_a_damaged_segment_does_not_stop_retention_elsewhere(
+async def test_a_damaged_segment_does_not_stop_retention_of_other_segments(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
-    kept, *_ = [(await rig.put(noise(5000, i)))[0] for i in (0, 1)]
-    await rig.put(noise(20_000, 9))  # shares no segment with them
+    old, *_ = [(await rig.put(noise(5000, i)))[0] for i in (0, 1)]
+    await rig.put(noise(20_000, 9))  # in a separate segment
     first = rig.directory / "w1-1.seg"
     data = bytearray(first.read_bytes() + bytes(20_000))  # mostly empty, so it would be moved
     data[100] ^= 1
     first.write_bytes(bytes(data))
     rig.clock.advance(100.0)
     await rig.put(b"now", b"current")
-    removed, freed = await rig.prune(older_than=rig.clock.now() - 50, keep=[kept])
+    removed, freed = await rig.prune(older_than=rig.clock.now() - 50, keep=[old])
     assert (removed, freed > 0) == (2, True)
     with pytest.raises(Unreachable):
-        await rig.store.get(kept)
+        await rig.store.get(old)
 
 
 # -- retention -------------------------------------------------------------------------------------
 
 
-async def test_retention_by_age_goes_by_when_a_page_was_last_seen(rig: Rig) -> None:
+async def test_retention_by_age_uses_the_time_a_page_was_last_seen(rig: Rig) -> None:
     old, again = await rig.put(b"old", b"again")
     rig.clock.advance(100.0)
     await rig.put(b"again", b"new")
@@ -291,7 +289,7 @@ async def test_a_page_that_an_open_event_needs_survives_age_and_size(
     assert [await rig.store.get(i) is not None for i in ids] == [False, True, True, False, False]
 
 
-async def test_retention_by_size_takes_the_oldest_first_and_frees_the_disk(
+async def test_retention_by_size_deletes_the_oldest_pages_and_frees_the_disk(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
@@ -299,30 +297,27 @@ async def test_retention_by_size_takes_the_oldest_first_and_frees_the_disk(
     assert rig.packed() > 100_000
     await rig.prune(max_bytes=45_000)
     assert rig.packed() <= 50_000
-    kept = [await rig.store.get(i) is not None for i in ids]
-    assert kept == sorted(kept), "no page outlives a younger one"
-    assert kept.count(True) == 4
+    stored = [await rig.store.get(i) is not None for i in ids]
+    assert stored == sorted(stored), "the oldest pages are deleted first"
+    assert stored.count(True) == 4
 
 
-async def test_what_is_left_of_a_mostly_empty_segment_is_moved_with_its_age(
+async def test_pages_of_a_mostly_empty_segment_are_moved_and_keep_their_age(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 30_000)
-    ids = [
-        (await rig.put(noise(5_000, i)))[0] for i in range(7)
-    ]  # the last one begins a second segment
+    # The last page starts a second segment.
+    ids = [(await rig.put(noise(5_000, i)))[0] for i in range(7)]
     rig.store.close()
     rig.clock.advance(100.0)
     _, freed = await rig.prune(older_than=rig.clock.now(), keep=[ids[2], *ids[6:]])
     assert freed >= 30_000
     assert rig.segments() == ["w1-2.seg", "w1-3.seg"]
     assert await rig.store.get(ids[2]) == noise(5_000, 2)
-    assert (await rig.prune(older_than=rig.clock.now()))[0] == 2, (
-        "being moved does not make a page young"
-    )
+    assert (await rig.prune(older_than=rig.clock.now()))[0] == 2, "a moved page keeps its age"
 
 
-async def test_a_large_segment_is_moved_a_little_at_a_time(
+async def test_a_large_segment_is_moved_in_several_steps(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 100_000)
@@ -339,7 +334,7 @@ async def test_a_large_segment_is_moved_a_little_at_a_time(
     assert 2 < passes < 10
 
 
-async def test_a_segment_that_another_process_writes_is_left_alone(rig: Rig) -> None:
+async def test_a_segment_that_another_process_writes_is_not_deleted(rig: Rig) -> None:
     (id_,) = await rig.put(noise(1000))
     other = rig.other()
     rig.clock.advance(100.0)
@@ -354,16 +349,15 @@ async def test_a_segment_that_another_process_writes_is_left_alone(rig: Rig) -> 
     assert (rig.segments(), await other.store.get(id_)) == ([], None)
 
 
-async def test_a_segment_that_was_just_left_is_not_taken_before_its_pages_are_committed(
+async def test_a_full_segment_is_not_deleted_before_its_pages_are_committed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
     await rig.put(noise(1000, 1))
-    staged = rig.store.stage([(page_id(noise(1000, 2)), noise(1000, 2))])  # a second segment …
+    staged = rig.store.stage([(page_id(noise(1000, 2)), noise(1000, 2))])  # second segment
     rig.clock.advance(100.0)
-    rig.store.stage(
-        [(page_id(noise(1000, 3)), noise(1000, 3))]
-    )  # … and a third, before anything of the second is committed
+    # A third segment, before the page of the second is committed.
+    rig.store.stage([(page_id(noise(1000, 3)), noise(1000, 3))])
     other = rig.other()
     monkeypatch.setattr(segments, "ORPHANED", -1e12)
     await other.prune(older_than=rig.clock.now())
@@ -371,7 +365,7 @@ async def test_a_segment_that_was_just_left_is_not_taken_before_its_pages_are_co
     assert await rig.store.get(page_id(noise(1000, 2))) == noise(1000, 2)
 
 
-async def test_pages_that_retention_took_elsewhere_are_told_to_whoever_thinks_they_are_there(
+async def test_index_in_returns_pages_that_another_process_deleted(
     rig: Rig,
 ) -> None:
     (id_,) = await rig.put(b"x")
@@ -388,7 +382,7 @@ async def test_pages_that_retention_took_elsewhere_are_told_to_whoever_thinks_th
 
 
 @pytest.mark.parametrize(("durability", "syncs"), [("full", True), ("process", False)])
-async def test_the_bytes_are_on_the_disk_before_the_row_that_names_them(
+async def test_page_bytes_are_synced_before_their_row_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, syncs: bool
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
@@ -408,7 +402,7 @@ async def test_the_bytes_are_on_the_disk_before_the_row_that_names_them(
     assert log == (["sync w1-1.seg", "commit", "sync a.db-wal"] if syncs else ["commit"])
     log.clear()
     first = rig.store.stage([(page_id(b"y"), b"y")])
-    rig.store.stage([(page_id(b"z"), b"z")])  # leaves the second segment before it was committed
+    rig.store.stage([(page_id(b"z"), b"z")])  # starts a third segment before the commit
     await rig.db.write(lambda tx: rig.store.index_in(tx, first))
     assert ("sync w1-2.seg" in log[: log.index("commit")]) is syncs
     log.clear()
@@ -418,13 +412,13 @@ async def test_the_bytes_are_on_the_disk_before_the_row_that_names_them(
     log.append("sent")
     await rig.db.write(lambda tx: rig.store.index_in(tx, ahead))
     assert log[log.index("sent") + 1] == "commit", (
-        "what was sent is not synced again while others wait for the transaction"
+        "synced pages are not synced again inside the transaction"
     )
     rig.store.close()
     rig.db.close_now()
 
 
-async def test_staging_and_committing_go_on_side_by_side(
+async def test_staging_and_committing_run_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 20_000)
@@ -438,6 +432,6 @@ async def test_staging_and_committing_go_on_side_by_side(
         for name in rig.segments()
         if not FileLock(rig.directory / (name + ".lock")).try_acquire()
     ]
-    assert len(held) == 2, "the one that is written and the one before"
+    assert len(held) == 2, "the current segment and the previous one"
     rig.store.close()
     rig.db.close_now()

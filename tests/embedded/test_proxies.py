@@ -1,5 +1,6 @@
-"""Events through real proxies on loopback: picked by route, rested after failures, sticky for
-accounts; nothing goes direct, and no password gets out.
+"""Events through real proxies on loopback: selection by route, cooldown, accounts and passwords.
+
+No request with a proxy route is sent directly, and no password is written.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from penstock.stores.sqlite import Database
 
 
 class Time:
-    """A clock that only the test moves."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.at = 1_700_000_000.0
@@ -52,7 +53,7 @@ class Time:
 
 
 class Rig:
-    """The fetch stage over real pools; the health lies in a real store."""
+    """The fetch stage with real pools. Proxy health is stored in a real database."""
 
     def __init__(
         self,
@@ -107,15 +108,13 @@ def pool(*members: Proxy | str, **more: Any) -> ProxyPoolConfig:
     return ProxyPoolConfig(urls=tuple(m if isinstance(m, str) else m.dsn for m in members), **more)
 
 
-# -- the way ---------------------------------------------------------------------------------------
+# -- selection by route ----------------------------------------------------------------------------
 
 
-# ruff: noqa: SIM117 (a pool needs the ports of proxies that are open already)
+# ruff: noqa: SIM117 (a pool needs the ports of open proxies)
 
 
-async def test_the_route_decides_the_pool_when_it_is_fetched_and_an_event_without_one_goes_direct() -> (
-    None
-):
+async def test_the_route_selects_the_pool_and_an_event_without_a_route_uses_no_proxy() -> None:
     async with (
         Target() as t,
         Proxy(exit_="127.0.0.11") as de,
@@ -127,7 +126,7 @@ async def test_the_route_decides_the_pool_when_it_is_fetched_and_an_event_withou
             assert (await r.fetch("/geo", geo="DE")).status == 200
             assert (await r.fetch("/name", pool="de")).status == 200
             assert (await r.fetch("/account", account="alice")).status == 200
-            assert t.direct == 0, "robots.txt neither"
+            assert t.direct == 0, "robots.txt included"
             assert (await r.fetch("/plain")).status == 200
             assert {path: t.peers(path) for path in ("/geo", "/name", "/account", "/plain")} == {
                 "/geo": ["127.0.0.11"], "/name": ["127.0.0.11"], "/account": ["127.0.0.12"], "/plain": ["127.0.0.1"],
@@ -135,7 +134,7 @@ async def test_the_route_decides_the_pool_when_it_is_fetched_and_an_event_withou
             assert home.connects == [f"127.0.0.1:{t.port}"]
 
 
-async def test_a_proxy_is_told_the_checked_address_and_never_the_name() -> None:
+async def test_a_proxy_gets_the_checked_address_and_never_the_name() -> None:
     async with (
         Target() as t,
         Proxy(exit_="127.0.0.11") as http,
@@ -158,7 +157,7 @@ async def _resolve(host: str, port: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("route", "says"),
+    ("route", "expected"),
     [
         ({"pool": "nowhere"}, "there is no proxy pool 'nowhere'"),
         ({"geo": "fr"}, "no proxy pool serves geo 'fr'"),
@@ -166,13 +165,13 @@ async def _resolve(host: str, port: int) -> list[str]:
         ({"pool": "de", "geo": "fr"}, "proxy pool 'de' does not serve geo 'fr'"),
     ],
 )
-async def test_a_route_that_nothing_serves_is_permanent_and_contacts_nobody(
-    route: dict[str, str], says: str
+async def test_a_route_without_a_pool_is_permanent_and_sends_no_request(
+    route: dict[str, str], expected: str
 ) -> None:
     async with Target() as t, Proxy() as p, rig(t, {"de": pool(p, geo=("de",))}) as r:
         failure = await r.fails("/", turn=0, **route)
-        assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, says)
-        r.stage._proxies = None  # no configuration at all
+        assert (failure.kind, failure.reason) == (ErrorClass.PERMANENT, expected)
+        r.stage._proxies = None  # no proxy configuration
         assert (await r.fails("/", pool="de")).reason == "there is no proxy pool 'de'"
         assert (t.asked, p.connects) == ([], [])
 
@@ -188,25 +187,25 @@ async def test_requests_are_spread_by_weight() -> None:
             await r.fetch(f"/{i}", pool="p")
         spread = Counter(t.peers())
         assert spread.total() == 80
-        assert 50 <= spread["127.0.0.11"] <= 70, "three quarters, give or take"
+        assert 50 <= spread["127.0.0.11"] <= 70, "about three quarters"
 
 
-# -- trouble ---------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
-async def test_a_dead_proxy_costs_the_event_nothing_and_rests_longer_each_time() -> None:
+async def test_an_unreachable_proxy_is_uncharged_and_its_cooldown_doubles() -> None:
     async with Target() as t, Proxy(exit_="127.0.0.11") as well, Proxy() as gone:
         await gone.stop()
         async with rig(t, {"p": pool(gone.dsn + " 1000", well, cooldown=30.0)}) as r:
             assert (await r.fetch("/1", pool="p")).status == 200, (
-                "the other took over, in the same attempt"
+                "the other proxy was used in the same attempt"
             )
             ((key, health),) = r.health.view.items()
-            assert key[1] == "*", "it is not one host's fault"
+            assert key[1] == "*", "the failure applies to all hosts"
             assert (health.failures, health.until) == (1, r.time.at + 30)
             r.time.at += 29
             await r.fetch("/2", pool="p")
-            assert next(iter(r.health.view.values())).failures == 1, "not tried while it rests"
+            assert next(iter(r.health.view.values())).failures == 1, "not tried during its cooldown"
             for failures, rest in ((2, 60), (3, 120)):
                 r.time.at = health.until + 1
                 await r.fetch(f"/f{failures}", pool="p")
@@ -217,11 +216,11 @@ async def test_a_dead_proxy_costs_the_event_nothing_and_rests_longer_each_time()
             gone.exit = "127.0.0.12"
             await r.fetch("/back", pool="p")
             assert t.peers("/back") == ["127.0.0.12"]
-            assert next(iter(r.health.view.values())).failures == 1, "half is forgiven"
+            assert next(iter(r.health.view.values())).failures == 1, "a success halves the failures"
             assert t.direct == 0
 
 
-async def test_an_exhausted_pool_puts_the_event_off_and_nothing_goes_direct() -> None:
+async def test_an_exhausted_pool_delays_the_event_and_no_request_is_sent_directly() -> None:
     async with Target() as t, Proxy() as a, Proxy("socks5") as b:
         await a.stop()
         await b.stop()
@@ -238,7 +237,7 @@ async def test_an_exhausted_pool_puts_the_event_off_and_nothing_goes_direct() ->
             assert t.asked == []
 
 
-async def test_a_wrong_password_is_the_proxys_trouble_with_http_and_socks_alike() -> None:
+async def test_a_wrong_password_is_a_failure_of_the_proxy_for_http_and_socks() -> None:
     async with Target() as t, Proxy() as http, Proxy("socks5") as socks:
         http.password = socks.password = "changed"
         pools = {
@@ -256,7 +255,7 @@ async def test_a_wrong_password_is_the_proxys_trouble_with_http_and_socks_alike(
 
 
 @pytest.mark.parametrize("kind", ["http", "socks5"])
-async def test_a_proxy_that_cannot_reach_one_host_rests_for_that_host_alone(kind: str) -> None:
+async def test_a_proxy_that_cannot_reach_a_host_cools_down_for_that_host_only(kind: str) -> None:
     async with (
         Target() as t,
         Target() as other,
@@ -280,7 +279,7 @@ async def test_a_proxy_that_cannot_reach_one_host_rests_for_that_host_alone(kind
         assert t.direct == other.direct == 0
 
 
-async def test_a_block_rests_the_proxy_and_a_404_does_not() -> None:
+async def test_a_403_starts_the_cooldown_of_a_proxy_and_a_404_does_not() -> None:
     async with (
         Target() as t,
         Proxy(exit_="127.0.0.11") as a,
@@ -298,7 +297,7 @@ async def test_a_block_rests_the_proxy_and_a_404_does_not() -> None:
         assert t.peers("/x") == ["127.0.0.11", "127.0.0.12"]
 
 
-async def test_a_gateway_that_changes_its_exits_needs_no_rest() -> None:
+async def test_a_proxy_with_a_cooldown_of_zero_is_used_again_after_a_403() -> None:
     async with (
         Target() as t,
         Proxy(exit_="127.0.0.11") as p,
@@ -310,14 +309,14 @@ async def test_a_gateway_that_changes_its_exits_needs_no_rest() -> None:
         assert len(t.peers("/x")) == 3
 
 
-async def test_a_proxys_trouble_with_robots_does_not_close_the_site_for_everybody() -> None:
+async def test_a_proxy_failure_for_robots_does_not_block_the_site_for_other_routes() -> None:
     async with Target() as t, Proxy() as gone, rig(t, {"p": pool(gone)}, robots="obey") as r:
         await gone.stop()
         assert isinstance(await r.fails("/", pool="p"), PoolExhausted)
         assert (await r.fetch("/")).status == 200
 
 
-async def test_a_private_proxy_that_is_not_allowed_is_never_dialled() -> None:
+async def test_a_private_proxy_that_is_not_allowed_gets_no_connection() -> None:
     async with (
         Target() as t,
         Proxy() as p,
@@ -329,7 +328,7 @@ async def test_a_private_proxy_that_is_not_allowed_is_never_dialled() -> None:
         assert (p.connects, p.rejected, t.asked) == ([], 0, [])
 
 
-async def test_what_one_worker_learns_the_others_know_after_a_look() -> None:
+async def test_other_workers_see_proxy_health_after_a_refresh() -> None:
     async with Target() as t, Proxy() as gone, rig(t, {"p": pool(gone)}) as r:
         await gone.stop()
         await r.fails("/", pool="p")
@@ -347,7 +346,7 @@ async def test_what_one_worker_learns_the_others_know_after_a_look() -> None:
 # -- blocked: the next pool ------------------------------------------------------------------------
 
 
-async def test_a_blocked_event_moves_on_along_its_pools_and_comes_round() -> None:
+async def test_each_further_try_uses_the_next_pool_and_then_the_first_again() -> None:
     async with (
         Target() as t,
         Proxy(exit_="127.0.0.11") as a,
@@ -362,13 +361,13 @@ async def test_a_blocked_event_moves_on_along_its_pools_and_comes_round() -> Non
 # -- accounts --------------------------------------------------------------------------------------
 
 
-async def test_an_account_keeps_its_proxy_while_that_is_well_and_its_cookies_to_itself() -> None:
+async def test_an_account_keeps_its_proxy_until_it_fails_and_has_its_own_cookies() -> None:
     exits = [f"127.0.0.{n}" for n in range(11, 16)]
     async with contextlib.AsyncExitStack() as stack:
         t = await stack.enter_async_context(Target())
         members = [await stack.enter_async_context(Proxy(exit_=e)) for e in exits]
         r = await stack.enter_async_context(rig(t, {"p": pool(*members)}))
-        names = [f"account-{letter}" for letter in "abcdefghijkl"]
+        names = [f"account-{suffix}" for suffix in "abcdefghijkl"]
         for name in names:
             t.answers[f"/login/{name}"] = (
                 200,
@@ -383,8 +382,8 @@ async def test_an_account_keeps_its_proxy_while_that_is_well_and_its_cookies_to_
         for name in names:
             assert len(set(t.peers(f"/see/{name}") + t.peers(f"/login/{name}"))) == 1
             assert all(a.cookies == {f"sid={name}"} for a in t.asked if a.path == f"/see/{name}")
-        assert len(set(t.peers())) > 2, "and they are spread"
-        await r.fetch("/see/nobody", pool="p")
+        assert len(set(t.peers())) > 2, "the accounts are spread over the proxies"
+        await r.fetch("/see/anonymous", pool="p")
         await r.fetch("/see/direct")
         assert all(not a.cookies for a in t.asked[-2:])
 
@@ -401,7 +400,7 @@ async def test_an_account_keeps_its_proxy_while_that_is_well_and_its_cookies_to_
         assert next(a.cookies for a in t.asked if a.path == f"/after/{victim}") == {f"sid={victim}"}
 
 
-async def test_without_an_account_cookies_live_only_for_a_chain_of_redirects() -> None:
+async def test_without_an_account_cookies_are_kept_for_one_redirect_chain_only() -> None:
     async with Target() as t, rig(t, {}) as r:
         t.answers["/a"] = (302, ["location: /b", "set-cookie: step=1"], "")
         t.answers["/b"] = (200, ["set-cookie: kept=no"], Target.PAGE)
@@ -415,18 +414,16 @@ async def test_without_an_account_cookies_live_only_for_a_chain_of_redirects() -
 
 
 @pytest.fixture
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event waits two seconds for a list, and this machine may stop for longer."""
+def _long_list_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event waits 2 s for a proxy list. This machine may pause for longer."""
     monkeypatch.setattr("penstock.fetching.proxies.LIST_WAIT", 60.0)
 
 
 # -- lists -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_members_come_from_a_providers_list_that_is_fetched_again_and_kept_when_it_fails() -> (
-    None
-):
+@pytest.mark.usefixtures("_long_list_wait")
+async def test_a_providers_list_is_refreshed_and_kept_if_the_refresh_fails() -> None:
     async with (
         Target() as t,
         Target() as provider,
@@ -450,7 +447,7 @@ async def test_members_come_from_a_providers_list_that_is_fetched_again_and_kept
             assert len(provider.asked) == 1
             provider.answers["/list?key=SECRET"] = (200, [], f"{b.dsn}\n")
             r.time.at += 61
-            await r.fetch("/3", pool="p")  # starts the refresh, and goes by what is known
+            await r.fetch("/3", pool="p")  # starts the refresh and uses the old list
             await _until(listed)
             assert len(provider.asked) == 2
             await r.fetch("/4", pool="p")
@@ -464,14 +461,14 @@ async def test_members_come_from_a_providers_list_that_is_fetched_again_and_kept
             assert r.health.db.read_now(r.health.lists_in)["p"][1:] == (1, "its list: HTTP 500")
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_a_list_that_cannot_be_had_is_an_exhausted_pool() -> None:
+@pytest.mark.usefixtures("_long_list_wait")
+async def test_an_unavailable_or_invalid_list_is_an_exhausted_pool() -> None:
     async with (
         Target() as t,
         Target() as provider,
         rig(t, {"p": ProxyPoolConfig(list_url=provider.url("/?key=SECRET"))}) as r,
     ):
-        for body, says in (
+        for body, expected in (
             ("", "HTTP 500"),
             ("nonsense", "proxy 1: it is neither a URL nor host:port"),
             ("# none", "it is empty"),
@@ -479,14 +476,14 @@ async def test_a_list_that_cannot_be_had_is_an_exhausted_pool() -> None:
             provider.answers["/?key=SECRET"] = (200 if body else 500, [], body)
             failure = await r.fails("/", pool="p")
             assert isinstance(failure, PoolExhausted)
-            assert failure.reason == f"proxy pool 'p' exhausted: no proxies (its list: {says})"
+            assert failure.reason == f"proxy pool 'p' exhausted: no proxies (its list: {expected})"
             r.time.at += 31
         assert t.asked == []
 
 
 async def _until(true: Any) -> None:
     async with asyncio.timeout(30):
-        while not true():  # noqa: ASYNC110 (nobody tells)
+        while not true():  # noqa: ASYNC110 (there is no event to wait for)
             await asyncio.sleep(0.005)
 
 
@@ -503,9 +500,7 @@ shop.sink("jsonl:out.jsonl")
 
 
 class Project:
-    """A directory with a pipeline and a penstock.toml, run in this process; the clock is the real
-    one, so times are short.
-    """
+    """A directory with a pipeline and a penstock.toml. Workers run in this process in real time."""
 
     def __init__(self, tmp: Path, monkeypatch: pytest.MonkeyPatch, toml: str, *ports: int) -> None:
         self.dir = tmp
@@ -556,7 +551,7 @@ class Project:
             stores.close()
 
     def written(self) -> bytes:
-        """Every byte below the state directory, and the sink's."""
+        """Return all bytes in the state directory and in the sink's file."""
         return b"".join(
             p.read_bytes()
             for p in sorted(self.dir.rglob("*"))
@@ -564,7 +559,7 @@ class Project:
         )
 
 
-async def test_exhaustion_delays_uncharged_then_ages_out_and_other_work_goes_on(
+async def test_events_of_an_exhausted_pool_wait_uncharged_until_max_age(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Target() as t, Proxy() as gone:
@@ -580,15 +575,14 @@ async def test_exhaustion_delays_uncharged_then_ages_out_and_other_work_goes_on(
 
         async with project.running():
             await project.push(t.url("/direct/0"))
-            await _until(
-                lambda: ended() == 1
-            )  # it is up: what it takes to start is no part of anybody's age
+            # The worker has started, so its start does not count towards the age of the events.
+            await _until(lambda: ended() == 1)
             await project.push(t.url("/one"), t.url("/two"), pool="p")
             await project.push(t.url("/unknown"), pool="nosuch")
             await project.push(*[t.url(f"/direct/{n}") for n in range(1, 5)])
             await _until(lambda: ended() == 8)
         assert {a.path.rstrip("01234") for a in t.asked} == {"/direct/"}, (
-            "not one of the others went direct"
+            "no event with a pool was fetched directly"
         )
         rows = {
             url.rpartition("/")[2]: (status, reason, attempts)
@@ -599,14 +593,14 @@ async def test_exhaustion_delays_uncharged_then_ages_out_and_other_work_goes_on(
         assert rows["unknown"][:2] == ("dead", "there is no proxy pool 'nosuch'")
         for name in ("one", "two"):
             status, reason, attempts = rows[name]
-            assert (status, attempts) == ("dead", 1), "the end itself is the only failure on record"
+            assert (status, attempts) == ("dead", 1), "only the last failure is charged"
             assert reason.startswith("too old to wait any longer: proxy pool 'p'")
         parked = project.query("SELECT reason FROM history WHERE status='delayed'")
         assert len(parked) >= 2
         assert all("proxy pool 'p'" in reason for (reason,) in parked)
 
 
-async def test_a_blocked_event_is_tried_again_by_the_next_pool_and_its_envelope_stays_as_it_was(
+async def test_a_blocked_event_is_retried_with_the_next_pool_and_the_same_envelope(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b:
@@ -653,7 +647,7 @@ async def test_a_redriven_event_starts_from_its_first_pool(
         assert t.peers() == ["127.0.0.11", "127.0.0.12"] * 2
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_long_list_wait")
 async def test_no_password_is_written_logged_or_shown(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -668,7 +662,7 @@ async def test_no_password_is_written_logged_or_shown(
         ]
         wrong = await stack.enter_async_context(Proxy("socks5"))
         refusing.mood = "refuse"
-        wrong.user = "somebody-else"
+        wrong.user = "another-user"
         await gone.stop()
         t.answers["/block"] = (403, [], "no")
         t.answers["/login"] = (200, ["set-cookie: sid=COOKIE-PLANTED"], Target.PAGE)
@@ -710,9 +704,7 @@ async def test_no_password_is_written_logged_or_shown(
             "never": "dead",
         }
         assert t.direct == 0
-        assert project.query("SELECT failures FROM proxy_health"), (
-            "there was something to write down"
-        )
+        assert project.query("SELECT failures FROM proxy_health"), "the run recorded proxy failures"
         for args in (
             ["proxies", "ls"], ["proxies", "ls", "--json"], ["proxies", "test", "--url", t.url("/ip"), "--json"], ["config", "show", "--origin"],
             ["config", "show", "--json"], ["status"], ["status", "--json"], ["dlq", "ls"], ["dlq", "ls", "--json"], ["trace", t.url("/block")],
@@ -723,12 +715,12 @@ async def test_no_password_is_written_logged_or_shown(
         everything = (
             project.written() + shown.out.encode() + shown.err.encode() + caplog.text.encode()
         )
-        assert b"http://***@127.0.0.1" in everything, "the labels are there"
+        assert b"http://***@127.0.0.1" in everything, "masked labels were written"
         for secret in (PASSWORD, USER, "LISTKEY-PLANTED", "COOKIE-PLANTED"):
             assert secret.encode() not in everything, secret
 
 
-async def test_the_commands_list_pools_with_their_health_and_try_each_member(
+async def test_proxies_ls_shows_pool_health_and_proxies_test_tries_each_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with Target() as t, Proxy(exit_="127.0.0.11") as good, Proxy() as gone:
@@ -737,13 +729,12 @@ async def test_the_commands_list_pools_with_their_health_and_try_each_member(
         toml = f'[proxies.p]\nurls = ["{good.dsn} 2", "{gone.dsn}"]\ngeo = "de"\n'
         project = Project(tmp_path, monkeypatch, toml, t.port, good.port, gone.port)
         assert await asyncio.to_thread(main, ["proxies", "ls", "--json"]) == 0, (
-            "before there is any state"
+            "it works without a state directory"
         )
         document = json.loads(capfd.readouterr().out)
         assert [m["weight"] for m in document["pools"][0]["members"]] == [2, 1]
-        await project.push(
-            *[t.url(f"/{n}") for n in range(60)], geo="de"
-        )  # each goes to the second with a chance of a third, until one has
+        # Each event uses the second proxy with a probability of one third, until it has failed.
+        await project.push(*[t.url(f"/{n}") for n in range(60)], geo="de")
         await project.run()
         assert await asyncio.to_thread(main, ["proxies", "ls", "--json"]) == 0
         (p,) = json.loads(capfd.readouterr().out)["pools"]

@@ -9,7 +9,7 @@ from tests.releases import RELEASES, ReleasedProject, check_end, recorded_figure
 
 
 @pytest.mark.parametrize("release", RELEASES)
-async def test_state_of_release_is_processed(release: str, tmp_path: Path) -> None:
+async def test_the_state_of_an_earlier_release_is_processed(release: str, tmp_path: Path) -> None:
     recorded = recorded_figures(release, "embedded")
     project = ReleasedProject(release, "embedded", tmp_path)
     assert await project.status() == recorded

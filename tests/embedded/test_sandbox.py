@@ -1,5 +1,5 @@
-"""The sandbox against code that does its worst: the culprit is named, bystanders never pay, nothing
-is left behind.
+"""The sandbox with harmful user code: the poison page is found, other pages succeed, no process
+is left.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Odd(BaseException):
 
 class Mute(Exception):
     def __str__(self):
-        raise ValueError("no words")
+        raise ValueError("no text")
 
 def deep(n):
     return deep(n + 1)
 
-def stubborn():
+def loop_forever():
     while True:
         try:
             while True:
@@ -54,8 +54,8 @@ def stubborn():
         except BaseException:
             pass
 
-def ours(kind):
-    """The sandbox's own descriptors of this process."""
+def sandbox_descriptors(kind):
+    """Yield the sandbox's descriptors in this process."""
     for fd in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{fd}").startswith(kind):
@@ -64,7 +64,7 @@ def ours(kind):
             pass
 
 def write_garbage():
-    for fd in ours("pipe:"):
+    for fd in sandbox_descriptors("pipe:"):
         if fd > 2:
             try:
                 os.write(fd, b"garbage" * 100)
@@ -72,7 +72,7 @@ def write_garbage():
                 pass
 
 def linger(c_fork):
-    """A grandchild in a session of its own that holds whatever it inherited."""
+    """Fork a grandchild in a new session. It keeps all inherited descriptors open."""
     if (libc.fork() if c_fork else os.fork()) == 0:
         libc.setsid()
         time.sleep(600)
@@ -80,7 +80,7 @@ def linger(c_fork):
 
 def act(what):
     if what == "segfault": ctypes.string_at(0)
-    elif what == "loop": stubborn()
+    elif what == "loop": loop_forever()
     elif what == "sleep": time.sleep(600)
     elif what == "memory":
         hoard = []
@@ -102,21 +102,21 @@ def act(what):
     elif what == "close": os.closerange(3, 2000)
     elif what == "closeloop":
         os.closerange(3, 2000)
-        stubborn()
+        loop_forever()
     elif what == "garbage": write_garbage()
-    elif what == "fork": os.fork()  # both go on
+    elif what == "fork": os.fork()  # both processes continue
     elif what == "linger": linger(False)
     elif what == "lingerdie":
         linger(True)
         os._exit(7)
-    elif what == "unburied":  # and whoever should tell of it is stopped for a second
+    elif what == "unburied":  # the zygote, which reaps this child, is stopped for 1 s
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getppid()}"], start_new_session=True)
         os.kill(os.getppid(), signal.SIGSTOP)
         os._exit(3)
     elif what == "thread": threading.Thread(target=time.sleep, args=(600,)).start()
     elif what == "signals":
         for n in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGCHLD): signal.signal(n, lambda *a: None)
-        stubborn()
+        loop_forever()
     elif what == "patricide":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
@@ -143,11 +143,11 @@ def notify(change):
     if change.key == "raise": raise ValueError("no mail")
     if change.key == "bad": ctypes.string_at(0)
     if change.key == "exit": sys.exit(4)
-    if change.key == "long": stubborn()
+    if change.key == "long": loop_forever()
     with open(change.url, "a") as f: f.write(change.key + "\\n")
 '''
 USUAL = Limits(seconds=20, memory=128 << 20, output=4 << 20)
-QUICK = Limits(seconds=2.5, memory=128 << 20, output=4 << 20)  # for what takes all the time it may
+QUICK = Limits(seconds=2.5, memory=128 << 20, output=4 << 20)  # for pages that use all their time
 ENDLESS = ("loop", "sleep", "signals", "closeloop")
 
 
@@ -159,14 +159,15 @@ def shop(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(tmp_path: Path) -> Iterator[None]:
+def _no_process_is_left(tmp_path: Path) -> Iterator[None]:
     yield
     assert _until(lambda: not processes(tmp_path)), processes(tmp_path)
 
 
 def processes(mark: Path) -> list[int]:
-    """Every process with the pipeline's path on its command line: zygotes, children, and copies
-    they made of themselves.
+    """Return all processes with the pipeline's path in their command line.
+
+    These are zygotes, children and their forks.
     """
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -221,8 +222,11 @@ def fields(result: Extracted) -> dict[str, Any]:
     return decoded
 
 
-def among_bystanders(shop: Path, what: str, **more: Any) -> Extracted:
-    """The 12th of 32; all others must succeed, and so must a group that comes after."""
+def extract_among_good_pages(shop: Path, what: str, **more: Any) -> Extracted:
+    """Extract 32 pages, of which the 12th is `what`, and return the result of the 12th page.
+
+    The other pages and a later batch must succeed.
+    """
     pages = [page(what if n == 11 else "fine", n) for n in range(32)]
 
     async def use(sandbox: Sandbox) -> Extracted:
@@ -242,12 +246,12 @@ def among_bystanders(shop: Path, what: str, **more: Any) -> Extracted:
 # -- ordinary work ---------------------------------------------------------------------------------
 
 
-def test_it_is_an_extraction_and_so_is_the_one_in_process(shop: Path) -> None:
+def test_sandbox_and_in_process_implement_the_extraction_port(shop: Path) -> None:
     assert isinstance(Sandbox(shop), Extraction)
     assert isinstance(InProcess(load(shop)), Extraction)
 
 
-def test_a_page_arrives_in_the_child_as_it_was(shop: Path) -> None:
+def test_a_page_arrives_unchanged_in_the_child(shop: Path) -> None:
     event = Event(id="e1", url="https://shop.example/fine", key="shop.example", data={"big": 2**90})
     given = [
         page("fine", headers={"X-Test": "yes"}, event=event),
@@ -264,7 +268,7 @@ def test_a_page_arrives_in_the_child_as_it_was(shop: Path) -> None:
     assert (empty["size"], large["size"]) == (0, 3_000_000)
 
 
-def test_the_sandbox_and_the_process_itself_give_the_same_results(shop: Path) -> None:
+def test_sandbox_and_in_process_extraction_give_the_same_results(shop: Path) -> None:
     pages = [
         page(what, n)
         for n, what in enumerate(
@@ -279,11 +283,11 @@ def test_the_sandbox_and_the_process_itself_give_the_same_results(shop: Path) ->
     assert [r.error for r in outside if r.error].count("") == 0
 
 
-def test_no_pages_are_no_work(shop: Path) -> None:
+def test_extracting_no_pages_returns_an_empty_list(shop: Path) -> None:
     assert run(shop, lambda s: s.extract([])) == []
 
 
-def test_groups_go_to_as_many_children_as_there_are_places_and_the_rest_wait(shop: Path) -> None:
+def test_batches_run_in_at_most_size_children_and_the_rest_wait(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> set[int]:
         groups = await asyncio.gather(*[sandbox.extract([page("slow", n)]) for n in range(6)])
         return {fields(g[0])["pid"] for g in groups}
@@ -291,12 +295,12 @@ def test_groups_go_to_as_many_children_as_there_are_places_and_the_rest_wait(sho
     assert len(run(shop, use, size=2)) == 2
 
 
-def test_alone_means_a_fresh_child_for_each_page(shop: Path) -> None:
+def test_with_alone_each_page_has_a_new_child(shop: Path) -> None:
     results = run(shop, lambda s: s.extract([page("fine", n) for n in range(4)], alone=True))
     assert len({fields(r)["pid"] for r in results}) == 4
 
 
-def test_a_child_is_retired_after_its_pages_and_nothing_is_lost(shop: Path) -> None:
+def test_a_child_is_replaced_after_its_page_limit_and_no_page_is_lost(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> list[Any]:
         return [
             fields(r)
@@ -309,7 +313,7 @@ def test_a_child_is_retired_after_its_pages_and_nothing_is_lost(shop: Path) -> N
     assert len({row["pid"] for row in rows}) == 3
 
 
-def test_a_page_that_cannot_be_encoded_is_an_error_of_its_own(shop: Path) -> None:
+def test_a_page_that_cannot_be_encoded_fails_alone(shop: Path) -> None:
     results = run(
         shop,
         lambda s: s.extract(
@@ -320,12 +324,12 @@ def test_a_page_that_cannot_be_encoded_is_an_error_of_its_own(shop: Path) -> Non
     assert "cannot be handed" in results[1].error
 
 
-def test_a_group_larger_than_the_pipe_goes_through(shop: Path) -> None:
+def test_a_batch_larger_than_the_pipe_buffer_is_extracted(shop: Path) -> None:
     pages = [Page(f"https://shop.example/fine?{n}", b"x" * 700_000) for n in range(24)]
     assert [fields(r)["size"] for r in run(shop, lambda s: s.extract(pages))] == [700_000] * 24
 
 
-# -- deaths ----------------------------------------------------------------------------------------
+# -- crashed children ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -346,10 +350,10 @@ def test_a_group_larger_than_the_pipe_goes_through(shop: Path) -> None:
         ("unburied", "exited with status 3 while extracted alone"),
     ],
 )
-def test_a_deadly_page_is_condemned_and_its_bystanders_succeed(
+def test_a_page_that_ends_its_child_is_poison_and_the_other_pages_succeed(
     shop: Path, what: str, reason: str
 ) -> None:
-    result = among_bystanders(shop, what)
+    result = extract_among_good_pages(shop, what)
     assert (result.error, result.kind, result.records) == (reason, "poison", [])
 
 
@@ -363,27 +367,29 @@ def test_a_deadly_page_is_condemned_and_its_bystanders_succeed(
         ("output", "page: more than 4194304"),
     ],
 )
-def test_what_only_raises_is_an_ordinary_error_and_the_child_lives_on(
+def test_an_exception_is_a_permanent_error_and_the_child_keeps_running(
     shop: Path, what: str, error: str
 ) -> None:
-    deaths: list[str] = []
-    result = among_bystanders(shop, what, on_event=lambda name, _: deaths.append(name))
+    crashes: list[str] = []
+    result = extract_among_good_pages(shop, what, on_event=lambda name, _: crashes.append(name))
     assert result.error.startswith(error)
-    assert (result.kind, deaths) == ("permanent", [])
+    assert (result.kind, crashes) == ("permanent", [])
 
 
 @pytest.mark.parametrize("what", ["print", "fork", "linger", "thread", "read"])
-def test_what_is_merely_bad_manners_succeeds(shop: Path, what: str) -> None:
-    deaths: list[str] = []
+def test_a_page_that_prints_forks_or_starts_threads_succeeds(shop: Path, what: str) -> None:
+    crashes: list[str] = []
     assert (
-        fields(among_bystanders(shop, what, on_event=lambda name, _: deaths.append(name)))["title"]
+        fields(extract_among_good_pages(shop, what, on_event=lambda name, _: crashes.append(name)))[
+            "title"
+        ]
         == "Tea"
     )
-    assert deaths == []
+    assert crashes == []
 
 
 @pytest.mark.parametrize("what", ["segfault", "loop", "memory"])
-def test_the_dead_letter_says_where_in_the_users_code(shop: Path, what: str) -> None:
+def test_the_detail_of_a_poison_page_names_the_line_of_user_code(shop: Path, what: str) -> None:
     (result,) = run(
         shop,
         lambda s: s.extract([page(what)], alone=True),
@@ -393,42 +399,45 @@ def test_the_dead_letter_says_where_in_the_users_code(shop: Path, what: str) -> 
     assert " act" in result.detail
 
 
-def test_what_a_dead_child_started_ends_with_it(shop: Path, tmp_path: Path) -> None:
+def test_processes_started_by_a_crashed_child_are_killed(shop: Path, tmp_path: Path) -> None:
     async def use(sandbox: Sandbox) -> None:
         await sandbox.extract([page("lingerdie", n) for n in range(2)])
+        # Only the zygote is left.
         assert await asyncio.to_thread(_until, lambda: len(processes(tmp_path)) == 1), processes(
             tmp_path
-        )  # the zygote
+        )
 
     run(shop, use)
 
 
-def test_what_children_started_ends_even_if_the_zygote_was_killed(
+def test_processes_started_by_children_are_killed_even_if_the_zygote_is_killed(
     shop: Path, tmp_path: Path
 ) -> None:
     async def use(sandbox: Sandbox) -> None:
         await sandbox.extract([page("linger")])
-        assert len(processes(tmp_path)) == 3  # zygote, child, and the one that lingers
+        assert len(processes(tmp_path)) == 3  # zygote, child and grandchild
         assert (await sandbox.extract([page("patricide")]))[0].kind == "poison"
 
     run(shop, use)
 
 
-def test_an_answer_that_waits_while_the_loop_is_busy_is_not_late(shop: Path) -> None:
+def test_a_result_that_waits_for_a_busy_loop_does_not_exceed_the_time_limit(shop: Path) -> None:
     events: list[str] = []
 
     async def use(sandbox: Sandbox) -> None:
         await sandbox.extract([page("fine")])
         task = asyncio.ensure_future(sandbox.extract([page("fine")]))
         await asyncio.sleep(0)
-        time.sleep(2.0)  # noqa: ASYNC251 - the point of it
+        time.sleep(2.0)  # noqa: ASYNC251 (blocks the loop on purpose)
         assert fields((await task)[0])["title"] == "Tea"
 
     run(shop, use, limits=Limits(seconds=1.5), on_event=lambda name, _: events.append(name))
     assert events == []
 
 
-def test_time_in_which_everybody_stood_still_is_not_the_pages(shop: Path, tmp_path: Path) -> None:
+def test_time_in_which_all_processes_were_stopped_does_not_count(
+    shop: Path, tmp_path: Path
+) -> None:
     events: list[str] = []
 
     async def use(sandbox: Sandbox) -> None:
@@ -437,7 +446,7 @@ def test_time_in_which_everybody_stood_still_is_not_the_pages(shop: Path, tmp_pa
         await asyncio.sleep(0.05)
         for pid in processes(tmp_path):
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(2.0)  # noqa: ASYNC251 (this process as well)
+        time.sleep(2.0)  # noqa: ASYNC251 (stops this process too)
         for pid in processes(tmp_path):
             os.kill(pid, signal.SIGCONT)
         assert fields((await task)[0])["title"] == "Tea"
@@ -447,18 +456,18 @@ def test_time_in_which_everybody_stood_still_is_not_the_pages(shop: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_page_that_hangs_ends_though_we_are_late_every_time(shop: Path) -> None:
+def test_a_hanging_page_is_killed_even_if_the_loop_is_always_late(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> str:
         task = asyncio.ensure_future(sandbox.extract([page("signals")]))
         while not task.done():
-            time.sleep(0.15)  # noqa: ASYNC251 (this process has far too much to do)
+            time.sleep(0.15)  # noqa: ASYNC251 (simulates a busy process)
             await asyncio.sleep(0)
         return (await task)[0].error
 
     assert "ran longer than 0.5 s" in run(shop, use, limits=Limits(seconds=0.5))
 
 
-def test_several_poisons_in_one_group_are_all_found(shop: Path) -> None:
+def test_several_poison_pages_in_one_batch_are_all_found(shop: Path) -> None:
     bad = {3: "segfault", 4: "exit3", 17: "memory", 30: "abort"}
     results = run(
         shop, lambda s: s.extract([page(bad.get(n, "fine"), n) for n in range(32)]), size=2
@@ -466,19 +475,19 @@ def test_several_poisons_in_one_group_are_all_found(shop: Path) -> None:
     assert {n: r.kind for n, r in enumerate(results) if r.error} == dict.fromkeys(bad, "poison")
 
 
-def test_the_time_limit_is_per_page_not_per_group(shop: Path) -> None:
-    deaths: list[str] = []
+def test_the_time_limit_applies_to_a_page_and_not_to_a_batch(shop: Path) -> None:
+    crashes: list[str] = []
     results = run(
         shop,
         lambda s: s.extract([page("slow", n) for n in range(20)]),
         limits=Limits(seconds=2),
-        on_event=lambda name, _: deaths.append(name),
+        on_event=lambda name, _: crashes.append(name),
     )
     assert [r.error for r in results] == [""] * 20
-    assert deaths == []
+    assert crashes == []
 
 
-def test_results_that_were_ready_before_a_death_are_kept(shop: Path) -> None:
+def test_results_that_were_ready_before_a_crash_are_kept(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> list[int]:
         results = await sandbox.extract(
             [page("slow", 0), page("slow", 1), page("exit3", 2), page("slow", 3)]
@@ -490,7 +499,7 @@ def test_results_that_were_ready_before_a_death_are_kept(shop: Path) -> None:
     assert first == second != after
 
 
-def test_a_page_that_kills_the_zygote_is_found_and_other_groups_succeed(shop: Path) -> None:
+def test_a_page_that_kills_the_zygote_is_poison_and_other_batches_succeed(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> None:
         bad, *good = await asyncio.gather(
             *[
@@ -507,32 +516,32 @@ def test_a_page_that_kills_the_zygote_is_found_and_other_groups_succeed(shop: Pa
     run(shop, use, size=3)
 
 
-async def killed(zygote: ZygoteProcess) -> None:
-    """And known to be dead."""
+async def kill_zygote(zygote: ZygoteProcess) -> None:
+    """Kill the zygote and wait until the sandbox has noticed it."""
     os.kill(zygote.pid, signal.SIGKILL)
     async with asyncio.timeout(30):
-        while zygote.alive:  # noqa: ASYNC110 (it has no event for us)
+        while zygote.alive:  # noqa: ASYNC110 (there is no event to wait for)
             await asyncio.sleep(0.01)
 
 
-def test_a_zygote_that_dies_is_started_again(shop: Path) -> None:
+def test_a_killed_zygote_is_restarted(shop: Path) -> None:
     events: list[str] = []
 
     async def use(sandbox: Sandbox) -> None:
         await sandbox.extract([page("fine")])
         assert sandbox._zygote is not None
-        await killed(sandbox._zygote)
+        await kill_zygote(sandbox._zygote)
         assert fields((await sandbox.extract([page("fine")]))[0])["title"] == "Tea"
 
     run(shop, use, on_event=lambda name, _: events.append(name))
     assert events == ["zygote restarted"]
 
 
-def test_an_outage_of_our_own_condemns_nobody(shop: Path) -> None:
+def test_a_zygote_that_cannot_restart_is_an_outage_and_not_poison(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> None:
         assert sandbox._zygote is not None
         shop.write_text("raise ValueError('edited while running')")
-        await killed(sandbox._zygote)
+        await kill_zygote(sandbox._zygote)
         results = await sandbox.extract([page("fine", n) for n in range(3)])
         assert [r.kind for r in results] == ["ours"] * 3
         assert "edited while running" in results[0].error
@@ -540,7 +549,7 @@ def test_an_outage_of_our_own_condemns_nobody(shop: Path) -> None:
     run(shop, use)
 
 
-def test_a_cancelled_extraction_frees_its_place(shop: Path) -> None:
+def test_a_cancelled_extraction_frees_its_child(shop: Path) -> None:
     async def use(sandbox: Sandbox) -> None:
         task = asyncio.ensure_future(sandbox.extract([page("sleep")]))
         await asyncio.sleep(0.3)
@@ -555,12 +564,10 @@ def test_a_cancelled_extraction_frees_its_place(shop: Path) -> None:
     run(shop, use, limits=Limits())
 
 
-# -- beginnings and ends ---------------------------------------------------------------------------
+# -- start and end ---------------------------------------------------------------------------------
 
 
-def test_a_kill_from_outside_while_the_file_is_imported_is_not_its_fault(
-    shop: Path, tmp_path: Path
-) -> None:
+def test_a_kill_from_outside_during_the_import_is_retried(shop: Path, tmp_path: Path) -> None:
     shop.write_text(
         f"import os, pathlib\nif not (mark := pathlib.Path({str(tmp_path / 'mark')!r})).exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)\n{SHOP}"
     )
@@ -592,7 +599,7 @@ def test_a_file_that_does_not_load_is_a_configuration_error(
         asyncio.run(main())
 
 
-def test_closing_while_pages_run_ends_them_and_leaves_no_process(
+def test_closing_while_pages_run_fails_them_and_leaves_no_process(
     shop: Path, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -632,14 +639,13 @@ def test_a_killed_worker_leaves_no_process(shop: Path, tmp_path: Path) -> None:
     ) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"up\n"
-        assert _until(
-            lambda: len(processes(tmp_path)) >= 6
-        )  # worker, zygote, three children or more, the lingering one
+        # Worker, zygote, at least three children and a grandchild.
+        assert _until(lambda: len(processes(tmp_path)) >= 6)
         worker.kill()
     assert _until(lambda: processes(tmp_path) == []), processes(tmp_path)
 
 
-def test_signals_to_everyone_in_the_service_do_not_stop_a_page(shop: Path, tmp_path: Path) -> None:
+def test_sigterm_and_sigint_to_all_processes_do_not_stop_a_page(shop: Path, tmp_path: Path) -> None:
     async def use(sandbox: Sandbox) -> None:
         task = asyncio.ensure_future(sandbox.extract([page("slow", n) for n in range(4)]))
         await asyncio.sleep(0.2)
@@ -653,7 +659,7 @@ def test_signals_to_everyone_in_the_service_do_not_stop_a_page(shop: Path, tmp_p
     assert events == []
 
 
-def test_what_user_code_prints_goes_to_standard_error(
+def test_output_of_user_code_is_written_to_standard_error(
     shop: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run(shop, lambda s: s.extract([page("print")]))
@@ -680,18 +686,16 @@ def change(key: str, where: Path, field: str = "a") -> bytes:
     )
 
 
-def test_hooks_run_once_each_and_one_that_raises_or_dies_is_an_error_line(
-    shop: Path, tmp_path: Path
-) -> None:
+def test_each_hook_runs_once_and_a_failing_one_is_an_error_line(shop: Path, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     keys = ["one", "raise", "two", "bad", "three", "long", "four", "exit", "five"]
     lines = run(shop, lambda s: s.hooks([change(k, seen) for k in keys]), limits=QUICK)
-    said = dict(zip(keys, lines, strict=True))
-    assert {k for k, line in said.items() if line} == {"raise", "bad", "long", "exit"}
-    assert said["raise"] == "notify: ValueError: no mail"
-    assert "SIGSEGV" in said["bad"]
-    assert "longer than 2.5 s" in said["long"]
-    assert "status 4" in said["exit"]
+    errors = dict(zip(keys, lines, strict=True))
+    assert {k for k, line in errors.items() if line} == {"raise", "bad", "long", "exit"}
+    assert errors["raise"] == "notify: ValueError: no mail"
+    assert "SIGSEGV" in errors["bad"]
+    assert "longer than 2.5 s" in errors["long"]
+    assert "status 4" in errors["exit"]
     assert seen.read_text().split() == ["one", "two", "three", "four", "five"]
 
 
@@ -706,7 +710,7 @@ def test_hooks_run_in_process_too(shop: Path, tmp_path: Path) -> None:
     assert seen.read_text() == "one\n"
 
 
-def test_a_hook_may_return_something_to_await_and_sees_only_what_it_asked_for(
+def test_a_hook_may_return_an_awaitable_and_gets_only_changes_of_its_fields(
     shop: Path, tmp_path: Path
 ) -> None:
     changes = [

@@ -1,5 +1,6 @@
-"""`./dev services` and the servers of tests: the one in the development environment (s3, by moto)
-stands for all; the adapters' suites run the rest.
+"""`./dev services` and the servers of tests, with the one server of the development environment.
+
+That server is s3 (moto). The suites of the adapters start the other servers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 class Services:
-    """The command, with a state directory and a cache of its own."""
+    """The command, with a separate state directory and cache."""
 
     def __init__(self, directory: Path) -> None:
         self.state, self.cache = directory / "state", directory.parent / "cache"
@@ -60,7 +61,7 @@ def services(tmp_path: Path) -> Any:
     made.run("down")
 
 
-def test_a_server_is_started_found_again_and_stopped(services: Services) -> None:
+def test_a_server_is_started_found_restarted_and_stopped(services: Services) -> None:
     assert services.status("s3")["state"] == "stopped"
     assert "s3 moto" in services.run("up", "s3").stderr
     found = services.status("s3")
@@ -80,12 +81,10 @@ def test_a_server_is_started_found_again_and_stopped(services: Services) -> None
     assert not (services.state / "s3").exists()
 
 
-def test_two_clones_run_side_by_side(services: Services, tmp_path: Path) -> None:
+def test_two_clones_run_their_servers_independently(services: Services, tmp_path: Path) -> None:
     other = Services(tmp_path / "two")
     urls = {clone.run("url", "s3").stdout for clone in (services, other)}
-    assert len(urls) == 2, (
-        "a port that was given to one clone is not given to another, even while nobody listens"
-    )
+    assert len(urls) == 2, "two clones get different ports, even if no server is running"
     try:
         services.run("up", "s3")
         other.run("up", "s3")
@@ -95,43 +94,47 @@ def test_two_clones_run_side_by_side(services: Services, tmp_path: Path) -> None
         other.run("down")
 
 
-def test_only_the_process_that_was_started_is_ever_ended(services: Services) -> None:
+def test_only_a_process_that_services_started_is_killed(services: Services) -> None:
     services.run("up", "s3")
-    note = services.state / "s3" / "state.json"
-    noted = json.loads(note.read_text())
-    os.kill(noted["pid"], signal.SIGKILL)
+    state_file = services.state / "s3" / "state.json"
+    recorded = json.loads(state_file.read_text())
+    os.kill(recorded["pid"], signal.SIGKILL)
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as stranger:
-        note.write_text(json.dumps(noted | {"pid": stranger.pid}))  # the pid is another's now
+        state_file.write_text(
+            json.dumps(recorded | {"pid": stranger.pid})
+        )  # another process has this pid
         assert services.status("s3")["state"] == "stopped"
         assert "not running" in services.run("down", "s3").stderr
         assert stranger.poll() is None
         stranger.kill()
 
 
-def test_a_server_that_cannot_start_shows_its_log_and_what_to_do(services: Services) -> None:
+def test_a_server_that_cannot_start_prints_its_log_and_a_hint(services: Services) -> None:
     port = int(re.findall(r"127.0.0.1:(\d+)", services.run("url", "s3").stdout)[0])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        told = services.run("up", "s3", status=3).stderr
-    assert "services: s3: " in told, "the end of its log"
-    assert re.search(r"^Error: s3 ended while it was starting$", told, re.MULTILINE)
-    assert re.search(rf"^Try: read {services.state}/s3/log", told, re.MULTILINE)
+        output = services.run("up", "s3", status=3).stderr
+    assert "services: s3: " in output, "the end of its log"
+    assert re.search(r"^Error: s3 ended while it was starting$", output, re.MULTILINE)
+    assert re.search(rf"^Try: read {services.state}/s3/log", output, re.MULTILINE)
 
 
-def test_a_program_that_is_not_there_is_named_with_its_package(
+def test_the_error_of_a_missing_program_names_it_with_a_hint(
     services: Services, tmp_path: Path
 ) -> None:
-    told = services.run("up", "redis", status=3, PATH=str(tmp_path)).stderr
-    assert told.startswith("Error: redis-server is not installed (")
-    assert "\nTry: " in told
-    assert "Traceback" not in told
+    output = services.run("up", "redis", status=3, PATH=str(tmp_path)).stderr
+    assert output.startswith("Error: redis-server is not installed (")
+    assert "\nTry: " in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("words", [["upp"], ["up", "mysql"], ["url"], ["kill"], ["up", "--frob"]])
-def test_a_mistyped_command_says_what_there_is(services: Services, words: list[str]) -> None:
-    told = services.run(*words, status=2).stderr
-    assert re.match(r"Error: .+\nTry: .+\n$", told)
+def test_a_mistyped_command_exits_2_with_an_error_and_a_hint(
+    services: Services, words: list[str]
+) -> None:
+    output = services.run(*words, status=2).stderr
+    assert re.match(r"Error: .+\nTry: .+\n$", output)
 
 
 SUITE = """
@@ -174,7 +177,7 @@ def _suite(services: Services, tmp_path: Path, *options: str, **environment: str
         "no:cacheprovider",
         *options,
     ]
-    # Without a path there is neither the server nor a package manager.
+    # With an empty PATH, neither the server nor a package manager is found.
     surroundings = (
         {name: value for name, value in services.environment.items() if name != "CI"}
         | {"PATH": str(tmp_path)}
@@ -192,30 +195,30 @@ def _suite(services: Services, tmp_path: Path, *options: str, **environment: str
     return done.stdout + done.stderr
 
 
-def test_tests_start_what_they_need_and_stop_what_they_started(
+def test_tests_start_the_servers_they_need_and_stop_them(
     services: Services, tmp_path: Path
 ) -> None:
-    told = _suite(services, tmp_path)
-    assert "3 passed, 1 skipped" in told, told
-    assert "NOT TESTED, no redis: redis-server is not installed" in told
+    output = _suite(services, tmp_path)
+    assert "3 passed, 1 skipped" in output, output
+    assert "NOT TESTED, no redis: redis-server is not installed" in output
     assert (
-        told.index("test_without_a_server PASSED")
-        < told.index("test_one_that_cannot_be_had SKIPPED")
-        < told.index("test_faults PASSED")
+        output.index("test_without_a_server PASSED")
+        < output.index("test_one_that_cannot_be_had SKIPPED")
+        < output.index("test_faults PASSED")
     )
     assert services.status("s3")["state"] == "stopped"
 
 
-def test_tests_leave_running_what_ran_before_them(services: Services, tmp_path: Path) -> None:
+def test_tests_do_not_stop_servers_that_were_already_running(
+    services: Services, tmp_path: Path
+) -> None:
     services.run("up", "s3")
     before = services.status("s3")["pid"]
     assert "1 passed" in _suite(services, tmp_path, "-k", "there_again")
     assert services.status("s3")["pid"] == before
 
 
-def test_under_ci_a_server_that_cannot_be_had_is_a_failure(
-    services: Services, tmp_path: Path
-) -> None:
+def test_in_ci_a_missing_server_is_an_error(services: Services, tmp_path: Path) -> None:
     assert "1 error" in _suite(services, tmp_path, "-k", "cannot_be_had", CI="true")
 
 

@@ -1,7 +1,5 @@
-# ruff: noqa: ASYNC220 (processes are started and waited for beside the loop, on purpose)
-"""The one SQLite file: group commit, outages of the disk, files that are not ours, and what is
-checked before a file is trusted.
-"""
+# ruff: noqa: ASYNC220 (processes are started and awaited outside the loop on purpose)
+"""The SQLite store: group commit, disk errors, foreign files, and checks when a file is opened."""
 
 from __future__ import annotations
 
@@ -53,42 +51,42 @@ def opened(path: Path, **more: Any) -> Database:
 
 
 class Gate(threading.Event):
-    """Whoever comes to it waits until it is set."""
+    """An event that also reports when a thread has started to wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._somebody = threading.Event()
+        self._has_waiter = threading.Event()
 
     def clear(self) -> None:
         super().clear()
-        self._somebody.clear()
+        self._has_waiter.clear()
 
     def wait_here(self) -> bool:
-        self._somebody.set()
+        self._has_waiter.set()
         return self.wait(40)
 
     async def reached(self) -> None:
-        assert await asyncio.to_thread(self._somebody.wait, 40)
+        assert await asyncio.to_thread(self._has_waiter.wait, 40)
 
 
 def held_commit(db: Database, gate: Gate) -> Callable[[Tx], None]:
-    """A job whose commit waits for the gate, as a slow disk would make it."""
+    """Return a job whose commit waits for the gate, like a commit on a slow disk."""
     return lambda tx: db.before_commit(gate.wait_here)
 
 
-def test_the_log_is_cut_back_after_a_burst_and_checkpointed_by_us_alone(tmp_path: Path) -> None:
+def test_the_wal_size_is_limited_and_automatic_checkpoints_are_off(tmp_path: Path) -> None:
     db = opened(tmp_path / "s.db")
-    told = db.write_now(
+    settings = db.write_now(
         lambda tx: [
             tx.execute(f"PRAGMA {name}").get
             for name in ("journal_size_limit", "wal_autocheckpoint", "synchronous")
         ]
     )
     db.close_now()
-    assert told == [64 << 20, 0, 1]
+    assert settings == [64 << 20, 0, 1]
 
 
-async def test_whoever_writes_at_the_same_moment_shares_a_commit(tmp_path: Path) -> None:
+async def test_writes_that_wait_together_share_a_commit(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     gate, commits = Gate(), 0
 
@@ -110,7 +108,7 @@ async def test_whoever_writes_at_the_same_moment_shares_a_commit(tmp_path: Path)
     db.close_now()
 
 
-async def test_the_loop_goes_on_while_a_commit_waits_for_the_disk_or_for_another_process(
+async def test_the_loop_runs_while_a_commit_waits_for_the_disk_or_another_process(
     tmp_path: Path,
 ) -> None:
     db, other = opened(tmp_path / "a.db"), opened(tmp_path / "a.db")
@@ -128,7 +126,7 @@ async def test_the_loop_goes_on_while_a_commit_waits_for_the_disk_or_for_another
     other.close_now()
 
 
-async def test_whoever_comes_while_another_process_writes_shares_the_commit_that_follows(
+async def test_writes_that_wait_for_another_process_share_one_commit(
     tmp_path: Path,
 ) -> None:
     db, other = opened(tmp_path / "a.db"), apsw.Connection(str(tmp_path / "a.db"))
@@ -147,7 +145,7 @@ async def test_whoever_comes_while_another_process_writes_shares_the_commit_that
     db.close_now()
 
 
-async def test_what_waits_for_another_process_when_we_close_is_written_before_the_end(
+async def test_close_waits_for_writes_that_another_process_blocks(
     tmp_path: Path,
 ) -> None:
     db, other = opened(tmp_path / "a.db"), apsw.Connection(str(tmp_path / "a.db"))
@@ -163,7 +161,9 @@ async def test_what_waits_for_another_process_when_we_close_is_written_before_th
     other.close()
 
 
-async def test_processes_that_write_without_a_pause_let_each_other_in(tmp_path: Path) -> None:
+async def test_processes_that_write_continuously_do_not_lock_out_another_writer(
+    tmp_path: Path,
+) -> None:
     db = opened(tmp_path / "a.db", busy_seconds=20.0)
     code = (
         "import asyncio, sys\n"
@@ -182,15 +182,15 @@ async def test_processes_that_write_without_a_pause_let_each_other_in(tmp_path: 
     try:
         for process in busy:
             assert process.stdout is not None
-            process.stdout.readline()  # it writes
+            process.stdout.readline()  # wait for the first write
         for i in range(20):
-            await db.write(insert(f"ours {i}"))
-            db.write_now(insert(f"ours {i}, without a loop"))
+            await db.write(insert(f"row {i}"))
+            db.write_now(insert(f"row {i}, without a loop"))
     finally:
         for process in busy:
             process.kill()
             process.communicate()
-    await db.write(insert("they were killed, and left no lock"))
+    await db.write(insert("the killed processes left no lock"))
     db.close_now()
 
 
@@ -216,7 +216,7 @@ async def test_one_failing_job_is_rolled_back_alone(tmp_path: Path, company: int
     db.close_now()
 
 
-async def test_a_cancelled_caller_does_not_undo_what_is_being_committed(tmp_path: Path) -> None:
+async def test_a_cancelled_caller_does_not_undo_its_commit(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     gate = Gate()
 
@@ -234,7 +234,7 @@ async def test_a_cancelled_caller_does_not_undo_what_is_being_committed(tmp_path
     db.close_now()
 
 
-async def test_a_write_after_the_end_is_refused_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+async def test_a_write_after_close_raises_store_unavailable(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     await db.close()
     await db.close()
@@ -243,7 +243,7 @@ async def test_a_write_after_the_end_is_refused_instead_of_waiting_for_ever(tmp_
             await db.write(insert(1))
 
 
-async def test_what_was_asked_before_the_end_is_done_before_the_end(tmp_path: Path) -> None:
+async def test_close_finishes_writes_that_were_requested_before(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     gate = Gate()
     jobs = [asyncio.ensure_future(db.write(held_commit(db, gate)))]
@@ -260,7 +260,7 @@ async def test_what_was_asked_before_the_end_is_done_before_the_end(tmp_path: Pa
 
 
 @pytest.mark.parametrize("there", [[1, 2, 3], [1, 3], []])
-async def test_each_tells_which_rows_a_statement_changed_and_changes_each_once(
+async def test_each_returns_which_statements_changed_a_row(
     tmp_path: Path, there: list[int]
 ) -> None:
     db = opened(tmp_path / "a.db")
@@ -281,7 +281,7 @@ async def test_each_tells_which_rows_a_statement_changed_and_changes_each_once(
 
 
 class Disk:
-    """Watches the syncs of the WAL; each waits for the gate."""
+    """Counts the syncs of the WAL. Each sync waits for the gate."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate, self.synced, self.error = Gate(), 0, 0
@@ -320,11 +320,11 @@ async def test_durability_decides_whether_a_commit_waits_for_the_disk(
     await db.write(insert(1), durable=durable, synced=synced)
     assert disk.synced == syncs
     assert db._writer.execute("PRAGMA journal_mode").get == "wal"
-    assert db._writer.execute("PRAGMA synchronous").get == 1, "checkpoints sync what they move"
+    assert db._writer.execute("PRAGMA synchronous").get == 1, "checkpoints are synced"
     db.close_now()
 
 
-async def test_others_write_while_a_durable_job_waits_for_the_disk_and_it_is_answered_after_it(
+async def test_other_writes_commit_while_a_durable_write_waits_for_its_sync(
     tmp_path: Path, disk: Disk
 ) -> None:
     db, other = opened(tmp_path / "a.db"), opened(tmp_path / "a.db", busy_seconds=40.0)
@@ -332,21 +332,21 @@ async def test_others_write_while_a_durable_job_waits_for_the_disk_and_it_is_ans
     durable = [asyncio.ensure_future(db.write(insert(i))) for i in range(3)]
     await disk.gate.reached()
     late = asyncio.ensure_future(db.write(insert("late")))
-    await db.write(insert("ours"), durable=False)
-    await other.write(insert("another's"), durable=False)
+    await db.write(insert("same process"), durable=False)
+    await other.write(insert("other process"), durable=False)
     assert not any(job.done() for job in (*durable, late))
     disk.gate.set()
     await asyncio.gather(*durable, late)
     assert disk.synced == 2, (
-        "the three shared one, and that may have begun before the other's commit"
+        "the three writes shared one sync, and the late write needed a second one"
     )
-    assert set(await db.read(values)) == {0, 1, 2, "late", "ours", "another's"}
+    assert set(await db.read(values)) == {0, 1, 2, "late", "same process", "other process"}
     db.close_now()
     other.close_now()
 
 
 @pytest.mark.parametrize("inline", [False, True])
-async def test_a_sync_that_fails_is_an_outage_and_what_it_was_for_is_written_anew(
+async def test_a_failed_sync_is_an_outage_and_the_wal_is_checkpointed_afterwards(
     tmp_path: Path, disk: Disk, inline: bool
 ) -> None:
     db = opened(tmp_path / "a.db", inline=inline)
@@ -360,13 +360,13 @@ async def test_a_sync_that_fails_is_an_outage_and_what_it_was_for_is_written_ane
         f"file:{tmp_path}/a.db?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
     )
     assert copy.execute("SELECT x FROM t").fetchall() == [(1,)], (
-        "what was in the WAL is in the file itself, before anything else is written"
+        "the contents of the WAL are in the database file before the next write"
     )
     copy.close()
     db.close_now()
 
 
-async def test_where_there_can_be_no_wal_a_commit_syncs_by_itself(
+async def test_without_wal_support_sqlite_syncs_each_commit(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Without(store._Connection):
@@ -387,13 +387,13 @@ async def test_where_there_can_be_no_wal_a_commit_syncs_by_itself(
     db.close_now()
 
 
-async def test_what_is_committed_is_synced_before_the_end(tmp_path: Path, disk: Disk) -> None:
+async def test_close_syncs_all_commits(tmp_path: Path, disk: Disk) -> None:
     db = opened(tmp_path / "a.db")
     disk.gate.clear()
     first = asyncio.ensure_future(db.write(insert(1)))
     await disk.gate.reached()
     second = asyncio.ensure_future(db.write(insert(2)))
-    while await db.read(values) != [1, 2]:  # noqa: ASYNC110 (the store does not say when a commit is there and not synced)
+    while await db.read(values) != [1, 2]:  # noqa: ASYNC110 (there is no event for it)
         await asyncio.sleep(0.002)
     disk.gate.set()
     db.close_now()
@@ -401,7 +401,7 @@ async def test_what_is_committed_is_synced_before_the_end(tmp_path: Path, disk: 
     await asyncio.gather(first, second)
 
 
-async def test_a_long_wal_is_brought_into_the_file_and_begins_anew(
+async def test_a_long_wal_is_checkpointed_and_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "CHECKPOINT_FRAMES", 50)
@@ -413,7 +413,7 @@ async def test_a_long_wal_is_brought_into_the_file_and_begins_anew(
     db.close_now()
 
 
-async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(
+async def test_a_wal_that_two_processes_write_continuously_is_restarted(
     tmp_path: Path,
 ) -> None:
     opened(tmp_path / "a.db").close_now()
@@ -426,7 +426,7 @@ async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(
         "    for _ in range(300):\n"
         "        await db.write(lambda tx: tx.execute('INSERT INTO big VALUES(zeroblob(100000))'))\n"
         "    print(flush=True)\n"
-        "    sys.stdin.read()\n"  # whoever closes last takes the WAL away
+        "    sys.stdin.read()\n"  # the last process that closes the file deletes the WAL
         "asyncio.run(main())\n"
     )
     busy = [
@@ -443,14 +443,14 @@ async def test_a_wal_that_two_processes_write_without_a_pause_begins_anew_too(
     length = (tmp_path / "a.db-wal").stat().st_size
     assert [process.communicate()[0] for process in busy] == [b"", b""]
     assert [process.returncode for process in busy] == [0, 0]
-    assert length < 60_000_000 / 3, "of the 60 MB that they wrote"
+    assert length < 60_000_000 / 3, "the processes wrote 60 MB"
 
 
 # -- outages ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inline", [False, True])
-async def test_a_full_disk_is_an_outage_that_writes_nothing_and_ends(
+async def test_a_full_disk_is_an_outage_that_writes_no_row_and_can_end(
     tmp_path: Path, inline: bool
 ) -> None:
     db = opened(tmp_path / "a.db", inline=inline)
@@ -468,7 +468,7 @@ async def test_a_full_disk_is_an_outage_that_writes_nothing_and_ends(
     db.close_now()
 
 
-async def test_a_full_disk_tells_everybody_in_the_group(tmp_path: Path) -> None:
+async def test_a_full_disk_fails_all_writes_of_a_batch(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     db._writer.execute(f"PRAGMA max_page_count={db._writer.execute('PRAGMA page_count').get + 2}")
     gate = Gate()
@@ -483,7 +483,7 @@ async def test_a_full_disk_tells_everybody_in_the_group(tmp_path: Path) -> None:
     await hold
     results = await asyncio.gather(*jobs, return_exceptions=True)
     assert [type(r) for r in results] == [StoreUnavailable] * 4
-    assert await db.read(values) == [], "whoever was told that nothing was written can rely on it"
+    assert await db.read(values) == [], "a failed write leaves no row"
     db.close_now()
 
 
@@ -499,7 +499,9 @@ async def test_a_store_that_becomes_read_only_is_an_outage(tmp_path: Path) -> No
     db.close_now()
 
 
-async def test_a_store_that_somebody_else_locks_is_an_outage_and_not_a_hang(tmp_path: Path) -> None:
+async def test_a_store_locked_by_another_process_is_an_outage_and_not_a_hang(
+    tmp_path: Path,
+) -> None:
     db = opened(tmp_path / "a.db", busy_seconds=0.05)
     other = apsw.Connection(str(tmp_path / "a.db"))
     other.execute("BEGIN IMMEDIATE")
@@ -512,11 +514,11 @@ async def test_a_store_that_somebody_else_locks_is_an_outage_and_not_a_hang(tmp_
     db.close_now()
 
 
-async def test_damage_met_while_writing_is_an_outage_and_nobodys_fault(tmp_path: Path) -> None:
+async def test_a_damaged_file_is_an_outage_for_reads_and_writes(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     await db.write(lambda tx: [insert("x" * 100)(tx) for _ in range(2000)])
     db.close_now()
-    _scribble(tmp_path / "a.db", 5)
+    _damage(tmp_path / "a.db", 5)
     db = opened(tmp_path / "a.db")
     with pytest.raises(StoreUnavailable):
         await db.write(lambda tx: tx.execute("UPDATE t SET x=x||'y'").fetchall())
@@ -525,10 +527,10 @@ async def test_damage_met_while_writing_is_an_outage_and_nobodys_fault(tmp_path:
     db.close_now()
 
 
-# -- files that are not what they should be --------------------------------------------------------
+# -- invalid files ---------------------------------------------------------------------------------
 
 
-def test_a_file_without_permission_is_told_in_a_sentence(
+def test_a_file_without_write_permission_is_unreachable_with_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened(tmp_path / "a.db").close_now()
@@ -537,16 +539,15 @@ def test_a_file_without_permission_is_told_in_a_sentence(
         def __init__(self, path: str, **more: Any) -> None:
             super().__init__(path, flags=apsw.SQLITE_OPEN_READONLY)
 
-    monkeypatch.setattr(
-        store, "_Connection", Refused
-    )  # what SQLite falls back to where the mode forbids writing; root may write anything
+    # SQLite falls back to read-only if the file mode forbids writing. Root may write any file.
+    monkeypatch.setattr(store, "_Connection", Refused)
     with pytest.raises(Unreachable, match=r"cannot (open|prepare) the store") as e:
         opened(tmp_path / "b.db")
     assert e.value.hint
     assert e.value.exit_code == 4
 
 
-def test_a_directory_in_the_place_of_the_file_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_directory_instead_of_the_file_is_unreachable(tmp_path: Path) -> None:
     with pytest.raises(Unreachable, match="cannot open the store"):
         Database(str(tmp_path))
     (tmp_path / "file").write_text("x")
@@ -554,7 +555,7 @@ def test_a_directory_in_the_place_of_the_file_is_told_in_a_sentence(tmp_path: Pa
         Database(str(tmp_path / "file" / "a.db"))
 
 
-def test_a_file_that_is_no_database_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     path.write_bytes(b"these are my notes, not a database\n" * 100)
     with pytest.raises(Unreachable, match="cannot open the store"):
@@ -562,11 +563,11 @@ def test_a_file_that_is_no_database_is_refused_and_left_as_it_was(tmp_path: Path
     assert path.read_bytes() == b"these are my notes, not a database\n" * 100
 
 
-def test_somebody_elses_database_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_database_of_another_program_is_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "firefox.db"
-    with sqlite3.connect(path) as theirs:
-        theirs.execute("CREATE TABLE bookmarks(x)")
-    theirs.close()
+    with sqlite3.connect(path) as foreign:
+        foreign.execute("CREATE TABLE bookmarks(x)")
+    foreign.close()
     before = path.read_bytes()
     with pytest.raises(Unreachable, match="not one of Penstock's"):
         Database(str(path))
@@ -574,7 +575,7 @@ def test_somebody_elses_database_is_refused_and_left_as_it_was(tmp_path: Path) -
     assert sorted(p.name for p in tmp_path.iterdir()) == ["firefox.db"]
 
 
-def test_a_truncated_file_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_truncated_file_is_unreachable(tmp_path: Path) -> None:
     opened(tmp_path / "a.db").close_now()
     data = (tmp_path / "a.db").read_bytes()
     (tmp_path / "a.db").write_bytes(data[: len(data) // 3])
@@ -582,22 +583,22 @@ def test_a_truncated_file_is_told_in_a_sentence(tmp_path: Path) -> None:
         opened(tmp_path / "a.db")
 
 
-@pytest.mark.parametrize(("ours", "theirs", "age"), [(1, 2, "a newer"), (2, 1, "an older")])
-def test_tables_of_another_version_are_refused_and_not_touched(
-    tmp_path: Path, ours: int, theirs: int, age: str
+@pytest.mark.parametrize(("known", "stored", "age"), [(1, 2, "a newer"), (2, 1, "an older")])
+def test_tables_of_another_version_are_refused_and_unchanged(
+    tmp_path: Path, known: int, stored: int, age: str
 ) -> None:
     db = Database(str(tmp_path / "a.db"))
-    db.part("test", theirs, "CREATE TABLE t(x)")
+    db.part("test", stored, "CREATE TABLE t(x)")
     db.close_now()
     db = Database(str(tmp_path / "a.db"))
-    with pytest.raises(Unreachable, match=f"version {theirs}.*knows {ours}.*{age}"):
-        db.part("test", ours, "CREATE TABLE t(x, y)")
+    with pytest.raises(Unreachable, match=f"version {stored}.*knows {known}.*{age}"):
+        db.part("test", known, "CREATE TABLE t(x, y)")
     db.part("other", 1, "CREATE TABLE o(x)")
     assert [row[1] for row in db._writer.execute("PRAGMA table_info(t)")] == ["x"]
     db.close_now()
 
 
-def test_half_made_tables_are_not_there(tmp_path: Path) -> None:
+def test_a_failed_schema_creates_no_tables(tmp_path: Path) -> None:
     db = Database(str(tmp_path / "a.db"))
     with pytest.raises(Unreachable, match="cannot prepare"):
         db.part("test", 1, "CREATE TABLE t(x); CREATE TABLE oops(")
@@ -605,7 +606,7 @@ def test_half_made_tables_are_not_there(tmp_path: Path) -> None:
     db.close_now()
 
 
-async def test_many_processes_may_open_a_new_file_at_the_same_moment(tmp_path: Path) -> None:
+async def test_several_processes_can_open_a_new_file_together(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom penstock.stores.sqlite import Database\nwhile time.time() < float(sys.argv[2]): pass\n"
         "for i in range(20):\n    db = Database(f'{sys.argv[1]}/{i}.db', inline=True); db.part('p', 1, 'CREATE TABLE t(x)')\n"
@@ -632,9 +633,10 @@ async def test_many_processes_may_open_a_new_file_at_the_same_moment(tmp_path: P
 # -- integrity -------------------------------------------------------------------------------------
 
 
-def _scribble(path: Path, page: int) -> None:
-    """Damage the head of a page: what a bad sector or a torn write leaves. (A changed letter inside
-    a value is not seen: SQLite has no checksums.)
+def _damage(path: Path, page: int) -> None:
+    """Damage the header of a page, as a bad sector or a torn write does.
+
+    SQLite has no checksums, so it does not detect a changed byte inside a value.
     """
     with open(path, "r+b") as f:
         f.seek(16)
@@ -643,7 +645,7 @@ def _scribble(path: Path, page: int) -> None:
         f.write(b"\xff" * 16)
 
 
-async def test_a_sound_store_has_nothing_to_tell(tmp_path: Path) -> None:
+async def test_the_check_of_an_undamaged_store_is_empty(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     await db.write(lambda tx: [insert(i)(tx) for i in range(5000)])
     assert db.check() == []
@@ -651,11 +653,11 @@ async def test_a_sound_store_has_nothing_to_tell(tmp_path: Path) -> None:
     assert Database(":memory:").check() == []
 
 
-async def test_damage_is_found_by_the_check(tmp_path: Path) -> None:
+async def test_the_check_finds_damage(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     await db.write(lambda tx: [insert("x" * 100)(tx) for _ in range(2000)])
     db.close_now()
-    _scribble(tmp_path / "a.db", 5)
+    _damage(tmp_path / "a.db", 5)
     db = opened(tmp_path / "a.db")
     assert db.check() != []
     db.close_now()
@@ -686,7 +688,7 @@ MOUNTS = """22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
         ("/mnt/over/state.db", "9p"),
     ],
 )
-def test_the_file_system_below_a_path_is_the_innermost_and_latest_mount(
+def test_the_file_system_of_a_path_is_the_innermost_and_latest_mount(
     tmp_path: Path, path: str, kind: str
 ) -> None:
     mountinfo = tmp_path / "mountinfo"
@@ -694,12 +696,12 @@ def test_the_file_system_below_a_path_is_the_innermost_and_latest_mount(
     assert file_system_of(Path(path), str(mountinfo)) == kind
 
 
-def test_where_mounts_cannot_be_read_nothing_is_assumed(tmp_path: Path) -> None:
+def test_the_file_system_is_unknown_if_mounts_cannot_be_read(tmp_path: Path) -> None:
     assert file_system_of(tmp_path, str(tmp_path / "none")) == ""
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs", "9p"])
-def test_a_network_file_system_is_refused_before_anything_is_made(
+def test_a_network_file_system_is_refused_before_any_file_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(store, "file_system_of", lambda path: kind)
@@ -721,15 +723,15 @@ def test_a_network_file_system_is_refused_before_anything_is_made(
         ((4, 0, 0), False),
     ],
 )
-def test_the_wal_reset_bug_is_known_by_version(version: tuple[int, ...], has: bool) -> None:
+def test_the_wal_reset_bug_is_detected_by_version(version: tuple[int, ...], has: bool) -> None:
     assert has_wal_reset_bug(version) is has
 
 
-def test_the_sqlite_we_bring_does_not_have_the_bug() -> None:
+def test_the_installed_sqlite_does_not_have_the_wal_reset_bug() -> None:
     assert not has_wal_reset_bug(store.sqlite_version())
 
 
-def test_with_the_bug_a_second_writing_process_is_refused_and_may_come_when_the_first_has_gone(
+def test_with_the_wal_reset_bug_a_second_writer_is_refused_until_the_first_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "sqlite_version", lambda: (3, 40, 1))
@@ -742,7 +744,7 @@ def test_with_the_bug_a_second_writing_process_is_refused_and_may_come_when_the_
     other.close_now()
 
 
-def test_without_the_bug_several_may_write(tmp_path: Path) -> None:
+def test_without_the_wal_reset_bug_several_processes_may_write(tmp_path: Path) -> None:
     a, b = opened(tmp_path / "a.db", inline=True), opened(tmp_path / "a.db", inline=True)
     a.write_now(insert(1))
     b.write_now(insert(2))

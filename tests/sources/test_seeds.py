@@ -564,7 +564,7 @@ MILLION = """
     from pathlib import Path
     from tests.sources.seeds_rig import context, spec_of
     from penstock.clock import SystemClock
-    from penstock.sources.seeds.source.source import open_source
+    from penstock.sources.seeds.source import open_source
 
     async def main():
         source = open_source(spec_of("seeds:" + sys.argv[1]), context(Path("."), SystemClock()))

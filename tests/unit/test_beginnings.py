@@ -1,6 +1,4 @@
-"""What a page's beginning answers is what the whole page would: on tag soup of every kind, cut
-anywhere.
-"""
+"""A query on the prefix of a page gives the result of the full page, for random invalid HTML."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def soup(rng: random.Random, pieces: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_the_beginning_answers_the_whole_page_answers_too(seed: int) -> None:
+def test_a_result_from_the_prefix_equals_the_result_from_the_full_page(seed: int) -> None:
     rng = random.Random(seed)
     compiled = [queries.css(selector) for selector in SELECTORS]
     answered = 0
@@ -72,14 +70,14 @@ def test_what_the_beginning_answers_the_whole_page_answers_too(seed: int) -> Non
         ) + soup(rng, rng.randrange(3, 30))
         page = (start + soup(rng, rng.randrange(1, 14))).encode()
         cut = page.rfind(b">", 0, len(start.encode())) + 1
-        first, whole = (
+        first, full = (
             Beginning(parse_html(page[:cut], encoding="utf-8")),
             parse_html(page, encoding="utf-8"),
         )
         for query in compiled:
             if (value := first.first(query)) is not None:
                 answered += 1
-                assert value == query.first(whole), (
+                assert value == query.first(full), (
                     f"{query.source} of {page[:cut]!r} and {page[cut:]!r}"
                 )
     assert answered > 100
@@ -100,40 +98,38 @@ def long(start: str, end: str = "") -> bytes:
             "<body><table><tr><td class=x>in</td>",
             ".x::text",
             "<div class=x>out</div>",
-            "out",
-        ),  # it does not belong there: it comes before the table
+            "out",  # the parser moves a div inside a table to before the table
+        ),
         (
             "<p class=x>A</p>",
             ".y::attr(class)",
             "<body class=y>",
-            "y",
-        ),  # a second tag adds to the first
+            "y",  # a second body tag adds attributes to the first
+        ),
         ("<p class=y>A</p>", ".y::attr(class)", "<BODY class='y z'>", "y z"),
         ("<p class=x>A</p>", "html::attr(lang)", "<html lang=de>", "de"),
         ("<title>a > b", "title::text", "</title>", None),
     ],
 )
-def test_the_first_match_of_a_long_page_is_the_whole_pages(
+def test_the_first_match_of_a_long_page_equals_that_of_the_full_page(
     start: str, selector: str, end: str, answer: str | None
 ) -> None:
     body = long(start, end)
-    query, whole = (
-        queries.css(selector),
-        parse(body),
-    )  # without a charset in the header it is parsed whole
-    assert parse(body, UTF8).css(selector).get() == query.first(whole.root)  # type: ignore[arg-type]
+    # Without a charset in the header, the full page is parsed.
+    query, full = queries.css(selector), parse(body)
+    assert parse(body, UTF8).css(selector).get() == query.first(full.root)  # type: ignore[arg-type]
     if answer is not None:
         assert parse(body, UTF8).css(selector).get() == answer
 
 
-def test_a_frameset_that_takes_the_body_away_is_seen() -> None:
+def test_a_frameset_that_replaces_the_body_is_detected() -> None:
     body = b"<p class=x></p>" + b"<p></p>" * 6000 + b"<FrameSet><frame class=y>"
     assert parse(body, UTF8).css(".x").get() is None
     assert parse(body, UTF8).css(".y::attr(class)").get() == "y"
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "iso-2022-jp", "windows-1252", None])
-def test_only_where_no_character_can_be_cut_there_is_a_beginning(encoding: str | None) -> None:
+def test_a_prefix_is_used_only_for_utf8_pages_that_are_long_enough(encoding: str | None) -> None:
     assert beginning(long("<body>"), encoding, SMALLEST) is None
     assert beginning(long("<body>"), "UTF-8", SMALLEST) is not None
     assert beginning(b"\xff\xfe" + long("<body>"), "utf-8", SMALLEST) is None
@@ -141,7 +137,7 @@ def test_only_where_no_character_can_be_cut_there_is_a_beginning(encoding: str |
     assert beginning(b"<p>" * (SMALLEST // 3), "utf-8", SMALLEST) is None
 
 
-def test_how_much_of_a_page_is_needed_is_learned() -> None:
+def test_a_selector_learns_how_long_its_prefix_must_be() -> None:
     queries.css.cache_clear()
     first = queries.css("h1::text")
     body = long("<body><h1>A</h1>" + "<p>words</p>" * 1000 + "<i>M</i>")
@@ -153,9 +149,7 @@ def test_how_much_of_a_page_is_needed_is_learned() -> None:
         assert 12_000 < first.reach <= len(body) // 2
 
 
-def test_a_selector_whose_page_is_parsed_whole_anyway_does_not_ask_for_its_beginning_again() -> (
-    None
-):
+def test_a_selector_skips_the_prefix_if_the_full_page_is_parsed_anyway() -> None:
     queries.css.cache_clear()
     early = queries.css("h1::text")
     body = long("<body><h1>A</h1>", "<i>L</i>")
@@ -164,10 +158,10 @@ def test_a_selector_whose_page_is_parsed_whole_anyway_does_not_ask_for_its_begin
     assert early.reach == len(body)
     for _ in range(FORGETTING):
         assert parse(body, UTF8).css("h1::text").get() == "A"
-    assert early.reach < len(body) // 2  # tried again, and answered
+    assert early.reach < len(body) // 2  # the prefix is tried again and is sufficient
 
 
-def test_a_list_of_all_matches_comes_from_the_whole_page() -> None:
+def test_getall_uses_the_full_page() -> None:
     page = parse(long("<body><h1>A</h1>", "<h1>B</h1>"), UTF8)
     assert page.css("h1::text").get() == "A"
     assert page.css("h1::text").getall() == ["A", "B"]

@@ -1,4 +1,4 @@
-"""How errors leave the process, and how the commands write figures: in process, without stores."""
+"""Exit codes and messages of errors, and the format of figures, without processes and stores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from penstock.cli import main as cli
 from penstock.cli import output
-from penstock.cli.push import LONGEST, Inputs, _lines
+from penstock.cli.push import MAX_LINE, Inputs, _lines
 from penstock.errors import ConfigError, StoreUnavailable, UsageError
 from penstock.operate import figures
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "said"),
+    ("raised", "code", "expected"),
     [
         (UsageError("no", hint="yes"), 2, "Error: no\nTry:   yes\n"),
         (ConfigError("pace.rate: no"), 3, "Error: pace.rate: no\n"),
@@ -36,10 +36,10 @@ from penstock.operate import figures
         (BrokenPipeError(), 141, ""),
     ],
 )
-def test_every_error_has_its_exit_code_and_sentence(
+def test_every_error_has_its_exit_code_and_message(
     raised: BaseException,
     code: int,
-    said: str,
+    expected: str,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -47,12 +47,12 @@ def test_every_error_has_its_exit_code_and_sentence(
         raise raised
 
     monkeypatch.setattr(cli, "_dispatch", fail)
-    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)  # stdout is pytest's here
+    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)  # pytest owns stdout
     assert cli.main(["status"]) == code
-    assert capfd.readouterr().err == said
+    assert capfd.readouterr().err == expected
 
 
-def test_a_bug_is_one_line_and_a_traceback_only_when_asked_for(
+def test_a_bug_is_one_line_and_has_a_traceback_only_in_debug_mode(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def bug(tokens: list[str]) -> int:
@@ -60,12 +60,10 @@ def test_a_bug_is_one_line_and_a_traceback_only_when_asked_for(
 
     monkeypatch.setattr(cli, "_dispatch", bug)
     assert cli.main(["status"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(
-        "Error: this should not happen: KeyError: 'gone' (unit/test_cli_main.py:"
-    )
-    assert "Traceback" not in said
-    assert "PENSTOCK_DEBUG=1" in said
+    expected = capsys.readouterr().err
+    assert expected.startswith("Error: unexpected error: KeyError: 'gone' (unit/test_cli_main.py:")
+    assert "Traceback" not in expected
+    assert "PENSTOCK_DEBUG=1" in expected
     monkeypatch.setenv("PENSTOCK_DEBUG", "1")
     assert cli.main(["status"]) == 1
     assert "Traceback" in capsys.readouterr().err
@@ -85,7 +83,9 @@ def test_a_bug_is_one_line_and_a_traceback_only_when_asked_for(
         ([], []),
     ],
 )
-def test_common_options_may_come_before_the_command(given_: list[str], becomes: list[str]) -> None:
+def test_common_options_may_be_written_before_the_command(
+    given_: list[str], becomes: list[str]
+) -> None:
     assert cli._common_last(given_) == becomes
 
 
@@ -100,7 +100,7 @@ def test_every_command_of_the_table_exists() -> None:
 
 
 @given(st.text())
-def test_what_is_printed_moves_no_cursor_and_can_be_encoded(text: str) -> None:
+def test_printed_text_has_no_control_characters_and_can_be_encoded(text: str) -> None:
     shown = output.plain(text)
     assert not any(
         (ord(c) < 32 and c not in "\t\n") or 127 <= ord(c) < 160 or 0x202A <= ord(c) <= 0x202E
@@ -110,7 +110,7 @@ def test_what_is_printed_moves_no_cursor_and_can_be_encoded(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         (0.0, "0 ms"),
         (0.0421, "42 ms"),
@@ -125,12 +125,12 @@ def test_what_is_printed_moves_no_cursor_and_can_be_encoded(text: str) -> None:
         (-2, "-2.0 s"),
     ],
 )
-def test_lengths_of_time_are_said_as_people_say_them(seconds: float, said: str) -> None:
-    assert figures.lasting(seconds) == said
+def test_durations_are_written_with_readable_units(seconds: float, expected: str) -> None:
+    assert figures.lasting(seconds) == expected
 
 
 @pytest.mark.parametrize(
-    ("n", "said"),
+    ("n", "expected"),
     [
         (0, "0 B"),
         (1023, "1023 B"),
@@ -140,18 +140,18 @@ def test_lengths_of_time_are_said_as_people_say_them(seconds: float, said: str) 
         (3 << 40, "3072 GiB"),
     ],
 )
-def test_sizes_are_said_in_binary_units(n: int, said: str) -> None:
-    assert figures.size(n) == said
+def test_sizes_are_written_in_binary_units(n: int, expected: str) -> None:
+    assert figures.size(n) == expected
 
 
-def test_a_line_without_end_fills_no_memory_and_counts_as_one() -> None:
-    stream = io.BytesIO(b"http://a.example/1\n" + b"h" * (5 * LONGEST) + b"\nhttp://a.example/2")
+def test_an_oversized_line_is_cut_and_counts_as_one() -> None:
+    stream = io.BytesIO(b"http://a.example/1\n" + b"h" * (5 * MAX_LINE) + b"\nhttp://a.example/2")
     found = list(_lines("f", stream))
     assert [where for where, _ in found] == ["f:1", "f:2", "f:3"]
-    assert max(len(text) for _, text in found) <= LONGEST
+    assert max(len(text) for _, text in found) <= MAX_LINE
 
 
-def test_refused_inputs_are_kept_within_bounds(tmp_path: Path) -> None:
+def test_at_most_1000_refused_inputs_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "urls"
     file.write_text("no url\n" * 3000 + "http://a.example/\n")
     inputs = Inputs((), [str(file)])

@@ -1,4 +1,4 @@
-"""Lint, format and types are part of the suite, so that one summary says whether a change is fit."""
+"""Lint, format and type checks, so that the summary of the test suite covers them too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The configuration: where a value comes from, what each error says, and that no password is ever
-shown.
-"""
+"""The configuration: origins of values, error messages, and masked passwords."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def refused(cwd: Path, **given: Any) -> ConfigError:
 # -- where values come from ------------------------------------------------------------------------
 
 
-def test_without_any_setting_everything_has_its_documented_default(tmp_path: Path) -> None:
+def test_without_settings_every_option_has_its_documented_default(tmp_path: Path) -> None:
     config = loaded(tmp_path).config
     assert config.state.dir == tmp_path / ".penstock"
     assert (
@@ -93,7 +91,9 @@ def test_without_any_setting_everything_has_its_documented_default(tmp_path: Pat
     )
 
 
-def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_environment_which_overrides_the_file(
+    tmp_path: Path,
+) -> None:
     toml = 'lease = "1m"\ngrace = "1m"\nrobots = "ignore"'
     found = loaded(
         tmp_path,
@@ -125,7 +125,7 @@ def test_every_option_can_be_set_in_all_three_places_and_shows_its_origin(tmp_pa
             assert found[option.path].value
 
 
-def test_what_is_shown_can_be_set_again_and_gives_the_same_configuration(tmp_path: Path) -> None:
+def test_shown_values_can_be_set_again_and_give_the_same_configuration(tmp_path: Path) -> None:
     before = loaded(
         tmp_path,
         env={
@@ -138,7 +138,7 @@ def test_what_is_shown_can_be_set_again_and_gives_the_same_configuration(tmp_pat
     assert after.config == before.config
 
 
-def test_every_option_has_a_line_of_help_and_a_variable_of_its_own() -> None:
+def test_every_option_has_a_line_of_help_and_a_unique_variable() -> None:
     variables = [variable for option in OPTIONS for variable in option.variables]
     assert len(set(variables)) == len(variables)
     assert all(option.help and "\n" not in option.help and option.example for option in OPTIONS)
@@ -159,7 +159,7 @@ def test_every_value_is_of_the_type_its_field_declares(tmp_path: Path) -> None:
         )
 
 
-def test_a_file_named_on_the_command_line_or_in_the_environment_replaces_the_one_of_the_directory(
+def test_a_file_named_by_option_or_variable_replaces_penstock_toml(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "other.toml").write_text('lease = "5m"')
@@ -172,7 +172,7 @@ def test_a_file_named_on_the_command_line_or_in_the_environment_replaces_the_one
         )
 
 
-def test_a_file_of_a_parent_directory_is_not_found(tmp_path: Path) -> None:
+def test_a_file_in_a_parent_directory_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "penstock.toml").write_text('lease = "5m"')
     (tmp_path / "inner").mkdir()
     assert loaded(tmp_path / "inner").config.lease == 30
@@ -192,12 +192,12 @@ def test_relative_stores_follow_the_working_directory_and_the_state_directory(
         tmp_path,
         env={
             "PENSTOCK_STATE": "state",
-            "PENSTOCK_LEDGER_URL": "sqlite:./books.db",
+            "PENSTOCK_LEDGER_URL": "sqlite:./ledger.db",
             "PENSTOCK_CLAIMS_URL": "redis://host/1",
         },
     ).config
     assert config.broker.url == f"sqlite:{tmp_path}/state/penstock.db"
-    assert config.ledger.url == f"sqlite:{tmp_path}/books.db"
+    assert config.ledger.url == f"sqlite:{tmp_path}/ledger.db"
     assert config.claims.url == "redis://host/1"
     assert (
         loaded(tmp_path, cli={"ledger.url": "sqlite::memory:"}).config.ledger.url
@@ -229,7 +229,7 @@ def test_a_variable_and_its_file_together_are_refused(tmp_path: Path) -> None:
     assert "PENSTOCK_BROKER_URL " in error.message
 
 
-def test_a_secret_file_that_is_missing_or_holds_nonsense_is_named(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_or_invalid_secret_file_names_the_variable(tmp_path: Path) -> None:
     assert (
         "PENSTOCK_BROKER_URL_FILE"
         in refused(tmp_path, env={"PENSTOCK_BROKER_URL_FILE": "nowhere"}).message
@@ -238,7 +238,7 @@ def test_a_secret_file_that_is_missing_or_holds_nonsense_is_named(tmp_path: Path
     assert "UTF-8" in refused(tmp_path, env={"PENSTOCK_BROKER_URL_FILE": "dsn"}).message
 
 
-def test_only_secrets_can_come_from_a_file(tmp_path: Path) -> None:
+def test_only_secrets_can_be_read_from_a_file(tmp_path: Path) -> None:
     assert "PENSTOCK_LEASE_FILE" in refused(tmp_path, env={"PENSTOCK_LEASE_FILE": "dsn"}).message
 
 
@@ -258,7 +258,7 @@ def test_only_secrets_can_come_from_a_file(tmp_path: Path) -> None:
         ("sqlite:/data/a@b.db", "sqlite:/data/a@b.db"),
     ],
 )
-def test_passwords_are_masked_wherever_the_configuration_is_shown(
+def test_passwords_are_masked_when_the_configuration_is_shown(
     url: str, shown: str, tmp_path: Path
 ) -> None:
     assert mask(url) == shown
@@ -267,11 +267,11 @@ def test_passwords_are_masked_wherever_the_configuration_is_shown(
 
 
 @given(st.text(st.characters(exclude_characters="*"), min_size=1))
-def test_no_password_survives_masking_whatever_it_contains(password: str) -> None:
+def test_masking_removes_any_password(password: str) -> None:
     assert mask(f"amqp://me:{password}@host/") == "amqp://me:***@host/"
 
 
-def test_an_error_about_a_dsn_does_not_repeat_it(tmp_path: Path) -> None:
+def test_an_error_about_a_dsn_does_not_contain_it(tmp_path: Path) -> None:
     error = refused(tmp_path, env={"PENSTOCK_BROKER_URL": "me:hunter2 at host\n"})
     assert "PENSTOCK_BROKER_URL" in error.message
     assert "hunter2" not in error.message + error.hint
@@ -289,7 +289,7 @@ def test_a_wrong_type_names_the_path_and_gives_an_example(tmp_path: Path) -> Non
     assert error.hint == "concurrency = 256"
 
 
-def test_a_wrong_variable_is_named_with_its_path(tmp_path: Path) -> None:
+def test_an_invalid_variable_is_named_with_its_option(tmp_path: Path) -> None:
     error = refused(tmp_path, env={"PENSTOCK_LEASE": "soon"})
     assert error.message.startswith(
         'lease (PENSTOCK_LEASE): expected a duration of at least 1s and at most 12h (500ms, 30s, 5m, 1h, 2d), got "soon"'
@@ -356,12 +356,12 @@ def test_a_wrong_variable_is_named_with_its_path(tmp_path: Path) -> None:
         ),
         (
             "[fetch]\nconcurrency = 10\nprefetch = 5",
-            "fetch.concurrency: a worker cannot have more in flight than it holds",
+            "fetch.concurrency: a worker cannot have more requests in flight than it holds events",
             "raise fetch.prefetch",
         ),
     ],
 )
-def test_each_mistake_in_the_file_is_named_with_a_next_step(
+def test_each_mistake_in_the_file_is_named_with_a_hint(
     toml: str, message: str, hint: str, tmp_path: Path
 ) -> None:
     error = refused(tmp_path, toml=toml)
@@ -369,7 +369,7 @@ def test_each_mistake_in_the_file_is_named_with_a_next_step(
     assert hint in error.hint
 
 
-def test_a_default_gives_way_to_a_smaller_limit_that_was_set(tmp_path: Path) -> None:
+def test_a_default_is_lowered_to_a_smaller_limit_that_was_set(tmp_path: Path) -> None:
     config = loaded(
         tmp_path, cli={"net.timeout.total": "5s", "fetch.prefetch": "8", "retry.max": "2s"}
     ).config
@@ -381,7 +381,7 @@ def test_a_default_gives_way_to_a_smaller_limit_that_was_set(tmp_path: Path) -> 
     ) == (5, 5, 8, 2)
 
 
-def test_an_unknown_variable_or_option_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+def test_an_unknown_variable_or_option_is_refused_with_a_suggestion(tmp_path: Path) -> None:
     assert (
         refused(tmp_path, env={"PENSTOCK_FETCH_CONCURENCY": "3"}).hint
         == "did you mean PENSTOCK_FETCH_CONCURRENCY?"
@@ -393,11 +393,11 @@ def test_an_unknown_variable_or_option_is_refused_with_the_nearest_one(tmp_path:
     assert refused(tmp_path, cli={"retry.bas": "3"}).hint == "did you mean retry.base?"
 
 
-def test_a_bad_value_is_refused_even_where_a_better_one_overrides_it(tmp_path: Path) -> None:
+def test_an_invalid_value_is_refused_even_if_a_valid_one_overrides_it(tmp_path: Path) -> None:
     assert "lease" in refused(tmp_path, toml='lease = "soon"', cli={"lease": "30s"}).message
 
 
-def test_variables_that_kubernetes_or_the_dev_script_set_are_not_ours(tmp_path: Path) -> None:
+def test_variables_of_kubernetes_and_of_the_dev_script_are_ignored(tmp_path: Path) -> None:
     service = {
         "PENSTOCK_PORT": "tcp://10.0.0.1:80",
         "PENSTOCK_SERVICE_HOST": "10.0.0.1",
@@ -412,7 +412,7 @@ def test_variables_that_kubernetes_or_the_dev_script_set_are_not_ours(tmp_path: 
     assert loaded(tmp_path, env={**service, **other}).config == loaded(tmp_path).config
 
 
-def test_a_file_that_is_missing_a_directory_or_binary_is_an_error_with_its_name(
+def test_a_missing_or_binary_file_or_a_directory_is_an_error_with_its_name(
     tmp_path: Path,
 ) -> None:
     assert (
@@ -430,7 +430,7 @@ def test_a_file_that_is_missing_a_directory_or_binary_is_an_error_with_its_name(
 @example(units.RATE, 5.65138e-99)
 @example(units.durations(), 5e-05)
 @example(units.durations(), 1234567.89)
-def test_any_value_is_read_or_refused_and_what_is_read_can_be_written_and_read_again(
+def test_any_value_is_refused_or_can_be_written_and_read_again(
     kind: units.Kind, value: object
 ) -> None:
     try:
@@ -438,9 +438,8 @@ def test_any_value_is_read_or_refused_and_what_is_read_can_be_written_and_read_a
     except (ValueError, OverflowError):
         return
     again = kind.read(kind.write(found)) if found != () else found
-    assert again == found or math.isclose(
-        again, found, rel_tol=1e-5, abs_tol=1e-6
-    )  # less than a microsecond is not written
+    # Fractions of a microsecond are not written.
+    assert again == found or math.isclose(again, found, rel_tol=1e-5, abs_tol=1e-6)
 
 
 # -- units -----------------------------------------------------------------------------------------
@@ -485,7 +484,7 @@ def test_durations_are_read_in_seconds(text: object, seconds: float) -> None:
         "9" * 400,
     ],
 )
-def test_what_is_no_duration_is_refused(text: object) -> None:
+def test_an_invalid_duration_is_refused(text: object) -> None:
     with pytest.raises((ValueError, OverflowError)):
         units.duration(text)
 
@@ -507,7 +506,7 @@ def test_sizes_are_read_in_bytes(text: object, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["64Mib", "64iB", "-1", "lots", 1.5, True, ""])
-def test_what_is_no_size_is_refused(text: object) -> None:
+def test_an_invalid_size_is_refused(text: object) -> None:
     with pytest.raises(ValueError):
         units.size(text)
 
@@ -516,12 +515,12 @@ def test_what_is_no_size_is_refused(text: object) -> None:
     ("text", "rate"),
     [("1", 1), (2, 2), ("0.1", 0.1), ("30/m", 0.5), ("3600/h", 1), ("unlimited", math.inf)],
 )
-def test_rates_are_read_a_second(text: object, rate: float) -> None:
+def test_rates_are_read_in_requests_per_second(text: object, rate: float) -> None:
     assert units.rate(text) == rate
 
 
 @pytest.mark.parametrize("text", ["0", 0, -1, "1/fortnight", "/m", "1/", "inf", "fast"])
-def test_what_is_no_rate_is_refused(text: object) -> None:
+def test_an_invalid_rate_is_refused(text: object) -> None:
     with pytest.raises(ValueError):
         units.rate(text)
 
@@ -563,6 +562,6 @@ def test_a_private_target_is_an_address_a_network_or_a_name_with_its_port(text: 
         [5],
     ],
 )
-def test_a_target_in_a_doubtful_spelling_is_refused(text: object) -> None:
+def test_an_ambiguous_or_invalid_target_is_refused(text: object) -> None:
     with pytest.raises(ValueError):
         units.TARGETS.read(text)

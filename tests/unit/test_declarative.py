@@ -1,4 +1,4 @@
-"""The TOML form: the same records as the Python form, and errors that name their path."""
+"""Pipelines in TOML: the same records as in Python, and errors that name their path."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_both_forms_of_the_example_give_the_same_records(tmp_path: Path) -> None
 
 
 def read(field: str, html: str = "", url: str = "https://x.test/a/") -> Any:
-    """The value of one field, given as TOML after the equals sign; or the error."""
+    """Return the value of one field, or the error. `field` is the TOML after the equals sign."""
     toml = f'[pipeline]\nname = "p"\n[[extract]]\n[extract.fields]\nv = {field}\n'
     out = run(compile_toml(toml.encode(), "p.toml"), Page(url, html.encode()))
     return out.error or msgspec.json.decode(out.records[0].fields)["v"]
@@ -123,12 +123,12 @@ def test_a_field_is_found_transformed_or_missing(field: str, html: str, expected
         ("1,234,567.8", "1234567.8"),
     ],
 )  # fmt: skip
-def test_prices_are_read_as_people_write_them(text: str, expected: str) -> None:
+def test_prices_are_read_in_common_notations(text: str, expected: str) -> None:
     assert read('{css="b", as="decimal"}', f"<b>{text}</b>") == expected
 
 
 @pytest.mark.parametrize("text", ["2 for 10.00", "sold out", "12 34"])
-def test_what_is_no_single_number_is_an_error_that_quotes_it(text: str) -> None:
+def test_a_text_without_a_single_number_is_an_error_that_quotes_it(text: str) -> None:
     assert read('{css="b", as="decimal"}', f"<b>{text}</b>").startswith(
         f"field 'v': '{text}' is no decimal"
     )
@@ -167,7 +167,7 @@ HEAD = '[pipeline]\nname = "p"\n[[extract]]\n'
 
 
 @pytest.mark.parametrize(
-    ("toml", "says"),
+    ("toml", "expected_message"),
     [
         (
             HEAD + '[extract.fields]\nprice = {cs = "x"}',
@@ -232,10 +232,10 @@ HEAD = '[pipeline]\nname = "p"\n[[extract]]\n'
         ),
     ],
 )
-def test_a_mistake_is_named_by_its_path(toml: str, says: str) -> None:
+def test_an_error_names_the_path_of_the_invalid_value(toml: str, expected_message: str) -> None:
     with pytest.raises(ConfigError) as e:
         compile_toml(toml.encode(), "p.toml")
-    assert says in e.value.message
+    assert expected_message in e.value.message
     assert e.value.hint
 
 

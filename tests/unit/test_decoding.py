@@ -1,6 +1,4 @@
-"""Content codings: what was encoded comes back, what lies about itself is refused, and no bomb gets
-past its cap.
-"""
+"""Content codings: encoded bodies are restored, invalid ones refused, and bombs are limited."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def _body(size: int) -> bytes:
 @pytest.mark.parametrize(
     "size", [0, 1, 20_000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 1 << 19, 3_000_000]
 )
-def test_a_body_comes_back_whatever_its_chunks(name: str, size: int) -> None:
+def test_a_body_is_decoded_for_all_chunk_sizes(name: str, size: int) -> None:
     body = _body(size)
     encoded = ENCODE[name](body)
     for chunk in (1 if size <= 20_000 else 1000, 16384, 1 << 22):
@@ -61,22 +59,22 @@ def test_a_body_comes_back_whatever_its_chunks(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("inner", ENCODE)
 @pytest.mark.parametrize("outer", ENCODE)
-def test_two_nested_codings_are_undone_last_first(inner: str, outer: str) -> None:
+def test_two_nested_codings_are_decoded_from_last_to_first(inner: str, outer: str) -> None:
     body = _body(50_000)
     assert decode((inner, outer), ENCODE[outer](ENCODE[inner](body))) == body
 
 
-def test_deflate_without_its_wrapper_is_understood() -> None:
+def test_raw_deflate_is_decoded() -> None:
     body = _body(50_000)
     assert decode(("deflate",), _raw_deflate(body), chunk=7) == body
 
 
-def test_gzip_members_in_a_row_are_one_body_and_padding_is_ignored() -> None:
+def test_several_gzip_members_are_one_body_and_padding_is_ignored() -> None:
     data = gzip.compress(b"one ") + gzip.compress(b"two") + b"\x00" * 100
     assert decode(("gzip",), data, chunk=5) == b"one two"
 
 
-def test_zstd_frames_in_a_row_are_one_body() -> None:
+def test_several_zstd_frames_are_one_body() -> None:
     assert decode(("zstd",), ENCODE["zstd"](b"one ") + ENCODE["zstd"](b"two")) == b"one two"
 
 
@@ -89,18 +87,18 @@ def test_a_body_that_ends_too_early_is_broken(name: str, cut: int) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODE)
-def test_bytes_that_are_something_else_are_broken(name: str) -> None:
+def test_bytes_of_another_format_are_broken(name: str) -> None:
     with pytest.raises(BrokenCoding):
         decode((name,), b"<html>not compressed at all</html>" * 10)
 
 
 @pytest.mark.parametrize("name", ENCODE)
-def test_no_body_at_all_is_an_empty_body(name: str) -> None:
+def test_an_encoded_body_of_zero_bytes_is_empty(name: str) -> None:
     assert decode((name,), b"") == b""
 
 
 @pytest.mark.parametrize("name", ENCODE)
-def test_mutated_bytes_never_raise_anything_else(name: str) -> None:
+def test_mutated_bytes_raise_only_decoding_errors(name: str) -> None:
     rng = random.Random(7)
     for _ in range(300):
         data = bytearray(ENCODE[name](_body(rng.randrange(1, 3000))))
@@ -112,7 +110,7 @@ def test_mutated_bytes_never_raise_anything_else(name: str) -> None:
             pass
 
 
-def test_the_limit_is_exact() -> None:
+def test_the_decoded_size_limit_is_exact() -> None:
     for name, encode in ENCODE.items():
         assert len(decode((name,), encode(bytes(1000)), limit=1000)) == 1000
         with pytest.raises(DecodedTooLarge):
@@ -120,13 +118,12 @@ def test_the_limit_is_exact() -> None:
 
 
 def _gigabyte(name: str) -> bytes:
-    """1 GiB of zeros, encoded without ever holding them."""
+    """Return 1 GiB of zeros, encoded in blocks so that they need little memory."""
     block = bytes(1 << 20)
     if name == "gzip":
         c = zlib.compressobj(9, wbits=-15)
-        piece = c.compress(block) + c.flush(
-            zlib.Z_FULL_FLUSH
-        )  # stands alone, so it may be repeated; nobody gets as far as the checksum
+        # The block is independent, so it can be repeated. The decoder stops before the checksum.
+        piece = c.compress(block) + c.flush(zlib.Z_FULL_FLUSH)
         return gzip.compress(b"")[:10] + piece * 1024
     if name == "br":
         b = brotli.Compressor(quality=1)
@@ -140,7 +137,7 @@ def _gigabyte(name: str) -> bytes:
     [("gzip",), ("br",), ("zstd",), ("gzip", "gzip"), ("br", "gzip"), ("zstd", "br")],
     ids="+".join,
 )
-def test_a_gigabyte_bomb_stops_at_the_cap_without_the_memory(names: tuple[str, ...]) -> None:
+def test_a_gigabyte_bomb_stops_at_the_limit_and_needs_little_memory(names: tuple[str, ...]) -> None:
     data = _gigabyte(names[0])
     for name in names[1:]:
         data = ENCODE[name](data)
@@ -150,7 +147,7 @@ def test_a_gigabyte_bomb_stops_at_the_cap_without_the_memory(names: tuple[str, .
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
-def test_a_zstd_frame_that_wants_a_huge_window_is_refused() -> None:
+def test_a_zstd_frame_with_a_huge_window_is_refused() -> None:
     parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=27)
     c = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     with pytest.raises(BrokenCoding):
@@ -166,11 +163,11 @@ def test_a_zstd_frame_that_wants_a_huge_window_is_refused() -> None:
         ("identity", ()),
         ("identity, zstd", ("zstd",)),
         ("", ()),
-        ("utf-8", ()),  # a charset in the wrong place
+        ("utf-8", ()),  # a charset instead of a coding
         ("gzip, rot13", ()),
     ],
 )
-def test_the_header_says_what_to_undo(header: str, names: tuple[str, ...]) -> None:
+def test_the_codings_are_read_from_the_header(header: str, names: tuple[str, ...]) -> None:
     assert codings(header) == names
 
 
@@ -182,10 +179,8 @@ def test_more_than_two_codings_are_refused() -> None:
 @pytest.mark.parametrize(
     "names", [("gzip",), ("deflate",), ("br",), ("zstd",), ("gzip", "br"), ("zstd", "gzip")]
 )
-def test_a_decoder_that_is_let_go_is_gone_at_once(names: tuple[str, ...]) -> None:
-    """Our collector of cycles seldom runs: pages by the thousand would wait for it, each with a
-    decoder's state.
-    """
+def test_a_decoder_is_freed_without_the_garbage_collector(names: tuple[str, ...]) -> None:
+    """The garbage collector runs rarely. Thousands of decoders would wait for it."""
     decoder = Decoder(names, 1 << 20)
     gone = weakref.ref(decoder._stages[0]), weakref.ref(decoder)
     gc.disable()

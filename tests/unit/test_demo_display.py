@@ -1,6 +1,4 @@
-"""The demo's display shows what it is given, in a picture that keeps its size, and nothing scraped
-can move the cursor.
-"""
+"""The demo's display: all figures, a fixed size, and no control characters from scraped text."""
 
 from __future__ import annotations
 
@@ -64,12 +62,12 @@ def test_no_line_is_wider_than_the_terminal_and_the_height_never_changes(
     assert len(lines) == len(drawn(QUIET, width))
 
 
-def test_it_fits_a_terminal_of_80_by_24() -> None:
+def test_the_display_fits_a_terminal_of_80_by_24() -> None:
     assert len(drawn(FLOODED, 80)) < 24
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_everything_the_demo_promises_is_on_the_screen(width: int) -> None:
+def test_all_figures_of_the_demo_are_displayed(width: int) -> None:
     text = "\n".join(drawn(BUSY, width))
     for shown in (
         "0:14 of 0:20", SHOP, "56 accepted", "seed list", "13 s ago", "change list", "just now", "4.8 of 5", "asked to wait 2.1 s",
@@ -79,7 +77,7 @@ def test_everything_the_demo_promises_is_on_the_screen(width: int) -> None:
         assert shown in text
 
 
-def test_every_count_stands_above_its_name() -> None:
+def test_every_count_is_printed_above_its_name() -> None:
     lines = drawn(BUSY, 80)
     names = next(n for n, line in enumerate(lines) if "in flight" in line)
     for name, count in (
@@ -94,13 +92,13 @@ def test_every_count_stands_above_its_name() -> None:
         assert lines[names - 1][at:].split()[0] == count
 
 
-def test_the_soonest_of_what_waits_comes_first_and_the_dead_leave_room_for_it() -> None:
+def test_the_next_due_event_is_listed_first_even_with_many_dead_events() -> None:
     text = "\n".join(drawn(BUSY, 120))
     assert text.index("founders-kettle") < text.index("/product/santoku-knife")
     assert "429, Retry-After 3 s" in "\n".join(drawn(FLOODED, 120))
 
 
-def test_pages_without_a_row_and_an_open_breaker_are_said_aloud() -> None:
+def test_pages_without_a_row_and_an_open_breaker_are_displayed() -> None:
     assert "12 gave nothing" in drawn(FLOODED, 120)[-1]
     assert "the shop was redesigned" in drawn(FLOODED, 120)[-1]
     stopped = replace(FLOODED, breaker="52 of 61 events ended dead")
@@ -119,7 +117,7 @@ def test_the_bar_shows_even_one_dead_event_in_ten_million() -> None:
     assert "\x1b[31m━\x1b[0m" in bar
 
 
-def test_a_row_wears_the_colour_of_its_mark_only_on_the_mark() -> None:
+def test_only_the_status_of_a_row_is_coloured() -> None:
     console = Console(
         file=io.StringIO(), width=80, force_terminal=True, color_system="standard", no_color=False
     )
@@ -141,7 +139,7 @@ def test_a_row_wears_the_colour_of_its_mark_only_on_the_mark() -> None:
         "x" * 5000,
     ],
 )
-def test_nothing_scraped_can_move_the_cursor_or_break_the_picture(hostile: str) -> None:
+def test_scraped_text_cannot_move_the_cursor_or_break_the_layout(hostile: str) -> None:
     nasty = replace(
         BUSY, waiting=(Waiting(hostile, hostile, 1.0),), moved=(Moved("1", hostile, hostile, hostile, hostile),), dead=(Buried(hostile, hostile),),
         sources=(Source(hostile, 1, 1), Source("b", 1, 1), Source("c", 1, 1)), hosts=(Host(hostile, 1, 1), Host("b", 1, None)), breaker=hostile, notice=hostile,
@@ -153,7 +151,7 @@ def test_nothing_scraped_can_move_the_cursor_or_break_the_picture(hostile: str) 
     assert all(c.isprintable() or c == "\n" for c in plain(nasty))
 
 
-def test_in_words_only_what_is_new_is_told() -> None:
+def test_text_output_lists_only_new_changes_delays_and_dead_events() -> None:
     first = plain(BUSY, QUIET).splitlines()
     assert first[0].startswith(
         "  14.2 s  56 accepted (41 success, 2 in flight, 9 pending, 2 delayed, 1 duplicate, 1 dead)"
@@ -165,7 +163,7 @@ def test_in_words_only_what_is_new_is_told() -> None:
         "delayed",
         "dead",
     ]
-    assert "Dimmable Bulb 2700 K: price 8.99 → 8.39" in first[1]  # in the order it happened
+    assert "Dimmable Bulb 2700 K: price 8.99 → 8.39" in first[1]  # in order of time
     assert plain(BUSY, BUSY).splitlines() == first[:1]
     more = replace(
         BUSY,
@@ -175,5 +173,5 @@ def test_in_words_only_what_is_new_is_told() -> None:
     assert [line.split()[0] for line in plain(more, BUSY).splitlines()[1:]] == ["changed", "note"]
 
 
-def test_before_anything_happened_there_is_something_to_say() -> None:
+def test_text_output_of_an_idle_demo_shows_zero_counts() -> None:
     assert plain(QUIET) == "   0.3 s  0 accepted  0 rows, 0 changes"

@@ -1,6 +1,4 @@
-"""The demo's shop: its prices follow from seed and clock, its change list only grows, and its odd
-pages are odd in the way the demo tells.
-"""
+"""The demo's shop: prices by seed and clock, a growing change list, and pages with known faults."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def page(shop: Shop, url: str) -> Page:
 
 
 def extracted(page: Page) -> tuple[list[dict[str, str]], list[str]]:
-    """Through the demo's own extractor."""
+    """Run the demo's extractor. Return its records and the followed URLs."""
     pipeline = load(Path(__file__).parents[2] / "src/penstock/demo/pipeline.py")
     (extractor,) = pipeline.matching(page.url)
     made = list(extractor.fn(page))
@@ -94,7 +92,7 @@ def test_there_are_more_than_forty_products_with_distinct_names_and_numbers() ->
     assert {p.category for p in sold} == set(CATEGORIES)
 
 
-def test_two_shops_with_one_seed_move_alike_however_often_they_are_asked(clock: Time) -> None:
+def test_two_shops_with_one_seed_have_the_same_changes(clock: Time) -> None:
     asked, left_alone, other = opened(clock), opened(clock), opened(clock, seed=8)
     for _ in range(600):
         clock.now += 0.1
@@ -105,7 +103,7 @@ def test_two_shops_with_one_seed_move_alike_however_often_they_are_asked(clock: 
     assert changes(asked) != changes(other)
 
 
-def test_every_change_moves_a_price_within_reason_and_ends_in_the_price_that_is_shown(
+def test_every_price_change_is_bounded_and_the_last_one_is_the_shown_price(
     shop: Shop, clock: Time
 ) -> None:
     clock.now += 3600
@@ -121,7 +119,7 @@ def test_every_change_moves_a_price_within_reason_and_ends_in_the_price_that_is_
     assert extracted(knife)[0][0]["price"] == str(last["santoku-knife-17-cm"])
 
 
-def test_the_change_list_grows_at_its_end_and_is_read_on_from_a_cursor(
+def test_the_change_list_grows_at_its_end_and_can_be_read_from_a_cursor(
     shop: Shop, clock: Time
 ) -> None:
     clock.now += 30
@@ -148,10 +146,10 @@ def test_the_seeds_and_the_links_from_them_reach_every_product(shop: Shop) -> No
     assert found == {shop.url(p.slug) for p in PRODUCTS} | {
         f"http://limited.example/product/{LIMITED.slug}"
     }
-    assert steps <= 6  # well within the depth that is followed by default
+    assert steps <= 6  # within the default follow depth
 
 
-def test_a_product_page_says_the_same_in_markup_and_in_json_ld(shop: Shop) -> None:
+def test_a_product_page_has_the_same_data_in_markup_and_in_json_ld(shop: Shop) -> None:
     for item in PRODUCTS[:-1]:
         found = page(shop, shop.url(item.slug))
         assert extracted(found)[0] == [
@@ -165,7 +163,7 @@ def test_a_product_page_says_the_same_in_markup_and_in_json_ld(shop: Shop) -> No
         )
 
 
-def test_a_page_is_304_until_its_own_price_moves(shop: Shop, clock: Time) -> None:
+def test_a_page_is_304_until_its_price_changes(shop: Shop, clock: Time) -> None:
     tags = {p.slug: get(shop, shop.url(p.slug)).headers["etag"] for p in PRODUCTS}
     clock.now += 10
     moved = {c.product.slug for c in shop.changes}
@@ -184,9 +182,9 @@ def test_the_broken_page_has_a_price_and_no_key(shop: Shop) -> None:
     assert not any(c.product.slug == BROKEN for c in shop.changes)
 
 
-def test_the_limited_page_turns_away_then_lets_in_who_waited(shop: Shop, clock: Time) -> None:
+def test_the_limited_page_returns_429_until_retry_after_has_passed(shop: Shop, clock: Time) -> None:
     url = f"http://limited.example/product/{LIMITED.slug}"
-    assert get(shop, "http://limited.example/robots.txt").status == 200  # and that costs no turn
+    assert get(shop, "http://limited.example/robots.txt").status == 200  # without using a refusal
     first = get(shop, url)
     assert (first.status, first.headers["retry-after"]) == (429, "3")
     clock.now += 1.2
@@ -197,7 +195,7 @@ def test_the_limited_page_turns_away_then_lets_in_who_waited(shop: Shop, clock: 
     assert get(shop, url).status == 200
 
 
-def test_it_can_turn_away_more_than_once(clock: Time) -> None:
+def test_the_limited_page_can_return_429_more_than_once(clock: Time) -> None:
     shop = Shop(clock=clock, refusals=2, retry_after=5)
     shop.limited = "http://limited.example"
     statuses = []
@@ -207,7 +205,7 @@ def test_it_can_turn_away_more_than_once(clock: Time) -> None:
     assert statuses == [429, 429, 200, 200]
 
 
-def test_after_a_redesign_the_old_selector_matches_nothing_and_the_data_is_still_there(
+def test_after_a_redesign_the_old_selector_fails_and_the_json_ld_is_unchanged(
     shop: Shop,
 ) -> None:
     url = shop.url("dry-bag-10-l")
@@ -216,17 +214,17 @@ def test_after_a_redesign_the_old_selector_matches_nothing_and_the_data_is_still
     after = page(shop, url)
     assert (before.css(".price").get() is None, after.css(".price").get() is None) == (False, True)
     assert get(shop, url, if_none_match=tag).status == 200
-    assert extracted(after) == ([], [])  # nothing at all: that is what `empty` counts
+    assert extracted(after) == ([], [])  # counted as `empty`
     assert after.jsonld() == before.jsonld()
 
 
-def test_a_redesign_of_one_page_leaves_the_others_alone(shop: Shop) -> None:
+def test_a_redesign_of_one_page_does_not_change_other_pages(shop: Shop) -> None:
     shop.redesign(["dry-bag-10-l"])
     assert page(shop, shop.url("dry-bag-10-l")).css(".price").get() is None
     assert page(shop, shop.url("titanium-spork")).css(".price").get() is not None
 
 
-def test_feed_sitemap_and_api_follow_the_changes_and_say_when_they_have_not(
+def test_feed_sitemap_and_api_show_the_changes_and_keep_their_etag_otherwise(
     shop: Shop, clock: Time
 ) -> None:
     def tags() -> dict[str, str]:
@@ -268,7 +266,7 @@ def test_feed_sitemap_and_api_follow_the_changes_and_say_when_they_have_not(
     }
 
 
-def test_the_api_lists_every_product_with_a_number_page_by_page(shop: Shop, clock: Time) -> None:
+def test_the_api_lists_every_product_with_a_sku_in_pages(shop: Shop, clock: Time) -> None:
     clock.now += 20
     found, path = [], "/api/products.json"
     while path:
@@ -287,7 +285,7 @@ def test_the_api_lists_every_product_with_a_number_page_by_page(shop: Shop, cloc
     }
 
 
-def test_every_link_of_the_shop_leads_somewhere_and_nothing_comes_from_elsewhere(
+def test_every_link_of_the_shop_is_a_page_and_no_resource_is_external(
     shop: Shop,
 ) -> None:
     waiting, seen = ["/"], {"/"}
@@ -305,7 +303,7 @@ def test_every_link_of_the_shop_leads_somewhere_and_nothing_comes_from_elsewhere
     assert {f"/product/{p.slug}" for p in PRODUCTS} < seen
 
 
-def test_what_is_not_there_is_404_and_a_post_is_405(shop: Shop) -> None:
+def test_an_unknown_path_is_404_and_a_post_is_405(shop: Shop) -> None:
     for path in (
         "/product/nothing",
         "/category/nothing",
@@ -323,7 +321,7 @@ def test_robots_txt_allows_everything_on_both_ports(shop: Shop) -> None:
         assert b"Disallow" not in get(shop, f"http://{host}.example/robots.txt").body
 
 
-def test_served_on_two_ports_its_lists_name_its_own_addresses() -> None:
+def test_a_shop_on_two_ports_lists_urls_of_both_ports() -> None:
     async def scenario() -> None:
         shop = Shop()
         async with asyncio.timeout(60), serve(shop) as web:

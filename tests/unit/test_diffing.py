@@ -37,7 +37,7 @@ OBJECTS = st.dictionaries(st.text(max_size=2), JSON, max_size=4)
         ({"t": [1]}, {"t": [1, 1]}, {"t": ([1], [1, 1])}),
     ],
 )
-def test_a_change_is_named_by_its_field_with_both_values(
+def test_a_change_has_the_field_name_and_both_values(
     old: dict[str, Any], new: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     found = diff(old, new)
@@ -47,7 +47,7 @@ def test_a_change_is_named_by_its_field_with_both_values(
     ]
 
 
-def test_fields_come_in_the_order_of_the_new_record_and_then_those_that_are_gone() -> None:
+def test_changed_fields_have_the_order_of_the_new_record_and_removed_fields_follow() -> None:
     assert list(diff({"gone": 1, "a": 1, "b": 1}, {"b": 2, "new": 1, "a": 2})) == [
         "b",
         "new",
@@ -57,12 +57,12 @@ def test_fields_come_in_the_order_of_the_new_record_and_then_those_that_are_gone
 
 
 @given(OBJECTS)
-def test_nothing_differs_from_itself(record: dict[str, Any]) -> None:
+def test_a_record_does_not_differ_from_itself(record: dict[str, Any]) -> None:
     assert diff(record, record) == {}
 
 
 @given(OBJECTS, OBJECTS)
-def test_looking_back_swaps_old_and_new(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_the_reverse_difference_swaps_old_and_new(old: dict[str, Any], new: dict[str, Any]) -> None:
     assert diff(new, old) == {
         name: (after, before) for name, (before, after) in diff(old, new).items()
     }

@@ -1,4 +1,4 @@
-"""Running extractors on one page: what counts as a record, and what every mistake becomes."""
+"""Running extractors on one page: valid records, keys, links, and the error of each mistake."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_pydantic_models_are_records() -> None:
     ]
 
 
-def test_values_beyond_json_are_written_as_text_and_the_order_of_fields_is_kept() -> None:
+def test_values_without_a_json_type_are_written_as_text_in_field_order() -> None:
     moment, unique = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), uuid.UUID(int=7)
     out = extracted(
         yielding(
@@ -96,7 +96,7 @@ def test_values_beyond_json_are_written_as_text_and_the_order_of_fields_is_kept(
     )
 
 
-def test_the_hash_is_of_the_fields_whatever_their_order() -> None:
+def test_the_hash_does_not_depend_on_the_order_of_fields() -> None:
     a, b, c = extracted(
         yielding(
             {"a": 1, "b": {"c": 2, "d": 3}},
@@ -109,19 +109,19 @@ def test_the_hash_is_of_the_fields_whatever_their_order() -> None:
     assert a.hash == hashlib.blake2b(b'{"a":1,"b":{"c":2,"d":3}}', digest_size=16).digest()
 
 
-def test_a_function_may_return_one_record_or_nothing_or_an_iterator() -> None:
+def test_a_function_may_return_one_record_or_none_or_an_iterator() -> None:
     assert fields(extracted(lambda page: {"a": 1})) == [{"a": 1}]
     assert fields(extracted(lambda page: Item("x"))) == [{"sku": "x", "tags": []}]
     assert extracted(lambda page: None) == Extracted()
     assert fields(extracted(lambda page: ({"a": n} for n in range(2)))) == [{"a": 0}, {"a": 1}]
 
 
-def test_without_a_matching_extractor_nothing_is_matched() -> None:
+def test_a_page_without_a_matching_extractor_is_unmatched() -> None:
     assert extracted(yielding({"a": 1}), match="*/other/*") == Extracted(matched=False)
     assert extracted(yielding()) == Extracted(matched=True)
 
 
-def test_every_matching_extractor_runs_and_outputs_are_numbered_through() -> None:
+def test_every_matching_extractor_runs_and_records_are_numbered_consecutively() -> None:
     pipeline = Pipeline("shop")
     pipeline.extract(name="a")(yielding({"n": 1}))
     pipeline.extract(name="no", match="*/no/*")(yielding({"n": 0}))
@@ -156,12 +156,14 @@ def test_followed_links_carry_their_extractor_and_hints() -> None:
         (lambda record: record["a"].lower(), {"a": "X"}, "x"),
     ],
 )
-def test_the_key_names_the_record(key: Any, record: dict[str, Any], expected: str) -> None:
+def test_the_record_key_is_built_from_the_key_option(
+    key: Any, record: dict[str, Any], expected: str
+) -> None:
     assert [r.key for r in extracted(yielding(record), key=key).records] == [expected]
 
 
 @pytest.mark.parametrize(
-    ("key", "record", "says"),
+    ("key", "record", "expected_error"),
     [
         ("sku", {"sku": None}, "empty key: field 'sku' is None in a record of item"),
         ("sku", {"sku": " "}, "empty key: field 'sku' is empty in a record of item"),
@@ -182,10 +184,10 @@ def test_the_key_names_the_record(key: Any, record: dict[str, Any], expected: st
     ],
 )
 def test_a_record_without_a_usable_key_is_an_error(
-    key: Any, record: dict[str, Any], says: str
+    key: Any, record: dict[str, Any], expected_error: str
 ) -> None:
     out = extracted(yielding({"sku": "good", "a": 1, "b": 2}, record), key=key)
-    assert (out.error, out.kind, out.records) == (says, "permanent", [])
+    assert (out.error, out.kind, out.records) == (expected_error, "permanent", [])
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_a_record_without_a_usable_key_is_an_error(
         (lambda record: record["sku"].upper(), Removed("A"), "A", {}),
     ],
 )
-def test_a_removal_goes_by_the_key_that_the_record_had(
+def test_a_removal_has_the_key_of_the_record(
     key: Any, removed: Removed, expected: str, kept: dict[str, Any]
 ) -> None:
     out = extracted(yielding(removed), key=key)
@@ -230,7 +232,7 @@ class Loop:
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "expected_error"),
     [
         ([{"a": 1}], "item: yielded a list; yield a dict"),
         (None, "item: yielded None; yield a dict"),
@@ -251,13 +253,15 @@ class Loop:
         (Follow("mailto:x@y"), "item: yielded Follow('mailto:x@y'), which cannot be fetched"),
     ],
 )
-def test_what_is_no_record_is_refused_by_name(value: Any, says: str) -> None:
+def test_an_invalid_record_is_refused_with_its_field_or_type(
+    value: Any, expected_error: str
+) -> None:
     out = extracted(yielding(value))
-    assert says in out.error
+    assert expected_error in out.error
     assert (out.kind, out.records, out.links) == ("permanent", [], [])
 
 
-def test_a_returned_list_or_a_value_returned_after_yielding_is_never_dropped() -> None:
+def test_a_returned_list_or_a_value_returned_after_yield_is_an_error() -> None:
     def late(page: Page) -> Any:
         yield {"a": 1}
         return {"b": 2}
@@ -282,7 +286,7 @@ def test_an_exception_of_user_code_is_one_line_and_a_traceback_of_user_frames() 
     assert 'extraction/run.py", line' not in out.detail
 
 
-def test_a_bad_selector_in_user_code_is_named_with_the_users_line_last() -> None:
+def test_the_error_of_a_bad_selector_names_it_and_the_line_of_user_code() -> None:
     out = extracted(lambda page: {"a": page.css("b[").get()})
     assert out.error.startswith("ValueError: CSS selector 'b['")
     assert "selectors.py" not in out.detail
@@ -326,7 +330,7 @@ def endless_message(page: Page) -> Any:
         (endless_message, "ValueError: xxx", "permanent"),
     ],
 )
-def test_whatever_user_code_raises_becomes_a_result(fn: Any, error: str, kind: str) -> None:
+def test_any_exception_of_user_code_becomes_a_bounded_error(fn: Any, error: str, kind: str) -> None:
     out = extracted(fn)
     assert out.error.startswith(error)
     assert len(out.error) <= 500
@@ -334,14 +338,14 @@ def test_whatever_user_code_raises_becomes_a_result(fn: Any, error: str, kind: s
     assert len(out.detail) <= module.MAX_DETAIL
 
 
-def test_a_failure_raised_on_purpose_keeps_its_kind() -> None:
+def test_a_failure_raised_by_user_code_keeps_its_error_class() -> None:
     def blocked(page: Page) -> Any:
         raise Failure(ErrorClass.BLOCKED, "a challenge page")
 
     assert (extracted(blocked).error, extracted(blocked).kind) == ("a challenge page", "blocked")
 
 
-def test_output_is_capped_in_bytes_records_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_limited_in_bytes_records_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
     def forever(value: Any) -> Callable[[Page], Iterator[Any]]:
         def fn(page: Page) -> Iterator[Any]:
             while True:

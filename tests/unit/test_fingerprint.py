@@ -1,4 +1,4 @@
-"""Dead letters that died of the same cause are one group, and others are not."""
+"""Dead letters with the same cause have the same fingerprint, and others do not."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def same(a: str, b: str) -> bool:
         ("event 0123456789abcdef died", "event fedcba9876543210 died"),
     ],
 )
-def test_numbers_ids_urls_and_quoted_words_do_not_make_a_new_cause(a: str, b: str) -> None:
+def test_numbers_ids_urls_and_quoted_words_do_not_change_the_fingerprint(a: str, b: str) -> None:
     assert same(a, b)
 
 
 @pytest.mark.parametrize(
     ("a", "b"), [("not found", "forbidden"), ("KeyError: #", "ValueError: #"), ("", "x")]
 )
-def test_other_words_are_another_cause(a: str, b: str) -> None:
+def test_other_words_give_another_fingerprint(a: str, b: str) -> None:
     assert not same(a, b)
 
 
-def test_the_stage_and_the_class_are_part_of_the_cause() -> None:
+def test_the_stage_and_the_error_class_are_part_of_the_fingerprint() -> None:
     prints = {
         fingerprint(stage, kind, "x")
         for stage in ("fetch", "extract")
@@ -43,17 +43,17 @@ def test_the_stage_and_the_class_are_part_of_the_cause() -> None:
     assert len(prints) == 4
 
 
-def test_an_endless_reason_is_cut() -> None:
+def test_a_long_reason_is_cut() -> None:
     assert same("x " * 1000, "x " * 2000)
     assert not same("y" + "x " * 1000, "x " * 1000)
 
 
 @given(st.text(st.characters(), max_size=400))
-def test_any_text_has_one(reason: str) -> None:
+def test_any_text_has_a_stable_fingerprint(reason: str) -> None:
     print_ = fingerprint("fetch", "ours", reason)
     assert len(print_) == 12
     assert print_ == fingerprint("fetch", "ours", reason)
 
 
-def test_half_a_character_has_one_too() -> None:
+def test_a_lone_surrogate_has_a_fingerprint() -> None:
     assert fingerprint("fetch", "ours", "\ud800")

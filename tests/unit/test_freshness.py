@@ -1,4 +1,4 @@
-"""Who may fetch a URL now: the table of the brief, and what must hold whatever the times are."""
+"""Which event may fetch a URL now: the table of cases, and properties for all times."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def judge(
         (Claim("o", BEGAN, True, "me"), "me", BEGAN + 61, Take()),
     ],
 )
-def test_before_the_get_and_after_the_window_the_mode_makes_no_difference(
+def test_before_the_get_and_after_the_window_both_modes_decide_alike(
     claim: Claim | None, me: str, accepted: float, verdict: Verdict, drop: bool
 ) -> None:
     assert judge(claim, me=me, accepted=accepted, drop=drop) == verdict
@@ -63,7 +63,7 @@ def test_before_the_get_and_after_the_window_the_mode_makes_no_difference(
         (Claim("o", BEGAN, True, "n"), 30.0, Duplicate("n"), Duplicate("o")),
     ],
 )
-def test_inside_the_window_the_first_is_delayed_to_its_end_or_dropped(
+def test_an_event_inside_the_window_is_delayed_to_its_end_or_dropped(
     claim: Claim, after: float, delayed: Verdict, dropped: Verdict
 ) -> None:
     assert judge(claim, accepted=BEGAN + after) == delayed
@@ -79,7 +79,7 @@ def test_inside_the_window_the_first_is_delayed_to_its_end_or_dropped(
         (False, BEGAN + 100, Delay(BEGAN + 101, False)),
     ],
 )
-def test_the_trailing_event_takes_over_when_the_window_and_the_owner_have_ended(
+def test_the_delayed_event_is_fetched_after_the_window_and_the_owner_have_ended(
     ended: bool, now: float, verdict: Verdict
 ) -> None:
     assert judge(Claim("o", BEGAN, ended, "me"), accepted=BEGAN + 5, now=now) == verdict
@@ -95,7 +95,7 @@ claims = st.none() | st.builds(
 
 
 @given(claims, st.floats(1, 2000), st.floats(0, 2000), st.floats(0, 100), st.booleans())
-def test_nobody_waits_into_the_past_and_nobody_is_a_duplicate_of_itself(
+def test_a_delay_ends_in_the_future_and_no_event_duplicates_itself(
     claim: Claim | None, accepted: float, later: float, window: float, drop: bool
 ) -> None:
     verdict = decide(
@@ -108,7 +108,7 @@ def test_nobody_waits_into_the_past_and_nobody_is_a_duplicate_of_itself(
 
 
 @given(claims, st.floats(1, 2000), st.floats(0, 2000))
-def test_no_url_is_asked_by_another_before_the_window_has_ended(
+def test_no_other_event_fetches_a_url_before_the_window_has_ended(
     claim: Claim | None, accepted: float, later: float
 ) -> None:
     now = accepted + later

@@ -1,4 +1,4 @@
-"""Groups: how many go together, and how long the first waits for the others."""
+"""Batches: their size, and how long the first item waits for more items."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from penstock.engine.batching import Group
 
 
-async def test_enough_go_together_at_once_and_the_rest_after_the_first_of_it_has_waited() -> None:
+async def test_full_batches_start_immediately_and_a_partial_one_after_its_wait() -> None:
     done: list[list[int]] = []
     third = asyncio.Event()
 
@@ -26,7 +26,7 @@ async def test_enough_go_together_at_once_and_the_rest_after_the_first_of_it_has
     assert (done[2], group.waiting) == ([6], [])
 
 
-async def test_a_flush_takes_what_is_there_and_the_next_group_has_its_own_time() -> None:
+async def test_a_flush_starts_a_partial_batch_and_the_next_batch_has_its_own_timer() -> None:
     done: list[list[int]] = []
 
     async def work(group: list[int]) -> None:
@@ -35,17 +35,17 @@ async def test_a_flush_takes_what_is_there_and_the_next_group_has_its_own_time()
     lingers = iter([0.01, 3600.0])
     group: Group[int] = Group(10, lambda: next(lingers), work)
     group.flush()
-    assert not group.under_way, "nothing is no group"
+    assert not group.under_way, "an empty batch does not start"
     group.add(1)
     group.flush()
     group.add(2)
     await asyncio.sleep(0.05)
     assert (done, group.waiting) == ([[1]], [2]), (
-        "the timer of the first group is not that of the second"
+        "the timer of the first batch does not start the second"
     )
 
 
-async def test_several_groups_are_under_way_at_once_and_each_is_forgotten_when_it_is_done() -> None:
+async def test_several_batches_run_together_and_are_removed_when_done() -> None:
     free = asyncio.Event()
 
     async def work(group: list[int]) -> None:

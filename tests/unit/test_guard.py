@@ -1,4 +1,4 @@
-"""Where we may connect, and where never."""
+"""Addresses to which requests are allowed, and addresses that are always refused."""
 
 # ruff: noqa: SIM905 (the tables read better as words)
 
@@ -55,7 +55,7 @@ def test_neighbours_of_the_special_ranges_are_public(address: str) -> None:
 
 
 @given(st.ip_addresses(v=4))
-def test_what_the_interpreter_calls_private_is_never_public_to_us(
+def test_an_address_that_python_calls_private_is_never_public(
     address: ipaddress.IPv4Address,
 ) -> None:
     if is_public(address):
@@ -97,14 +97,14 @@ GARBAGE = [
 
 
 @given(st.text() | st.sampled_from(GARBAGE))
-def test_what_is_no_address_is_not_public(text: str) -> None:
+def test_a_text_that_is_not_an_address_is_not_public(text: str) -> None:
     try:
         ipaddress.ip_address(text)
     except ValueError:
         assert not is_public(text)
 
 
-def test_a_zone_id_is_refused_and_so_is_what_is_not_even_text() -> None:
+def test_an_address_with_a_zone_id_and_a_value_of_another_type_are_not_public() -> None:
     assert not is_public("2606:4700::1%1")
     assert not is_public(ipaddress.ip_address("2606:4700::1%eth0"))
     assert not is_public(134744072)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ LOOPBACK_SPELLINGS = """
 
 
 @pytest.mark.parametrize("host", LOOPBACK_SPELLINGS)
-def test_an_inward_literal_is_refused_in_every_spelling(host: str) -> None:
+def test_a_private_address_is_refused_in_every_spelling(host: str) -> None:
     guard = Guard(own=lambda ip: False)
     for form in (
         "http://{}/",
@@ -144,7 +144,7 @@ NO_PLAIN_URL = """
 
 
 @pytest.mark.parametrize("url", NO_PLAIN_URL)
-def test_what_is_no_plain_http_url_to_a_name_or_address_is_refused_without_repeating_it(
+def test_the_error_of_an_invalid_url_does_not_contain_it(
     url: str,
 ) -> None:
     failure = refusal(Guard(), url)
@@ -154,7 +154,7 @@ def test_what_is_no_plain_http_url_to_a_name_or_address_is_refused_without_repea
 
 
 @pytest.mark.parametrize("port", [1, 22, 25, 53, 79, 81, 110, 3306, 5432, 6379, 9200, 11211, 65535])
-def test_a_port_off_the_list_is_refused_for_addresses_and_names(port: int) -> None:
+def test_a_port_that_is_not_allowed_is_refused_for_addresses_and_names(port: int) -> None:
     guard = Guard(own=lambda ip: False)
     for host in ("8.8.8.8", "example.com"):
         assert (
@@ -191,7 +191,7 @@ NOT_EXACT = [
 
 
 @pytest.mark.parametrize("text", NOT_EXACT)
-def test_an_allow_list_entry_that_is_not_exact_is_a_configuration_error_with_a_hint(
+def test_an_inexact_allow_list_entry_is_a_configuration_error_with_a_hint(
     text: str,
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -199,7 +199,7 @@ def test_an_allow_list_entry_that_is_not_exact_is_a_configuration_error_with_a_h
     assert caught.value.hint
 
 
-def test_an_allowed_loopback_port_opens_that_port_and_nothing_beside_it() -> None:
+def test_an_allowed_private_address_is_allowed_on_that_port_only() -> None:
     guard = Guard(parse_allow("127.0.0.1:8000,10.0.0.0/8:443,[::1]:9000"))
     assert guard.check_url("http://127.0.0.1:8000/x").ip == "127.0.0.1"
     assert guard.check_url("http://0x7f.1:8000/x").ip == "127.0.0.1"
@@ -211,7 +211,7 @@ def test_an_allowed_loopback_port_opens_that_port_and_nothing_beside_it() -> Non
 
 
 class Names:
-    """A resolver that answers from a script, once per question; the last answer stays."""
+    """A resolver with scripted answers. The last answer of a name is repeated."""
 
     def __init__(self, **script: Sequence[Sequence[str] | BaseException]) -> None:
         self.script = {name.replace("_", "."): list(answers) for name, answers in script.items()}
@@ -254,7 +254,7 @@ def guarded(names: Names, allow: str = "", **options: object) -> Guard:
     ],
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_one_bad_answer_among_good_ones_refuses_the_name(bad: str, place: int) -> None:
+def test_a_name_with_one_forbidden_address_is_refused(bad: str, place: int) -> None:
     answers = ["8.8.8.8", "2606:4700::1"]
     answers.insert(place, bad)
     result = outcome(guarded(Names(shop_test=[answers])), "http://shop.test/")
@@ -263,9 +263,7 @@ def test_one_bad_answer_among_good_ones_refuses_the_name(bad: str, place: int) -
     assert result.reason.startswith("forbidden address: ")
 
 
-def test_a_rebinding_name_keeps_its_first_checked_answer_and_is_refused_when_that_runs_out() -> (
-    None
-):
+def test_a_rebinding_name_keeps_its_checked_address_and_is_refused_after_expiry() -> None:
     now = [0.0]
     names = Names(shop_test=[["8.8.8.8"], ["127.0.0.1"]])
     guard = guarded(names, ttl=30.0, clock=lambda: now[0])
@@ -278,7 +276,7 @@ def test_a_rebinding_name_keeps_its_first_checked_answer_and_is_refused_when_tha
     assert isinstance(outcome(guard, "http://shop.test/"), Failure)
 
 
-def test_a_literal_needs_no_resolver() -> None:
+def test_an_ip_address_needs_no_resolver() -> None:
     names = Names()
     assert outcome(guarded(names), "http://8.8.8.8/") == Target("http", "8.8.8.8", 80, ("8.8.8.8",))
     assert names.asked == []
@@ -293,7 +291,7 @@ RESOLVER_TROUBLE = [
 
 
 @pytest.mark.parametrize("error", RESOLVER_TROUBLE)
-def test_a_resolver_that_fails_is_transient_and_asked_again_soon(error: Exception) -> None:
+def test_a_resolver_failure_is_transient_and_cached_for_a_short_time(error: Exception) -> None:
     now = [0.0]
     names = Names(shop_test=[error, ["8.8.8.8"]])
     guard = guarded(names, failure_ttl=3.0, clock=lambda: now[0])
@@ -305,7 +303,7 @@ def test_a_resolver_that_fails_is_transient_and_asked_again_soon(error: Exceptio
     assert isinstance(outcome(guard, "http://shop.test/"), Target)
 
 
-def test_a_resolver_that_hangs_is_cut_off_as_transient() -> None:
+def test_a_resolver_that_hangs_times_out_as_transient() -> None:
     async def hang(host: str, port: int) -> Sequence[str]:
         await asyncio.Event().wait()
         return ()
@@ -315,7 +313,7 @@ def test_a_resolver_that_hangs_is_cut_off_as_transient() -> None:
     assert result.kind is ErrorClass.TRANSIENT
 
 
-def test_no_answer_is_transient_and_five_thousand_are_refused() -> None:
+def test_a_name_without_addresses_is_transient_and_one_with_5000_is_refused() -> None:
     many = [str(ipaddress.IPv4Address(0x08000000 + i)) for i in range(5000)]
     none, flood = (
         outcome(guarded(Names(shop_test=[[]])), "http://shop.test/"),
@@ -327,7 +325,7 @@ def test_no_answer_is_transient_and_five_thousand_are_refused() -> None:
     assert flood.kind is ErrorClass.PERMANENT
 
 
-def test_an_allowed_name_may_be_private_on_its_port_only() -> None:
+def test_an_allowed_name_may_be_private_on_the_allowed_port_only() -> None:
     names = Names(shop_test=[["10.0.0.5"]], shop_test_=[["10.0.0.6"]], other_test=[["10.0.0.5"]])
     guard = guarded(names, "shop.test:8000")
     assert isinstance(outcome(guard, "http://SHOP.test.:8000/"), Target)
@@ -346,7 +344,7 @@ def test_a_name_that_resolves_into_an_allowed_network_passes_on_that_port_only()
     assert isinstance(outcome(guard, "http://far.test:9000/"), Failure)
 
 
-def test_many_callers_share_one_lookup_and_a_cancelled_one_takes_nobody_along() -> None:
+def test_callers_share_one_lookup_and_cancelling_one_does_not_affect_the_others() -> None:
     async def scene() -> None:
         release = asyncio.Event()
         asked = 0
@@ -422,18 +420,18 @@ def test_a_proxy_may_use_any_port_but_no_private_address() -> None:
         ):
             with pytest.raises(Failure):
                 await guard.resolve_proxy(host, port)
-        with pytest.raises(Failure):  # what a proxy's port was good for opens nothing for pages
+        with pytest.raises(Failure):  # the port is allowed for proxies only
             await guard.resolve("http://proxy.test:1080/")
 
     asyncio.run(scene())
 
 
-def test_our_own_addresses_are_known_as_our_own() -> None:
+def test_addresses_of_this_machine_are_recognised() -> None:
     assert is_own("127.0.0.1")
     assert not is_own("8.8.8.8")
 
 
-def test_the_machines_resolver_finds_localhost_and_the_guard_refuses_it() -> None:
+def test_the_system_resolver_finds_localhost_and_the_guard_refuses_it() -> None:
     guard = Guard()
     try:
         result = outcome(guard, "http://localhost/")

@@ -1,6 +1,4 @@
-"""What a message on `pages` carries: always a reference, a small body where it was asked for, and
-never anything else than the page it speaks of.
-"""
+"""Messages on `pages`: always a reference, and optionally a small body that matches its id."""
 
 from __future__ import annotations
 
@@ -43,25 +41,25 @@ def carrying(body: bytes, codec: str, data: bytes) -> bytes | None:
 
 
 @given(st.binary(max_size=3000))
-def test_a_body_comes_out_as_it_went_in(body: bytes) -> None:
+def test_an_inline_body_is_returned_unchanged(body: bytes) -> None:
     message = PageMessage.read(written(body))
     assert message.body() == body
     assert (message.event, message.page) == (b"event", meta(body))
 
 
-def test_without_inline_max_a_message_is_what_it_always_was() -> None:
+def test_without_inline_max_a_message_has_only_a_reference() -> None:
     raw = written(TEXT, inline_max=0)
     assert raw == PageMessage(event=b"event", page=meta(TEXT)).write()
     assert set(msgspec.json.decode(raw)) == {"type", "event", "page"}
     assert PageMessage.read(raw).body() is None
 
 
-def test_a_body_of_inline_max_travels_and_one_byte_more_does_not() -> None:
+def test_a_body_of_inline_max_bytes_is_inline_and_a_larger_one_is_not() -> None:
     assert PageMessage.read(written(NOISE, inline_max=len(NOISE))).body() == NOISE
     assert PageMessage.read(written(NOISE, inline_max=len(NOISE) - 1)).inline is None
 
 
-def test_what_shrinks_is_compressed_and_what_does_not_is_left_as_it_is() -> None:
+def test_a_body_is_compressed_only_if_it_becomes_smaller() -> None:
     text, noise = PageMessage.read(written(TEXT)).inline, PageMessage.read(written(NOISE)).inline
     assert text is not None
     assert text.codec == "zstd"
@@ -69,7 +67,7 @@ def test_what_shrinks_is_compressed_and_what_does_not_is_left_as_it_is() -> None
     assert noise == Inline(codec="raw", data=NOISE)
 
 
-def test_a_message_that_the_broker_would_refuse_becomes_a_reference() -> None:
+def test_a_message_too_large_for_the_broker_has_only_a_reference() -> None:
     size = len(written(NOISE))
     assert PageMessage.read(written(NOISE, largest=size)).body() == NOISE
     small = written(NOISE, largest=size - 1)
@@ -77,7 +75,7 @@ def test_a_message_that_the_broker_would_refuse_becomes_a_reference() -> None:
     assert PageMessage.read(small).page == meta(NOISE)
 
 
-def test_a_reader_from_before_inline_bodies_sees_the_reference() -> None:
+def test_a_reader_without_inline_support_reads_the_reference() -> None:
     class Before(msgspec.Struct, kw_only=True, tag="penstock.page.v1"):
         event: bytes
         page: PageMeta
@@ -110,11 +108,11 @@ def test_a_reader_from_before_inline_bodies_sees_the_reference() -> None:
         "a frame without its size",
     ],
 )
-def test_what_is_not_the_page_is_not_used(codec: str, data: bytes) -> None:
+def test_an_invalid_inline_body_is_not_used(codec: str, data: bytes) -> None:
     assert carrying(TEXT, codec, data) is None
 
 
-def test_a_page_that_claims_to_be_huge_is_not_unpacked() -> None:
+def test_an_inline_body_over_the_limit_is_not_decompressed() -> None:
     assert carrying(
         bytes(MAX_INLINE_BODY), "zstd", zstandard.compress(bytes(MAX_INLINE_BODY))
     ) == bytes(MAX_INLINE_BODY)
@@ -124,7 +122,7 @@ def test_a_page_that_claims_to_be_huge_is_not_unpacked() -> None:
     )
 
 
-def test_an_inline_part_that_is_none_makes_a_bad_message() -> None:
+def test_an_invalid_inline_part_is_a_bad_envelope() -> None:
     raw = msgspec.json.decode(written(TEXT))
     with pytest.raises(BadEnvelope, match="not a PageMessage"):
         PageMessage.read(

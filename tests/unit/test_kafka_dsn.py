@@ -1,4 +1,4 @@
-"""A Kafka URL: what it may say, and the sentence for each mistake, without the password."""
+"""Kafka URLs: their options, and an error message without the password for each mistake."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from penstock.errors import ConfigError
         ("kafka://h?rdkafka.socket.timeout.ms=500", {"rdkafka": {"socket.timeout.ms": "500"}}),
     ],
 )
-def test_a_url_says_where_and_how(url: str, expected: dict[str, Any]) -> None:
+def test_a_url_is_parsed_into_settings(url: str, expected: dict[str, Any]) -> None:
     settings = parse(url, {})
     assert {name: getattr(settings, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "expected_message"),
     [
         ("kafka:", "is not a Kafka URL"),
         ("kafka+tls://h", "is not a Kafka URL"),
@@ -60,15 +60,17 @@ def test_a_url_says_where_and_how(url: str, expected: dict[str, Any]) -> None:
         ("kafka://u:hunter2@h?retry_levels=", "retry_levels must be"),
     ],
 )
-def test_each_mistake_has_its_sentence_and_a_next_step(url: str, says: str) -> None:
+def test_each_mistake_has_its_message_and_a_hint_without_the_password(
+    url: str, expected_message: str
+) -> None:
     with pytest.raises(ConfigError) as e:
         parse(url, {})
-    assert says in e.value.message
+    assert expected_message in e.value.message
     assert e.value.hint
     assert "hunter2" not in e.value.message + e.value.hint
 
 
-def test_options_may_stand_in_the_environment_and_the_url_wins() -> None:
+def test_options_may_be_set_in_the_environment_and_the_url_overrides_them() -> None:
     settings = parse(
         "kafka+ssl://h?partitions=3",
         {ENVIRONMENT: "partitions=9&sasl=scram-sha-512&username=u&password=p%2B&ca=/ca.pem"},
@@ -89,20 +91,20 @@ def test_options_may_stand_in_the_environment_and_the_url_wins() -> None:
         parse("kafka://h", {ENVIRONMENT: "partitons=9"})
 
 
-def test_every_option_of_the_table_is_read_and_every_option_is_in_the_table() -> None:
+def test_the_table_of_options_in_the_docstring_is_complete() -> None:
     import re
 
     from penstock.brokers.kafka import url as kafka_dsn
 
-    told = {
+    documented = {
         name
         for row in re.findall(r"^\| (`.*?) \|", kafka_dsn.__doc__ or "", re.M)
         for name in re.findall(r"`([\w.]+)`", row)
     } - {"rdkafka.NAME"}
-    assert told == set(kafka_dsn._READ)
+    assert documented == set(kafka_dsn._READ)
 
 
-def test_server_side_names() -> None:
+def test_topics_are_named_after_prefix_topic_class_and_delay() -> None:
     settings = Settings(shown="", servers="h", retry_levels=(5.0, 60.0))
     plan = layout(settings, "shop", "requests", ordered=False)
     assert [place.name for place in plan.classes] == [
@@ -129,9 +131,7 @@ def test_server_side_names() -> None:
     assert ordered.retry_topic_for(1e6) is None
 
 
-def test_a_position_is_the_offset_where_there_is_one_partition_and_a_number_of_its_own_elsewhere() -> (
-    None
-):
+def test_positions_are_unique_and_equal_the_offset_in_the_first_partition() -> None:
     assert position(0, 0, 12345) == 12345
     seen = {
         position(slot, partition, offset)

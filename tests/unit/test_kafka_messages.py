@@ -1,6 +1,4 @@
-"""What messages of other programs say: JSON, Debezium in all its wrappings, CloudEvents, and what
-cannot be read.
-"""
+"""Messages of other programs: JSON, all forms of Debezium, CloudEvents, and unreadable messages."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def read(value: Any, reading: MessageReader = AUTO, **more: Any) -> Finding:
 
 
 def envelope(op: str = "c", *, lsn: int | None = 24023128, **row: Any) -> dict[str, Any]:
-    """As Debezium's PostgreSQL connector writes it."""
+    """Return a change event as Debezium's PostgreSQL connector writes it."""
     full = {"id": 1, "url": "https://shop.example/p/1", **row}
     return {
         "before": full if op == "d" else None,
@@ -70,7 +68,7 @@ def with_schema(payload: Any) -> dict[str, Any]:
 # -- Debezium --------------------------------------------------------------------------------------
 
 
-def test_a_change_is_its_row_and_says_where_it_comes_from() -> None:
+def test_the_payload_of_a_change_is_its_row_with_its_origin() -> None:
     found = read(envelope("u", sku="A"), key=b'{"schema":{"type":"struct"},"payload":{"id":1}}')
     assert {name: value for name, value in found.payload.items() if not name.startswith("_")} == {
         "id": 1,
@@ -90,24 +88,24 @@ def test_a_change_is_its_row_and_says_where_it_comes_from() -> None:
     assert (found.at, found.cause) == (1763265500.123, "shop.public.products/0@0")
 
 
-def test_a_change_with_its_schema_is_the_same_change() -> None:
+def test_a_change_with_a_schema_gives_the_same_finding() -> None:
     assert read(with_schema(envelope())) == read(envelope())
 
 
-def test_a_change_that_is_sent_twice_has_one_id_and_rows_of_one_position_have_several() -> None:
+def test_a_repeated_change_has_one_id_and_rows_of_one_position_have_different_ids() -> None:
     assert read(envelope(), offset=7).id == read(envelope(), offset=9000).id
     assert read(envelope(), key=b'{"id":1}').id != read(envelope(), key=b'{"id":2}').id
     assert read(envelope(id=1), key=None).id != read(envelope(id=2), key=None).id, (
-        "a table without a key: the row itself tells"
+        "without a table key, the row is part of the id"
     )
     assert read(envelope()).id != read(envelope(lsn=24023129)).id
     assert (
         read(envelope(lsn=None) | {"source": {}}, offset=7).id
         != read(envelope(lsn=None) | {"source": {}}, offset=8).id
-    ), "no position: the offset tells"
+    ), "without a position, the offset is part of the id"
 
 
-def test_a_change_of_mysql_is_known_by_its_place_in_the_binary_log() -> None:
+def test_the_id_of_a_mysql_change_comes_from_its_binary_log_position() -> None:
     def change(pos: int, row: int) -> dict[str, Any]:
         source = {
             "connector": "mysql",
@@ -126,7 +124,7 @@ def test_a_change_of_mysql_is_known_by_its_place_in_the_binary_log() -> None:
     assert len({read(change(484, 0)).id, read(change(484, 1)).id, read(change(502, 0)).id}) == 3
 
 
-def test_mongodbs_documents_are_texts_and_are_read() -> None:
+def test_a_mongodb_document_in_a_string_is_parsed() -> None:
     value = {
         "after": '{"_id": 4, "url": "https://a.example/"}',
         "source": {"connector": "mongodb", "collection": "p", "ord": 1, "ts_ms": 3},
@@ -136,7 +134,7 @@ def test_mongodbs_documents_are_texts_and_are_read() -> None:
     assert read(value).payload["url"] == "https://a.example/"
 
 
-def test_a_change_of_mongodb_is_known_by_its_second_and_its_number_in_it() -> None:
+def test_the_id_of_a_mongodb_change_comes_from_its_time_and_ordinal() -> None:
     def change(ts_ms: int, number: int) -> dict[str, Any]:
         source = {
             "connector": "mongodb",
@@ -162,7 +160,9 @@ def test_a_change_of_mongodb_is_known_by_its_second_and_its_number_in_it() -> No
 @pytest.mark.parametrize(
     "marks", [{"__txId": 7}, {"__file": "binlog.000003"}, {"__pos": 484}, {"__ord": 1, "__op": "u"}]
 )
-def test_half_a_position_names_no_change_and_the_offset_does(marks: dict[str, Any]) -> None:
+def test_an_incomplete_position_is_ignored_and_the_offset_is_used_for_the_id(
+    marks: dict[str, Any],
+) -> None:
     row = {"id": 1, "url": "https://a.example/", "__deleted": "false", **marks}
     assert read(row, offset=7).id != read(row, offset=8).id
 
@@ -170,7 +170,7 @@ def test_half_a_position_names_no_change_and_the_offset_does(marks: dict[str, An
 @pytest.mark.parametrize(
     ("operations", "taken"), [("cru", "cru"), ("c", "c"), ("d", "d"), ("crudtm", "crudtm")]
 )
-def test_only_the_operations_that_were_asked_for_are_taken(operations: str, taken: str) -> None:
+def test_only_changes_of_the_selected_operations_are_read(operations: str, taken: str) -> None:
     reading = MessageReader(operations=frozenset(operations))
     assert (
         "".join(op for op in "crudtm" if reading.finding(message(envelope(op))) is not None)
@@ -178,18 +178,18 @@ def test_only_the_operations_that_were_asked_for_are_taken(operations: str, take
     )
 
 
-def test_a_deletion_is_the_row_that_was_there() -> None:
+def test_the_payload_of_a_deletion_is_the_deleted_row() -> None:
     found = read(envelope("d", sku="A"), MessageReader(operations=frozenset("d")))
     assert (found.payload["sku"], found.payload["_cdc"]["op"]) == ("A", "d")
 
 
-def test_a_tombstone_is_passed_over_unless_it_is_all_there_is_of_a_deletion() -> None:
+def test_a_tombstone_is_skipped_unless_tombstones_are_deletions() -> None:
     assert AUTO.finding(message(None)) is None
     found = read(None, MessageReader(tombstones=True), key=b'{"schema":{},"payload":{"id":9}}')
     assert (found.payload["id"], found.payload["_cdc"]) == (9, {"op": "d"})
 
 
-def test_an_unwrapped_change_is_a_row_and_its_marks_are_not_columns() -> None:
+def test_the_metadata_of_an_unwrapped_change_is_not_part_of_its_row() -> None:
     value = {
         "id": 1,
         "url": "https://a.example/",
@@ -218,7 +218,7 @@ def test_an_unwrapped_change_is_a_row_and_its_marks_are_not_columns() -> None:
     assert read(with_schema({"id": 1, "__deleted": "false"})).payload["id"] == 1
 
 
-def test_marks_of_an_unwrapped_change_may_be_headers() -> None:
+def test_the_metadata_of_an_unwrapped_change_may_be_in_headers() -> None:
     assert AUTO.finding(message({"id": 1}, headers=[("__op", b"d")])) is None
     assert read({"id": 1}, headers=[("__op", b"c"), ("__lsn", b"5")]).payload["_cdc"] == {
         "op": "c",
@@ -238,7 +238,7 @@ EVENT = {
 }
 
 
-def test_a_structured_event_is_its_data_and_is_known_by_source_and_id() -> None:
+def test_a_structured_cloudevent_is_its_data_with_an_id_from_source_and_id() -> None:
     found = read(EVENT)
     assert (found.payload["url"], found.payload["_cloudevent"]["type"], found.at) == (
         "https://a.example/",
@@ -248,7 +248,7 @@ def test_a_structured_event_is_its_data_and_is_known_by_source_and_id() -> None:
     assert found.id == read(EVENT, offset=12).id != read(EVENT | {"source": "/other"}).id
 
 
-def test_a_binary_event_is_the_same_event() -> None:
+def test_a_binary_cloudevent_gives_the_same_finding() -> None:
     headers = [
         (f"ce_{name}", str(value).encode()) for name, value in EVENT.items() if name != "data"
     ] + [("content-type", b"application/json; charset=utf-8")]
@@ -260,7 +260,7 @@ def test_a_binary_event_is_the_same_event() -> None:
     )
 
 
-def test_data_of_an_event_may_be_base64_text_or_a_change() -> None:
+def test_the_data_of_a_cloudevent_may_be_base64_text_or_a_change() -> None:
     raw = {name: value for name, value in EVENT.items() if name != "data"}
     assert (
         read(raw | {"data_base64": base64.b64encode(b'{"url": "u"}').decode()}).payload["url"]
@@ -272,10 +272,10 @@ def test_data_of_an_event_may_be_base64_text_or_a_change() -> None:
     assert AUTO.finding(message(raw | {"data": with_schema(envelope("d"))})) is None
 
 
-# -- any JSON, and what is none --------------------------------------------------------------------
+# -- other JSON, and invalid messages --------------------------------------------------------------
 
 
-def test_any_object_is_itself_and_is_known_by_its_place() -> None:
+def test_any_json_object_is_a_payload_with_an_id_from_its_offset() -> None:
     found = read(
         {"url": "https://a.example/", "op": "something else"},
         offset=3,
@@ -292,17 +292,17 @@ def test_any_object_is_itself_and_is_known_by_its_place() -> None:
     assert found.id != read({}, MessageReader(cluster="c", topic_id="made again"), offset=3).id
 
 
-def test_a_url_alone_is_enough() -> None:
+def test_a_message_may_be_only_a_url() -> None:
     assert read(b"https://a.example/x?y=1").url == "https://a.example/x?y=1"
     assert read("https://a.example/x").url == "https://a.example/x"
     assert read([1, 2]).payload["value"] == [1, 2]
 
 
-def test_json_is_left_alone_where_that_is_asked_for() -> None:
+def test_with_format_json_a_change_event_is_not_unwrapped() -> None:
     assert read(envelope("d"), MessageReader(format="json")).payload["op"] == "d"
 
 
-def test_json_of_a_schema_registry_is_read_and_its_binary_formats_are_named() -> None:
+def test_json_with_a_registry_header_is_read_and_binary_formats_are_refused() -> None:
     assert read(b'\x00\x00\x00\x00\x07{"url": "u"}').payload["url"] == "u"
     found = AUTO.finding(message(b"\x00\x00\x00\x00\x07\x02\x06abc"))
     assert found is not None
@@ -326,27 +326,29 @@ def test_json_of_a_schema_registry_is_read_and_its_binary_formats_are_named() ->
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_its_bytes_and_the_reason(
+def test_an_unreadable_message_is_refused_with_its_bytes_and_the_reason(
     value: Any, reading: MessageReader, reason: str
 ) -> None:
     found = reading.finding(message(value))
     assert found is not None
     assert reason in found.refused
     raw = value if isinstance(value, bytes) else msgspec.json.encode(value)
-    kept = found.payload["_kafka"]["value"]
-    assert raw == (base64.b64decode(kept["base64"]) if isinstance(kept, dict) else kept.encode())
+    stored = found.payload["_kafka"]["value"]
+    assert raw == (
+        base64.b64decode(stored["base64"]) if isinstance(stored, dict) else stored.encode()
+    )
     msgspec.json.encode(found.payload)
 
 
 @pytest.mark.parametrize("ts", ["1" + "0" * 400, "1e308", "-1", "true", '"now"', "[1]"])
-def test_a_change_of_an_impossible_time_is_as_old_as_its_message(ts: str) -> None:
+def test_a_change_with_an_impossible_time_has_the_time_of_its_message(ts: str) -> None:
     assert read(b'{"op":"c","after":{"a":1},"source":{"lsn":1,"ts_ms":%s}}' % ts.encode()).at in (
         1763265600.0,
         0.001,
     )
 
 
-# -- anything at all -------------------------------------------------------------------------------
+# -- random messages -------------------------------------------------------------------------------
 
 LEAF = (
     st.none()
@@ -363,12 +365,12 @@ JSON = st.recursive(
     ),
     max_leaves=5,
 )
-WORDS = ["schema", "payload", "op", "before", "after", "source", "ts_ms", "lsn", "name", "specversion", "id", "type", "data", "data_base64", "time", "__op",
+NAMES = ["schema", "payload", "op", "before", "after", "source", "ts_ms", "lsn", "name", "specversion", "id", "type", "data", "data_base64", "time", "__op",
          "__deleted", "__lsn", "value", "url", "snapshot", "message"]  # fmt: skip
-TELLING = st.recursive(
+KNOWN_FIELDS = st.recursive(
     LEAF | st.sampled_from(["c", "d", "u", "m", "t", "true", "1.0", "2026-11-16T04:00:00Z"]),
     lambda inner: (
-        st.dictionaries(st.sampled_from(WORDS), inner, max_size=6) | st.lists(inner, max_size=2)
+        st.dictionaries(st.sampled_from(NAMES), inner, max_size=6) | st.lists(inner, max_size=2)
     ),
     max_leaves=12,
 )
@@ -381,24 +383,23 @@ HEADERS = st.lists(
 )
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)  # two cores for everybody
+# No deadline and no speed check, because the machine may be busy.
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.binary(max_size=60)
-    | (JSON | TELLING).map(lambda value: json.dumps(value).encode())
+    | (JSON | KNOWN_FIELDS).map(lambda value: json.dumps(value).encode())
     | st.none(),
-    st.none() | st.binary(max_size=10) | TELLING.map(lambda value: json.dumps(value).encode()),
+    st.none() | st.binary(max_size=10) | KNOWN_FIELDS.map(lambda value: json.dumps(value).encode()),
     HEADERS,
     st.sampled_from(FORMATS),
 )
-def test_whatever_a_message_holds_it_is_found_refused_or_passed_over_and_can_be_kept(
+def test_any_message_is_found_refused_or_skipped_and_can_be_stored(
     value: bytes | None, key: bytes | None, headers: list[tuple[str, bytes | None]], format: str
 ) -> None:
     reading = MessageReader(format=format, operations=frozenset("crudtm"), tombstones=True)
     found = reading.finding(Message("t", 0, 1, 1.0, key, value, headers))
     assert found == reading.finding(Message("t", 0, 1, 1.0, key, value, headers)), (
-        "the same cause, the same finding"
+        "the same message gives the same finding"
     )
     if found is not None:
         assert len(found.id) == 32

@@ -1,6 +1,4 @@
-"""A record as a message for a JDBC sink connector: its key, its schema, and why neither ever
-changes under the connector.
-"""
+"""Records as messages for a JDBC sink connector: the key, and a schema whose types never change."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def types(value: Any) -> dict[str, str]:
     return {field["field"]: field["type"] for field in value["schema"]["fields"]}
 
 
-def test_the_key_is_a_struct_of_the_chosen_fields_and_always_texts() -> None:
+def test_the_key_is_a_struct_of_the_key_fields_as_strings() -> None:
     key, value = made(Shape(["sku"]), {"sku": 5, "price": 1})
     assert key == {
         "schema": {
@@ -78,14 +76,14 @@ def test_the_key_is_a_struct_of_the_chosen_fields_and_always_texts() -> None:
     assert "_penstock_key" not in value["payload"]
 
 
-def test_a_record_without_its_key_field_goes_by_the_records_own_key() -> None:
+def test_a_record_without_the_key_field_uses_its_record_key() -> None:
     shape = Shape(["sku"])
     key, value = made(shape, {"title": "x"}, key="own")
     assert (key["payload"], value["payload"]["sku"]) == ({"sku": "own"}, "own")
     assert "sku" in shape.notice
 
 
-def test_a_type_is_that_of_the_first_value_and_whole_numbers_leave_room_for_fractions() -> None:
+def test_the_first_value_decides_the_type_and_integers_are_doubles() -> None:
     shape = Shape()
     _, first = made(
         shape,
@@ -131,7 +129,7 @@ def test_a_type_is_that_of_the_first_value_and_whole_numbers_leave_room_for_frac
     }
 
 
-def test_a_value_that_does_not_fit_is_kept_beside_and_the_schema_stays() -> None:
+def test_a_value_of_another_type_is_stored_in_rest_and_the_schema_is_kept() -> None:
     shape = Shape(types={"stock": "int64"})
     _, first = made(shape, {"price": 1.0, "stock": 3, "sold": False})
     _, second = made(shape, {"price": "call us", "stock": 2.5, "sold": 0})
@@ -147,22 +145,21 @@ def test_a_value_that_does_not_fit_is_kept_beside_and_the_schema_stays() -> None
     assert third["payload"] == {"stock": 4, "price": 2.0, "sold": None, "_penstock_rest": None}
 
 
-def test_the_types_outlive_a_restart() -> None:
+def test_the_types_are_kept_after_a_restart() -> None:
     shape = Shape(["sku"])
     made(shape, {"sku": "a", "price": 1})
     again = Shape(["sku"])
     again.restore(shape.fields)
     _, value = made(again, {"sku": "a", "price": None})
     assert (types(value)["price"], value["payload"]["price"]) == ("double", None), (
-        "a column that is null now must not keep its old value"
+        "a null field must reset the column"
     )
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)  # two cores for everybody
+# No deadline and no speed check, because the machine may be busy.
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), ANY, max_size=3), max_size=6))
-def test_whatever_the_records_hold_a_type_never_changes_and_every_value_has_its_type(
+def test_for_any_records_types_never_change_and_every_value_has_its_type(
     records: list[dict[str, Any]],
 ) -> None:
     shape, seen = Shape(["a"]), dict[str, str]()
@@ -186,18 +183,18 @@ def test_whatever_the_records_hold_a_type_never_changes_and_every_value_has_its_
         )
 
 
-def test_too_many_fields_are_kept_beside() -> None:
+def test_fields_beyond_the_limit_are_stored_in_rest() -> None:
     _, value = made(Shape(), {f"f{n}": n for n in range(1200)})
     assert len(types(value)) == 1001
     assert len(json.loads(value["payload"]["_penstock_rest"])) == 200
 
 
-def test_what_was_removed_is_a_key_without_a_value() -> None:
+def test_a_removal_is_a_key_without_a_value() -> None:
     key, value = made(Shape(["sku"]), {"sku": "a"}, deleted=True)
     assert (key["payload"], value) == ({"sku": "a"}, None)
 
 
-def test_provenance_comes_when_it_is_asked_for() -> None:
+def test_provenance_fields_are_added_if_the_option_is_set() -> None:
     _, value = made(Shape(provenance=True), {"a": 1})
     assert (value["payload"]["_penstock_event_id"], value["payload"]["_penstock_version"]) == (
         "e1",
@@ -215,7 +212,7 @@ def test_plain_json_has_no_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "expected_message"),
     [
         ("kafka://127.0.0.1:9092", "names no topic"),
         ("kafka://127.0.0.1/t?kye=sku", "no option 'kye'"),
@@ -226,9 +223,9 @@ def test_plain_json_has_no_schema() -> None:
         ("kafka://u:p@127.0.0.1/t?partitions=0", "partitions"),
     ],
 )
-def test_mistakes_are_found_when_the_configuration_is_read(
-    url: str, said: str, tmp_path: Any
+def test_a_mistake_in_the_url_is_found_when_the_sink_is_created(
+    url: str, expected_message: str, tmp_path: Any
 ) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=expected_message) as caught:
         open_sink(url, {}, tmp_path)
     assert caught.value.hint

@@ -83,11 +83,11 @@ def test_all_lock_files_have_the_same_version_of_a_package() -> None:
     everywhere: dict[str, str] = {}
     for path in LOCKS:
         for name, version, _ in pins(path.read_text("utf-8")):
-            if name not in forks:  # two versions for two Pythons, in one file
+            if name not in forks:  # two versions in one file, for two Pythons
                 assert everywhere.setdefault(name, version) == version, f"{name} in {path}"
 
 
-def test_the_lock_of_an_extra_has_the_extras_that_it_includes() -> None:
+def test_the_lock_of_an_extra_lists_the_extras_that_it_includes() -> None:
     lines = (ROOT / "locks/extras/dev.txt").read_text("utf-8").splitlines()
     assert lines[1] == "# includes: kafka postgres rabbitmq redis s3 sqs"  # ./dev reads this line
     assert "# asked: confluent-kafka>=2.10" in lines

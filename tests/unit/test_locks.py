@@ -1,4 +1,4 @@
-"""Locks by which processes of one machine know who is alive."""
+"""File locks that show which processes of one machine are running."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ HOLD = "import sys, time; from penstock.locks import FileLock; assert FileLock(s
 
 def fork(work: Callable[[], None]) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # newer Pythons warn of forks beside threads
+        # Newer Pythons warn if a process with threads forks.
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         try:
@@ -41,7 +40,7 @@ def fork(work: Callable[[], None]) -> int:
     return pid
 
 
-def test_a_lock_is_held_by_one_and_free_after_release(tmp_path: Path) -> None:
+def test_a_lock_has_one_holder_and_is_free_after_release(tmp_path: Path) -> None:
     first, second = FileLock(tmp_path / "deep" / "a.lock"), FileLock(tmp_path / "deep" / "a.lock")
     assert first.try_acquire()
     assert first.try_acquire()
@@ -54,7 +53,7 @@ def test_a_lock_is_held_by_one_and_free_after_release(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE
@@ -82,10 +81,10 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(tmp_path: Pa
 
         def child() -> None:
             os.close(end_write)
-            # unwinding in the child must not close a stranger's descriptor, nor free the lock
+            # A release in the child must not free the lock or close another file descriptor.
             lock.release()
             os.write(up_write, b"r" if holder_alive(path) else b"f")
-            os.read(end_read, 1)  # until the test closes its end
+            os.read(end_read, 1)  # waits until the test closes its end
 
         fork(child)
         assert os.read(up_read, 1) == b"r"
@@ -110,15 +109,15 @@ def test_a_child_that_ends_does_not_free_its_parents_lock(tmp_path: Path) -> Non
     lock.release()
 
 
-def test_those_who_look_do_not_take_each_other_for_the_holder(tmp_path: Path) -> None:
+def test_a_shared_lock_is_not_reported_as_a_live_holder(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     path.touch()
-    with open(path) as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
+    with open(path) as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
         assert not holder_alive(path)
 
 
-def test_a_lock_file_that_was_removed_is_not_the_one_that_gets_locked(tmp_path: Path) -> None:
+def test_a_deleted_lock_file_is_replaced_by_a_new_lock(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "a.lock")
     assert lock.try_acquire()
     lock.path.unlink()
@@ -131,7 +130,7 @@ def test_a_lock_file_that_was_removed_is_not_the_one_that_gets_locked(tmp_path: 
     other.release()
 
 
-def test_the_holder_leaves_a_note_that_the_next_holder_wipes(tmp_path: Path) -> None:
+def test_the_status_text_of_a_lock_is_cleared_by_the_next_holder(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "a.lock")
     assert lock.try_acquire()
     lock.note("no space left on device\nreally" + "x" * 1000)
@@ -146,15 +145,15 @@ def test_the_holder_leaves_a_note_that_the_next_holder_wipes(tmp_path: Path) -> 
     assert note_of(tmp_path / "none") == ""
 
 
-def test_a_worker_is_known_to_be_dead_until_it_is_forgotten(tmp_path: Path) -> None:
+def test_a_killed_worker_is_listed_as_dead_until_it_is_forgotten(tmp_path: Path) -> None:
     alive = WorkerLock(tmp_path, "w-alive")
     assert alive.acquire()
 
-    def die_holding() -> None:
+    def hold_and_crash() -> None:
         assert WorkerLock(tmp_path, "w-dead").acquire()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    os.waitpid(fork(die_holding), 0)
+    os.waitpid(fork(hold_and_crash), 0)
     assert worker_alive(tmp_path, "w-alive")
     assert not worker_alive(tmp_path, "w-dead")
     assert not worker_alive(tmp_path, "w-never")
@@ -167,7 +166,7 @@ def test_a_worker_is_known_to_be_dead_until_it_is_forgotten(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_workers_of_one_id_cannot_both_live(tmp_path: Path) -> None:
+def test_two_workers_with_one_id_cannot_run_together(tmp_path: Path) -> None:
     first = WorkerLock(tmp_path, "w1")
     assert first.acquire()
     assert not WorkerLock(tmp_path, "w1").acquire(patience=0.02)
@@ -175,6 +174,6 @@ def test_two_workers_of_one_id_cannot_both_live(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("worker_id", ["", "../w", "a/b", ".hidden", "a\0b"])
-def test_a_worker_id_that_names_no_file_is_refused(tmp_path: Path, worker_id: str) -> None:
+def test_a_worker_id_that_is_not_a_file_name_is_refused(tmp_path: Path, worker_id: str) -> None:
     with pytest.raises(ValueError, match="worker id"):
         WorkerLock(tmp_path, worker_id)

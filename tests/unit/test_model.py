@@ -1,4 +1,4 @@
-"""The values that travel: what is encoded is decoded, by any version, and no bytes do any harm."""
+"""Encoded values: they are decoded unchanged by any version, and invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ FULL = Event(
 
 
 @pytest.mark.parametrize("event", [EVENT, FULL])
-def test_an_event_comes_back_as_it_went(event: Event) -> None:
+def test_an_event_is_decoded_unchanged(event: Event) -> None:
     assert decode_event(encode_event(event)) == event
 
 
-def test_the_envelope_is_cloudevents_that_any_tool_reads() -> None:
+def test_the_envelope_is_a_valid_cloudevent() -> None:
     raw = json.loads(encode_event(FULL))
     assert (raw["specversion"], raw["id"], raw["type"], raw["source"]) == (
         "1.0",
@@ -67,11 +67,11 @@ def test_the_envelope_is_cloudevents_that_any_tool_reads() -> None:
         FULL.url,
     )
     assert all(name == name.lower() and name.isalnum() for name in raw), (
-        "as the standard wants attributes named"
+        "CloudEvents attribute names are lower-case letters and digits"
     )
 
 
-def test_what_others_add_to_the_envelope_is_no_error() -> None:
+def test_unknown_envelope_attributes_are_ignored() -> None:
     raw = json.loads(encode_event(EVENT)) | {"time": "2026-01-01T00:00:00Z", "partitionkey": "x"}
     assert decode_event(json.dumps(raw).encode()) == EVENT
 
@@ -90,13 +90,13 @@ def change(**more: Any) -> bytes:
         encode_event(EVENT)[:-1], encode_event(EVENT) + b"x", b'{"specversion":"1.0","id":"\\ud800"}',
     ],
 )  # fmt: skip
-def test_bytes_that_are_no_event_of_ours_are_refused_with_a_sentence(raw: bytes) -> None:
+def test_bytes_that_are_not_an_event_are_refused_with_a_message(raw: bytes) -> None:
     with pytest.raises(BadEnvelope) as e:
         decode_event(raw)
     assert e.value.message
 
 
-def test_a_version_we_do_not_know_says_what_to_do() -> None:
+def test_an_unknown_envelope_version_is_refused_with_a_hint() -> None:
     with pytest.raises(BadEnvelope, match=r"v2") as e:
         decode_event(change(type="penstock.request.v2"))
     assert "upgrade" in e.value.hint
@@ -107,7 +107,7 @@ def test_a_version_we_do_not_know_says_what_to_do() -> None:
     | st.text(max_size=200).map(str.encode)
     | st.integers(0, len(encode_event(FULL))).map(lambda n: encode_event(FULL)[:n] + b"}")
 )
-def test_any_bytes_decode_or_are_refused_and_nothing_else(raw: bytes) -> None:
+def test_any_bytes_are_decoded_or_raise_bad_envelope(raw: bytes) -> None:
     try:
         decode_event(raw)
     except BadEnvelope:
@@ -126,19 +126,19 @@ json_values = st.recursive(
     ),
     max_leaves=20,
 )
-words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 
 
 @given(
-    words,
-    words,
-    words,
+    texts,
+    texts,
+    texts,
     st.text(st.characters(codec="utf-8"), max_size=20),
     st.integers(0, 2),
     st.binary(max_size=50),
-    st.dictionaries(words, json_values, max_size=4),
+    st.dictionaries(texts, json_values, max_size=4),
 )
-def test_whatever_a_source_puts_into_an_event_arrives(
+def test_an_event_with_any_values_is_decoded_unchanged(
     id_: str, url: str, key: str, cause: str, priority: int, body: bytes, data: dict[str, Any]
 ) -> None:
     event = Event(
@@ -151,9 +151,7 @@ def test_whatever_a_source_puts_into_an_event_arrives(
 
 
 @given(st.lists(st.text(max_size=5), max_size=4), st.lists(st.text(max_size=5), max_size=4))
-def test_the_same_cause_has_the_same_id_and_another_cause_another(
-    a: list[str], b: list[str]
-) -> None:
+def test_ids_are_equal_only_for_equal_causes(a: list[str], b: list[str]) -> None:
     assert (mint(*a) == mint(*b)) is (a == b)
 
 
@@ -161,12 +159,10 @@ def test_an_id_is_32_hex_digits_and_does_not_change_between_releases() -> None:
     assert mint("feed", "https://shop.test/feed", "entry-1") == "c2789254fbab036b4d123a2bbb56d53b"
     assert mint() != mint("")
     assert mint("ab", "c") != mint("a", "bc")
-    assert len(mint("\ud800")) == 32, (
-        "half a character in somebody's feed is a cause like any other"
-    )
+    assert len(mint("\ud800")) == 32, "a lone surrogate is a valid part of a cause"
 
 
-def test_a_child_is_known_by_its_parent_its_extractor_and_its_url() -> None:
+def test_the_id_of_a_child_comes_from_its_parent_extractor_and_url() -> None:
     assert child_id("p", "product", "https://x.test/") == child_id(
         "p", "product", "https://x.test/"
     )
@@ -187,12 +183,12 @@ def test_a_child_is_known_by_its_parent_its_extractor_and_its_url() -> None:
 # -- pages -----------------------------------------------------------------------------------------
 
 
-def test_a_page_is_addressed_by_what_it_holds() -> None:
+def test_the_page_id_is_a_hash_of_the_content() -> None:
     assert page_id(b"") == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
     assert page_id(b"a") != page_id(b"b")
 
 
-def test_a_saved_page_is_all_that_a_test_of_an_extractor_needs(tmp_path: Path) -> None:
+def test_a_page_from_a_file_can_be_queried_and_followed(tmp_path: Path) -> None:
     (tmp_path / "saved.html").write_bytes(
         "<h1 data-sku=A1>Täller</h1><a class=related href='/p/2'>x</a>".encode()
     )
@@ -214,12 +210,12 @@ def test_a_saved_page_is_all_that_a_test_of_an_extractor_needs(tmp_path: Path) -
     )
 
 
-def test_an_event_cannot_be_changed_by_whoever_holds_it() -> None:
+def test_an_event_is_immutable() -> None:
     with pytest.raises(AttributeError):
         EVENT.url = "https://else.test/"  # type: ignore[misc]
     assert msgspec.structs.replace(EVENT, depth=1).depth == 1
     assert EVENT.depth == 0
 
 
-def test_priorities_go_by_name() -> None:
+def test_priorities_are_found_by_name() -> None:
     assert [Priority.named(n) for n in ("high", "Normal", "LOW")] == [0, 1, 2]

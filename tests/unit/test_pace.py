@@ -1,4 +1,4 @@
-"""When a host may be asked: limits in every window, blocks for the host, slow-down and recovery."""
+"""Slots of a host: the rate limit in every window, blocks, throttling and recovery."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from penstock.rules.pace import (
 NOW = 1_800_000_000.0
 
 
-def crowded(slots: list[float], gap: float, burst: int) -> bool:
-    """Is there any window [s, s+W] with more than burst + W/gap slots? It is enough to look at
-    windows that end on slots.
+def exceeds_rate(slots: list[float], gap: float, burst: int) -> bool:
+    """Return True if a window [s, s+W] has more than burst + W/gap slots.
+
+    Only windows that start and end with a slot must be checked.
     """
     s = sorted(slots)
     return any(
@@ -55,7 +56,7 @@ calls = st.lists(
     calls, st.floats(0.05, 50), st.integers(1, 5), st.floats(0, 1), st.none() | st.floats(0.01, 3)
 )
 @example([(0.0, 3, [0.9, 0.0]), (0.0, 3, [])], 1.0, 3, 1.0, None)
-def test_no_window_ever_holds_more_than_the_burst_over_the_rate(
+def test_no_window_has_more_slots_than_rate_and_burst_allow(
     steps: list[tuple[float, int, list[float]]],
     rate: float,
     burst: int,
@@ -74,9 +75,9 @@ def test_no_window_ever_holds_more_than_the_burst_over_the_rate(
         assert len(slots) == n
         assert all(slot >= now for slot in slots)
         given_out += slots
-    assert not crowded(given_out, 1 / rate, burst)
+    assert not exceeds_rate(given_out, 1 / rate, burst)
     if delay:
-        assert not crowded(given_out, delay, 1)
+        assert not exceeds_rate(given_out, delay, 1)
 
 
 @given(
@@ -86,7 +87,7 @@ def test_no_window_ever_holds_more_than_the_burst_over_the_rate(
         max_size=4,
     ),
 )
-def test_a_block_holds_for_every_later_slot_and_voids_the_earlier_ones(
+def test_a_block_delays_later_slots_and_voids_earlier_ones(
     steps: list[tuple[float, int, list[float]]], blows: list[tuple[int, int, float | None]]
 ) -> None:
     limits, state, now, sent, blocks = Limits(rate=2.0, burst=3), HostState(), NOW, [], []
@@ -115,14 +116,14 @@ def test_a_rate_of_two_gives_a_slot_each_half_second_and_jitter_only_delays() ->
     assert reserve(state, limits, NOW + 60, 1)[1] == [NOW + 60]
 
 
-def test_a_burst_goes_at_once_and_then_waits_and_idleness_saves_up_no_more_than_the_burst() -> None:
+def test_a_burst_gets_its_slots_immediately_even_after_a_long_idle_time() -> None:
     limits = Limits(rate=1.0, burst=3)
     state, slots = reserve(HostState(), limits, NOW, 5)
     assert slots == [NOW, NOW, NOW, NOW + 1, NOW + 2]
     assert reserve(state, limits, NOW + 1000, 5)[1] == [NOW + 1000] * 3 + [NOW + 1001, NOW + 1002]
 
 
-def test_unlimited_means_now_unless_the_site_objects() -> None:
+def test_without_a_rate_slots_are_immediate_unless_the_host_limits_them() -> None:
     free = Limits(rate=None)
     assert reserve(HostState(), free, NOW, 3, (0.5,)) == (HostState(), [NOW] * 3)
     assert reserve(HostState(rate=math.inf), Limits(), NOW, 2)[1] == [NOW] * 2
@@ -134,7 +135,7 @@ def test_unlimited_means_now_unless_the_site_objects() -> None:
     assert slots[2] > slots[1] > slots[0]
 
 
-def test_a_hosts_own_limits_go_over_the_general_ones_and_crawl_delay_over_both() -> None:
+def test_host_limits_override_defaults_and_a_crawl_delay_only_lengthens_them() -> None:
     assert interval(HostState(rate=4.0), Limits(rate=1.0)) == 0.25
     assert interval(HostState(rate=4.0, crawl_delay=10.0), Limits()) == 10.0
     assert interval(HostState(crawl_delay=0.1), Limits(rate=1.0)) == 1.0
@@ -144,7 +145,7 @@ def test_a_hosts_own_limits_go_over_the_general_ones_and_crawl_delay_over_both()
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_retry_after_blocks_the_host_until_then_and_no_earlier_block_is_shortened(
+def test_retry_after_blocks_the_host_and_never_shortens_a_block(
     status: int,
 ) -> None:
     limits = Limits()
@@ -159,14 +160,12 @@ def test_retry_after_blocks_the_host_until_then_and_no_earlier_block_is_shortene
     assert report(state, limits, NOW, status, 1e12).blocked_until == NOW + MAX_RETRY_AFTER
 
 
-def test_a_throttle_without_retry_after_doubles_the_interval_once_per_incident_up_to_a_cap() -> (
-    None
-):
+def test_a_throttle_without_retry_after_doubles_the_interval_up_to_a_limit() -> None:
     limits, state, now = Limits(rate=1.0), HostState(), NOW
     state = report(state, limits, now, 429)
     assert state.penalty == 2.0
     assert state.blocked_until == now + 2.0
-    for _ in range(7):  # the others that were under way
+    for _ in range(7):  # other requests in flight
         state = report(state, limits, now + 0.1, 503)
     assert state.penalty == 2.0
     penalties = []
@@ -179,7 +178,7 @@ def test_a_throttle_without_retry_after_doubles_the_interval_once_per_incident_u
     assert interval(state, limits) == MAX_PENALTY
 
 
-def test_successes_win_the_rate_back_step_by_step_and_time_alone_does_not() -> None:
+def test_successes_restore_the_rate_in_steps_and_time_alone_does_not() -> None:
     limits, state = Limits(rate=1.0), HostState(penalty=4.0)
     assert interval(msgspec.structs.replace(state, tat=NOW - 1e6), limits) == 4.0
     steps = []
@@ -197,24 +196,24 @@ def test_successes_win_the_rate_back_step_by_step_and_time_alone_does_not() -> N
     assert report(broken, limits, NOW, 404).penalty == 2.0
 
 
-def test_a_pause_holds_until_it_ends_beside_what_the_host_asked_for() -> None:
+def test_a_pause_and_a_retry_after_apply_independently() -> None:
     state = report(HostState(paused_until=math.inf), Limits(rate=None), NOW, 429, 5.0)
     assert held_until(state) == math.inf
     assert reserve(state, Limits(rate=None), NOW, 1)[1] == [NOW + MAX_RETRY_AFTER], (
-        "asked again after a day"
+        "a slot is at most one day ahead"
     )
     assert not holds(state, NOW + 1e9)
     resumed = msgspec.structs.replace(state, paused_until=0.0)
     assert reserve(resumed, Limits(rate=None), NOW, 1)[1] == [NOW + 5.0]
 
 
-def test_a_crawl_delay_does_not_count_where_robots_is_ignored() -> None:
+def test_a_crawl_delay_is_ignored_if_robots_is_ignored() -> None:
     state = HostState(crawl_delay=30.0, ignores_robots=True)
     assert interval(state, Limits(rate=2.0)) == 0.5
     assert reserve(state, Limits(rate=2.0, burst=2, jitter=0.0), NOW, 2)[1] == [NOW, NOW]
 
 
-def test_under_a_new_limit_the_next_slot_keeps_the_new_distance_from_the_last_one() -> None:
+def test_after_a_limit_change_the_next_slot_keeps_the_new_interval() -> None:
     limits = Limits(rate=1.0, jitter=0.0)
     state, _ = reserve(HostState(rate=1 / 3600), limits, NOW, 1)
     faster = limited(state, limits, 2.0, None, None)
@@ -225,7 +224,7 @@ def test_under_a_new_limit_the_next_slot_keeps_the_new_distance_from_the_last_on
     assert (reserve(slower, limits, NOW, 2)[1], slower.concurrency) == ([NOW + 12, NOW + 22], 3)
 
 
-def test_a_state_survives_its_store() -> None:
+def test_a_host_state_is_stored_and_loaded_unchanged() -> None:
     state = report(HostState(crawl_delay=2.0, rate=0.5), Limits(), NOW, 429, 3.0, 0.2)
     assert msgspec.json.decode(msgspec.json.encode(state), type=HostState) == state
     assert msgspec.json.encode(HostState()) == b"{}"
@@ -282,7 +281,7 @@ def test_retry_after_is_read_as_seconds_or_a_date_and_capped(
 
 
 @given(st.text())
-def test_no_retry_after_makes_it_raise(value: str) -> None:
+def test_any_retry_after_text_is_parsed_without_an_exception(value: str) -> None:
     answer = parse_retry_after(value, NOW)
     assert answer is None or 0 <= answer <= MAX_RETRY_AFTER
 
@@ -310,13 +309,13 @@ def test_a_rate_is_a_number_with_or_without_a_unit(text: str, rate: float | None
     "text",
     ["", "0", "0/m", "-1", "fast", "1/y", "1/", "/m", "nan", "inf", "1e5", "1 2", "99999999999"],
 )
-def test_what_is_no_rate_is_a_configuration_error_with_a_hint(text: str) -> None:
+def test_an_invalid_rate_is_a_configuration_error_with_a_hint(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_rate(text)
     assert caught.value.hint
 
 
-def test_ten_thousand_slots_are_even() -> None:
+def test_ten_thousand_slots_have_the_configured_rate() -> None:
     _, slots = reserve(
         HostState(),
         Limits(rate=10.0, burst=5, jitter=0.2),
@@ -326,6 +325,5 @@ def test_ten_thousand_slots_are_even() -> None:
     )
     assert slots == sorted(slots)
     assert max(bisect_right(slots, s + 10.0) - i for i, s in enumerate(slots)) <= 105
-    assert slots[-1] - NOW == pytest.approx(
-        1000, rel=0.02
-    )  # a burst absorbs the jitter; without one it costs its mean
+    # The burst absorbs the jitter. Without a burst, the mean of the jitter is added.
+    assert slots[-1] - NOW == pytest.approx(1000, rel=0.02)

@@ -1,4 +1,4 @@
-"""Declaring a pipeline, and loading one from a file."""
+"""Declaring a pipeline, and loading a pipeline from a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def one(page: Page) -> Iterator[dict[str, Any]]:
     yield {"url": page.url}
 
 
-def test_a_declared_function_stays_callable() -> None:
+def test_a_declared_extractor_can_still_be_called() -> None:
     shop = Pipeline("shop")
 
     @shop.extract(match="*/product/*", key="sku")
@@ -54,13 +54,13 @@ def test_extract_works_without_parentheses() -> None:
         ("https://x.test/?page=*", "https://x.test/?page=2", True),
     ],
 )
-def test_match_is_a_glob_on_the_whole_url(match: Any, url: str, fits: bool) -> None:
+def test_match_is_a_glob_on_the_complete_url(match: Any, url: str, fits: bool) -> None:
     shop = Pipeline("shop")
     shop.extract(match=match)(one)
     assert shop.extractors[0].fits(url) is fits
 
 
-def test_a_page_matches_by_its_own_url_or_the_one_asked_for() -> None:
+def test_a_page_matches_by_its_final_url_or_its_requested_url() -> None:
     shop = Pipeline("shop")
     shop.extract(match="*/old/*")(one)
     assert shop.matching("https://x.test/new/1", "https://x.test/old/1")
@@ -119,7 +119,7 @@ def change(**changed: Any) -> Change:
     return Change(**{**values, **changed})
 
 
-def test_a_connector_is_noted_beside_the_options_and_never_among_them() -> None:
+def test_a_connector_is_stored_separately_from_the_options() -> None:
     shop = Pipeline("shop")
     shop.source(
         "kafka://127.0.0.1:9092/requests",
@@ -132,10 +132,10 @@ def test_a_connector_is_noted_beside_the_options_and_never_among_them() -> None:
     assert (shop.sinks[0].connect, shop.sinks[0].options) == ({"kind": "jdbc-postgres"}, {})
 
 
-def test_hooks_hear_of_the_fields_and_extractors_they_ask_for() -> None:
+def test_a_hook_gets_only_changes_of_its_fields_and_extractor() -> None:
     shop = Pipeline("shop")
-    heard = []
-    shop.on_change(heard.append)
+    changes = []
+    shop.on_change(changes.append)
     shop.on_change(fields=["price", "title"])(print)
     shop.on_change(extractor="b")(print)
     every, price, other = shop.hooks
@@ -165,7 +165,7 @@ def twice(shop: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("declare", "says"),
+    ("declare", "expected_message"),
     [
         (lambda _: Pipeline(""), "cannot be called ''"),
         (lambda _: Pipeline("a b"), "cannot be called 'a b'"),
@@ -198,10 +198,10 @@ def twice(shop: Pipeline) -> None:
         (lambda p: p.on_change(agen), "is async"),
     ],
 )
-def test_a_wrong_declaration_is_refused_with_a_next_step(declare: Any, says: str) -> None:
+def test_an_invalid_declaration_is_refused_with_a_hint(declare: Any, expected_message: str) -> None:
     with pytest.raises(ConfigError) as e:
         declare(Pipeline("shop"))
-    assert says in e.value.message
+    assert expected_message in e.value.message
     assert e.value.hint
 
 
@@ -210,7 +210,7 @@ def test_a_wrong_declaration_is_refused_with_a_next_step(declare: Any, says: str
 GOOD = 'from penstock import Pipeline\nshop = Pipeline("shop")\n'
 
 
-def test_a_python_file_gives_its_pipeline(tmp_path: Path) -> None:
+def test_a_pipeline_is_loaded_from_a_python_file(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_shop.py").write_text("NAME = 'shop'\n")
     file = tmp_path / "shop.py"
     file.write_text(
@@ -227,7 +227,7 @@ def test_a_python_file_gives_its_pipeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected_message"),
     [
         ("x = (\n", "shop.py:1: SyntaxError"),
         ("import nonesuch_module\n", "shop.py:1: ModuleNotFoundError"),
@@ -247,26 +247,28 @@ def test_a_python_file_gives_its_pipeline(tmp_path: Path) -> None:
         ("x = '\udcff'\n" + GOOD, "shop.py:"),
     ],
 )
-def test_a_bad_python_file_is_one_sentence_with_its_place(
-    tmp_path: Path, text: str, says: str
+def test_the_error_of_a_bad_python_file_names_the_line(
+    tmp_path: Path, text: str, expected_message: str
 ) -> None:
     file = tmp_path / "shop.py"
     file.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError) as e:
         load(file)
-    assert says in e.value.message
+    assert expected_message in e.value.message
     assert e.value.hint
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "expected_message"),
     [
         ("none.py", "there is no pipeline file"),
         ("shop.yaml", "neither .py nor .toml"),
         (".", "cannot read"),
     ],
 )
-def test_what_is_no_pipeline_file_is_refused(tmp_path: Path, name: str, says: str) -> None:
+def test_an_invalid_pipeline_file_is_refused(
+    tmp_path: Path, name: str, expected_message: str
+) -> None:
     (tmp_path / "shop.yaml").write_text("")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=expected_message):
         load(tmp_path / name)

@@ -1,5 +1,6 @@
-"""Shared SQL in PostgreSQL's words, and its URLs without their secrets; what needs a server is in
-tests/stores.
+"""Shared SQL translated for PostgreSQL, and URLs without their secrets.
+
+Tests that need a server are in tests/stores.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from penstock.stores.postgres.url import Address, refusal
         ),
     ],
 )
-def test_bindings_are_numbered_wherever_they_stand_for_a_value(shared: str, postgres: str) -> None:
+def test_bindings_are_numbered_outside_strings_and_comments(shared: str, postgres: str) -> None:
     assert statement(shared).decode() == postgres
 
 
-def test_a_schema_has_the_types_of_the_server_and_text_is_compared_by_its_bytes() -> None:
+def test_a_schema_gets_postgresql_types_and_the_c_collation() -> None:
     schema = """
     -- REAL words; in a comment
     CREATE TABLE a(n INTEGER PRIMARY KEY AUTOINCREMENT, k INTEGER, b BLOB, r REAL NOT NULL, t TEXT DEFAULT 'a TEXT') WITHOUT ROWID;
@@ -56,13 +57,13 @@ def test_a_schema_has_the_types_of_the_server_and_text_is_compared_by_its_bytes(
         (b"\0\xff", (b"\0\xff", Format.BINARY)),
     ],
 )
-def test_values_go_out_as_text_and_bytes_as_they_are(
+def test_values_are_sent_as_text_and_bytes_are_sent_unchanged(
     value: object, sent: tuple[bytes | None, Format]
 ) -> None:
     assert bound(value) == sent
 
 
-def test_a_label_shows_where_and_who_and_no_password() -> None:
+def test_a_label_has_host_user_and_database_but_no_password() -> None:
     address = Address.parse("postgres://ann:s3cret@db.example:6543/shop?sslmode=require")
     assert address.label == "postgres://ann@db.example:6543/shop"
     assert address.without_secrets("no s3cret here") == "no *** here"
@@ -76,7 +77,7 @@ def test_a_label_shows_where_and_who_and_no_password() -> None:
         "postgres://ann:s3cret@[::1/x",
     ],
 )
-def test_a_mistyped_url_is_an_error_of_the_configuration_that_keeps_the_password_to_itself(
+def test_a_mistyped_url_is_a_configuration_error_without_the_password(
     url: str,
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -86,7 +87,7 @@ def test_a_mistyped_url_is_an_error_of_the_configuration_that_keeps_the_password
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("server_message", "expected"),
     [
         (
             'connection failed: FATAL:  password authentication failed for user "ann"',
@@ -106,13 +107,13 @@ def test_a_mistyped_url_is_an_error_of_the_configuration_that_keeps_the_password
         ("connection timeout expired", "cannot be reached: connection timeout expired"),
     ],
 )
-def test_a_refusal_is_one_sentence_with_something_to_try(said: str, told: str) -> None:
+def test_a_refused_connection_is_one_line_with_a_hint(server_message: str, expected: str) -> None:
     error = refusal(
-        psycopg.OperationalError(said),
+        psycopg.OperationalError(server_message),
         Address.parse("postgres://ann:s3cret@db.example/shop"),
         "penstock",
     )
     assert isinstance(error, Unreachable)
-    assert told in error.message
+    assert expected in error.message
     assert error.hint
     assert "\n" not in error.message

@@ -1,4 +1,4 @@
-"""Decisions about proxies as tables and properties, the cookie jar, and how pools are configured."""
+"""Rules for proxies (routes, selection, health), the cookie jar, and the configuration of pools."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def members(n: int, weights: tuple[float, ...] = ()) -> tuple[rules.Member, ...]
         ("10.0.0.1:3128:user:secret 3", "http://***@10.0.0.1:3128", 3),
     ],
 )
-def test_a_proxy_is_known_by_a_label_without_its_credentials(
-    line: str, label: str, weight: float
-) -> None:
+def test_the_label_of_a_proxy_has_no_credentials(line: str, label: str, weight: float) -> None:
     member = parse_member(line)
     assert (member.label, member.weight) == (label, weight)
     for shown in (repr(member), str(member), f"{member}", repr(member.__rich_repr__()), member.id):
@@ -62,15 +60,15 @@ def test_a_proxy_is_known_by_a_label_without_its_credentials(
     ["ftp://user:secret@h:1", "socks5h://user:secret@h:1", "http://user:secret@h", "http://user:secret@h:99999", "http://user:secret@h:1/path",
      "user:secret", "http://user:secret@h:1 0", "http://user:secret@h:1 -1", "http://user:secret@h:1 nan", "http://user:secret@h:1 x y", "http://:1"],
 )  # fmt: skip
-def test_what_is_no_proxy_is_refused_without_repeating_it(line: str) -> None:
+def test_the_error_of_an_invalid_proxy_does_not_contain_its_password(line: str) -> None:
     with pytest.raises(ValueError, match=r"proxy 2: ") as caught:
-        parse_members(["# ours", line])
+        parse_members(["# list", line])
     assert "secret" not in str(caught.value)
 
 
 def test_the_same_proxy_counts_once_and_its_id_does_not_depend_on_the_password() -> None:
     once = parse_members(["http://a:1@h:1", "http://a:2@h:1", "http://b:1@h:1"])
-    assert len(once) == 2, "another user is another session"
+    assert len(once) == 2, "another user is another proxy"
     assert parse_member("http://a:1@h:1").id == parse_member("http://a:2@h:1").id
 
 
@@ -82,7 +80,7 @@ def test_any_line_is_a_member_or_a_value_error(line: str) -> None:
         pass
 
 
-def test_credentials_are_scrubbed_in_every_spelling() -> None:
+def test_credentials_are_masked_in_every_spelling() -> None:
     dsn = "http://us%40er:p%3Ass@h:1"
     assert (
         rules.scrub("us@er us%40er p:ss p%3Ass http://us%40er:p%3Ass@h:1 h:1", dsn)
@@ -117,12 +115,12 @@ POOLS = {
         (Route(account="bob"), {"anyone"}),
     ],
 )
-def test_a_route_is_served_by_the_pools_that_promise_it(route: Route, names: set[str]) -> None:
+def test_a_route_is_served_by_the_pools_that_match_it(route: Route, names: set[str]) -> None:
     assert {p.name for p in rules.plan(POOLS, route, key="k")} == names
 
 
 @pytest.mark.parametrize(
-    ("route", "says"),
+    ("route", "expected_message"),
     [
         (Route(pool="x"), "there is no proxy pool 'x'"),
         (Route(pool="plain", geo="de"), "proxy pool 'plain' does not serve geo 'de'"),
@@ -131,13 +129,15 @@ def test_a_route_is_served_by_the_pools_that_promise_it(route: Route, names: set
         (Route(geo="fr", account="bob"), "no proxy pool serves geo 'fr' and account 'bob'"),
     ],
 )
-def test_a_route_that_nothing_serves_is_permanent_and_says_which(route: Route, says: str) -> None:
+def test_a_route_without_a_pool_is_permanent_with_a_reason(
+    route: Route, expected_message: str
+) -> None:
     with pytest.raises(Failure) as caught:
         rules.plan(POOLS, route, key="k")
-    assert (caught.value.kind, caught.value.reason) == (ErrorClass.PERMANENT, says)
+    assert (caught.value.kind, caught.value.reason) == (ErrorClass.PERMANENT, expected_message)
 
 
-def test_each_block_moves_an_event_on_by_one_pool_and_the_chain_comes_round() -> None:
+def test_each_block_selects_the_next_pool_and_the_chain_repeats() -> None:
     assert [rules.plan(POOLS, Route(pool="plain"), key="k", turn=t)[0].name for t in range(5)] == [
         "plain",
         "de1",
@@ -160,7 +160,7 @@ def test_pools_that_serve_the_same_geo_share_the_events_by_weight() -> None:
     assert first["a"] == pytest.approx(3000, abs=120)
 
 
-def test_only_the_policys_classes_turn_the_route() -> None:
+def test_only_error_classes_with_next_pool_change_the_route() -> None:
     failures = {"blocked": 2, "transient": 1, "throttled": 4}
     assert retry.turns(retry.table(base=1, cap=1, budget=3), "fetch", failures) == 2
     assert (
@@ -168,11 +168,11 @@ def test_only_the_policys_classes_turn_the_route() -> None:
     )
 
 
-# -- picking ---------------------------------------------------------------------------------------
+# -- selection -------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(0.5, 10), min_size=1, max_size=5))
-def test_weights_are_shares(weights: list[float]) -> None:
+def test_proxies_are_selected_in_proportion_to_their_weights(weights: list[float]) -> None:
     pool = Pool(name="p", members=members(len(weights), tuple(weights)))
     n = 2000
     got: Counter[str] = Counter()
@@ -192,7 +192,7 @@ def test_weights_are_shares(weights: list[float]) -> None:
     st.floats(0, 1, exclude_max=True),
     st.none() | st.text(min_size=1),
 )
-def test_a_proxy_that_cools_down_is_never_picked_and_one_that_does_not_is(
+def test_a_proxy_in_cooldown_is_never_selected(
     here: set[int], anywhere: set[int], random: float, session: str | None
 ) -> None:
     pool = Pool(name="p", members=members(6))
@@ -208,12 +208,12 @@ def test_a_proxy_that_cools_down_is_never_picked_and_one_that_does_not_is(
         ends = [max((10 + i) * (i in here), (20 + i) * (i in anywhere)) for i in range(6)]
         assert picked.until == NOW + min(ends)
         assert isinstance(rules.pick([pool], "h", view, picked.until, random), Choice), (
-            "and then it goes on"
+            "a proxy is available after its cooldown"
         )
 
 
 @given(st.text(min_size=1), st.data())
-def test_a_session_keeps_its_proxy_until_that_one_fails_and_comes_back_to_it(
+def test_a_session_keeps_its_proxy_and_returns_to_it_after_a_cooldown(
     session: str, data: st.DataObject
 ) -> None:
     pool = Pool(name="p", members=members(8))
@@ -233,22 +233,22 @@ def test_a_session_keeps_its_proxy_until_that_one_fails_and_comes_back_to_it(
     assert picked({}) == home
     assert (
         picked({}, Pool(name="p", members=tuple(m for m in pool.members if m.id != home))) == away
-    ), "where it went is decided alike everywhere"
+    ), "all workers select the same replacement"
 
 
-def test_sessions_are_spread_by_weight_and_not_sticky_where_that_is_off() -> None:
+def test_sessions_are_spread_by_weight_and_change_proxies_if_sticky_is_off() -> None:
     pool = Pool(name="p", members=members(2, (3, 1)))
     got = Counter(
         rules.pick([pool], "h", {}, NOW, 0.0, session=str(i)).member.label for i in range(4000)
     )  # type: ignore[union-attr]
     assert got["http://***@p0.test:80"] == pytest.approx(3000, abs=120)
-    loose = Pool(name="p", members=members(2), sticky=False)
-    assert {rules.pick([loose], "h", {}, NOW, r, session="a").member.label for r in (0.1, 0.9)} == {
-        f"http://***@p{i}.test:80" for i in (0, 1)
-    }  # type: ignore[union-attr]
+    not_sticky = Pool(name="p", members=members(2), sticky=False)
+    assert {
+        rules.pick([not_sticky], "h", {}, NOW, r, session="a").member.label for r in (0.1, 0.9)
+    } == {f"http://***@p{i}.test:80" for i in (0, 1)}  # type: ignore[union-attr]
 
 
-def test_an_empty_pool_is_exhausted_and_says_why() -> None:
+def test_an_empty_pool_is_exhausted_with_a_reason() -> None:
     found = rules.pick([Pool(name="p", trouble="its list: HTTP 500")], "h", {}, NOW, 0.5)
     assert found == Exhausted(
         NOW + rules.EMPTY_WAIT, "proxy pool 'p' exhausted: no proxies (its list: HTTP 500)"
@@ -262,13 +262,13 @@ def fail(health: Health | None, now: float, least: float = 0.0) -> Health:
     return rules.failed(health, now, cooldown=30.0, longest=3600.0, reason="r", least=least)
 
 
-def test_rests_double_up_to_the_longest_and_success_halves_the_count() -> None:
-    health, rests, now = Health(), [], NOW
+def test_cooldowns_double_up_to_the_maximum_and_success_halves_the_failures() -> None:
+    health, cooldowns, now = Health(), [], NOW
     for _ in range(9):
         health = fail(health, now)
-        rests.append(health.until - now)
+        cooldowns.append(health.until - now)
         now = health.until
-    assert rests == [30, 60, 120, 240, 480, 960, 1920, 3600, 3600]
+    assert cooldowns == [30, 60, 120, 240, 480, 960, 1920, 3600, 3600]
     counts = []
     while health.failures:
         health = rules.worked(health, now)
@@ -276,21 +276,21 @@ def test_rests_double_up_to_the_longest_and_success_halves_the_count() -> None:
     assert counts == [4, 2, 1, 0]
 
 
-def test_failures_that_were_under_way_together_are_one() -> None:
+def test_failures_of_concurrent_requests_count_once() -> None:
     first = fail(None, NOW)
     assert fail(first, NOW + 1) == first
-    assert rules.worked(first, NOW + 1) == first, "nor does a success from before prove anything"
-    assert fail(first, NOW + 1, least=100.0).until == NOW + 101, "but the host's own wish counts"
+    assert rules.worked(first, NOW + 1) == first, "a success of an earlier request does not count"
+    assert fail(first, NOW + 1, least=100.0).until == NOW + 101, "a Retry-After of the host counts"
 
 
-def test_yesterdays_failures_are_forgotten() -> None:
+def test_old_failures_are_forgotten() -> None:
     old = Health(failures=9, until=NOW, at=NOW)
     assert fail(old, NOW + rules.FORGET).failures == 1
     assert rules.worked(old, NOW + rules.FORGET).failures == 0
 
 
 @pytest.mark.parametrize(
-    ("failure", "blamed"),
+    ("failure", "scope"),
     [
         (ProxyFailed(ErrorClass.TRANSIENT, "x", own=True), "*"),
         (ProxyFailed(ErrorClass.TRANSIENT, "x", own=False), ""),
@@ -305,10 +305,10 @@ def test_yesterdays_failures_are_forgotten() -> None:
         (Failure(ErrorClass.OURS, "x"), None),
     ],
 )
-def test_the_proxy_is_blamed_for_what_it_may_have_caused(
-    failure: Failure, blamed: str | None
+def test_a_failure_applies_to_the_proxy_only_if_the_proxy_may_have_caused_it(
+    failure: Failure, scope: str | None
 ) -> None:
-    assert rules.failure_scope(failure) == blamed
+    assert rules.failure_scope(failure) == scope
 
 
 # -- cookies ---------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_the_proxy_is_blamed_for_what_it_may_have_caused(
         ("http://shop.com/", "=; a", "http://shop.com/", ""),
     ],
 )
-def test_a_cookie_goes_back_to_whom_it_belongs(
+def test_a_cookie_is_sent_only_to_matching_urls(
     set_at: str, cookie: str, asked: str, sent: str
 ) -> None:
     jar = Jar()
@@ -369,7 +369,7 @@ def test_a_cookie_goes_back_to_whom_it_belongs(
     assert jar.header(asked, NOW) == sent
 
 
-def test_a_jar_replaces_expires_orders_and_is_bounded() -> None:
+def test_a_cookie_jar_replaces_expires_sorts_and_limits_cookies() -> None:
     jar = Jar()
     jar.store(
         "http://shop.com/a/",
@@ -389,7 +389,7 @@ def test_a_jar_replaces_expires_orders_and_is_bounded() -> None:
 
 
 @given(st.text(max_size=80))
-def test_any_set_cookie_is_taken_or_left(value: str) -> None:
+def test_any_set_cookie_header_is_stored_or_ignored(value: str) -> None:
     jar = Jar()
     jar.store("https://shop.com/a", {"set-cookie": value}, NOW)
     assert "\n" not in jar.header("https://shop.com/a", NOW)
@@ -420,7 +420,7 @@ def loaded(
     return load(cli or {}, env or {}, tmp)
 
 
-def test_pools_have_names_of_the_users_choosing_and_are_shown_without_their_secrets(
+def test_pools_have_names_chosen_by_the_user_and_are_shown_without_secrets(
     tmp_path: Path,
 ) -> None:
     found = loaded(tmp_path)
@@ -442,7 +442,7 @@ def test_pools_have_names_of_the_users_choosing_and_are_shown_without_their_secr
     assert not any("hunter2" in row.value or "TOKEN" in row.value for row in shown.values())
 
 
-def test_variables_and_the_command_line_reach_pools_and_make_them(tmp_path: Path) -> None:
+def test_variables_and_the_command_line_change_and_create_pools(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("http://u:p@a.test:1\nhttp://u:p@b.test:2 3\n# old\n")
     env = {
         "PENSTOCK_PROXIES_RES_DE_COOLDOWN_MAX": "2h",
@@ -459,11 +459,11 @@ def test_variables_and_the_command_line_reach_pools_and_make_them(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("toml", "says"),
+    ("toml", "expected_message"),
     [
         ("proxies = 1", "proxies: is a section of penstock.toml, not a value"),
         ("[proxies]\nx = 1", "proxies.x: is a section of penstock.toml, not a value"),
-        ('[proxies."a b"]\nurls = "h:1"', "proxies.a b: is no name for a pool"),
+        ('[proxies."a b"]\nurls = "h:1"', "proxies.a b: is not a valid pool name"),
         ("[proxies.x]\n", "proxies.x: has neither urls nor list_url"),
         ('[proxies.x]\nurls = "http://u:hunter2@h"', "proxies.x.urls: expected URLs of proxies"),
         (
@@ -482,14 +482,14 @@ def test_variables_and_the_command_line_reach_pools_and_make_them(tmp_path: Path
         ),
         (
             '[proxies.x-y]\nurls = "h:1"\n[proxies.x_y]\nurls = "h:1"',
-            "proxies: x-y and x_y would share their variables",
+            "proxies: x-y and x_y would have the same variables",
         ),
     ],
 )
-def test_a_bad_pool_is_an_error_that_names_its_path_and_no_secret(
-    tmp_path: Path, toml: str, says: str
+def test_the_error_of_an_invalid_pool_names_its_path_and_no_secret(
+    tmp_path: Path, toml: str, expected_message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, toml)
-    assert caught.value.message.startswith(says)
+    assert caught.value.message.startswith(expected_message)
     assert "hunter2" not in caught.value.message + caught.value.hint

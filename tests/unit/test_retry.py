@@ -1,4 +1,4 @@
-"""What a failure leads to: budgets, back-off, and the wishes of the other side."""
+"""Decisions after a failure: budgets, back-off and Retry-After."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def judge(
 
 
 @pytest.mark.parametrize("stage", ["fetch", "extract", "sink", "something new"])
-def test_three_retries_so_four_attempts(stage: str) -> None:
+def test_an_event_is_dead_after_three_retries(stage: str) -> None:
     assert [judge(ErrorClass.TRANSIENT, n, stage=stage).dead for n in range(5)] == [
         False,
         False,
@@ -39,23 +39,23 @@ def test_three_retries_so_four_attempts(stage: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [ErrorClass.PERMANENT, ErrorClass.POISON])
-def test_what_will_not_get_better_is_not_tried_again(kind: ErrorClass) -> None:
+def test_permanent_and_poison_failures_are_not_retried(kind: ErrorClass) -> None:
     assert judge(kind, 0).dead
 
 
-def test_our_own_fault_spends_nobodys_budget_and_never_kills() -> None:
+def test_an_internal_failure_is_never_charged_and_never_makes_an_event_dead() -> None:
     for failures in (0, 3, 1000):
         d = judge(ErrorClass.OURS, failures, age=1e9, max_age=1.0)
         assert (d.dead, d.charged) == (False, False)
         assert 0 < d.delay <= 30.0
 
 
-def test_a_host_that_asks_for_patience_gets_more_of_it_than_one_that_fails() -> None:
+def test_a_throttled_event_has_a_larger_budget_than_a_failing_one() -> None:
     assert not judge(ErrorClass.THROTTLED, 3).dead
     assert judge(ErrorClass.THROTTLED, 6).dead
 
 
-def test_a_block_waits_longer_and_changes_the_route() -> None:
+def test_a_blocked_event_waits_longer_and_uses_the_next_pool() -> None:
     assert judge(ErrorClass.BLOCKED, 0).delay == 30.0
     assert turns(TABLE, "fetch", {"blocked": 2, "transient": 3, "throttled": 1}) == 2
     assert (
@@ -63,7 +63,7 @@ def test_a_block_waits_longer_and_changes_the_route() -> None:
     )
 
 
-def test_the_back_off_doubles_up_to_its_cap() -> None:
+def test_the_back_off_doubles_up_to_its_limit() -> None:
     wide = table(base=10.0, cap=600.0, budget=100)
     delays = [
         decide(wide, "fetch", ErrorClass.TRANSIENT, failures=n, after=None, jitter=0.0).delay
@@ -72,22 +72,22 @@ def test_the_back_off_doubles_up_to_its_cap() -> None:
     assert delays == [10.0, 20.0, 40.0, 320.0, 600.0, 600.0, 600.0]
 
 
-def test_the_wish_of_the_other_side_wins_in_both_directions() -> None:
+def test_a_retry_after_replaces_the_back_off() -> None:
     assert judge(ErrorClass.THROTTLED, 0, after=3600.0).delay == 3600.0
     assert judge(ErrorClass.TRANSIENT, 2, after=0.0).delay == 0.0
     assert judge(ErrorClass.THROTTLED, 0, after=100.0, jitter=0.999).delay >= 100.0, (
-        "never before it asked for"
+        "never before the Retry-After"
     )
     assert judge(ErrorClass.PERMANENT, 0, after=5.0).dead
 
 
-def test_an_event_that_was_put_off_too_long_ends() -> None:
+def test_an_event_older_than_max_age_is_dead() -> None:
     assert not judge(ErrorClass.THROTTLED, 0, age=99.0, max_age=100.0).dead
     assert judge(ErrorClass.THROTTLED, 0, age=101.0, max_age=100.0).dead
     assert not judge(ErrorClass.THROTTLED, 0, age=1e9, max_age=0.0).dead
 
 
-def test_a_stage_may_have_a_policy_of_its_own() -> None:
+def test_a_stage_may_have_its_own_policy() -> None:
     policies = {**TABLE, ("extract", ErrorClass.PERMANENT): Policy(budget=1, base=1.0, cap=1.0)}
     assert not decide(
         policies, "extract", ErrorClass.PERMANENT, failures=0, after=None, jitter=0.0
@@ -95,7 +95,7 @@ def test_a_stage_may_have_a_policy_of_its_own() -> None:
     assert decide(policies, "fetch", ErrorClass.PERMANENT, failures=0, after=None, jitter=0.0).dead
 
 
-def test_every_class_has_a_policy() -> None:
+def test_every_error_class_has_a_policy() -> None:
     for kind in ErrorClass:
         judge(kind, 0)
 

@@ -54,7 +54,7 @@ def allowed(body: str | bytes, path: str, agent: str = AGENT) -> bool:
         ("/ab*b$", "/ab", False),
         ("/x*aba*aba$", "/xaba", False),
         ("/x*aba*aba$", "/xabaaba", True),
-        # percent-encoding: the RFC's table, and what must stay apart
+        # Percent-encoding: the table of the RFC, and spellings that must stay different.
         ("/foo/bar?baz=quz", "/foo/bar?baz=quz", True),
         ("/foo/bar?baz=https://foo.bar", "/foo/bar?baz=https%3A%2F%2Ffoo.bar", True),
         ("/foo/bar?baz=https%3A%2F%2Ffoo.bar", "/foo/bar?baz=https://foo.bar", True),
@@ -77,7 +77,7 @@ def allowed(body: str | bytes, path: str, agent: str = AGENT) -> bool:
         ("fish", "/fish", False),
     ],
 )
-def test_a_rule_matches_what_the_standard_says(rule: str, path: str, matches: bool) -> None:
+def test_a_rule_matches_paths_as_rfc_9309_specifies(rule: str, path: str, matches: bool) -> None:
     assert allowed(f"User-agent: *\nDisallow: {rule}\n", path) is not matches
 
 
@@ -139,15 +139,15 @@ def test_the_longest_rule_wins_and_allow_wins_a_tie(rules: str, path: str, verdi
         ("", True),
     ],
 )
-def test_groups_are_found_merged_and_kept_apart(body: str, verdict: bool) -> None:
+def test_groups_are_found_by_agent_and_merged(body: str, verdict: bool) -> None:
     assert allowed(body, "/x") is verdict
 
 
-def test_crawl_delays_belong_to_their_agents_and_nonsense_is_left_out() -> None:
+def test_crawl_delays_apply_to_their_agents_and_invalid_ones_are_ignored() -> None:
     r = parse(
         b"User-agent: *\nCrawl-delay: 2.5\nDisallow:\n\nUser-agent: penstock\nCrawl-delay: 1\nCrawl-delay: 7\n\nUser-agent: b\nAllow: /\n"
     )
-    assert r.crawl_delay("whoever") == 2.5
+    assert r.crawl_delay("other") == 2.5
     assert r.crawl_delay(AGENT) == 7.0
     assert r.crawl_delay("b") is None
     assert parse(b"").crawl_delay(AGENT) is None
@@ -155,7 +155,7 @@ def test_crawl_delays_belong_to_their_agents_and_nonsense_is_left_out() -> None:
         assert parse(f"User-agent: *\nCrawl-delay: {text}".encode()).crawl_delay(AGENT) is None
 
 
-def test_sitemaps_are_listed_once_in_order_wherever_they_stand() -> None:
+def test_sitemaps_of_the_complete_file_are_listed_once_in_order() -> None:
     body = "Sitemap: https://a.test/1.xml\nUser-agent: x\nsitemap:https://a.test/ü.xml#c\nSITEMAP: https://a.test/1.xml\nSitemap:\nSitemap: /3.xml"
     assert parse(body.encode()).sitemaps == (
         "https://a.test/1.xml",
@@ -175,11 +175,13 @@ def test_sitemaps_are_listed_once_in_order_wherever_they_stand() -> None:
         (" ", ""),
     ],
 )
-def test_the_name_in_robots_is_the_product_of_the_user_agent(user_agent: str, token: str) -> None:
+def test_the_agent_name_in_robots_is_the_product_of_the_user_agent(
+    user_agent: str, token: str
+) -> None:
     assert product_token(user_agent) == token
 
 
-def test_the_rule_behind_a_verdict_can_be_told() -> None:
+def test_the_deciding_rule_is_returned() -> None:
     found = parse(b"User-agent: *\nDisallow: /a\nAllow: /a/b\nDisallow: /*.php$\n")
     for path, rule in (
         ("/a/x", "Disallow: /a"),
@@ -191,7 +193,7 @@ def test_the_rule_behind_a_verdict_can_be_told() -> None:
         assert found.allows("me", path) is not rule.startswith("Disallow")
 
 
-def test_only_the_first_500_kib_count_and_a_line_cut_there_is_no_rule() -> None:
+def test_only_the_first_500_kib_are_read_and_a_cut_line_is_ignored() -> None:
     head = b"User-agent: *\nDisallow: /early\n"
     body = head + b"#" * (MAX_BYTES - len(head) - len(b"\nDisallow: /")) + b"\nDisallow: /late\n"
     assert not allowed(body, "/early")
@@ -203,7 +205,7 @@ def test_only_the_first_500_kib_count_and_a_line_cut_there_is_no_rule() -> None:
     )
 
 
-def test_a_bad_url_is_not_allowed_and_a_path_will_do() -> None:
+def test_an_invalid_url_is_not_allowed_and_a_path_is_accepted() -> None:
     r = parse(b"User-agent: *\nDisallow: /x")
     assert not r.allows(AGENT, "ftp://shop.test/")
     assert not r.allows(AGENT, "http://a b/")
@@ -233,7 +235,7 @@ def test_a_bad_url_is_not_allowed_and_a_path_will_do() -> None:
         (600, False),
     ],
 )
-def test_an_absent_file_allows_and_an_unreachable_one_disallows(
+def test_a_missing_file_allows_all_and_an_unreachable_one_disallows_all(
     status: int | None, verdict: bool
 ) -> None:
     r = from_answer(status, b"User-agent: *\nDisallow: /x")
@@ -241,7 +243,7 @@ def test_an_absent_file_allows_and_an_unreachable_one_disallows(
     assert r.allows(AGENT, "https://shop.test/robots.txt")
 
 
-def test_no_verdict_is_kept_over_a_day_and_an_outage_is_asked_again_soon_then_less_often() -> None:
+def test_robots_is_cached_for_a_day_at_most_and_an_outage_for_less() -> None:
     assert all(0 < ttl(status) <= 86400 for status in (200, 301, 404, 500, None))
     waits = [ttl(None, failures) for failures in range(20)]
     assert waits[0] <= 60
@@ -249,15 +251,15 @@ def test_no_verdict_is_kept_over_a_day_and_an_outage_is_asked_again_soon_then_le
     assert waits[-1] <= 3600
 
 
-# An oracle that shares no code: patterns as regular expressions, over an alphabet that needs no
-# normalising.
+# An independent implementation: patterns as regular expressions, over an alphabet that needs no
+# normalisation.
 patterns = st.text("ab/*", max_size=5).map(lambda t: "/" + t) | st.text("ab/*", max_size=4).map(
     lambda t: "/" + t + "$"
 )
 
 
 @given(st.lists(st.tuples(st.booleans(), patterns), max_size=6), st.text("ab/", max_size=7))
-def test_verdicts_are_those_of_a_plain_reading_of_the_standard(
+def test_verdicts_equal_those_of_a_simple_independent_implementation(
     rules: list[tuple[bool, str]], rest: str
 ) -> None:
     best = (-1, True)
@@ -295,14 +297,14 @@ def test_verdicts_are_those_of_a_plain_reading_of_the_standard(
     ).map(b"".join)
 )
 @example(b"\xef\xbb\xbf")
-def test_no_bytes_make_it_raise(body: bytes) -> None:
+def test_any_bytes_are_parsed_without_an_exception(body: bytes) -> None:
     r = parse(body)
     assert isinstance(r, Robots)
     r.allows(AGENT, "https://shop.test/%ff?%zz")
     r.crawl_delay("")
 
 
-def test_a_hostile_file_is_read_and_asked_in_linear_time() -> None:
+def test_a_hostile_file_is_parsed_and_queried_in_linear_time() -> None:
     stars = parse(b"User-agent: *\nDisallow: /" + b"*a" * 200_000 + b"b$\n")
     many = parse(
         b"User-agent: *\n" + b"".join(b"Disallow: /*a*%05dz$\n" % i for i in range(20_000))

@@ -1,4 +1,4 @@
-"""What a page gives: parsel's answers, charsets, JSON-LD, links, and hostile pages."""
+"""Queries on a page: CSS and XPath as in parsel, charsets, JSON-LD, links and hostile pages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def page(body: bytes = HTML, url: str = "https://shop.test/a/b", **headers: str)
         ("body > ::attr(id)", ["x"]),
     ],
 )
-def test_css_answers_what_parsel_answers(query: str, expected: list[str]) -> None:
+def test_css_gives_the_results_of_parsel(query: str, expected: list[str]) -> None:
     found = page().css(query)
     assert found.getall() == expected
     assert found.get() == (expected[0] if expected else None)
@@ -54,7 +54,7 @@ def test_css_answers_what_parsel_answers(query: str, expected: list[str]) -> Non
     assert len(page().css(query)) == len(expected)
 
 
-def test_get_takes_the_first_that_has_the_attribute_or_a_text() -> None:
+def test_get_returns_the_first_match_with_the_attribute_or_a_text() -> None:
     body = b"<h1><img></h1><h1><b>in</b>Title</h1><a>x</a><a href=y>z</a>"
     assert page(body).css("h1::text").get() == "Title"
     assert page(body).css("a::attr(href)").get() == "y"
@@ -86,7 +86,7 @@ def test_xpath_takes_variables() -> None:
     assert parse(HTML).xpath("//li[@class=$c]/text()", c="b").getall() == ["two"]
 
 
-def test_below_an_element_the_element_itself_counts_and_nothing_above_it_does() -> None:
+def test_a_query_on_an_element_matches_it_and_its_descendants_only() -> None:
     first = page().css("ul").first
     assert first is not None
     assert [li.css("::text").get() for li in first.css("li")] == ["one", "two", "three"]
@@ -112,14 +112,14 @@ def test_a_list_of_selectors_behaves_like_a_list() -> None:
     assert page().css("h1")[0].text == "Lamp bold tail"
 
 
-def test_below_a_string_there_is_nothing() -> None:
+def test_a_query_on_a_string_is_empty() -> None:
     text = page().css("h1::text")
     assert text.css("b").getall() == []
     assert text.xpath("..").get() is None
     assert text.attrib == {}
 
 
-def test_regular_expressions_give_groups_or_whole_matches() -> None:
+def test_regular_expressions_give_groups_or_complete_matches() -> None:
     prices = page().css(".price::text")
     assert prices.re(r"\d+") == ["9", "90", "10"]
     assert prices.re(r"(\d+)\.(\d+)") == ["9", "90"]
@@ -142,14 +142,14 @@ def test_regular_expressions_give_groups_or_whole_matches() -> None:
         "li:not(a::text)",
     ],
 )
-def test_a_bad_css_selector_is_named_at_once(query: str) -> None:
+def test_an_invalid_css_selector_is_an_error_that_names_it(query: str) -> None:
     with pytest.raises(ValueError, match="CSS selector") as e:
         page().css(query)
     assert repr(query) in str(e.value)
 
 
 @pytest.mark.parametrize("query", ["//h1[", "", "nofunc(1)", "//x:y", "$v"])
-def test_a_bad_xpath_is_named(query: str) -> None:
+def test_an_invalid_xpath_is_an_error_that_names_it(query: str) -> None:
     with pytest.raises(ValueError, match="XPath") as e:
         page().xpath(query).get()
     assert repr(query) in str(e.value)
@@ -173,14 +173,14 @@ def test_a_bad_xpath_is_named(query: str) -> None:
         (b"", None, ""),
     ],
 )
-def test_the_charset_is_that_of_mark_header_meta_or_content(
+def test_the_charset_is_taken_from_bom_header_meta_or_content(
     body: bytes, content_type: str | None, expected: str
 ) -> None:
     assert decode(body, content_type).endswith(expected)
     assert parse(body, content_type).text == expected
 
 
-def test_json_ld_is_flattened_and_a_broken_block_left_out() -> None:
+def test_json_ld_is_flattened_and_a_broken_block_is_skipped() -> None:
     body = b"""<script type="application/ld+json">{"@context":"x","@graph":[{"@type":"A"},[{"@type":"B"}]]}</script>
     <script type="application/ld+json">{broken</script><script type="APPLICATION/LD+JSON; charset=utf-8">[{"@type":"C","n":"a
 b"},3]</script><script type="application/ld+json">{"v":NaN}</script><script type="application/ld+json"></script>
@@ -206,7 +206,7 @@ b"},3]</script><script type="application/ld+json">{"v":NaN}</script><script type
         (b"<base href='http://['>", "https://shop.test/a/b"),
     ],
 )
-def test_links_start_at_the_base_element_if_it_is_usable(base: bytes, expected: str) -> None:
+def test_links_are_relative_to_the_base_element_if_it_is_valid(base: bytes, expected: str) -> None:
     assert page(base + b"<p>").base_url == expected
 
 
@@ -236,7 +236,7 @@ def test_followed_links_are_absolute_canonical_unique_and_in_order() -> None:
     ],
     ids=["nested", "formatting", "nul", "10MB", "attributes"],
 )
-def test_a_hostile_page_is_read_in_reasonable_time(body: bytes) -> None:
+def test_a_hostile_page_is_parsed_in_reasonable_time(body: bytes) -> None:
     started = time.process_time()
     hostile = page(body)
     for query in ("h1::text", "div span::text", "div ::text", "a::attr(href)", "*::text"):

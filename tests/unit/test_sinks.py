@@ -1,4 +1,4 @@
-"""The three embedded sinks, each on real files."""
+"""The three embedded sinks (JSON Lines, CSV, SQLite) with real files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_path_is_relative_to_the_base_unless_it_is_absolute(scheme: str, tmp_p
 @pytest.mark.parametrize(
     "rest", ["", "-", "out/", ".", "//host/file", ":memory:", "a.x?colour=red", "a\0b"]
 )
-def test_a_url_that_names_no_file_is_refused_with_a_next_step(
+def test_a_url_without_a_file_is_refused_with_a_hint(
     scheme: str, rest: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as e:
@@ -107,7 +107,7 @@ def test_a_url_that_names_no_file_is_refused_with_a_next_step(
     assert e.value.hint
 
 
-def test_an_unknown_or_impossible_option_is_refused_with_a_suggestion(tmp_path: Path) -> None:
+def test_an_unknown_or_invalid_option_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tabel") as e:
         sqlite.open_sink("sqlite:a.db", {"tabel": "x"}, tmp_path)
     assert "table" in e.value.hint
@@ -126,7 +126,7 @@ def test_an_unknown_or_impossible_option_is_refused_with_a_suggestion(tmp_path: 
         jsonl.open_sink("csv:a.csv", {}, tmp_path)
 
 
-# -- files: jsonl and csv alike --------------------------------------------------------------------
+# -- files: both jsonl and csv ---------------------------------------------------------------------
 
 
 @pytest.fixture(params=["jsonl", "csv"])
@@ -139,7 +139,7 @@ def ns(sink: Any) -> list[int]:
     return [int(each["n"]) for each in rows]
 
 
-def test_a_missing_file_is_made_with_its_directories(make: Callable[[], Any]) -> None:
+def test_a_missing_file_is_created_with_its_directories(make: Callable[[], Any]) -> None:
     sink = make()
     sink.open(0, "")
     assert sink.path.read_bytes() == b""
@@ -149,99 +149,101 @@ def test_a_missing_file_is_made_with_its_directories(make: Callable[[], Any]) ->
     assert sink.notice == ""
 
 
-def test_an_unnoted_tail_is_cut_off_and_written_again_the_same(make: Callable[[], Any]) -> None:
+def test_rows_after_the_recorded_mark_are_truncated_and_written_again(
+    make: Callable[[], Any],
+) -> None:
     sink = make()
     first = sink.open(0, "")
-    noted = sink.write([row(1, n=1)])
+    mark = sink.write([row(1, n=1)])
     sink.write([row(2, n=2), row(3, n=3)])
     sink.close()
-    whole = sink.path.read_bytes()
-    start = len(whole[: read_mark(noted).at])  # type: ignore[union-attr]
-    for torn in range(start, len(whole) + 1):
-        sink.path.write_bytes(whole[:torn])
+    complete = sink.path.read_bytes()
+    start = len(complete[: read_mark(mark).at])  # type: ignore[union-attr]
+    for torn in range(start, len(complete) + 1):
+        sink.path.write_bytes(complete[:torn])
         again = make()
-        assert again.open(1, noted) == noted
+        assert again.open(1, mark) == mark
         assert again.notice == ""
         again.write([row(2, n=2), row(3, n=3)])
         again.close()
-        assert again.path.read_bytes() == whole
-    for torn in range(len(whole) + 1):
-        sink.path.write_bytes(whole[:torn])
+        assert again.path.read_bytes() == complete
+    for torn in range(len(complete) + 1):
+        sink.path.write_bytes(complete[:torn])
         again = make()
         assert again.open(0, first) == first
         assert again.path.read_bytes() == b""
         again.close()
 
 
-def test_a_file_that_is_shorter_than_noted_is_continued_on_a_line_of_its_own(
+def test_a_file_shorter_than_its_mark_is_continued_on_a_new_line(
     make: Callable[[], Any],
 ) -> None:
     sink = make()
     sink.open(0, "")
     sink.write([row(1, n=1)])
-    noted = sink.write([row(2, n=2)])
+    mark = sink.write([row(2, n=2)])
     sink.close()
-    whole = sink.path.read_bytes()
-    sink.path.write_bytes(whole[:-1].removesuffix(b"\r"))  # an editor that leaves no last newline
+    complete = sink.path.read_bytes()
+    sink.path.write_bytes(complete[:-1].removesuffix(b"\r"))  # as an editor without a final newline
     again = make()
-    again.open(2, noted)
+    again.open(2, mark)
     assert "after row 2" in again.notice
     again.write([row(3, n=3)])
     again.close()
     assert ns(again) == [1, 2, 3]
 
 
-def test_a_file_that_was_edited_is_not_cut_in_the_middle(make: Callable[[], Any]) -> None:
+def test_an_edited_file_is_not_truncated(make: Callable[[], Any]) -> None:
     sink = make()
     sink.open(0, "")
     sink.write([row(1, n=1, title="first")])
-    noted = sink.write([row(2, n=2, title="old")])
+    mark = sink.write([row(2, n=2, title="old")])
     sink.close()
     edited = sink.path.read_bytes().replace(b"old", b"much longer than it was")
     sink.path.write_bytes(edited)
     again = make()
-    again.open(2, noted)
+    again.open(2, mark)
     assert again.notice
     assert again.path.read_bytes() == edited
     again.close()
 
 
-def test_a_file_that_was_there_before_us_is_continued_and_never_cut(
+def test_an_existing_file_is_continued_and_never_truncated(
     make: Callable[[], Any],
 ) -> None:
     sink = make()
     sink.open(0, "")
     sink.write([row(1, n=1)])
     sink.close()
-    stranger = make()
-    mark = stranger.open(0, "")
-    stranger.write([row(1, n=7)])
-    stranger.close()
-    assert ns(stranger) == [1, 7]
+    second = make()
+    mark = second.open(0, "")
+    second.write([row(1, n=7)])
+    second.close()
+    assert ns(second) == [1, 7]
     killed = make()
     assert killed.open(0, mark) == mark
     killed.close()
     assert ns(killed) == [1]
 
 
-def test_a_replaced_file_is_left_alone_even_if_nothing_was_written_yet(
+def test_a_replaced_file_is_not_truncated_even_if_no_row_was_written(
     make: Callable[[], Any],
 ) -> None:
     sink = make()
-    noted = sink.open(0, "")
+    mark = sink.open(0, "")
     sink.close()
     other = sink.path.with_name("other")
     other.write_bytes(b"n\r\n7\r\n" if isinstance(sink, csv_sink.CsvSink) else b'{"n": 7}\n')
     os.replace(other, sink.path)
     again = make()
-    again.open(0, noted)
+    again.open(0, mark)
     again.write([row(1, n=1)]) if isinstance(sink, jsonl.JsonLinesSink) else None
     again.close()
     assert ns(again)[0] == 7
 
 
 @pytest.mark.parametrize("harm", ["removed", "replaced", "cut", "appended"])
-def test_a_file_that_is_touched_while_open_asks_to_be_opened_again_before_anything_is_written(
+def test_a_file_changed_while_open_raises_reopen_before_a_write(
     make: Callable[[], Any], harm: str
 ) -> None:
     sink = make()
@@ -260,7 +262,7 @@ def test_a_file_that_is_touched_while_open_asks_to_be_opened_again_before_anythi
     with pytest.raises(Reopen):
         sink.write([row(2, n=2)])
     assert (sink.path.read_bytes() if sink.path.exists() else None) == before
-    if harm == "cut":  # a header of three bytes is a header like any other
+    if harm == "cut":  # three bytes are a valid CSV header
         sink.close()
         return
     sink.open(1, mark)
@@ -270,7 +272,7 @@ def test_a_file_that_is_touched_while_open_asks_to_be_opened_again_before_anythi
 
 
 @pytest.mark.parametrize("call", ["write", "fdatasync"])
-def test_a_full_disk_leaves_no_torn_line_and_loses_nothing(
+def test_a_full_disk_leaves_no_partial_line_and_loses_no_row(
     make: Callable[[], Any], call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = make()
@@ -297,7 +299,7 @@ def test_a_full_disk_leaves_no_torn_line_and_loses_nothing(
     assert ns(sink) == [1, 2]
 
 
-def test_two_sinks_never_write_to_one_file_at_a_time(make: Callable[[], Any]) -> None:
+def test_two_sinks_cannot_open_one_file_together(make: Callable[[], Any]) -> None:
     first, second = make(), make()
     first.open(0, "")
     with pytest.raises(Unreachable, match="another process"):
@@ -307,7 +309,7 @@ def test_two_sinks_never_write_to_one_file_at_a_time(make: Callable[[], Any]) ->
     second.close()
 
 
-def test_what_is_no_file_is_refused(make: Callable[[], Any]) -> None:
+def test_a_target_that_is_not_a_regular_file_is_refused(make: Callable[[], Any]) -> None:
     sink = make()
     sink.path.parent.mkdir(parents=True)
     os.mkfifo(sink.path)
@@ -316,30 +318,30 @@ def test_what_is_no_file_is_refused(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["jsonl", "csv"])
-def test_the_files_of_several_machines_are_each_cut_to_what_is_noted_of_them(
+def test_the_files_of_several_machines_are_each_truncated_to_their_mark(
     scheme: str, tmp_path: Path
 ) -> None:
     a, b = (OPENERS[scheme](f"{scheme}:out", {}, tmp_path / name) for name in "ab")
-    noted = a.open(0, "")
-    a.write([row(1, x=1)])  # killed before it was noted
+    mark = a.open(0, "")
+    a.write([row(1, x=1)])  # killed before the mark is recorded
     a.close()
-    noted = b.open(0, noted)
-    noted = b.write([row(1, x=1)])
+    mark = b.open(0, mark)
+    mark = b.write([row(1, x=1)])
     b.close()
-    a.restore(noted)  # type: ignore[attr-defined]
+    a.restore(mark)  # type: ignore[attr-defined]
     assert (tmp_path / "a" / "out").read_bytes() == b""
-    noted = a.open(1, noted)
-    noted = a.write([row(2, x=2)])
+    mark = a.open(1, mark)
+    mark = a.write([row(2, x=2)])
     a.write([row(3, x=3)])
     a.close()
-    noted = b.open(2, noted)
+    mark = b.open(2, mark)
     assert b.notice == ""
-    noted = b.write([row(3, x=3)])
+    mark = b.write([row(3, x=3)])
     b.close()
-    whole = (tmp_path / "b" / "out").read_bytes()
-    a.restore(noted)  # type: ignore[attr-defined]
-    b.restore(noted)  # type: ignore[attr-defined]
-    assert (tmp_path / "b" / "out").read_bytes() == whole
+    complete = (tmp_path / "b" / "out").read_bytes()
+    a.restore(mark)  # type: ignore[attr-defined]
+    b.restore(mark)  # type: ignore[attr-defined]
+    assert (tmp_path / "b" / "out").read_bytes() == complete
     keys = (
         [line["_penstock"]["key"] for line in lines(tmp_path / "a" / "out")]
         if scheme == "jsonl"
@@ -348,24 +350,24 @@ def test_the_files_of_several_machines_are_each_cut_to_what_is_noted_of_them(
     assert keys == ["k2"]
 
 
-def test_a_file_that_was_put_together_from_older_ones_is_not_cut(tmp_path: Path) -> None:
+def test_a_file_that_was_concatenated_from_older_files_is_not_truncated(tmp_path: Path) -> None:
     sink = jsonl.open_sink("jsonl:out", {}, tmp_path)
     sink.open(0, "")
-    noted = sink.write([row(1)])
+    mark = sink.write([row(1)])
     (tmp_path / "out").rename(tmp_path / "old")
-    noted = sink.open(1, noted)
-    noted = sink.write([row(2)])
+    mark = sink.open(1, mark)
+    mark = sink.write([row(2)])
     sink.close()
     (tmp_path / "both").write_bytes(
         (tmp_path / "old").read_bytes() + (tmp_path / "out").read_bytes()
     )
     (tmp_path / "both").rename(tmp_path / "out")
-    sink.open(2, noted)
+    sink.open(2, mark)
     sink.close()
     assert [line["_penstock"]["key"] for line in lines(tmp_path / "out")] == ["k1", "k2"]
 
 
-def test_a_mark_may_be_a_bare_offset_and_nonsense_is_none() -> None:
+def test_a_mark_may_be_a_plain_offset_and_an_invalid_mark_is_ignored() -> None:
     assert read_mark("120") == Mark(120)
     assert [read_mark(text) for text in ("", "-1", "x", "[]", '{"at":-1}', "{}")] == [None] * 6
 
@@ -373,7 +375,7 @@ def test_a_mark_may_be_a_bare_offset_and_nonsense_is_none() -> None:
 # -- jsonl -----------------------------------------------------------------------------------------
 
 
-def test_a_record_with_line_breaks_between_its_tokens_is_one_line(tmp_path: Path) -> None:
+def test_a_record_with_line_breaks_in_its_json_is_one_line(tmp_path: Path) -> None:
     sink = jsonl.open_sink("jsonl:a.jsonl", {}, tmp_path)
     sink.open(0, "")
     sink.write([Row(1, "k", b'{\r\n  "a": "x\\ny"\n}', 1), Row(2, "k", b'{"a":"\xe2\x82\xac"}', 2)])
@@ -389,7 +391,7 @@ def open_csv(tmp_path: Path, options: dict[str, Any] | None = None) -> csv_sink.
 
 
 def write_csv(sink: csv_sink.CsvSink, position: int, mark: str, rows: list[Row]) -> str:
-    """As the flusher does it."""
+    """Write rows and open the sink again if needed, as the flusher does."""
     try:
         return sink.write(rows)
     except Reopen:
@@ -397,7 +399,7 @@ def write_csv(sink: csv_sink.CsvSink, position: int, mark: str, rows: list[Row])
         return sink.write(rows)
 
 
-def test_columns_are_the_fields_in_order_and_then_the_provenance(tmp_path: Path) -> None:
+def test_columns_are_the_fields_in_order_followed_by_the_provenance(tmp_path: Path) -> None:
     sink = open_csv(tmp_path)
     sink.open(0, "")
     sink.write([row(1, sku="a", price=1.5), row(2, sku="b", title="T")])
@@ -413,7 +415,7 @@ def test_columns_are_the_fields_in_order_and_then_the_provenance(tmp_path: Path)
 
 def test_values_are_quoted_by_rfc_4180_and_nested_ones_are_json(tmp_path: Path) -> None:
     hard = {
-        "a": 'say "hi", twice\r\nand again\n',
+        "a": 'a "quote", twice\r\nand again\n',
         "b": [1, {"c": None}],
         "d": True,
         "e": None,
@@ -431,7 +433,7 @@ def test_values_are_quoted_by_rfc_4180_and_nested_ones_are_json(tmp_path: Path) 
     }  # fmt: skip
 
 
-def test_a_new_field_adds_a_column_to_every_line_there_is(tmp_path: Path) -> None:
+def test_a_new_field_adds_a_column_to_every_existing_line(tmp_path: Path) -> None:
     sink = open_csv(tmp_path)
     sink.open(0, "")
     mark = sink.write([row(1, n=1, text='two\r\n"lines"\n'), row(2, n=2, text="x" * 3_000_000)])
@@ -454,7 +456,7 @@ def test_a_new_field_adds_a_column_to_every_line_there_is(tmp_path: Path) -> Non
     assert sink.notice == ""
 
 
-def test_a_link_is_still_a_link_after_a_column_was_added(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_kept_when_a_column_is_added(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "a.csv").symlink_to("data/real.csv")
     sink = open_csv(tmp_path)
@@ -466,7 +468,7 @@ def test_a_link_is_still_a_link_after_a_column_was_added(tmp_path: Path) -> None
     assert len(cells(tmp_path / "data" / "real.csv")) == 2
 
 
-def test_a_rewrite_that_fails_leaves_the_file_as_it_was(
+def test_a_failed_rewrite_leaves_the_file_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = open_csv(tmp_path)
@@ -487,7 +489,7 @@ def test_a_rewrite_that_fails_leaves_the_file_as_it_was(
     sink.close()
 
 
-def test_a_foreign_file_keeps_its_columns_even_doubled_ones(tmp_path: Path) -> None:
+def test_an_existing_csv_keeps_its_columns_even_if_names_repeat(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("\ufeffn,a,a\n0,x,y".encode())
     sink = open_csv(tmp_path)
     mark = sink.open(0, "")
@@ -499,7 +501,7 @@ def test_a_foreign_file_keeps_its_columns_even_doubled_ones(tmp_path: Path) -> N
     assert raw[2][:4] == ["1", "z", "z", "e1"]
 
 
-def test_a_file_that_is_no_csv_is_left_alone_with_a_next_step(tmp_path: Path) -> None:
+def test_a_file_that_is_not_csv_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"\x89PNG\xff\xfe\n\0")
     sink = open_csv(tmp_path)
     with pytest.raises(Unreachable, match="not a CSV") as e:
@@ -509,7 +511,7 @@ def test_a_file_that_is_no_csv_is_left_alone_with_a_next_step(tmp_path: Path) ->
     assert (tmp_path / "a.csv").read_bytes() == b"\x89PNG\xff\xfe\n\0"
 
 
-def test_fields_beyond_the_cap_are_kept_as_json_and_said(tmp_path: Path) -> None:
+def test_csv_fields_beyond_max_columns_are_stored_as_json_with_a_notice(tmp_path: Path) -> None:
     sink = open_csv(tmp_path, {"max_columns": 10})
     sink.open(0, "")
     mark = sink.write([row(1, a=1, b=2)])
@@ -528,7 +530,7 @@ def test_fields_beyond_the_cap_are_kept_as_json_and_said(tmp_path: Path) -> None
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(RECORDS, min_size=1, max_size=3), max_size=5))
-def test_whatever_is_written_to_csv_is_read_back(
+def test_any_record_written_to_csv_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[dict[str, Any]]]
 ) -> None:
     sink = open_csv(tmp_path_factory.mktemp("csv"))
@@ -555,7 +557,7 @@ def open_sqlite(tmp_path: Path, **options: Any) -> sqlite.SqliteSink:
     return sqlite.open_sink("sqlite:out/a.db?table=products", options, tmp_path)
 
 
-def test_one_row_per_key_from_the_newest_accepted_event(tmp_path: Path) -> None:
+def test_upsert_keeps_one_row_per_key_from_the_newest_accepted_event(tmp_path: Path) -> None:
     sink = open_sqlite(tmp_path)
     sink.open(0, "")
     sink.write(
@@ -573,7 +575,7 @@ def test_one_row_per_key_from_the_newest_accepted_event(tmp_path: Path) -> None:
     ) == [("a", 2, "e2", None), ("b", 6, "e6", None)]
 
 
-def test_a_field_the_newer_record_lacks_is_null_and_a_column_of_the_user_stays(
+def test_a_missing_field_becomes_null_and_a_column_of_the_user_is_kept(
     tmp_path: Path,
 ) -> None:
     sink = open_sqlite(tmp_path)
@@ -587,7 +589,7 @@ def test_a_field_the_newer_record_lacks_is_null_and_a_column_of_the_user_stays(
     assert table(sink.path, "SELECT price, offer, checked FROM products") == [(2, None, "by hand")]
 
 
-def test_append_mode_holds_one_row_per_record(tmp_path: Path) -> None:
+def test_append_mode_stores_one_row_per_record(tmp_path: Path) -> None:
     sink = open_sqlite(tmp_path, mode="append")
     sink.open(0, "")
     sink.write([row(1, "a", price=1), row(2, "a", price=2), row(3, "a", 0, price=3)])
@@ -596,18 +598,18 @@ def test_append_mode_holds_one_row_per_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["append", "upsert"])
-def test_a_batch_that_comes_again_writes_nothing(tmp_path: Path, mode: str) -> None:
+def test_a_repeated_batch_writes_no_row_twice(tmp_path: Path, mode: str) -> None:
     sink = open_sqlite(tmp_path, mode=mode)
     mark = sink.open(0, "")
     sink.write([row(1, price=1), row(2, price=2)])
-    sink.open(0, mark)  # killed before it was noted
+    sink.open(0, mark)  # killed before the mark is recorded
     sink.write([row(1, price=8), row(2, price=9), row(3, price=3)])
     sink.close()
     assert sink.notice == ""
     assert table(sink.path, "SELECT price FROM products ORDER BY rowid") == [(1,), (2,), (3,)]
 
 
-def test_a_ledger_that_starts_anew_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+def test_rows_of_a_new_ledger_are_not_taken_for_rows_of_the_old_one(tmp_path: Path) -> None:
     old = open_sqlite(tmp_path, mode="append")
     old_mark = old.open(0, "")
     old.write([row(n, price=n) for n in range(1, 6)])
@@ -630,7 +632,7 @@ def test_a_ledger_that_starts_anew_is_not_taken_for_the_old_one(tmp_path: Path) 
     ]
 
 
-def test_a_target_that_was_replaced_or_put_back_is_said_and_continued(tmp_path: Path) -> None:
+def test_a_replaced_or_restored_database_causes_a_notice_and_is_continued(tmp_path: Path) -> None:
     sink = open_sqlite(tmp_path, mode="append")
     mark = sink.open(0, "")
     sink.write([row(1, price=1)])
@@ -652,7 +654,9 @@ def test_a_target_that_was_replaced_or_put_back_is_said_and_continued(tmp_path: 
     assert table(sink.path, "SELECT price FROM products") == [(4,)]
 
 
-def test_columns_are_typed_by_their_first_value_and_keep_every_value_exact(tmp_path: Path) -> None:
+def test_the_first_value_decides_the_column_type_and_every_value_stays_exact(
+    tmp_path: Path,
+) -> None:
     sink = open_sqlite(tmp_path, mode="append")
     sink.open(0, "")
     sink.write([row(1, i=1, f=1.5, s="x", b=True, o={"a": [1]}, none=None), row(2, none=3)])
@@ -714,7 +718,7 @@ def test_any_field_name_is_a_column_name(tmp_path: Path, name: str) -> None:
     ) == [("v2",)]
 
 
-def test_what_can_have_no_column_is_kept_as_json_and_said(tmp_path: Path) -> None:
+def test_sqlite_fields_without_a_column_are_stored_as_json_with_a_notice(tmp_path: Path) -> None:
     sink = open_sqlite(tmp_path, max_columns=12)
     sink.open(0, "")
     sink.write(
@@ -740,7 +744,7 @@ def test_what_can_have_no_column_is_kept_as_json_and_said(tmp_path: Path) -> Non
     assert "max_columns" in sink.notice
 
 
-def test_a_table_of_the_user_is_filled_where_names_match(tmp_path: Path) -> None:
+def test_columns_with_matching_names_in_a_table_of_the_user_are_filled(tmp_path: Path) -> None:
     sink = open_sqlite(tmp_path)
     sink.path.parent.mkdir()
     table(sink.path, "CREATE TABLE products (id INTEGER PRIMARY KEY, price, double AS (price * 2))")
@@ -753,7 +757,7 @@ def test_a_table_of_the_user_is_filled_where_names_match(tmp_path: Path) -> None
     ) == [(1, 0, 0, None), (2, 2, 4, "a")]
 
 
-def test_a_view_or_a_table_with_doubled_keys_is_refused(tmp_path: Path) -> None:
+def test_a_view_or_a_table_with_duplicate_keys_is_refused(tmp_path: Path) -> None:
     appending = open_sqlite(tmp_path, mode="append")
     appending.open(0, "")
     appending.write([row(1, "a"), row(2, "a")])
@@ -769,7 +773,7 @@ def test_a_view_or_a_table_with_doubled_keys_is_refused(tmp_path: Path) -> None:
     seen.close()
 
 
-def test_a_table_may_change_from_one_row_per_key_to_one_per_record(tmp_path: Path) -> None:
+def test_a_table_may_change_from_upsert_to_append(tmp_path: Path) -> None:
     sink = open_sqlite(tmp_path)
     mark = sink.open(0, "")
     sink.write([row(1, "a")])
@@ -781,7 +785,9 @@ def test_a_table_may_change_from_one_row_per_key_to_one_per_record(tmp_path: Pat
     assert table(sink.path, "SELECT count(*) FROM products") == [(2,)]
 
 
-def test_an_outage_of_the_target_is_an_outage_and_nothing_is_half_written(tmp_path: Path) -> None:
+def test_a_locked_full_or_damaged_database_is_an_outage_without_partial_rows(
+    tmp_path: Path,
+) -> None:
     sink = open_sqlite(tmp_path)
     sink.open(0, "")
     sink.write([row(1, price=1)])
@@ -808,7 +814,9 @@ def test_an_outage_of_the_target_is_an_outage_and_nothing_is_half_written(tmp_pa
 # -- sqlite, in the caller's transaction -----------------------------------------------------------
 
 
-def test_rows_in_the_callers_transaction_live_and_die_with_it(tmp_path: Path) -> None:
+def test_rows_in_the_callers_transaction_are_committed_or_rolled_back_with_it(
+    tmp_path: Path,
+) -> None:
     sink = open_sqlite(tmp_path)
     db = apsw.Connection(str(tmp_path / "ledger.db"))
     other = apsw.Connection(str(tmp_path / "ledger.db"))
@@ -818,7 +826,7 @@ def test_rows_in_the_callers_transaction_live_and_die_with_it(tmp_path: Path) ->
     cursor.execute("BEGIN")
     sink.write_in(cursor, [row(1, "a", price=1)])
     cursor.execute("ROLLBACK")
-    other.execute("CREATE TABLE unrelated (x)")  # the schema number is what it would have been
+    other.execute("CREATE TABLE unrelated (x)")  # the schema version now equals the rolled-back one
     cursor.execute("BEGIN")
     sink.write_in(cursor, [row(1, "a", price=1)])
     sink.write_in(cursor, [row(2, "b", price=1, new=1)])
@@ -837,7 +845,7 @@ def test_rows_in_the_callers_transaction_live_and_die_with_it(tmp_path: Path) ->
     other.close()
 
 
-def test_two_workers_may_add_columns_to_one_table_in_turn(tmp_path: Path) -> None:
+def test_two_workers_may_add_columns_to_one_table_alternately(tmp_path: Path) -> None:
     connections = [apsw.Connection(str(tmp_path / "ledger.db")) for _ in range(2)]
     sinks = [open_sqlite(tmp_path) for _ in range(2)]
     for n in range(1, 9):
@@ -849,7 +857,7 @@ def test_two_workers_may_add_columns_to_one_table_in_turn(tmp_path: Path) -> Non
         db.close()
 
 
-def test_a_table_of_the_ledger_is_never_a_sink(tmp_path: Path) -> None:
+def test_a_table_of_another_application_is_never_a_sink(tmp_path: Path) -> None:
     db = apsw.Connection(str(tmp_path / "ledger.db"))
     db.execute("CREATE TABLE products (id)")
     with pytest.raises(ConfigError, match="belongs to another application"):
@@ -857,15 +865,15 @@ def test_a_table_of_the_ledger_is_never_a_sink(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="belongs to another application"):
         open_sqlite(tmp_path).write_in(db.cursor(), [row(1)])
     assert list(db.execute("SELECT name FROM pragma_table_info('products')")) == [("id",)]
-    ours = open_sqlite(tmp_path, table="mine")
+    own = open_sqlite(tmp_path, table="mine")
     for _ in range(2):
-        ours.prepare_in(db.cursor())
-        ours.write_in(db.cursor(), [row(1)])
+        own.prepare_in(db.cursor())
+        own.write_in(db.cursor(), [row(1)])
     assert list(db.execute("SELECT count(*) FROM mine")) == [(1,)]
     db.close()
 
 
-def test_a_sink_is_transactional_exactly_where_it_shares_the_ledgers_file(tmp_path: Path) -> None:
+def test_a_sink_is_transactional_only_if_it_uses_the_ledgers_file(tmp_path: Path) -> None:
     store = tmp_path / ".penstock" / "penstock.db"
     assert sqlite.is_transactional("sqlite:.penstock/penstock.db?table=products", store, tmp_path)
     assert sqlite.is_transactional(f"sqlite:{store}?table=products", store, tmp_path / "elsewhere")
@@ -879,10 +887,10 @@ def test_a_sink_is_transactional_exactly_where_it_shares_the_ledgers_file(tmp_pa
     assert sqlite.is_transactional("sqlite:hard.db", store, tmp_path)
 
 
-# -- what was removed ------------------------------------------------------------------------------
+# -- removals --------------------------------------------------------------------------------------
 
 
-def test_a_keyed_table_loses_the_row_that_was_removed_and_only_by_an_event_that_is_not_older(
+def test_a_removal_deletes_the_row_of_its_key_unless_the_row_is_newer(
     tmp_path: Path,
 ) -> None:
     sink = sqlite.open_sink("sqlite:a.db", {}, tmp_path)
@@ -902,7 +910,7 @@ def test_a_keyed_table_loses_the_row_that_was_removed_and_only_by_an_event_that_
     assert table(sink.path, "SELECT sku FROM records ORDER BY 1") == [("b",), ("c",)]
 
 
-def test_where_rows_are_only_added_a_removal_is_a_row_that_says_so(tmp_path: Path) -> None:
+def test_a_removal_in_append_mode_is_a_row_marked_as_deleted(tmp_path: Path) -> None:
     for scheme, options in (("jsonl", {}), ("csv", {}), ("sqlite", {"mode": "append"})):
         sink = OPENERS[scheme](f"{scheme}:{scheme}.x", options, tmp_path)
         mark = sink.open(0, "")

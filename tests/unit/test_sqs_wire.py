@@ -1,4 +1,4 @@
-"""What SQS is told: DSNs, names of queues, messages as text. No server."""
+"""SQS without a server: URLs, queue names and the encoding of messages."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
         ("sqs://sqs.example/", "https://sqs.example", "elasticmq"),
     ],
 )
-def test_a_dsn_names_aws_or_a_server_of_ones_own(
+def test_a_dsn_selects_aws_or_another_server(
     url: str, endpoint: str | None, region: str | None
 ) -> None:
-    place = wire.parse(url, "")
-    assert (place.endpoint, place.region) == (endpoint, region)
+    address = wire.parse(url, "")
+    assert (address.endpoint, address.region) == (endpoint, region)
 
 
-def test_a_dsn_carries_credentials_a_prefix_and_how_to_poll() -> None:
-    place = wire.parse("sqs://key:s%2Fe%2Bc@localhost/my.shop?poll=20&max_receives=0", "ignored")
-    assert (place.key, place.secret, place.prefix, place.poll, place.receives) == (
+def test_a_dsn_has_credentials_a_prefix_and_poll_options() -> None:
+    address = wire.parse("sqs://key:s%2Fe%2Bc@localhost/my.shop?poll=20&max_receives=0", "ignored")
+    assert (address.key, address.secret, address.prefix, address.poll, address.receives) == (
         "key",
         "s/e+c",
         "my-shop",
@@ -49,7 +49,7 @@ def test_a_dsn_carries_credentials_a_prefix_and_how_to_poll() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "expected_message"),
     [
         ("sqs://key:sec/ret@localhost/", "is not an SQS URL"),
         ("sqs://key:secret@localhost:port/", "is not an SQS URL"),
@@ -60,17 +60,19 @@ def test_a_dsn_carries_credentials_a_prefix_and_how_to_poll() -> None:
         ("sqs://key:secret@localhost/?max_receives=-1", "max_receives is '-1'"),
     ],
 )
-def test_a_mistyped_dsn_is_one_sentence_with_a_next_step_and_no_secret(url: str, says: str) -> None:
+def test_the_error_of_a_mistyped_dsn_has_a_hint_and_no_secret(
+    url: str, expected_message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         wire.parse(url, "")
-    assert says in caught.value.message
+    assert expected_message in caught.value.message
     assert caught.value.hint
     assert "secret" not in caught.value.message + caught.value.hint.replace(
         "in a secret as", ""
     ).replace("key:secret@", "")
 
 
-def test_queues_are_named_after_pipeline_topic_group_and_class() -> None:
+def test_queues_are_named_after_pipeline_topic_group_and_priority_class() -> None:
     assert [wire.queue_name("shop", w) for w in wire.group_queues("requests", "main")] == [
         "shop-requests-main-high",
         "shop-requests-main",
@@ -81,7 +83,7 @@ def test_queues_are_named_after_pipeline_topic_group_and_class() -> None:
     ]
 
 
-def test_names_are_short_of_the_characters_sqs_takes_and_never_the_same_for_two() -> None:
+def test_queue_names_are_unique_short_and_use_allowed_characters() -> None:
     topics = ["t", "t.dead", "t_dead", "t.x", "t_x", "t-x", "t" * 90, "t" * 91, "é", "T"]
     groups = ["main", "main-high", "high", "g" * 70, "g" * 71, "ma in"]
     names = [
@@ -93,7 +95,7 @@ def test_names_are_short_of_the_characters_sqs_takes_and_never_the_same_for_two(
 
 
 @given(TEXT.filter(bool), TEXT.filter(bool))
-def test_a_group_is_found_again_by_the_names_of_its_queues(topic: str, group: str) -> None:
+def test_a_group_is_found_by_the_names_of_its_queues(topic: str, group: str) -> None:
     names = [wire.queue_name("shop", w) for w in wire.group_queues(topic, group)]
     (found,) = wire.groups_of([*names, "shop-other-main", "shop"], wire.topic_prefix("shop", topic))
     assert [wire.queue_name("shop", w) for w in wire.group_queues(topic, found)] == names
@@ -105,22 +107,30 @@ def test_a_group_is_found_again_by_the_names_of_its_queues(topic: str, group: st
     TEXT,
     TEXT,
 )
-def test_whatever_is_sent_is_text_for_sqs_and_comes_back_unchanged(
+def test_any_message_is_sent_as_safe_text_and_decoded_unchanged(
     body: bytes, headers: dict[str, str], id_: str, key: str
 ) -> None:
-    parcel = wire.pack(
+    packed = wire.pack(
         Out(topic="t", id=id_, key=key, body=body, headers=headers, priority=2), 7, 3.5
     )
-    assert parcel.body
-    assert not wire._UNSAFE.search(parcel.body + parcel.attributes)
-    note, back = wire.unpack(
+    assert packed.body
+    assert not wire._UNSAFE.search(packed.body + packed.attributes)
+    attributes, back = wire.unpack(
         {
             "MessageId": "m",
-            "Body": parcel.body,
-            "MessageAttributes": {wire.ATTRIBUTE: {"StringValue": parcel.attributes}},
+            "Body": packed.body,
+            "MessageAttributes": {wire.ATTRIBUTE: {"StringValue": packed.attributes}},
         }
     )
-    assert (note.id, note.key, note.headers, note.prio, note.seq, note.after, back) == (
+    assert (
+        attributes.id,
+        attributes.key,
+        attributes.headers,
+        attributes.prio,
+        attributes.seq,
+        attributes.after,
+        back,
+    ) == (
         id_,
         key,
         headers,
@@ -131,7 +141,7 @@ def test_whatever_is_sent_is_text_for_sqs_and_comes_back_unchanged(
     )
 
 
-def test_a_body_that_is_text_stays_readable_and_a_large_one_is_compressed() -> None:
+def test_a_text_body_stays_readable_and_a_large_body_is_compressed() -> None:
     assert (
         wire.pack(
             Out(topic="t", id="i", key="k", body='{"specversion":"1.0", "é":1}'.encode()), 0, 0.0
@@ -143,19 +153,20 @@ def test_a_body_that_is_text_stays_readable_and_a_large_one_is_compressed() -> N
 
 
 @pytest.mark.parametrize(
-    "note", ["", "{}", "no json", '{"id":"i","code":"b"}', '{"id":"i","code":"z"}', '{"id":1}']
+    "attributes",
+    ["", "{}", "no json", '{"id":"i","code":"b"}', '{"id":"i","code":"z"}', '{"id":1}'],
 )
-def test_what_is_not_ours_is_handed_out_as_it_is(note: str) -> None:
+def test_a_message_of_another_program_is_delivered_unchanged(attributes: str) -> None:
     message = {
         "MessageId": "m1",
         "Body": "no: base64!",
-        "MessageAttributes": {wire.ATTRIBUTE: {"StringValue": note}},
+        "MessageAttributes": {wire.ATTRIBUTE: {"StringValue": attributes}},
     }
     found, body = wire.unpack(message)
     assert (found.id, body) == ("m1", b"no: base64!")
 
 
-def test_positions_are_positive_fit_into_a_column_and_differ() -> None:
+def test_positions_are_unique_and_fit_into_63_bits() -> None:
     found = {wire.position(f"id-{i}") for i in range(1000)}
     assert len(found) == 1000
     assert all(0 <= p < 2**63 for p in found)

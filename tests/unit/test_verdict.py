@@ -1,4 +1,4 @@
-"""The outcome table, as a table."""
+"""The error class of each response and each transport error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOW = 1_700_000_000.0
         (429, "throttled"), (503, "throttled"),
     ],
 )  # fmt: skip
-def test_a_status_has_one_class(status: int, kind: str | None) -> None:
+def test_every_status_has_one_error_class(status: int, kind: str | None) -> None:
     verdict = judge(status, HTML, PAGE, now=NOW)
     assert (verdict.kind if verdict else None) == kind
     if verdict:
@@ -65,19 +65,19 @@ def test_retry_after_is_read_as_seconds_from_now(
     ],
 )
 @pytest.mark.parametrize("status", [200, 202, 403, 503])
-def test_a_challenge_page_is_blocked_whatever_its_status(body: bytes, status: int) -> None:
+def test_a_challenge_page_is_blocked_for_every_status(body: bytes, status: int) -> None:
     verdict = judge(status, HTML, body, now=NOW)
     assert verdict is not None
     assert verdict.kind is ErrorClass.BLOCKED
 
 
-def test_a_challenge_is_known_by_its_header_too() -> None:
+def test_a_challenge_is_recognised_by_its_header_too() -> None:
     verdict = judge(200, {**HTML, "cf-mitigated": "challenge"}, LONG, now=NOW)
     assert verdict is not None
     assert verdict.kind is ErrorClass.BLOCKED
 
 
-def test_a_server_that_says_when_to_come_back_is_believed_though_its_page_is_a_challenge() -> None:
+def test_a_503_with_retry_after_is_throttled_even_with_a_challenge_page() -> None:
     verdict = judge(503, {**HTML, "retry-after": "7"}, b"<title>Just a moment...</title>", now=NOW)
     assert verdict is not None
     assert (verdict.kind, verdict.after) == (ErrorClass.THROTTLED, 7.0)
@@ -93,7 +93,7 @@ def test_a_server_that_says_when_to_come_back_is_believed_though_its_page_is_a_c
         ({}, b""),
     ],
 )
-def test_an_ordinary_answer_is_not_taken_for_a_challenge(
+def test_an_ordinary_page_is_not_taken_for_a_challenge(
     headers: dict[str, str], body: bytes
 ) -> None:
     assert judge(200, headers, body, now=NOW) is None
@@ -108,13 +108,13 @@ def test_an_empty_html_page_is_blocked(body: bytes) -> None:
     assert judge(204, HTML, body, now=NOW) is None
 
 
-def test_a_304_nobody_asked_for_is_no_answer() -> None:
+def test_a_304_to_an_unconditional_request_is_transient() -> None:
     verdict = judge(304, {}, b"", now=NOW, conditional=False)
     assert verdict is not None
     assert verdict.kind is ErrorClass.TRANSIENT
 
 
-def test_soft_404s_are_only_looked_for_when_asked() -> None:
+def test_soft_404s_are_detected_only_if_the_option_is_set() -> None:
     page = b"<html><title>Sorry</title>Page not found</html>"
     assert judge(200, HTML, page, now=NOW) is None
     verdict = judge(200, HTML, page, now=NOW, soft_404=True)
@@ -133,11 +133,11 @@ def test_soft_404s_are_only_looked_for_when_asked() -> None:
         (35, "tlsv1 alert protocol version", "permanent"),
     ],
 )  # fmt: skip
-def test_a_transport_error_has_one_class(code: int, message: str, kind: str) -> None:
+def test_every_transport_error_has_one_error_class(code: int, message: str, kind: str) -> None:
     assert transport(code, message).kind == kind
 
 
-def test_every_row_of_the_tables_has_a_sentence() -> None:
+def test_every_error_of_the_tables_has_a_reason() -> None:
     for kind, reason in CURL.values():
         assert isinstance(kind, ErrorClass)
         assert reason

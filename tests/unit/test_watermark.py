@@ -1,5 +1,7 @@
-"""The window of a partition: whatever the order of settling, nothing below the watermark is open
-and nothing settled is handed out after a restart.
+"""The offset window of a partition.
+
+For any order of settling, no open offset is below the watermark, and no settled offset is
+delivered after a restart.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ def window(*offsets: int, start: int = 0, epoch: int = 1) -> Window[str]:
 @pytest.mark.parametrize(
     ("received", "settled", "watermark"),
     [
-        ([], [], 5),  # nothing was received: what was committed stays
+        ([], [], 5),  # no message received: the committed offset stays
         ([5, 6, 7], [], 5),
-        ([5, 6, 7], [6, 7], 5),  # the first one holds it
+        ([5, 6, 7], [6, 7], 5),  # the first offset is open
         ([5, 6, 7], [6, 5], 7),
         ([5, 6, 7], [7, 6, 5], 8),
         ([9, 12], [], 9),  # gaps count as settled
@@ -42,7 +44,7 @@ def test_the_watermark_is_the_first_offset_that_is_not_settled(
     assert w.watermark == watermark
 
 
-def test_an_offset_is_settled_once_and_only_under_its_own_assignment() -> None:
+def test_an_offset_is_settled_once_and_only_in_its_assignment() -> None:
     w = window(5, 6, start=5, epoch=3)
     assert not w.settle(6, 2)
     assert w.settle(6, 3)
@@ -52,7 +54,7 @@ def test_an_offset_is_settled_once_and_only_under_its_own_assignment() -> None:
     assert (w.watermark, len(w)) == (5, 1)
 
 
-def test_an_offset_that_was_received_before_is_not_taken_again() -> None:
+def test_an_offset_that_was_received_before_is_not_added_again() -> None:
     w = window(5, 6, start=5)
     assert not w.add(5, "m")
     assert w.settle(5, 1)
@@ -60,9 +62,7 @@ def test_an_offset_that_was_received_before_is_not_taken_again() -> None:
     assert w.watermark == 6
 
 
-def test_a_run_is_added_as_its_offsets_one_by_one_and_only_where_none_of_them_may_be_settled() -> (
-    None
-):
+def test_a_run_of_offsets_is_added_only_if_no_offset_in_it_may_be_settled() -> None:
     w: Window[str] = Window(1, 3)
     assert w.add_run(5, ["a", "b", "c"])
     assert (list(w.open.items()), w.next, w.watermark) == ([(5, "a"), (6, "b"), (7, "c")], 8, 5)
@@ -73,12 +73,12 @@ def test_a_run_is_added_as_its_offsets_one_by_one_and_only_where_none_of_them_ma
     assert not again.add_run(6, ["b", "c", "d"])
     assert (len(again), again.next) == (0, 6)
     assert [offset for offset in (6, 7, 8) if again.add(offset, "m")] == [6, 8]
-    assert again.add_run(9, ["e", "f"]), "all that was settled before has come"
+    assert again.add_run(9, ["e", "f"]), "all offsets that were settled before have been received"
     assert list(again.open) == [6, 8, 9, 10]
     assert settled_ahead(again.watermark, again.metadata()) == {7} == again.ahead
 
 
-def test_after_a_restart_only_the_unsettled_are_open() -> None:
+def test_after_a_restart_only_unsettled_offsets_are_open() -> None:
     w = window(*range(100, 110), start=100)
     for offset in (101, 103, 104, 109):
         w.settle(offset, 1)
@@ -95,7 +95,7 @@ def test_after_a_restart_only_the_unsettled_are_open() -> None:
     ]
 
 
-def test_what_is_settled_but_not_yet_received_again_survives_a_second_restart() -> None:
+def test_settled_offsets_not_yet_redelivered_are_kept_after_a_second_restart() -> None:
     w = window(0, 1, 2, 3)
     w.settle(2, 1)
     second: Window[str] = Window(2, 0, settled_ahead(0, w.metadata()))
@@ -108,7 +108,7 @@ def test_what_is_settled_but_not_yet_received_again_survives_a_second_restart() 
     assert [offset for offset in range(1, 4) if third.add(offset, "m")] == [1, 3]
 
 
-def test_the_text_always_fits_and_what_does_not_fit_is_repeated_not_lost() -> None:
+def test_the_metadata_is_limited_and_offsets_beyond_it_are_redelivered() -> None:
     w: Window[str] = Window(1, 0)
     offsets = range(4 * SPAN)
     for offset in offsets:
@@ -125,11 +125,11 @@ def test_the_text_always_fits_and_what_does_not_fit_is_repeated_not_lost() -> No
 @pytest.mark.parametrize(
     "text", [None, "", "leader=3", "1:", "1:!!!", "1:AAAA", "2:eJxjAAAAAQAB", "1:" + "A" * 4000]
 )
-def test_text_of_another_program_says_nothing(text: str | None) -> None:
+def test_metadata_of_another_program_is_ignored(text: str | None) -> None:
     assert settled_ahead(10, text) == frozenset()
 
 
-def test_a_text_that_would_unpack_to_more_than_we_write_says_nothing() -> None:
+def test_metadata_that_decompresses_to_too_many_bytes_is_ignored() -> None:
     import base64
     import zlib
 
@@ -140,7 +140,7 @@ def test_a_text_that_would_unpack_to_more_than_we_write_says_nothing() -> None:
 @given(
     st.lists(st.integers(1, 4), max_size=60), st.randoms(use_true_random=False), st.integers(0, 60)
 )
-def test_whatever_the_order_nothing_open_is_below_the_watermark_and_a_restart_repeats_only_the_open(
+def test_for_any_order_a_restart_redelivers_only_open_offsets(
     steps: list[int], dice: random.Random, cut: int
 ) -> None:
     offsets, at = [], 10
@@ -154,7 +154,7 @@ def test_whatever_the_order_nothing_open_is_below_the_watermark_and_a_restart_re
     before = w.watermark
     for offset in order[:cut]:
         assert w.settle(offset, 1)
-        assert w.watermark >= before, "it never goes back"
+        assert w.watermark >= before, "the watermark never decreases"
         before = w.watermark
     still = [offset for offset in offsets if offset not in done]
     assert w.watermark == (still[0] if still else (offsets[-1] + 1 if offsets else 10))
@@ -169,7 +169,7 @@ def test_whatever_the_order_nothing_open_is_below_the_watermark_and_a_restart_re
     assert again.metadata() == ""
 
 
-def test_twenty_one_places_are_shared_by_weight_however_they_are_cut() -> None:
+def test_priority_classes_share_21_places_by_weight_for_all_batch_sizes() -> None:
     assert [TURNS.count(prio) for prio in range(3)] == list(WEIGHTS)
     for size in (1, 2, 5, 7, 20, 50):
         total, first = [0, 0, 0], 0

@@ -1,6 +1,4 @@
-"""The pretend web answers as HTTP/1.1 says, refuses what is too much, and its log counts every
-request once.
-"""
+"""The test web server: HTTP/1.1 responses, size limits, and a log with every request once."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """Bytes in, bytes out: what the server does must be seen without a library that repairs it."""
+    """A client for raw bytes. An HTTP library could hide mistakes of the server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -102,14 +100,13 @@ def test_one_connection_carries_many_requests() -> None:
     with_web(scenario)
 
 
-def test_head_tells_the_length_and_sends_no_body() -> None:
+def test_head_returns_the_length_and_no_body() -> None:
     async def scenario(web: Web, client: Client) -> None:
         web.route("/a", "twelve bytes")
         status, headers, _ = await client.get("/a", "HEAD")
         assert (status, headers["content-length"]) == (200, "12")
-        assert (await client.get("/a"))[
-            2
-        ] == b"twelve bytes"  # nothing of a body was left on the connection
+        # The HEAD response left no body on the connection.
+        assert (await client.get("/a"))[2] == b"twelve bytes"
 
     with_web(scenario)
 
@@ -157,7 +154,7 @@ def test_a_handler_sees_method_query_headers_and_both_kinds_of_body() -> None:
     with_web(scenario)
 
 
-def test_a_body_that_arrives_byte_by_byte_is_put_together() -> None:
+def test_a_body_that_arrives_byte_by_byte_is_complete() -> None:
     async def scenario(web: Web, client: Client) -> None:
         web.route("/echo", lambda request: reply(request.body))
         for byte in b"POST /echo HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n":
@@ -230,7 +227,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_malformed_or_too_much_is_refused_and_the_connection_closes(case: str) -> None:
+def test_a_malformed_or_oversized_request_is_refused_and_the_connection_closed(case: str) -> None:
     data, expected = REFUSALS[case]
 
     async def scenario(web: Web, client: Client) -> None:
@@ -244,7 +241,7 @@ def test_what_is_malformed_or_too_much_is_refused_and_the_connection_closes(case
     with_web(scenario)
 
 
-def test_an_absolute_request_target_is_understood() -> None:
+def test_an_absolute_request_target_is_accepted() -> None:
     async def scenario(web: Web, client: Client) -> None:
         web.route("/x", "yes")
         assert (await client.get("http://elsewhere.example/x"))[2] == b"yes"
@@ -252,7 +249,7 @@ def test_an_absolute_request_target_is_understood() -> None:
     with_web(scenario)
 
 
-def test_an_old_or_a_leaving_client_is_answered_and_let_go() -> None:
+def test_http_1_0_and_connection_close_end_the_connection_after_the_response() -> None:
     async def scenario(web: Web, client: Client) -> None:
         web.route("/x", "yes")
         for request in (
@@ -266,7 +263,7 @@ def test_an_old_or_a_leaving_client_is_answered_and_let_go() -> None:
     with_web(scenario)
 
 
-def test_a_client_that_stopped_sending_still_gets_its_slow_answer() -> None:
+def test_a_half_closed_client_still_gets_a_slow_response() -> None:
     async def scenario(web: Web, client: Client) -> None:
         web.route("/x", Reply(body=b"yes", delay=0.05))
         await client.send(b"GET /x HTTP/1.1\r\nHost: t\r\n\r\n")
@@ -276,7 +273,7 @@ def test_a_client_that_stopped_sending_still_gets_its_slow_answer() -> None:
     with_web(scenario)
 
 
-def test_a_large_answer_arrives_whole() -> None:
+def test_a_large_response_arrives_completely() -> None:
     async def scenario(web: Web, client: Client) -> None:
         body = os.urandom(3_000_000)
         web.route("/big", body)
@@ -297,7 +294,7 @@ def test_drop_cuts_the_connection_and_is_logged_as_unanswered() -> None:
     with_web(scenario)
 
 
-def test_raw_bytes_go_out_as_they_are_at_once_or_in_parts() -> None:
+def test_raw_bytes_are_sent_unchanged_as_one_block_or_in_parts() -> None:
     async def drip() -> AsyncIterator[bytes]:
         for part in (b"HTTP/1.1 200 OK\r\n", b"content-length: 9\r\n\r\n", b"cut"):
             yield part
@@ -314,7 +311,7 @@ def test_raw_bytes_go_out_as_they_are_at_once_or_in_parts() -> None:
     with_web(scenario)
 
 
-def test_an_etag_the_client_has_is_answered_304_without_a_body() -> None:
+def test_a_request_with_the_current_etag_gets_a_304_without_a_body() -> None:
     async def scenario(web: Web, client: Client) -> None:
         body = ["one"]
         web.route("/x", lambda request: tagged(request, reply(body[0])))
@@ -372,7 +369,7 @@ def test_every_port_has_its_own_handler_and_shows_in_the_log() -> None:
     with_web(scenario)
 
 
-def test_a_request_nobody_waited_for_is_counted_once_in_memory_and_on_disk(tmp_path: Path) -> None:
+def test_a_request_of_a_disconnected_client_is_logged_once(tmp_path: Path) -> None:
     async def scenario(web: Web, client: Client) -> None:
         asked, left = asyncio.Event(), asyncio.Event()
 
@@ -399,7 +396,7 @@ def test_a_request_nobody_waited_for_is_counted_once_in_memory_and_on_disk(tmp_p
     with_web(scenario, log=tmp_path / "log")
 
 
-def test_the_log_file_has_the_line_before_the_client_has_the_answer(tmp_path: Path) -> None:
+def test_a_request_is_in_the_log_file_before_the_client_gets_the_response(tmp_path: Path) -> None:
     async def scenario(web: Web, client: Client) -> None:
         web.route("/x", "x")
         for n in range(1, 20):
@@ -421,14 +418,14 @@ def test_a_bug_in_a_handler_is_500_for_the_client_and_raised_to_the_test(late: b
     async def scenario(web: Web, client: Client) -> None:
         web.route("/x", later if late else now)
         assert (await client.get("/x"))[0] == 500
-        assert (await client.get("/y"))[0] == 404  # and the connection goes on
+        assert (await client.get("/y"))[0] == 404  # the connection is still open
 
     with pytest.raises(ExceptionGroup) as caught:
         with_web(scenario)
     assert isinstance(caught.value.exceptions[0], KeyError)
 
 
-def test_the_plan_of_dead_pages_is_exact_and_spread() -> None:
+def test_the_share_of_dead_pages_is_exact_and_evenly_spread() -> None:
     dead = [n for n in range(5000) if ends_dead(n, 0.02)]
     assert len(dead) == 100
     assert max(b - a for a, b in pairwise(dead)) <= 51
@@ -436,7 +433,7 @@ def test_the_plan_of_dead_pages_is_exact_and_spread() -> None:
     assert all(ends_dead(n, 1.0) for n in range(1000))
 
 
-def test_the_target_in_its_own_process_prints_its_address_serves_logs_and_leaves_on_sigterm(
+def test_the_server_command_prints_its_address_serves_logs_and_stops_on_sigterm(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "access.jsonl"

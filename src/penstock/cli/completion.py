@@ -1,4 +1,4 @@
-"""`penstock completion …`: shell completion, printed or put where the shell finds it."""
+"""`penstock completion …`: prints or installs the shell completion script."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.errors import UsageError
 
 app = App(name="completion", help="completion for bash, zsh and fish")
 Shell = Annotated[
-    Literal["bash", "zsh", "fish"] | None, Parameter(help="which shell (else the one you use)")
+    Literal["bash", "zsh", "fish"] | None, Parameter(help="shell (else the one of $SHELL)")
 ]
 
 
 @app.command
 def show(shell: Shell = None, /) -> int:
-    """Print the script: `penstock completion show bash > FILE`."""
+    """Print the completion script: `penstock completion show bash > FILE`."""
     from penstock.cli.main import build
 
     print(build().generate_completion(prog_name="penstock", shell=shell or _current()))
@@ -34,10 +34,10 @@ def install(
     *,
     output: Annotated[
         Path | None,
-        Parameter(name=["--output", "-o"], help="where to (else where the shell looks)"),
+        Parameter(name=["--output", "-o"], help="file to write (else where the shell looks)"),
     ] = None,
 ) -> int:
-    """Write the script where the shell looks for it; your start-up files are not touched."""
+    """Write the script where the shell looks for it. Your start-up files are not changed."""
     from penstock.cli.main import build
 
     chosen = shell or _current()
@@ -45,10 +45,11 @@ def install(
     say(f"completion for {chosen} is in {path}")
     if chosen == "zsh":
         say(
-            f"zsh finds it if its directory is in fpath: fpath=({Path(path).parent} $fpath), before compinit in ~/.zshrc"
+            "zsh finds the file if its directory is in fpath: "
+            f"add fpath=({Path(path).parent} $fpath) before compinit in ~/.zshrc"
         )
     else:
-        say("it works in the next shell you open")
+        say("completion works in the next shell you open")
     return 0
 
 
@@ -58,4 +59,4 @@ def _current() -> Literal["bash", "zsh", "fish"]:
     name = Path(os.environ.get("SHELL", "")).name
     if name == "bash" or name == "zsh" or name == "fish":
         return name  # type: ignore[return-value]  # the three literals
-    raise UsageError("which shell?", hint="bash, zsh or fish")
+    raise UsageError("no shell given, and $SHELL is not a supported one", hint="bash, zsh or fish")

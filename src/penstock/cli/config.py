@@ -1,4 +1,4 @@
-"""`penstock config …`: every option with its value and where it came from; and whether the files are good."""
+"""`penstock config …`: shows every option with its value and origin, and checks the files."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from penstock.rules.masking import mask
 if TYPE_CHECKING:
     from rich.text import Text
 
-app = App(name="config", help="show where each option comes from; check files")
+app = App(name="config", help="show each option with its origin, and check files")
 
 
 @app.command
 def show(
-    only: Annotated[str | None, Parameter(help="options that begin so: pace, net.timeout")] = None,
+    only: Annotated[
+        str | None, Parameter(help="only this section or option: pace, net.timeout")
+    ] = None,
     /,
     *,
-    origin: Annotated[bool, Parameter(help="where each value came from")] = False,
-    changed: Annotated[bool, Parameter(help="only what is not the default")] = False,
+    origin: Annotated[bool, Parameter(help="show where each value comes from")] = False,
+    changed: Annotated[bool, Parameter(help="only options that are set")] = False,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Every option and its value; passwords are masked."""
+    """Show every option and its value. Passwords are masked."""
     from penstock.config import files as config
 
     loaded = common.load()
@@ -87,7 +89,10 @@ def check(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Read the configuration and the pipeline as `run` would, and open nothing. Exit code 3 says that something is wrong."""
+    """Read the configuration and the pipeline as `run` does, and open nothing.
+
+    Exit code 3: an option, a file or the pipeline is wrong.
+    """
     loaded = common.load()
     chosen = file or loaded.config.pipeline
     found: dict[str, object] = {
@@ -122,6 +127,7 @@ def check(
             plural(len(pipeline.sinks), "sink"),
         )
         say(
-            f"{chosen}: good: pipeline {pipeline.name}, {extractors}, {sinks}, {plural(len(pipeline.sources), 'source')}"
+            f"{chosen}: good: pipeline {pipeline.name}, {extractors}, {sinks}, "
+            f"{plural(len(pipeline.sources), 'source')}"
         )
     return 0

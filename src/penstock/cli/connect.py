@@ -1,4 +1,7 @@
-"""`penstock connect …`: the connectors around a pipeline, on a Kafka Connect worker. What they are and how they are compared is in penstock.connect."""
+"""`penstock connect …`: manages the connectors of a pipeline on a Kafka Connect worker.
+
+See `penstock.connect` for rendering and comparison.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 app = App(
     name="connect",
-    help="Kafka Connect: connectors rendered from the pipeline, compared, applied, watched.",
+    help="Kafka Connect: plan, apply and monitor the connectors of a pipeline.",
 )
 
 File = Annotated[
@@ -38,17 +41,17 @@ Url = Annotated[
     str | None,
     Parameter(
         name="--url",
-        help="the Connect worker's REST interface (else connect.url, PENSTOCK_CONNECT_URL)",
+        help="REST interface of the Connect worker (else connect.url, PENSTOCK_CONNECT_URL)",
     ),
 ]
 Of = Annotated[
     str | None,
     Parameter(
         name="--pipeline",
-        help="only connectors of this pipeline, by its name or its file (else of every one)",
+        help="only connectors of this pipeline, by name or file (else of all pipelines)",
     ),
 ]
-Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask")]
+Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask for confirmation")]
 ACTIONS = {
     "create": ("+", "green"),
     "change": ("~", "yellow"),
@@ -64,17 +67,20 @@ def init(
     kind: Annotated[
         str,
         Parameter(
-            help="debezium-postgres, http-source, s3-source; jdbc-postgres, snowflake, bigquery, s3"
+            help="debezium-postgres, http-source, s3-source, jdbc-postgres, snowflake, bigquery, s3"
         ),
     ],
     /,
     *,
-    toml: Annotated[bool, Parameter(help="show it as a TOML pipeline has it")] = False,
+    toml: Annotated[bool, Parameter(help="show the declaration for a TOML pipeline")] = False,
     directory: Annotated[
-        Path, Parameter(name=["--directory", "-C"], help="where to (else ./connect)")
+        Path, Parameter(name=["--directory", "-C"], help="directory to write to (else ./connect)")
     ] = Path("connect"),
 ) -> int:
-    """Write a connector's options to start from, and show what to put into the pipeline. Nothing that exists is touched."""
+    """Write example options of a connector, and show its declaration in a pipeline.
+
+    Existing files are not changed.
+    """
     import msgspec
 
     from penstock.connect.connectors import KINDS
@@ -93,7 +99,7 @@ def init(
             )
     except FileExistsError:
         raise UsageError(
-            f"{file} is there already", hint="move it away, or -C ANOTHER-DIRECTORY"
+            f"{file} exists already", hint="move the file, or use -C ANOTHER-DIRECTORY"
         ) from None
     say(
         styled("wrote ", "dim"),
@@ -101,7 +107,7 @@ def init(
         styled(f"   {chosen.plugin.title} {chosen.plugin.version}: {chosen.about}", "dim"),
     )
     say("")
-    say("The same from a pipeline, which `penstock connect plan` and `apply` read:")
+    say("Declare it in the pipeline for `penstock connect plan` and `apply`:")
     say("")
     for line in declaration(chosen, toml=toml):
         say(f"  {line}")
@@ -112,7 +118,10 @@ def init(
 def plan(
     file: File = None, /, *, url: Url = None, json: Json = False, common: Common = DEFAULTS
 ) -> int:
-    """What `apply` would change, each connector checked. Sends nothing. Exit code 5 where something differs, 3 where a check failed."""
+    """Show the changes that `apply` would make, and check each connector. Sends nothing.
+
+    Exit code 5 if a connector differs, 3 if a check failed.
+    """
     _, made, _ = _planned(common, file, url)
     if json:
         print_json(
@@ -135,24 +144,27 @@ def apply(
     /,
     *,
     prune: Annotated[
-        bool, Parameter(help="delete connectors of this pipeline that it declares no more")
+        bool, Parameter(help="delete connectors that this pipeline no longer declares")
     ] = False,
-    wait: Annotated[str, Parameter(help="how long they may take to run")] = "60s",
+    wait: Annotated[str, Parameter(help="longest wait until they run")] = "60s",
     url: Url = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Create and change what differs, nothing else, and wait until it runs. Exit code 1 where one does not, with its trace."""
+    """Create and change only the connectors that differ, and wait until they run.
+
+    Exit code 1 if a connector does not run. Its trace is shown.
+    """
     from penstock.config import units
-    from penstock.connect.apply import apply as carry_out
+    from penstock.connect.apply import apply as apply_plan
 
     try:
-        patience = units.duration(wait)
+        timeout = units.duration(wait)
     except ValueError:
-        raise UsageError(f"--wait {wait!r} is no length of time", hint="30s, 2m") from None
+        raise UsageError(f"--wait {wait!r} is not a duration", hint="30s, 2m") from None
     worker, made, _ = _planned(common, file, url)
-    done = carry_out(
-        made, worker, prune=prune, patience=patience, told=(lambda text: None) if json else say
+    done = apply_plan(
+        made, worker, prune=prune, timeout=timeout, report=(lambda text: None) if json else say
     )
     left = [step.name for step in made.steps if step.action == "delete"] if not prune else []
     if json:
@@ -169,12 +181,12 @@ def apply(
             if each.action != "delete":
                 _show_status(each.name, each.status)
         for name in left:
-            say(styled(f"{name} is no more declared; --prune deletes it", "yellow"))
+            say(styled(f"{name} is no longer declared (--prune deletes it)", "yellow"))
         sent = sum(d.action != "keep" for d in done)
         say(
-            f"{plural(sent, 'connector')} sent, {plural(len(done) - sent, 'connector')} as they were"
+            f"{plural(sent, 'connector')} sent, {plural(len(done) - sent, 'connector')} unchanged"
             if sent
-            else "nothing differs; nothing was sent"
+            else "no connector differs, so none was sent"
         )
     return OK if all(d.ok for d in done) else RAN_WITH_FAILURES
 
@@ -183,18 +195,23 @@ def apply(
 def status(
     *,
     pipeline: Of = None,
-    all: Annotated[bool, Parameter(name="--all", help="connectors of others too")] = False,
+    all: Annotated[
+        bool, Parameter(name="--all", help="also connectors that Penstock did not create")
+    ] = False,
     url: Url = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Connectors and tasks with their state, and the first lines of what went wrong. Exit code 1 where one has failed."""
+    """Show connectors and tasks with their state, and the first lines of errors.
+
+    Exit code 1 if one has failed.
+    """
     from penstock.connect.apply import state_of
-    from penstock.connect.plan import ours, owner
+    from penstock.connect.plan import owned, owner
 
     worker = _worker(common, url)
     known = worker.connectors()
-    found = dict(sorted(known.items())) if all else ours(known, _pipeline_name(pipeline))
+    found = dict(sorted(known.items())) if all else owned(known, _pipeline_name(pipeline))
     if json:
         listed = [
             {
@@ -211,7 +228,7 @@ def status(
             _show_status(name, k.status)
         if not found:
             say(
-                f"no connector of ours on {worker.shown}"
+                f"no connector of a pipeline on {worker.shown}"
                 + (f", and {plural(len(known), 'other')}" if known else "")
             )
     return RAN_WITH_FAILURES if any(k.status.failed() for k in found.values()) else OK
@@ -219,7 +236,9 @@ def status(
 
 @app.command
 def restart(
-    name: Annotated[str | None, Parameter(help="one connector (else all of ours)")] = None,
+    name: Annotated[
+        str | None, Parameter(help="one connector (else all connectors of pipelines)")
+    ] = None,
     /,
     *,
     failed: Annotated[bool, Parameter(help="only connectors and tasks that have failed")] = False,
@@ -228,12 +247,15 @@ def restart(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Restart connectors with their tasks; with --failed only what has failed. Positions are kept."""
-    from penstock.connect.plan import one_of_ours, ours
+    """Restart connectors with their tasks, or with --failed only the failed ones.
+
+    Positions are kept.
+    """
+    from penstock.connect.plan import find_owned, owned
 
     worker, of = _worker(common, url), _pipeline_name(pipeline)
     known = worker.connectors()
-    chosen = {name: one_of_ours(known, name, of)} if name is not None else ours(known, of)
+    chosen = {name: find_owned(known, name, of)} if name is not None else owned(known, of)
     if failed:
         chosen = {n: k for n, k in chosen.items() if k.status.failed()}
     for each in chosen:
@@ -249,7 +271,7 @@ def restart(
             )
             say(f"{each}: restarted, with {what}")
         if not chosen:
-            say("none has failed" if failed else "there is none of ours")
+            say("no connector has failed" if failed else "no connector of a pipeline exists")
     return OK
 
 
@@ -259,7 +281,7 @@ def delete(
     /,
     *,
     all: Annotated[
-        bool, Parameter(name="--all", help="all of ours (with --pipeline: of that one)")
+        bool, Parameter(name="--all", help="all connectors of pipelines (or of --pipeline)")
     ] = False,
     yes: Yes = False,
     pipeline: Of = None,
@@ -267,14 +289,17 @@ def delete(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Remove connectors of ours from the worker. Asks first. Topics, tables and replication slots stay, and are named."""
-    from penstock.connect.plan import one_of_ours, ours
+    """Delete connectors of pipelines from the Connect worker, after a confirmation.
+
+    Topics, tables and replication slots stay. The slots are listed.
+    """
+    from penstock.connect.plan import find_owned, owned
 
     if (name is None) != all:
-        raise UsageError("which connector?", hint="penstock connect delete NAME, or --all")
+        raise UsageError("no connector given", hint="penstock connect delete NAME, or --all")
     worker, of = _worker(common, url), _pipeline_name(pipeline)
     known = worker.connectors()
-    chosen = {name: one_of_ours(known, name, of)} if name is not None else ours(known, of)
+    chosen = {name: find_owned(known, name, of)} if name is not None else owned(known, of)
     if chosen and not confirmed(f"delete {', '.join(chosen)}", yes=yes):
         say("nothing deleted")
         return OK
@@ -294,16 +319,17 @@ def delete(
         if slot := _slot(k):
             say(
                 styled(
-                    f"  its replication slot stays and holds the log back: SELECT pg_drop_replication_slot('{slot}')",
+                    "  its replication slot stays and keeps WAL on the server: "
+                    f"SELECT pg_drop_replication_slot('{slot}')",
                     "yellow",
                 )
             )
     if not chosen:
-        say("there is none of ours")
+        say("no connector of a pipeline exists")
     return OK
 
 
-# -- parts -----------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def _worker(common: Common, url: str | None) -> Worker:
@@ -322,8 +348,8 @@ def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker,
     chosen = file or config.pipeline
     if not chosen:
         raise UsageError(
-            "which pipeline?",
-            hint='penstock connect plan FILE, or pipeline = "shop.py" in penstock.toml',
+            "no pipeline given",
+            hint='penstock connect plan FILE, or set pipeline = "shop.py" in penstock.toml',
         )
     pipeline = load(chosen)
     connectors = render(pipeline)
@@ -332,7 +358,7 @@ def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker,
 
 
 def _pipeline_name(given: str | None) -> str | None:
-    """As it is called; a file is asked for its name."""
+    """Return the name of a pipeline that is given by name or file."""
     if given is None or not given.endswith((".py", ".toml")):
         return given
     from penstock.authoring.load import load
@@ -356,7 +382,7 @@ def _show_step(step: Step) -> None:
     for note in step.notes:
         say(styled(f"    {note}", "dim"))
     for problem in step.problems:
-        say(styled(f"    {problem.option}: {problem.says}", "bold red"))
+        say(styled(f"    {problem.option}: {problem.message}", "bold red"))
 
 
 def _sum(made: Plan) -> str:
@@ -364,17 +390,20 @@ def _sum(made: Plan) -> str:
     for step in made.steps:
         counts[step.action] = counts.get(step.action, 0) + 1
     if not made.steps:
-        return f"pipeline {made.pipeline} declares no connector: connect={{…}} on a kafka:// source or sink does"
-    words = {
+        return (
+            f"pipeline {made.pipeline} declares no connector: "
+            "add connect={…} to a kafka:// source or sink"
+        )
+    labels = {
         "create": "to create",
         "change": "to change",
         "delete": "to delete (apply --prune)",
         "keep": "as declared",
-        "foreign": "not ours",
+        "foreign": "of other owners",
     }
-    listed = ", ".join(f"{n} {words[action]}" for action, n in counts.items())
+    listed = ", ".join(f"{n} {labels[action]}" for action, n in counts.items())
     wrong = (
-        f"; {plural(sum(len(s.problems) for s in made.steps), 'problem')}" if made.problems else ""
+        f", {plural(sum(len(s.problems) for s in made.steps), 'problem')}" if made.problems else ""
     )
     return f"{listed} on {made.worker}{wrong}"
 

@@ -1,4 +1,4 @@
-"""`penstock demo`: the options; the demo itself is in penstock.demo."""
+"""`penstock demo`: the options. See `penstock.demo` for the demo itself."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from penstock.errors import UsageError
 def demo(
     *,
     seconds: Annotated[
-        float | None, Parameter(help="end by itself after so long (else Ctrl-C)")
+        float | None, Parameter(help="stop after this many seconds (else Ctrl-C)")
     ] = None,
     break_: Annotated[
         bool,
         Parameter(
             name="--break",
-            help="redesign the shop on the way, to see what selectors that find nothing look like",
+            help="redesign the shop during the run, to show selectors that match nothing",
         ),
     ] = False,
     out: Annotated[
-        Path | None, Parameter(help="where state and results go (else ./penstock-demo)")
+        Path | None, Parameter(help="directory for state and results (else ./penstock-demo)")
     ] = None,
     plain: Annotated[
-        bool, Parameter(help="lines of text instead of a live display, as without a terminal")
+        bool,
+        Parameter(help="print lines of text instead of a live display (as without a terminal)"),
     ] = False,
 ) -> int:
-    """A shop on this machine, scraped live: prices move, one page turns us away, one is broken."""
+    """Scrape a shop on this machine: prices change, one page refuses requests, one is broken."""
     if seconds is not None and not 0 < seconds <= 86400:
-        raise UsageError(f"--seconds {seconds:g} is no length for a demo", hint="--seconds 20")
+        raise UsageError(
+            f"--seconds {seconds:g} is not above 0 and at most 86400", hint="--seconds 20"
+        )
     from penstock.demo.command import run
 
     return run(seconds, break_, out, plain)

@@ -1,4 +1,4 @@
-"""`penstock dlq …`: dead letters, looked at and put back to work. What a redrive writes is in operate/dead_letters.py."""
+"""`penstock dlq …`: lists, shows, redrives, drops and exports dead letters."""
 
 from __future__ import annotations
 
@@ -65,51 +65,51 @@ Class = Annotated[
 ]
 Stage = Annotated[str | None, Parameter(help="only from this stage: intake, fetch, extract, sink")]
 Fingerprint = Annotated[
-    str | None, Parameter(help="only of this cause (as `dlq ls` shows it; a beginning will do)")
+    str | None, Parameter(help="only of this cause in `dlq ls` (or a prefix of it)")
 ]
-Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask")]
+Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask for confirmation")]
 
 
 @app.command
 def ls(
     *,
     all: Annotated[
-        bool, Parameter(name="--all", help="single letters, newest first, instead of causes")
+        bool, Parameter(name="--all", help="list single dead letters, newest first, not causes")
     ] = False,
     reason: Reason = None,
     host: Host = None,
     class_: Class = None,
     stage: Stage = None,
     fingerprint: Fingerprint = None,
-    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most so many (50)")] = 50,
+    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most this many (50)")] = 50,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Causes of death, the largest first, each with its newest letter."""
+    """List causes of dead letters, the largest first, each with its newest dead letter."""
     which = Filter(
         reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint
     )
     now = time.time()
     if all:
-        letters, total = common.read(
+        found, total = common.read(
             lambda stores, tx: (
                 tx.reports.letters(which, limit=max(1, limit), newest_first=True),
                 tx.reports.letter_count(which),
             )
         )
         if json:
-            print_json({"total": total, "letters": [_summary(letter) for letter in letters]})
+            print_json({"total": total, "letters": [_summary(letter) for letter in found]})
             return 0
         made = table(
             ("event", FIXED),
-            ("died", FIXED),
+            ("dead since", FIXED),
             ("cause", FIXED),
             "stage",
             "class",
             ("url", FOLD),
             ("reason", FOLD),
         )
-        for x in letters:
+        for x in found:
             made.add_row(
                 short(x.event),
                 moment(x.at, now),
@@ -140,7 +140,7 @@ def ls(
             print_json({"total": total, "groups": groups})
             return 0
         made = table(
-            ("letters", RIGHT),
+            ("count", RIGHT),
             ("cause", FIXED),
             "stage",
             "class",
@@ -162,12 +162,13 @@ def ls(
                 plain(c.reason),
             )
     if not total:
-        say("no dead letters" + (" of that kind" if which != Filter() else ""))
+        say("no dead letters" + (" match the filters" if which != Filter() else ""))
         return 0
     show_table(made)
     say(
         styled(
-            f"{plural(total, 'dead letter')}; penstock dlq show ID tells one in full, dlq retry ID | --fingerprint CAUSE | --all puts them back to work",
+            f"{plural(total, 'dead letter')}: `penstock dlq show ID` shows one in full, "
+            "`dlq retry ID | --fingerprint CAUSE | --all` redrives them",
             "dim",
         )
     )
@@ -176,13 +177,13 @@ def ls(
 
 @app.command
 def show(
-    id: Annotated[str, Parameter(help="event id or its unique beginning, or a URL")],
+    id: Annotated[str, Parameter(help="event id or a unique prefix of it, or a URL")],
     /,
     *,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """One dead letter in full: reason, traceback, every attempt, headers, the event as it was queued."""
+    """Show one dead letter in full: reason, traceback, attempts, headers and the queued event."""
 
     with common.stores() as stores:
 
@@ -206,7 +207,7 @@ def show(
         ("trace", event.trace if event else ""),
         ("source", event.source if event else ""),
         ("cause", event.cause if event else ""),
-        ("died", moment(letter.at)),
+        ("dead since", moment(letter.at)),
         ("fingerprint", letter.fingerprint),
         ("http", str(row.response_status) if row and row.response_status else ""),
         ("page", f"penstock pages show {short(row.page)}" if row and row.page else ""),
@@ -229,15 +230,21 @@ def show(
             "\n", "\n  "
         )
     )
-    again = f"penstock dlq retry {short(letter.event)} puts it back to work, with --geo, --pool, --account, --priority or --force if you like"
-    mended = "there is no event in it: mend the source's mapping, then `penstock sources reset NAME --to …` reads it again"
-    say(styled("\n" + (mended if letter.stage == "source" else again), "dim"))
+    redrive = (
+        f"`penstock dlq retry {short(letter.event)}` redrives it, "
+        "optionally with --geo, --pool, --account, --priority or --force"
+    )
+    reread = (
+        "it contains no event: correct the source's mapping, "
+        "then read it again with `penstock sources reset NAME --to …`"
+    )
+    say(styled("\n" + (reread if letter.stage == "source" else redrive), "dim"))
     return 0
 
 
 @app.command
 def retry(
-    *ids: Annotated[str, Parameter(help="event ids or their unique beginnings")],
+    *ids: Annotated[str, Parameter(help="event ids or unique prefixes")],
     all: Annotated[bool, Parameter(name="--all", help="every dead letter")] = False,
     reason: Reason = None,
     host: Host = None,
@@ -245,18 +252,21 @@ def retry(
     stage: Stage = None,
     fingerprint: Fingerprint = None,
     rate: Annotated[
-        str, Parameter(help="how fast, e.g. 5/s or 100/m (else at once)")
+        str, Parameter(help="how fast, e.g. 5/s or 100/m (else without a limit)")
     ] = "unlimited",
     geo: Annotated[str | None, Parameter(help="another geo")] = None,
     pool: Annotated[str | None, Parameter(help="another proxy pool")] = None,
     account: Annotated[str | None, Parameter(help="another account")] = None,
     priority: Annotated[str | None, Parameter(help="high, normal or low")] = None,
-    force: Annotated[bool, Parameter(help="bypass dedup and freshness")] = False,
-    dry_run: Annotated[bool, Parameter(help="only say what would be done")] = False,
+    force: Annotated[bool, Parameter(help="bypass deduplication and the freshness window")] = False,
+    dry_run: Annotated[bool, Parameter(help="only show how many would be retried")] = False,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Put dead letters back to work with a new budget: each is queued and removed in one transaction."""
+    """Redrive dead letters with a new budget.
+
+    Each event is queued and its dead letter removed in one transaction.
+    """
     which = _which(
         ids,
         all,
@@ -267,10 +277,10 @@ def retry(
         pace = units.rate(rate)
         rank = None if priority is None else Priority.named(priority)
     except ValueError:
-        raise UsageError(f"--rate {rate!r} is no rate", hint="5/s, 100/m or unlimited") from None
+        raise UsageError(f"--rate {rate!r} is not a rate", hint="5/s, 100/m or unlimited") from None
     except KeyError:
         raise UsageError(
-            f"--priority {priority!r} is not known", hint="high, normal or low"
+            f"--priority {priority!r} is unknown", hint="high, normal or low"
         ) from None
 
     def change(event: Event) -> Event:
@@ -285,14 +295,14 @@ def retry(
     with common.stores(create=not dry_run) as stores:
         chosen, total = _choose(stores, ids, which)
         if dry_run:
-            _told(
+            _print_result(
                 json,
                 {"would_retry": total, "retried": 0, "skipped": 0},
                 f"would retry {plural(total, 'dead letter')}",
             )
             return 0
         done = stores.perform(
-            lambda: _paced(
+            lambda: _process(
                 chosen,
                 total,
                 pace,
@@ -301,12 +311,8 @@ def retry(
             )
         )
     skipped = total - done
-    more = (
-        f"; {plural(skipped, 'letter')} could not be (no readable event in it)"
-        if skipped > 0
-        else ""
-    )
-    _told(
+    more = f", {plural(skipped, 'dead letter')} skipped (no readable event)" if skipped > 0 else ""
+    _print_result(
         json,
         {"would_retry": total, "retried": done, "skipped": max(0, skipped)},
         f"retried {plural(done, 'dead letter')}{more}",
@@ -316,7 +322,7 @@ def retry(
 
 @app.command
 def drop(
-    *ids: Annotated[str, Parameter(help="event ids or their unique beginnings")],
+    *ids: Annotated[str, Parameter(help="event ids or unique prefixes")],
     all: Annotated[bool, Parameter(name="--all", help="every dead letter")] = False,
     reason: Reason = None,
     host: Host = None,
@@ -327,7 +333,10 @@ def drop(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Forget dead letters for good; their events stay dead in the books. Asks first."""
+    """Delete dead letters permanently, after a confirmation.
+
+    Their events stay dead in the ledger.
+    """
     which = _which(
         ids,
         all,
@@ -337,20 +346,20 @@ def drop(
     with common.stores(create=True) as stores:
         chosen, total = _choose(stores, ids, which)
         if total and not confirmed(
-            f"forget {plural(total, 'dead letter')} for good",
+            f"delete {plural(total, 'dead letter')} permanently",
             yes=yes,
-            hint="; penstock dlq export keeps a copy",
+            hint=" (`penstock dlq export` keeps a copy)",
         ):
             say("nothing dropped")
             return 0
-        done = asyncio.run(_paced(chosen, total, math.inf, stores.dead_letters.drop, "dropping"))
-    _told(json, {"dropped": done}, f"dropped {plural(done, 'dead letter')}")
+        done = asyncio.run(_process(chosen, total, math.inf, stores.dead_letters.drop, "dropping"))
+    _print_result(json, {"dropped": done}, f"dropped {plural(done, 'dead letter')}")
     return 0
 
 
 @app.command
 def export(
-    *ids: Annotated[str, Parameter(help="event ids or their unique beginnings (else all)")],
+    *ids: Annotated[str, Parameter(help="event ids or unique prefixes (else all)")],
     reason: Reason = None,
     host: Host = None,
     class_: Class = None,
@@ -361,7 +370,7 @@ def export(
     ] = None,
     common: CommonWithOutput = WITH_OUTPUT,
 ) -> int:
-    """Dead letters as JSON lines, the queued bytes in base64."""
+    """Export dead letters as JSON lines, with the queued bytes in base64."""
     which = Filter(
         reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint
     )
@@ -380,18 +389,19 @@ def export(
     return 0
 
 
-# -- choosing --------------------------------------------------------------------------------------
+# -- selection -------------------------------------------------------------------------------------
 
 
 def _which(ids: tuple[str, ...], all: bool, which: Filter, verb: str) -> Filter:
     ways = bool(ids) + all + (which != Filter())
     if ways == 0:
         raise UsageError(
-            f"{verb} which dead letters?",
-            hint=f"penstock dlq {verb} ID, or --fingerprint, --reason, --host, --class, --stage, or --all",
+            f"no dead letters selected to {verb}",
+            hint=f"penstock dlq {verb} ID, or --fingerprint, --reason, --host, --class, --stage, "
+            "or --all",
         )
     if ids and ways > 1:
-        raise UsageError("ids and filters do not go together", hint="give either")
+        raise UsageError("ids and filters cannot be combined", hint="use ids or filters")
     return which
 
 
@@ -402,11 +412,11 @@ def _letter(stores: Stores, tx: Transaction, text: str) -> Letter:
                 return found
         raise find.NotFound(
             f"no dead letter for {text}",
-            hint="penstock trace it; penstock dlq ls lists the letters",
+            hint="`penstock trace URL`, or `penstock dlq ls` for all dead letters",
         )
     found = tx.reports.letter(
         find.one(
-            tx.reports.letters_like(text, find.MOST),
+            tx.reports.letters_like(text, find.MAX_LISTED),
             text,
             "dead letter",
             "penstock dlq ls lists them",
@@ -421,7 +431,10 @@ def _letters_after(which: Filter, after: int, last: int, tx: Transaction) -> lis
 
 
 def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterator[list[str]], int]:
-    """Batches of event ids and how many there are. Letters that come while we work are not among them."""
+    """Return batches of event ids, and their number.
+
+    Dead letters that are inserted later are not included.
+    """
     if ids:
         named = list(
             dict.fromkeys(ask(stores, lambda tx: [_letter(stores, tx, text).event for text in ids]))
@@ -441,14 +454,14 @@ def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterat
     return batches(), total
 
 
-async def _paced(
+async def _process(
     chosen: Iterator[list[str]],
     total: int,
     rate: float,
     work: Callable[[list[str]], Any],
     verb: str,
 ) -> int:
-    """At most `rate` a second, in small steps, with progress where somebody watches."""
+    """Process at most `rate` events a second, in small steps. Show progress on a terminal."""
     done, started, sent = 0, time.monotonic(), 0
     with _progress(total, verb) as advance:
         for batch in chosen:
@@ -469,14 +482,14 @@ def _progress(total: int, verb: str) -> AbstractContextManager[Callable[[int], N
     return bar(verb, total)
 
 
-def _told(json: bool, document: dict[str, Any], sentence: str) -> None:
+def _print_result(json: bool, document: dict[str, Any], sentence: str) -> None:
     if json:
         print_json(document)
     else:
         say(sentence)
 
 
-# -- telling ---------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def _event(letter: Letter) -> Event | None:
@@ -495,7 +508,7 @@ def _headers(letter: Letter) -> dict[str, str]:
 
 def _masked(headers: dict[str, str]) -> dict[str, str]:
     return {
-        k: "***" if any(word in k.lower() for word in SECRET) else v for k, v in headers.items()
+        k: "***" if any(part in k.lower() for part in SECRET) else v for k, v in headers.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""`penstock doctor`: runs the checks, says what each found and what to do about it."""
+"""`penstock doctor`: runs the checks and prints what each found and how to fix it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def doctor(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Check the store, the books, the sinks and the machine. Exit code 0: nothing wrong, 4: the store cannot be opened, 5: differences found."""
+    """Check the store, the ledger, the sinks and the machine.
+
+    Exit code 0: no check failed. 4: the store cannot be opened. 5: differences were found.
+    """
     from penstock.operate import doctor as checks
     from penstock.runtime.process import open_sandbox, open_sinks
     from penstock.runtime.stores import store_facts

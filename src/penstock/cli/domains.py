@@ -1,4 +1,7 @@
-"""`penstock domains …`: how each host is treated, and the orders that change it for the whole fleet. The decisions are in penstock.operate.hosts."""
+"""`penstock domains …`: shows the state of each host, and changes its limits for the whole fleet.
+
+See `penstock.operate.hosts` for the decisions.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 app = App(name="domains", help="hosts: their limits, pauses, robots.txt and exceptions")
 Host = Annotated[str, Parameter(help="shop.example, shop.example:8080, or a URL of it")]
-SHOWN = 8  # past exceptions
+MAX_EXCEPTIONS = 8  # exceptions shown for one host
 
 
 @app.command
@@ -44,7 +47,7 @@ def ls(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Hosts: those that are held back or have rules of their own first, then those with most in the queue."""
+    """List hosts: first those that are slowed or have their own rules, then by queue length."""
     with _open(common, create=False) as (domains, stores):
         found, everywhere = ask(
             stores, lambda tx: (domains.listed_in(tx, max(1, limit)), domains.everywhere_in(tx))
@@ -59,29 +62,42 @@ def ls(
         )
         return OK
     for e in everywhere:
-        say(styled("everywhere: ", "yellow"), f"{e.reason} (since {moment(e.at, now)}, {e.who})")
+        say(styled("all hosts: ", "yellow"), f"{e.reason} (since {moment(e.at, now)}, {e.who})")
     if not found:
         say("no host is known yet")
         return OK
     made = table(
-        ("host", FOLD), ("queued", RIGHT), ("rate", RIGHT), ("at once", RIGHT), ("state", FIXED), ("last", RIGHT), ("throttled", RIGHT),
-        ("robots.txt", FIXED), ("why", FOLD),
-    )  # fmt: skip
+        ("host", FOLD),
+        ("queued", RIGHT),
+        ("rate", RIGHT),
+        ("parallel", RIGHT),
+        ("state", FIXED),
+        ("last", RIGHT),
+        ("throttled", RIGHT),
+        ("robots.txt", FIXED),
+        ("why", FOLD),
+    )
     for d in found:
         ignored = _ignored(d)
         own = "bold" if d.state.rate is not None else ""
         made.add_row(
-            styled(d.host, "bold"), count(d.queued), styled(_rate(d), own), styled(str(d.concurrency), "bold" if d.state.concurrency is not None else ""),
-            _standing(d, now), str(d.state.last_status or ""), count(d.state.throttles) if d.state.throttles else "",
-            styled("ignored", "yellow") if ignored else _robots_word(d, now), plain(f"{ignored.reason} ({ignored.who})") if ignored else "",
-        )  # fmt: skip
+            styled(d.host, "bold"),
+            count(d.queued),
+            styled(_rate(d), own),
+            styled(str(d.concurrency), "bold" if d.state.concurrency is not None else ""),
+            _state_text(d, now),
+            str(d.state.last_status or ""),
+            count(d.state.throttles) if d.state.throttles else "",
+            styled("ignored", "yellow") if ignored else _robots_state(d, now),
+            plain(f"{ignored.reason} ({ignored.who})") if ignored else "",
+        )
     show(made)
     return OK
 
 
 @app.command(name="show")
 def show_one(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
-    """Everything that is remembered of one host."""
+    """Show the stored state of one host."""
     return _report(common, host, json=json, create=False)
 
 
@@ -91,21 +107,26 @@ def limit(
     rate: Annotated[
         str | None,
         Parameter(
-            help="requests a second: 2, 0.5, 30/m, unlimited; default: no limits of its own any more"
+            help="requests a second: 2, 0.5, 30/m, unlimited, or `default` to remove its own limits"
         ),
     ] = None,
     /,
     *,
-    burst: Annotated[int | None, Parameter(help="requests it may get at once after a rest")] = None,
+    burst: Annotated[
+        int | None, Parameter(help="requests it may get in a burst after an idle time")
+    ] = None,
     concurrency: Annotated[
-        int | None, Parameter(help="requests in flight to it in one worker")
+        int | None, Parameter(help="requests in flight to this host in one worker")
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Give a host limits of its own, for every worker from now on. What the host itself asks for still lengthens its interval."""
+    """Set the limits of a host, for every worker from now on.
+
+    A longer interval that the host itself requests still applies.
+    """
     if (rate, burst, concurrency) == (None, None, None):
-        raise UsageError("which limit?", hint=f"penstock domains limit {host} 30/m")
+        raise UsageError("no limit given", hint=f"penstock domains limit {host} 30/m")
     for name, value in (("burst", burst), ("concurrency", concurrency)):
         if value is not None and not 1 <= value <= 10_000:
             raise UsageError(f"--{name} {value} is not a number from 1 to 10000")
@@ -129,12 +150,12 @@ def pause(
     /,
     *,
     for_: Annotated[
-        str | None, Parameter(name="--for", help="how long: 10m, 1h, 2d; else until it is resumed")
+        str | None, Parameter(name="--for", help="how long: 10m, 1h, 2d (else until it is resumed)")
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Send nothing to a host, from any worker; what is in flight is finished, what is queued waits."""
+    """Stop requests to a host from all workers. Requests in flight finish, queued events wait."""
     from penstock.config import units
 
     key, seconds = _key(host, common), None
@@ -142,29 +163,30 @@ def pause(
         try:
             seconds = float(units.durations(0.001).read(for_))
         except ValueError:
-            raise UsageError(f"{for_!r} is no duration", hint="--for 10m, 1h or 2d") from None
+            raise UsageError(
+                f"--for {for_!r} is not a duration", hint="--for 10m, 1h or 2d"
+            ) from None
     with _open(common, create=True) as (domains, _):
         until = domains.pause(key, seconds)
     if json:
         return _report(common, host, json=True)
-    say(
-        f"{key} is paused {'until it is resumed' if until == math.inf else 'until ' + moment(until)}; penstock domains resume {key} goes on"
-    )
+    end = "it is resumed" if until == math.inf else moment(until)
+    say(f"{key} is paused until {end} (`penstock domains resume {key}` resumes it)")
     return OK
 
 
 @app.command
 def resume(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
-    """Go on with a paused host. A wait that the host itself asked for (Retry-After) is kept."""
+    """Resume a paused host. A wait that the host itself requested (Retry-After) is kept."""
     key = _key(host, common)
     with _open(common, create=True) as (domains, stores):
         freed = domains.resume(key)
         held = ask(stores, lambda tx: domains.one_in(tx, key)).state.blocked_until
     if json:
         return _report(common, host, json=True)
-    say(f"{key} goes on" + (f"; {plural(freed, 'event')} waited for it" if freed else ""))
+    say(f"{key} is resumed" + (f", {plural(freed, 'delayed event')} released" if freed else ""))
     if held > time.time():
-        say(f"it asked to be left alone itself, until {moment(held)}")
+        say(f"the host is still blocked by its own Retry-After until {moment(held)}")
     return OK
 
 
@@ -173,17 +195,17 @@ def robots(
     host: Host,
     what: Annotated[
         Literal["obey", "ignore"] | None,
-        Parameter(help="obey, or ignore with a reason; without it, what is known"),
+        Parameter(help="obey, or ignore with a reason (else show the stored state)"),
     ] = None,
     /,
     *,
     reason: Annotated[
-        str, Parameter(help="why it may be ignored; recorded with your name and the time")
+        str, Parameter(help="why it may be ignored (recorded with your name and the time)")
     ] = "",
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """What is known of a host's robots.txt, and whether it is obeyed."""
+    """Show a host's robots.txt and whether it is obeyed, or change that."""
     key = _key(host, common)
     if what == "ignore" and not reason.strip():
         raise UsageError(
@@ -192,7 +214,7 @@ def robots(
         )
     if what != "ignore" and reason:
         raise UsageError(
-            "a reason is for ignoring it",
+            "--reason is only for `ignore`",
             hint=f'penstock domains robots {key} ignore --reason "{reason}"',
         )
     if what is not None:
@@ -227,7 +249,7 @@ def _key(host: str, common: Common) -> str:
         return host_of(host, common.load().config.pace.by)
     except BadUrl as e:
         raise UsageError(
-            f"{host!r} is no host: {e.reason}",
+            f"{host!r} is not a host: {e.reason}",
             hint="shop.example, shop.example:8080, or a URL of it",
         ) from None
 
@@ -252,7 +274,7 @@ def _report(common: Common, host: str, *, json: bool, create: bool = True) -> in
     now = time.time()
     say(
         styled(d.host, "bold"),
-        "" if d.known else ": nothing is known of it yet, so the usual limits hold",
+        "" if d.known else ": no state is stored yet, so the default limits apply",
     )
     made = table(("", FIXED), ("", FOLD))
     made.show_header = False
@@ -266,20 +288,21 @@ def _lines(d: Domain, now: float) -> Iterator[tuple[str, Text | str]]:
     s = d.state
     own = {"rate": s.rate, "burst": s.burst, "concurrency": s.concurrency}
     given = [name for name, value in own.items() if value is not None]
-    yield "state", _standing(d, now)
+    yield "state", _state_text(d, now)
     yield (
         "rate",
-        f"{_rate(d)}, burst {d.burst}, {d.concurrency} at once in one worker"
+        f"{_rate(d)}, burst {d.burst}, {d.concurrency} in parallel in one worker"
         + (f" (its own: {', '.join(given)})" if given else ""),
     )
     if s.crawl_delay:
         yield "crawl delay", lasting(s.crawl_delay) + (" (ignored)" if s.ignores_robots else "")
     if s.penalty > 1:
-        yield "slowed down", f"{s.penalty:g} times: it throttled us"
+        yield "slowed down", f"{s.penalty:g} times, because it throttled requests"
     if s.throttles or s.last_status:
         yield (
             "throttled",
-            f"{plural(s.throttles, 'time')}, last status {s.last_status or 'unknown'}, answers in {lasting(s.latency)}",
+            f"{plural(s.throttles, 'time')}, last status {s.last_status or 'unknown'}, "
+            f"answers in {lasting(s.latency)}",
         )
     yield "queued", count(d.queued)
     for r in d.robots:
@@ -292,9 +315,9 @@ def _lines(d: Domain, now: float) -> Iterator[tuple[str, Text | str]]:
         )
         more = [f"crawl delay {lasting(r.crawl_delay)}"] if r.crawl_delay else []
         more += [plural(r.sitemaps, "sitemap")] if r.sitemaps else []
-        kept = f"known until {moment(r.until, now)}" if r.until > now else "to be fetched again"
-        yield "robots.txt", plain(f"{r.origin}: {what}, {kept}{''.join(', ' + m for m in more)}")
-    for e in d.exceptions[:SHOWN]:
+        expiry = f"cached until {moment(r.until, now)}" if r.until > now else "to be fetched again"
+        yield "robots.txt", plain(f"{r.origin}: {what}, {expiry}{''.join(', ' + m for m in more)}")
+    for e in d.exceptions[:MAX_EXCEPTIONS]:
         span = (
             f"since {moment(e.at, now)}"
             if e.ended is None
@@ -315,7 +338,7 @@ def _ignored(d: Domain) -> Exempt | None:
     return next((e for e in d.exceptions if e.kind == "robots" and e.ended is None), None)
 
 
-def _standing(d: Domain, now: float) -> Text:
+def _state_text(d: Domain, now: float) -> Text:
     s = d.state
     if s.paused_until > now:
         return styled(
@@ -339,7 +362,7 @@ def _rate(d: Domain) -> str:
     return ""
 
 
-def _robots_word(d: Domain, now: float) -> str:
+def _robots_state(d: Domain, now: float) -> str:
     good = [r for r in d.robots if r.until > now]
     if not good:
         return "not known"

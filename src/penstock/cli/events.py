@@ -1,4 +1,4 @@
-"""`penstock events ls`: what was accepted, newest first."""
+"""`penstock events ls`: accepted events, newest first."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def ls(
     host: Annotated[str | None, Parameter(help="only of this host")] = None,
     source: Annotated[str | None, Parameter(help="only from this source, e.g. push")] = None,
     url: Annotated[str | None, Parameter(help="only for this URL")] = None,
-    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most so many (50)")] = 50,
+    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most this many (50)")] = 50,
     everything: Annotated[
-        bool, Parameter(name="--all", help="filters look at every event, not at the newest 200,000")
+        bool, Parameter(name="--all", help="filter all events, not only the newest 200,000")
     ] = False,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Events, newest first (delayed ones: due next first)."""
+    """List events, newest first. With `--status delayed`: the next due first."""
     if status is not None and status not in STATUSES:
         raise UsageError(f"there is no status {status!r}", hint=", ".join(STATUSES))
     with common.stores() as stores:
@@ -100,5 +100,5 @@ def ls(
     else:
         say("no such events" if status or host or source or url else "no events yet")
     if not listing.complete:
-        say(styled(f"looked at the newest {SCAN:,} events; --all looks at every one", "dim"))
+        say(styled(f"searched the newest {SCAN:,} events (--all searches every one)", "dim"))
     return 0

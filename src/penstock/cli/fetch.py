@@ -1,4 +1,7 @@
-"""`penstock fetch URL`: one request along the whole way (guard, robots, slot, proxy, redirects, verdict), without queue and books, and what is seen on it."""
+"""`penstock fetch URL`: one request through all steps of a worker, with a report of each step.
+
+Steps: guard, robots.txt, slot, proxy, redirects, verdict. Queue and ledger are not used.
+"""
 
 from __future__ import annotations
 
@@ -41,28 +44,29 @@ def fetch(
     url: Annotated[str, Parameter(help="an http or https URL")],
     /,
     *,
-    head: Annotated[bool, Parameter(help="ask for the headers only")] = False,
+    head: Annotated[bool, Parameter(help="request only the headers")] = False,
     output: Annotated[
         str | None, Parameter(name=["--output", "-o"], help="write the body to this file")
     ] = None,
-    geo: Annotated[
-        str | None, Parameter(help="through a proxy pool that serves this place")
-    ] = None,
-    pool: Annotated[str | None, Parameter(help="through this proxy pool")] = None,
+    geo: Annotated[str | None, Parameter(help="use a proxy pool that serves this location")] = None,
+    pool: Annotated[str | None, Parameter(help="use this proxy pool")] = None,
     account: Annotated[
-        str | None, Parameter(help="through a proxy pool that serves this account")
+        str | None, Parameter(help="use a proxy pool that serves this account")
     ] = None,
     ignore_robots: Annotated[
         str | None,
         Parameter(
-            help="do not obey robots.txt this time; the value is the reason, which is recorded"
+            help="ignore robots.txt for this request (the value is the reason, which is recorded)"
         ),
     ] = None,
-    wait: Annotated[str, Parameter(help="how long to wait for a slot of the host at most")] = "30s",
+    wait: Annotated[str, Parameter(help="longest wait for a slot of the host")] = "30s",
     json: Json = False,
     common: CommonWithOutput = WITH_OUTPUT,
 ) -> int:
-    """Fetch one URL as a worker would, and tell what happened on the way. It counts for the host's pace, and enters no queue and no books."""
+    """Fetch one URL as a worker does, and show each step.
+
+    The request uses a slot of the host. No event is queued or recorded in the ledger.
+    """
     import msgspec
 
     from penstock.config import units
@@ -74,14 +78,16 @@ def fetch(
     if ignore_robots is not None and not ignore_robots.strip():
         raise UsageError("an exception needs a reason", hint='--ignore-robots "our own shop"')
     try:
-        patience = float(units.durations(0, 86400).read(wait))
+        max_wait = float(units.durations(0, 86400).read(wait))
     except ValueError:
-        raise UsageError(f"{wait!r} is no duration", hint="--wait 10s") from None
+        raise UsageError(f"--wait {wait!r} is not a duration", hint="--wait 10s") from None
     config = common.load().config
     if pool is not None and pool not in config.proxies:
         raise UsageError(
             f"there is no proxy pool {pool!r}",
-            hint=f"pools: {', '.join(config.proxies) or 'none; [proxies.NAME] in penstock.toml makes one'}",
+            hint=f"pools: {', '.join(config.proxies)}"
+            if config.proxies
+            else "add a pool with [proxies.NAME] in penstock.toml",
         )
     try:
         event = event_of(
@@ -94,13 +100,13 @@ def fetch(
         )
     except BadUrl as e:
         raise UsageError(
-            f"this is no URL that can be fetched: {e.reason}",
+            f"the URL cannot be fetched: {e.reason}",
             hint="penstock fetch https://shop.example/",
         ) from None
     if head:
         event = msgspec.structs.replace(event, ask=Ask(method="HEAD"))
     seen = asyncio.run(
-        _run(config, event, patience, " ".join(ignore_robots.split()) if ignore_robots else "")
+        _run(config, event, max_wait, " ".join(ignore_robots.split()) if ignore_robots else "")
     )
     saved = output if output is not None and seen.last is not None else None
     if saved is not None and seen.last is not None:
@@ -109,21 +115,24 @@ def fetch(
     if json:
         print_json(document)
     else:
-        _tell(document)
+        _print_report(document)
     return OK if seen.failure is None else RAN_WITH_FAILURES
 
 
-# -- what is seen on the way -----------------------------------------------------------------------
+# -- recording of the steps ------------------------------------------------------------------------
 
 
 class _Pace:
-    """The store's pace and robots cache, as the stage uses them; notes what was waited for and where robots.txt came from."""
+    """Wrapper of the store's slots and robots cache.
+
+    It records the waits, and where each robots.txt came from.
+    """
 
     def __init__(self, claims: Any, clock: Any) -> None:
         self._claims, self._clock = claims, clock
         self.waits: list[tuple[str, float]] = []  # (host, seconds)
-        self.sources: dict[str, str] = {}  # origin → cache or site
-        self.loading = False  # robots.txt is being fetched, with its own redirects
+        self.sources: dict[str, str] = {}  # origin -> "cache" or "site"
+        self.loading = False  # True while robots.txt and its redirects are fetched
         self.report, self.crawl_delay, self.blocked_until = (
             claims.report,
             claims.crawl_delay,
@@ -144,13 +153,13 @@ class _Pace:
         return slots
 
     def voided(self, host: str) -> float:
-        """Nobody puts this one off: it waits for its slot, however far."""
+        """Always return 0: `penstock fetch` waits for its slot and is never rescheduled."""
         return 0.0
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
         stored: tuple[bytes | None, int, float] | None = await self._claims.robots(origin)
-        good = stored is not None and stored[2] > self._clock.now()
-        self.sources[origin], self.loading = "cache" if good else "site", not good
+        is_fresh = stored is not None and stored[2] > self._clock.now()
+        self.sources[origin], self.loading = "cache" if is_fresh else "site", not is_fresh
         return stored
 
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
@@ -159,7 +168,7 @@ class _Pace:
 
 
 class _Client(Protocol):
-    """The product's client, as far as its way is shown here."""
+    """The methods and attributes of the HTTP client that the wrapper uses."""
 
     options: Any
     guard: Any
@@ -179,16 +188,16 @@ class _Client(Protocol):
 
 class _RobotsKnown(Protocol):
     def remembered(self, url: str) -> tuple[Robots, int] | None:
-        """The robots.txt of the URL's host and the status it came with."""
+        """Return the robots.txt of the URL's host and the status of its response."""
 
 
 class _Fetcher:
-    """The product's client; notes every exchange, what the guard said and how long each part took."""
+    """Wrapper of the HTTP client. It records each exchange, the guard's verdict and the times."""
 
     def __init__(self, fetcher: _Client, pace: _Pace) -> None:
         self._fetcher, self._pace = fetcher, pace
         self.exchanges: list[dict[str, Any]] = []
-        self.last: Response | None = None  # of the page, whatever its status
+        self.last: Response | None = None  # last response for the page, with any status
 
     async def fetch(
         self,
@@ -202,14 +211,14 @@ class _Fetcher:
         from penstock.model import Failure
         from penstock.rules.proxies import parse_member, scrub
 
-        noted: dict[str, Any] = {
+        exchange: dict[str, Any] = {
             "for": "robots.txt" if self._pace.loading else "page",
             "method": method,
             "url": url,
             "status": None,
             "peer": None,
         }
-        noted |= {
+        exchange |= {
             "proxy": parse_member(proxy).label if proxy else None,
             "guard": None,
             "dns": None,
@@ -217,10 +226,10 @@ class _Fetcher:
             "first_byte": None,
             "total": None,
         }
-        self.exchanges.append(noted)
-        if noted["for"] == "page":
+        self.exchanges.append(exchange)
+        if exchange["for"] == "page":
             self.last = None
-        noted["dns"], noted["guard"], _ = await _guarded(
+        exchange["dns"], exchange["guard"], _ = await _guarded(
             self._fetcher, url, through_proxy=proxy is not None
         )
         start = time.monotonic()
@@ -229,22 +238,22 @@ class _Fetcher:
                 url, method=method, headers=headers, body=body, proxy=proxy
             )
         except Failure as e:
-            noted |= {
+            exchange |= {
                 "error": scrub(e.reason, proxy) if proxy else e.reason,
                 "total": time.monotonic() - start,
             }
             raise
-        noted |= {
+        exchange |= {
             "status": response.status,
             "peer": response.peer,
             "http_version": response.http_version,
         }
-        noted |= {
+        exchange |= {
             "connect": response.connect,
             "first_byte": response.first_byte,
             "total": response.seconds,
         }
-        if noted["for"] == "page":
+        if exchange["for"] == "page":
             self.last = response
         return response
 
@@ -255,7 +264,10 @@ class _Fetcher:
 async def _guarded(
     fetcher: _Client, url: str, *, through_proxy: bool = False
 ) -> tuple[float, dict[str, Any], Failure | None]:
-    """(seconds, verdict, the failure if it is none). What is found here is what the client dials: the guard keeps its answers for a while."""
+    """Return the seconds, the guard's verdict, and the failure or None.
+
+    The client connects to the addresses found here, because the guard caches its answers.
+    """
     from penstock.model import ErrorClass, Failure
 
     start, failure = time.monotonic(), None
@@ -268,15 +280,15 @@ async def _guarded(
             "reason": "the proxy resolves the name" if unchecked else "",
         }
     except Failure as e:
-        word, failure = "refused" if e.kind is ErrorClass.PERMANENT else "unresolved", e
-        verdict = {"verdict": word, "addresses": [], "reason": e.reason}
+        verdict_name, failure = "refused" if e.kind is ErrorClass.PERMANENT else "unresolved", e
+        verdict = {"verdict": verdict_name, "addresses": [], "reason": e.reason}
     return time.monotonic() - start, verdict, failure
 
 
-# -- the way ---------------------------------------------------------------------------------------
+# -- the request -----------------------------------------------------------------------------------
 
 
-async def _run(config: Config, event: Event, patience: float, ignoring: str) -> _Seen:
+async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> _Report:
     from penstock.model import Failure
     from penstock.rules.proxies import needs_proxy
     from penstock.runtime.process import open_fetcher, open_stage
@@ -286,24 +298,24 @@ async def _run(config: Config, event: Event, patience: float, ignoring: str) -> 
     try:
         fetcher = open_fetcher(config)
         pace = _Pace(store.claims, store.clock)
-        told = _Fetcher(fetcher, pace)
+        recorder = _Fetcher(fetcher, pace)
         stage, proxies = open_stage(
-            config, store, told, pace, lists_by=fetcher, ignore_robots=bool(ignoring)
+            config, store, recorder, pace, lists_by=fetcher, ignore_robots=bool(ignoring)
         )
-        seen = _Seen(event, told, pace, stage, config, ignoring)
+        seen = _Report(event, recorder, pace, stage, config, ignoring)
         try:
             await store.claims.refresh()
             await store.proxies.refresh()
             seen.dns, seen.guard, refused = await _guarded(
                 fetcher, event.url, through_proxy=needs_proxy(event.route)
             )
-            if refused is not None:  # nothing will be sent, so no slot is spent on it
+            if refused is not None:  # no request is sent, so no slot is reserved
                 raise refused
-            await _slot(store, pace, event.key, patience)
+            await _slot(store, pace, event.key, max_wait)
             if ignoring:
                 await store.note(
                     lambda hosts: hosts.add_exception(
-                        "robots", event.key, ignoring, _who(), once=True
+                        "robots", event.key, ignoring, _operator(), once=True
                     )
                 )
             await stage.fetch(event, None)
@@ -320,25 +332,25 @@ async def _run(config: Config, event: Event, patience: float, ignoring: str) -> 
         store.close()
 
 
-async def _slot(store: Politeness, pace: _Pace, host: str, patience: float) -> None:
-    """The first of the host's slots; where that is too far away it is left to others."""
+async def _slot(store: Politeness, pace: _Pace, host: str, max_wait: float) -> None:
+    """Wait for the host's next slot. Raise Failure if it is more than `max_wait` seconds away."""
     from penstock.model import ErrorClass, Failure
 
-    slots = await store.claims.reserve({host: 1}, within=patience)
+    slots = await store.claims.reserve({host: 1}, within=max_wait)
     wait = slots[host][0] - store.clock.now()
-    if wait > patience:
+    if wait > max_wait:
         raise Failure(
             ErrorClass.THROTTLED,
             f"the next slot of {host} is {lasting(wait)} away",
             after=wait,
-            detail="--wait, or penstock domains show",
+            detail="use a longer --wait, or run `penstock domains show`",
         )
     pace.waits.append((host, max(0.0, wait)))
     if wait > 0:
         await store.clock.sleep(wait)
 
 
-def _who() -> str:
+def _operator() -> str:
     from penstock.runtime.process import operator
 
     return operator()
@@ -347,19 +359,19 @@ def _who() -> str:
 # -- the report ------------------------------------------------------------------------------------
 
 
-class _Seen:
+class _Report:
     def __init__(
         self,
         event: Event,
-        told: _Fetcher,
+        recorder: _Fetcher,
         pace: _Pace,
         stage: _RobotsKnown,
         config: Config,
         ignoring: str,
     ) -> None:
-        self.event, self._told, self._pace, self._stage, self._config, self._ignoring = (
+        self.event, self._recorder, self._pace, self._stage, self._config, self._ignoring = (
             event,
-            told,
+            recorder,
             pace,
             stage,
             config,
@@ -373,10 +385,10 @@ class _Seen:
 
     @property
     def last(self) -> Response | None:
-        return self._told.last
+        return self._recorder.last
 
     def document(self, saved: str | None) -> dict[str, Any]:
-        pages = [x for x in self._told.exchanges if x["for"] == "page"]
+        pages = [x for x in self._recorder.exchanges if x["for"] == "page"]
         last, final = self.last, pages[-1] if pages else {}
         f = self.failure
         return {
@@ -398,7 +410,7 @@ class _Seen:
             ),
             "robots": [self._robots(url) for url in self._urls(pages)],
             "slots": [{"host": host, "waited": seconds} for host, seconds in self._pace.waits],
-            "exchanges": self._told.exchanges,
+            "exchanges": self._recorder.exchanges,
             "timing": {
                 "dns": self.dns,
                 "connect": final.get("connect"),
@@ -414,7 +426,10 @@ class _Seen:
         }
 
     def _urls(self, pages: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Every URL that robots.txt was asked about: those that were sent, and the one a redirect led to that was not."""
+        """Return each URL that was checked against robots.txt.
+
+        These are the requested URLs, and the target of a redirect that was not followed.
+        """
         from penstock.rules.identity import BadUrl, canonical_url
 
         found = list(dict.fromkeys([self.event.url, *(x["url"] for x in pages)]))
@@ -469,7 +484,7 @@ class _Seen:
 
 
 def _masked(headers: Mapping[str, str]) -> dict[str, str]:
-    """Names as they came; values that let somebody in are hidden, and so are passwords and tokens in addresses."""
+    """Return the headers with secret values hidden, also passwords and tokens in URLs."""
     from penstock.rules.masking import mask
 
     found = {}
@@ -495,7 +510,7 @@ def _charset(response: Response) -> str | None:
     return charset(response.body, kind).removeprefix("whatwg-") or None
 
 
-def _tell(d: Mapping[str, Any]) -> None:
+def _print_report(d: Mapping[str, Any]) -> None:
     say(styled(f"{d['method']} ", "bold"), d["url"])
     for name, text, style in _lines(d):
         say(styled(f"{name:<9}", "dim"), styled(text, style))
@@ -527,13 +542,13 @@ def _tell(d: Mapping[str, Any]) -> None:
         for line in value.split("\n"):
             say(styled(f"{name}: ", "cyan"), line)
     if d["status"]:
-        good = d["ok"]
+        is_fresh = d["ok"]
         more = [f"HTTP/{d['http_version']}"] if d["http_version"] else []
         more += [size(d["size"])] if d["size"] is not None else []
         more += [d["charset"]] if d["charset"] else []
         more += [f"written to {d['output']}"] if d["output"] else []
         say(
-            styled(str(d["status"]), "bold green" if good else "bold red"),
+            styled(str(d["status"]), "bold green" if is_fresh else "bold red"),
             "".join(f", {m}" for m in more),
         )
     if d["error"]:
@@ -552,15 +567,15 @@ def _lines(d: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         "" if g["verdict"] == "allowed" else "bold red",
     )
     for r in d["robots"]:
-        said = {
-            "cache": "known already",
-            "site": f"answered {r['status']}" if r["status"] else "just asked",
+        answer = {
+            "cache": "cached",
+            "site": f"answered {r['status']}" if r["status"] else "just requested",
         }.get(r["from"] or "", "")
         parts = [
             p
             for p in (
-                r["rule"] or ("no rule is about it" if r["verdict"] == "allowed" else ""),
-                said,
+                r["rule"] or ("no rule matches" if r["verdict"] == "allowed" else ""),
+                answer,
             )
             if p
         ]
@@ -583,4 +598,4 @@ def _lines(d: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         )
         if t[key] is not None
     ]
-    yield "time", f"{', '.join(parts)}; {lasting(t['total'])} in all", ""
+    yield "time", f"{', '.join(parts)}; total {lasting(t['total'])}", ""

@@ -1,4 +1,4 @@
-"""`penstock init`: a pipeline that runs as it stands, and a penstock.toml in which every option is written down, commented out."""
+"""`penstock init`: writes a working pipeline and a penstock.toml with all options commented out."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from penstock.cli.output import (
 from penstock.errors import UsageError
 
 PYTHON = '''\
-"""What to read from which pages, and where it goes. Run it: penstock run {name}.py"""
+"""Reads products from pages and writes them to a file. Run it: penstock run {name}.py"""
 
 from penstock import Page, Pipeline
 
 {variable} = Pipeline("{name}")
 
 
-@{variable}.extract(match="*/product/*", version=1, key="sku")  # glob on the URL; no match: every page; no key: the page's URL
+# `match` is a glob on the URL. Without it, every page matches.
+# `key` names the field that identifies a record. Without it, the page's URL does.
+@{variable}.extract(match="*/product/*", version=1, key="sku")
 def product(page: Page):
     yield {{
         "sku": page.css("[data-sku]::attr(data-sku)").get(),
@@ -36,15 +38,15 @@ def product(page: Page):
 {variable}.sink("jsonl:products.jsonl")
 '''
 TOML = """\
-# What to read from which pages, and where it goes. Run it: penstock run {name}.toml
+# Reads products from pages and writes them to a file. Run it: penstock run {name}.toml
 
 [pipeline]
 name = "{name}"
 
 [[extract]]
-match = "*/product/*"  # glob on the URL; no match: every page
+match = "*/product/*"  # glob on the URL. Without it, every page matches.
 version = 1
-key = "sku"  # no key: the page's URL
+key = "sku"  # the field that identifies a record. Without it, the page's URL does.
 follow = ["a.related"]
 
 [extract.fields]
@@ -58,20 +60,21 @@ url = "jsonl:products.jsonl"
 
 
 def init(
-    name: Annotated[str, Parameter(help="what the pipeline is called")] = "shop",
+    name: Annotated[str, Parameter(help="name of the pipeline")] = "shop",
     /,
     *,
     toml: Annotated[
-        bool, Parameter(help="a declarative pipeline instead of a Python file")
+        bool, Parameter(help="write a declarative pipeline instead of a Python file")
     ] = False,
     directory: Annotated[
-        Path, Parameter(name=["--directory", "-C"], help="where to (else here)")
+        Path,
+        Parameter(name=["--directory", "-C"], help="directory to write to (else the current one)"),
     ] = Path(),
 ) -> int:
-    """Write NAME.py (or NAME.toml) and a commented penstock.toml. Nothing that exists is touched."""
+    """Write NAME.py (or NAME.toml) and a commented penstock.toml. Existing files are kept."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,40}", name) or name == "penstock":
         raise UsageError(
-            f"{name!r} is no name for a pipeline",
+            f"{name!r} is not a valid pipeline name",
             hint="letters, digits, _ and -: penstock init shop",
         )
     file = directory / f"{name}.{'toml' if toml else 'py'}"
@@ -84,7 +87,7 @@ def init(
             f.write((TOML if toml else PYTHON).format(name=name, variable=variable))
     except FileExistsError:
         raise UsageError(
-            f"{file} is there already", hint="penstock init ANOTHER-NAME, or move it away"
+            f"{file} exists already", hint="penstock init ANOTHER-NAME, or move the file"
         ) from None
     say(styled("wrote ", "dim"), str(file))
     settings = directory / "penstock.toml"
@@ -93,24 +96,24 @@ def init(
             f.write(settings_text(file.name))
         say(styled("wrote ", "dim"), str(settings))
     except FileExistsError:
-        say(styled("kept  ", "dim"), str(settings), styled("  as it was", "dim"))
+        say(styled("kept  ", "dim"), str(settings), styled("  (exists already)", "dim"))
     say("")
     say(
         "next: ",
         styled("penstock push https://example.com/product/1", "cyan"),
-        styled("   have a URL scraped", "dim"),
+        styled("   accept a URL", "dim"),
     )
     say(
         "      ",
         styled(f"penstock run {file.name} --until-idle", "cyan"),
-        styled("   do it", "dim"),
+        styled("   scrape it", "dim"),
     )
-    say("      ", styled("penstock status", "cyan"), styled("   see what became of it", "dim"))
+    say("      ", styled("penstock status", "cyan"), styled("   see the result", "dim"))
     return 0
 
 
 def settings_text(pipeline: str) -> str:
-    """Every option once, with its default; only the pipeline is set."""
+    """Return a penstock.toml with every option at its default. Only the pipeline is set."""
     import msgspec
 
     from penstock.config.schema import OPTIONS, Option
@@ -126,11 +129,11 @@ def settings_text(pipeline: str) -> str:
         return f"# {key} = " + (f'"{value}"' if option.kind.quoted else value)
 
     lines = [
-        "# Penstock's settings. Every option is here with its default; take the # away to set it.",
-        "# The command line (-o pace.rate=5) and the environment (PENSTOCK_PACE_RATE=5) go before this file.",
-        "# penstock config show --origin tells what holds now.",
+        "# Penstock's settings. Every option is here with its default. Remove the # to set it.",
+        "# The command line (-o pace.rate=5) and the environment (PENSTOCK_PACE_RATE=5) override",
+        "# this file. `penstock config show --origin` shows the current values.",
         "",
-        f'pipeline = "{pipeline}"  # what `penstock run` takes without an argument',
+        f'pipeline = "{pipeline}"  # used by `penstock run` without an argument',
     ]
     section = ""
     for option in OPTIONS:

@@ -1,4 +1,7 @@
-"""The entry point: the table of commands, help at once, and how every error leaves the process. Commands are imported only when called."""
+"""The entry point: table of commands, top-level help, and the exit code of every error.
+
+Commands are imported only when called.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ if TYPE_CHECKING:
     from cyclopts import App
     from rich.console import Console
 
-# (name, where, group, one line of help). Help for the whole is printed from here, so it costs no
-# import.
+# (name, import path, group, one line of help). The top-level help is printed from this table, so it
+# needs no import.
 COMMANDS: tuple[tuple[str, str, str, str], ...] = (
     (
         "demo",
         "penstock.cli.demo:demo",
         "Begin",
-        "a shop on this machine, scraped live, to see everything at work",
+        "scrape a shop on this machine, to see every part at work",
     ),
     (
         "init",
@@ -36,26 +39,26 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
         "serve",
         "penstock.cli.serve:serve",
         "Begin",
-        "serve a pipeline's webhooks, and nothing else of it",
+        "serve only the webhooks of a pipeline",
     ),
-    ("push", "penstock.cli.push:push", "Begin", "have URLs scraped"),
+    ("push", "penstock.cli.push:push", "Begin", "accept URLs to scrape"),
     (
         "fetch",
         "penstock.cli.fetch:fetch",
         "Look",
-        "fetch one URL as a worker would, and tell what happened on the way",
+        "fetch one URL as a worker does, and show each step",
     ),
     (
         "status",
         "penstock.cli.status:status",
         "Look",
-        "how much is pending, in flight, delayed, done, dead",
+        "how many events are pending, in flight, delayed, done, dead",
     ),
     (
         "trace",
         "penstock.cli.trace:trace",
         "Look",
-        "what happened to an event or a URL, step by step",
+        "the history of an event or a URL, step by step",
     ),
     ("events", "penstock.cli.events:app", "Look", "list events"),
     ("pages", "penstock.cli.pages:app", "Look", "stored pages: show, list, prune"),
@@ -63,7 +66,7 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
         "sources",
         "penstock.cli.sources:app",
         "Look",
-        "what tells us of changes: list, try, reset, pause, resume",
+        "sources of events: list, test, reset, pause, resume",
     ),
     (
         "domains",
@@ -75,13 +78,13 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
         "proxies",
         "penstock.cli.proxies:app",
         "Look",
-        "pools of proxies: list them with their health, try them",
+        "proxy pools: list the proxies with their health, test them",
     ),
     (
         "connect",
         "penstock.cli.connect:app",
         "Look",
-        "plan, apply and watch the Kafka Connect connectors around a pipeline",
+        "plan, apply and monitor the Kafka Connect connectors of a pipeline",
     ),
     ("dlq", "penstock.cli.dlq:app", "Repair", "dead letters: list, show, retry, drop, export"),
     ("topics", "penstock.cli.topics:app", "Repair", "list, pause and resume topics"),
@@ -89,26 +92,28 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
         "doctor",
         "penstock.cli.doctor:doctor",
         "Repair",
-        "check the store, the books and the machine",
+        "check the store, the ledger and the machine",
     ),
     (
         "config",
         "penstock.cli.config:app",
         "Settings",
-        "show where each option comes from; check files",
+        "show each option with its origin, and check files",
     ),
     ("completion", "penstock.cli.completion:app", "Settings", "completion for bash, zsh and fish"),
     (
         "version",
         "penstock.cli.version:version",
         "Settings",
-        "versions of Penstock and of what it stands on",
+        "versions of Penstock and of the libraries it uses",
     ),
 )
 EPILOGUE = """\
-Exit codes: 0 ok · 1 ran, but something ended dead, was refused or was not found · 2 usage · 3 configuration · 4 store or server
-unreachable · 5 differences found. `penstock COMMAND --help` says more; `--json` on every command that reads."""
-STDIN = "<stdin>"  # the parser takes a bare "-" for an option
+Exit codes: 0 ok · 1 ran, but an event ended dead, or an input was refused or not found · 2 usage
+· 3 configuration · 4 store or server unreachable · 5 differences found.
+`penstock COMMAND --help` shows the options of a command. Commands that read have `--json`."""
+# Replaces a bare "-", which the parser would take for an option.
+STDIN = "<stdin>"
 LEADING = {"--config": 1, "--state": 1, "--set": 1, "-o": 1, "--log-level": 1, "--debug": 0}
 
 
@@ -122,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader has gone: nothing to say, and nothing more to flush at exit.
+        # The reader of the pipe has exited. Redirect stdout, so that the flush at exit succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as e:
@@ -152,7 +157,7 @@ def _dispatch(tokens: list[str]) -> int:
         from penstock.errors import UsageError
 
         if tokens[0].partition("=")[0] in LEADING:
-            raise UsageError("which command?", hint="penstock --help lists them")
+            raise UsageError("no command given", hint="penstock --help lists them")
         near = difflib.get_close_matches(tokens[0], names, 1, 0.6)
         what = "option" if tokens[0].startswith("-") else "command"
         raise UsageError(
@@ -166,7 +171,10 @@ def _dispatch(tokens: list[str]) -> int:
 
 
 def _help_console() -> Console | None:
-    """The parser's own, unless colour is unwanted: it would still print bold."""
+    """Return None for the parser's own console, or a console without styles for NO_COLOR.
+
+    The parser's console would still print bold.
+    """
     if not os.environ.get("NO_COLOR"):
         return None
     from rich.console import Console
@@ -175,12 +183,12 @@ def _help_console() -> Console | None:
 
 
 def build() -> App:
-    """The whole application; commands stay unimported until they are asked for."""
+    """Build the application. Each command is imported when it is called."""
     from cyclopts import App, Parameter
 
     app = App(
         name="penstock",
-        help="Event-driven web scraping: something changed goes in, one correct row comes out.",
+        help="Event-driven web scraping: a change goes in, one correct row comes out.",
         help_format="plaintext",
         version_flags=[],
         result_action="return_value",
@@ -193,7 +201,10 @@ def build() -> App:
 
 
 def _common_last(tokens: list[str]) -> list[str]:
-    """`penstock --state DIR status` is `penstock status --state DIR`."""
+    """Move common options behind the command.
+
+    `penstock --state DIR status` becomes `penstock status --state DIR`.
+    """
     i = 0
     while i < len(tokens):
         name, equals, _ = tokens[i].partition("=")
@@ -205,7 +216,7 @@ def _common_last(tokens: list[str]) -> list[str]:
     return rest[:at] + leading + rest[at:] if rest else tokens
 
 
-# -- what is said ----------------------------------------------------------------------------------
+# -- help and errors -------------------------------------------------------------------------------
 
 
 def help_text(styled: bool = False) -> str:
@@ -213,7 +224,7 @@ def help_text(styled: bool = False) -> str:
     lines = [
         f"{bold}Usage:{end} penstock COMMAND [ARGS]",
         "",
-        "Event-driven web scraping: something changed goes in, one correct row comes out.",
+        "Event-driven web scraping: a change goes in, one correct row comes out.",
     ]
     group = ""
     for name, _, of, text in COMMANDS:
@@ -231,7 +242,7 @@ def _styled() -> bool:
 
 
 def complain(message: str, hint: str = "") -> None:
-    """`Error: …` / `Try: …` on stderr, whatever may be in them."""
+    """Print `Error: …` and `Try: …` on stderr. Control characters are escaped."""
     from penstock.cli.output import plain
 
     bold, red, end = (
@@ -250,7 +261,7 @@ def complain(message: str, hint: str = "") -> None:
         )
         sys.stderr.flush()
     except OSError:
-        pass  # nobody is listening; the exit code still tells
+        pass  # stderr is closed. The exit code still shows the error.
 
 
 def _explain(e: Exception, debug: bool) -> int:
@@ -264,7 +275,7 @@ def _explain(e: Exception, debug: bool) -> int:
         complain(" ".join(str(e).split()), f"penstock {command + ' ' if command else ''}--help")
         return USAGE
     if type(e).__module__.startswith("apsw"):
-        complain(f"the store cannot be read: {e}", "penstock doctor looks closer")
+        complain(f"the store cannot be read: {e}", "run `penstock doctor`")
         return UNREACHABLE
     if isinstance(e, OSError) and e.strerror:
         complain(f"{e.filename}: {e.strerror}" if e.filename else e.strerror)
@@ -272,10 +283,13 @@ def _explain(e: Exception, debug: bool) -> int:
     import traceback
 
     where = traceback.extract_tb(e.__traceback__)[-1]
-    place = f"{os.path.basename(os.path.dirname(where.filename))}/{os.path.basename(where.filename)}:{where.lineno}"
+    place = (
+        f"{os.path.basename(os.path.dirname(where.filename))}/"
+        f"{os.path.basename(where.filename)}:{where.lineno}"
+    )
     complain(
-        f"this should not happen: {type(e).__name__}: {e} ({place})",
-        "" if debug else "PENSTOCK_DEBUG=1 shows the traceback; please report it",
+        f"unexpected error: {type(e).__name__}: {e} ({place})",
+        "" if debug else "set PENSTOCK_DEBUG=1 to see the traceback, and report it",
     )
     return RAN_WITH_FAILURES
 

@@ -1,4 +1,7 @@
-"""Options that every command has, and how they become a configuration and open stores. What an option means is in penstock.config.schema."""
+"""Options of every command. They load the configuration and open the stores.
+
+See `penstock.config.schema` for the meaning of each configuration option.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
-OURS = (
-    "PENSTOCK_DEBUG",
-    "PENSTOCK_LOG_LEVEL",
-)  # variables of the command line itself, not of the configuration
+# Variables of the command line itself, not of the configuration.
+CLI_VARIABLES = ("PENSTOCK_DEBUG", "PENSTOCK_LOG_LEVEL")
 _COMMON = Group("Common options", sort_key=90)
 
 
 class SafeFormatter(logging.Formatter):
-    """What a page or its extractor says must not reach the terminal as a command."""
+    """Log formatter that escapes control characters, so a page cannot control the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
@@ -56,24 +57,24 @@ class Common:
     overrides: Annotated[
         list[str],
         Parameter(
-            name=["--set", "-o"], group=_COMMON, help="one option: pace.rate=5; may be repeated"
+            name=["--set", "-o"], group=_COMMON, help="set an option: pace.rate=5 (repeatable)"
         ),
     ] = field(default_factory=list)
     log_level: Annotated[
         str | None,
-        Parameter(group=_COMMON, help="debug, info, warning or error; logs go to stderr"),
+        Parameter(group=_COMMON, help="debug, info, warning or error (logs go to stderr)"),
     ] = None
     debug: Annotated[bool, Parameter(group=_COMMON, help="show tracebacks")] = False
 
     # -- configuration -----------------------------------------------------------------------------
 
     def texts(self) -> dict[str, str]:
-        """The command line's part, by option path."""
+        """Return the options set on the command line, by path."""
         given: dict[str, str] = {}
         for override in self.overrides:
             path, equals, text = override.partition("=")
             if not equals:
-                raise UsageError(f"{override!r} sets nothing", hint="-o pace.rate=5")
+                raise UsageError(f"{override!r} has no `=`", hint="-o pace.rate=5")
             given[path.strip()] = text
         if self.state is not None:
             given["state.dir"] = self.state
@@ -87,7 +88,7 @@ class Common:
         self.start_logging()
         return config.load(
             self.texts(),
-            {name: value for name, value in os.environ.items() if name not in OURS},
+            {name: value for name, value in os.environ.items() if name not in CLI_VARIABLES},
             Path.cwd(),
         )
 
@@ -99,7 +100,7 @@ class Common:
         ).lower()
         if level not in LEVELS:
             raise UsageError(f"there is no log level {level!r}", hint=", ".join(LEVELS))
-        handler = logging.StreamHandler()  # stderr: stdout belongs to the answer
+        handler = logging.StreamHandler()  # stderr, because stdout is for the command's output
         handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
         logging.basicConfig(handlers=[handler], level=getattr(logging, level.upper()))
 
@@ -107,7 +108,10 @@ class Common:
 
     @contextlib.contextmanager
     def stores(self, *, create: bool = False, config: Config | None = None) -> Iterator[Stores]:
-        """Open for one command: on this thread, closed at its end. Without `create`, missing state is an error."""
+        """Open the stores on this thread for one command, and close them at the end.
+
+        Raise an error if the state is missing and `create` is False.
+        """
         from penstock.runtime.stores import open_stores
 
         opened = open_stores(config or self.load().config, create=create, inline=True)
@@ -117,7 +121,7 @@ class Common:
             opened.close()
 
     def read(self, question: Callable[[Stores, Transaction], T]) -> T:
-        """One question to the books, answered from one moment."""
+        """Run one query on the stores, in one snapshot."""
         with self.stores() as stores:
             return ask(stores, lambda tx: question(stores, tx))
 
@@ -125,11 +129,11 @@ class Common:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CommonWithOutput(Common):
-    """Where -o is a file to write to."""
+    """Common options of commands in which -o names an output file."""
 
     overrides: Annotated[
         list[str],
-        Parameter(name=["--set"], group=_COMMON, help="one option: pace.rate=5; may be repeated"),
+        Parameter(name=["--set"], group=_COMMON, help="set an option: pace.rate=5 (repeatable)"),
     ] = field(default_factory=list)
 
 
@@ -137,16 +141,19 @@ DEFAULTS, WITH_OUTPUT = Common(), CommonWithOutput()
 
 
 def ask(stores: Stores, question: Callable[[Transaction], T]) -> T:
-    """One moment, however many statements the question takes."""
+    """Run `question` in one snapshot, so that all its statements see the same state."""
     return stores.uow.snapshot(question)
 
 
 def confirmed(what: str, *, yes: bool, hint: str = "") -> bool:
-    """Whether to "delete shop-products". Asked on a terminal; where nobody can answer, only --yes will do."""
+    """Return True if the operator agrees to the action `what`, such as "delete shop-products".
+
+    Asks on a terminal. Raise UsageError if stdin is not a terminal and --yes is missing.
+    """
     if yes:
         return True
     if not sys.stdin.isatty():
-        raise UsageError(f"this would {what}", hint="--yes if you mean it" + hint)
+        raise UsageError(f"this would {what}", hint="--yes to confirm" + hint)
     sys.stderr.write(f"{plain(what[:1].upper() + what[1:])}? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,4 +1,7 @@
-"""How the commands speak: one console, one JSON document, one style of table. Nothing is looked up here."""
+"""Output of the commands: console, tables and JSON.
+
+See `penstock.operate.figures` for the format of times, sizes and ids.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# What a page, a header or an exception says must not move the reader's cursor or colour the
+# Control characters in pages, headers and exceptions must not move the cursor or colour the
 # terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 PIPED_WIDTH = 200
@@ -32,7 +35,7 @@ STATUS_STYLE = {
 
 
 def plain(text: str) -> str:
-    """Safe to print: control characters shown, not obeyed; lone surrogates replaced."""
+    """Return text that is safe to print: control characters escaped, lone surrogates replaced."""
     return (
         _CONTROL.sub(
             lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text
@@ -46,15 +49,15 @@ def plain(text: str) -> str:
 def console(stderr: bool = False) -> Console:
     from rich.console import Console
 
-    class Ours(Console):
+    class PenstockConsole(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
     stream = sys.stderr if stderr else sys.stdout
     piped = not stream.isatty()
-    # With NO_COLOR nothing at all, not even bold: who sets it wants text.
+    # NO_COLOR switches off all styles, also bold.
     system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Ours(
+    return PenstockConsole(
         stderr=stderr,
         highlight=False,
         markup=False,
@@ -82,7 +85,7 @@ def status_text(status: str) -> Text:
 
 
 def print_json(document: Any, *, line: bool = False) -> None:
-    """One document on stdout; `line`: on one line, for JSON lines."""
+    """Print one JSON document on stdout. With `line` it is on one line, for JSON lines."""
     import msgspec
 
     raw = msgspec.json.encode(document)
@@ -91,7 +94,7 @@ def print_json(document: Any, *, line: bool = False) -> None:
 
 
 def table(*columns: str | tuple[str, dict[str, Any]], title: str = "") -> Table:
-    """A quiet table: no box, header in dim."""
+    """Return a table without a box, with a dim header."""
     from rich.table import Table
 
     made = Table(

@@ -1,4 +1,4 @@
-"""`penstock pages …`: stored responses, given back unchanged; listed; pruned."""
+"""`penstock pages …`: shows, lists and prunes stored responses."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ app = App(name="pages", help="stored pages: show, list, prune")
 def show(
     what: Annotated[
         str,
-        Parameter(help="a page id or an event id (a unique beginning will do), a URL, or `last`"),
+        Parameter(help="a page id or event id (or a unique prefix), a URL, or `last`"),
     ],
     /,
     *,
     output: Annotated[
         str | None, Parameter(name=["--output", "-o"], help="a file (else stdout)")
     ] = None,
-    headers: Annotated[bool, Parameter(help="what is known of it, instead of its bytes")] = False,
+    headers: Annotated[bool, Parameter(help="show its metadata instead of its bytes")] = False,
     json: Json = False,
     common: CommonWithOutput = WITH_OUTPUT,
 ) -> int:
-    """The bytes of a stored page, unchanged."""
+    """Write the bytes of a stored page, unchanged."""
     with common.stores() as stores:
         page, row = ask(stores, lambda tx: _find(stores, tx, what))
         body = ask(stores, lambda tx: tx.pages.read(page))
@@ -61,8 +61,8 @@ def show(
             row = ask(stores, lambda tx: tx.reports.event_of_page(page))
     if body is None:
         raise find.NotFound(
-            f"page {short(page)} is not stored any more: retention took it",
-            hint="push the URL again with --force; `pages.keep` says how long pages stay",
+            f"page {short(page)} is no longer stored: retention removed it",
+            hint="push the URL again with --force, or keep pages longer with `pages.keep`",
         )
     if json or headers:
         meta = row.meta if row else None
@@ -103,11 +103,11 @@ def show(
 def ls(
     *,
     host: Annotated[str | None, Parameter(help="only of this host")] = None,
-    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most so many (50)")] = 50,
+    limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most this many (50)")] = 50,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """The newest pages, and how much is stored in all."""
+    """List the newest pages, and the total that is stored."""
     with common.stores() as stores:
         rows, (pages, on_disk) = ask(
             stores,
@@ -143,7 +143,7 @@ def ls(
             str(m.status) if m else "",
             moment(m.fetched_at if m else None, now),
             plain(row.url),
-            "" if stored is not None else "gone",
+            "" if stored is not None else "removed",
         )
     if rows:
         show_table(made)
@@ -156,19 +156,22 @@ def prune(
     *,
     keep: Annotated[
         str | None,
-        Parameter(help="remove what was last seen longer ago, e.g. 30d (else pages.keep)"),
+        Parameter(help="remove pages last seen longer ago than this, e.g. 30d (else pages.keep)"),
     ] = None,
     max_bytes: Annotated[
         str | None,
-        Parameter(help="remove the oldest beyond this size, e.g. 10GiB (else pages.max_bytes)"),
+        Parameter(help="remove the oldest above this total, e.g. 10GiB (else pages.max_bytes)"),
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Remove old pages now; never one that an open event still needs. A running worker does it every minute."""
+    """Remove old pages now, except pages that an open event still needs.
+
+    A running worker does this every minute.
+    """
     config = common.load().config
     age = config.pages.keep if keep is None else _read(units.KEEP, keep, "--keep")
-    most = (
+    limit = (
         config.pages.max_bytes
         if max_bytes is None
         else _read(units.sizes(0), max_bytes, "--max-bytes")
@@ -177,7 +180,7 @@ def prune(
 
     with common.stores(create=True, config=config) as stores:
         pages, freed = asyncio.run(
-            retain(stores, pages_keep=age, pages_bytes=most, history_keep=None)
+            retain(stores, pages_keep=age, pages_bytes=limit, history_keep=None)
         )
         stores.uow.write_now(lambda tx: tx.pages.sweep())
     if json:
@@ -195,13 +198,13 @@ def _read(kind: units.Kind, text: str, name: str) -> Any:
 
 
 def _find(stores: Stores, tx: Transaction, what: str) -> tuple[str, EventRow | None]:
-    """(page id, the event that fetched it, where it was asked for by one)."""
+    """Return the page id, and the event that fetched it. The event is None for a page id."""
     if what == "last" or find.is_url(what):
         row = find.event_for(stores, tx, what)
         page = tx.reports.page_of_url(find.key_of(stores, row.url), tx.pages.sizes) or row.page
         if page is None:
             raise PenstockError(
-                f"no page of {row.url} is stored; its newest event is {row.status}",
+                f"no page of {row.url} is stored: its newest event is {row.status}",
                 hint=f"penstock trace {short(row.id)}",
             )
         return page, next(
@@ -209,10 +212,10 @@ def _find(stores: Stores, tx: Transaction, what: str) -> tuple[str, EventRow | N
             row,
         )
     pages = tx.pages.find(what) if set(what) <= set("0123456789abcdef") else []
-    events = tx.reports.ids_like(what, find.MOST)
+    events = tx.reports.ids_like(what, find.MAX_LISTED)
     if what in pages or not events:
         page = find.one(
-            pages, what, "page", "penstock pages ls lists them; a URL or an event id does too"
+            pages, what, "page", "a URL, an event id, or a page id from `penstock pages ls`"
         )
         return page, None
     if pages:
@@ -220,7 +223,7 @@ def _find(stores: Stores, tx: Transaction, what: str) -> tuple[str, EventRow | N
     row = find.event_for(stores, tx, find.one(events, what, "event", ""))
     if row.page is None:
         raise PenstockError(
-            f"event {short(row.id)} has no page; it is {row.status}",
+            f"event {short(row.id)} has no page: it is {row.status}",
             hint=f"penstock trace {short(row.id)}",
         )
     return row.page, row

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for long work, where somebody watches; nothing otherwise."""
+"""A progress bar on stderr for long work. Prints nothing without a terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from penstock.cli.output import (
     console,
 )
 
-AFTER = 0.5  # seconds: what is done sooner needs no bar
+SHOW_AFTER = 0.5  # seconds. Shorter work shows no bar.
 
 
 @contextlib.contextmanager
 def bar(verb: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Yields a function that is told how many more are done."""
+    """Yield a function that advances the bar by a number of items."""
     import time
 
     err = console(stderr=True)
@@ -36,7 +36,7 @@ def bar(verb: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
     def advance(n: int) -> None:
         nonlocal shown
-        if not shown and time.monotonic() - started > AFTER:
+        if not shown and time.monotonic() - started > SHOW_AFTER:
             progress.start()
             shown = True
         progress.advance(task, n)

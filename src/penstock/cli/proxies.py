@@ -1,4 +1,7 @@
-"""`penstock proxies …`: the pools, how their members are, and whether a request gets through each. Credentials are never printed."""
+"""`penstock proxies …`: lists proxy pools with their health, and tests each proxy with a request.
+
+Credentials are never printed.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,21 @@ if TYPE_CHECKING:
     from penstock.ports import Fetcher
     from penstock.rules.proxies import Member
 
-app = App(name="proxies", help="pools of proxies: list them with their health, try them")
-AT_ONCE = 16
+app = App(name="proxies", help="proxy pools: list the proxies with their health, test them")
+MAX_PARALLEL = 16  # test requests in flight
 _ADDRESS = re.compile(
-    rb"(?<![0-9A-Za-z:.])(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}|[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7})(?![0-9A-Za-z:.])"
+    rb"(?<![0-9A-Za-z:.])"
+    rb"(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}|[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7})"
+    rb"(?![0-9A-Za-z:.])"
 )
 
 
 @app.command
 def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
-    """Pools, their members, and which of them cool down where. Members of a provider's list are shown where they had trouble."""
+    """List pools and proxies, and the hosts for which a proxy is in cooldown.
+
+    Proxies of a provider's list are shown only if they have failed.
+    """
     config = common.load().config
     now = time.time()
     troubled, lists = _known(common, config)
@@ -56,7 +64,7 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
         print_json({"pools": pools, "listed": listed})
         return OK
     if not pools:
-        say("no proxies are configured: [proxies.NAME] in penstock.toml makes a pool")
+        say("no proxies are configured: add a pool with [proxies.NAME] in penstock.toml")
         return OK
     made = table(
         ("pool", FIXED),
@@ -105,18 +113,23 @@ def try_them(
     /,
     *,
     url: Annotated[
-        str, Parameter(help="what to ask for; a page that tells your address shows each exit's")
+        str, Parameter(help="URL to request (a page that shows your address reveals the exit)")
     ] = "https://example.com/",
-    limit: Annotated[int, Parameter(help="members of each pool that are tried")] = 100,
+    limit: Annotated[int, Parameter(help="test at most this many proxies of each pool")] = 100,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """One request through each proxy: time, exit address if the target tells it, verdict. Exit code 1 if one of them failed."""
+    """Send one request through each proxy: verdict, time, and exit address if the page shows it.
+
+    Exit code 1 if a proxy failed.
+    """
     config = common.load().config
     if name is not None and name not in config.proxies:
         raise UsageError(
             f"there is no proxy pool {name!r}",
-            hint=f"pools: {', '.join(config.proxies) or 'none; [proxies.NAME] in penstock.toml makes one'}",
+            hint=f"pools: {', '.join(config.proxies)}"
+            if config.proxies
+            else "add a pool with [proxies.NAME] in penstock.toml",
         )
     if not config.proxies:
         raise ConfigError(
@@ -152,13 +165,13 @@ def try_them(
     return OK if all(r["verdict"] == "ok" for r in results) else RAN_WITH_FAILURES
 
 
-# -- what is known ---------------------------------------------------------------------------------
+# -- recorded state --------------------------------------------------------------------------------
 
 Row = tuple[str, str, str, int, float, float, str]
 
 
 def _known(common: Common, config: Config) -> tuple[list[Row], dict[str, tuple[float, int, str]]]:
-    """From the store, where there is one yet."""
+    """Read failures and lists from the store. Return nothing if there is no store yet."""
     from penstock.errors import Unreachable
 
     try:
@@ -197,15 +210,29 @@ def _pool(
         else None
     )
     return {
-        "pool": name, "geo": list(c.geo), "account": list(c.account), "weight": c.weight, "sticky": c.sticky, "cooldown": c.cooldown, "next": c.next or None,
-        "list": listed, "members": members,
-    }  # fmt: skip
+        "pool": name,
+        "geo": list(c.geo),
+        "account": list(c.account),
+        "weight": c.weight,
+        "sticky": c.sticky,
+        "cooldown": c.cooldown,
+        "next": c.next or None,
+        "list": listed,
+        "members": members,
+    }
 
 
 def _trouble(row: Row, now: float) -> dict[str, Any]:
     _, host, _, failures, until, at, reason = row
-    return {"host": host, "state": "cooling" if until > now else "recovering", "failures": failures, "until": iso(until), "at": iso(at), "reason": reason,
-            "seconds": round(max(0.0, until - now), 1)}  # fmt: skip
+    return {
+        "host": host,
+        "state": "cooling" if until > now else "recovering",
+        "failures": failures,
+        "until": iso(until),
+        "at": iso(at),
+        "reason": reason,
+        "seconds": round(max(0.0, until - now), 1),
+    }
 
 
 def _serves(pool: dict[str, Any]) -> str:
@@ -217,18 +244,18 @@ def _serves(pool: dict[str, Any]) -> str:
 
 def _state(trouble: dict[str, Any] | None) -> tuple[Any, str, str]:
     if trouble is None:
-        return styled("well", "green"), "", ""
-    where = "everywhere" if trouble["host"] == "*" else plain(trouble["host"])
+        return styled("ok", "green"), "", ""
+    where = "all hosts" if trouble["host"] == "*" else plain(trouble["host"])
     if trouble["state"] == "cooling":
         return (
-            styled(f"cools {lasting(trouble['seconds'])}", "yellow"),
+            styled(f"cooldown {lasting(trouble['seconds'])}", "yellow"),
             where,
             plain(trouble["reason"]),
         )
     return styled("recovering", "cyan"), where, plain(trouble["reason"])
 
 
-# -- trying ----------------------------------------------------------------------------------------
+# -- testing ---------------------------------------------------------------------------------------
 
 
 async def _try_all(config: Config, names: list[str], url: str, limit: int) -> list[dict[str, Any]]:
@@ -236,7 +263,7 @@ async def _try_all(config: Config, names: list[str], url: str, limit: int) -> li
     from penstock.rules.proxies import masked_list, parse_members
     from penstock.runtime.process import listed_proxies, open_fetcher
 
-    fetcher, gate = open_fetcher(config), asyncio.Semaphore(AT_ONCE)
+    fetcher, gate = open_fetcher(config), asyncio.Semaphore(MAX_PARALLEL)
     results: list[dict[str, Any]] = []
     try:
         work = []
@@ -287,7 +314,7 @@ async def _try(
             "failed",
             seconds=answer.seconds,
             status=407,
-            reason="the proxy does not accept our user and password",
+            reason="the proxy rejected the user or the password",
         )
     return _result(
         pool,
@@ -321,7 +348,10 @@ def _result(
 
 
 def _exit(body: bytes) -> str:
-    """The one address on a short page: pages that tell you yours say little else."""
+    """Return the only address on a page of at most 4096 bytes, or "" if there is not exactly one.
+
+    Pages that show the client's address are short.
+    """
     found = set()
     for text in _ADDRESS.findall(body) if len(body) <= 4096 else ():
         try:

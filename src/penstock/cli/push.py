@@ -1,4 +1,7 @@
-"""`penstock push`: URLs from arguments, files or stdin, read lazily; what is no URL is told with its line, the rest is accepted."""
+"""`penstock push`: accepts URLs from arguments, files or stdin, which are read lazily.
+
+Inputs that are not valid URLs are reported with their line. The others are accepted.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +29,25 @@ from penstock.rules.masking import mask
 if TYPE_CHECKING:
     from penstock.intake.accept import Pushed
 
-TOLD = 20  # refused inputs that are printed
-LISTED = 1000  # and those that --json lists; the rest is counted
-LONGEST = 65536  # of a line: what is longer is no URL, and must not fill memory
+MAX_PRINTED = 20  # refused inputs that are printed
+# Refused inputs that --json lists. The others are only counted.
+MAX_IN_JSON = 1000
+# Bytes of a line. The rest is skipped, so that it cannot fill memory.
+MAX_LINE = 65536
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RefusedInput(msgspec.Struct, frozen=True):
     where: str
     input: str
     reason: str
 
 
 class Inputs:
-    """Iterates over good URLs; keeps account of the others, within bounds."""
+    """Iterator over the valid URLs. It counts the refused inputs and keeps the first ones."""
 
     def __init__(self, arguments: tuple[str, ...], files: list[str]) -> None:
         self.arguments, self.files = arguments, files
-        self.refused: list[Refused] = []
+        self.refused: list[RefusedInput] = []
         self.refused_count = 0
         self.read = 0
 
@@ -55,8 +60,8 @@ class Inputs:
                 yield canonical_url(text)
             except BadUrl as e:
                 self.refused_count += 1
-                if len(self.refused) < LISTED:
-                    self.refused.append(Refused(where, _without_password(text), e.reason))
+                if len(self.refused) < MAX_IN_JSON:
+                    self.refused.append(RefusedInput(where, _without_password(text), e.reason))
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         for i, text in enumerate(self.arguments, 1):
@@ -73,14 +78,13 @@ class Inputs:
 
 
 def _lines(name: str, stream: BinaryIO) -> Iterator[tuple[str, str]]:
-    """One URL on a line; blank lines and lines that begin with # are left out."""
+    """Yield each line with its place. Blank lines and lines that begin with # are skipped."""
     number = 0
-    while line := stream.readline(LONGEST):
+    while line := stream.readline(MAX_LINE):
         number += 1
-        whole = line
-        while not whole.endswith(b"\n") and (
-            whole := stream.readline(LONGEST)
-        ):  # the rest of a line that is too long
+        piece = line
+        # Skip the rest of a line that is too long.
+        while not piece.endswith(b"\n") and (piece := stream.readline(MAX_LINE)):
             pass
         text = line.decode("utf-8-sig" if number == 1 else "utf-8", "replace").strip()
         if text and not text.startswith("#"):
@@ -95,39 +99,40 @@ def push(
     *urls: Annotated[str, Parameter(help="URLs, or - for stdin")],
     file: Annotated[
         list[str],
-        Parameter(name=["--file", "-f"], help="a file with one URL on each line; - is stdin"),
+        Parameter(name=["--file", "-f"], help="a file with one URL on each line (- is stdin)"),
     ] = [],  # noqa: B006
-    geo: Annotated[str | None, Parameter(help="where to fetch from")] = None,
+    geo: Annotated[str | None, Parameter(help="location to fetch from")] = None,
     pool: Annotated[str | None, Parameter(help="proxy pool")] = None,
     account: Annotated[str | None, Parameter(help="account to fetch as")] = None,
     priority: Annotated[str, Parameter(help="high, normal or low")] = "normal",
     force: Annotated[
         bool,
-        Parameter(help="fetch even what was fetched a moment ago, and write what has not changed"),
+        Parameter(help="fetch even inside the freshness window, and write unchanged records too"),
     ] = False,
-    window: Annotated[str | None, Parameter(help="freshness window of its own, e.g. 1h")] = None,
+    window: Annotated[str | None, Parameter(help="freshness window of these URLs, e.g. 1h")] = None,
     trace: Annotated[
-        str | None, Parameter(help="one trace id for all of them (else one each)")
+        str | None, Parameter(help="one trace id for all URLs (else each has its own)")
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Have URLs scraped. Durable when it returns; `penstock run` does the work. Exit code 1 if any was refused."""
+    """Accept URLs to scrape. They are durable when the command returns.
+
+    `penstock run` does the work. Exit code 1 if any URL was refused.
+    """
     if not urls and not file:
         raise UsageError(
-            "push what?",
+            "no URL given",
             hint="penstock push URL, penstock push -f FILE, or penstock push - to read stdin",
         )
     if priority not in ("high", "normal", "low"):
-        raise UsageError(f"--priority {priority!r} is not known", hint="high, normal or low")
+        raise UsageError(f"--priority {priority!r} is unknown", hint="high, normal or low")
     if trace is not None and not (0 < len(trace) <= 128 and trace.isprintable()):
         raise UsageError("--trace must be printable, and at most 128 characters")
     try:
         seconds = None if window is None else units.duration(window)
     except ValueError:
-        raise UsageError(
-            f"--window {window!r} is no length of time", hint="30s, 5m, 1h, 1d"
-        ) from None
+        raise UsageError(f"--window {window!r} is not a duration", hint="30s, 5m, 1h, 1d") from None
     for name in file:
         if name not in (STDIN, "-"):
             _readable(name)
@@ -137,7 +142,7 @@ def push(
 
     inputs = Inputs(urls, file)
     route = Route(geo=geo, pool=pool, account=account)
-    with common.stores(create=True) as stores, _watched() as seen:
+    with common.stores(create=True) as stores, _progress() as seen:
         done = stores.perform(
             lambda: intake.push(
                 stores.lifecycle,
@@ -154,11 +159,11 @@ def push(
         running = any(stores.workers_directory.glob("*.alive"))
     for text, reason in done.refused:  # by intake itself
         inputs.refused_count += 1
-        inputs.refused.append(Refused("", _without_password(text), reason))
+        inputs.refused.append(RefusedInput("", _without_password(text), reason))
     if not inputs.read:
         raise UsageError(
             "there was no URL in the input",
-            hint="one URL on each line; lines that begin with # are left out",
+            hint="one URL on each line (lines that begin with # are skipped)",
         )
     if json:
         print_json(
@@ -171,7 +176,7 @@ def push(
             }
         )
     else:
-        _tell(inputs, done, running)
+        _report(inputs, done, running)
     return RAN_WITH_FAILURES if inputs.refused_count else OK
 
 
@@ -184,8 +189,8 @@ def _readable(name: str) -> None:
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[Callable[[int], None]]:
-    """A count on stderr that moves, for long input on a terminal."""
+def _progress() -> Iterator[Callable[[int], None]]:
+    """Show a running count on stderr, for long input on a terminal."""
     from penstock.cli.progress import bar
 
     with bar("pushing", None) as advance:
@@ -199,14 +204,15 @@ def _watched() -> Iterator[Callable[[int], None]]:
         yield seen
 
 
-def _tell(inputs: Inputs, done: Pushed, running: bool) -> None:
+def _report(inputs: Inputs, done: Pushed, running: bool) -> None:
     err = console(stderr=True)
-    for r in inputs.refused[:TOLD]:
+    for r in inputs.refused[:MAX_PRINTED]:
         err.print(styled(f"refused {r.where}: {r.input!r}: {r.reason}", "yellow"))
-    if inputs.refused_count > TOLD:
+    if inputs.refused_count > MAX_PRINTED:
         err.print(
             styled(
-                f"… and {inputs.refused_count - TOLD:,} more (--json lists the first {LISTED:,})",
+                f"… and {inputs.refused_count - MAX_PRINTED:,} more "
+                f"(--json lists the first {MAX_IN_JSON:,})",
                 "yellow",
             )
         )
@@ -217,7 +223,7 @@ def _tell(inputs: Inputs, done: Pushed, running: bool) -> None:
         say(
             styled(
                 f"penstock trace {short(done.first)} follows the first"
-                + ("" if running else "; penstock run FILE does the work"),
+                + ("" if running else ", `penstock run FILE` does the work"),
                 "dim",
             )
         )

@@ -1,4 +1,7 @@
-"""`penstock run`: which pipeline, which roles, how many processes; the running itself is in supervisor.py and app.py."""
+"""`penstock run`: chooses pipeline, roles and processes.
+
+See `runtime.supervisor` and `runtime.process` for the run.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,22 @@ def run(
         list[str],
         Parameter(
             name=["--role", "--roles"],
-            help="source, serve, fetch, extract, sink; with commas or repeated (else all)",
+            help="source, serve, fetch, extract, sink: with commas or repeated (else all)",
         ),
     ] = [],  # noqa: B006
     workers: Annotated[int, Parameter(help="processes, each with all the roles (1)")] = 1,
     until_idle: Annotated[
         bool,
         Parameter(
-            help="end when everything accepted has ended and is written; exit 1 if something died"
+            help="stop when all accepted events have ended and are written (exit 1 if one is dead)"
         ),
     ] = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Run a pipeline until Ctrl-C or SIGTERM, which finish what is in flight; a second one leaves at once."""
+    """Run a pipeline until Ctrl-C or SIGTERM.
+
+    The first signal lets work in flight finish. A second one stops the processes immediately.
+    """
     common.start_logging("info")
     config = common.load().config
     from penstock.runtime.process import ROLES
@@ -42,14 +48,13 @@ def run(
     if unknown := sorted(roles - set(ROLES)):
         raise UsageError(f"there is no role {unknown[0]!r}", hint=", ".join(ROLES))
     if not 1 <= workers <= 256:
-        raise UsageError(
-            f"--workers {workers} is no number of processes", hint="a number from 1 to 256"
-        )
+        raise UsageError(f"--workers {workers} is not a number from 1 to 256", hint="--workers 4")
     chosen = file or config.pipeline
     if not chosen:
         raise UsageError(
-            "which pipeline?",
-            hint='penstock run FILE, or pipeline = "shop.py" in penstock.toml; `penstock init` writes both',
+            "no pipeline given",
+            hint='penstock run FILE, or set pipeline = "shop.py" in penstock.toml '
+            "(`penstock init` writes both)",
         )
     from penstock.runtime.supervisor import run_command
 

@@ -1,4 +1,7 @@
-"""`penstock serve`: the pipeline's webhooks, and nothing else of it; the running itself is in supervisor.py and app.py."""
+"""`penstock serve`: runs only a pipeline's webhooks.
+
+See `runtime.supervisor` and `runtime.process` for the run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def serve(
     port: Annotated[str | None, Parameter(help="port (else serve.port: 8787)")] = None,
     common: Common = DEFAULTS,
 ) -> int:
-    """Serve the pipeline's webhooks until Ctrl-C or SIGTERM: what they are told is accepted, and `penstock run` elsewhere does the work."""
+    """Serve the pipeline's webhooks until Ctrl-C or SIGTERM.
+
+    Their events are accepted and stored. `penstock run` in another process does the work.
+    """
     common.start_logging("info")
     given = [
         f"serve.{name}={value}"
@@ -35,8 +41,9 @@ def serve(
     chosen = file or config.pipeline
     if not chosen:
         raise UsageError(
-            "which pipeline?",
-            hint='penstock serve FILE, or pipeline = "shop.py" in penstock.toml; `penstock init` writes both',
+            "no pipeline given",
+            hint='penstock serve FILE, or set pipeline = "shop.py" in penstock.toml '
+            "(`penstock init` writes both)",
         )
     from penstock.runtime.supervisor import run_command
 

@@ -1,4 +1,4 @@
-"""`penstock sources slots …`: what database servers keep so that a source misses nothing. Reading it is the source's own business."""
+"""`penstock sources slots …`: the replication slots of sources. The source itself reads them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 app = App(name="slots", help="replication slots of the pipeline's databases: list, create, drop")
 Name = Annotated[
     str | None,
-    Parameter(help="the source, as `sources ls` calls it; none: every source that has a slot"),
+    Parameter(help="name of the source in `sources ls` (else every source that has a slot)"),
 ]
 PipelineFile = Annotated[
     str | None,
@@ -53,7 +53,10 @@ def ls(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Slots on the servers of the sources, with the log that each server must keep for them. One that nobody reads fills its disk."""
+    """List replication slots on the sources' servers, with the WAL that each server keeps for them.
+
+    A slot without a reader fills the server's disk.
+    """
     config = common.load().config
     found = [
         (spec.name, slot)
@@ -75,7 +78,7 @@ def ls(
         )
         return OK
     if not found:
-        say("no slots: `penstock run` makes them, and so does `penstock sources slots create`")
+        say("no slots: `penstock run` or `penstock sources slots create` creates them")
         return OK
     made = table("slot", ("source", FOLD), "state", ("held", RIGHT), ("behind", RIGHT), "position")
     shown: set[str] = set()
@@ -85,7 +88,7 @@ def ls(
         shown.add(slot.name)
         made.add_row(
             styled(slot.name, "bold"),
-            plain(source) if slot.own else styled("another's", "dim"),
+            plain(source) if slot.own else styled("other", "dim"),
             _state(slot),
             units.write_size(slot.held >> 20 << 20) if slot.held >> 20 else "<1MiB",
             units.write_size(slot.behind >> 20 << 20) if slot.behind >> 20 else "<1MiB",
@@ -104,7 +107,10 @@ def create(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Make slot and publication before the first run: changes are kept from now on. It waits until transactions that are open have ended."""
+    """Create slot and publication before the first run, so that changes are kept from now on.
+
+    The server waits for open transactions to end before it creates the slot.
+    """
     config = common.load().config
     made = [
         (spec.name, _ask(config, spec, lambda source: source.create_slot()))
@@ -122,14 +128,17 @@ def create(
 
 @app.command
 def drop(
-    name: Annotated[str, Parameter(help="the source, as `sources ls` calls it")],
+    name: Annotated[str, Parameter(help="name of the source in `sources ls`")],
     /,
     *,
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Give up a source's slot, and the publication where Penstock made it: the server may forget. What changed and was not read is lost."""
+    """Drop a source's slot, and its publication if Penstock created it.
+
+    Changes that were not read yet are lost.
+    """
     config = common.load().config
     (spec,) = _chosen(config, pipeline, name)
     dropped = _ask(config, spec, lambda source: source.drop_slot())
@@ -145,7 +154,7 @@ def _state(slot: SlotInfo) -> Any:
         return styled("lost", "bold red")
     if slot.status == "unreserved":
         return styled("about to be lost", "yellow")
-    return "read" if slot.active else styled("nobody reads it", "yellow")
+    return "read" if slot.active else styled("no reader", "yellow")
 
 
 def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSpec]:
@@ -154,7 +163,8 @@ def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSp
     chosen = file or config.pipeline
     if not chosen:
         raise UsageError(
-            "which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml'
+            "no pipeline given",
+            hint='--pipeline FILE, or set pipeline = "shop.py" in penstock.toml',
         )
     specs = [
         spec for spec in load(Path(chosen)).sources if spec.url.partition(":")[0].endswith("+cdc")
@@ -166,7 +176,7 @@ def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSp
         names = ", ".join(spec.name for spec in specs)
         raise UsageError(
             f"there is no source {name!r} with a slot",
-            hint=f"there are: {names}" if names else "only postgres+cdc: sources have one",
+            hint=f"there are: {names}" if names else "only postgres+cdc: sources have a slot",
         )
     return found
 
@@ -174,8 +184,8 @@ def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSp
 def _ask(config: Config, spec: SourceSpec, question: Callable[[Any], Awaitable[T]]) -> T:
     from penstock.runtime.process import source_to_look_at
 
-    async def whole() -> T:
+    async def ask_and_close() -> T:
         async with source_to_look_at(config, spec) as (source, _):
             return await question(source)
 
-    return asyncio.run(whole())
+    return asyncio.run(ask_and_close())

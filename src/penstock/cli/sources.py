@@ -1,4 +1,7 @@
-"""`penstock sources …`: what tells the pipeline of changes, how far each was read, and what a person may do to it. Reading itself is in reader.py."""
+"""`penstock sources …`: lists sources with their position, and tests, resets or pauses them.
+
+See `intake.reader` for the reading itself.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,11 @@ if TYPE_CHECKING:
     from penstock.intake.accept import Taken
     from penstock.ports import SourceState, Transaction
 
-app = App(name="sources", help="what tells us of changes: list, try, reset, pause, resume")
+app = App(name="sources", help="sources of events: list, test, reset, pause, resume")
 app.command(slots.app)
-Name = Annotated[str, Parameter(help="the source, as `sources ls` calls it")]
-SILENT = 300.0  # seconds without a word from whoever reads it; one page may take long
+Name = Annotated[str, Parameter(help="name of the source in `sources ls`")]
+# Seconds without a sign of a reader before a source is shown without one. One page may take long.
+READER_TIMEOUT = 300.0
 PipelineFile = Annotated[
     str | None,
     Parameter(
@@ -47,7 +51,7 @@ PipelineFile = Annotated[
 
 @app.command
 def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> int:
-    """Every source of the pipeline and of the books: how far it was read, what came of it, what is wrong with it."""
+    """List the sources of the pipeline and of the ledger: position, events, lag and errors."""
     config = common.load().config
     specs = {spec.name: spec for spec in _declared(config, pipeline, required=False)}
     states = _states(common, config)
@@ -59,7 +63,8 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
         return OK
     if not names:
         say(
-            'no sources: shop.source("feed+https://…") in a pipeline, or [[source]] in a TOML one, declares one'
+            'no sources: declare one with shop.source("feed+https://…") in a pipeline, '
+            "or with [[source]] in a TOML pipeline"
         )
         return OK
     made = table(
@@ -75,7 +80,7 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
         state = states.get(name)
         made.add_row(
             styled(name, "bold"),
-            _standing(state, declared=name in specs, now=time.time()),
+            _state_text(state, declared=name in specs, now=time.time()),
             count(state.events) if state else "",
             count(state.refused) if state and state.refused else "",
             moment(state.event_at) if state and state.event_at else "",
@@ -96,13 +101,16 @@ def try_(
     *,
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="findings to show")] = 10,
     start: Annotated[
-        bool, Parameter(name="--start", help="from the beginning, not from where it was read to")
+        bool, Parameter(name="--start", help="from the beginning, not from its position")
     ] = False,
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Look as the source would, and show the events it would make. Nothing is published, and its position stays."""
+    """Read as the source does, and show the events it would create.
+
+    No event is published, and the position of the source does not change.
+    """
     config = common.load().config
     spec = _one(_declared(config, pipeline), name)
     cursor = None if start else _cursor(common, config, name)
@@ -126,8 +134,8 @@ def try_(
         show(made)
     for finding, reason in judged.refused:
         say(styled(plain(f"refused: {finding.cause or finding.id}: {reason}"), "yellow"))
-    passed = f", {judged.skipped} passed over" if judged.skipped else ""
-    say(f"{plural(len(judged.events), 'event')} would be published{passed}; nothing was")
+    passed = f", {judged.skipped} skipped" if judged.skipped else ""
+    say(f"preview: {plural(len(judged.events), 'event')} would be published{passed}")
     return OK
 
 
@@ -138,16 +146,19 @@ def reset(
     *,
     to: Annotated[
         str,
-        Parameter(help="start, now, or a position of the source's own: an LSN, an offset, a time"),
+        Parameter(help="start, now, or a position of this source: an LSN, an offset, a time"),
     ],
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Set where a source goes on reading. Events that are in the books already keep their ids and are not made again."""
+    """Set the position from which a source continues to read.
+
+    Events that the ledger already has keep their ids and are not created again.
+    """
     config = common.load().config
     spec = _one(_declared(config, pipeline), name)
-    cursor, words = (
+    cursor, description = (
         (None, "at the start") if to == "start" else asyncio.run(_place(config, spec, to))
     )
     with common.stores(create=True, config=config) as stores:
@@ -159,9 +170,9 @@ def reset(
 
         stores.uow.write_now(work)
     if json:
-        print_json({"source": name, "position": words})
+        print_json({"source": name, "position": description})
     else:
-        say(f"{name} goes on {words}")
+        say(f"{name}: new position: {description}")
     return OK
 
 
@@ -170,17 +181,19 @@ def pause(
     name: Name,
     /,
     *,
-    reason: Annotated[str, Parameter(help="why, for the others")] = "paused by a person",
+    reason: Annotated[
+        str, Parameter(help="reason, shown to other operators")
+    ] = "paused by a person",
     pipeline: PipelineFile = None,
     common: Common = DEFAULTS,
 ) -> int:
-    """Nothing more is read from a source until it is resumed; whoever reads it notices within a second or two."""
+    """Stop reading a source until it is resumed. Its reader stops within two seconds."""
     return _pause(common, pipeline, name, " ".join(reason.split()) or "paused by a person")
 
 
 @app.command
 def resume(name: Name, /, *, pipeline: PipelineFile = None, common: Common = DEFAULTS) -> int:
-    """Read on from where it was paused."""
+    """Resume a paused source at its position."""
     return _pause(common, pipeline, name, None)
 
 
@@ -198,11 +211,11 @@ def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) 
         there = stores.uow.write_now(work)
     if name not in there:
         raise _unknown(name, [*known, *there])
-    say(f"{name} is {'read again' if reason is None else 'paused'}")
+    say(f"{name} is {'resumed' if reason is None else 'paused'}")
     return OK
 
 
-# -- what the pipeline and the books say -----------------------------------------------------------
+# -- declared and recorded sources -----------------------------------------------------------------
 
 
 def _declared(config: Config, file: str | None, *, required: bool = True) -> list[SourceSpec]:
@@ -210,7 +223,8 @@ def _declared(config: Config, file: str | None, *, required: bool = True) -> lis
     if not chosen:
         if required:
             raise UsageError(
-                "which pipeline?", hint='--pipeline FILE, or pipeline = "shop.py" in penstock.toml'
+                "no pipeline given",
+                hint='--pipeline FILE, or set pipeline = "shop.py" in penstock.toml',
             )
         return []
     from penstock.authoring.load import load
@@ -230,7 +244,7 @@ def _unknown(name: str, known: list[str]) -> UsageError:
         f"there is no source {name!r}",
         hint=f"there are: {', '.join(dict.fromkeys(known))}"
         if known
-        else "the pipeline declares none",
+        else "declare a source in the pipeline",
     )
 
 
@@ -279,7 +293,7 @@ def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> 
     }
 
 
-def _standing(state: SourceState | None, *, declared: bool, now: float) -> Any:
+def _state_text(state: SourceState | None, *, declared: bool, now: float) -> Any:
     if state is None:
         return "never read"
     if state.paused:
@@ -288,13 +302,14 @@ def _standing(state: SourceState | None, *, declared: bool, now: float) -> Any:
         return styled("failing", "yellow")
     if not declared:
         return styled("not in this pipeline", "dim")
-    word = max(
-        state.settled_at or 0.0, state.looked_at or 0.0
-    )  # readers give one every few seconds; hooks only when they are told
+    # Readers update these times every few seconds, webhooks with each request.
+    last_seen = max(state.settled_at or 0.0, state.looked_at or 0.0)
     return (
         "read"
-        if state.url.startswith("webhook:") or now - word < SILENT
-        else styled(f"nobody reads it since {moment(word)}" if word else "not read yet", "yellow")
+        if state.url.startswith("webhook:") or now - last_seen < READER_TIMEOUT
+        else styled(
+            f"no reader since {moment(last_seen)}" if last_seen else "not read yet", "yellow"
+        )
     )
 
 
@@ -304,7 +319,7 @@ def _behind(state: SourceState | None) -> str:
     return lasting(state.lag) if state.lag is not None else count(state.backlog or 0)
 
 
-# -- asking the source itself ----------------------------------------------------------------------
+# -- calls to the source ---------------------------------------------------------------------------
 
 
 async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> Taken:

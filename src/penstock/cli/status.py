@@ -1,4 +1,7 @@
-"""`penstock status`: the counters, why things wait, what they die of. Reads counters, so it costs the same at a million events."""
+"""`penstock status`: counters of events, reasons of delays and the largest dead-letter groups.
+
+It reads counters, so its cost does not grow with the number of events.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +47,14 @@ def status(
     *,
     json: Json = False,
     watch: Annotated[
-        bool, Parameter(name=["--watch", "-w"], help="look again every second, until Ctrl-C")
+        bool, Parameter(name=["--watch", "-w"], help="refresh every second, until Ctrl-C")
     ] = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """How much is pending, in flight, delayed, done and dead; they add up to what was accepted.
+    """Count events by status: pending, in flight, delayed, done, dead. The sum is all accepted.
 
-    Also: why events wait, the largest causes of death, sinks that are behind, pages that no extractor matched or that
-    yielded nothing.
+    Also shows: why events wait, the largest dead-letter groups, sinks that are behind, pages that
+    no extractor matched or that yielded nothing.
     """
     with common.stores() as stores:
         if not watch:
@@ -177,7 +180,7 @@ def document(looked: Look, now: float) -> dict[str, Any]:
     }
 
 
-# -- for people ------------------------------------------------------------------------------------
+# -- text output -----------------------------------------------------------------------------------
 
 
 def picture(looked: Look, now: float) -> RenderableType:
@@ -213,7 +216,7 @@ def picture(looked: Look, now: float) -> RenderableType:
                 (" sink down ", "bold white on red"),
                 " ",
                 (plain(name), "bold"),
-                f": {plain(reason)}; nothing is lost, it waits",
+                f": {plain(reason)} (rows wait in the outbox)",
             ),
             "",
         ]
@@ -261,14 +264,15 @@ def _workers(found: Standing, workers: list[dict[str, Any]], now: float) -> Rend
     )
     if gone:
         line.append(
-            f", {plural(len(gone), 'worker')} gone without a word (the next one takes their work back)",
+            f", {plural(len(gone), 'worker')} ended without shutdown "
+            "(the next one takes over the work)",
             "yellow",
         )
     if found.oldest is not None:
         line.append("   oldest ", "dim").append(lasting(now - found.oldest))
     open_ = sum(row[name] for row in found.topics.values() for name in ("pending", "delayed"))
     if open_ and not alive:
-        line.append("   penstock run works on it", "cyan")
+        line.append("   penstock run", "cyan")
     return line
 
 
@@ -287,9 +291,9 @@ def _yield(found: Standing) -> RenderableType | None:
             line.append(f"   {label} ", "dim").append(count(c[name]))
     for name, text in (("unmatched", "no extractor matched"), ("empty", "yielded nothing")):
         if c.get(name):
+            advice = "check match=" if name == "unmatched" else "check the selectors"
             line.append(f"\n{plural(c[name], 'page')}: {text}", "yellow").append(
-                f"   {'check match=' if name == 'unmatched' else 'a redesigned page? check the selectors'}",
-                "dim",
+                f"   {advice}", "dim"
             )
     if c.get("unreadable"):
         line.append(
@@ -304,14 +308,8 @@ def _delays(found: Standing, now: float) -> RenderableType | None:
     if not found.waiting:
         return None
     total = sum(row["delayed"] for row in found.topics.values())
-    made = table(
-        ("delayed", RIGHT),
-        ("next in", RIGHT),
-        (
-            f"why{f' (of the next {count(found.waiting_seen)})' if total > found.waiting_seen else ''}",
-            FOLD,
-        ),
-    )
+    part = f" (of the next {count(found.waiting_seen)})" if total > found.waiting_seen else ""
+    made = table(("delayed", RIGHT), ("next in", RIGHT), (f"reason{part}", FOLD))
     for w in found.waiting[:5]:
         made.add_row(
             styled(count(w.events), "yellow"), lasting(max(0.0, w.next_at - now)), plain(w.reason)
@@ -329,13 +327,13 @@ def _causes(found: Standing, now: float) -> RenderableType | None:
         ("last", RIGHT),
         "stage",
         ("cause", FOLD),
-        ("look closer", {"no_wrap": True}),
+        ("details", {"no_wrap": True}),
     )
     for c in found.causes:
-        letters = count(c.letters) + ("" if c.exact else "+")
+        shown = count(c.letters) + ("" if c.exact else "+")
         command = styled(f"penstock dlq show {short(c.event_id)}", "cyan")
         made.add_row(
-            styled(letters, "bold red"),
+            styled(shown, "bold red"),
             lasting(max(0.0, now - c.newest)) + " ago",
             plain(c.stage),
             plain(f"{c.error_class}: {c.reason}"),

@@ -1,4 +1,7 @@
-"""`penstock topics …`: what the brokers hold, and what a person may do to it. Dead letters have a command of their own."""
+"""`penstock topics …`: shows the messages on the brokers, and pauses, purges or rewinds topics.
+
+See `dlq` for dead letters.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ if TYPE_CHECKING:
     from penstock.ports import Out, Stats, Transaction
     from penstock.runtime.stores import Stores
 
-app = App(name="topics", help="what the brokers hold: look, pause, resume, purge, rewind")
-Name = Annotated[str, Parameter(help="the topic; `requests` stops all fetching")]
+app = App(name="topics", help="messages on the brokers: list, pause, resume, purge, rewind")
+Name = Annotated[str, Parameter(help="the topic (`requests` stops all fetching)")]
 Topic = Annotated[str, Parameter(help="requests, pages, records, or one of them with .dead")]
 
 
 @app.command
 def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
-    """Topics and their groups, with what the broker holds for each."""
+    """List topics and their groups, with the number of messages on the broker."""
     with common.stores() as stores:
         paused, rows = ask(stores, lambda tx: tx.queue.paused()), _figures(stores)
     if json:
@@ -87,7 +90,10 @@ def stats(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """The brokers' own figures; `~` marks those that are estimates. On Kafka, --json has the lag of each partition. The books count apart: penstock status."""
+    """Show the counts of the brokers. `~` marks an estimate.
+
+    On Kafka, --json has the lag of each partition. `penstock status` shows the ledger's counts.
+    """
     with common.stores() as stores:
         _known(stores, topic)
         found = (
@@ -132,7 +138,10 @@ def stats(
 
 @app.command
 def ensure(*, json: Json = False, common: Common = DEFAULTS) -> int:
-    """Declare every topic on its broker; what is there already is left as it is. Exit code 5 where it differs from the configuration."""
+    """Create each missing topic on its broker. Existing topics are not changed.
+
+    Exit code 5 if a topic differs from the configuration.
+    """
     from penstock.runtime.stores import TOPOLOGY
 
     with common.stores(create=True) as stores:
@@ -143,7 +152,7 @@ def ensure(*, json: Json = False, common: Common = DEFAULTS) -> int:
         for sentence in drift:
             say(styled(plain(sentence), "yellow"))
         say(
-            f"{plural(len(TOPOLOGY), 'topic')} there"
+            f"{plural(len(TOPOLOGY), 'topic')} declared"
             + (f", {plural(len(drift), 'difference')}" if drift else "")
         )
     return DIFFERENCES if drift else OK
@@ -158,7 +167,7 @@ def peek(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """What waits on a topic, oldest first. Looking consumes nothing."""
+    """Show messages that wait on a topic, oldest first. They are not consumed."""
     with common.stores() as stores:
         _known(stores, topic)
         found = stores.perform(lambda: stores.topics.peek(topic, max(1, limit)))
@@ -176,7 +185,7 @@ def peek(
         )
     show(made)
     if not found:
-        say(f"nothing waits on {topic}")
+        say(f"no message waits on {topic}")
     return OK
 
 
@@ -188,17 +197,17 @@ def pause(
     reason: Annotated[str, Parameter(help="shown by status")] = "paused by hand",
     common: Common = DEFAULTS,
 ) -> int:
-    """Hand out nothing of a topic; what is in flight is finished, what is pushed waits."""
+    """Stop deliveries of a topic. Work in flight finishes, new messages wait."""
     _set(common, topic, reason)
-    say(f"{topic} is paused; penstock topics resume {topic} goes on")
+    say(f"{topic} is paused (`penstock topics resume {topic}` resumes it)")
     return OK
 
 
 @app.command
 def resume(topic: Name = "requests", /, *, common: Common = DEFAULTS) -> int:
-    """Go on with a paused topic; an open breaker is closed, and counts from here."""
+    """Resume a paused topic. An open breaker is closed, and starts to count from zero."""
     _set(common, topic, None)
-    say(f"{topic} goes on")
+    say(f"{topic} is resumed")
     return OK
 
 
@@ -207,14 +216,19 @@ def purge(
     topic: Topic,
     /,
     *,
-    yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask")] = False,
+    yes: Annotated[
+        bool, Parameter(name=["--yes", "-y"], help="do not ask for confirmation")
+    ] = False,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Give up what waits on a topic: its events end as dead letters, which penstock dlq retry brings back. Asks first."""
+    """Remove the waiting messages of a topic, after a confirmation.
+
+    Their events become dead letters. `penstock dlq retry` redrives them.
+    """
     with common.stores(create=True) as stores:
         _known(stores, topic)
-        if not confirmed(f"give up everything that waits on {topic}", yes=yes):
+        if not confirmed(f"remove all waiting messages of {topic}", yes=yes):
             say("nothing purged")
             return OK
         gone = stores.perform(lambda: stores.dead_letters.purge(topic, "purged by hand"))
@@ -231,7 +245,7 @@ def rewind(
     /,
     *,
     group: Annotated[
-        str, Parameter(help="the group that is to see it again; `main` is the pipeline's own")
+        str, Parameter(help="the group that gets the messages again (`main` is the pipeline)")
     ],
     since: Annotated[
         str,
@@ -239,21 +253,22 @@ def rewind(
     ] = "beginning",
     offset: Annotated[
         list[str],
-        Parameter(
-            help="Kafka: from this offset of a partition on, as PARTITION:OFFSET; may be repeated"
-        ),
+        Parameter(help="Kafka: start at this offset of a partition, PARTITION:OFFSET (repeatable)"),
     ] = [],  # noqa: B006
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Hand what was published since then to a group again, where the broker keeps history. Events that have ended are not done again."""
+    """Deliver messages to a group again, if the broker keeps history.
+
+    Events that have ended are not processed again.
+    """
     with common.stores(create=True) as stores:
         _known(stores, topic)
         at = _moment(since, stores.clock.now())
         if not stores.topics.caps_of(topic).replay:
             raise UsageError(
-                f"{_broker(common, topic)} keeps no history to go back to",
-                hint="a Kafka, Redis, Postgres or SQLite broker does",
+                f"{_broker(common, topic)} keeps no history, so it cannot rewind",
+                hint="use a Kafka, Redis, Postgres or SQLite broker",
             )
         offsets = _offsets(offset) if offset else None
         if offsets and not _broker(common, topic).startswith("kafka"):
@@ -264,11 +279,11 @@ def rewind(
     if json:
         print_json({"topic": topic, "group": group, "since": iso(at), "messages": n})
     else:
-        say(f"{plural(n, 'message')} of {topic} again for {group}")
+        say(f"{plural(n, 'message')} of {topic} will be delivered to {group} again")
     return OK
 
 
-# -- parts -----------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def _set(common: Common, topic: str, reason: str | None) -> None:
@@ -277,7 +292,7 @@ def _set(common: Common, topic: str, reason: str | None) -> None:
         def work(tx: Transaction) -> bool:
             known = tx.queue.pause(topic, reason)
             if reason is None:
-                # Or the same deaths would open the breaker again at the next one.
+                # Otherwise the next dead event would open the breaker again.
                 tx.counters.reset_ends(topic)
             return known
 
@@ -288,10 +303,10 @@ def _set(common: Common, topic: str, reason: str | None) -> None:
 def _figures(stores: Stores) -> list[tuple[str, str, Stats]]:
     groups = ask(stores, lambda tx: tx.queue_reports.groups())
 
-    async def all_of_them() -> list[tuple[str, str, Stats]]:
+    async def read_all() -> list[tuple[str, str, Stats]]:
         return [(topic, group, await stores.topics.stats(topic, group)) for topic, group in groups]
 
-    return stores.perform(all_of_them)
+    return stores.perform(read_all)
 
 
 async def _with_partitions(stores: Stores) -> list[tuple[str, str, Stats, list[dict[str, Any]]]]:
@@ -324,7 +339,7 @@ def _no_such(topic: str) -> find.NotFound:
 
 
 def _broker(common: Common, topic: str) -> str:
-    """Its scheme: the rest of a DSN may hold a password."""
+    """Return the scheme of the topic's broker. The rest of the DSN may contain a password."""
     topics = common.load().config.topics
     return str(getattr(topics, topic.removesuffix(".dead"), topics.requests)).partition(":")[0]
 
@@ -344,7 +359,8 @@ def _moment(text: str, now: float) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise UsageError(
-            f"--since {text!r} is no time", hint="1h, 2d, 2026-11-16T08:00:00+00:00 or beginning"
+            f"--since {text!r} is not a time",
+            hint="1h, 2d, 2026-11-16T08:00:00+00:00 or beginning",
         ) from None
 
 
@@ -356,7 +372,7 @@ def _offsets(given: list[str]) -> dict[int, int]:
         }
     except ValueError:
         raise UsageError(
-            "--offset wants a partition and an offset", hint="--offset 0:1500 --offset 1:0"
+            "--offset needs a partition and an offset", hint="--offset 0:1500 --offset 1:0"
         ) from None
 
 

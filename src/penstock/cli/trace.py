@@ -1,4 +1,4 @@
-"""`penstock trace`: every event of a trace as a tree, with what happened to each and when."""
+"""`penstock trace`: every event of a trace as a tree, each with its history."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 
 class Found(msgspec.Struct, kw_only=True):
-    """One event with all that belongs to it."""
+    """One event with its history, duplicates, dead letter and records."""
 
     row: EventRow
     event: Event | None
     history: list[Step]
     duplicates: list[tuple[str, str]]
-    original_trace: str | None  # of what it is a duplicate of
+    original_trace: str | None  # trace of the owner, if this event is a duplicate
     letter: Letter | None
-    records: list[tuple[str, str]] | None  # None: not looked for
+    records: list[tuple[str, str]] | None  # None if they were not read
 
 
 class Traced(msgspec.Struct, kw_only=True):
     trace: str
-    asked: str | None  # the event that was asked for, if one was
+    asked: str | None  # the requested event, or None if a trace was requested
     events: list[Found]
     total: int
     others: list[EventRow]  # of the same URL, in other traces
@@ -53,7 +53,7 @@ class Traced(msgspec.Struct, kw_only=True):
 def trace(
     what: Annotated[
         str,
-        Parameter(help="an event id or a trace id (a unique beginning will do), a URL, or `last`"),
+        Parameter(help="an event id or trace id (or a unique prefix), a URL, or `last`"),
     ] = "last",
     /,
     *,
@@ -63,7 +63,10 @@ def trace(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """What happened to an event or a URL: every event of its trace, with times, reasons, duplicates, page and records."""
+    """Show the history of an event or a URL, with every event of its trace.
+
+    Shows times, reasons, duplicates, page and records.
+    """
     with common.stores() as stores:
         found = ask(stores, lambda tx: gather(stores, tx, what, max(1, limit)))
     if json:
@@ -77,15 +80,14 @@ def gather(stores: Stores, tx: Transaction, what: str, limit: int) -> Traced:
     asked: EventRow | None = None
     if what == "last" or find.is_url(what):
         asked = find.event_for(stores, tx, what)
-        if (
-            asked.status == "duplicate" and asked.duplicate_of
-        ):  # its story is told by the one that was fetched
+        # The owner of a duplicate has the history of the fetch.
+        if asked.status == "duplicate" and asked.duplicate_of:
             asked = tx.reports.event(asked.duplicate_of) or asked
         trace_id = asked.trace
     else:
         events, traces = (
-            tx.reports.ids_like(what, find.MOST),
-            tx.reports.traces_like(what, find.MOST),
+            tx.reports.ids_like(what, find.MAX_LISTED),
+            tx.reports.traces_like(what, find.MAX_LISTED),
         )
         if what in traces:
             trace_id = what
@@ -99,7 +101,7 @@ def gather(stores: Stores, tx: Transaction, what: str, limit: int) -> Traced:
                 sorted(set(events) | set(traces)),
                 what,
                 "event or trace",
-                "penstock events ls lists them; `penstock trace last` shows the newest",
+                "`penstock events ls` lists them, `penstock trace last` shows the newest",
             )
             if trace_id not in traces:
                 asked = tx.reports.event(trace_id)
@@ -166,7 +168,7 @@ def document(found: Traced) -> dict[str, Any]:
 
 
 def row_document(row: EventRow) -> dict[str, Any]:
-    """An event as every listing gives it."""
+    """Return the JSON fields of an event that every listing has."""
     return {
         "event_id": row.id,
         "trace_id": row.trace,
@@ -231,7 +233,7 @@ def step_document(s: Step) -> dict[str, Any]:
     }
 
 
-# -- for people ------------------------------------------------------------------------------------
+# -- text output -----------------------------------------------------------------------------------
 
 
 def show(found: Traced) -> None:
@@ -255,7 +257,7 @@ def show(found: Traced) -> None:
         for line in _lines(f, now):
             node.add(line)
     if found.total > len(found.events):
-        root.add(styled(f"{found.total - len(found.events):,} more; --limit shows them", "dim"))
+        root.add(styled(f"{found.total - len(found.events):,} more (--limit shows them)", "dim"))
     console().print(root)
     if found.others:
         console().print(styled("\nother events of this URL", "dim"))

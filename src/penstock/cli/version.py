@@ -1,4 +1,4 @@
-"""`penstock version`: Penstock and what it stands on."""
+"""`penstock version`: versions of Penstock and of the libraries it uses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARTS = (
 
 
 def version(*, json: Json = False) -> int:
-    """Versions of Penstock and of what it stands on; for bug reports."""
+    """Show the versions of Penstock and of the libraries it uses, for bug reports."""
     from penstock.runtime.stores import sqlite_version
 
     parts = {"python": platform.python_version(), "sqlite": ".".join(map(str, sqlite_version()))}

@@ -1,5 +1,6 @@
-"""Command line, environment and penstock.toml become one frozen Config here, checked before
-anything opens; nothing is opened here.
+"""Loads command line, environment and penstock.toml into one frozen Config, and checks it.
+
+No store or server is opened here.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from penstock.errors import ConfigError
 __all__ = ["OPTIONS", "Config", "Loaded", "Option", "Shown", "load", "options", "show"]
 
 FILE_NAME = "penstock.toml"
-# Variables with our prefix that are no options: where the file is, and where ./dev keeps its
-# environment.
+# Variables with the prefix PENSTOCK_ that are not options: the configuration file, the virtual
+# environment of ./dev, and options of the Kafka client.
 OTHER_VARIABLES = frozenset({"PENSTOCK_CONFIG", "PENSTOCK_VENV", "PENSTOCK_KAFKA_OPTIONS"})
 STORES = (
     "broker.url",
@@ -42,7 +43,7 @@ STORES = (
     "claims.url",
     "pages.url",
 )
-# Kubernetes puts these into every pod beside a Service whose name begins with "penstock".
+# Kubernetes sets these variables in every pod if a Service has a name that begins with "penstock".
 _INJECTED = re.compile(
     r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?$"
 )
@@ -52,7 +53,7 @@ _INJECTED = re.compile(
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration, where each value came from, and the file that was read (if any)."""
+    """The configuration, the origin of each value, and the file that was read (if any)."""
 
     config: Config
     origins: Mapping[str, str]
@@ -66,18 +67,20 @@ class Shown(NamedTuple):
 
 
 def load(cli: Mapping[str, str], env: Mapping[str, str], cwd: Path) -> Loaded:
-    """Command line > environment > penstock.toml > defaults. Raises ConfigError, and nothing else.
+    """Load the configuration: command line > environment > penstock.toml > defaults.
 
-    `cli` maps option paths ("fetch.concurrency") to texts; its key "config" names the file, as
-    PENSTOCK_CONFIG does. Relative paths are relative to `cwd`, wherever the file is. An empty
-    variable counts as unset.
+    Raise only ConfigError. `cli` maps option paths ("fetch.concurrency") to texts. Its key "config"
+    names the file, as PENSTOCK_CONFIG does. Relative paths are relative to `cwd`, not to the file.
+    An empty variable counts as unset.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     file = _file(cli.get("config") or env.get("PENSTOCK_CONFIG"), cwd)
     document, shown = _document(file, cwd)
     pools = _pools(document, env, cli, shown)
-    table = _Table([*OPTIONS, *(option for name in pools for option in pool_options(name))], pools)
+    table = _KnownOptions(
+        [*OPTIONS, *(option for name in pools for option in pool_options(name))], pools
+    )
     for option, origin, value in (
         *_from_file(document, shown, table),
         *_from_env(env, cwd, table),
@@ -85,7 +88,7 @@ def load(cli: Mapping[str, str], env: Mapping[str, str], cwd: Path) -> Loaded:
     ):
         values[option.path], origins[option.path] = value, origin
     _derive(values, cwd)
-    _agree(values, origins)
+    _check_consistency(values, origins)
     config = _build(Config, values)
     if pools:
         config = msgspec.structs.replace(
@@ -101,12 +104,15 @@ def load(cli: Mapping[str, str], env: Mapping[str, str], cwd: Path) -> Loaded:
 
 
 def options(config: Config) -> tuple[Option, ...]:
-    """The table, with the options of every pool of proxies that this configuration has."""
+    """Return all options, with those of every proxy pool of this configuration."""
     return (*OPTIONS, *(option for name in config.proxies for option in pool_options(name)))
 
 
 def show(loaded: Loaded) -> list[Shown]:
-    """Every option with its value and origin, in the order of the table; passwords masked."""
+    """Return every option with its value and origin, in the order of definition.
+
+    Passwords are masked.
+    """
     return [
         Shown(
             option.path,
@@ -117,8 +123,8 @@ def show(loaded: Loaded) -> list[Shown]:
     ]
 
 
-class _Table:
-    """The options that there are, once the names of the user's own tables are known."""
+class _KnownOptions:
+    """All known options, with those of the user's proxy pools."""
 
     def __init__(self, found: list[Option], pools: list[str]) -> None:
         self.by_path = {option.path: option for option in found}
@@ -129,8 +135,9 @@ class _Table:
 def _pools(
     document: Mapping[str, Any], env: Mapping[str, str], cli: Mapping[str, str], shown: str
 ) -> list[str]:
-    """Names of pools, wherever they are first mentioned. A variable cannot say `-`, so it may mean
-    a name with one.
+    """Return the names of all pools, from file, command line and variables.
+
+    A variable has `_` for `-`, so it may belong to a pool whose name contains `-`.
     """
     tables = document.get(POOL, {})
     if not isinstance(tables, dict):
@@ -168,7 +175,7 @@ def _pools(
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", name):
             raise ConfigError(
-                f"{POOL}.{name}: is no name for a pool", hint="letters, digits, _ and -"
+                f"{POOL}.{name}: is not a valid pool name", hint="letters, digits, _ and -"
             )
         if not isinstance(tables.get(name, {}), dict):
             raise ConfigError(
@@ -178,7 +185,7 @@ def _pools(
     for variable in {name.upper().replace("-", "_") for name in names}:
         if len(same := [name for name in names if name.upper().replace("-", "_") == variable]) > 1:
             raise ConfigError(
-                f"{POOL}: {' and '.join(same)} would share their variables",
+                f"{POOL}: {' and '.join(same)} would have the same variables",
                 hint="rename one of them",
             )
     return names
@@ -215,12 +222,12 @@ def _document(file: Path | None, cwd: Path) -> tuple[dict[str, Any], str]:
         return tomllib.loads(file.read_bytes().decode("utf-8-sig")), shown
     except FileNotFoundError:
         raise ConfigError(
-            f"{shown}: there is no such file", hint="penstock init, or give another --config"
+            f"{shown}: there is no such file", hint="run `penstock init`, or use another --config"
         ) from None
     except OSError as e:
         raise ConfigError(
             f"{shown}: cannot be read ({e.strerror})",
-            hint="check its permissions, or give another --config",
+            hint="check its permissions, or use another --config",
         ) from e
     except UnicodeDecodeError as e:
         raise ConfigError(
@@ -229,17 +236,17 @@ def _document(file: Path | None, cwd: Path) -> tuple[dict[str, Any], str]:
     except (tomllib.TOMLDecodeError, RecursionError) as e:
         raise ConfigError(
             f"{shown}: is not valid TOML: {e}",
-            hint='a line reads key = value; texts and durations are in quotes: lease = "30s"',
+            hint='write key = value, with texts and durations in quotes: lease = "30s"',
         ) from e
 
 
-def _from_file(document: Mapping[str, Any], shown: str, known: _Table) -> Iterator[_Found]:
+def _from_file(document: Mapping[str, Any], shown: str, known: _KnownOptions) -> Iterator[_Found]:
     for path, value in _leaves(document, "", shown, known):
         yield known.by_path[path], shown, _read(known.by_path[path], value, shown, is_file=True)
 
 
 def _leaves(
-    table: Mapping[str, Any], prefix: str, shown: str, known: _Table
+    table: Mapping[str, Any], prefix: str, shown: str, known: _KnownOptions
 ) -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         path = prefix + key
@@ -253,7 +260,8 @@ def _leaves(
                     if option.path.startswith(path + ".")
                 )
                 raise ConfigError(
-                    f"{path}: is a section of {shown}, not a value", hint=_toml(inside, whole=True)
+                    f"{path}: is a section of {shown}, not a value",
+                    hint=_toml(inside, with_section=True),
                 )
             yield from _leaves(value, path + ".", shown, known)
         else:
@@ -263,7 +271,7 @@ def _leaves(
             )
 
 
-def _from_env(env: Mapping[str, str], cwd: Path, table: _Table) -> Iterator[_Found]:
+def _from_env(env: Mapping[str, str], cwd: Path, table: _KnownOptions) -> Iterator[_Found]:
     seen: dict[str, str] = {}
     for variable in sorted(env):
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or not env[variable]:
@@ -302,7 +310,7 @@ def _content(variable: str, file: Path) -> str:
         ) from e
 
 
-def _from_cli(cli: Mapping[str, str], known: _Table) -> Iterator[_Found]:
+def _from_cli(cli: Mapping[str, str], known: _KnownOptions) -> Iterator[_Found]:
     for path, text in cli.items():
         if path == "config":
             continue
@@ -331,15 +339,15 @@ def _read(option: Option, value: object, origin: str, *, is_file: bool = False) 
             else f"{option.path}={option.example}"
         )
     if origin.endswith("_FILE"):
-        hint = f"a file that holds {option.example}"
+        hint = f"a file that contains {option.example}"
     raise ConfigError(
-        f"{where}: expected {option.kind.expected}, got {_told(option, value)}", hint=hint
+        f"{where}: expected {option.kind.expected}, got {_describe(option, value)}", hint=hint
     )
 
 
-def _told(option: Option, value: object) -> str:
+def _describe(option: Option, value: object) -> str:
     if option.secret:
-        return "something else (not shown: it may hold a password)"
+        return "another value (not shown, because it may contain a password)"
     if isinstance(value, str):
         return (
             '"'
@@ -357,14 +365,14 @@ def _told(option: Option, value: object) -> str:
     )
 
 
-def _toml(option: Option, *, whole: bool = False) -> str:
+def _toml(option: Option, *, with_section: bool = False) -> str:
     section, _, key = option.path.rpartition(".")
     value = f'"{option.example}"' if option.kind.quoted else option.example
-    return f"[{section}] {key} = {value}" if whole else f"{key} = {value}"
+    return f"[{section}] {key} = {value}" if with_section else f"{key} = {value}"
 
 
 def _suggest(
-    name: str, known: list[str], otherwise: str = "penstock config show lists every option"
+    name: str, known: list[str], otherwise: str = "`penstock config show` lists every option"
 ) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if not close:  # the right key in the wrong section
@@ -381,12 +389,13 @@ def _written(option: Option, value: Any) -> str:
     return option.kind.masked(value) if option.kind.masked is not None else "***"
 
 
-# -- the whole -------------------------------------------------------------------------------------
+# -- the whole configuration -----------------------------------------------------------------------
 
 
 def _derive(values: dict[str, Any], cwd: Path) -> None:
-    """Defaults that depend on other options; relative paths become absolute, so a later chdir
-    changes nothing.
+    """Set defaults that depend on other options, and make relative paths absolute.
+
+    So a later chdir has no effect.
     """
     state = cwd.absolute() / values.get("state.dir", ".penstock")
     values["state.dir"] = state
@@ -396,15 +405,15 @@ def _derive(values: dict[str, Any], cwd: Path) -> None:
         if scheme in ("sqlite", "file") and rest and not rest.startswith(("/", ":")):
             values[path] = f"{scheme}:{cwd.absolute() / rest}"
     in_flight = values.get("fetch.concurrency", BY_PATH["fetch.concurrency"].default)
-    values.setdefault(
-        "pace.concurrency", in_flight if values.get("pace.rate") == math.inf else 8
-    )  # who lifts the limit means it
+    # With an unlimited rate, a lower default here would limit the rate again.
+    values.setdefault("pace.concurrency", in_flight if values.get("pace.rate") == math.inf else 8)
     values.setdefault("fetch.prefetch", min(4 * in_flight, 100_000))
 
 
 def _derive_stores(values: dict[str, Any], state: Path) -> None:
-    """What is not set follows the broker, to a place that every machine of the fleet can see; never
-    silently to a file of this one.
+    """Set stores that are not given to the broker's server, which the whole fleet can reach.
+
+    With a server as broker, a store is never silently a file of this machine.
     """
     embedded = not values.get("broker.url")
     broker = values.setdefault("broker.url", f"sqlite:{state / 'penstock.db'}")
@@ -440,9 +449,8 @@ def _derive_stores(values: dict[str, Any], state: Path) -> None:
         if found is not None:
             values.setdefault(path, found)
     for path in ("ledger.url", "claims.url", "pages.url"):
-        values.setdefault(
-            path, ""
-        )  # said when stores are opened: looking at the configuration needs none
+        # The error is raised when the stores are opened. `config show` does not need them.
+        values.setdefault(path, "")
 
 
 def _kind(url: str) -> str:
@@ -450,9 +458,10 @@ def _kind(url: str) -> str:
     return {"postgresql": "postgres", "rediss": "redis", "amqps": "amqp"}.get(scheme, scheme)
 
 
-def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Values that are each fine and together are not. A default gives way to a smaller limit that
-    was set.
+def _check_consistency(values: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Raise ConfigError for valid values that contradict each other.
+
+    A default is lowered to a smaller limit that was set.
     """
     rules = (
         ("retry.base", "retry.max", "the first back-off is longer than the longest"),
@@ -469,12 +478,12 @@ def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:
         (
             "fetch.concurrency",
             "fetch.prefetch",
-            "a worker cannot have more in flight than it holds",
+            "a worker cannot have more requests in flight than it holds events",
         ),
-        ("breaker.alert", "breaker.dead_share", "the alert comes after the stop"),
-        ("net.max_body", "fetch.bytes", "one body is larger than all that a worker may hold"),
+        ("breaker.alert", "breaker.dead_share", "the alert would come after the pause"),
+        ("net.max_body", "fetch.bytes", "one body may be larger than the memory for all bodies"),
     )
-    for small, large, why in rules:
+    for small, large, problem in rules:
         low, high = (values.get(path, BY_PATH[path].default) for path in (small, large))
         if low <= high:
             continue
@@ -486,7 +495,7 @@ def _agree(values: dict[str, Any], origins: Mapping[str, str]) -> None:
             for path, value in ((small, low), (large, high))
         )
         hint = f"raise {large} or lower {small}" if large in origins else f"set {large} as well"
-        raise ConfigError(f"{small}: {why} ({shown})", hint=hint)
+        raise ConfigError(f"{small}: {problem} ({shown})", hint=hint)
 
 
 def _build(section: type[Any], values: Mapping[str, Any], prefix: str = "") -> Any:

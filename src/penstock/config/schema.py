@@ -1,5 +1,6 @@
-"""Every option of Penstock once: its type, default and one line of help, as frozen structs and as
-the table made from them. Nothing is read here.
+"""Definitions of all options: type, default and one line of help.
+
+They are frozen structs, and a table that is made from them. See `config.files` for loading.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ PREFIX = "PENSTOCK_"
 
 
 class Opt(msgspec.Struct, frozen=True):
-    """What the table below says about one option, beside its type and default."""
+    """Metadata of one option, in addition to its type and default."""
 
     kind: units.Kind
     help: str
-    example: str = ""  # where the default is no good one
-    derived: str = ""  # how the default is found, where it depends on another option
+    example: str = ""  # set if the default is not a good example
+    derived: str = ""  # describes a default that depends on another option
     alias: str = ""  # a shorter variable
-    secret: bool = False  # masked wherever it is shown; may be given as a file
+    secret: bool = False  # masked in all output, and may be given as a file
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +52,7 @@ _LINE = units.texts(r"[\x20-\x7e]+", "printable ASCII")
 
 
 def _proxies(value: object) -> tuple[str, ...]:
-    """Texts with commas or line breaks between them (a file has one a line), or a list."""
+    """Read a text with commas or line breaks (a file has one proxy per line), or a list."""
     lines = (
         [part.strip() for part in re.split(r"[,\n]", value)] if isinstance(value, str) else value
     )
@@ -63,7 +64,8 @@ def _proxies(value: object) -> tuple[str, ...]:
 
 _PROXIES = units.Kind(
     name="list of proxies",
-    expected='URLs of proxies with their ports, separated by commas ("http://user:password@proxy.example:8080,socks5://10.0.0.1:1080 3")',
+    expected="URLs of proxies with their ports, separated by commas "
+    '("http://user:password@proxy.example:8080,socks5://10.0.0.1:1080 3")',
     read=_proxies,
     write=",".join,
     masked=lambda value: ",".join(member.label for member in parse_members(value)),
@@ -80,7 +82,7 @@ _REST = units.Kind(
     read=units.texts(r"https?://[^\x00-\x20\x7f]+", "").read,
     masked=mask,
 )
-_WORDS = units.Kind(
+_NAMES = units.Kind(
     name="list of names",
     expected='names, separated by commas ("de,at")',
     read=units.words,
@@ -94,7 +96,7 @@ _WEIGHT = units.Kind(
     quoted=False,
 )
 
-# -- the table: every option once, with its type, default and one line of help ---------------------
+# -- the options, with type, default and one line of help ------------------------------------------
 
 
 class StateConfig(_Section, frozen=True, kw_only=True):
@@ -121,13 +123,11 @@ def _topic(what: str) -> Opt:
 
 
 class TopicsConfig(_Section, frozen=True, kw_only=True):
-    """Each topic names its broker; by default one carries them all."""
+    """The broker of each topic. By default one broker carries all topics."""
 
-    requests: Annotated[
-        str, _topic("requests: events on their way to be fetched, and their retries")
-    ]
-    pages: Annotated[str, _topic("pages: what was fetched, on its way to other processes")]
-    records: Annotated[str, _topic("records: what was extracted, on its way to other processes")]
+    requests: Annotated[str, _topic("requests: events that will be fetched, and their retries")]
+    pages: Annotated[str, _topic("pages: fetched pages for other processes")]
+    records: Annotated[str, _topic("records: extracted records for other processes")]
 
 
 class LedgerConfig(_Section, frozen=True, kw_only=True):
@@ -142,32 +142,32 @@ class PagesConfig(_Section, frozen=True, kw_only=True):
     url: Annotated[str, _store("store of raw pages", "file:<state.dir>/pages")]
     keep: Annotated[float | None, Opt(units.KEEP, "how long pages are kept")] = 30 * 86400.0
     max_bytes: Annotated[
-        int, Opt(units.sizes(2**20), "size beyond which the oldest pages are removed")
+        int, Opt(units.sizes(2**20), "total size above which the oldest pages are removed")
     ] = 10 * 2**30
     inline_max: Annotated[
         int,
         Opt(
             units.sizes(0, 512 * 2**10),
-            "bodies up to this size travel in the messages of `pages` as well; 0: references only",
+            "bodies up to this size are also sent in the messages of `pages` (0 sends references)",
         ),
     ] = 0
 
 
 class RetryConfig(_Section, frozen=True, kw_only=True):
     base: Annotated[
-        float, Opt(units.durations(0.001, 86400), "first back-off; then exponential, with jitter")
+        float, Opt(units.durations(0.001, 86400), "first back-off, then exponential with jitter")
     ] = 10.0
     max: Annotated[float, Opt(units.durations(0.001, 7 * 86400), "longest back-off")] = 900.0
     budget: Annotated[int, Opt(units.counts(0, 1000), "retries after the first attempt")] = 3
     next_pool: Annotated[
         bool,
-        Opt(units.FLAG, "whether a blocked event is tried again by its route's next proxy pool"),
+        Opt(units.FLAG, "retry a blocked event with the next proxy pool of its route"),
     ] = True
     max_age: Annotated[
         float,
         Opt(
             units.durations(1),
-            "age beyond which an event that failed, or found no proxy, is not put off again",
+            "age above which an event that failed, or found no proxy, is not retried",
         ),
     ] = 7 * 86400.0
 
@@ -187,31 +187,34 @@ class NetConfig(_Section, frozen=True, kw_only=True):
         tuple[str, ...],
         Opt(
             units.TARGETS,
-            "private targets that may be asked all the same",
+            "private targets to which requests are allowed",
             example="127.0.0.1:8000",
         ),
     ] = ()
-    ports: Annotated[
-        tuple[int, ...], Opt(units.PORTS, "ports of public targets that may be asked")
-    ] = (80, 443, 8080, 8443)
+    ports: Annotated[tuple[int, ...], Opt(units.PORTS, "allowed ports of public targets")] = (
+        80,
+        443,
+        8080,
+        8443,
+    )
     user_agent: Annotated[
-        str, Opt(_LINE, "who we are: put in a URL where the owner of a site finds you")
+        str, Opt(_LINE, "User-Agent header, with a URL at which site owners can find you")
     ] = "penstock/0.1 (+https://penstock.example/bot)"
     max_body: Annotated[int, Opt(units.sizes(1024), "largest decoded body")] = 16 * 2**20
     remote_dns: Annotated[
         bool,
         Opt(
             units.FLAG,
-            "let proxies resolve names, unchecked by the guard; recorded as an exception",
+            "let proxies resolve names, unchecked by the guard (recorded as an exception)",
         ),
     ] = False
     timeout: TimeoutConfig = TimeoutConfig()
 
 
 class PaceConfig(_Section, frozen=True, kw_only=True):
-    rate: Annotated[float, Opt(units.RATE, "requests a second for each host, jittered")] = 1.0
+    rate: Annotated[float, Opt(units.RATE, "requests a second for each host, with jitter")] = 1.0
     burst: Annotated[
-        int, Opt(units.counts(1, 10_000), "requests a host may get at once after a rest")
+        int, Opt(units.counts(1, 10_000), "requests a host may get in a burst after an idle time")
     ] = 1
     concurrency: Annotated[
         int,
@@ -219,12 +222,16 @@ class PaceConfig(_Section, frozen=True, kw_only=True):
             units.counts(1, 10_000),
             "requests in flight to one host in one worker",
             example="8",
-            derived="8; with an unlimited rate fetch.concurrency",
+            derived="8, or fetch.concurrency with an unlimited rate",
         ),
     ]
     by: Annotated[
-        Literal["host", "domain"], Opt(units.choices("host", "domain"), "what limits, pauses and order go by: each host, or all of a registrable domain")
-    ] = "host"  # fmt: skip
+        Literal["host", "domain"],
+        Opt(
+            units.choices("host", "domain"),
+            "limits, pauses and order apply to each host, or to each registrable domain",
+        ),
+    ] = "host"
 
 
 class DedupConfig(_Section, frozen=True, kw_only=True):
@@ -237,17 +244,22 @@ class DedupConfig(_Section, frozen=True, kw_only=True):
     ] = 2.0
     mode: Annotated[
         Literal["delay", "drop"],
-        Opt(units.choices("delay", "drop"), "what becomes of a later event inside the window"),
+        Opt(units.choices("delay", "drop"), "treatment of a later event inside the window"),
     ] = "delay"
     tracking: Annotated[
-        tuple[str, ...], Opt(units.PARAMETERS, "query parameters that do not count, beside the usual ones (utm_*, gclid, …)", example="ref,-gclid")
-    ] = ()  # fmt: skip
+        tuple[str, ...],
+        Opt(
+            units.PARAMETERS,
+            "query parameters to ignore, in addition to the usual ones (utm_*, gclid, …)",
+            example="ref,-gclid",
+        ),
+    ] = ()
 
 
 class FollowConfig(_Section, frozen=True, kw_only=True):
     window: Annotated[float, Opt(units.durations(), "window of followed links")] = 86400.0
     depth: Annotated[
-        int, Opt(units.counts(0, 10_000), "links followed away from the first page")
+        int, Opt(units.counts(0, 10_000), "longest chain of followed links from the first page")
     ] = 10
     same_domain: Annotated[bool, Opt(units.FLAG, "follow only inside the registrable domain")] = (
         True
@@ -277,7 +289,7 @@ class FetchConfig(_Section, frozen=True, kw_only=True):
     ] = 600.0
     allow_downgrade: Annotated[bool, Opt(units.FLAG, "follow redirects from https to http")] = False
     soft_404: Annotated[
-        bool, Opt(units.FLAG, "take a short page that says “not found” with status 200 for a block")
+        bool, Opt(units.FLAG, "treat a short page with “not found” and status 200 as a block")
     ] = False
 
 
@@ -292,18 +304,18 @@ class ExtractConfig(_Section, frozen=True, kw_only=True):
     output: Annotated[int, Opt(units.sizes(1024), "records and links of one page, encoded")] = (
         16 * 2**20
     )
-    group: Annotated[int, Opt(units.counts(1, 10_000), "pages handed over at once")] = 32
+    group: Annotated[int, Opt(units.counts(1, 10_000), "pages per batch for a child process")] = 32
 
 
 class SinkConfig(_Section, frozen=True, kw_only=True):
     max_backlog: Annotated[
-        int, Opt(units.counts(1), "rows waiting for a sink beyond which fetching pauses")
+        int, Opt(units.counts(1), "rows waiting for a sink above which fetching pauses")
     ] = 100_000
 
 
 class IntakeConfig(_Section, frozen=True, kw_only=True):
     max_pending: Annotated[
-        int, Opt(units.counts(1), "open events beyond which new ones are refused")
+        int, Opt(units.counts(1), "open events above which new ones are refused")
     ] = 10_000_000
 
 
@@ -320,21 +332,21 @@ _ADDRESS = units.Kind(
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):
-    host: Annotated[str, Opt(_ADDRESS, "address that webhooks are served on")] = "127.0.0.1"
-    port: Annotated[int, Opt(units.counts(0, 65535), "port of it; 0: any that is free")] = 8787
-    max_connections: Annotated[int, Opt(units.counts(1, 100_000), "connections at a time")] = 256
+    host: Annotated[str, Opt(_ADDRESS, "address on which webhooks are served")] = "127.0.0.1"
+    port: Annotated[int, Opt(units.counts(0, 65535), "port (0 is any free port)")] = 8787
+    max_connections: Annotated[int, Opt(units.counts(1, 100_000), "open connections")] = 256
     timeout: Annotated[
-        float, Opt(units.durations(0.05, 3600), "time in which a request must have come")
+        float, Opt(units.durations(0.05, 3600), "time in which a request must be received")
     ] = 10.0
 
 
 class BreakerConfig(_Section, frozen=True, kw_only=True):
-    dead_share: Annotated[float, Opt(units.SHARE, "share of dead ends that pauses a topic")] = 0.2
-    min: Annotated[int, Opt(units.counts(1), "dead ends needed for it")] = 50
-    window: Annotated[float, Opt(units.durations(1, 86400), "time over which they are counted")] = (
-        60.0
-    )
-    alert: Annotated[float, Opt(units.SHARE, "share of dead ends that is worth a warning")] = 0.02
+    dead_share: Annotated[float, Opt(units.SHARE, "share of dead events that pauses a topic")] = 0.2
+    min: Annotated[int, Opt(units.counts(1), "dead events needed to pause it")] = 50
+    window: Annotated[
+        float, Opt(units.durations(1, 86400), "time over which events are counted")
+    ] = 60.0
+    alert: Annotated[float, Opt(units.SHARE, "share of dead events that causes a warning")] = 0.02
 
 
 class HistoryConfig(_Section, frozen=True, kw_only=True):
@@ -350,13 +362,13 @@ class OutputConfig(_Section, frozen=True, kw_only=True):
 
 
 class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
-    """One `[proxies.NAME]` table; there may be any number of them."""
+    """One `[proxies.NAME]` table. There may be any number of them."""
 
     urls: Annotated[
         tuple[str, ...],
         Opt(
             _PROXIES,
-            "its proxies, with weights if need be",
+            "proxies of the pool, optionally with weights",
             example="http://user:password@proxy.example:8080",
             secret=True,
         ),
@@ -365,7 +377,7 @@ class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
         str,
         Opt(
             _LIST,
-            "a provider's list of proxies, one a line",
+            "a provider's list of proxies, one per line",
             example="https://provider.example/list.txt",
             secret=True,
         ),
@@ -375,25 +387,25 @@ class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
     ] = 600.0
     geo: Annotated[
         tuple[str, ...],
-        Opt(_WORDS, "where its exits are: serves routes with that geo", example="de,at"),
+        Opt(_NAMES, "locations of its exits: serves routes with this geo", example="de,at"),
     ] = ()
     account: Annotated[
-        tuple[str, ...], Opt(_WORDS, "accounts it is reserved for; * for any", example="alice")
+        tuple[str, ...], Opt(_NAMES, "accounts it is reserved for (* is any)", example="alice")
     ] = ()
     weight: Annotated[float, Opt(_WEIGHT, "its share among pools that serve the same route")] = 1.0
     cooldown: Annotated[
         float,
         Opt(
             units.durations(0, 86400),
-            "rest of a proxy after its first failure at a host, then doubled; 0 for none",
+            "cooldown of a proxy after its first failure at a host, then doubled (0 turns it off)",
         ),
     ] = 30.0
-    cooldown_max: Annotated[float, Opt(units.durations(0, 7 * 86400), "longest rest")] = 3600.0
+    cooldown_max: Annotated[float, Opt(units.durations(0, 7 * 86400), "longest cooldown")] = 3600.0
     sticky: Annotated[
-        bool, Opt(units.FLAG, "the same account by the same proxy, as long as it is well")
+        bool, Opt(units.FLAG, "use the same proxy for an account while the proxy works")
     ] = True
     next: Annotated[
-        str, Opt(_NAME, "pool that an event blocked in this one goes to", example="backup")
+        str, Opt(_NAME, "pool for events that were blocked in this pool", example="backup")
     ] = ""
 
 
@@ -402,32 +414,34 @@ class ConnectConfig(_Section, frozen=True, kw_only=True):
         str,
         Opt(
             _REST,
-            "REST interface of the Kafka Connect worker that `penstock connect` speaks to",
+            "REST interface of the Kafka Connect worker for `penstock connect`",
             secret=True,
         ),
     ] = "http://127.0.0.1:8083"
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    """Everything that can be set, checked. `pipeline` and `namespace` are empty where they are not
-    set.
-    """
+    """All options, checked. `pipeline` and `namespace` are empty if they are not set."""
 
     pipeline: Annotated[
-        str, Opt(_PATH, "pipeline that `penstock run` takes without an argument", example="shop.py")
+        str, Opt(_PATH, "pipeline that `penstock run` uses without an argument", example="shop.py")
     ] = ""
     namespace: Annotated[
         str,
         Opt(_NAME, "prefix of names on servers, so that pipelines can share them", example="shop"),
     ] = ""
     durability: Annotated[
-        Literal["full", "process"], Opt(units.choices("full", "process"), "full: survives a power cut; process: survives a killed process")
-    ] = "full"  # fmt: skip
+        Literal["full", "process"],
+        Opt(
+            units.choices("full", "process"),
+            "full survives a power cut, process survives a killed process",
+        ),
+    ] = "full"
     lease: Annotated[
         float,
         Opt(
             units.durations(1, 12 * 3600),
-            "how long a worker may be silent before its work is given to another",
+            "time without a heartbeat after which a worker's work goes to another worker",
         ),
     ] = 30.0
     grace: Annotated[
@@ -435,7 +449,7 @@ class Config(_Section, frozen=True, kw_only=True):
     ] = 25.0
     robots: Annotated[
         Literal["obey", "ignore"],
-        Opt(units.choices("obey", "ignore"), "whether robots.txt is obeyed"),
+        Opt(units.choices("obey", "ignore"), "obey or ignore robots.txt"),
     ] = "obey"
     state: StateConfig
     broker: BrokerConfig
@@ -457,20 +471,20 @@ class Config(_Section, frozen=True, kw_only=True):
     history: HistoryConfig = HistoryConfig()
     output: OutputConfig = OutputConfig()
     connect: ConnectConfig = ConnectConfig()
-    proxies: Mapping[str, ProxyPoolConfig] = {}  # by name; see POOL and `pool_options`
+    proxies: Mapping[str, ProxyPoolConfig] = {}  # by name. See POOL and `pool_options`.
 
 
 # -- the table, as data ----------------------------------------------------------------------------
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the reference."""
+    """One option of the reference."""
 
     path: str
     env: str
     alias: str
     kind: units.Kind
-    default: Any  # msgspec.NODEFAULT where it is derived
+    default: Any  # msgspec.NODEFAULT if it is derived
     default_text: str
     help: str
     example: str
@@ -481,7 +495,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return (self.env, self.alias) if self.alias else (self.env,)
 
 
-# its tables have names of the user's choosing, so their options are made when the names are known
+# The user chooses the names of these tables, so their options are made when the names are known.
 POOL = "proxies"
 
 
@@ -497,9 +511,16 @@ def _options(section: type[_Section], prefix: str = "") -> Iterator[Option]:
         opt: Opt = next(extra for extra in get_args(hint) if isinstance(extra, Opt))
         text = opt.derived or ("" if field.default in ("", ()) else opt.kind.write(field.default))
         yield Option(
-            path=path, env=PREFIX + path.upper().replace(".", "_"), alias=opt.alias, kind=opt.kind, default=field.default, default_text=text,
-            help=opt.help, example=opt.example or text, secret=opt.secret,
-        )  # fmt: skip
+            path=path,
+            env=PREFIX + path.upper().replace(".", "_"),
+            alias=opt.alias,
+            kind=opt.kind,
+            default=field.default,
+            default_text=text,
+            help=opt.help,
+            example=opt.example or text,
+            secret=opt.secret,
+        )
 
 
 OPTIONS: tuple[Option, ...] = tuple(_options(Config))
@@ -509,8 +530,9 @@ SECTIONS = {path[: match.start()] for path in BY_PATH for match in re.finditer(r
 
 
 def pool_options(name: str) -> tuple[Option, ...]:
-    """The options of one `[proxies.NAME]` table. `-` in a name is `_` in its variables:
-    PENSTOCK_PROXIES_NAME_URLS.
+    """Return the options of one `[proxies.NAME]` table.
+
+    `-` in a name becomes `_` in its variables: PENSTOCK_PROXIES_NAME_URLS.
     """
     return tuple(
         msgspec.structs.replace(option, env=option.env.replace("-", "_"))

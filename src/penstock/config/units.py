@@ -1,5 +1,6 @@
-"""Kinds of option values: how "30s", "64MiB" or "30/m" is read, named in an error and written back.
-No option is defined here.
+"""Kinds of option values: how "30s", "64MiB" or "30/m" is read, described and written.
+
+See `config.schema` for the options.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ _DURATION_PART = re.compile(rf"({_DECIMAL})\s*(ms|s|m|h|d|w)")
 _NAME = re.compile(
     r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_][a-z0-9_-]{0,62})*\.?", re.I
 )
-_LARGEST = 10**15
+_MAX_NUMBER = 10**15
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """`read` takes what TOML or a string gives and raises ValueError; `expected` finishes "expected
-    …"; `write` is read's inverse.
+    """How values of one kind are read, described and written.
+
+    `read` converts a TOML value or a text, and raises ValueError. `write` is its inverse.
+    `expected` completes the message "expected …".
     """
 
     name: str  # for the reference: "duration", "size", …
@@ -46,9 +49,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     read: Callable[[object], Any]
     write: Callable[[Any], str] = str
     quoted: bool = True  # a string in TOML
-    masked: Callable[[Any], str] | None = (
-        None  # how a secret of this kind is shown; else not at all
-    )
+    masked: Callable[[Any], str] | None = None  # writes a secret for output, or None to hide it
 
 
 # -- numbers, times, sizes -------------------------------------------------------------------------
@@ -59,22 +60,24 @@ def _real(value: object) -> float:
         if not re.fullmatch(_DECIMAL, value.strip()):
             raise ValueError(value)
         value = float(value)
+    # The last test is also true for nan and inf.
     if (
-        isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST
-    ):  # nan and inf fail here too
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) < _MAX_NUMBER
+    ):
         raise ValueError(value)
     return float(value)
 
 
 def _written(value: float) -> str:
     text = f"{value:g}"
-    return (
-        format(Decimal(repr(value)), "f") if "e" in text else text
-    )  # as it is read: without a power of ten
+    # Values are read without an exponent, so they are written without one.
+    return format(Decimal(repr(value)), "f") if "e" in text else text
 
 
 def duration(value: object) -> float:
-    """Seconds of "500ms", "30s", "1h30m", "2d"; a bare number is seconds."""
+    """Return the seconds of "500ms", "30s", "1h30m" or "2d". A bare number is seconds."""
     text = value.strip() if isinstance(value, str) else ""
     if text and text[-1].isalpha():
         parts = _DURATION_PART.findall(text)
@@ -96,7 +99,7 @@ def write_duration(seconds: float) -> str:
 
 
 def size(value: object) -> int:
-    """Bytes of "64MiB", "10 GB"; a bare number is bytes."""
+    """Return the bytes of "64MiB" or "10 GB". A bare number is bytes."""
     if isinstance(value, str) and (
         match := re.fullmatch(rf"\s*({_DECIMAL})\s*([kKMGT]?i?B)\s*", value)
     ):
@@ -117,7 +120,7 @@ def write_size(count: int) -> str:
 
 
 def rate(value: object) -> float:
-    """Requests a second of 2, 0.5, "30/m" or "unlimited" (infinity)."""
+    """Return the requests a second of 2, 0.5, "30/m" or "unlimited" (infinity)."""
     if isinstance(value, str):
         if value.strip() == "unlimited":
             return math.inf
@@ -153,11 +156,11 @@ def _bounded(read: Callable[[object], Any], low: float, high: float) -> Callable
 
 
 def durations(low: float = 0, high: float = 10 * 365 * 86400.0) -> Kind:
-    least = f" of at least {write_duration(low)}" if low else ""
-    most = f" and at most {write_duration(high)}" if high < 365 * 86400 else ""
+    at_least = f" of at least {write_duration(low)}" if low else ""
+    at_most = f" and at most {write_duration(high)}" if high < 365 * 86400 else ""
     return Kind(
         name="duration",
-        expected=f"a duration{least}{most} (500ms, 30s, 5m, 1h, 2d)",
+        expected=f"a duration{at_least}{at_most} (500ms, 30s, 5m, 1h, 2d)",
         read=_bounded(duration, low, high),
         write=write_duration,
     )
@@ -196,7 +199,7 @@ def sizes(low: int = 1, high: int = 2**60) -> Kind:
     )
 
 
-def _whole(value: object) -> int:
+def _integer(value: object) -> int:
     if isinstance(value, str) and re.fullmatch(r"[0-9]+(_[0-9]+)*", value.strip()):
         value = int(value.strip()[:20].replace("_", ""))
     if isinstance(value, bool) or not isinstance(value, int):
@@ -205,12 +208,12 @@ def _whole(value: object) -> int:
 
 
 def counts(low: int = 1, high: int = 2**53) -> Kind:
-    most = f" and at most {high}" if high < 2**53 else ""
+    at_most = f" and at most {high}" if high < 2**53 else ""
     expected = (
-        f"a whole number above {low - 1}{most}" if low else f"a whole number, 0 or more{most}"
+        f"a whole number above {low - 1}{at_most}" if low else f"a whole number, 0 or more{at_most}"
     )
     return Kind(
-        name="whole number", expected=expected, read=_bounded(_whole, low, high), quoted=False
+        name="whole number", expected=expected, read=_bounded(_integer, low, high), quoted=False
     )
 
 
@@ -223,7 +226,7 @@ SHARE = Kind(
 )
 
 
-# -- words -----------------------------------------------------------------------------------------
+# -- names and texts -------------------------------------------------------------------------------
 
 
 def _flag(value: object) -> bool:
@@ -307,8 +310,9 @@ def _parameter(value: object) -> str:
 
 
 def _target(value: object) -> str:
-    """ADDRESS:PORT, NETWORK/BITS:PORT, [IPV6]:PORT or NAME:PORT; * is any port. The guard makes its
-    rules of these texts.
+    """Check ADDRESS:PORT, NETWORK/BITS:PORT, [IPV6]:PORT or NAME:PORT. `*` is any port.
+
+    The guard parses these texts into rules.
     """
     match = (
         re.fullmatch(r"(?:\[([^\]%]+)\]|([^:\[\]]+)):([0-9]{1,5}|\*)", value.strip())
@@ -320,8 +324,7 @@ def _target(value: object) -> str:
     try:
         ipaddress.IPv6Network(match[1]) if match[1] else ipaddress.IPv4Network(match[2])
     except ValueError:
-        # A last label that is a number makes it another spelling of an address, which must not pass
-        # for a name.
+        # A name whose last label is a number is another form of an address, and is refused.
         if (
             match[1]
             or not _NAME.fullmatch(match[2])
@@ -333,13 +336,15 @@ def _target(value: object) -> str:
 
 TARGETS = Kind(
     name="list of targets",
-    expected='addresses with their ports, separated by commas ("127.0.0.1:8000,[::1]:8000,10.1.0.0/16:443,shop.test:*")',
+    expected="addresses with their ports, separated by commas "
+    '("127.0.0.1:8000,[::1]:8000,10.1.0.0/16:443,shop.test:*")',
     read=lambda value: tuple(_target(item) for item in _items(value)),
     write=",".join,
 )
 PARAMETERS = Kind(
     name="list of parameters",
-    expected='names of query parameters, separated by commas, * at the end for all that begin so, - before for one that counts ("ref,aff_*,-gclid")',
+    expected="names of query parameters, separated by commas, with * at the end for a prefix "
+    'and - at the start for a parameter to keep ("ref,aff_*,-gclid")',
     read=lambda value: tuple(_parameter(item) for item in _items(value)),
     write=",".join,
 )
@@ -347,7 +352,7 @@ PORTS = Kind(
     name="list of ports",
     expected='port numbers, separated by commas ("80,443")',
     read=lambda value: tuple(
-        _bounded(_whole, 1, 65535)(item)
+        _bounded(_integer, 1, 65535)(item)
         for item in ([value] if isinstance(value, int) else _items(value))
     ),
     write=lambda value: ",".join(map(str, value)),

@@ -1,3 +1,4 @@
-"""Kafka Connect beside a pipeline: connectors rendered from it, compared with a worker, applied,
-watched. No connector runs here.
+"""Kafka Connect connectors of a pipeline: rendered, compared with a Connect worker, applied.
+
+The connectors run on the Connect worker.
 """

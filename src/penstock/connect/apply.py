@@ -1,6 +1,4 @@
-"""Carrying a plan out: what differs is sent, nothing else, and waited for until it runs or says why
-not.
-"""
+"""Applies a plan: sends the connectors that differ, and waits until they run or fail."""
 
 from __future__ import annotations
 
@@ -10,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.connect.plan import Plan, Step
-from penstock.connect.rest import Refused, State, Status, Worker
+from penstock.connect.rest import RequestRefused, State, Status, Worker
 from penstock.errors import ConfigError
 
-EVERY = 0.5  # seconds between looks
-SETTLED, LOOKS = (
-    2.0,
-    4,
-)  # seconds and looks: a task may report that it runs, and fail at its first step
-STALE = 15.0  # seconds after which a failure that was there before is the new configuration's too
+POLL_INTERVAL = 0.5  # seconds
+# A state counts after this many seconds and polls. A task may report RUNNING and fail at its first
+# step.
+STABLE_SECONDS, STABLE_POLLS = 2.0, 4
+# Seconds before a failure that existed before the change counts as a failure of the new
+# configuration.
+OLD_FAILURE_GRACE = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +36,20 @@ def apply(
     worker: Worker,
     *,
     prune: bool,
-    patience: float,
-    told: Callable[[str], None] = lambda text: None,
+    timeout: float,
+    report: Callable[[str], None] = lambda text: None,
 ) -> list[Applied]:
-    """Raises ConfigError before anything is sent if a check failed."""
+    """Send the changes and wait for them.
+
+    Raise ConfigError before anything is sent if a check failed or a plugin is missing.
+    """
     if wrong := plan.problems:
         first = wrong[0].problems[0]
         more = sum(len(s.problems) for s in wrong) - 1
         raise ConfigError(
-            f"connector {wrong[0].name}: {first.option}: {first.says}"
+            f"connector {wrong[0].name}: {first.option}: {first.message}"
             + (f" (and {more} more)" if more else ""),
-            hint="penstock connect plan shows all of them; nothing was sent",
+            hint="`penstock connect plan` shows all problems (no connector was sent)",
         )
     if absent := next(
         (s for s in plan.changes if s.connector is not None and not s.installed), None
@@ -55,8 +57,8 @@ def apply(
         assert absent.connector is not None
         plugin = absent.connector.plugin
         raise ConfigError(
-            f"connector {absent.name}: the worker has no {plugin.title} ({plugin.cls})",
-            hint="put it on the worker's plugin.path and restart it; nothing was sent",
+            f"connector {absent.name}: the Connect worker has no {plugin.title} ({plugin.cls})",
+            hint="install the plugin on its plugin.path and restart it (no connector was sent)",
         )
     sent: list[tuple[Step, float, Status]] = []
     done: list[Applied] = []
@@ -64,44 +66,45 @@ def apply(
         if step.action in ("create", "change") and step.connector is not None:
             before = _status(worker, step.name) if step.action == "change" else Status()
             worker.put(step.name, step.connector.config)
-            told(f"{step.name}: {'created' if step.action == 'create' else 'changed'}")
+            report(f"{step.name}: {'created' if step.action == 'create' else 'changed'}")
             sent.append((step, time.monotonic(), before))
         elif step.action == "delete" and prune:
             worker.delete(step.name)
-            told(f"{step.name}: deleted")
+            report(f"{step.name}: deleted")
             done.append(Applied(step.name, "delete", Status(), True))
     for step in plan.steps:
         if step.action == "keep":
             status = worker.status(step.name)
             done.append(Applied(step.name, "keep", status, not status.failed()))
-    return done + [_waited(worker, step, began, before, patience) for step, began, before in sent]
+    return done + [_wait_for(worker, step, began, before, timeout) for step, began, before in sent]
 
 
-def _waited(worker: Worker, step: Step, began: float, before: Status, patience: float) -> Applied:
-    verdict, since, looks = "", began, 0
+def _wait_for(worker: Worker, step: Step, began: float, before: Status, timeout: float) -> Applied:
+    verdict, since, polls = "", began, 0
     old = [(s.id, s.trace) for s in before.failed()]
     while True:
         status = _status(worker, step.name)
         now, last = time.monotonic(), verdict
         verdict = "failed" if status.failed() else "runs" if status.runs() else ""
         if verdict != last:
-            since, looks = now, 0
-        looks += 1
-        stale = verdict == "failed" and all(
-            (s.id, s.trace) in old for s in status.failed()
-        )  # a busy worker has not come to what we sent
+            since, polls = now, 0
+        polls += 1
+        # A busy Connect worker may not have read the new configuration yet.
+        is_old = verdict == "failed" and all((s.id, s.trace) in old for s in status.failed())
         if (
-            verdict and looks > LOOKS and now - since >= (STALE if stale else SETTLED)
-        ) or now - began > patience:
+            verdict
+            and polls > STABLE_POLLS
+            and now - since >= (OLD_FAILURE_GRACE if is_old else STABLE_SECONDS)
+        ) or now - began > timeout:
             return Applied(step.name, step.action, status, verdict == "runs")
-        time.sleep(EVERY)
+        time.sleep(POLL_INTERVAL)
 
 
 def _status(worker: Worker, name: str) -> Status:
     try:
         return worker.status(name)
-    except Refused as e:
-        if e.status == 404:  # accepted, and not yet known to the worker that was asked
+    except RequestRefused as e:
+        if e.status == 404:  # accepted, but not known to this Connect worker yet
             return Status()
         raise
 
@@ -119,10 +122,10 @@ def state_of(status: Status) -> dict[str, Any]:
     }
 
 
-def first_lines(state: State, most: int = 6) -> list[str]:
-    """Of a Java trace, what a person reads: the messages, not the frames."""
+def first_lines(state: State, limit: int = 6) -> list[str]:
+    """Return the first messages of a Java stack trace, without the frames."""
     lines = [line.strip() for line in state.trace.splitlines() if line.strip()]
-    told: Sequence[str] = [
+    messages: Sequence[str] = [
         line for line in lines if not line.startswith(("at ", "...", "Suppressed:"))
     ]
-    return [line[:400] for line in told[:most]]
+    return [line[:400] for line in messages[:limit]]

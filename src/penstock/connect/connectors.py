@@ -1,5 +1,6 @@
-"""The kinds of connectors: from a `connect` table and its topic to the connector's own options.
-Pure; nothing is asked or sent.
+"""The kinds of connectors. Each builds a connector's options from a `connect` table and a topic.
+
+No I/O is done here.
 """
 
 from __future__ import annotations
@@ -11,23 +12,19 @@ from typing import Literal
 
 from penstock.connect import catalogue
 from penstock.connect.catalogue import Plugin
-from penstock.connect.options import Table
+from penstock.connect.options import ConnectOptions
 
 JSON = "org.apache.kafka.connect.json.JsonConverter"
 STRING = "org.apache.kafka.connect.storage.StringConverter"
-HINTS = (
-    "geo",
-    "pool",
-    "account",
-    "priority",
-)  # what a connector may put on a record, as the header penstock-geo …
+# Routing hints that a connector may add to a record as headers: penstock-geo, …
+HINTS = ("geo", "pool", "account", "priority")
 _OPERATIONS = {"insert": "c", "update": "u", "delete": "d"}
 _SNAPSHOTS = ("no_data", "initial", "always", "when_needed")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a connector stands: its pipeline, its name, its topic, and the key of a sink's records."""
+class Target:
+    """The pipeline, name and topic of a connector, and the key fields of a sink's records."""
 
     pipeline: str
     name: str
@@ -41,17 +38,16 @@ class Kind:
     side: Literal["source", "sink"]
     plugin: Plugin
     about: str
-    subject: Callable[[Table, str], str]  # what the connector is called after, beside its pipeline
-    build: Callable[[Table, Place], dict[str, str]]
-    example: dict[
-        str, object
-    ]  # a table to start from: what `init` shows and deploy/connect is made of
+    subject: Callable[[ConnectOptions, str], str]  # returns the part of its name after the pipeline
+    build: Callable[[ConnectOptions, Target], dict[str, str]]
+    example: dict[str, object]  # shown by `connect init`, and the source of deploy/connect
     topic: str
 
 
 def json_converters(*, schemas: bool) -> dict[str, str]:
-    """Both sides alike: what Penstock's Kafka source reads either way, and its Kafka sink writes
-    with schemas.
+    """Return JSON converters for key and value.
+
+    Penstock's Kafka source reads both forms. Its Kafka sink writes with schemas.
     """
     flag = str(schemas).lower()
     return {
@@ -62,14 +58,15 @@ def json_converters(*, schemas: bool) -> dict[str, str]:
     }
 
 
-def hints(table: Table, first: list[str]) -> dict[str, str]:
-    """The transforms of a source: those it begins with, then one for each routing hint, as a
-    header: whatever the payload is, it stays that.
+def hints(table: ConnectOptions, first: list[str]) -> dict[str, str]:
+    """Return the transforms of a source: `first`, then one for each routing hint.
+
+    A hint becomes a header, so the payload does not change.
     """
     given = table.pairs("route")
     for hint in given:
         if hint not in HINTS:
-            raise table.wrong(f"route.{hint}", "is no routing hint", ", ".join(HINTS))
+            raise table.wrong(f"route.{hint}", "is not a routing hint", ", ".join(HINTS))
     config = {"transforms": ",".join([*first, *given])} if first or given else {}
     for hint, value in given.items():
         config[f"transforms.{hint}.type"] = "org.apache.kafka.connect.transforms.InsertHeader"
@@ -81,17 +78,17 @@ def hints(table: Table, first: list[str]) -> dict[str, str]:
 # -- sources ---------------------------------------------------------------------------------------
 
 
-def _debezium_postgres(table: Table, place: Place) -> dict[str, str]:
+def _debezium_postgres(table: ConnectOptions, place: Target) -> dict[str, str]:
     target = table.text("table", example="public.scrape_requests")
     if not re.fullmatch(r"[^.\s\"]+\.[^.\s\"]+", target):
         raise table.wrong("table", f"is {target!r}", "with its schema: public.scrape_requests")
     database = table.database()
     slot = re.sub(r"[^a-z0-9_]", "_", table.text("slot", f"penstock_{place.name}").lower())[:63]
-    operations = table.words("operations", ("insert",))
+    operations = table.names("operations", ("insert",))
     if wrong := [o for o in operations if o not in _OPERATIONS]:
         raise table.wrong("operations", f"has {wrong[0]!r}", "insert, update, delete")
-    skipped = [letter for name, letter in _OPERATIONS.items() if name not in operations]
-    # Debezium calls its topic PREFIX.SCHEMA.TABLE; another name is reached by a transform.
+    skipped = [code for name, code in _OPERATIONS.items() if name not in operations]
+    # Debezium names its topic PREFIX.SCHEMA.TABLE. A transform changes it to another name.
     prefix, routed = place.topic.removesuffix(f".{target}"), place.topic.endswith(f".{target}")
     if not routed or not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix):
         prefix, routed = place.name, False
@@ -111,14 +108,13 @@ def _debezium_postgres(table: Table, place: Place) -> dict[str, str]:
         "snapshot.mode": table.choice("snapshot", "no_data", _SNAPSHOTS),
         "skipped.operations": ",".join([*skipped, "t"]),
         "tombstones.on.delete": "false",
-        "extended.headers.enabled": "false",  # four more on every record, of no use to us
-        "poll.interval.ms": table.milliseconds(
-            "poll", "20ms"
-        ),  # its default, half a second, is most of the time from INSERT to topic
-        # Confirms what it has read on a quiet table too: or the slot keeps the log of all the
-        # others.
+        "extended.headers.enabled": "false",  # four headers per record that Penstock does not use
+        # The default, 500 ms, would be most of the time from INSERT to topic.
+        "poll.interval.ms": table.milliseconds("poll", "20ms"),
+        # A heartbeat confirms the position even if the table does not change. Otherwise the slot
+        # would keep the WAL of all other tables.
         "heartbeat.interval.ms": table.milliseconds("heartbeat", "10s"),
-        # A slot is still taken for a moment after its reader was killed.
+        # The server needs a few seconds to free the slot after its reader was killed.
         "slot.retry.delay.ms": "2000",
         "slot.max.retries": "30",
         "retriable.restart.connector.wait.ms": "2000",
@@ -148,7 +144,7 @@ def _debezium_postgres(table: Table, place: Place) -> dict[str, str]:
     return config | hints(table, first)
 
 
-def _http_source(table: Table, place: Place) -> dict[str, str]:
+def _http_source(table: ConnectOptions, place: Target) -> dict[str, str]:
     config = {
         "tasks.max": "1",
         "kafka.topic": place.topic,
@@ -162,8 +158,13 @@ def _http_source(table: Table, place: Place) -> dict[str, str]:
         ),
         **json_converters(schemas=False),
     }
-    optional = {"params": "http.request.params", "headers": "http.request.headers", "key": "http.response.record.key.pointer",
-                "timestamp": "http.response.record.timestamp.pointer", "initial": "http.offset.initial"}  # fmt: skip
+    optional = {
+        "params": "http.request.params",
+        "headers": "http.request.headers",
+        "key": "http.response.record.key.pointer",
+        "timestamp": "http.response.record.timestamp.pointer",
+        "initial": "http.offset.initial",
+    }
     config |= {
         option: value for name, option in optional.items() if (value := table.text(name, ""))
     }
@@ -173,8 +174,8 @@ def _http_source(table: Table, place: Place) -> dict[str, str]:
             "http.auth.user": user,
             "http.auth.password": table.text("password", example="${env:API_PASSWORD}"),
         }
-    # Its records are a struct with the item as text in `value`; taken out, the topic holds the
-    # items themselves.
+    # The connector's records are structs with the item as text in `value`. The transform writes
+    # only the item to the topic.
     config |= {
         "value.converter": STRING,
         "transforms.item.type": "org.apache.kafka.connect.transforms.ExtractField$Value",
@@ -184,19 +185,24 @@ def _http_source(table: Table, place: Place) -> dict[str, str]:
     return config | hints(table, ["item"])
 
 
-def _aws(table: Table) -> dict[str, str]:
+def _aws(table: ConnectOptions) -> dict[str, str]:
     config = {
         "aws.s3.bucket.name": table.text("bucket", example="shop-data"),
         "aws.s3.region": table.text("region", example="eu-central-1"),
     }
-    optional = {"prefix": "aws.s3.prefix", "endpoint": "aws.s3.endpoint", "key": "aws.access.key.id", "secret": "aws.secret.access.key",
-                "role": "aws.sts.role.arn"}  # fmt: skip
+    optional = {
+        "prefix": "aws.s3.prefix",
+        "endpoint": "aws.s3.endpoint",
+        "key": "aws.access.key.id",
+        "secret": "aws.secret.access.key",
+        "role": "aws.sts.role.arn",
+    }
     return config | {
         option: value for name, option in optional.items() if (value := table.text(name, ""))
     }
 
 
-def _s3_source(table: Table, place: Place) -> dict[str, str]:
+def _s3_source(table: ConnectOptions, place: Target) -> dict[str, str]:
     return {
         "tasks.max": str(table.number("tasks", 1, 1, 1000)),
         "topic": place.topic,
@@ -215,14 +221,14 @@ def _s3_source(table: Table, place: Place) -> dict[str, str]:
 # -- sinks -----------------------------------------------------------------------------------------
 
 
-def _sink(table: Table, place: Place, *, schemas: bool = True) -> dict[str, str]:
+def _sink(table: ConnectOptions, place: Target, *, schemas: bool = True) -> dict[str, str]:
     config = {
         "tasks.max": str(table.number("tasks", 1, 1, 1000)),
         "topics": place.topic,
         **json_converters(schemas=schemas),
     }
-    # Without it a record that cannot be written stops the task, visibly: nothing is passed over
-    # unless it is asked for.
+    # Without a dead letter topic, a record that cannot be written stops the task, so no record is
+    # skipped unnoticed.
     if topic := table.text("dead_letters", ""):
         config |= {
             "errors.tolerance": "all",
@@ -235,7 +241,7 @@ def _sink(table: Table, place: Place, *, schemas: bool = True) -> dict[str, str]
     return config
 
 
-def _jdbc_postgres(table: Table, place: Place) -> dict[str, str]:
+def _jdbc_postgres(table: ConnectOptions, place: Target) -> dict[str, str]:
     database = table.database()
     target = table.text("table", place.topic.rpartition(".")[2])
     url = f"jdbc:postgresql://{database.host}:{database.port}/{database.name}" + (
@@ -254,8 +260,7 @@ def _jdbc_postgres(table: Table, place: Place) -> dict[str, str]:
         "batch.size": str(table.number("batch", 500, 1, 10_000)),
         "connection.pool.min_size": "1",
         "connection.pool.max_size": "4",
-        # An outage of the database is waited for: 60 times, two seconds each; then the task stops
-        # and says so.
+        # During an outage of the database, retry 60 times, every 2 s. Then the task fails.
         "flush.max.retries": "60",
         "flush.retry.delay.ms": "2000",
         "connection.restart.on.errors": "true",
@@ -267,7 +272,7 @@ def _jdbc_postgres(table: Table, place: Place) -> dict[str, str]:
     return config
 
 
-def _snowflake(table: Table, place: Place) -> dict[str, str]:
+def _snowflake(table: ConnectOptions, place: Target) -> dict[str, str]:
     target = table.text("table", place.topic.rpartition(".")[2])
     config = {
         **_sink(table, place, schemas=True),
@@ -282,14 +287,14 @@ def _snowflake(table: Table, place: Place) -> dict[str, str]:
         "snowflake.topic2table.map": f"{place.topic}:{target}",
         "snowflake.enable.schematization": "true",
         "snowflake.streaming.validate.compatibility.with.classic": "false",
-        "behavior.on.null.values": "IGNORE",  # it appends: a tombstone has nothing to take away
+        "behavior.on.null.values": "IGNORE",  # the sink only appends: it cannot apply a tombstone
     }
     if passphrase := table.text("passphrase", ""):
         config["snowflake.private.key.passphrase"] = passphrase
     return config
 
 
-def _bigquery(table: Table, place: Place) -> dict[str, str]:
+def _bigquery(table: ConnectOptions, place: Target) -> dict[str, str]:
     target = table.text("table", place.topic.rpartition(".")[2])
     upsert = table.flag("upsert", True)
     config = {
@@ -308,13 +313,16 @@ def _bigquery(table: Table, place: Place) -> dict[str, str]:
         config["keyfile"] = table.text("keyfile", example="/run/secrets/bigquery.json")
     if upsert:
         config |= {
-            "upsertEnabled": "true", "deleteEnabled": "true", "kafkaKeyFieldName": "_key",
-            "mergeIntervalMs": table.milliseconds("merge_every", "60s"), "bigQueryPartitionDecorator": "false",
-        }  # fmt: skip
+            "upsertEnabled": "true",
+            "deleteEnabled": "true",
+            "kafkaKeyFieldName": "_key",
+            "mergeIntervalMs": table.milliseconds("merge_every", "60s"),
+            "bigQueryPartitionDecorator": "false",
+        }
     return config
 
 
-def _s3_sink(table: Table, place: Place) -> dict[str, str]:
+def _s3_sink(table: ConnectOptions, place: Target) -> dict[str, str]:
     return {
         **_sink(table, place),
         **_aws(table),
@@ -336,11 +344,11 @@ def _s3_sink(table: Table, place: Place) -> dict[str, str]:
 # -- the list --------------------------------------------------------------------------------------
 
 
-def _table_name(table: Table, topic: str) -> str:
+def _table_name(table: ConnectOptions, topic: str) -> str:
     return table.text("table", topic).rpartition(".")[2]
 
 
-def _topic_name(table: Table, topic: str) -> str:
+def _topic_name(table: ConnectOptions, topic: str) -> str:
     return topic.rpartition(".")[2]
 
 
@@ -349,43 +357,106 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind(
-            "debezium-postgres", "source", catalogue.DEBEZIUM_POSTGRES, "rows of a Postgres table, by its write-ahead log",
-            _table_name, _debezium_postgres, {"database": _SHOP, "table": "public.scrape_requests", "route": {"geo": "us", "pool": "residential"}},
+            "debezium-postgres",
+            "source",
+            catalogue.DEBEZIUM_POSTGRES,
+            "rows of a Postgres table, by its write-ahead log",
+            _table_name,
+            _debezium_postgres,
+            {
+                "database": _SHOP,
+                "table": "public.scrape_requests",
+                "route": {"geo": "us", "pool": "residential"},
+            },
             "shop.public.scrape_requests",
         ),
         Kind(
-            "http-source", "source", catalogue.HTTP_SOURCE, "items of a JSON API, asked again and again",
-            _topic_name, _http_source,
-            {"url": "https://api.example/changes", "every": "60s", "items": "/items", "offset": "key=/id, timestamp=/updated_at"}, "shop.api",
+            "http-source",
+            "source",
+            catalogue.HTTP_SOURCE,
+            "items of a JSON API, polled regularly",
+            _topic_name,
+            _http_source,
+            {
+                "url": "https://api.example/changes",
+                "every": "60s",
+                "items": "/items",
+                "offset": "key=/id, timestamp=/updated_at",
+            },
+            "shop.api",
         ),
         Kind(
-            "s3-source", "source", catalogue.S3_SOURCE, "lines of objects in a bucket: seed lists",
-            _topic_name, _s3_source,
-            {"bucket": "shop-seeds", "region": "eu-central-1", "prefix": "lists/", "key": "${env:AWS_ACCESS_KEY_ID}", "secret": "${env:AWS_SECRET_ACCESS_KEY}"},
+            "s3-source",
+            "source",
+            catalogue.S3_SOURCE,
+            "lines of objects in a bucket: seed lists",
+            _topic_name,
+            _s3_source,
+            {
+                "bucket": "shop-seeds",
+                "region": "eu-central-1",
+                "prefix": "lists/",
+                "key": "${env:AWS_ACCESS_KEY_ID}",
+                "secret": "${env:AWS_SECRET_ACCESS_KEY}",
+            },
             "shop.seeds",
         ),
         Kind(
-            "jdbc-postgres", "sink", catalogue.DEBEZIUM_JDBC, "rows of a Postgres table, one for each key, deletions too",
-            _table_name, _jdbc_postgres, {"database": "postgres://shop:${env:WAREHOUSE_PASSWORD}@warehouse.example:5432/warehouse", "table": "products"},
+            "jdbc-postgres",
+            "sink",
+            catalogue.DEBEZIUM_JDBC,
+            "rows of a Postgres table, one for each key, deletions too",
+            _table_name,
+            _jdbc_postgres,
+            {
+                "database": "postgres://shop:${env:WAREHOUSE_PASSWORD}"
+                "@warehouse.example:5432/warehouse",
+                "table": "products",
+            },
             "products",
         ),
         Kind(
-            "snowflake", "sink", catalogue.SNOWFLAKE, "rows of a Snowflake table, appended",
-            _table_name, _snowflake,
-            {"account": "myorg-myaccount.snowflakecomputing.com:443", "user": "PENSTOCK", "private_key": "${env:SNOWFLAKE_PRIVATE_KEY}",
-             "role": "PENSTOCK_ROLE", "database": "SHOP", "table": "PRODUCTS"},
+            "snowflake",
+            "sink",
+            catalogue.SNOWFLAKE,
+            "rows of a Snowflake table, appended",
+            _table_name,
+            _snowflake,
+            {
+                "account": "myorg-myaccount.snowflakecomputing.com:443",
+                "user": "PENSTOCK",
+                "private_key": "${env:SNOWFLAKE_PRIVATE_KEY}",
+                "role": "PENSTOCK_ROLE",
+                "database": "SHOP",
+                "table": "PRODUCTS",
+            },
             "products",
         ),
         Kind(
-            "bigquery", "sink", catalogue.BIGQUERY, "rows of a BigQuery table, merged by key",
-            _table_name, _bigquery, {"project": "my-project", "dataset": "shop", "keyfile": "/run/secrets/bigquery.json"}, "products",
+            "bigquery",
+            "sink",
+            catalogue.BIGQUERY,
+            "rows of a BigQuery table, merged by key",
+            _table_name,
+            _bigquery,
+            {"project": "my-project", "dataset": "shop", "keyfile": "/run/secrets/bigquery.json"},
+            "products",
         ),
         Kind(
-            "s3", "sink", catalogue.S3_SINK, "objects of JSON lines in a bucket",
-            _topic_name, _s3_sink,
-            {"bucket": "shop-products", "region": "eu-central-1", "prefix": "products/", "key": "${env:AWS_ACCESS_KEY_ID}",
-             "secret": "${env:AWS_SECRET_ACCESS_KEY}"},
+            "s3",
+            "sink",
+            catalogue.S3_SINK,
+            "objects of JSON lines in a bucket",
+            _topic_name,
+            _s3_sink,
+            {
+                "bucket": "shop-products",
+                "region": "eu-central-1",
+                "prefix": "products/",
+                "key": "${env:AWS_ACCESS_KEY_ID}",
+                "secret": "${env:AWS_SECRET_ACCESS_KEY}",
+            },
             "products",
         ),
     )
-}  # fmt: skip
+}

@@ -1,5 +1,6 @@
-"""Reading a `connect` table: each option once, mistakes as sentences, secrets by reference. What
-the options mean to a connector is in kinds.py.
+"""Reads a `connect` table: validates each option, and reads secrets by reference.
+
+See `connectors` for the meaning of the options.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from penstock.config import units
 from penstock.errors import ConfigError
 from penstock.rules.masking import mask
 
-# Resolved by the Connect worker's own configuration providers, so that the value never passes
-# through us: ${env:NAME}, ${file:PATH:KEY}.
+# ${env:NAME} and ${file:PATH:KEY} are resolved by configuration providers of the Connect worker, so
+# Penstock never sees the value.
 PLACEHOLDER = re.compile(r"\$\{[A-Za-z0-9_-]+:[^{}]+\}")
 _SECRET = re.compile(
     r"(?i)pass|secret|token|credential|private.?key|keyfile|access.?key|authorization|jaas"
@@ -30,14 +31,14 @@ def is_placeholder(value: str) -> bool:
 
 
 def is_secret(option: str, value: str, secrets: frozenset[str] = frozenset()) -> bool:
-    """Whether this is a secret itself. A placeholder is none, nor is the path of a key file."""
+    """Return True if the value is a secret. A placeholder and the path of a key file are not."""
     if not value or is_placeholder(value) or (option == "keyfile" and value.startswith("/")):
         return False
     return option in secrets or _SECRET.search(option) is not None
 
 
 def shown(option: str, value: str, secrets: frozenset[str] = frozenset()) -> str:
-    """A value as it may be printed."""
+    """Return a value that may be printed, with secrets masked."""
     if is_secret(option, value, secrets):
         return MASKED
     return mask(value) if "://" in value else value
@@ -49,12 +50,12 @@ class Database:
     port: int
     name: str
     user: str
-    password: str  # "": none
+    password: str  # "" if not set
     sslmode: str
 
 
-class Table:
-    """One while it is read; `done` refuses what nobody asked for."""
+class ConnectOptions:
+    """Reader of one `connect` table. `done` raises an error for options that were not read."""
 
     def __init__(
         self, where: str, given: Mapping[str, Any], environment: Mapping[str, str] | None = None
@@ -62,8 +63,8 @@ class Table:
         self.where, self._given, self._known = where, given, ["kind"]
         self._environment = os.environ if environment is None else environment
 
-    def wrong(self, name: str, says: str, hint: str) -> ConfigError:
-        return ConfigError(f"{self.where}: connect.{name} {says}", hint=hint)
+    def wrong(self, name: str, problem: str, hint: str) -> ConfigError:
+        return ConfigError(f"{self.where}: connect.{name} {problem}", hint=hint)
 
     def _value(self, name: str) -> Any:
         self._known.append(name)
@@ -72,14 +73,14 @@ class Table:
     # -- kinds of options --------------------------------------------------------------------------
 
     def text(self, name: str, default: str | None = None, *, example: str = "") -> str:
-        """`env:NAME` is read from this command's environment."""
+        """Return a text. `env:NAME` is read from the environment of this command."""
         value = self._value(name)
         if value is None and default is not None:
             return default
         if value is None:
             raise self.wrong(name, "is missing", f'"{name}": "{example}"')
         if not isinstance(value, str) or not value or "\n" in value:
-            raise self.wrong(name, "is no line of text", f'"{name}": "{example or "…"}"')
+            raise self.wrong(name, "is not a line of text", f'"{name}": "{example or "…"}"')
         return self._from_environment(name, value)
 
     def _from_environment(self, name: str, value: str) -> str:
@@ -87,9 +88,12 @@ class Table:
             return value
         found = self._environment.get(value.removeprefix("env:"), "")
         if not found:
-            hint = f"export {value.removeprefix('env:')}=…, or ${{{value}}} to have the Connect worker read its own"
+            hint = (
+                f"export {value.removeprefix('env:')}=…, "
+                f"or use ${{{value}}} so that the Connect worker reads its own variable"
+            )
             raise self.wrong(
-                name, f"asks for the variable {value.removeprefix('env:')}, which is not set", hint
+                name, f"uses the variable {value.removeprefix('env:')}, which is not set", hint
             )
         return found
 
@@ -122,7 +126,7 @@ class Table:
             raise self.wrong(name, f"is {value!r}", "true or false")
         return value
 
-    def words(self, name: str, default: Sequence[str] = ()) -> list[str]:
+    def names(self, name: str, default: Sequence[str] = ()) -> list[str]:
         value = self._value(name)
         if value is None:
             return list(default)
@@ -132,11 +136,11 @@ class Table:
             or not values
             or not all(isinstance(v, str) and v for v in values)
         ):
-            raise self.wrong(name, "is no list of names", f'"{name}": ["…"]')
+            raise self.wrong(name, "is not a list of names", f'"{name}": ["…"]')
         return list(values)
 
     def pairs(self, name: str) -> dict[str, str]:
-        """A table of plain values, as texts."""
+        """Return a table of plain values as texts."""
         value = self._value(name)
         if value is None:
             return {}
@@ -144,14 +148,15 @@ class Table:
             isinstance(k, str) and k and isinstance(v, str | int | float | bool)
             for k, v in value.items()
         ):
-            raise self.wrong(name, "is no table of plain values", f'"{name}": {{"…": "…"}}')
+            raise self.wrong(name, "is not a table of plain values", f'"{name}": {{"…": "…"}}')
         return {
             key: self._from_environment(f"{name}.{key}", _written(v)) for key, v in value.items()
         }
 
     def database(self, name: str = "database") -> Database:
-        """`postgres://user:password@host:port/name`; the password may be a placeholder, there or as
-        `password`.
+        """Return the database of `postgres://user:password@host:port/name`.
+
+        The password may be a placeholder. It may also be in the option `password`.
         """
         example = "postgres://shop@db.example:5432/shop"
         url = self.text(name, example=example)
@@ -169,9 +174,7 @@ class Table:
             or not database
             or "/" in database
         ):
-            raise self.wrong(
-                name, f"is {mask(url)!r}, which names no user, host and database", example
-            )
+            raise self.wrong(name, f"is {mask(url)!r}, without a user, host or database", example)
         if not password and parts.password:
             password = parts.password if is_placeholder(parts.password) else unquote(parts.password)
         sslmode = parse_qs(parts.query).get("sslmode", [""])[-1]
@@ -183,7 +186,7 @@ class Table:
                 near = difflib.get_close_matches(str(name), self._known, 1)
                 raise self.wrong(
                     str(name),
-                    "is no option of this kind",
+                    "is not an option of this kind",
                     f"did you mean {near[0]}?"
                     if near
                     else f"it has {', '.join(sorted(self._known))}",

@@ -1,5 +1,6 @@
-"""What would change: rendered connectors beside those of a worker, each checked by the worker or,
-without its plugin, by the documentation.
+"""The plan of changes: rendered connectors, compared with those of a Connect worker.
+
+The Connect worker checks each connector. Without the plugin, the documentation is used.
 """
 
 from __future__ import annotations
@@ -8,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.connect.catalogue import MARK, Problem, check, unknown
+from penstock.connect.catalogue import OWNER_OPTION, Problem, check, unknown
 from penstock.connect.options import shown
 from penstock.connect.render import Connector
 from penstock.connect.rest import Known, Worker
 from penstock.errors import UsageError
 
 Action = Literal["create", "change", "keep", "delete", "foreign"]
-NOT_CHECKED = "not checked by the worker: plugin not installed"
+NOT_CHECKED = "not checked by the Connect worker: plugin not installed"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     option: str
-    old: str | None  # as it may be shown
+    old: str | None  # both values with secrets masked, or None if absent
     new: str | None
 
 
@@ -29,7 +30,7 @@ class Difference:
 class Step:
     name: str
     action: Action
-    connector: Connector | None  # None: the worker has it, the pipeline does not
+    connector: Connector | None  # None if only the Connect worker has it
     differences: tuple[Difference, ...] = ()
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
@@ -45,7 +46,7 @@ class Step:
             "differences": [
                 {"option": d.option, "old": d.old, "new": d.new} for d in self.differences
             ],
-            "problems": [{"option": p.option, "says": p.says} for p in self.problems],
+            "problems": [{"option": p.option, "says": p.message} for p in self.problems],
             "notes": list(self.notes),
             "config": self.connector.shown() if self.connector else None,
         }
@@ -67,12 +68,12 @@ class Plan:
 
 
 def owner(known: Known) -> str | None:
-    """The pipeline whose connector this is; None: nobody's of ours."""
-    return known.info.config.get(MARK)
+    """Return the pipeline that owns the connector, or None if Penstock did not create it."""
+    return known.info.config.get(OWNER_OPTION)
 
 
 def make_plan(pipeline: str, connectors: Sequence[Connector], worker: Worker) -> Plan:
-    """Asks the worker, changes nothing."""
+    """Compare the connectors with those of the Connect worker, without changes to it."""
     plugins, known = worker.plugins(), worker.connectors()
     steps = [
         _step(c, known.get(c.name), worker, installed=c.plugin.cls in plugins) for c in connectors
@@ -80,27 +81,31 @@ def make_plan(pipeline: str, connectors: Sequence[Connector], worker: Worker) ->
     rendered = {c.name for c in connectors}
     for name, there in sorted(known.items()):
         if name not in rendered and owner(there) == pipeline:
-            steps.append(Step(name, "delete", None, notes=("the pipeline declares it no more",)))
+            steps.append(Step(name, "delete", None, notes=("the pipeline no longer declares it",)))
     return Plan(pipeline, worker.shown, tuple(steps))
 
 
 def _step(connector: Connector, there: Known | None, worker: Worker, *, installed: bool) -> Step:
     secrets, notes = connector.plugin.secrets, []
     if installed:
-        said = worker.validate(connector.plugin.cls, connector.config)
-        secrets = secrets | said.secrets()
-        problems = [Problem(option, _sentence(text, connector)) for option, text in said.errors()]
+        result = worker.validate(connector.plugin.cls, connector.config)
+        secrets = secrets | result.secrets()
+        problems = [
+            Problem(option, _masked_error(text, connector)) for option, text in result.errors()
+        ]
         problems += unknown(
-            connector.config, said.names() | connector.plugin.options, connector.plugin.prefixes
+            connector.config, result.names() | connector.plugin.options, connector.plugin.prefixes
         )
     else:
         problems = check(connector.plugin, connector.config)
         notes.append(
-            f"{NOT_CHECKED}; checked against the documentation of {connector.plugin.title} {connector.plugin.version}"
+            f"{NOT_CHECKED}, checked against the documentation of "
+            f"{connector.plugin.title} {connector.plugin.version}"
         )
     if clear := connector.clear_secrets():
         notes.append(
-            f"{', '.join(clear)} would be kept by the worker as it is: ${{env:NAME}} or ${{file:PATH:KEY}} has the worker read it itself"
+            f"{', '.join(clear)} would be stored by the Connect worker in clear text: "
+            "with ${env:NAME} or ${file:PATH:KEY} the Connect worker reads the value itself"
         )
     if there is None:
         action: Action = "create"
@@ -108,11 +113,11 @@ def _step(connector: Connector, there: Known | None, worker: Worker, *, installe
             Difference(name, None, shown(name, value, secrets))
             for name, value in connector.config.items()
         )
-    elif (by := owner(there)) != connector.config[MARK]:
-        whose = f"pipeline {by!r}" if by else "somebody else"
+    elif (by := owner(there)) != connector.config[OWNER_OPTION]:
         problem = Problem(
             "name",
-            f"the worker has a connector of this name that belongs to {whose}; give ours another: connect.name",
+            f"a connector with this name belongs to {_owner_text(by)}, "
+            "so set another name: connect.name",
         )
         return Step(
             connector.name, "foreign", connector, (), (problem, *problems), tuple(notes), installed
@@ -138,16 +143,20 @@ def _differences(
     return tuple(found)
 
 
-def _sentence(text: str, connector: Connector) -> str:
-    """A connector's own words may repeat what it was given."""
-    said = " ".join(text.split())
+def _masked_error(text: str, connector: Connector) -> str:
+    """Return a connector's error on one line, with the secrets it may repeat masked."""
+    result = " ".join(text.split())
     for option in connector.clear_secrets():
-        said = said.replace(connector.config[option], "***")
-    return said
+        result = result.replace(connector.config[option], "***")
+    return result
 
 
-def ours(known: Mapping[str, Known], pipeline: str | None) -> dict[str, Known]:
-    """The connectors of a pipeline, or without one of every pipeline."""
+def _owner_text(pipeline: str | None) -> str:
+    return f"pipeline {pipeline!r}" if pipeline else "another program"
+
+
+def owned(known: Mapping[str, Known], pipeline: str | None) -> dict[str, Known]:
+    """Return the connectors of `pipeline`, or of all pipelines if it is None."""
     return {
         name: k
         for name, k in sorted(known.items())
@@ -155,15 +164,18 @@ def ours(known: Mapping[str, Known], pipeline: str | None) -> dict[str, Known]:
     }
 
 
-def one_of_ours(known: Mapping[str, Known], name: str, pipeline: str | None) -> Known:
-    """Raises UsageError: what Penstock did not make, it neither restarts nor deletes."""
+def find_owned(known: Mapping[str, Known], name: str, pipeline: str | None) -> Known:
+    """Return one connector. Raise UsageError if Penstock did not create it for `pipeline`.
+
+    Other connectors are never restarted or deleted.
+    """
     if name not in known:
-        listed = ", ".join(ours(known, pipeline)) or "none of ours"
-        raise UsageError(f"the worker has no connector {name!r}", hint=f"it has {listed}")
+        listed = ", ".join(owned(known, pipeline)) or "no connector of a pipeline"
+        raise UsageError(f"the Connect worker has no connector {name!r}", hint=f"it has {listed}")
     by = owner(known[name])
     if by is None or (pipeline is not None and by != pipeline):
         raise UsageError(
-            f"connector {name} belongs to {f'pipeline {by!r}' if by else 'somebody else'}",
-            hint="penstock connect status lists ours",
+            f"connector {name} belongs to {_owner_text(by)}",
+            hint="`penstock connect status` lists the connectors of pipelines",
         )
     return known[name]

@@ -1,5 +1,6 @@
-"""From a pipeline to the connectors that feed and follow it: names, marks and options, checked for
-what needs no worker. Nothing is sent.
+"""Renders the connectors of a pipeline: names, owner and options.
+
+Checks everything that needs no Connect worker, and sends no request.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import msgspec
 
 from penstock.authoring.pipeline import Pipeline
-from penstock.connect.catalogue import MARK, Plugin
-from penstock.connect.connectors import KINDS, Kind, Place
-from penstock.connect.options import Table, is_secret, shown
+from penstock.connect.catalogue import OWNER_OPTION, Plugin
+from penstock.connect.connectors import KINDS, Kind, Target
+from penstock.connect.options import ConnectOptions, is_secret, shown
 from penstock.errors import ConfigError
 from penstock.rules.masking import mask
 
@@ -25,7 +26,7 @@ from penstock.rules.masking import mask
 class Connector:
     name: str
     kind: Kind
-    where: str  # the declaration it comes from, for people
+    where: str  # names the declaration in messages
     config: dict[str, str]
 
     @property
@@ -36,7 +37,7 @@ class Connector:
         return masked(self.config, self.plugin)
 
     def clear_secrets(self) -> list[str]:
-        """Options that hold a secret itself instead of a reference to it."""
+        """Return the options that contain a secret in clear text instead of a reference."""
         return [
             name
             for name, value in self.config.items()
@@ -50,8 +51,9 @@ def masked(config: Mapping[str, str], plugin: Plugin | None) -> dict[str, str]:
 
 
 def render(pipeline: Pipeline, environment: Mapping[str, str] | None = None) -> list[Connector]:
-    """Every connector of a pipeline, in the order of declaration. Raises ConfigError that names the
-    declaration.
+    """Return all connectors of a pipeline, in the order of declaration.
+
+    Raise ConfigError with the name of the declaration.
     """
     found: list[Connector] = []
     declared = [("source", s.url, s.options, s.connect) for s in pipeline.sources] + [
@@ -63,8 +65,8 @@ def render(pipeline: Pipeline, environment: Mapping[str, str] | None = None) -> 
         made = rendered(pipeline.name, side, url, options, given, environment)
         if same := next((c for c in found if c.name == made.name), None):
             raise ConfigError(
-                f"{made.where} and {same.where}: both connectors are called {made.name}",
-                hint='give one a name of its own: "name": "…"',
+                f"{made.where} and {same.where}: both connectors have the name {made.name}",
+                hint='set another name for one of them: "name": "…"',
             )
         found.append(made)
     return found
@@ -80,7 +82,7 @@ def rendered(
 ) -> Connector:
     where = f"{side} {mask(url.partition('?')[0])!r}"
     kind = _kind(where, side, given)
-    table = Table(where, given, environment)
+    table = ConnectOptions(where, given, environment)
     parts = urlsplit(url)
     topic = unquote(parts.path.strip("/"))
     if not topic or "/" in topic or "," in topic:
@@ -93,33 +95,39 @@ def rendered(
     key = tuple(
         k.strip() for k in (keys.split(",") if isinstance(keys, str) else keys) if k.strip()
     )
-    if side == "sink" and _said(
+    if side == "sink" and _normalized(
         options.get("schemas", parse_qs(parts.query).get("schemas", ["true"])[-1])
     ) in ("false", "no", "off", "0"):
         raise ConfigError(
-            f"{where}: a connector cannot read it without schemas",
-            hint="leave schemas out: true is the default",
+            f"{where}: connectors cannot read the topic without schemas",
+            hint="remove `schemas`: the default is true",
         )
-    config = kind.build(table, Place(pipeline, name, topic, key))
-    more = table.pairs("config")  # last word: what the user writes out in full
+    config = kind.build(table, Target(pipeline, name, topic, key))
+    more = table.pairs("config")  # options that the user sets by their full name
     table.done()
     if taken := next(
-        (option for option in ("name", "connector.class", MARK) if option in more), None
+        (option for option in ("name", "connector.class", OWNER_OPTION) if option in more), None
     ):
         raise table.wrong(
             f"config.{taken}",
-            "is not yours to set",
-            "it follows from the pipeline, the kind and `name`",
+            "cannot be set",
+            "Penstock derives it from the pipeline, the kind and `name`",
         )
     return Connector(
         name,
         kind,
         where,
-        {"name": name, "connector.class": kind.plugin.cls, MARK: pipeline, **config, **more},
+        {
+            "name": name,
+            "connector.class": kind.plugin.cls,
+            OWNER_OPTION: pipeline,
+            **config,
+            **more,
+        },
     )
 
 
-def _said(value: object) -> str:
+def _normalized(value: object) -> str:
     return str(value).strip().lower()
 
 
@@ -128,7 +136,7 @@ def _kind(where: str, side: str, given: Mapping[str, Any]) -> Kind:
     known = [k.name for k in KINDS.values() if k.side == side]
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
-        other = f"{name} is for a {KINDS[name].side}; " if name in KINDS else ""
+        other = f"{name} is for a {KINDS[name].side}: " if name in KINDS else ""
         raise ConfigError(
             f"{where}: there is no kind of connector {name!r}",
             hint=other + (f"did you mean {near[0]}?" if near else "one of " + ", ".join(known)),
@@ -137,8 +145,9 @@ def _kind(where: str, side: str, given: Mapping[str, Any]) -> Kind:
 
 
 def template(kind: Kind) -> Connector:
-    """The kind's example as a connector of a pipeline `shop`: what `init` writes and deploy/connect
-    holds.
+    """Return the kind's example as a connector of a pipeline `shop`.
+
+    `penstock connect init` writes it, and deploy/connect contains it.
     """
     query = "?key=sku" if kind.side == "sink" else ""
     return rendered(
@@ -152,7 +161,7 @@ def template(kind: Kind) -> Connector:
 
 
 def declaration(kind: Kind, *, toml: bool) -> list[str]:
-    """The same as a pipeline declares it, line by line."""
+    """Return the lines that declare the same connector in a pipeline."""
     url = f"kafka://127.0.0.1:9092/{kind.topic}" + ("?key=sku" if kind.side == "sink" else "")
     given = {"kind": kind.name, **kind.example}
     if not toml:
@@ -169,11 +178,10 @@ def declaration(kind: Kind, *, toml: bool) -> list[str]:
 def _toml(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + "}"
-    return msgspec.json.encode(
-        value
-    ).decode()  # texts, numbers, lists of texts and flags are written alike
+    # TOML and JSON write texts, numbers, lists of texts and flags in the same way.
+    return msgspec.json.encode(value).decode()
 
 
 def document(connector: Connector) -> dict[str, Any]:
-    """As `POST /connectors` takes it, secrets masked."""
+    """Return the body of `POST /connectors`, with secrets masked."""
     return {"name": connector.name, "config": connector.shown()}

@@ -1,5 +1,6 @@
-"""The REST interface of a Kafka Connect worker: asked where the configuration says, with time-outs
-and caps. What is to be done with it is elsewhere.
+"""Client of a Kafka Connect worker's REST interface, with timeouts and size limits.
+
+See `plan` and `apply` for its use.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ import msgspec
 from penstock.errors import ConfigError, PenstockError, Unreachable
 from penstock.rules.masking import mask
 
-PATIENCE = 30.0  # seconds for one answer
-VALIDATING = 100.0  # the worker itself gives a connector ninety seconds to look at its database
-REBALANCING = 60.0  # seconds during which "a rebalance is in process" is asked again
-LARGEST = 32 << 20  # bytes of an answer
-HINT = "start the worker, or name it: --url http://connect.example:8083 (connect.url, PENSTOCK_CONNECT_URL)"
+TIMEOUT = 30.0  # seconds for one answer
+# Seconds for a validation. The Connect worker itself allows a connector 90 s to check its database.
+VALIDATION_TIMEOUT = 100.0
+# Seconds in which requests are repeated during a rebalance (status 409).
+REBALANCE_TIMEOUT = 60.0
+MAX_ANSWER = 32 << 20  # bytes
+HINT = (
+    "start the Connect worker, or set its address: --url http://connect.example:8083 "
+    "(connect.url, PENSTOCK_CONNECT_URL)"
+)
 
 
-class Refused(PenstockError):
-    """The worker understood, and says no."""
+class RequestRefused(PenstockError):
+    """The Connect worker rejected a request."""
 
     def __init__(self, message: str, *, status: int, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -36,7 +42,7 @@ class State(msgspec.Struct):
     state: str = "UNASSIGNED"
     worker_id: str = ""
     trace: str = ""
-    id: int = -1  # of a task
+    id: int = -1  # id of the task, or -1 for the connector
 
 
 class Status(msgspec.Struct):
@@ -59,7 +65,7 @@ class Info(msgspec.Struct):
 
 
 class Known(msgspec.Struct):
-    """One connector as the worker has it."""
+    """One connector of the Connect worker."""
 
     info: Info = msgspec.field(default_factory=Info)
     status: Status = msgspec.field(default_factory=Status)
@@ -102,12 +108,12 @@ class _Plugin(msgspec.Struct, rename={"cls": "class"}):
     version: str | None = None
 
 
-class _Said(msgspec.Struct):
+class _ErrorBody(msgspec.Struct):
     message: str = ""
 
 
 class Worker:
-    """Synchronous: one command, a few questions. `wait` and `now` are the clock that retries go by."""
+    """Synchronous client for one command. Retries use the clock `wait` and `now`."""
 
     def __init__(
         self,
@@ -116,7 +122,7 @@ class Worker:
         wait: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError for what is no address."""
+        """Raise ConfigError if `url` is not an http or https address."""
         try:
             parts = urlsplit(url)
             self._port = parts.port
@@ -124,7 +130,8 @@ class Worker:
             parts, self._port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"{mask(url)!r} is no address of a Connect worker", hint="http://127.0.0.1:8083"
+                f"{mask(url)!r} is not an address of a Connect worker",
+                hint="http://127.0.0.1:8083",
             )
         self.shown = mask(url)
         self._tls, self._host, self._path = (
@@ -138,10 +145,10 @@ class Worker:
             self._headers["Authorization"] = "Basic " + base64.b64encode(login.encode()).decode()
         self._wait, self._now = wait, now
 
-    # -- questions ---------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def plugins(self) -> dict[str, str]:
-        """Class → version of the connectors that are installed."""
+        """Return the versions of the installed connectors, by class."""
         return {
             p.cls: p.version or ""
             for p in self._ask("GET", "/connector-plugins", type=list[_Plugin])
@@ -160,25 +167,28 @@ class Worker:
     def validate(self, cls: str, config: Mapping[str, str]) -> Validation:
         path = f"/connector-plugins/{_quoted(cls)}/config/validate"
         found: Validation = self._ask(
-            "PUT", path, dict(config), type=Validation, patience=VALIDATING
+            "PUT", path, dict(config), type=Validation, timeout=VALIDATION_TIMEOUT
         )
         return found
 
     # -- changes -----------------------------------------------------------------------------------
 
     def put(self, name: str, config: Mapping[str, str]) -> None:
-        self._ask("PUT", f"/connectors/{_quoted(name)}/config", dict(config), patience=VALIDATING)
+        self._ask(
+            "PUT", f"/connectors/{_quoted(name)}/config", dict(config), timeout=VALIDATION_TIMEOUT
+        )
 
     def restart(self, name: str, *, only_failed: bool) -> None:
         self._ask(
             "POST",
-            f"/connectors/{_quoted(name)}/restart?includeTasks=true&onlyFailed={str(only_failed).lower()}",
+            f"/connectors/{_quoted(name)}/restart"
+            f"?includeTasks=true&onlyFailed={str(only_failed).lower()}",
         )
 
     def delete(self, name: str) -> None:
         self._ask("DELETE", f"/connectors/{_quoted(name)}")
 
-    # -- the wire ----------------------------------------------------------------------------------
+    # -- HTTP --------------------------------------------------------------------------------------
 
     def _ask(
         self,
@@ -187,15 +197,15 @@ class Worker:
         body: Any = None,
         *,
         type: Any = Any,
-        patience: float = PATIENCE,
+        timeout: float = TIMEOUT,
     ) -> Any:
-        until = self._now() + REBALANCING
+        until = self._now() + REBALANCE_TIMEOUT
         pause = 0.25
         while True:
-            status, raw = self._exchange(method, path, body, patience)
+            status, raw = self._exchange(method, path, body, timeout)
             if status != 409 or self._now() + pause > until:
                 break
-            self._wait(pause)  # workers are agreeing on who runs what
+            self._wait(pause)  # the Connect cluster is rebalancing
             pause = min(2 * pause, 4.0)
         if not 200 <= status < 300:
             raise self._refusal(status, raw)
@@ -205,16 +215,16 @@ class Worker:
             return msgspec.json.decode(raw, type=type)
         except msgspec.MsgspecError:
             raise Unreachable(
-                f"what answers at {self.shown} is no Kafka Connect worker", hint=HINT
+                f"the server at {self.shown} is not a Kafka Connect worker", hint=HINT
             ) from None
 
-    def _exchange(self, method: str, path: str, body: Any, patience: float) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, body: Any, timeout: float) -> tuple[int, bytes]:
         if self._tls:
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=patience, context=ssl.create_default_context()
+                self._host, self._port, timeout=timeout, context=ssl.create_default_context()
             )
         else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=patience)
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         try:
             connection.request(
                 method,
@@ -223,10 +233,10 @@ class Worker:
                 headers=self._headers,
             )
             answer = connection.getresponse()
-            raw = answer.read(LARGEST + 1)
+            raw = answer.read(MAX_ANSWER + 1)
         except TimeoutError:
             raise Unreachable(
-                f"the Connect worker at {self.shown} did not answer within {patience:.0f} s",
+                f"the Connect worker at {self.shown} did not answer within {timeout:.0f} s",
                 hint=HINT,
             ) from None
         except (OSError, http.client.HTTPException) as e:
@@ -236,32 +246,32 @@ class Worker:
             ) from None
         finally:
             connection.close()
-        if len(raw) > LARGEST:
+        if len(raw) > MAX_ANSWER:
             raise Unreachable(
-                f"the Connect worker at {self.shown} answers with more than {LARGEST >> 20} MiB",
-                hint="is it one?",
+                f"the Connect worker at {self.shown} answers with more than {MAX_ANSWER >> 20} MiB",
+                hint="check the address",
             )
         return answer.status, raw
 
     def _refusal(self, status: int, raw: bytes) -> PenstockError:
         try:
-            said = msgspec.json.decode(raw, type=_Said).message
+            message = msgspec.json.decode(raw, type=_ErrorBody).message
         except msgspec.MsgspecError:
-            said = ""
+            message = ""
         if status in (401, 403):
             return Unreachable(
-                f"the Connect worker at {self.shown} refuses us ({status})",
+                f"the Connect worker at {self.shown} rejects the credentials ({status})",
                 hint="--url http://user:password@connect.example:8083",
             )
-        if not said:
+        if not message:
             return Unreachable(
-                f"what answers at {self.shown} is no Kafka Connect worker (status {status})",
+                f"the server at {self.shown} is not a Kafka Connect worker (status {status})",
                 hint=HINT,
             )
-        return Refused(
-            f"the Connect worker says: {' '.join(said.split())[:600]}",
+        return RequestRefused(
+            f"the Connect worker reports: {' '.join(message.split())[:600]}",
             status=status,
-            hint="penstock connect plan checks each option",
+            hint="check each option with `penstock connect plan`",
         )
 
 

@@ -1,3 +1,1 @@
-"""The demo: a shop of our own, the pipeline that scrapes it, the terminal display, and the command
-that ties them together.
-"""
+"""The demo: a local shop, the pipeline that scrapes it, the terminal display and the command."""

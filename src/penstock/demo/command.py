@@ -1,5 +1,6 @@
-"""`penstock demo`: the shop in a process of its own, the product on it as anybody would run it, a
-display, and an ending. Nothing here scrapes.
+"""`penstock demo`: starts the shop in a separate process, runs a normal pipeline and shows it.
+
+See `pipeline` for the scraping.
 """
 
 from __future__ import annotations
@@ -32,23 +33,25 @@ from penstock.ports import Transaction
 from penstock.runtime.process import ROLES, Running
 from penstock.runtime.stores import open_stores
 
-FRAME, LINE = 0.25, 2.0  # seconds between two pictures, between two lines
-FINISH = 3.0  # seconds that open events get after the end of the run
-PATIENCE = 60.0  # seconds until a demo counts as begun though nothing was accepted
-REDESIGN = (
-    15.0  # when `--break` breaks a run without an end, and at the latest after 0.6 of one that has
-)
-PRICES = ("0.5", "2.0")  # seconds between two price changes, from and to
-PLACES = tuple(
+FRAME_INTERVAL, LINE_INTERVAL = 0.25, 2.0  # seconds between two frames, and between two lines
+# Seconds in which open events may finish after the end of the run.
+FINISH_TIMEOUT = 3.0
+# Seconds. The demo's time starts with the first accepted event, or at the latest now.
+START_TIMEOUT = 60.0
+# Seconds after which `--break` redesigns the shop, but at most 0.6 of `--seconds`.
+REDESIGN_AFTER = 15.0
+PRICE_INTERVAL = ("0.5", "2.0")  # shortest and longest seconds between two price changes
+# Prefixes of the variables that name stores and servers.
+STORE_VARIABLES = tuple(
     f"PENSTOCK_{name}"
     for name in ("BROKER_URL", "TOPICS_", "LEDGER_URL", "CLAIMS_URL", "PAGES_URL", "NAMESPACE")
 )
 SETTINGS = """\
-# The demo's settings. Everything else is as always; `penstock config show` lists it.
+# The demo's settings. All other options have their defaults: `penstock config show` lists them.
 pipeline = "shop.py"
-net.allow = {allow} # the shop's two ports, and nothing else on this machine
-pace.rate = 8 # requests a second to each host; 1 is the default
-dedup.window = "3s" # short, for prices that move every other second
+net.allow = {allow} # only the shop's two ports on this machine
+pace.rate = 8 # requests a second to each host, the default is 1
+dedup.window = "3s" # short, because prices change every other second
 dedup.settle = "200ms"
 retry.base = "1s"
 grace = "5s"
@@ -56,12 +59,15 @@ grace = "5s"
 
 
 def run(seconds: float | None, break_: bool, out: Path | None, lines: bool) -> int:
-    """Until the time is over or Ctrl-C. 1 if no record was written; the dead page is expected."""
+    """Run until the time is over or Ctrl-C. Return 1 if no record was written.
+
+    One dead page is expected.
+    """
     cwd = Path.cwd()
     where = (cwd / (out or "penstock-demo")).absolute()
     lock = _fresh(where)
     try:
-        os.chdir(where)  # sinks and hooks of a pipeline write where it runs
+        os.chdir(where)  # sinks and hooks write to the current directory
         with _logging(where / "demo.log"):
             return asyncio.run(
                 _demo(
@@ -81,22 +87,24 @@ def run(seconds: float | None, break_: bool, out: Path | None, lines: bool) -> i
 
 
 def _fresh(where: Path) -> FileLock:
-    """Every demo starts anew: the shop is another one, on other ports. Removes what an earlier demo
-    left, and only that.
+    """Lock the directory and delete the files of an earlier demo, and only those.
+
+    Each demo starts from zero, because its shop has other ports.
     """
     state = where / ".penstock"
     lock = FileLock(state / "demo.lock")
     if where.exists() and not where.is_dir():
-        raise UsageError(f"{where} is there and is no directory", hint="--out DIR")
+        raise UsageError(f"{where} exists and is not a directory", hint="--out DIR")
     if where.exists() and any(where.iterdir()) and not lock.path.exists():
         raise UsageError(
-            f"{where} is there and is not from a demo", hint="--out DIR, a new or empty one"
+            f"{where} exists and is not from a demo",
+            hint="--out DIR with a new or empty directory",
         )
     if not lock.try_acquire() or any(
         locks.holder_alive(sign) for sign in (state / "workers").glob("*.alive")
     ):
         raise UsageError(
-            f"a demo or a worker is running in {where}", hint="--out DIR for another one"
+            f"a demo or a worker is running in {where}", hint="--out DIR with another directory"
         )
     for path in state.iterdir():
         if path != lock.path:
@@ -116,7 +124,7 @@ def _fresh(where: Path) -> FileLock:
 
 @contextlib.contextmanager
 def _logging(file: Path) -> Iterator[None]:
-    """The product's own log goes to a file: the terminal belongs to the picture."""
+    """Write Penstock's log to a file, because the terminal shows the display."""
     handler = logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     log = logging.getLogger("penstock")
@@ -146,8 +154,9 @@ class _Shop:
 
 @contextlib.asynccontextmanager
 async def _shop(log: Path) -> AsyncIterator[_Shop]:
-    """In a process of its own: it answers at its own pace, and Ctrl-C on the terminal is not meant
-    for it.
+    """Run the shop in a separate process, so that it answers independently of the pipeline.
+
+    Ctrl-C on the terminal does not reach it.
     """
     command = (
         sys.executable,
@@ -156,7 +165,7 @@ async def _shop(log: Path) -> AsyncIterator[_Shop]:
         "penstock.demo.shop",
         "--with-parent",
         "--every",
-        *PRICES,
+        *PRICE_INTERVAL,
         "--log",
         str(log),
     )
@@ -168,12 +177,12 @@ async def _shop(log: Path) -> AsyncIterator[_Shop]:
     )
     try:
         assert process.stdout is not None
-        said = await process.stdout.readline()
-        if not said:
+        line = await process.stdout.readline()
+        if not line:
             raise PenstockError(
-                "the demo's shop did not open", hint=f"{' '.join(command[:4])} says why"
+                "the demo's shop did not start", hint=f"run `{' '.join(command[:4])}` to see why"
             )
-        found = json.loads(said)
+        found = json.loads(line)
         yield _Shop(process, found["url"], found["limited"])
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -185,7 +194,7 @@ async def _shop(log: Path) -> AsyncIterator[_Shop]:
 
 
 class _Screen:
-    """A live picture on a terminal, lines of text elsewhere."""
+    """A live display on a terminal, or lines of text without one."""
 
     def __init__(self, lines: bool) -> None:
         self._before: Snapshot | None = None
@@ -216,7 +225,7 @@ class _Screen:
             or bool(snapshot.records) > bool(self._before and self._before.records)
         ):
             print(plain(snapshot, self._before), flush=True)
-            self._before, self._due = snapshot, snapshot.elapsed + LINE
+            self._before, self._due = snapshot, snapshot.elapsed + LINE_INTERVAL
 
 
 async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lines: bool) -> int:
@@ -257,8 +266,15 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
     finally:
         stores.close()
     made = ending.Ending(
-        out=where, cwd=cwd, elapsed=elapsed, first_row=watch.first_row, look=look, limited=shop.limited, redesigned=redesigned, requests=where / "shop.log",
-    )  # fmt: skip
+        out=where,
+        cwd=cwd,
+        elapsed=elapsed,
+        first_row=watch.first_row,
+        look=look,
+        limited=shop.limited,
+        redesigned=redesigned,
+        requests=where / "shop.log",
+    )
     found, typed = ending.text(made)
     if lines:
         print()
@@ -268,14 +284,16 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
 
 
 def _settings(where: Path, shop: _Shop) -> config.Config:
-    """Of the environment only what says where things lie; on a server under a name of this demo's
-    own, so that it touches nobody else's.
+    """Write the pipeline and its settings, and load them.
+
+    Only the variables of stores and servers are used. On servers the demo has its own namespace, so
+    that it changes no other data.
     """
-    places = {name: value for name, value in os.environ.items() if name.startswith(PLACES)}
+    given = {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
     allow = json.dumps([url.removeprefix("http://") for url in (shop.url, shop.limited)])
     own = (
         f'namespace = "demo-{secrets.token_hex(4)}" # on servers\n'
-        if places and "PENSTOCK_NAMESPACE" not in places
+        if given and "PENSTOCK_NAMESPACE" not in given
         else ""
     )
     pipeline = Path(__file__).with_name("pipeline.py").read_text("utf-8")
@@ -283,13 +301,13 @@ def _settings(where: Path, shop: _Shop) -> config.Config:
         pipeline.replace('"http://127.0.0.1:8000"', json.dumps(shop.url)), encoding="utf-8"
     )
     (where / config.FILE_NAME).write_text(SETTINGS.format(allow=allow) + own, encoding="utf-8")
-    return config.load({}, places, where).config
+    return config.load({}, given, where).config
 
 
 def _on_signals(asked_to_end: asyncio.Event, screen: _Screen) -> None:
     def on_signal(number: int) -> None:
         if asked_to_end.is_set():
-            screen.__exit__()  # the cursor comes back
+            screen.__exit__()  # shows the cursor again
             os._exit(128 + number)
         asked_to_end.set()
 
@@ -300,7 +318,7 @@ def _on_signals(asked_to_end: asyncio.Event, screen: _Screen) -> None:
 async def _either(
     work: asyncio.Task[int], event: asyncio.Event, seconds: float | None = None
 ) -> None:
-    """Wait for `event`, at most so long, but not for a worker that has failed."""
+    """Wait up to `seconds` for `event`. Raise if the worker ends."""
     happens = asyncio.create_task(event.wait())
     try:
         await asyncio.wait([work, happens], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -308,7 +326,7 @@ async def _either(
         happens.cancel()
     if work.done():
         await work
-        raise PenstockError("the worker ended before the demo did", hint="demo.log says more")
+        raise PenstockError("the worker ended before the demo", hint="see demo.log")
 
 
 async def _watch(
@@ -321,32 +339,32 @@ async def _watch(
     seconds: float | None,
     break_: bool,
 ) -> float | None:
-    """Look and show until the end. Returns when the shop was redesigned, if it was.
+    """Show snapshots until the end. Return the time of the redesign, or None.
 
-    The time it is given begins with the first event: a slow machine, or a server that lets us wait,
-    takes nothing of it.
+    The time starts with the first event, so a slow machine or server does not shorten the demo.
     """
     redesigned: float | None = None
     begun = float("inf")
     break_at = (
-        (REDESIGN if seconds is None else min(REDESIGN, seconds * 0.6)) if break_ else float("inf")
+        (REDESIGN_AFTER if seconds is None else min(REDESIGN_AFTER, seconds * 0.6))
+        if break_
+        else float("inf")
     )
     finishing = float("inf")
     while True:
         snapshot = await watch.look()
         elapsed = snapshot.elapsed
-        if begun == float("inf") and (snapshot.counts.accepted > 0 or elapsed >= PATIENCE):
+        if begun == float("inf") and (snapshot.counts.accepted > 0 or elapsed >= START_TIMEOUT):
             begun = elapsed
             watch.total = None if seconds is None else begun + seconds
         lasted = max(0.0, elapsed - begun)
-        if (
-            redesigned is None and lasted >= break_at and snapshot.records
-        ):  # a break shows only where something worked
+        # A redesign is visible only after a record was written.
+        if redesigned is None and lasted >= break_at and snapshot.records:
             shop.redesign()
             redesigned, watch.notice = elapsed, f"the shop was redesigned after {elapsed:.0f} s"
         if seconds is not None and lasted >= seconds and finishing == float("inf"):
             await _stop_reading(running)
-            finishing, watch.notice = elapsed + FINISH, "finishing what is open"
+            finishing, watch.notice = elapsed + FINISH_TIMEOUT, "finishing open events"
         over = (
             asked_to_end.is_set()
             or elapsed >= finishing
@@ -355,16 +373,16 @@ async def _watch(
         screen.show(snapshot, last=over)
         if over:
             return redesigned
-        nap = (
-            min(FRAME, max(0.01, seconds - lasted))
+        pause = (
+            min(FRAME_INTERVAL, max(0.01, seconds - lasted))
             if seconds is not None and lasted < seconds
-            else FRAME
+            else FRAME_INTERVAL
         )
-        await _either(work, asked_to_end, nap)
+        await _either(work, asked_to_end, pause)
 
 
 async def _stop_reading(running: Running) -> None:
-    """What is accepted is finished; what happens from now on is not asked for."""
+    """Pause all sources, so that accepted events finish and no new ones are accepted."""
 
     def work(tx: Transaction) -> None:
         for state in tx.sources.all():

@@ -1,6 +1,4 @@
-"""The demo on a terminal: one snapshot in, one picture (or one line of text) out. It reads nothing
-and remembers nothing.
-"""
+"""The demo's display: turns one snapshot into a frame or into lines of text. It has no state."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-# -- what there is to show -------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """As `status` gives them: they add up to what was accepted."""
+    """Events by status, as in `penstock status`. The sum is all accepted events."""
 
     pending: int = 0
     in_flight: int = 0
@@ -35,15 +33,15 @@ class Counts:
 class Source:
     name: str
     events: int
-    age: float | None  # seconds since its last event; None: none yet
+    age: float | None  # seconds since the last event, or None before the first one
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
     name: str
-    rate: float  # requests a second, lately
-    limit: float | None  # None: unlimited
-    blocked: float = 0.0  # seconds it asked us to stay away, still
+    rate: float  # requests a second in the last seconds
+    limit: float | None  # None if unlimited
+    blocked: float = 0.0  # remaining seconds of a wait that the host requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Waiting:
 class Moved:
     """A change of one field of one record."""
 
-    id: str  # tells one from the next; the event's id will do
+    id: str  # unique, for example the event's id
     what: str
     field: str
     old: str
@@ -72,12 +70,12 @@ class Buried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything the display knows. Lists are newest first and may be longer than what is shown."""
+    """Data of one frame. Lists are newest first, and the display may cut them."""
 
     elapsed: float
-    total: float | None = None  # seconds it will run; None: until stopped
+    total: float | None = None  # seconds until the end, or None without a limit
     title: str = "penstock demo"
-    address: str = ""  # where the shop can be looked at
+    address: str = ""  # URL of the shop
     counts: Counts = Counts()
     sources: tuple[Source, ...] = ()
     hosts: tuple[Host, ...] = ()
@@ -89,8 +87,8 @@ class Snapshot:
     empty: int = 0
     moved: tuple[Moved, ...] = ()
     dead: tuple[Buried, ...] = ()
-    breaker: str = ""  # why it is open; "" is closed
-    notice: str = ""  # what the demo just did (`--break`)
+    breaker: str = ""  # reason of an open breaker, "" if it is closed
+    notice: str = ""  # the demo's last action (`--break`)
     p50: float | None = None  # seconds from event to row
     p95: float | None = None
 
@@ -104,14 +102,14 @@ _STATES = (
     ("dead", "dead", "red"),
 )
 _LINE = "━"
-_SOFT = "dim"  # not bright black: some themes paint that like the background
+_SOFT = "dim"  # bright black has the colour of the background in some themes
 
 
-# -- words and numbers -----------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 
 def _clean(text: str) -> str:
-    """What was scraped may hold anything: nothing of it may move the cursor."""
+    """Replace unprintable characters, so that scraped text cannot move the cursor."""
     return "".join(c if c.isprintable() else "·" for c in text)
 
 
@@ -147,19 +145,21 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-# -- the picture -----------------------------------------------------------------------------------
+# -- frames ----------------------------------------------------------------------------------------
 
 
 def render(snapshot: Snapshot, width: int) -> RenderableType:
-    """For rich.live.Live. The height depends on the width and on how many sources and hosts there
-    are, not on what happens, so nothing jumps.
+    """Return one frame for rich.live.Live.
+
+    The height depends only on the width and the number of sources and hosts, so the lines keep
+    their places.
     """
     s, inner = snapshot, max(width, 42) - 2
     wide = inner >= 74
     lines: list[Text] = [
         _header(s, inner),
         Text(),
-        *_beside(s, inner, wide),
+        *_sources_and_hosts(s, inner, wide),
         Text(),
         *_events(s, inner, wide),
         Text(),
@@ -167,7 +167,7 @@ def render(snapshot: Snapshot, width: int) -> RenderableType:
     lines += [_outputs(s, inner), *_fill(_changes(s, inner, 3), 3), Text()]
     lines += [
         _heading("delayed", f"{s.counts.delayed}   ") + _heading("dead", f"{s.counts.dead}"),
-        *_fill(_set_aside(s, inner, 4), 4),
+        *_fill(_delayed_and_dead(s, inner, 4), 4),
         _remark(s, inner),
     ]
     picture = Text("\n").join(lines)
@@ -180,12 +180,12 @@ def _fill(lines: Iterable[Text], count: int) -> list[Text]:
     return lines + [Text()] * (count - len(lines))
 
 
-def _heading(name: str, aside: str) -> Text:
-    return Text.assemble((name, "bold"), ("  " + aside, _SOFT))
+def _heading(name: str, detail: str) -> Text:
+    return Text.assemble((name, "bold"), ("  " + detail, _SOFT))
 
 
 def _line(width: int, left: Text, right: Text | None = None) -> Text:
-    """Exactly `width` cells: `left` shortened where it must be, `right` at the edge."""
+    """Return a line of exactly `width` cells, with `left` cut if necessary, `right` at the edge."""
     if right is None or not right.cell_len:
         left.truncate(width, overflow="ellipsis", pad=True)
         return left
@@ -193,12 +193,12 @@ def _line(width: int, left: Text, right: Text | None = None) -> Text:
     return left + Text(" ") + right
 
 
-def _row(width: int, mark: Text, what: str, why: Text) -> Text:
-    """The three columns that records and what is set aside share."""
+def _row(width: int, mark: Text, what: str, reason: Text) -> Text:
+    """Return a row of three columns, for changes and for delayed or dead events."""
     name = min(44, (width - 8) * 2 // 5)
-    # assembled, not added: the first part's style would colour the whole row
+    # With `+`, the style of the first part would apply to the whole row.
     return Text.assemble(
-        _line(8, mark), _line(name, Text(what)), "  ", _line(width - 10 - name, why)
+        _line(8, mark), _line(name, Text(what)), "  ", _line(width - 10 - name, reason)
     )
 
 
@@ -211,7 +211,7 @@ def _header(s: Snapshot, width: int) -> Text:
     )
 
 
-def _beside(s: Snapshot, inner: int, wide: bool) -> Iterable[Text]:
+def _sources_and_hosts(s: Snapshot, inner: int, wide: bool) -> Iterable[Text]:
     half = (inner - 4) // 2 if wide else inner
     left = [_heading("sources", "events, and the last one"), *_sources(s, half)]
     right = [_heading("hosts", "requests a second"), *_hosts(s, half)]
@@ -258,7 +258,7 @@ def _events(s: Snapshot, inner: int, wide: bool) -> Iterable[Text]:
     yield _line(inner, _heading("events", f"{s.counts.accepted} accepted"), _latency(s))
     yield _stacked(s.counts, inner)
     cells = [(getattr(s.counts, name), label, style) for name, label, style in _STATES]
-    if wide:  # figures above their names, each in a place of its own
+    if wide:  # each count above its name
         size = inner // len(cells)
         yield Text().join(
             _line(size, Text(f"{count}", f"bold {style}" if count else _SOFT))
@@ -290,7 +290,7 @@ def _latency(s: Snapshot) -> Text:
 
 
 def _stacked(counts: Counts, width: int) -> Text:
-    """One bar of every accepted event; whatever there is shows, however little."""
+    """Return a bar of all accepted events. Each non-zero status has at least one cell."""
     total = counts.accepted
     if not total:
         return Text(_LINE * width, _SOFT)
@@ -324,14 +324,12 @@ def _changes(s: Snapshot, width: int, count: int) -> Iterable[Text]:
         yield _row(width, Text(_clean(moved.field), _SOFT), _clean(moved.what), arrow)
 
 
-def _set_aside(s: Snapshot, width: int, count: int) -> Iterable[Text]:
-    """Dead letters first, in at most half the places; then what comes back by itself, the soonest
-    first.
-    """
+def _delayed_and_dead(s: Snapshot, width: int, count: int) -> Iterable[Text]:
+    """Yield dead events in at most half of the rows, then delayed events, the next due first."""
     dead = s.dead[: max(count // 2, count - len(s.waiting))]
     waiting = sorted(s.waiting, key=lambda w: w.left)[: count - len(dead)]
     if not dead and not waiting:
-        yield _line(width, Text("nothing is set aside", _SOFT))
+        yield _line(width, Text("no delayed or dead events", _SOFT))
     for item in dead:
         yield _row(width, Text("dead", "red"), _path(item.url), Text(_clean(item.reason)))
     for delayed in waiting:
@@ -344,7 +342,7 @@ def _set_aside(s: Snapshot, width: int, count: int) -> Iterable[Text]:
 
 
 def _remark(s: Snapshot, width: int) -> Text:
-    """The one thing to look at now; the worst first."""
+    """Return the most important notice: an open breaker, pages without a row, or the notice."""
     if s.breaker:
         return _line(width, Text.assemble(("■ stopped  ", "bold red"), _clean(s.breaker)))
     if s.empty or s.unmatched:
@@ -362,13 +360,11 @@ def _remark(s: Snapshot, width: int) -> Text:
     return _line(width, Text(_clean(s.notice), _SOFT))
 
 
-# -- the same in words -----------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def plain(snapshot: Snapshot, before: Snapshot | None = None) -> str:
-    """For logs and pipes: one line of figures, and a line for everything that is new since
-    `before`.
-    """
+    """Return text for logs and pipes: a line of counts, and a line for each news since `before`."""
     s, was = snapshot, before or Snapshot(elapsed=0)
     figures = [
         f"{getattr(s.counts, name)} {label}"
@@ -378,7 +374,8 @@ def plain(snapshot: Snapshot, before: Snapshot | None = None) -> str:
     line = f"{s.elapsed:6.1f} s  {s.counts.accepted} accepted" + (
         f" ({', '.join(figures)})" if figures else ""
     )
-    line += f"  {s.records} {'row' if s.records == 1 else 'rows'}, {s.changes} {'change' if s.changes == 1 else 'changes'}"
+    line += f"  {s.records} {'row' if s.records == 1 else 'rows'}"
+    line += f", {s.changes} {'change' if s.changes == 1 else 'changes'}"
     line += "".join(
         f", {count} {label}"
         for count, label in (
@@ -390,7 +387,7 @@ def plain(snapshot: Snapshot, before: Snapshot | None = None) -> str:
     )
     if s.p50 is not None and s.p95 is not None:
         line += f"  event→row p50 {_span(s.p50)}, p95 {_span(s.p95)}"
-    seen, known, buried = {m.id for m in was.moved}, {w.url for w in was.waiting}, set(was.dead)
+    seen, known, dead = {m.id for m in was.moved}, {w.url for w in was.waiting}, set(was.dead)
     news = [
         f"changed  {_clean(m.what)}: {_clean(m.field)} {_clean(m.old)} → {_clean(m.new)}"
         for m in reversed(s.moved)
@@ -402,7 +399,7 @@ def plain(snapshot: Snapshot, before: Snapshot | None = None) -> str:
         if w.url not in known
     ]
     news += [
-        f"dead     {_clean(d.url)}: {_clean(d.reason)}" for d in reversed(s.dead) if d not in buried
+        f"dead     {_clean(d.url)}: {_clean(d.reason)}" for d in reversed(s.dead) if d not in dead
     ]
     news += [f"stopped  {_clean(s.breaker)}"] * bool(s.breaker and s.breaker != was.breaker)
     news += [f"note     {_clean(s.notice)}"] * bool(s.notice and s.notice != was.notice)

@@ -1,6 +1,4 @@
-"""What the display shows, read from where everybody reads it: the books, the worker's signals and
-the file that the hook writes.
-"""
+"""Reads the data of the display from the ledger, the worker's signals and the hook's file."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from penstock.ports.reports import Filter
 from penstock.rules.identity import host_key
 from penstock.runtime.process import Running
 
-LATELY = 3.0  # seconds over which a host's rate is taken
-RECENT = 50  # events whose way to the row is told
-LISTED = 20
+RATE_WINDOW = 3.0  # seconds over which the request rate of a host is measured
+LATENCY_SAMPLE = 50  # newest events whose latency is shown
+MAX_LISTED = 20  # delayed events, dead letters and changes that are read
 SOURCES = {"seeds": "seed list", "changes": "price feed"}
 _STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 
 
 class Look:
-    """The books at one moment."""
+    """Data of the ledger in one snapshot."""
 
     def __init__(self, tx: Transaction) -> None:
         self.sources = {state.name: state for state in tx.sources.all()}
@@ -33,8 +31,8 @@ class Look:
         )
         self.breaker = next(iter(found.paused.values()), "")
         self.hooks_waiting = found.changes_waiting
-        self.delayed = tx.reports.events(status="delayed", limit=LISTED).events
-        self.dead = tx.reports.letters(Filter(), limit=LISTED, newest_first=True)
+        self.delayed = tx.reports.events(status="delayed", limit=MAX_LISTED).events
+        self.dead = tx.reports.letters(Filter(), limit=MAX_LISTED, newest_first=True)
 
     @property
     def open(self) -> int:
@@ -42,8 +40,9 @@ class Look:
 
 
 class Watch:
-    """Takes snapshots of one run. What it remembers: where it is in the hook's file, and when links
-    were last followed.
+    """Takes snapshots of one run.
+
+    It keeps its position in the hook's file, and the time of the last followed link.
     """
 
     def __init__(
@@ -58,11 +57,11 @@ class Watch:
     ) -> None:
         self._running, self._clock = running, running.clock
         self._shop, self._changes, self._started = shop, changes, started
-        self.total = total  # seconds after which it ends by itself
+        self.total = total  # seconds until the demo ends, or None without a limit
         by = running.stores.lifecycle.settings.host_by
         self._hosts = [host_key(url + "/", by=by) for url in (shop, limited)]
         self._read = self._lines = 0
-        self._moved: deque[Moved] = deque(maxlen=LISTED)
+        self._moved: deque[Moved] = deque(maxlen=MAX_LISTED)
         self._followed = 0
         self._followed_at: float | None = None
         self.notice = ""
@@ -77,16 +76,30 @@ class Watch:
             self.first_row = elapsed
         self.idle = not look.open and not look.hooks_waiting
         self._tail()
-        latencies = sorted(list(self._running.signals.latencies)[-RECENT:])
+        latencies = sorted(list(self._running.signals.latencies)[-LATENCY_SAMPLE:])
         return Snapshot(
-            elapsed=elapsed, total=self.total, address=self._shop, counts=look.counts,
-            sources=self._sources(look, now), hosts=self._rates(now),
-            waiting=tuple(Waiting(e.url, e.reason or "", max(0.0, (e.not_before or now) - now)) for e in look.delayed),
-            records=c.get("records", 0), changes=c.get("changes", 0), unchanged=c.get("unchanged", 0) + c.get("records_unchanged", 0),
-            unmatched=c.get("unmatched", 0), empty=c.get("empty", 0), moved=tuple(reversed(self._moved)),
-            dead=tuple(Buried(letter.url, letter.reason) for letter in look.dead), breaker=look.breaker, notice=self.notice,
-            p50=_share(latencies, 0.50), p95=_share(latencies, 0.95),
-        )  # fmt: skip
+            elapsed=elapsed,
+            total=self.total,
+            address=self._shop,
+            counts=look.counts,
+            sources=self._sources(look, now),
+            hosts=self._rates(now),
+            waiting=tuple(
+                Waiting(e.url, e.reason or "", max(0.0, (e.not_before or now) - now))
+                for e in look.delayed
+            ),
+            records=c.get("records", 0),
+            changes=c.get("changes", 0),
+            unchanged=c.get("unchanged", 0) + c.get("records_unchanged", 0),
+            unmatched=c.get("unmatched", 0),
+            empty=c.get("empty", 0),
+            moved=tuple(reversed(self._moved)),
+            dead=tuple(Buried(d.url, d.reason) for d in look.dead),
+            breaker=look.breaker,
+            notice=self.notice,
+            p50=_quantile(latencies, 0.50),
+            p95=_quantile(latencies, 0.95),
+        )
 
     @property
     def elapsed(self) -> float:
@@ -108,8 +121,8 @@ class Watch:
         )
 
     def _rates(self, now: float) -> tuple[Host, ...]:
-        asked = [host for at, host in self._running.signals.asked if at > now - LATELY]
-        span = min(LATELY, max(1.0, self.elapsed))
+        asked = [host for at, host in self._running.signals.asked if at > now - RATE_WINDOW]
+        span = min(RATE_WINDOW, max(1.0, self.elapsed))
         blocked = self._running.stores.claims.blocked_until
         return tuple(
             Host(
@@ -122,8 +135,9 @@ class Watch:
         )
 
     def _tail(self) -> None:
-        """`Title: €9.99 → €8.49`, a line for every change that a hook was told of; a half-written
-        one waits.
+        """Read new lines of the hook's file, such as `Title: €9.99 → €8.49`.
+
+        An incomplete line is read the next time.
         """
         try:
             with self._changes.open("rb") as f:
@@ -131,14 +145,14 @@ class Watch:
                 new = f.read()
         except FileNotFoundError:
             return
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.decode("utf-8", "replace").splitlines():
+        complete = new[: new.rfind(b"\n") + 1]
+        self._read += len(complete)
+        for line in complete.decode("utf-8", "replace").splitlines():
             self._lines += 1
             title, _, prices = line.rpartition(": ")
             old, _, new_price = prices.partition(" → ")
             self._moved.append(Moved(str(self._lines), title, "price", old, new_price))
 
 
-def _share(ordered: Sequence[float], share: float) -> float | None:
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else None

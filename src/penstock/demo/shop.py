@@ -1,5 +1,6 @@
-"""The shop we scrape: its goods, its moving prices and what it answers. How its pages look is in
-storefront.py; no sockets until `serve`.
+"""The demo's shop: products, price changes and HTTP answers. See `storefront` for the pages.
+
+It opens no sockets before `serve`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LIST_PRICES = {p.slug: p.price for p in PRODUCTS}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One line of the change list. Ids only grow; a reader remembers the last it has seen."""
+    """One price change. Ids increase, so a reader can remember the last id it has seen."""
 
     id: int
     at: float
@@ -42,10 +43,9 @@ class Change:
 
 
 class Shop:
-    """Prices follow from the seed and the clock alone: who asks, when and how often makes no
-    difference.
+    """A shop whose prices depend only on the seed and the clock, not on the requests.
 
-    `base` and `limited` are the addresses it is reached at; `serve` fills them in.
+    `serve` sets `base` and `limited`, the addresses of the shop.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Shop:
         self._redesigned: frozenset[str] = frozenset()
         self.base = self.limited = ""
 
-    # -- what happens by itself
+    # -- price changes
 
     def advance(self) -> None:
-        """Let the prices move up to now. Every answer does this first."""
+        """Apply the price changes up to now. Every answer calls this first."""
         now = self._clock()
         while self._next_move <= now:
             self._move(self._next_move)
@@ -88,8 +88,9 @@ class Shop:
         self._moved[product.slug] = at
 
     def _priced(self, product: Product) -> Decimal:
-        """A few per cent up or down, pulled back towards the list price, ending as shops' prices
-        do; never the same as before.
+        """Return a new price: a few per cent up or down, with a pull towards the list price.
+
+        It ends in 9 cents (or 49 or 99), and differs from the old price.
         """
         listed = _LIST_PRICES[product.slug]
         pull = float(listed - product.price) / float(listed)
@@ -104,8 +105,9 @@ class Shop:
         return new if new != product.price else new + Decimal("0.50")
 
     def redesign(self, slugs: Iterable[str] | None = None) -> None:
-        """New markup for these products, or for the whole shop: `.price` matches nothing from now
-        on. Nothing announces it, as in life.
+        """Use new markup for these products, or for all: `.price` matches nothing from now on.
+
+        The shop does not announce the change.
         """
         self._redesigned |= frozenset(self._goods if slugs is None else slugs)
 
@@ -119,29 +121,27 @@ class Shop:
         self.advance()
         return tuple(self._changes)
 
-    # -- what it answers
+    # -- answers
 
     def seeds(self) -> list[str]:
-        """Two products of every category, the broken and the limited one; the rest is found by
-        following `a.related`.
+        """Return two products of each category, the broken and the limited one.
+
+        The other products are found by following `a.related`.
         """
         first = [
             p.slug
             for category in CATEGORIES
             for p in [p for p in PRODUCTS if p.category == category and p.slug != BROKEN][:2]
         ]
-        early = (
-            *first[:2],
-            BROKEN,
-            *first[2:],
-        )  # before a redesign could hide what is wrong with it
+        # The broken product is one of the first, because a redesign would hide its missing SKU.
+        early = (*first[:2], BROKEN, *first[2:])
         return [*(self.url(slug) for slug in early), f"{self.limited}/product/{LIMITED.slug}"]
 
     def url(self, slug: str) -> str:
         return f"{self.base}/product/{slug}"
 
     def answer(self, request: Request) -> Reply:
-        """Everything but the limited edition."""
+        """Answer a request for any page except the limited edition."""
         if request.method not in ("GET", "HEAD"):
             return reply("GET or HEAD\n", TEXT, 405, allow="GET, HEAD")
         self.advance()
@@ -209,7 +209,7 @@ class Shop:
         )
 
     def _sitemaps(self) -> dict[str, list[tuple[str, float]]]:
-        """The products in two parts, as large shops have them: one packed, one plain."""
+        """Return the products in two sitemaps, one of them compressed."""
         pages = [(self.url(slug), at) for slug, at in self._moved.items()]
         return {
             "/sitemap-1.xml.gz": pages[: len(pages) // 2],
@@ -217,8 +217,9 @@ class Shop:
         }
 
     def _products(self, request: Request) -> Reply:
-        """Page by page, the next one named in the body and in the Link header. What has no number
-        yet is not for sale.
+        """Return one page of products, with the next page in the body and in the Link header.
+
+        Products without a SKU are not listed.
         """
         page = request.params.get("page", "1")
         if not (page.isascii() and page.isdigit() and 0 < int(page[:9]) < 10**6):
@@ -231,10 +232,17 @@ class Shop:
             else None
         )
         products = [
-            {"sku": p.sku, "name": p.name, "url": f"/product/{p.slug}", "price": str(p.price), "currency": CURRENCY, "stock": p.stock,
-             "changed": storefront.iso(self._moved[p.slug])}
+            {
+                "sku": p.sku,
+                "name": p.name,
+                "url": f"/product/{p.slug}",
+                "price": str(p.price),
+                "currency": CURRENCY,
+                "stock": p.stock,
+                "changed": storefront.iso(self._moved[p.slug]),
+            }
             for p in listed[at : at + PAGE_OF_PRODUCTS]
-        ]  # fmt: skip
+        ]
         body = {"products": products, "next": following}
         return (
             json_reply(body, link=f'<{following}>; rel="next"') if following else json_reply(body)
@@ -246,15 +254,24 @@ class Shop:
             return json_reply({"error": "after must be the id of a change"}, 400)
         later = [c for c in self._changes if c.id > int(after)][:PAGE_OF_CHANGES]
         lines = [
-            {"id": c.id, "at": storefront.iso(c.at), "sku": c.product.sku, "url": self.url(c.product.slug), "field": "price",
-             "old": str(c.old), "new": str(c.new), "currency": CURRENCY}
+            {
+                "id": c.id,
+                "at": storefront.iso(c.at),
+                "sku": c.product.sku,
+                "url": self.url(c.product.slug),
+                "field": "price",
+                "old": str(c.old),
+                "new": str(c.new),
+                "currency": CURRENCY,
+            }
             for c in later
-        ]  # fmt: skip
+        ]
         return json_reply({"changes": lines, "last": later[-1].id if later else int(after)})
 
     def answer_limited(self, request: Request) -> Reply:
-        """The limited edition, on a port of its own: turns visitors away at first, and whoever
-        comes back too early once more.
+        """Answer a request for the limited edition, which has a separate port.
+
+        The first `refusals` requests get 429, and so does a request before Retry-After has passed.
         """
         if request.method not in ("GET", "HEAD"):
             return reply("GET or HEAD\n", TEXT, 405, allow="GET, HEAD")
@@ -278,8 +295,9 @@ class Shop:
 
 
 def _related(slug: str) -> list[str]:
-    """The next two of its category and the next of the catalogue: from the seeds, a few steps reach
-    everything.
+    """Return the next two products of the category, and one from further on in the catalogue.
+
+    All products are reached from the seeds in a few steps.
     """
     slugs = [p.slug for p in PRODUCTS]
     here = slugs.index(slug)
@@ -297,7 +315,7 @@ def _related(slug: str) -> list[str]:
 async def serve(
     shop: Shop, *, port: int = 0, limited_port: int = 0, log: str | os.PathLike[str] | None = None
 ) -> AsyncIterator[Web]:
-    """The shop on two ports of loopback; its addresses are in `shop.base` and `shop.limited`."""
+    """Serve the shop on two loopback ports, and set `shop.base` and `shop.limited`."""
     async with Web(shop.answer, port=port, log=log) as web:
         shop.base = web.url("")
         shop.limited = web.url(
@@ -318,9 +336,7 @@ async def _main(options: argparse.Namespace) -> None:
             json.dumps({"url": shop.base, "limited": shop.limited, "pid": os.getpid()}), flush=True
         )
         while not stop.is_set():
-            if (
-                options.with_parent and os.getppid() != parent
-            ):  # the demo that started us was killed
+            if options.with_parent and os.getppid() != parent:  # the demo process was killed
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), 1)
@@ -329,13 +345,13 @@ async def _main(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m penstock.demo.shop",
-        description="The demo's shop, to look at or to scrape. SIGUSR1 redesigns it.",
+        description="The demo's shop, to browse or to scrape. SIGUSR1 redesigns it.",
     )
     parser.add_argument(
         "--port",
         type=int,
         default=0,
-        help="0: any free one; the addresses are printed as one JSON line",
+        help="port (0 is any free port, the addresses are printed as one JSON line)",
     )
     parser.add_argument("--limited-port", type=int, default=0)
     parser.add_argument("--seed", type=int, default=7)

@@ -1,6 +1,4 @@
-"""What the demo says when it is over: what there is, what went wrong on purpose, and what to try
-next.
-"""
+"""The summary at the end of the demo: results, intended failures and commands to try next."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from penstock.testing.web import Entry, read_log
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """All that the summary is made of."""
+    """Data of the summary."""
 
     out: Path
     cwd: Path
@@ -34,8 +32,9 @@ class Ending:
 
 
 def text(e: Ending) -> tuple[Text, Text]:
-    """What there is, and what to type: the second must not be wrapped. For people and for pipes
-    alike.
+    """Return the results, and the commands to type.
+
+    The commands must not be wrapped, on a terminal or in a pipe.
     """
     c, n = e.look.counts, e.look.counters
     named = ("success", "duplicate", "dead", "delayed", "pending", "in_flight")
@@ -45,7 +44,7 @@ def text(e: Ending) -> tuple[Text, Text]:
     def line(*parts: str | tuple[str, str], to: Text = made) -> None:
         to.append_text(Text.assemble(*parts)).append("\n")
 
-    first = f"; the first row came after {e.first_row:.1f} s" if e.first_row is not None else ""
+    first = f", first row came after {e.first_row:.1f} s" if e.first_row is not None else ""
     line(
         ("Done", "bold green") if n.get("records") else ("No record was written", "bold red"),
         f" after {e.elapsed:.1f} s{first}.",
@@ -63,16 +62,16 @@ def text(e: Ending) -> tuple[Text, Text]:
     line(("Try:", "bold"), to=typed)
     line("  ", (f"cd {shlex.quote(_place(e))}", "cyan"), to=typed)
     for command, about in (
-        ("status", "how much of everything"),
-        ("trace last", "what happened to the newest event"),
-        ("dlq ls", "what is dead, and why"),
+        ("status", "counts of events by status"),
+        ("trace last", "history of the newest event"),
+        ("dlq ls", "dead events with their reasons"),
     ):
         line("  ", (f"{again} {command:<12}", "cyan"), (about, "dim"), to=typed)
     typed.rstrip()
     return made, typed
 
 
-# -- what there is ---------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def _place(e: Ending) -> str:
@@ -86,15 +85,13 @@ def _place(e: Ending) -> str:
 def _files(out: Path) -> list[tuple[str, str, str]]:
     found = []
     if (file := out / "records.jsonl").exists():
-        found.append((file.name, f"{_lines(file)} rows", "every record, as it came"))
+        found.append((file.name, f"{_lines(file)} rows", "every record, in order of arrival"))
     if (file := out / "products.db").exists():
-        found.append((file.name, f"{_rows(file)} rows", "one row a product, the newest"))
+        found.append((file.name, f"{_rows(file)} rows", "the newest row of each product"))
     if (file := out / "changes.txt").exists():
-        found.append((file.name, f"{_lines(file)} lines", "what the on_change hook wrote"))
-    found.append(("shop.py", "", "the pipeline; penstock.toml has its settings"))
-    found.append(
-        ("shop.log", f"{_lines(out / 'shop.log')} lines", "what the shop was asked, by its own log")
-    )
+        found.append((file.name, f"{_lines(file)} lines", "lines written by the on_change hook"))
+    found.append(("shop.py", "", "the pipeline (settings are in penstock.toml)"))
+    found.append(("shop.log", f"{_lines(out / 'shop.log')} lines", "requests, logged by the shop"))
     return found
 
 
@@ -103,21 +100,21 @@ def _lines(file: Path) -> int:
 
 
 def _rows(file: Path) -> int:
-    """Asked the way a user would, with the standard library."""
+    """Return the number of products, read with the standard library as a user could do."""
     db = sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)
     try:
         return int(db.execute("SELECT count(*) FROM products").fetchone()[0])
-    except sqlite3.OperationalError:  # it ended before the first row
+    except sqlite3.OperationalError:  # the demo ended before the first row
         return 0
     finally:
         db.close()
 
 
-# -- what went wrong on purpose --------------------------------------------------------------------
+# -- intended failures -----------------------------------------------------------------------------
 
 
 def visits(requests: Path, limited: str) -> list[Entry]:
-    """When the limited edition's page was asked for, by the shop's log."""
+    """Return the requests for the limited edition's page, from the shop's log."""
     port = urlsplit(limited).port
     return (
         [
@@ -131,21 +128,22 @@ def visits(requests: Path, limited: str) -> list[Entry]:
 
 
 def _limited(e: Ending) -> list[str]:
-    asked = visits(e.requests, e.limited)
-    if not asked or asked[0].status != 429:
+    sent = visits(e.requests, e.limited)
+    if not sent or sent[0].status != 429:
         return []
-    said = f"{asked[0].path} answered 429 with Retry-After"
-    if len(asked) == 1:
-        return [f"{said}; the demo ended before it was asked again."]
+    first = f"{sent[0].path} answered 429 with Retry-After"
+    if len(sent) == 1:
+        return [f"{first}. The demo ended before the next request."]
     return [
-        f"{said}; it was asked again {(asked[1].at - asked[0].at) / 1e6:.1f} s later and answered {asked[-1].status}."
+        f"{first}. It was requested again {(sent[1].at - sent[0].at) / 1e6:.1f} s later "
+        f"and answered {sent[-1].status}."
     ]
 
 
 def _dead(e: Ending) -> list[str]:
     shown = e.look.dead[:3]
-    said = [f"{urlsplit(letter.url).path} is dead: {letter.reason}." for letter in shown]
-    return said + [f"… and {e.look.counts.dead - len(shown)} more are dead."] * (
+    lines = [f"{urlsplit(d.url).path} is dead: {d.reason}." for d in shown]
+    return lines + [f"… and {e.look.counts.dead - len(shown)} more are dead."] * (
         e.look.counts.dead > len(shown)
     )
 
@@ -156,18 +154,20 @@ def _redesigned(e: Ending) -> list[str]:
     empty = e.look.counters.get("empty", 0)
     pages = "1 page" if empty == 1 else f"{empty} pages"
     return [
-        f"The shop was redesigned after {e.redesigned:.0f} s; since then {pages} gave no row: `empty` in `status`. The last good rows stay."
+        f"The shop was redesigned after {e.redesigned:.0f} s, since then {pages} gave no row "
+        "(`empty` in `status`). The last good rows stay."
     ]
 
 
-# -- what to try -----------------------------------------------------------------------------------
+# -- commands to try -------------------------------------------------------------------------------
 
 
 def program(out: Path) -> str:
-    """How this command can be called again from there: `penstock` where the shell finds it, else as
-    it was called now.
+    """Return the command that runs penstock from `out`.
+
+    This is `penstock` if the shell finds it, or else the way in which it was called now.
     """
-    if script := os.environ.get("DEV_SCRIPT"):  # ./dev says where it is
+    if script := os.environ.get("DEV_SCRIPT"):  # set by ./dev: the path of the script
         return f"{shlex.quote(_shorter(Path(script), out))} exec penstock"
     called = Path(sys.argv[0])
     if called.name != "penstock":

@@ -1,4 +1,7 @@
-"""What doctor looks at. Each check is a finding: ok, warn (mends itself, or is worth knowing) or fail (something is not as it must be)."""
+"""Checks of `penstock doctor`.
+
+Each check returns findings: ok, warn (repairs itself, or is worth knowing) or fail.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,11 @@ if TYPE_CHECKING:
     from penstock.ports.reports import Audit
 
 T = TypeVar("T")
-LOW, VERY_LOW = 1 << 30, 64 << 20  # free disk space
-PROBE = 'from penstock import Pipeline\np = Pipeline("doctor")\n@p.extract\ndef probe(page):\n    yield {"url": page.url}\n'
+LOW, VERY_LOW = 1 << 30, 64 << 20  # bytes of free disk space: below them warn, and fail
+PROBE = (
+    'from penstock import Pipeline\np = Pipeline("doctor")\n@p.extract\n'
+    'def probe(page):\n    yield {"url": page.url}\n'
+)
 
 
 class Finding(NamedTuple):
@@ -40,7 +46,7 @@ class Finding(NamedTuple):
 
 
 class Probe(Protocol):
-    """A sandbox, as far as it is needed to see that it starts."""
+    """The methods of a sandbox that `doctor` uses to check that it starts."""
 
     async def start(self) -> None: ...
 
@@ -76,7 +82,7 @@ class OpenStores(Protocol):
 
 
 def ask(stores: OpenStores, question: Callable[[Transaction], T]) -> T:
-    """One moment, however many statements the question takes."""
+    """Run `question` in one snapshot, so that all its statements see the same state."""
     return stores.uow.snapshot(question)
 
 
@@ -101,7 +107,7 @@ def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[
         yield Finding(
             "file system",
             "fail",
-            f"{config.state.dir} is on {kind}, where SQLite's locks do not hold",
+            f"{config.state.dir} is on {kind}, and SQLite's locks do not work there",
             "put the state on a local disk: PENSTOCK_STATE=/var/lib/penstock",
         )
     else:
@@ -132,8 +138,8 @@ def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[
         yield Finding(
             "clock",
             "fail",
-            f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}",
-            "set it, e.g. with NTP: leases and windows depend on it",
+            f"the clock shows {time.strftime('%Y-%m-%d', time.gmtime(now))}",
+            "set the clock, e.g. with NTP: leases and windows depend on it",
         )
 
 
@@ -150,14 +156,14 @@ def _space(there: Path) -> Finding:
             "disk",
             "fail",
             f"{size(free)} free under {there}",
-            "free some: without room nothing is accepted or ended (nothing is lost either)",
+            "free some space: without it, no event can be accepted or end (no event is lost)",
         )
     if free < LOW:
         return Finding(
             "disk",
             "warn",
             f"{size(free)} free under {there}",
-            "free some, or lower pages.max_bytes and pages.keep",
+            "free some space, or lower pages.max_bytes and pages.keep",
         )
     return Finding("disk", "ok", f"{size(free)} free")
 
@@ -191,7 +197,8 @@ def settings(
                 yield Finding(
                     "pipeline",
                     "ok",
-                    f"{chosen}: {plural(len(pipeline.extractors), 'extractor')}, {plural(len(pipeline.sinks), 'sink')}",
+                    f"{chosen}: {plural(len(pipeline.extractors), 'extractor')}, "
+                    f"{plural(len(pipeline.sinks), 'sink')}",
                 )
             except PenstockError as e:
                 yield Finding("pipeline", "fail", e.message, e.hint)
@@ -202,7 +209,7 @@ def settings(
 
 
 async def _sandbox(sandbox: Probe) -> Finding:
-    """A child process that loads the pipeline, as a worker would have it."""
+    """Start a child process that loads the pipeline, as a worker does."""
     try:
         started = time.monotonic()
         await sandbox.start()
@@ -259,13 +266,16 @@ def store(stores: OpenStores, workers: Path) -> Iterator[Finding]:
             "set the clocks of all machines by NTP",
         )
     else:
-        yield Finding("clock", "ok", "not behind what is in the books")
+        yield Finding("clock", "ok", "not behind the newest event in the ledger")
     for topic, reason in ask(stores, lambda tx: tx.queue.paused()).items():
         yield Finding("paused", "warn", f"{topic}: {reason}", f"penstock topics resume {topic}")
 
 
 def _accounting(a: Audit) -> Finding:
-    """I10, from both sides. Retention forgets ended events and leaves their counts, so those may only be larger."""
+    """Compare the counters with the rows (I10).
+
+    Retention deletes ended events and keeps their counts, so these counts may be larger.
+    """
     wrong = []
     forgotten = 0
     for key in sorted(a.counters.keys() | a.rows.keys()):
@@ -279,16 +289,17 @@ def _accounting(a: Audit) -> Finding:
         accepted != a.entered or forgotten != a.entered - sum(a.rows.values())
     ):
         wrong.append(
-            f"{a.entered:,} events were entered, {accepted:,} are counted, {sum(a.rows.values()):,} are there"
+            f"{a.entered:,} events were inserted, {accepted:,} are counted, "
+            f"{sum(a.rows.values()):,} are stored"
         )
     if wrong:
         return Finding(
             "accounting",
             "fail",
             joined(wrong, 3),
-            "please report it; keep a copy of the state directory",
+            "keep a copy of the state directory, and report this",
         )
-    more = f" ({forgotten:,} of them forgotten by retention)" if forgotten else ""
+    more = f" ({forgotten:,} of them deleted by retention)" if forgotten else ""
     return Finding(
         "accounting", "ok", f"{accepted:,} accepted, and every one is accounted for{more}"
     )
@@ -296,13 +307,14 @@ def _accounting(a: Audit) -> Finding:
 
 def _queue(a: Audit) -> Finding:
     wrong = [
-        f"{topic}/{group} notes {noted} ready, leased, delayed and has {counted}"
+        f"{topic}/{group} counts {noted} ready, leased, delayed and has {counted}"
         for topic, group, noted, counted in a.queue.groups
         if noted != counted
     ]
     if a.queue.unqueued_count:
         wrong.append(
-            f"{plural(a.queue.unqueued_count, 'open event')} in no queue: {joined(short(i) for i in a.queue.unqueued)}"
+            f"{plural(a.queue.unqueued_count, 'open event')} in no queue: "
+            f"{joined(short(i) for i in a.queue.unqueued)}"
         )
     if a.letterless:
         wrong.append(f"{plural(a.letterless, 'dead letter')} of events that are not dead")
@@ -311,14 +323,14 @@ def _queue(a: Audit) -> Finding:
             "queue",
             "fail",
             joined(wrong, 3),
-            "please report it; penstock push --force queues a URL again",
+            "report this (`penstock push --force` queues a URL again)",
         )
     if a.queue.lingering_count:
         return Finding(
             "queue",
             "warn",
             f"{plural(a.queue.lingering_count, 'queued message')} of events that have ended",
-            "a worker removes them when it meets them",
+            "a worker removes them when it receives them",
         )
     return Finding("queue", "ok", "every open event is queued once")
 
@@ -331,19 +343,19 @@ def _workers(stores: OpenStores, directory: Path, a: Audit) -> Iterator[Finding]
         yield Finding(
             "leases",
             "warn",
-            f"{plural(sum(dead.values()), 'lease')} of {plural(len(dead), 'worker')} that is gone",
-            "the next `penstock run` takes the work back",
+            f"{plural(sum(dead.values()), 'lease')} of {plural(len(dead), 'worker')} that ended",
+            "the next `penstock run` takes over the work",
         )
     elif a.queue.expired and not alive:
         yield Finding(
             "leases",
             "warn",
-            f"{plural(a.queue.expired, 'lease')} that ran out",
-            "the next `penstock run` takes the work back",
+            f"{plural(a.queue.expired, 'expired lease')}",
+            "the next `penstock run` takes over the work",
         )
     else:
         yield Finding(
-            "leases", "ok", f"{plural(len(alive), 'worker')} running, no lease without its worker"
+            "leases", "ok", f"{plural(len(alive), 'worker')} running, every lease has a live worker"
         )
 
 
@@ -353,16 +365,16 @@ def _sinks(stores: OpenStores, a: Audit) -> Iterator[Finding]:
             yield Finding(
                 "outbox",
                 "fail",
-                f"{name}: {noted:,} rows should wait and {rows:,} do",
-                "please report it; keep a copy of the state directory",
+                f"{name}: {noted:,} rows should be waiting, {rows:,} are",
+                "keep a copy of the state directory, and report this",
             )
     for sink in ask(stores, lambda tx: tx.reports.sinks()):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
         end = (
-            _noted_end(sink.mark)
+            _recorded_end(sink.mark)
             if stores.db.file is not None or path is None
-            else _noted_end_here(sink.mark, path)
+            else _local_recorded_end(sink.mark, path)
         )
         if path is None or end is None:
             yield Finding(
@@ -376,34 +388,37 @@ def _sinks(stores: OpenStores, a: Audit) -> Iterator[Finding]:
             yield Finding(
                 "sink",
                 result,
-                f"{sink.name}: the file is not there; {size(end)} were written to it{waiting}",
-                "it was moved or removed; the next rows begin a new one" if end else "",
+                f"{sink.name}: the file does not exist, {size(end)} were written to it{waiting}",
+                "it was moved or removed, and the next rows start a new file" if end else "",
             )
             continue
         if there < end:
             yield Finding(
                 "sink",
                 "fail",
-                f"{sink.name}: has {there:,} bytes, {end:,} were written",
-                "it was cut or replaced; restore it, or replay what is missing with push --force",
+                f"{sink.name}: the file has {there:,} bytes, {end:,} were written",
+                "restore the file, or write the missing rows again with push --force",
             )
         elif there > end:
             yield Finding(
                 "sink",
                 "warn",
-                f"{sink.name}: {there - end:,} bytes beyond what is noted{waiting}",
-                "a write was interrupted, or is under way; the next `penstock run` puts it right",
+                f"{sink.name}: {there - end:,} bytes after the recorded mark{waiting}",
+                "a write was interrupted or is running, and the next `penstock run` repairs it",
             )
         else:
             yield Finding(
                 "sink",
                 "ok",
-                f"{sink.name}: {plural(sink.flushed, 'row')}, at its noted end{waiting}",
+                f"{sink.name}: {plural(sink.flushed, 'row')}, ends at the mark{waiting}",
             )
 
 
-def _noted_end_here(mark: str, path: Path) -> int | None:
-    """Of the files that the machines of a fleet wrote, the one that lies here; None where none does."""
+def _local_recorded_end(mark: str, path: Path) -> int | None:
+    """Return the recorded end of this machine's file, or None if the mark does not contain it.
+
+    The mark of a fleet's sink has one entry for each machine's file.
+    """
     with contextlib.suppress(OSError, ValueError):
         ino, host, noted = path.stat().st_ino, socket.gethostname(), json.loads(mark)
         known = [noted, *noted.get("others", ())] if isinstance(noted, dict) else []
@@ -412,8 +427,8 @@ def _noted_end_here(mark: str, path: Path) -> int | None:
     return None
 
 
-def _noted_end(mark: str) -> int | None:
-    """The byte after the last one that is noted as written; None where the mark is not one of a file."""
+def _recorded_end(mark: str) -> int | None:
+    """Return the recorded size of the file, or None if the mark does not describe a file."""
     try:
         found = json.loads(mark)
     except ValueError:
@@ -434,7 +449,7 @@ def _pages(stores: OpenStores) -> Iterator[Finding]:
             "pages",
             "fail",
             joined(problems, 3),
-            "restore them from a backup; their URLs can be pushed again with --force",
+            "restore them from a backup, or push their URLs again with --force",
         )
     else:
         yield Finding("pages", "ok", f"{plural(pages, 'page')}, {size(total)}")

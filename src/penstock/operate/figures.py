@@ -1,4 +1,4 @@
-"""Counts, sizes, times and ids as people read them: the same everywhere."""
+"""Format of counts, sizes, times and ids in messages and tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def size(n: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A length of time as a person says it."""
+    """Return a duration as text, such as "3 min 20 s"."""
     if seconds < 0:
         return "-" + lasting(-seconds)
     if seconds < 1:
@@ -32,16 +32,16 @@ def lasting(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     for length, unit, below, small in ((3600, "min", 60, "s"), (86400, "h", 3600, "min")):
         if seconds < length:
-            whole, rest = divmod(seconds, below)
+            amount, rest = divmod(seconds, below)
             part = rest / (below / 60) if unit == "h" else rest
-            return f"{whole:.0f} {unit}" + (
-                f" {part:.0f} {small}" if round(part) and round(part) < 60 and whole < 10 else ""
+            return f"{amount:.0f} {unit}" + (
+                f" {part:.0f} {small}" if round(part) and round(part) < 60 and amount < 10 else ""
             )
     return f"{seconds / 86400:.1f} d"
 
 
 def iso(at: float | None) -> str | None:
-    """RFC 3339 in UTC, for JSON."""
+    """Return the time in RFC 3339 format and UTC, for JSON."""
     return (
         None
         if at is None
@@ -52,7 +52,7 @@ def iso(at: float | None) -> str | None:
 
 
 def moment(at: float | None, now: float | None = None) -> str:
-    """Local time for people; the date only where it is not today's."""
+    """Return the local time as text. The date is included if it is not today."""
     if not at:
         return "–"
     local = datetime.fromtimestamp(at).astimezone()
@@ -63,12 +63,12 @@ def moment(at: float | None, now: float | None = None) -> str:
 
 
 def short(id_: str, length: int = 12) -> str:
-    """Enough of an id to find it by: every command takes a unique prefix."""
+    """Return the start of an id. Every command accepts a unique prefix."""
     return id_[:length]
 
 
-def joined(items: Iterable[str], most: int = 5) -> str:
+def joined(items: Iterable[str], limit: int = 5) -> str:
     listed: Sequence[str] = list(items)
-    return ", ".join(listed[:most]) + (
-        f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:limit]) + (
+        f" and {len(listed) - limit} more" if len(listed) > limit else ""
     )

@@ -1,3 +1,4 @@
-"""What tests share and others may use for their own adapters: the pretend web, conformance suites,
-simulation. Nothing here runs in production.
+"""Test tools for this project and for other adapters: web server, conformance suite, clock, proxy.
+
+They are not used in production.
 """

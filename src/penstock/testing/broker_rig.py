@@ -1,5 +1,6 @@
-"""What the sentences of the broker suite stand on: the rig that opens a broker, and helpers. The
-sentences are in conformance.py and outages.py.
+"""The rig of the broker conformance suite, which opens a broker, and helpers of the tests.
+
+See `conformance` and `outages` for the tests.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from penstock.model import Ack
 from penstock.ports import Broker, Capabilities, Delivery, Out, Published, Subscription
 from penstock.testing.proxy import Proxy
 
-KNOWN = 50
-OUTLASTS = (
-    30.0  # seconds; a lease that does not lapse within a sentence, however late the machine is
-)
+# Messages that are known to exist may take this many times `patience`.
+EXPECTED_FACTOR = 50
+# Seconds. It does not expire within a test, even on a slow machine.
+LONG_LEASE = 30.0
 T = TypeVar("T")
 Test = Callable[[Any, Any], Awaitable[None]]
-SENTENCES: dict[
-    str, Callable[[Capabilities], bool]
-] = {}  # by name: does a broker with these capabilities promise it
+# Test name -> True if a broker with these capabilities promises this behaviour.
+SENTENCES: dict[str, Callable[[Capabilities], bool]] = {}
 
 
 def sentence(
@@ -33,9 +33,11 @@ def sentence(
     proxied: bool = False,
     limits: int = 1,
 ) -> Callable[[Test], Callable[[Any], None]]:
-    """An `async def test(self, broker)` becomes a plain test method with a broker of its own;
-    skipped where `needs` is not promised. Proxied: the broker is behind `self.proxy`. Limits: how
-    many of the rig's it may take, where servers start and clients give up in their own time.
+    """Turn `async def test(self, broker)` into a plain test method with a new broker.
+
+    The test is skipped if the broker does not promise `needs`. With `proxied`, the broker is behind
+    `self.proxy`. The time limit is `limits` times that of the rig, for tests in which servers
+    start or clients time out.
     """
 
     def wrap(test: Test) -> Callable[[Any], None]:
@@ -71,7 +73,7 @@ def orders(caps: Capabilities) -> bool:
     return caps.order_per_key != "none"
 
 
-def lapses(caps: Capabilities) -> bool:
+def leases_expire(caps: Capabilities) -> bool:
     return caps.lease == "time"
 
 
@@ -80,28 +82,30 @@ def delays(caps: Capabilities) -> bool:
 
 
 class BrokerRig:
-    """The rig: `open` is all that must be there. Real time by default; a broker on a clock of its
-    own overrides `sleep` and `now`.
+    """Base class of a rig. Only `open` is required.
+
+    Tests use real time. A broker with its own clock overrides `sleep` and `now`.
     """
 
-    # seconds, where a sentence waits for its end: as short as can be where time is real, and longer
-    # than the machine may stand still
-    lease = OUTLASTS
-    # how long one `receive` waits until it is said that nothing comes; what is known to be there
-    # may take KNOWN times that
+    # Seconds of a lease whose end a test waits for. With real time it should be short, but longer
+    # than the machine may be suspended.
+    lease = LONG_LEASE
+    # Seconds that one `receive` waits before a topic counts as empty. Messages that are known to
+    # exist may take EXPECTED_FACTOR times as long.
     patience = 0.0
-    slack = 0.5  # how much later than asked a delay may end
-    limit = 120.0  # seconds a sentence may take
+    slack = 0.5  # seconds by which a delay may end late
+    limit = 120.0  # seconds that a test may take
     proxy: Proxy
     _latest: Broker | None = None
 
     async def open(self) -> Broker:
-        """A broker that is empty, or in a namespace of its own."""
+        """Open a broker that is empty, or has its own namespace."""
         raise NotImplementedError
 
     async def reopen(self, broker: Broker) -> Broker:
-        """The same place after the death of whoever had it open: nothing was said goodbye to.
-        Default: the same connection.
+        """Open the same broker again after its process was killed without closing it.
+
+        By default this returns the same connection.
         """
         return broker
 
@@ -114,28 +118,27 @@ class BrokerRig:
     def now(self) -> float:
         return time.time()
 
-    # What a rig with a server of its own may offer as well.
+    # Hooks of a rig with its own server.
 
     async def stop_server(self) -> None:
-        """Gone when it returns, and without a goodbye (SIGKILL); what it had confirmed is still
-        there when it comes back.
-        """
+        """Kill the server with SIGKILL and wait for its end. Confirmed data must be kept."""
         raise unittest.SkipTest("this rig cannot stop its server")
 
     async def start_server(self) -> None:
-        """Ready when it returns; nothing to do where it runs."""
+        """Start the server and wait until it is ready. Do nothing if it is running."""
 
     def in_front(self) -> Proxy:
-        """A proxy in front of the server."""
-        raise unittest.SkipTest("this rig has no server that a proxy could stand in front of")
+        """Return a proxy in front of the server."""
+        raise unittest.SkipTest("this rig has no server for a proxy")
 
     async def open_through(self, proxy: Proxy) -> Broker:
-        """As `open`, with the proxy's address in place of the server's."""
+        """Open a broker as in `open`, with the proxy's address instead of the server's."""
         raise NotImplementedError
 
     def last_word(self, broker: Broker, message: bytes) -> bytes:
-        """What is said last on the wire when something is published, once the broker is warm: the
-        message itself, or what commits it.
+        """Return the last bytes that an already connected broker sends to publish a message.
+
+        This is the message itself, or the request that commits it.
         """
         return message
 
@@ -146,14 +149,20 @@ class BrokerRig:
         return self._latest
 
     async def lose(self, broker: Broker, sub: Subscription) -> Subscription:
-        """Whoever held the subscription is gone, and its leases with it. The one that goes on."""
+        """End the leases of `sub` without settling, and return the subscription to continue with.
+
+        The leases expire, or the broker is opened again after a crash.
+        """
         if broker.caps.lease == "time":
             await self.sleep(self.lease + self.slack)
             return sub
         return self.sub(await self.crash(broker), owner="w2")
 
     async def eventually(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """What comes of it once the server can be had; the sentence's limit ends it."""
+        """Repeat `attempt` until the server is available, and return its result.
+
+        The time limit of the test ends it.
+        """
         while True:
             try:
                 return await attempt()
@@ -161,7 +170,7 @@ class BrokerRig:
                 await asyncio.sleep(0.05)
 
     async def confirmed(self, broker: Broker, ids: Sequence[str]) -> None:
-        """Published again with the same id until the broker says ok."""
+        """Publish each id again until the broker confirms it."""
         for i in ids:
 
             async def again(i: str = i) -> None:
@@ -175,8 +184,10 @@ class BrokerRig:
     async def finish(
         self, sub: Subscription, held: Sequence[Delivery], others: Sequence[str] = ()
     ) -> None:
-        """After an outage: a settle that says True is true, what it refuses comes again, and so do
-        `others`, perhaps more than once.
+        """Check the state after an outage.
+
+        A settle that returned True is final. Messages whose settle was refused are redelivered, and
+        so are `others`, possibly more than once.
         """
         settled: set[str] = set()
         for d in held:
@@ -184,7 +195,7 @@ class BrokerRig:
         missing = {d.id for d in held} - settled | set(others)
         while missing:
             some = await self.eventually(lambda: sub.receive(10, max(self.patience, 0.1)))
-            assert not settled & {d.id for d in some}, "what was settled came again"
+            assert not settled & {d.id for d in some}, "a settled message was redelivered"
             missing -= {
                 d.id for d, done in zip(some, await self._acked(sub, some), strict=True) if done
             }
@@ -200,45 +211,46 @@ class BrokerRig:
         topic: str = "t",
         group: str = "main",
         owner: str = "w1",
-        lease: float = OUTLASTS,
+        lease: float = LONG_LEASE,
     ) -> Subscription:
-        """Whoever waits for the end of a lease asks for `self.lease`."""
+        """Subscribe. Tests that wait for the end of a lease pass `self.lease`."""
         return broker.subscribe(topic, group, owner=owner, lease=lease)
 
     async def some(self, sub: Subscription, limit: int, **more: Any) -> Sequence[Delivery]:
-        """Of those that are known to be there, however loaded the machine is."""
-        return await sub.receive(limit, KNOWN * self.patience, **more)
+        """Receive messages that are known to exist, with a long timeout for a slow machine."""
+        return await sub.receive(limit, EXPECTED_FACTOR * self.patience, **more)
 
     async def take(self, sub: Subscription, n: int) -> list[Delivery]:
-        """`n` that are known to be there; fewer is a fault."""
+        """Receive `n` messages that are known to exist. Fewer is an error of the broker."""
         got: list[Delivery] = []
         while len(got) < n and (some := await self.some(sub, n - len(got))):
             got += some
         return got
 
     async def left(self, sub: Subscription) -> list[Delivery]:
-        """What else comes, until nothing does for `patience`."""
+        """Receive all further messages, until none arrives within `patience`."""
         got: list[Delivery] = []
         while some := await sub.receive(10, self.patience):
             got += some
         return got
 
     async def only(self, sub: Subscription, n: int) -> list[Delivery]:
-        """`n`, and nothing more."""
+        """Receive `n` messages and all others. The caller checks that there are no others."""
         return await self.take(sub, n) + await self.left(sub)
 
     async def before(self, due: float, sub: Subscription) -> list[Delivery]:
-        """What comes although it is to wait until `due`: a fault, unless the machine stood still
-        until then.
+        """Check that no message arrives before `due`, unless the machine was suspended until then.
+
+        Return the messages that arrived.
         """
         early = await self.left(sub)
-        assert not early or self.now() > due - 0.05, "it came before its time"
+        assert not early or self.now() > due - 0.05, "a message arrived before it was due"
         return early
 
     async def fill(
         self, broker: Broker, ids: Sequence[str], *, topic: str = "t", **more: Any
     ) -> None:
-        """Ids like `a1` belong to key `a`, unless told otherwise."""
+        """Publish messages. The id `a1` has the key `a`, unless `more` sets another key."""
         batch = [
             Out(
                 **{
@@ -265,7 +277,7 @@ class BrokerRig:
         group: str = "main",
         before: float = inf,
     ) -> None:
-        """Before that time, where some of it is to change then."""
+        """Check the counts if they are exact, and if the time is before `before`."""
         s = await broker.stats(topic, group)
         if s.exact and self.now() < before:
             assert (s.ready, s.delayed, s.in_flight) == (ready, delayed, in_flight)

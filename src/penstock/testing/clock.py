@@ -1,6 +1,4 @@
-"""A clock that stands still until told otherwise, for tests and the simulation. Nothing here knows
-what time it really is.
-"""
+"""A clock that moves only when a test advances it. It never reads the real time."""
 
 from __future__ import annotations
 
@@ -8,14 +6,14 @@ import asyncio
 import heapq
 import itertools
 
-START = (
-    1_700_000_000.0  # a plausible moment, so that arithmetic on epochs is exercised as it will be
-)
+# Seconds since the epoch: a realistic value, so tests use real magnitudes.
+START = 1_700_000_000.0
 
 
 class ManualClock:
-    """Implements ports.Clock. `sleep` ends when somebody advances far enough; sleepers wake in the
-    order of their times.
+    """Implements ports.Clock. `sleep` ends when a test advances the clock far enough.
+
+    Sleepers wake in the order of their times.
     """
 
     def __init__(self, now: float = START) -> None:
@@ -27,11 +25,12 @@ class ManualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Jump; whoever should have woken on the way wakes now. They run when the caller next
-        awaits.
+        """Move the time forward and wake all sleepers that are due.
+
+        They run at the caller's next await.
         """
         if seconds < 0:
-            raise ValueError("time does not run backwards; make another clock for that")
+            raise ValueError("the clock cannot move backwards: create another clock")
         self._now += seconds
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, sleeper = heapq.heappop(self._sleepers)
@@ -39,8 +38,9 @@ class ManualClock:
                 sleeper.set_result(None)
 
     async def elapse(self, seconds: float) -> None:
-        """As `advance`, but stops at every sleeper on the way and lets it run at its own time: what
-        it starts may sleep within the span.
+        """Move the time forward from sleeper to sleeper, and let each run at its own time.
+
+        So a task that a sleeper starts can sleep and wake within the same span.
         """
         until = self._now + seconds
         await self._settle()
@@ -60,13 +60,11 @@ class ManualClock:
 
     @property
     def sleeping(self) -> int:
-        """Who still waits for a later time."""
+        """Number of tasks that wait for a later time."""
         return sum(not sleeper.done() for _, _, sleeper in self._sleepers)
 
     @staticmethod
     async def _settle() -> None:
-        """Let everything that can run without time passing run; work handed to real threads is not
-        waited for.
-        """
+        """Run all tasks that are ready. Work in other threads is not awaited."""
         for _ in range(20):
             await asyncio.sleep(0)

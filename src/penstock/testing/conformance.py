@@ -1,15 +1,14 @@
-"""What every broker must do, as a test class to inherit. Nothing here knows which broker it is; a
-rig of a few lines opens one.
+"""Conformance suite for brokers, as a test class to inherit. A short rig opens the broker.
 
-An adapter's whole test file is:
+The whole test file of an adapter is:
 
     class TestMyBroker(BrokerConformance):
         lease = 1.0
         async def open(self) -> Broker: ...
 
-A sentence that a broker does not promise (its `Capabilities` say so) is skipped by that name. A rig
-that can stop its server, or open a broker through a proxy, offers the hooks for it; the sentences
-about outages are skipped where it does not. Needs pytest or unittest, and no asyncio plugin.
+A test is skipped if the broker's `Capabilities` do not promise the behaviour. Tests of outages need
+hooks of the rig: to stop the server, or to open a broker through a proxy. Without these hooks they
+are skipped. The suite needs pytest or unittest, and no asyncio plugin.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from math import inf
 
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Broker, Delivery, Out, Published, Subscription, TopicSpec
-from penstock.testing.broker_rig import OUTLASTS, delays, lapses, orders, sentence
+from penstock.testing.broker_rig import LONG_LEASE, delays, leases_expire, orders, sentence
 from penstock.testing.outages import Outages
 
 MIB = 1 << 20
 
 
 class BrokerConformance(Outages):
-    """The rig: `open` is all that must be there; `rig.py` says what else may be."""
+    """The tests of the suite. See `broker_rig` for the hooks that a subclass may define."""
 
     # -- publish, receive, settle ------------------------------------------------------------------
 
     @sentence()
-    async def test_what_is_published_arrives_once_with_all_it_was_given(
+    async def test_a_published_message_arrives_once_with_its_key_body_and_headers(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
@@ -64,7 +63,7 @@ class BrokerConformance(Outages):
         assert await self.left(self.sub(broker, lease=self.lease)) == []
 
     @sentence()
-    async def test_an_empty_topic_answers_with_nothing(self, broker: Broker) -> None:
+    async def test_an_empty_topic_delivers_no_messages(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         assert await self.left(self.sub(broker)) == []
         await self.counts(broker, 0, 0, 0)
@@ -81,7 +80,7 @@ class BrokerConformance(Outages):
         assert list(await broker.publish([])) == []
 
     @sentence(lambda caps: caps.bounded)
-    async def test_a_full_topic_says_so_message_by_message_and_takes_more_once_there_is_room(
+    async def test_a_full_topic_reports_full_per_message_and_accepts_more_after_an_ack(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t", max_depth=3), TopicSpec(name="u")])
@@ -96,14 +95,14 @@ class BrokerConformance(Outages):
         assert [d.id for d in got] == ["t0", "t1", "t2"]
         assert list(await broker.publish([Out(topic="t", id="t6", key="k", body=b"")])) == [
             "full"
-        ], "what is in flight still takes its place"
+        ], "a message in flight must count towards the depth"
         await sub.settle([(got[0], Ack()), (got[1], Retry(100, "later"))])
         assert list(
             await broker.publish([Out(topic="t", id=f"t{i}", key="k", body=b"") for i in (7, 8)])
         ) == ["ok", "full"]
 
     @sentence()
-    async def test_an_empty_body_and_one_of_a_mebibyte_come_back_unchanged(
+    async def test_an_empty_body_and_a_body_of_one_mebibyte_are_delivered_unchanged(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
@@ -120,7 +119,7 @@ class BrokerConformance(Outages):
         }
 
     @sentence()
-    async def test_a_late_or_repeated_settle_is_refused_and_touches_nothing_else(
+    async def test_a_late_or_repeated_settle_is_refused_and_changes_no_other_message(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
@@ -138,8 +137,8 @@ class BrokerConformance(Outages):
         ]
         await self.counts(broker, 0, 0, 0)
 
-    @sentence(lapses)
-    async def test_a_settle_after_the_lease_went_to_another_is_refused(
+    @sentence(leases_expire)
+    async def test_a_settle_is_refused_after_another_worker_received_the_message(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
@@ -158,7 +157,7 @@ class BrokerConformance(Outages):
         assert list(await other.settle([(new, Ack())])) == [True]
 
     @sentence()
-    async def test_settling_out_of_order_then_a_crash_brings_back_only_the_unsettled(
+    async def test_a_crash_after_settling_out_of_order_redelivers_only_unsettled_messages(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
@@ -172,14 +171,16 @@ class BrokerConformance(Outages):
         after = self.sub(await self.crash(broker), owner="w2", lease=self.lease)
         back: list[Delivery] = []
         if broker.caps.lease == "time":
-            back += await self.before(began + self.lease, after)  # the dead one's lease still runs
+            back += await self.before(
+                began + self.lease, after
+            )  # the lease of the crashed subscription has not expired
             if not back:
                 await self.sleep(self.lease + self.slack)
         back += await self.only(after, 3 - len(back))
         assert sorted(d.id for d in back) == ["a0", "a2", "a5"]
 
     @sentence(lambda caps: caps.counts_deliveries)
-    async def test_deliveries_count_crashes_and_retries_but_no_release(
+    async def test_the_delivery_count_includes_crashes_and_retries_but_not_releases(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
@@ -198,7 +199,9 @@ class BrokerConformance(Outages):
         assert seen == [1, 1, 1, 2, 3]
 
     @sentence()
-    async def test_a_release_is_there_again_at_once(self, broker: Broker) -> None:
+    async def test_a_released_message_can_be_received_again_immediately(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2"])
         sub = self.sub(broker)
@@ -238,10 +241,10 @@ class BrokerConformance(Outages):
         await broker.publish(
             [Out(topic="t", id="e1", key="k", body=b"\xff\x00", headers={"a": "b"})]
         )
-        sub, graves = self.sub(broker), self.sub(broker, "t.dead")
+        sub, dead = self.sub(broker), self.sub(broker, "t.dead")
         (d,) = await self.take(sub, 1)
         await sub.settle([(d, Dead("parsing: no title"))])
-        (letter,) = await self.take(graves, 1)
+        (letter,) = await self.take(dead, 1)
         headers = {
             name: value
             for name, value in letter.headers.items()
@@ -252,7 +255,7 @@ class BrokerConformance(Outages):
                 [Out(topic="t", id=letter.id, key=letter.key, body=letter.body, headers=headers)]
             )
         ) == [Published.OK]
-        assert list(await graves.settle([(letter, Ack())])) == [True]
+        assert list(await dead.settle([(letter, Ack())])) == [True]
         (again,) = await self.only(sub, 1)
         assert (again.id, again.key, again.body, again.headers) == (
             "e1",
@@ -261,17 +264,19 @@ class BrokerConformance(Outages):
             {"a": "b"},
         )
         assert list(await sub.settle([(again, Ack())])) == [True]
-        assert await self.left(graves) == []
+        assert await self.left(dead) == []
 
     # -- time --------------------------------------------------------------------------------------
 
     @sentence(delays)
-    async def test_a_short_retry_behind_a_long_one_comes_first(self, broker: Broker) -> None:
+    async def test_a_short_retry_is_delivered_before_an_earlier_long_retry(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2"])
         sub = self.sub(broker)
         long, short = await self.take(sub, 2)
-        delay = 1.0 + self.patience  # or a look that waits would see the end of it
+        delay = 1.0 + self.patience  # longer than one receive call waits
         due = self.now() + delay
         await sub.settle([(long, Retry(60.0, "long")), (short, Retry(delay, "short"))])
         got = await self.before(due, sub)
@@ -281,12 +286,13 @@ class BrokerConformance(Outages):
         assert [d.id for d in got] == [short.id]
 
     @sentence(delays)
-    async def test_a_message_with_a_time_of_its_own_waits_for_it(self, broker: Broker) -> None:
+    async def test_a_message_is_not_delivered_before_its_not_before_time(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         sub = self.sub(broker)
-        assert (
-            await self.left(sub) == []
-        )  # joining a group takes its time, and is not to be part of theirs
+        # Joining a group takes time, which must not count towards the delays below.
+        assert await self.left(sub) == []
         due = self.now() + 2.0
         await self.fill(broker, ["a1"], not_before=due)
         await self.fill(broker, ["a2"], not_before=self.now() - 5.0)
@@ -298,25 +304,25 @@ class BrokerConformance(Outages):
         got += await self.only(sub, 2 - len(got))
         assert sorted(d.id for d in got) == ["a1", "a2"]
 
-    @sentence(lapses)
-    async def test_a_lease_that_is_extended_is_kept_and_one_that_is_not_lapses(
+    @sentence(leases_expire)
+    async def test_an_extended_lease_is_kept_and_a_lease_without_extension_expires(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2"])
         sub, other = (self.sub(broker, owner=owner, lease=self.lease) for owner in ("w1", "w2"))
-        kept, left = await self.take(sub, 2)
-        for _ in range(8):  # often enough for a machine that is late
-            assert list(await sub.extend([kept], self.lease)) == [True]
+        extended, left = await self.take(sub, 2)
+        for _ in range(8):  # often enough for a slow machine
+            assert list(await sub.extend([extended], self.lease)) == [True]
             await self.sleep((self.lease + self.slack) / 8)
-        assert list(await sub.extend([kept], OUTLASTS)) == [True]
+        assert list(await sub.extend([extended], LONG_LEASE)) == [True]
         (lapsed,) = await self.only(other, 1)
         assert lapsed.id == left.id
-        assert list(await sub.extend([kept, left], self.lease)) == [True, False]
-        assert list(await sub.settle([(kept, Ack()), (left, Ack())])) == [True, False]
+        assert list(await sub.extend([extended, left], self.lease)) == [True, False]
+        assert list(await sub.settle([(extended, Ack()), (left, Ack())])) == [True, False]
 
     @sentence(lambda caps: caps.hold_keys)
-    async def test_a_held_key_is_kept_back_and_nothing_else(self, broker: Broker) -> None:
+    async def test_hold_delays_only_the_messages_of_the_held_keys(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2", "b1"])
         sub = self.sub(broker)
@@ -338,14 +344,16 @@ class BrokerConformance(Outages):
     # -- keys, order, priorities -------------------------------------------------------------------
 
     @sentence()
-    async def test_at_most_so_many_of_a_key_are_handed_out_at_once(self, broker: Broker) -> None:
+    async def test_a_batch_contains_at_most_per_key_messages_of_one_key(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, [f"a{i}" for i in range(10)] + ["b1", "b2", "b3", "c1"])
         sub, seen = self.sub(broker), set[str]()
         while seen != {"a", "b", "c"}:
-            most = Counter(d.key for d in await self.some(sub, 12, per_key=2))
-            assert max(most.values()) <= 2
-            seen |= set(most)
+            counts = Counter(d.key for d in await self.some(sub, 12, per_key=2))
+            assert max(counts.values()) <= 2
+            seen |= set(counts)
 
     @sentence(lambda caps: caps.fair_keys)
     async def test_a_slow_key_does_not_stop_the_others(self, broker: Broker) -> None:
@@ -354,26 +362,24 @@ class BrokerConformance(Outages):
         await self.fill(broker, ["b1", "c1"])
         sub = self.sub(broker)
         first: list[Delivery] = []
-        while len(first) < 100 and not {"b1", "c1"} <= {
-            d.id for d in first
-        }:  # nobody settles: the work of `a` is slow
+        # The messages of `a` are not settled, because its work is slow.
+        while len(first) < 100 and not {"b1", "c1"} <= {d.id for d in first}:
             first += await self.some(sub, 10)
-            await asyncio.sleep(
-                0.1
-            )  # nor is the work so quick that what a server has still to send cannot have its turn
+            # The work takes time, so the server can deliver messages that it has not sent yet.
+            await asyncio.sleep(0.1)
         assert {"b1", "c1"} <= {d.id for d in first}, (
-            "half of what was there before them came first"
+            "100 of the 200 earlier messages were delivered first"
         )
 
     @sentence()
-    async def test_a_key_that_comes_late_waits_no_longer_than_one_that_comes_often(
+    async def test_a_steady_flow_of_new_keys_does_not_starve_an_old_key(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, [f"old{i}" for i in range(50)])
         sub = self.sub(broker)
         served = 0
-        for turn in range(40):  # always as many new keys as places
+        for turn in range(40):  # the new messages alone would fill each batch
             await self.fill(broker, [f"new-{turn}-{i}" for i in range(2)], key=f"k{turn}")
             for d in await self.some(sub, 2):
                 served += d.key == "old"
@@ -382,7 +388,7 @@ class BrokerConformance(Outages):
         assert served >= 5
 
     @sentence(orders)
-    async def test_an_ordered_topic_hands_out_one_of_a_key_at_a_time_in_order(
+    async def test_an_ordered_topic_delivers_one_message_of_a_key_at_a_time_in_order(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
@@ -410,15 +416,14 @@ class BrokerConformance(Outages):
         ):
             (d,) = early or await self.only(sub, 1)
             assert d.id == "a1"
-            asked, early = self.now(), []
+            settled_at, early = self.now(), []
             if outcome is not None:
                 await sub.settle([(d, outcome)])
             else:
                 sub = await self.lose(broker, sub)
             if isinstance(outcome, Retry) and outcome.delay:
-                early = await self.before(
-                    asked + outcome.delay, sub
-                )  # the next one waits behind its elder's retry
+                # The next message of the key waits for the retry of the earlier one.
+                early = await self.before(settled_at + outcome.delay, sub)
             if not early:
                 await self.sleep(pause)
         (d,) = await self.only(sub, 1)
@@ -426,7 +431,7 @@ class BrokerConformance(Outages):
         assert [d.id for d in await self.only(sub, 1)] == ["a2"]
 
     @sentence(lambda caps: orders(caps) and delays(caps))
-    async def test_a_delayed_message_never_joins_one_of_its_key_that_is_out(
+    async def test_a_due_message_waits_while_another_message_of_its_key_is_unsettled(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
@@ -440,7 +445,7 @@ class BrokerConformance(Outages):
         assert [d.id for d in await self.only(sub, 1)] == ["a2"]
 
     @sentence(orders)
-    async def test_in_an_ordered_topic_no_priority_lets_a_key_overtake_itself(
+    async def test_in_an_ordered_topic_a_priority_does_not_change_the_order_of_a_key(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t", ordered=True)])
@@ -456,9 +461,8 @@ class BrokerConformance(Outages):
         await broker.ensure([TopicSpec(name="t", ordered=True)])
         await self.fill(broker, [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(10)])
         sub = self.sub(broker)
-        await sub.settle(
-            [(d, Release()) for d in await self.take(sub, 2)]
-        )  # both keys have arrived
+        # Wait until both keys have arrived.
+        await sub.settle([(d, Release()) for d in await self.take(sub, 2)])
         keys = ""
         for _ in range(8):
             (d,) = await self.take(sub, 1)
@@ -506,7 +510,7 @@ class BrokerConformance(Outages):
                 )
             sub = self.sub(broker, topic)
             seen: list[Delivery] = []
-            while len({d.key for d in seen}) < 3:  # all classes have arrived
+            while len({d.key for d in seen}) < 3:  # wait for messages of all classes
                 seen += await self.some(sub, 21)
             await sub.settle([(d, Release()) for d in seen])
             got: Counter[str] = Counter()
@@ -517,7 +521,7 @@ class BrokerConformance(Outages):
             assert got["high"] > got["normal"] > got["low"] > 0, f"batches of {batch}: {dict(got)}"
 
     @sentence()
-    async def test_a_priority_that_is_no_class_is_still_delivered(self, broker: Broker) -> None:
+    async def test_a_message_with_an_unknown_priority_is_delivered(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"], priority=9)
         await self.fill(broker, ["a2"], priority=-3)
@@ -526,7 +530,7 @@ class BrokerConformance(Outages):
     # -- groups and history ------------------------------------------------------------------------
 
     @sentence()
-    async def test_two_groups_each_see_everything(self, broker: Broker) -> None:
+    async def test_two_groups_each_receive_all_messages(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t", groups=("main", "archive"))])
         await self.fill(broker, ["a1", "b1"])
         main, archive = self.sub(broker), self.sub(broker, group="archive")
@@ -538,7 +542,7 @@ class BrokerConformance(Outages):
         assert sorted(d.id for d in await self.only(archive, 2)) == ["a1", "b1"]
 
     @sentence(lambda caps: caps.replay)
-    async def test_replay_hands_everything_since_then_out_again_and_nothing_twice(
+    async def test_replay_redelivers_settled_messages_since_a_time_but_not_unsettled_ones(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t", groups=("main", "other"))])
@@ -555,7 +559,7 @@ class BrokerConformance(Outages):
         await self.counts(broker, 5, 0, 0, group="other")
 
     @sentence()
-    async def test_a_position_is_never_used_again(self, broker: Broker) -> None:
+    async def test_a_position_is_never_reused(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         sub = self.sub(broker)
         seen: list[int] = []
@@ -567,20 +571,20 @@ class BrokerConformance(Outages):
         assert len(set(seen)) == 20
 
     @sentence()
-    async def test_the_same_id_may_be_published_twice_and_neither_settle_touches_the_other(
+    async def test_two_messages_with_the_same_id_are_settled_independently(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a1"])
         sub = self.sub(broker)
         got = await self.only(sub, 1)
-        if len(got) == 2:  # a broker may also know the id and keep one
+        if len(got) == 2:  # a broker may also deduplicate by id and keep one message
             assert list(await sub.settle([(got[0], Ack())])) == [True]
             await self.counts(broker, 0, 0, 1)
             assert list(await sub.settle([(got[1], Ack())])) == [True]
 
     @sentence()
-    async def test_declaring_a_topic_again_keeps_its_messages_and_an_impossible_change_is_told(
+    async def test_ensure_keeps_messages_and_reports_changes_that_it_cannot_apply(
         self, broker: Broker
     ) -> None:
         assert list(await broker.ensure([TopicSpec(name="t")])) == []
@@ -593,7 +597,9 @@ class BrokerConformance(Outages):
         assert [d.id for d in await self.only(self.sub(broker), 1)] == ["a1"]
 
     @sentence()
-    async def test_a_look_shows_what_waits_and_consumes_nothing(self, broker: Broker) -> None:
+    async def test_peek_shows_waiting_messages_and_does_not_consume_them(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await broker.publish(
             [
@@ -610,7 +616,7 @@ class BrokerConformance(Outages):
         assert [(d.id, d.deliveries) for d in got] == [(f"a{i}", 1) for i in range(5)]
 
     @sentence()
-    async def test_a_purged_topic_hands_out_nothing_and_then_what_comes_after(
+    async def test_a_purged_topic_delivers_only_messages_published_after_the_purge(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t"), TopicSpec(name="u")])
@@ -624,10 +630,10 @@ class BrokerConformance(Outages):
         assert [d.id for d in await self.only(sub, 1)] == ["c1"]
         assert [d.id for d in await self.only(self.sub(broker, "u"), 1)] == ["a3"]
 
-    # -- figures and members -----------------------------------------------------------------------
+    # -- counts and members ------------------------------------------------------------------------
 
     @sentence(lambda caps: caps.exact_stats)
-    async def test_figures_are_honest_at_every_step(self, broker: Broker) -> None:
+    async def test_the_counts_are_exact_after_every_step(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1", "a2", "b1", "b2", "c1"])
         await self.fill(broker, ["c2"], not_before=self.now() + 50.0)
@@ -636,8 +642,11 @@ class BrokerConformance(Outages):
         got = await self.take(sub, 4)
         await self.counts(broker, 1, 1, 4)
         steps: list[tuple[Outcome, tuple[int, int, int]]] = [
-            (Ack(), (1, 1, 3)), (Release(), (2, 1, 2)), (Dead("x"), (2, 1, 1)), (Retry(3.0, "x"), (2, 2, 0)),
-        ]  # fmt: skip
+            (Ack(), (1, 1, 3)),
+            (Release(), (2, 1, 2)),
+            (Dead("x"), (2, 1, 1)),
+            (Retry(3.0, "x"), (2, 2, 0)),
+        ]
         for d, (outcome, expected) in zip(got, steps, strict=True):
             due = self.now() + (outcome.delay if isinstance(outcome, Retry) else inf)
             await sub.settle([(d, outcome)])
@@ -645,16 +654,15 @@ class BrokerConformance(Outages):
         await self.sleep(3.0 + self.slack)
         await self.take(self.sub(broker, owner="w2", lease=self.lease), 3)
         await self.counts(broker, 0, 1, 3)
-        await self.sleep(
-            self.lease + self.slack
-        )  # where leases lapse they are ready again, and counted once
+        # If leases expire, the messages are ready again and are counted once.
+        await self.sleep(self.lease + self.slack)
         s = await broker.stats("t", "main")
         assert s.ready + s.delayed + s.in_flight == 4
         assert s.oldest_age is not None
         assert s.oldest_age >= self.lease
 
     @sentence()
-    async def test_members_join_and_leave_and_nothing_is_lost_or_handed_out_twice(
+    async def test_no_message_is_lost_or_delivered_twice_while_members_join_and_leave(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
@@ -668,7 +676,7 @@ class BrokerConformance(Outages):
             if turn % 3 == 0 and len(members) < 5:
                 members.append((self.sub(broker, owner=f"m{turn}"), []))
             for sub, held in members:
-                if len(held) < 9:  # who has enough does not wait for more
+                if len(held) < 9:  # a member with enough messages does not wait for more
                     held += await sub.receive(7, self.patience)
                 finished, held[:] = held[:4], held[4:]
                 assert all(await sub.settle([(d, Ack()) for d in finished]))
@@ -676,13 +684,15 @@ class BrokerConformance(Outages):
             if turn % 7 == 6:
                 sub, held = members.pop(0)
                 assert all(await sub.settle([(d, Release()) for d in held])), (
-                    "clean drain: what was not done is given back"
+                    "a member that leaves must be able to release its messages"
                 )
                 await sub.close()
         assert sorted(done) == sorted(ids)
 
     @sentence()
-    async def test_members_come_and_go_while_messages_keep_coming(self, broker: Broker) -> None:
+    async def test_each_message_is_settled_once_while_members_change_during_publishing(
+        self, broker: Broker
+    ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         ids = [f"{'abcdefgh'[i % 8]}{i}" for i in range(160)]
         settled: Counter[str] = Counter()
@@ -694,7 +704,7 @@ class BrokerConformance(Outages):
                 await asyncio.sleep(0)
 
         async def work(owner: str, first: int, last: int) -> None:
-            """A member from when `first` are done until `last` are."""
+            """Be a member from the time when `first` messages are settled until `last` are."""
             if first:
                 await reached[first].wait()
             sub = self.sub(broker, owner=owner)
@@ -716,10 +726,10 @@ class BrokerConformance(Outages):
             work("w4", 100, 160),
         )
         assert sorted(settled) == sorted(ids)
-        assert set(settled.values()) == {1}, "what was settled came again"
+        assert set(settled.values()) == {1}, "a settled message was redelivered"
 
     @sentence()
-    async def test_a_member_that_leaves_gives_back_at_once_what_it_did_not_begin(
+    async def test_a_closed_subscription_returns_its_unprocessed_messages_immediately(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
@@ -733,8 +743,8 @@ class BrokerConformance(Outages):
         assert done.id not in {d.id for d in left}
 
     @sentence()
-    async def test_figures_are_right_once_all_is_quiet(self, broker: Broker) -> None:
-        """Also where they are estimates in between."""
+    async def test_the_counts_are_right_when_no_work_is_in_progress(self, broker: Broker) -> None:
+        """The counts may be estimates while work is in progress."""
         await broker.ensure([TopicSpec(name="t")])
 
         async def figures(ready: int, in_flight: int) -> None:

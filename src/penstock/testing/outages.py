@@ -1,6 +1,4 @@
-"""What every broker must do when its server dies or a connection is cut. Part of the suite in
-conformance.py.
-"""
+"""Tests of the conformance suite for a killed server and a cut connection."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from penstock.testing.broker_rig import BrokerRig, sentence
 
 class Outages(BrokerRig):
     @sentence(limits=3)
-    async def test_a_server_that_dies_and_comes_back_has_lost_nothing_that_it_confirmed(
-        self, broker: Broker
-    ) -> None:
+    async def test_a_killed_server_loses_no_confirmed_message(self, broker: Broker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a0", "b1", "c2", "d3", "e4", "f5"])
         sub = self.sub(broker, lease=self.lease)
@@ -28,9 +24,8 @@ class Outages(BrokerRig):
                 assert Published.OK not in await broker.publish(
                     [Out(topic="t", id="lost", key="k", body=b"")]
                 )
-                held += await sub.receive(
-                    1, self.patience
-                )  # what it had fetched before, if anything
+                # The subscription may have prefetched a message.
+                held += await sub.receive(1, self.patience)
             except StoreUnavailable:
                 pass
         finally:
@@ -42,7 +37,7 @@ class Outages(BrokerRig):
         await self.finish(sub, held, sorted(others))
 
     @sentence(proxied=True, limits=3)
-    async def test_a_connection_that_is_cut_loses_nothing_and_what_was_settled_stays_settled(
+    async def test_a_cut_connection_loses_no_message_and_no_settled_message_is_redelivered(
         self, broker: Broker
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
@@ -61,9 +56,9 @@ class Outages(BrokerRig):
     ) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"])
-        await self.proxy.lose_answer_to(self.last_word(broker, b"letter2"))
+        await self.proxy.lose_answer_to(self.last_word(broker, b"message2"))
         publishing = asyncio.ensure_future(
-            broker.publish([Out(topic="t", id="letter2", key="letter", body=b"letter2")])
+            broker.publish([Out(topic="t", id="message2", key="message", body=b"message2")])
         )
         await self.proxy.passed()
         await self.proxy.cut()
@@ -74,9 +69,9 @@ class Outages(BrokerRig):
         await self.proxy.heal()
         sub = self.sub(broker, lease=self.lease)
         if answer is not Published.UNKNOWN:
-            assert answer is Published.FAILED, "nobody said ok"
+            assert answer is Published.FAILED, "the broker did not confirm the message"
             got = await self.eventually(lambda: self.only(sub, 1))
-            assert [d.id for d in got] == ["a1"], "it said failed, and yet it was there"
+            assert [d.id for d in got] == ["a1"], "a message reported as failed was published"
             await sub.settle([(d, Release()) for d in got])
-        await self.confirmed(broker, ["letter2"])
-        await self.finish(sub, [], ["a1", "letter2"])
+        await self.confirmed(broker, ["message2"])
+        await self.finish(sub, [], ["a1", "message2"])

@@ -1,5 +1,6 @@
-"""A TCP proxy that can misbehave: it loses a server's answers, cuts its connections, and heals.
-What is said over it, it does not know.
+"""A TCP proxy for fault tests: it can drop a server's answers and cut connections.
+
+It does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ T = TypeVar("T")
 
 
 class Proxy:
-    """In front of one server, on loopback, for as long as the block lasts. In a thread of its own:
-    whoever goes through it may block.
+    """A proxy on loopback in front of one server, while the block runs.
+
+    It has its own thread, because its clients may block the event loop.
 
     async with Proxy("127.0.0.1", 6379) as proxy:
         ...  # connect to proxy.host, proxy.port
@@ -36,35 +38,35 @@ class Proxy:
 
     async def __aenter__(self) -> Proxy:
         self._thread.start()
-        await self._there(self._open())
+        await self._run_in_thread(self._open())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._there(self._close())
+        await self._run_in_thread(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_in_thread(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     # -- faults ------------------------------------------------------------------------------------
 
     async def lose_answer_to(self, marker: bytes) -> None:
-        """As soon as these bytes have gone to the server, nothing that it says comes back."""
-        await self._there(self._set(down=False, marker=marker))
+        """Drop all answers of the server after the bytes `marker` were sent to it."""
+        await self._run_in_thread(self._set(down=False, marker=marker))
 
     async def passed(self) -> None:
-        """Those bytes have gone to the server."""
-        await self._there(self._wait())
+        """Wait until the marker was sent to the server."""
+        await self._run_in_thread(self._wait())
 
     async def cut(self) -> None:
-        """Every connection ends at once, and new ones are refused."""
-        await self._there(self._set(down=True, marker=self._marker))
+        """Abort all connections and refuse new ones."""
+        await self._run_in_thread(self._set(down=True, marker=self._marker))
 
     async def heal(self) -> None:
-        """New connections work as they should."""
-        await self._there(self._set(down=False, marker=b""))
+        """Accept and forward new connections normally."""
+        await self._run_in_thread(self._set(down=False, marker=b""))
 
     # -- in the thread -----------------------------------------------------------------------------
 
@@ -75,7 +77,7 @@ class Proxy:
     async def _close(self) -> None:
         assert self._server is not None
         self._server.close()
-        await self._set(down=True, marker=b"")  # which also ends whoever waits for either side
+        await self._set(down=True, marker=b"")  # this also ends the tasks that wait for data
         await asyncio.gather(*self._tasks)
         await self._server.wait_closed()
 
@@ -105,13 +107,14 @@ class Proxy:
             try:
                 there, back = await asyncio.open_connection(*self._target)
             except OSError:
-                return  # the server is away: so are we
+                return  # the server is down, so close the client's connection too
             link = (writer, back)
             self._links.add(link)
-            self._cut_if_down()  # which it may be since it was asked for
+            self._cut_if_down()  # `cut` may have been called while the connection was made
             try:
                 await asyncio.gather(
-                    self._pass(reader, back, asking=True), self._pass(there, writer, asking=False)
+                    self._pass(reader, back, to_server=True),
+                    self._pass(there, writer, to_server=False),
                 )
             finally:
                 self._links.discard(link)
@@ -121,14 +124,14 @@ class Proxy:
             self._tasks.discard(task)
 
     async def _pass(
-        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, asking: bool
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, to_server: bool
     ) -> None:
         recent = b""
         try:
             while data := await source.read(CHUNK):
-                if not asking and self._passed.is_set():
+                if not to_server and self._passed.is_set():
                     continue
-                if asking and self._marker:
+                if to_server and self._marker:
                     recent = recent[-len(self._marker) :] + data
                     if self._marker in recent:
                         self._passed.set()

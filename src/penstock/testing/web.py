@@ -1,5 +1,6 @@
-"""The pretend web: a small HTTP/1.1 server for tests, demo and benchmark, with an access log to
-count fetches by. No client, and nothing for production.
+"""A small HTTP/1.1 server for tests, demo and benchmark, with an access log to count requests.
+
+It is not for production.
 """
 
 from __future__ import annotations
@@ -41,18 +42,20 @@ __all__ = ["HTML", "JSON", "TEXT", "XML", "Entry", "Handler", "Reply", "Request"
 __all__ += ["ends_dead", "json_reply", "product_page", "read_log", "reply", "tagged", "target"]
 
 MAX_CONNECTIONS = 4096
-PATIENCE = 75.0  # a connection that brought no whole request for this long is cut
+# Seconds without a complete request, after which a connection is cut.
+IDLE_TIMEOUT = 75.0
 
 Handler: TypeAlias = Callable[[Request], Reply | Awaitable[Reply]]
 
 
 @dataclass(slots=True)
 class Entry:
-    """One request in the access log, entered when it arrived. `status` 0: not answered (yet), cut
-    off, or nobody waited for it.
+    """One request in the access log.
+
+    `status` is 0 if the request is not answered yet, was cut, or its client has disconnected.
     """
 
-    at: int  # µs since the epoch: the request was whole
+    at: int  # µs since the epoch when the request was complete
     port: int
     method: str
     path: str
@@ -64,7 +67,7 @@ class Entry:
 
 
 def read_log(path: str | os.PathLike[str]) -> list[Entry]:
-    """The log file of a server in another process. A last line still being written is left out."""
+    """Read the log file of a server in another process. An incomplete last line is skipped."""
     with open(path, "rb") as f:
         return [Entry(**json.loads(line)) for line in f if line.endswith(b"\n")]
 
@@ -74,11 +77,11 @@ def _micros() -> int:
 
 
 class Web:
-    """`async with Web() as web:` listens on a free port of 127.0.0.1. A bug in a handler is
-    answered 500 and raised when the block ends.
+    """`async with Web() as web:` listens on a free port of 127.0.0.1.
 
-    `handler` answers everything; without one, `route()` does, and the rest is 404. `remember=False`
-    keeps counts but no entries, for long runs.
+    An exception in a handler is answered with 500, and raised when the block ends. `handler`
+    answers all requests. Without it, routes do, and other paths get 404. `remember=False` keeps
+    counts but no entries, for long runs.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Web:
         remember: bool = True,
     ) -> None:
         self.handler = handler or self._routed
-        self.host, self.port = host, port  # of the first listener
+        self.host, self.port = host, port  # address of the first listener
         self._log_path, self._log_fd = log, -1
         self._remember = remember
         self._exact: dict[str, Handler] = {}
@@ -101,7 +104,8 @@ class Web:
         self.connections: set[_Connection] = set()
         self.entries: list[Entry] = []  # in the order of arrival
         self.counts: Counter[str] = Counter()  # by path
-        self.refused = 0  # malformed or beyond a cap: never reached a handler
+        # Requests that were malformed or too large, and reached no handler.
+        self.refused = 0
         self.bugs: list[Exception] = []
 
     # -- lifetime
@@ -136,7 +140,7 @@ class Web:
             os.close(self._log_fd)
             self._log_fd = -1
         if self.bugs and error is None:
-            raise ExceptionGroup("a handler of the pretend web failed", self.bugs)
+            raise ExceptionGroup("a handler of the test web server failed", self.bugs)
 
     async def listen(
         self,
@@ -146,7 +150,7 @@ class Web:
         handler: Handler | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> int:
-        """One more port, answered by `handler` or like the first. Returns its number."""
+        """Open another port and return its number. `handler` defaults to that of the first."""
         bound = 0
 
         def connection() -> _Connection:
@@ -163,18 +167,19 @@ class Web:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(5)
-            late = loop.time() - PATIENCE
+            late = loop.time() - IDLE_TIMEOUT
             for connection in [c for c in self.connections if c.task is None and c.since < late]:
                 connection.transport.abort()
 
-    # -- what is served
+    # -- routes
 
     def url(self, path: str = "/", *, host: str = "", port: int = 0) -> str:
         return f"http://{host or self.host}:{port or self.port}{path}"
 
     def route(self, path: str, answer: Handler | Reply | str | bytes) -> None:
-        """`path` is exact, or a prefix where it ends in `*` (the longest wins). What is no handler
-        answers GET and HEAD.
+        """Add a route. `path` is exact, or a prefix if it ends in `*` (the longest prefix wins).
+
+        A fixed answer is given only to GET and HEAD.
         """
         handler = (
             answer
@@ -220,7 +225,7 @@ class Web:
 
     def leave(self, entry: Entry, status: int) -> None:
         entry.status, entry.answered = status, _micros() if status else 0
-        if self._log_fd >= 0:  # one write a line: whole lines, there for other processes at once
+        if self._log_fd >= 0:  # a single write, so other processes see complete lines
             os.write(self._log_fd, json.dumps(asdict(entry)).encode() + b"\n")
 
     def failed(self, bug: Exception) -> Reply:
@@ -240,8 +245,9 @@ def _fixed(answer: Reply) -> Handler:
 
 
 class _Connection(asyncio.Protocol):
-    """Reads whole requests and answers them in order; while one is being answered, the rest waits
-    in the kernel.
+    """Reads complete requests and answers them in order.
+
+    While a request is answered, further requests wait in the kernel's buffer.
     """
 
     transport: asyncio.Transport
@@ -263,7 +269,8 @@ class _Connection(asyncio.Protocol):
         return self.task is not None or not self.room.is_set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]  # a stream's, since create_server made it
+        # `create_server` passes a stream transport.
+        self.transport = transport  # type: ignore[assignment]
         self.web.connections.add(self)
         if len(self.web.connections) > MAX_CONNECTIONS:
             self.transport.abort()
@@ -277,7 +284,7 @@ class _Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         self.ended = True
-        return self.busy  # half-closed: it still wants its answer
+        return self.busy  # half-closed: the client still waits for its answer
 
     def pause_writing(self) -> None:
         self.room.clear()
@@ -363,7 +370,8 @@ class _Connection(asyncio.Protocol):
                 answer = Reply(answer.status, raw=b"")
             self._send(request, answer, entry)
             sent = True
-        finally:  # cancelled when the client went away: the request was made all the same, so it is in the log
+        finally:
+            # The task is cancelled when the client disconnects. The request is logged anyway.
             self.task = None
             if not sent:
                 self.web.leave(entry, 0)
@@ -371,14 +379,13 @@ class _Connection(asyncio.Protocol):
         self._advance()
 
     def _send(self, request: Request, answer: Reply, entry: Entry) -> None:
-        self.web.leave(
-            entry, 0 if answer.drop else answer.status
-        )  # before the bytes: whoever has the answer finds it in the log
+        # Log before sending, so that a client that has the answer finds the request in the log.
+        self.web.leave(entry, 0 if answer.drop else answer.status)
         if answer.drop:
             self.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
             )
-            self.transport.abort()  # with that, a reset rather than a polite end
+            self.transport.abort()  # with SO_LINGER 0 this sends a reset
         elif isinstance(answer.raw, bytes):
             self.transport.write(answer.raw)
             self.transport.close()
@@ -392,18 +399,22 @@ class _Connection(asyncio.Protocol):
 
 
 def ends_dead(n: int, share: float) -> bool:
-    """The plan of `--dead-share`: whether /p/<n> always answers 404. Spread evenly, the same in
-    every process.
+    """Return True if /p/<n> always answers 404 with this `--dead-share`.
+
+    The dead pages are spread evenly, and are the same in every process.
     """
     return int((n + 1) * share) > int(n * share)
 
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Product {n} · Target</title>
-<script type="application/ld+json">{{"@context":"https://schema.org","@type":"Product","sku":"T-{n}","name":"Product {n}",\
+<script type="application/ld+json">{{"@context":"https://schema.org","@type":"Product",\
+"sku":"T-{n}","name":"Product {n}",\
 "offers":{{"@type":"Offer","price":"{price}","priceCurrency":"EUR"}}}}</script></head>
-<body><main data-sku="T-{n}"><h1>Product {n}</h1><p class="price">{price}</p><p class="stock">{stock} in stock</p>
-<p>Product {n} of the target that tests fetch; its words and its price follow from its number, so every fetch finds the same page.</p></main></body></html>
+<body><main data-sku="T-{n}"><h1>Product {n}</h1><p class="price">{price}</p>\
+<p class="stock">{stock} in stock</p>
+<p>Product {n} of the target that tests fetch; its words and its price follow from its number, \
+so every fetch finds the same page.</p></main></body></html>
 """
 
 
@@ -414,8 +425,9 @@ def product_page(n: int) -> bytes:
 
 
 def target(pages: int, *, dead_share: float = 0.0, delay: float = 0.0) -> Handler:
-    """Serves /p/0 … /p/<pages-1>, /urls.txt (their addresses, one a line) and a robots.txt that
-    allows all.
+    """Return a handler for /p/0 … /p/<pages-1>, /urls.txt (one URL per line) and robots.txt.
+
+    robots.txt allows all.
     """
 
     def handler(request: Request) -> Reply:
@@ -450,9 +462,7 @@ async def _serve(options: argparse.Namespace) -> None:
             flush=True,
         )
         while not stop.is_set():
-            if (
-                options.with_parent and os.getppid() != parent
-            ):  # the test that started us was killed
+            if options.with_parent and os.getppid() != parent:  # the parent process was killed
                 break
             try:
                 await asyncio.wait_for(stop.wait(), 1)
@@ -470,7 +480,7 @@ def main(argv: list[str] | None = None) -> None:
         "--port",
         type=int,
         default=0,
-        help="0: any free one; the address is printed as one JSON line",
+        help="port (0 is any free port, the address is printed as one JSON line)",
     )
     parser.add_argument(
         "--pages", type=int, default=5000, help="how many product pages: /p/0, /p/1, …"

@@ -1,5 +1,6 @@
-"""HTTP/1.1 on the wire as the pretend web speaks it: the values, strict parsing with caps,
-encoding. No sockets, no loop.
+"""HTTP/1.1 for the test web server: values, strict parsing with limits, encoding.
+
+No sockets and no event loop.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n" for s in HTTPStat
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asked. Header names are lower case; a repeated header is joined with commas."""
+    """A client's request. Header names are lower case. A repeated header is joined with commas."""
 
     method: str
     path: str
@@ -57,8 +58,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What to answer, after `delay` seconds. `drop` cuts the connection instead; `raw` goes out as
-    it is, then the connection closes.
+    """An answer, sent after `delay` seconds.
+
+    `drop` resets the connection instead. `raw` is sent unchanged, and the connection is closed.
     """
 
     status: int = 200
@@ -70,7 +72,7 @@ class Reply:
 
 
 def reply(body: str | bytes, kind: str = HTML, status: int = 200, **headers: str) -> Reply:
-    """A reply with a content type; `retry_after="3"` becomes `retry-after: 3`."""
+    """Return a reply with a content type. `retry_after="3"` becomes `retry-after: 3`."""
     named = {
         "content-type": kind,
         **{name.replace("_", "-"): value for name, value in headers.items()},
@@ -83,8 +85,9 @@ def json_reply(value: Any, status: int = 200, **headers: str) -> Reply:
 
 
 def tagged(request: Request, answer: Reply) -> Reply:
-    """The same answer with an ETag made from its body, or 304 where the client has that body
-    already (RFC 9110, weak comparison).
+    """Return the answer with an ETag of its body, or 304 if the client already has that body.
+
+    Tags are compared weakly (RFC 9110).
     """
     etag = f'"{hashlib.blake2b(answer.body, digest_size=12).hexdigest()}"'
     wanted = request.headers.get("if-none-match")
@@ -97,31 +100,32 @@ def tagged(request: Request, answer: Reply) -> Reply:
 
 
 class Refused(Exception):
-    """A request outside the rules or the caps: answered with this status, then the connection
-    closes.
+    """The request is malformed or exceeds a limit.
+
+    The server answers with this status and closes the connection.
     """
 
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.reply = reply(why + "\n", TEXT, status)
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.reply = reply(reason + "\n", TEXT, status)
 
 
 @dataclass(slots=True)
 class Head:
-    """A request whose head is read and whose body is still coming."""
+    """A request whose head is complete and whose body may still arrive."""
 
     method: str
     path: str
     query: str
     headers: dict[str, str]
     keep: bool
-    length: int | None  # None: chunked
+    length: int | None  # None if chunked
     body: bytearray = field(default_factory=bytearray)
-    trailing: bool = False  # after the last chunk
+    trailing: bool = False  # True after the last chunk
 
 
 def take_head(buffer: bytearray) -> Head | None:
-    """Takes the head off the buffer; None while it is incomplete. Raises Refused."""
+    """Remove the head from the buffer, or return None while it is incomplete. Raise Refused."""
     end = buffer.find(b"\r\n\r\n", 0, MAX_HEAD)
     if end < 0:
         if len(buffer) >= MAX_HEAD:
@@ -142,7 +146,7 @@ def parse_head(raw: bytes) -> Head:
         raise Refused(505, "HTTP/1.0 and HTTP/1.1 only")
     if not _TOKEN.fullmatch(method) or _CONTROL.search(target):
         raise Refused(400, "malformed request line")
-    if target[:7].lower() == "http://":  # absolute form, as a proxy is asked
+    if target[:7].lower() == "http://":  # absolute form, as in requests to a proxy
         target = "/" + target[7:].partition("/")[2]
     if not target.startswith("/") and target != "*":
         raise Refused(400, "malformed request target")
@@ -156,7 +160,7 @@ def parse_head(raw: bytes) -> Head:
         name, value = name.lower(), value.strip(" \t")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     if version == "HTTP/1.1" and ("host" not in headers or "," in headers["host"]):
-        raise Refused(400, "exactly one Host header, please")
+        raise Refused(400, "exactly one Host header is required")
     connection = headers.get("connection", "").lower()
     keep = "close" not in connection and (version == "HTTP/1.1" or "keep-alive" in connection)
     path, _, query = target.partition("?")
@@ -167,9 +171,8 @@ def _body_length(headers: Mapping[str, str]) -> int | None:
     digits = headers.get("content-length")
     if "transfer-encoding" in headers:
         if digits is not None or headers["transfer-encoding"].lower() != "chunked":
-            raise Refused(
-                400, "chunked, or a content-length, not both"
-            )  # the ambiguity request smuggling lives on
+            # Request smuggling uses this ambiguity.
+            raise Refused(400, "chunked, or a content-length, not both")
         return None
     if digits is None:
         return 0
@@ -181,8 +184,9 @@ def _body_length(headers: Mapping[str, str]) -> int | None:
 
 
 def take_body(head: Head, buffer: bytearray) -> bool:
-    """Moves what has arrived of the body from the buffer to the head; True when it is whole. Raises
-    Refused.
+    """Move received body bytes from the buffer to the head. Return True when it is complete.
+
+    Raise Refused.
     """
     if head.length is None:
         return _take_chunks(head, buffer)
@@ -201,7 +205,7 @@ def _take_chunks(head: Head, buffer: bytearray) -> bool:
             if len(buffer) >= MAX_CHUNK_LINE:
                 raise Refused(400, "chunk header too large")
             return False
-        if head.trailing:  # trailers are read and forgotten
+        if head.trailing:  # trailers are read and ignored
             del buffer[: end + 2]
             if end == 0:
                 return True
