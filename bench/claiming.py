@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.config import files as config
-from penstock.engine.unit_of_work import SinkBinding
+from penstock.engine.settings import SinkBinding
 from penstock.errors import BadEnvelope
 from penstock.intake.accept import new_id
 from penstock.model import Event, Record, decode_event, page_id
@@ -61,7 +61,7 @@ def opened(directory: Path) -> Stores:
     """
     stores = open_stores(config.load({"pace.rate": "100000"}, {}, directory).config, worker="bench")
     stores.with_settings(
-        msgspec.structs.replace(stores.books.settings, sinks=(SinkBinding("jsonl:bench"),))
+        msgspec.structs.replace(stores.lifecycle.settings, sinks=(SinkBinding("jsonl:bench"),))
     )
     return stores
 
@@ -85,7 +85,7 @@ async def _compare(
     ]
     try:
         subscriptions = [
-            stores.broker.subscribe("requests", "main", owner="bench", lease=600.0)
+            stores.topics.subscribe("requests", "main", owner="bench", lease=600.0)
             for stores, _ in sides
         ]
         for i in range(slices + 1):
@@ -98,7 +98,7 @@ async def _compare(
                     event_of(url, id_=new_id())
                     for url in fresh(FRESH + i * SLICE, FRESH + (i + 1) * SLICE)
                 ]  # keeps the size of the backlog
-                assert await stores.books.accept(more) == [Accepted.NEW] * SLICE
+                assert await stores.lifecycle.accept(more) == [Accepted.NEW] * SLICE
     finally:
         for stores, _ in sides:
             stores.close()
@@ -115,23 +115,21 @@ async def _slice(stores: Stores, subscription: Subscription) -> dict[str, float]
         assert got, "waiting events can be received: no limit is reached"
         pairs: list[tuple[Delivery, Event | BadEnvelope]] = [(d, decode_event(d.body)) for d in got]
         t2 = time.process_time()
-        admitted = await stores.books.admit(pairs, fetches=True)
+        admitted = await stores.admission.admit(pairs, fetches=True)
         t3 = time.process_time()
         work = [(d, decode_event(d.body), a) for d, a in zip(got, admitted, strict=True)]
         fences: list[int | None] = []
         t4 = time.process_time()
         for i in range(0, len(work), BEGIN):
             group = work[i : i + BEGIN]
-            fences += await stores.books.begin(
-                [(d, e, a.row) for d, e, a in group], asks=[True] * len(group)
-            )
+            fences += await stores.admission.begin(group, asks=[True] * len(group))
         t5 = time.process_time()
         ends = [_end(d, e, a, fence) for (d, e, a), fence in zip(work, fences, strict=True)]
         t6 = time.process_time()
         for i in range(0, len(ends), CONCLUDE):
             group_of_ends = ends[i : i + CONCLUDE]
             assert all(
-                await stores.books.conclude(
+                await stores.lifecycle.conclude(
                     [end for end, _ in group_of_ends], [body for _, body in group_of_ends]
                 )
             )

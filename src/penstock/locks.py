@@ -10,7 +10,10 @@ import fcntl
 import os
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.ports import Transaction
 
 # bytes; written when the file is made, so that a note on a full disk overwrites and allocates
 # nothing
@@ -63,43 +66,6 @@ class Lost(Exception):
     """The lock is another's by now: what was to be noted under it is not."""
 
 
-class Lock(Protocol):
-    """Held by one process of all that share a store (`SqlStore.lock`). On this machine it is also a
-    file, whose note others read.
-    """
-
-    path: Path
-
-    @property
-    def held(self) -> bool:
-        """As far as can be told without asking anybody."""
-
-    @property
-    def here(self) -> bool:
-        """No other process of this machine may touch what it stands for, whoever has it elsewhere."""
-
-    @property
-    def shared(self) -> bool:
-        """Other machines try for it too."""
-
-    async def take(self) -> bool:
-        """Never waits for the holder. Raises OSError or StoreUnavailable where it cannot be had at
-        all.
-        """
-
-    def check_in(self, tx: Any) -> None:
-        """In the transaction that notes what was done under it: raises Lost where another took it
-        since.
-        """
-
-    def lose(self) -> None:
-        """It was another's all the time: try for it anew."""
-
-    def note(self, text: str) -> None: ...
-
-    def release(self) -> None: ...
-
-
 class FileLock:
     """An exclusive lock on a file of its own. Held by one object of one process; ends with it,
     however it ends. Implements Lock.
@@ -122,8 +88,8 @@ class FileLock:
     async def take(self) -> bool:
         return self.try_acquire()
 
-    def check_in(self, tx: Any) -> None:
-        """The machine it is on is the only one there is."""
+    def verify(self, tx: Transaction) -> None:
+        """Do nothing: only processes of this machine compete for the lock."""
 
     def lose(self) -> None:
         """It ends with the process, never before."""
@@ -159,6 +125,9 @@ class FileLock:
         """
         raw = text.encode("utf-8", "replace").replace(b"\n", b" ")[: _NOTE - 1]
         os.pwrite(self._fd, raw.ljust(_NOTE - 1) + b"\n", 0)
+
+    def status(self) -> str:
+        return note_of(self.path)
 
     def release(self, *, remove: bool = False) -> None:
         if not self.held:

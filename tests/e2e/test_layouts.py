@@ -163,7 +163,7 @@ from penstock.ports import Out
 async def main():
     stores = open_stores(config.load({}, {k: v for k, v in os.environ.items() if k.startswith("PENSTOCK_")}, Path.cwd()).config)
     await stores.start()
-    broker = stores.broker.carrier("requests") if stores.broker.apart else stores.broker
+    broker = stores.topics if stores.relay is None else stores.relay.broker("requests")
     answers = await broker.publish([Out(topic="requests", id="stranger", key="k", body=b"\\x00not an event\\xff")])
     assert list(answers) == ["ok"], answers
     await stores.stop()

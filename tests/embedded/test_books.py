@@ -21,20 +21,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.brokers.sqlite import SqliteBroker
 from penstock.claims.sql import SqlClaims
-from penstock.engine.lifecycle import Books
 from penstock.engine.messages import PageMessage
-from penstock.engine.unit_of_work import Settings, SinkBinding
+from penstock.engine.settings import LifecycleSettings, SinkBinding
 from penstock.errors import BadEnvelope, StoreUnavailable
 from penstock.intake.accept import push
-from penstock.ledgers.sql.events import SqlLedger
-from penstock.ledgers.sql.outbox import SqlOutbox
+from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ledgers.sql.maintenance import SqlEventMaintenance
 from penstock.ledgers.sqlite import SqliteLedger
 from penstock.locks import WorkerLock
 from penstock.model import REMOVED, Event, Link, Record, decode_event, encode_event, page_id
 from penstock.pages.segments import SegmentStore
-from penstock.ports import Accepted, Admitted, Delivery, End, Out, PageMeta, TopicSpec
+from penstock.ports import Accepted, Admitted, Delivery, End, Out, PageMeta, Row, TopicSpec
 from penstock.rules import breaker, pace
 from penstock.rules.events import event_of
+from penstock.runtime.assembly import Assembly
 from penstock.stores.sqlite import Database
 from penstock.testing.clock import ManualClock
 
@@ -109,22 +109,15 @@ class Rig:
         self.clock = base.clock if base else ManualClock()
         self.db = base.db if base else self.ground.store()
         self.broker = self.ground.broker(self.db, self.clock)
-        self.ledger, self.outbox = self.ground.ledger(self.db, self.clock), SqlOutbox(self.db)
+        self.ledger = self.ground.ledger(self.db, self.clock)
         self.claims = SqlClaims(self.db, self.clock, limits, random.Random(1))
         self.pages = SegmentStore(self.db, directory / "pages", self.clock, writer=worker)
         self.settings = (
-            base.settings if base and not more else Settings(sinks=(SinkBinding("out"),), **more)
+            base.settings
+            if base and not more
+            else LifecycleSettings(sinks=(SinkBinding("out"),), **more)
         )
-        parts = {
-            "broker": self.broker,
-            "ledger": self.ledger,
-            "outbox": self.outbox,
-            "claims": self.claims,
-            "pages": self.pages,
-        }
-        self.books = Books(
-            self.db, **parts, settings=self.settings, worker=worker, clock=self.clock
-        )
+        self.assemble(self.broker, worker)
         self.db.write_now(
             lambda tx: self.broker.ensure_in(
                 tx, [TopicSpec(name=name) for name in ("requests", "pages", "records")]
@@ -132,6 +125,20 @@ class Rig:
         )
         self.sub = self.broker.subscribe("requests", "main", owner=worker, lease=lease)
         self.worker = worker
+
+    def assemble(self, broker: Any, worker: str) -> None:
+        self.engine = e = Assembly(
+            broker=broker,
+            ledger=self.ledger,
+            claims=self.claims,
+            pages=self.pages,
+            settings=self.settings,
+            worker=worker,
+            lease=self.lease,
+            clock=self.clock,
+        )
+        self.uow, self.lifecycle, self.admission = e.uow, e.lifecycle, e.admission
+        self.maintenance, self.dead_letters = e.maintenance, e.dead_letters
 
     def other(self, worker: str = "w2") -> Rig:
         return Rig(self.directory, limits=self.limits, worker=worker, lease=self.lease, base=self)
@@ -155,7 +162,7 @@ class Rig:
         return int(sum(n for (n,) in self.sql("SELECT n FROM counter WHERE name=?", name)))
 
     async def accept(self, *ids: str, url: str = URL, **more: Any) -> list[Accepted]:
-        answers = await self.books.accept(
+        answers = await self.lifecycle.accept(
             [msgspec.structs.replace(event_of(url, id_=i), **more) for i in ids]
         )
         assert_books_balance(self)
@@ -179,7 +186,7 @@ class Rig:
                 pairs.append((d, event or decode_event(d.body)))
             except BadEnvelope as e:
                 pairs.append((d, e))
-        answers = await self.books.admit(pairs, fetches=fetches)
+        answers = await self.admission.admit(pairs, fetches=fetches)
         assert_books_balance(self)
         return [
             (d, e, a)
@@ -189,7 +196,7 @@ class Rig:
 
     async def begin(self, held: Sequence[Held], *, writing: bool = False) -> list[Begun]:
         """Those that were begun."""
-        fences = await self.books.begin(
+        fences = await self.admission.begin(
             held, asks=[a.slot > 0 and not a.page for _, _, a in held], writing=writing
         )
         assert_books_balance(self)
@@ -227,7 +234,7 @@ class Rig:
             restarted=a.starts > 0,
             **more,
         )
-        (answer,) = await self.books.conclude([end], bodies)
+        (answer,) = await self.lifecycle.conclude([end], bodies)
         assert_books_balance(self)
         return answer
 
@@ -307,6 +314,10 @@ def assert_books_balance(r: Rig) -> None:
         ), "dense, from where the flusher is"
 
 
+async def changes(rig: Rig) -> list[tuple[int, bytes]]:
+    return await rig.uow.read(lambda tx: tx.outbox.changes(10))
+
+
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
@@ -370,8 +381,8 @@ async def test_the_cursor_moves_with_the_events_and_only_when_none_was_refused(
     rig = Rig(tmp_path, max_pending=1)
 
     async def moved(*ids: str, to: bytes) -> bytes | None:
-        await rig.books.accept([event_of(URL, id_=i) for i in ids], cursor=("feed", to))
-        return await rig.db.read(lambda tx: rig.ledger.cursor_in(tx, "feed"))
+        await rig.lifecycle.accept([event_of(URL, id_=i) for i in ids], cursor=("feed", to))
+        return await rig.uow.read(lambda tx: tx.sources.cursor("feed"))
 
     assert await moved("e1", to=b"1") == b"1"
     assert await moved("e1", "e2", to=b"2") == b"1"
@@ -382,7 +393,7 @@ async def test_the_cursor_moves_with_the_events_and_only_when_none_was_refused(
 async def test_push_waits_for_room_and_refuses_what_is_no_url(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_pending=2)
     pushing = asyncio.ensure_future(
-        push(rig.books, [URL + str(i) for i in range(3)] + ["mailto:x"], clock=rig.clock)
+        push(rig.lifecycle, [URL + str(i) for i in range(3)] + ["mailto:x"], clock=rig.clock)
     )
     await rig.clock.elapse(1.0)
     assert not pushing.done()
@@ -391,7 +402,7 @@ async def test_push_waits_for_room_and_refuses_what_is_no_url(tmp_path: Path) ->
     await rig.clock.elapse(1.0)
     result = await pushing
     assert (result.new, [url for url, _ in result.refused]) == (3, ["mailto:x"])
-    short = await push(rig.books, [URL + "a", URL + "b"], clock=rig.clock, wait_when_full=False)
+    short = await push(rig.lifecycle, [URL + "a", URL + "b"], clock=rig.clock, wait_when_full=False)
     assert (short.new, short.refused[0][1]) == (1, "the queue is full")
 
 
@@ -442,8 +453,8 @@ async def test_an_unreadable_envelope_is_a_dead_letter_never_acked_away_and_neve
     assert await rig.receive() == []
     assert rig.count("unreadable") == 1
     ((letter,),) = rig.sql("SELECT event FROM dead")
-    assert await rig.books.redrive([letter]) == 0, "there is no event to drive"
-    assert await rig.books.drop([letter]) == 1
+    assert await rig.dead_letters.redrive([letter]) == 0, "there is no event to drive"
+    assert await rig.dead_letters.drop([letter]) == 1
 
 
 # -- the usual way ---------------------------------------------------------------------------------
@@ -519,7 +530,7 @@ async def test_a_failure_that_is_retried_costs_an_attempt_and_a_release_or_a_par
         if until := more.get("until"):
             assert await rig.receive() == []
             rig.clock.advance(float(until) - rig.clock.now())  # type: ignore[arg-type]
-            await rig.books.tick()
+            await rig.maintenance.release_due()
             assert rig.status("e1") == "pending"
         assert rig.row("e1")["attempts"] == attempts
     assert rig.row("e1") | {"starts": 5, "crashes": 0} == rig.row("e1")
@@ -587,12 +598,12 @@ async def test_a_dead_workers_work_comes_back_at_once_and_counts_as_a_start(
     first, _ = await rig.admit()
     await rig.begin([first])
     with WorkerSign(tmp_path, "w1"):
-        assert await rig.books.reclaim(tmp_path) == []
+        assert await rig.maintenance.reclaim(tmp_path) == []
     (tmp_path / "w1.alive").write_text("")  # as a killed process leaves it
     survivor = rig.other()
-    assert await survivor.books.reclaim(tmp_path) == ["w1"]
+    assert await survivor.maintenance.reclaim(tmp_path) == ["w1"]
     assert_books_balance(rig)
-    assert await survivor.books.reclaim(tmp_path) == []
+    assert await survivor.maintenance.reclaim(tmp_path) == []
     held = {e.id: a for _, e, a in await survivor.admit()}
     assert (held["e1"].starts, held["e1"].crashes, held["e2"].starts, held["e2"].crashes) == (
         1,
@@ -1068,7 +1079,7 @@ async def test_a_removal_is_a_change_in_which_everything_but_the_key_is_gone(
         "e2",
         msgspec.structs.replace(record("a"), hash=REMOVED, deleted=True, fields=b'{"sku":"a"}'),
     )
-    ((_, body),) = await rig.outbox.changes(10)
+    ((_, body),) = await changes(rig)
     change = msgspec.msgpack.decode(body)
     assert (change["new"], change["fields"]) == ({"sku": "a"}, {"price": [1, None]})
 
@@ -1077,13 +1088,13 @@ async def test_a_change_waits_for_its_hook_with_what_was_and_what_is(tmp_path: P
     rig = Rig(tmp_path, hooks=True)
     await _scrape(rig, "e1", record("a", 1))
     await _scrape(rig, "e2", record("a", 2))
-    ((n, body),) = await rig.outbox.changes(10)
+    ((n, body),) = await changes(rig)
     change = msgspec.msgpack.decode(body)
     assert (change["event_id"], change["key"], change["fields"]) == ("e2", "a", {"price": [1, 2]})
-    await rig.outbox.hooked([], [("boom", n)], lambda tx: None)
-    assert len(await rig.outbox.changes(10)) == 1, "at least once"
-    await rig.outbox.hooked([n], [], lambda tx: None)
-    assert await rig.outbox.changes(10) == []
+    await rig.uow.write(lambda tx: tx.outbox.mark_hooks_run([], [("boom", n)]))
+    assert len(await changes(rig)) == 1, "at least once"
+    await rig.uow.write(lambda tx: tx.outbox.mark_hooks_run([n], []))
+    assert await changes(rig) == []
 
 
 async def test_two_rows_of_one_page_with_one_key_do_not_take_turns_in_being_news(rig: Rig) -> None:
@@ -1113,11 +1124,13 @@ async def test_an_outbox_is_numbered_densely_over_commits_and_flushes(rig: Rig) 
     for i in range(3):
         await _scrape(rig, f"e{i}", record("a", i), record("b", i, index=1))
         if i == 1:
-            await rig.outbox.flushed("out", upto=3, mark="77", guard=lambda tx: None)
-    rows = await rig.outbox.rows("out", after=3, limit=10, max_bytes=1 << 20)
+            await rig.uow.write(lambda tx: tx.outbox.mark_flushed("out", upto=3, mark="77"))
+    rows = await rig.uow.read(
+        lambda tx: tx.outbox.rows("out", after=3, limit=10, max_bytes=1 << 20)
+    )
     assert [r.n for r in rows] == [4, 5, 6]
-    assert await rig.outbox.position("out") == (3, "77")
-    assert await rig.outbox.backlog("out") == 3
+    assert await rig.uow.read(lambda tx: tx.outbox.position("out")) == (3, "77")
+    assert await rig.uow.read(lambda tx: tx.outbox.backlog("out")) == 3
     assert_books_balance(rig)
 
 
@@ -1126,7 +1139,7 @@ async def test_a_sink_gets_only_the_extractors_it_asked_for(tmp_path: Path) -> N
     settings = msgspec.structs.replace(
         rig.settings, sinks=(SinkBinding("all"), SinkBinding("none", only=("other",)))
     )
-    rig.books.settings = settings
+    rig.lifecycle.settings = settings
     await _scrape(rig, "e1", record("a"))
     assert rig.sql(
         "SELECT s.name, count(o.n) FROM sink s LEFT JOIN outbox o ON o.sink=s.id GROUP BY s.id"
@@ -1134,20 +1147,21 @@ async def test_a_sink_gets_only_the_extractors_it_asked_for(tmp_path: Path) -> N
 
 
 async def test_a_failing_sink_in_the_transaction_leaves_no_trace_of_the_end(tmp_path: Path) -> None:
-    def refuses(tx: Any, rows: Sequence[tuple[str, bytes, int]]) -> None:
+    def refuses(tx: Any, rows: Sequence[Row]) -> None:
         raise ZeroDivisionError
 
     rig = Rig(tmp_path)
-    rig.books.settings = msgspec.structs.replace(
-        rig.settings, sinks=(SinkBinding("out"), SinkBinding("table", write=refuses))
+    rig.lifecycle.settings = msgspec.structs.replace(
+        rig.settings, sinks=(SinkBinding("out"), SinkBinding("table"))
     )
+    rig.engine.table_sinks["table"] = refuses
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     before = _everything(rig)
     with pytest.raises(ZeroDivisionError):
         await rig.succeed(begun, record("a"), body=b"p", links=[URL + "2"])
     assert _everything(rig) == before
-    rig.books.settings = rig.settings
+    rig.lifecycle.settings = rig.settings
     assert await rig.succeed(begun, record("a"), body=b"p")
     assert await rig.pages.get(page_id(b"p")) == b"p"
 
@@ -1172,7 +1186,7 @@ async def test_a_dead_letter_can_be_redriven_with_a_new_budget_and_the_old_histo
     )
     assert rig.row("e1")["attempts"] == 2
     assert (
-        await rig.books.redrive(
+        await rig.dead_letters.redrive(
             ["e1", "e1", "nobody"], lambda e: msgspec.structs.replace(e, priority=0)
         )
         == 1
@@ -1183,17 +1197,17 @@ async def test_a_dead_letter_can_be_redriven_with_a_new_budget_and_the_old_histo
     assert (again[2].attempts, again[2].crashes, again[2].starts, again[1].priority) == (0, 0, 2, 0)
     assert await rig.succeed(again)
     assert [s for (s,) in rig.sql("SELECT DISTINCT status FROM history")].count("dead") == 1
-    assert await rig.books.redrive(["e1"]) == 0
+    assert await rig.dead_letters.redrive(["e1"]) == 0
 
 
 async def test_dropping_a_letter_leaves_its_event_dead(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.die(begun)
-    assert await rig.books.drop(["e1", "e1"]) == 1
+    assert await rig.dead_letters.drop(["e1", "e1"]) == 1
     assert_books_balance(rig)
     assert rig.status("e1") == "dead"
-    assert await rig.books.redrive(["e1"]) == 0
+    assert await rig.dead_letters.redrive(["e1"]) == 0
 
 
 async def test_an_event_that_dies_in_a_later_stage_can_be_redriven_too(rig: Rig) -> None:
@@ -1207,7 +1221,7 @@ async def test_an_event_that_dies_in_a_later_stage_can_be_redriven_too(rig: Rig)
     (d,) = await rig.broker.subscribe("pages", "main", owner="w1", lease=30.0).receive(5, 0.0)
     (again,) = await rig.begin(await rig.admit([d], fetches=False, event=begun[1]))
     await rig.die(again, "no title")
-    assert await rig.books.redrive(["e1"]) == 1
+    assert await rig.dead_letters.redrive(["e1"]) == 1
     assert_books_balance(rig)
     await rig.start("e1")
 
@@ -1217,7 +1231,7 @@ async def test_the_breaker_opens_above_a_fifth_and_not_below_fifty(tmp_path: Pat
         rig = Rig(tmp_path / f"{dead}-{success}")
         ids = [f"e{i}" for i in range(dead + success)]
         for i, id_ in enumerate(ids):
-            await rig.books.accept([event_of(f"{URL}{i}", id_=id_)])
+            await rig.lifecycle.accept([event_of(f"{URL}{i}", id_=id_)])
         begun = []
         while held := await rig.admit():
             begun += await rig.begin(held)
@@ -1227,10 +1241,10 @@ async def test_the_breaker_opens_above_a_fifth_and_not_below_fifty(tmp_path: Pat
             ends.append(
                 End(event=e, delivery=d, fence=fence, row=a.row, outcome=outcome, reason=reason)
             )  # type: ignore[arg-type]
-        await rig.books.conclude(ends)
+        await rig.lifecycle.conclude(ends)
         assert_books_balance(rig)
-        paused = rig.db.read_now(rig.broker.paused_in).get("requests")
-        await rig.books.accept([event_of(URL, id_="last")])
+        paused = rig.uow.snapshot(lambda tx: tx.queue.paused()).get("requests")
+        await rig.lifecycle.accept([event_of(URL, id_="last")])
         assert bool(await rig.receive()) is (paused is None), "a paused topic hands nothing out"
         return str(paused) if paused else None
 
@@ -1246,7 +1260,7 @@ async def test_the_breaker_forgets_after_its_window(tmp_path: Path) -> None:
         (begun,) = await rig.start()
         await rig.die(begun)
         rig.clock.advance(70.0)
-    assert rig.db.read_now(rig.broker.paused_in) == {}
+    assert rig.uow.snapshot(lambda tx: tx.queue.paused()) == {}
 
 
 # -- slots -----------------------------------------------------------------------------------------
@@ -1304,8 +1318,8 @@ async def test_history_is_pruned_behind_what_must_stay_and_counters_keep_countin
     rig.clock.advance(1000.0)
     gone = [
         await rig.db.write(
-            lambda tx: rig.ledger.prune_in(
-                tx, rig.clock.now() - 500, lambda key, id_: False, limit=2
+            lambda tx: SqlEventMaintenance(tx, rig.ledger).prune(
+                rig.clock.now() - 500, lambda key, id_: False, limit=2
             )
         )
         for _ in range(8)
@@ -1449,7 +1463,7 @@ class AnyOrder(RuleBasedStateMachine):
         """The process is gone with all it held in memory; its sign of life is free."""
         (Path(self.place.name) / f"{self.rigs[w].worker}.alive").write_text("")
         self.received[w], self.held[w], self.begun[w] = [], [], []
-        self.run(self.rigs[(w + 1) % 3].books.reclaim(Path(self.place.name)))
+        self.run(self.rigs[(w + 1) % 3].maintenance.reclaim(Path(self.place.name)))
 
     @rule(w=workers)
     def forget(self, w: int) -> None:
@@ -1464,13 +1478,13 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 3.0, 8.0, 31.0, 31.0, 61.0]))
     def pass_time(self, seconds: float) -> None:
         self.rig.clock.advance(seconds)
-        self.run(self.rig.books.tick())
+        self.run(self.rig.maintenance.release_due())
 
     @rule()
     def redrive(self) -> None:
         dead = [i for (i,) in self.rig.sql("SELECT event FROM dead ORDER BY n LIMIT 2")]
         if dead:
-            assert self.run(self.rig.books.redrive(dead)) == len(dead)
+            assert self.run(self.rig.dead_letters.redrive(dead)) == len(dead)
             self.redriven.update(dead)
 
     @rule()
@@ -1520,7 +1534,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.forget(w)
         for _ in range(60):
             self.rig.clock.advance(31.0)
-            self.run(self.rig.books.tick())
+            self.run(self.rig.maintenance.release_due())
             for begun in self.run(self.rig.start()):
                 self.run(
                     self.rig.succeed(begun, record(begun[1].url, 1), body=begun[1].url.encode())

@@ -64,7 +64,7 @@ class Project:
     async def push(self, *urls: str) -> None:
         stores = open_stores(self.config)
         try:
-            await push(stores.books, urls, clock=stores.clock)
+            await push(stores.lifecycle, urls, clock=stores.clock)
         finally:
             stores.close()
 

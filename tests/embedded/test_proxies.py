@@ -513,7 +513,7 @@ class Project:
     async def push(self, *urls: str, **route: Any) -> None:
         stores = open_stores(self.config)
         try:
-            await push(stores.books, urls, clock=stores.clock, route=Route(**route))
+            await push(stores.lifecycle, urls, clock=stores.clock, route=Route(**route))
         finally:
             stores.close()
 
@@ -640,7 +640,7 @@ async def test_a_redriven_event_starts_from_its_first_pool(
             ((id_,),) = await stores.db.read(
                 lambda tx: tx.execute("SELECT event FROM dead").fetchall()
             )
-            assert await stores.books.redrive([id_]) == 1
+            assert await stores.dead_letters.redrive([id_]) == 1
         finally:
             stores.close()
         assert await project.run() == 1

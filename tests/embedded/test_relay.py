@@ -14,8 +14,7 @@ import pytest
 from tests.embedded.test_books import OPEN, URL, Rig, assert_books_balance
 
 from penstock.brokers.sqlite import SqliteBroker
-from penstock.engine.lifecycle import Books
-from penstock.engine.relay import PATIENCE, Relay
+from penstock.engine.relay import RESERVATION
 from penstock.errors import StoreUnavailable
 from penstock.model import Outcome, decode_event
 from penstock.ports import Accepted, Delivery, Out, Published, Subscription, TopicSpec
@@ -68,28 +67,19 @@ class ApartRig(Rig):
         base = more.get("base")
         super().__init__(directory, **more)
         self.line: Any = base.line if base else Line(SqliteBroker(Database(":memory:"), self.clock))
-        self.relay = Relay(
-            self.db,
-            dict.fromkeys(TOPICS, self.line),
-            self.clock,
-            worker=self.worker,
-            lease=self.lease,
-        )
-        parts = {
-            "broker": self.relay,
-            "ledger": self.ledger,
-            "outbox": self.outbox,
-            "claims": self.claims,
-            "pages": self.pages,
-        }
-        self.books = Books(
-            self.db, **parts, settings=self.settings, worker=self.worker, clock=self.clock
-        )
+        self.assemble(dict.fromkeys(TOPICS, self.line), self.worker)
+        assert self.engine.relay is not None
+        assert self.engine.relay_chores is not None
+        self.relay, self.chores = self.engine.relay, self.engine.relay_chores
         self.line.db.write_now(
             lambda tx: self.line.ensure_in(tx, [TopicSpec(name=name) for name in TOPICS])
         )
         self.sub = self.relay.subscribe("requests", "main", owner=self.worker, lease=self.lease)
-        self.db.write_now(self.relay.beat_in)
+        self.beat()
+
+    def beat(self) -> None:
+        until = self.clock.now() + self.lease
+        self.uow.write_now(lambda tx: tx.members.heartbeat(self.worker, until))
 
     def other(self, worker: str = "w2") -> ApartRig:
         return ApartRig(
@@ -113,9 +103,10 @@ class ApartRig(Rig):
 
     async def later(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        self.db.write_now(self.relay.beat_in)
-        await self.books.relay()
-        await self.books.tick()
+        self.beat()
+        await self.chores.publish_due()
+        await self.chores.heartbeat()
+        await self.maintenance.release_due()
 
 
 @pytest.fixture
@@ -141,7 +132,7 @@ async def test_what_the_broker_did_not_take_is_published_when_it_is_back(rig: Ap
     assert await rig.accept("e1", "e2", url="https://a.test/1") == [Accepted.NEW, Accepted.NEW]
     assert await rig.receive() == []
     rig.line.down = False
-    await rig.later(PATIENCE + 1.0)
+    await rig.later(RESERVATION + 1.0)
     assert sorted(d.id for d in await rig.receive()) == ["e1", "e2"]
 
 
@@ -156,7 +147,7 @@ async def test_a_message_that_the_broker_never_takes_ends_its_event_and_no_other
     ((reason, envelope),) = rig.sql("SELECT reason, envelope FROM dead")
     assert "more than the broker takes" in reason
     assert decode_event(envelope).data == {"note": "x" * 3000}
-    await rig.later(PATIENCE + 1)
+    await rig.later(RESERVATION + 1)
     assert rig.sql("SELECT id FROM outgoing") == []
     assert_books_balance(rig)
 
@@ -166,7 +157,7 @@ async def test_another_worker_publishes_what_a_dead_one_left(rig: ApartRig) -> N
     await rig.accept("e1")
     rig.line.down = False
     other = rig.other()
-    await other.later(PATIENCE + 1.0)
+    await other.later(RESERVATION + 1.0)
     assert [d.id for d in await other.receive()] == ["e1"]
 
 
@@ -174,7 +165,7 @@ async def test_an_unknown_answer_makes_a_copy_and_the_copy_changes_nothing(rig: 
     rig.line.deaf = True
     await rig.accept("e1")
     rig.line.deaf = False
-    await rig.later(PATIENCE + 1.0)
+    await rig.later(RESERVATION + 1.0)
     first, copy = await rig.receive()
     begun = await rig.begin(await rig.admit([first]))
     assert await rig.admit([copy]) == [], "somebody alive is at it"
@@ -190,7 +181,7 @@ async def test_two_copies_in_one_batch_start_once(rig: ApartRig) -> None:
     rig.line.deaf = True
     await rig.accept("e1")
     rig.line.deaf = False
-    await rig.later(PATIENCE + 1.0)
+    await rig.later(RESERVATION + 1.0)
     held = await rig.admit()
     assert len(held) == 2
     assert len(await rig.begin(held[:1])) == 1
@@ -279,18 +270,18 @@ async def test_messages_that_the_broker_lost_are_published_again(rig: ApartRig) 
     await rig.accept("e2", url="https://other.test/2")
     await rig.line.purge("requests")
     await rig.later(3 * rig.lease)
-    assert await rig.books.recover() == 0, "one look may be at a bad moment"
-    assert await rig.books.recover() == 2
+    assert await rig.chores.recover() == 0, "one look may be at a bad moment"
+    assert await rig.chores.recover() == 2
     assert sorted(d.id for d in await rig.receive()) == ["e1", "e2"]
-    assert await rig.books.recover() == 0
+    assert await rig.chores.recover() == 0
 
 
 async def test_a_paused_topic_hands_out_nothing_and_loses_nothing(rig: ApartRig) -> None:
     await rig.accept("e1")
-    rig.db.write_now(lambda tx: rig.relay.pause_in(tx, "requests", "by hand"))
+    rig.uow.write_now(lambda tx: tx.queue.pause("requests", "by hand"))
     assert await rig.receive() == []
-    assert rig.db.read_now(rig.relay.paused_in) == {"requests": "by hand"}
-    rig.db.write_now(lambda tx: rig.relay.pause_in(tx, "requests", None))
+    assert rig.uow.snapshot(lambda tx: tx.queue.paused()) == {"requests": "by hand"}
+    rig.uow.write_now(lambda tx: tx.queue.pause("requests", None))
     assert [d.id for d in await rig.receive()] == ["e1"]
 
 
@@ -343,7 +334,7 @@ async def test_whatever_gets_lost_on_the_line_every_event_ends_once(
         running = [(w, b) for w in workers for b in await w.start()]
         for w in workers:
             await w.later(4.0)
-            await w.books.recover()
+            await w.chores.recover()
     assert {rig.status(i) for i in ids} == {"success"}
     assert sorted(r[0] for r in rig.sql("SELECT id FROM event WHERE status='success'")) == sorted(
         ids

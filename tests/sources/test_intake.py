@@ -51,7 +51,7 @@ async def strange_findings_are_letters(stores: Stores) -> None:
         3, Finding(id="f" * 32, url="https://shop.test/good", payload={"x": 1}, cause="a\ud800\0")
     )
     intake = Intake(
-        stores.books, Mapping(spec_of("seeds:list", name="list")), SystemClock(), source="list"
+        stores.lifecycle, Mapping(spec_of("seeds:list", name="list")), SystemClock(), source="list"
     )
     for _ in range(2):
         taken = await intake.take(Batch(findings=findings, cursor=b"1"))

@@ -85,12 +85,12 @@ class Rig:
         return self.stores
 
     def reader(self, source: Any, *, worker: str = "w1") -> Reader:
-        intake = Intake(self.stores.books, Mapping(source.spec), self.clock, source=source.name)
+        intake = Intake(self.stores.lifecycle, Mapping(source.spec), self.clock, source=source.name)
         return Reader(
             source,
             source.spec.url,
             intake,
-            self.stores.sources,
+            self.stores.uow,
             self.stores.db.lock(self.directory / "s.lock"),
             self.clock,
             random.Random(1),
@@ -98,7 +98,7 @@ class Rig:
         )
 
     def state(self) -> Any:
-        return self.stores.db.read_now(lambda tx: self.stores.sources.state_in(tx, "pages"))
+        return self.stores.uow.snapshot(lambda tx: tx.sources.state("pages"))
 
     def urls(self) -> list[str]:
         return [
@@ -109,10 +109,7 @@ class Rig:
         ]
 
     def cursor(self) -> bytes | None:
-        found: bytes | None = self.stores.db.read_now(
-            lambda tx: self.stores.ledger.cursor_in(tx, "pages")
-        )
-        return found
+        return self.stores.uow.snapshot(lambda tx: tx.sources.cursor("pages"))
 
     @contextlib.asynccontextmanager
     async def reading(self, *readers: Reader) -> AsyncIterator[None]:
@@ -180,7 +177,7 @@ async def test_a_reader_that_died_before_it_acknowledged_repeats_ids_and_not_eve
     first = Pages(spec(), ["/1", "/2", "/3", "/4"])
     batches = first.read(None)
     batch = await anext(batches)
-    await rig.stores.books.accept(
+    await rig.stores.lifecycle.accept(
         [rig.reader(first).intake.mapping.event(f) for f in batch.findings]
     )  # type: ignore[misc]  # accepted, and the cursor lost
     await batches.aclose()
@@ -202,7 +199,7 @@ async def test_a_full_queue_stops_the_reading_and_drops_nothing(rig: Rig) -> Non
         assert len(rig.urls()) == 3
         assert rig.cursor() == b"2"
         assert source.acknowledged == 2
-        await rig.stores.books.purge("requests", "make room")
+        await rig.stores.dead_letters.purge("requests", "make room")
         await until(lambda: len(rig.urls()) == 6, "went on")
     assert rig.urls() == [f"/{i}" for i in range(6)]
 
@@ -211,10 +208,10 @@ async def test_what_makes_no_event_is_a_dead_letter_once_however_often_it_is_rea
     source = Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"])
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
-    rig.stores.db.write_now(
+    await rig.stores.uow.write(
         lambda tx: (
-            rig.stores.ledger.move_cursor_in(tx, "pages", None, 0.0),
-            rig.stores.sources.renew_in(tx, "pages"),
+            tx.sources.move_cursor("pages", None, 0.0),
+            tx.sources.reset("pages"),
         )
     )
     async with rig.reading(
@@ -281,12 +278,12 @@ async def test_a_paused_source_is_not_read_until_it_is_resumed(rig: Rig) -> None
     source = Pages(spec(), ["/1"], endless=True)
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"1", "read")
-        rig.stores.db.write_now(lambda tx: rig.stores.sources.pause_in(tx, "pages", "moving house"))
+        await rig.stores.uow.write(lambda tx: tx.sources.pause("pages", "moving house"))
         await asyncio.sleep(1.2)  # the pause is noticed within a second
         source.paths.append("/2")
         await asyncio.sleep(0.3)
         assert rig.urls() == ["/1"]
-        rig.stores.db.write_now(lambda tx: rig.stores.sources.pause_in(tx, "pages", None))
+        await rig.stores.uow.write(lambda tx: tx.sources.pause("pages", None))
         await until(lambda: rig.urls() == ["/1", "/2"], "resumed")
 
 
@@ -294,10 +291,10 @@ async def test_a_reset_is_followed_by_whoever_reads_and_makes_no_event_twice(rig
     source = Pages(spec(), ["/1", "/2"], endless=True)
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
-        rig.stores.db.write_now(
+        await rig.stores.uow.write(
             lambda tx: (
-                rig.stores.ledger.move_cursor_in(tx, "pages", None, 0.0),
-                rig.stores.sources.renew_in(tx, "pages"),
+                tx.sources.move_cursor("pages", None, 0.0),
+                tx.sources.reset("pages"),
             )
         )
         await until(lambda: rig.state().known == 2, "read again")
@@ -311,10 +308,10 @@ async def test_a_reset_in_the_middle_of_a_round_does_not_wait_for_the_next_one(r
             async for batch in super().read(cursor):
                 yield batch
             if cursor is None:
-                rig.stores.db.write_now(
+                await rig.stores.uow.write(
                     lambda tx: (
-                        rig.stores.ledger.move_cursor_in(tx, "pages", b"1", 0.0),
-                        rig.stores.sources.renew_in(tx, "pages"),
+                        tx.sources.move_cursor("pages", b"1", 0.0),
+                        tx.sources.reset("pages"),
                     )
                 )
                 self.paths.append("/3")
@@ -378,9 +375,7 @@ async def test_rounds_come_every_so_often_and_a_restart_does_not_hurry_them(rig:
         source.paths.append("/2")
         await until(lambda: rig.cursor() == b"2", "another round")
     calm = Pages(spec(every=3600), source.paths)
-    rig.stores.db.write_now(
-        lambda tx: rig.stores.sources.note_in(tx, "pages", next_at=rig.clock.now() + 3000)
-    )
+    await rig.stores.uow.write(lambda tx: tx.sources.note("pages", next_at=rig.clock.now() + 3000))
     source.paths.append("/3")
     async with rig.reading(rig.reader(calm)):
         await asyncio.sleep(0.5)

@@ -8,6 +8,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -18,9 +19,11 @@ from penstock.clock import SystemClock
 from penstock.engine.flusher import Flusher
 from penstock.ledgers.sql.outbox import SqlOutbox
 from penstock.locks import Lost, holder_alive, note_of
+from penstock.ports import Durability, Line
 from penstock.sinks import jsonl
 from penstock.stores.postgres.locks import FleetLock
 from penstock.stores.postgres.store import PostgresStore
+from penstock.stores.sql import HolderTable, SqlUnitOfWork, Tx
 
 pytestmark = pytest.mark.server("postgres")
 
@@ -30,23 +33,34 @@ class Machine:
 
     def __init__(self, url: str, namespace: str, at: Path) -> None:
         self.store = PostgresStore(url, namespace=namespace, durability="process")
-        self.outbox = SqlOutbox(self.store)
+        SqlOutbox.create(self.store)
+        self.uow = SqlUnitOfWork(self.store, self.bind)
         self.at = at
         self.lock = self.new_lock()
         self.sink = jsonl.open_sink("jsonl:out.jsonl", {}, at)
+
+    def bind(self, sql: Tx) -> Any:
+        """The tables of a transaction that a flusher and its lock ask for."""
+        return SimpleNamespace(outbox=SqlOutbox(sql), locks=HolderTable(sql))
+
+    async def note(self, upto: int, mark: str) -> None:
+        """As a flusher does."""
+
+        def work(tx: Any) -> None:
+            self.lock.verify(tx)
+            tx.outbox.mark_flushed(self.sink.name, upto=upto, mark=mark)
+
+        await self.uow.write(work, durability=Durability.FSYNC)
 
     def new_lock(self) -> FleetLock:
         return self.store.lock(self.at / "sinks" / "out.lock")
 
     def flusher(self) -> Flusher:
-        return Flusher(self.sink, self.outbox, self.lock, SystemClock(), batch=5)
+        return Flusher(self.sink, self.uow, self.lock, SystemClock(), batch=5)
 
     async def put(self, *bodies: int) -> None:
-        await self.store.write(
-            lambda tx: self.outbox.put_in(
-                tx, self.sink.name, [(str(n), b'{"n":%d}' % n, 0) for n in bodies]
-            )
-        )
+        lines = [Line("extractor", str(n), b'{"n":%d}' % n, 0) for n in bodies]
+        await self.uow.write(lambda tx: tx.outbox.append(self.sink.name, lines))
 
     @property
     def lines(self) -> list[bytes]:
@@ -138,19 +152,17 @@ async def test_a_stale_holder_that_does_not_know_yet_notes_nothing(fleet: Fleet)
     a, b = fleet.a, fleet.b
     await a.put(1, 2, 3)
     assert await a.lock.take()
-    await a.outbox.flushed(a.sink.name, upto=1, mark="a", guard=a.lock.check_in)
+    await a.note(1, "a")
     fleet.cut(a.lock)
     assert await b.lock.take()
     with pytest.raises(Lost):
-        await a.outbox.flushed(a.sink.name, upto=3, mark="stale", guard=a.lock.check_in)
+        await a.note(3, "stale")
     with pytest.raises(Lost):
-        await a.outbox.hooked([1], [], a.lock.check_in)
-    assert await b.outbox.position(b.sink.name) == (1, "a")
-    assert [row.n for row in await b.outbox.rows(b.sink.name, after=1, limit=9, max_bytes=99)] == [
-        2,
-        3,
-    ]
-    await b.outbox.flushed(b.sink.name, upto=3, mark="b", guard=b.lock.check_in)
+        await a.uow.write(a.lock.verify)
+    assert await b.uow.read(lambda tx: tx.outbox.position(b.sink.name)) == (1, "a")
+    rows = await b.uow.read(lambda tx: tx.outbox.rows(b.sink.name, after=1, limit=9, max_bytes=99))
+    assert [row.n for row in rows] == [2, 3]
+    await b.note(3, "b")
 
 
 async def test_a_machine_that_lost_the_lock_between_write_and_note_takes_its_rows_back(

@@ -22,7 +22,8 @@ from tests.servers import Handle
 from penstock.claims.redis.claims import FleetClock, RedisClaims
 from penstock.clock import SystemClock
 from penstock.errors import StoreUnavailable, Unreachable
-from penstock.ports import Clock
+from penstock.operate.hosts import apply_configured_exceptions, ignore_robots, obey_robots
+from penstock.ports import ClaimChange, Clock
 from penstock.rules import pace
 from penstock.rules.proxies import ANY_HOST
 from penstock.stores.redis import Server
@@ -85,6 +86,7 @@ PREAMBLE = """
 import asyncio, json, random, sys
 from penstock.claims.redis.claims import RedisClaims
 from penstock.clock import SystemClock
+from penstock.ports import ClaimChange
 from penstock.rules import pace
 from penstock.stores.redis import Server
 url, prefix, me = sys.argv[1:]
@@ -111,10 +113,18 @@ async def test_a_claim_is_taken_only_from_the_owner_that_was_seen_and_asking_aga
 ) -> None:
     async with fleet:
         c = fleet.worker()
-        assert await c.take([(b"u1", "e1", None, None), (b"u2", "e2", "g2", None)]) == [True, True]
-        assert await c.take([(b"u1", "e1", None, None)]) == [True], "the answer was lost, it may be"
         assert await c.take(
-            [(b"u1", "e3", None, None), (b"u1", "e3", "e1", "other"), (b"u2", "e4", "e2", "e2")]
+            [ClaimChange(b"u1", "e1", None, None), ClaimChange(b"u2", "e2", "g2", None)]
+        ) == [True, True]
+        assert await c.take([ClaimChange(b"u1", "e1", None, None)]) == [True], (
+            "the answer was lost, it may be"
+        )
+        assert await c.take(
+            [
+                ClaimChange(b"u1", "e3", None, None),
+                ClaimChange(b"u1", "e3", "e1", "other"),
+                ClaimChange(b"u2", "e4", "e2", "e2"),
+            ]
         ) == [False, False, True]
         held = await c.holders([b"u1", b"u2", b"nobody"])
         assert {key: (h.owner, h.good, h.next) for key, h in held.items()} == {
@@ -130,14 +140,14 @@ async def test_the_next_one_is_noted_with_the_owner_it_waits_for_and_goes_with_i
 ) -> None:
     async with fleet:
         c = fleet.worker()
-        await c.take([(b"u", "e1", None, None)])
+        await c.take([ClaimChange(b"u", "e1", None, None)])
         assert not await c.set_next(b"u", "e2", "another")
         assert not await c.set_next(b"never seen", "e2", "e1")
         assert await c.set_next(b"u", "e2", "e1")
         assert (await c.holders([b"u"]))[b"u"].next == "e2"
-        assert await c.take([(b"u", "e1", None, None)]) == [True]
+        assert await c.take([ClaimChange(b"u", "e1", None, None)]) == [True]
         assert (await c.holders([b"u"]))[b"u"].next == "e2", "it was its owner's already"
-        assert await c.take([(b"u", "e2", "e1", "e1")]) == [True]
+        assert await c.take([ClaimChange(b"u", "e2", "e1", "e1")]) == [True]
         held = (await c.holders([b"u"]))[b"u"]
         assert (held.owner, held.good, held.next) == ("e2", "e1", None)
 
@@ -145,9 +155,9 @@ async def test_the_next_one_is_noted_with_the_owner_it_waits_for_and_goes_with_i
 async def test_old_claims_are_forgotten_and_young_ones_kept(fleet: Fleet) -> None:
     async with fleet:
         c = fleet.worker()
-        await c.take([(b"%d" % i, "e", None, None) for i in range(2500)])
+        await c.take([ClaimChange(b"%d" % i, "e", None, None) for i in range(2500)])
         between = SystemClock().now()
-        await c.take([(b"young", "e", None, None)])
+        await c.take([ClaimChange(b"young", "e", None, None)])
         await c.prune(between)
         assert list(await c.holders([b"0", b"2499", b"young"])) == [b"young"]
 
@@ -157,7 +167,7 @@ def test_of_two_processes_that_race_for_a_claim_one_gets_it(fleet: Fleet) -> Non
 async def work():
     won = []
     for i in range(300):
-        won += await claims.take([(b"u%d" % i, f"{me}-{i}", None, None)])
+        won += await claims.take([ClaimChange(b"u%d" % i, f"{me}-{i}", None, None)])
     return won
 asyncio.run(main(work))
 """
@@ -224,14 +234,14 @@ async def test_a_content_host_costs_no_write_and_a_penalty_ends_after_enough_suc
         c, other = fleet.worker(), fleet.worker()
         await c.refresh()
         await c.report("a.test", status=200, retry_after=None, seconds=0.1)
-        assert c.hosts.state_in(NO_TX, "a.test") == pace.HostState()
+        assert c.hosts.state("a.test") == pace.HostState()
         await c.report("a.test", status=503, retry_after=None, seconds=0.1)
         await other.refresh()
-        assert c.hosts.state_in(NO_TX, "a.test").penalty == 2.0
+        assert c.hosts.state("a.test").penalty == 2.0
         for worker in [c, other, c, other, c]:
             await worker.report("a.test", status=200, retry_after=None, seconds=0.1)
-        assert c.hosts.state_in(NO_TX, "a.test").penalty == 1.0
-        assert c.hosts.state_in(NO_TX, "a.test").throttles == 1
+        assert c.hosts.state("a.test").penalty == 1.0
+        assert c.hosts.state("a.test").throttles == 1
 
 
 async def test_a_crawl_delay_holds_for_all_from_the_next_reservation_on(fleet: Fleet) -> None:
@@ -245,7 +255,7 @@ async def test_a_crawl_delay_holds_for_all_from_the_next_reservation_on(fleet: F
         assert slots[1] - slots[0] == pytest.approx(2.0, abs=0.001)
         assert slots[0] > before + 1.9, "robots.txt itself was a request"
         await c.crawl_delay("a.test", None)
-        assert c.hosts.state_in(NO_TX, "a.test").crawl_delay is None
+        assert c.hosts.state("a.test").crawl_delay is None
 
 
 class Wrong:
@@ -301,18 +311,16 @@ async def test_limits_and_pauses_of_one_host_reach_every_worker(fleet: Fleet) ->
     async with fleet:
         c, other = fleet.worker(concurrency=8), fleet.worker(concurrency=8)
         hosts = c.hosts
-        hosts.change_in(NO_TX, "a.test", lambda s: pace.limited(s, c.limits, 2.0, None, 3))
-        hosts.change_in(
-            NO_TX, "b.test", lambda s: msgspec.structs.replace(s, paused_until=math.inf)
-        )
+        hosts.change("a.test", lambda s: pace.limited(s, c.limits, 2.0, None, 3))
+        hosts.change("b.test", lambda s: msgspec.structs.replace(s, paused_until=math.inf))
         await other.reserve({"c.test": 1})
         await other.refresh()
         assert (other.concurrency("a.test"), other.concurrency("b.test")) == (3, 8)
         assert other.blocked_until("b.test") == math.inf
-        assert list(hosts.listed_in(NO_TX, 10)) == ["b.test", "a.test", "c.test"]
-        assert list(hosts.listed_in(NO_TX, 1)) == ["b.test"]
-        hosts.change_in(NO_TX, "b.test", lambda s: msgspec.structs.replace(s, paused_until=0.0))
-        hosts.change_in(NO_TX, "a.test", lambda s: pace.limited(s, c.limits, None, None, None))
+        assert list(hosts.list(10)) == ["b.test", "a.test", "c.test"]
+        assert list(hosts.list(1)) == ["b.test"]
+        hosts.change("b.test", lambda s: msgspec.structs.replace(s, paused_until=0.0))
+        hosts.change("a.test", lambda s: pace.limited(s, c.limits, None, None, None))
         await other.refresh()
         assert (other.concurrency("a.test"), other.blocked_until("b.test")) == (8, 0.0)
 
@@ -321,7 +329,7 @@ async def test_a_decision_of_a_person_and_one_of_a_worker_both_count(fleet: Flee
     async with fleet:
         c = fleet.worker()
         await c.reserve({"a.test": 1})
-        c.hosts.change_in(NO_TX, "a.test", lambda s: msgspec.structs.replace(s, rate=math.inf))
+        c.hosts.change("a.test", lambda s: msgspec.structs.replace(s, rate=math.inf))
         slots = (await c.reserve({"a.test": 3}))["a.test"]
         assert len(set(slots)) == 1, (
             "unlimited from now on, though the worker remembered another state"
@@ -332,33 +340,31 @@ async def test_exceptions_are_kept_with_their_reasons_and_ended_not_deleted(flee
     async with fleet:
         c, other = fleet.worker(), fleet.worker()
         hosts = c.hosts
-        hosts.ignore_robots_in(NO_TX, "a.test", "ours", "me")
-        hosts.ignore_robots_in(NO_TX, "a.test", "ours indeed", "you")
-        hosts.note_in(NO_TX, "robots", "b.test", "just once", "me", at_once=True)
+        ignore_robots(hosts, "a.test", "ours", "me")
+        ignore_robots(hosts, "a.test", "ours indeed", "you")
+        hosts.add_exception("robots", "b.test", "just once", "me", once=True)
         await other.refresh()
         assert (other.exempt("a.test"), other.exempt("b.test")) == (True, False)
-        assert hosts.state_in(NO_TX, "a.test").ignores_robots
-        assert [(e.host, e.reason, e.who) for e in hosts.exceptions_in(NO_TX)] == [
+        assert hosts.state("a.test").ignores_robots
+        assert [(e.host, e.reason, e.who) for e in hosts.exceptions()] == [
             ("a.test", "ours indeed", "you")
         ]
-        every = hosts.exceptions_in(NO_TX, ended=True)
+        every = hosts.exceptions(ended=True)
         assert [(e.host, e.reason, e.ended is None) for e in every] == [
             ("b.test", "just once", False), ("a.test", "ours indeed", True), ("a.test", "ours", False),
         ]  # fmt: skip
-        assert [e.reason for e in hosts.exceptions_in(NO_TX, ["b.test"], ended=True)] == [
-            "just once"
-        ]
-        assert hosts.obey_robots_in(NO_TX, "a.test")
-        assert not hosts.obey_robots_in(NO_TX, "a.test")
+        assert [e.reason for e in hosts.exceptions(["b.test"], ended=True)] == ["just once"]
+        assert obey_robots(hosts, "a.test")
+        assert not obey_robots(hosts, "a.test")
         await other.refresh()
         assert not other.exempt("a.test")
-        hosts.configured_in(NO_TX, {"private": "a test", "remote_dns": ""}, "me")
-        hosts.configured_in(NO_TX, {"private": "a test", "remote_dns": ""}, "me")
-        assert [(e.kind, e.host) for e in hosts.exceptions_in(NO_TX)] == [("private", "*")]
-        hosts.configured_in(NO_TX, {"private": ""}, "me")
-        assert hosts.exceptions_in(NO_TX) == []
+        apply_configured_exceptions(hosts, {"private": "a test", "remote_dns": ""}, "me")
+        apply_configured_exceptions(hosts, {"private": "a test", "remote_dns": ""}, "me")
+        assert [(e.kind, e.host) for e in hosts.exceptions()] == [("private", "*")]
+        apply_configured_exceptions(hosts, {"private": ""}, "me")
+        assert hosts.exceptions() == []
         await c.prune(SystemClock().now() + 1)
-        assert hosts.exceptions_in(NO_TX, ended=True) == []
+        assert hosts.exceptions(ended=True) == []
 
 
 async def test_a_robots_file_is_cached_for_all_with_its_status_and_time(fleet: Fleet) -> None:
@@ -374,7 +380,7 @@ async def test_a_robots_file_is_cached_for_all_with_its_status_and_time(fleet: F
             until,
         )
         assert await other.robots("http://a.test") == (None, 0, until)
-        assert [(k.origin, k.status) for k in c.hosts.robots_in(NO_TX, "a.test")] == [
+        assert [(k.origin, k.status) for k in c.hosts.robots("a.test")] == [
             ("https://a.test", 200),
             ("http://a.test", 0),
         ]
@@ -416,11 +422,11 @@ async def test_a_server_that_is_away_is_said_so_and_what_it_knew_is_still_there_
 ) -> None:
     async with fleet:
         c = fleet.worker()
-        await c.take([(b"u", "e1", None, None)])
+        await c.take([ClaimChange(b"u", "e1", None, None)])
         first = (await c.reserve({"a.test": 10}))["a.test"]
         server("redis").kill()
         for call in (
-            c.take([(b"u", "e2", None, "e1")]),
+            c.take([ClaimChange(b"u", "e2", None, "e1")]),
             c.reserve({"a.test": 1}),
             c.refresh(),
             c.robots("https://a.test"),
@@ -428,7 +434,7 @@ async def test_a_server_that_is_away_is_said_so_and_what_it_knew_is_still_there_
             with pytest.raises(StoreUnavailable):
                 await call
         with pytest.raises(Unreachable):
-            c.hosts.state_in(NO_TX, "a.test")
+            c.hosts.state("a.test")
         server("redis").start()
         assert (await c.holders([b"u"]))[b"u"].owner == "e1"
         ((slot,),) = (await c.reserve({"a.test": 1})).values()

@@ -19,6 +19,8 @@ from tests.servers import Handle
 
 from penstock.errors import PenstockError, StoreUnavailable, Unreachable
 from penstock.ledgers.postgres import WEEK, PostgresLedger
+from penstock.ledgers.sql.history import record
+from penstock.ledgers.sql.maintenance import SqlEventMaintenance
 from penstock.ports import Status
 from penstock.stores.postgres import store as postgres
 from penstock.stores.postgres.store import PostgresStore
@@ -483,7 +485,7 @@ def test_history_goes_by_whole_weeks_and_what_is_still_needed_stays(place: Place
             "INSERT INTO event(n, id, topic, source, trace, url, url_key, host, status, accepted_at, finished_at) VALUES(?,?,'t','s','t','u',?,'h',?,?,?)",
             (n, str(n), b"", status, clock.now(), clock.now()),
         )
-        ledger._note(tx, n, clock.now(), status)
+        record(tx, n, clock.now(), status)
 
     store.write_now(lambda tx: note(tx, 1, Status.SUCCESS))
     store.write_now(lambda tx: note(tx, 2, Status.DEAD))
@@ -492,7 +494,9 @@ def test_history_goes_by_whole_weeks_and_what_is_still_needed_stays(place: Place
 
     def keep_house() -> None:
         store.write_now(
-            lambda tx: ledger.prune_in(tx, clock.now() - 30 * 86400, lambda key, id_: False)
+            lambda tx: SqlEventMaintenance(tx, ledger).prune(
+                clock.now() - 30 * 86400, lambda key, id_: False
+            )
         )
 
     for _ in range(8):
@@ -512,9 +516,11 @@ def test_a_note_of_a_week_that_nobody_made_is_kept_all_the_same(place: Place) ->
     store = place.open()
     ledger = PostgresLedger(store, clock)
     clock.advance(100 * 86400)
-    store.write_now(lambda tx: ledger._note(tx, 1, clock.now(), "pending"))
-    store.write_now(lambda tx: ledger._note(tx, 1, clock.now(), "pending", reason="again"))
+    store.write_now(lambda tx: record(tx, 1, clock.now(), "pending"))
+    store.write_now(lambda tx: record(tx, 1, clock.now(), "pending", reason="again"))
     store.write_now(
-        lambda tx: ledger.prune_in(tx, clock.now() - 86400 * 365, lambda key, id_: False)
+        lambda tx: SqlEventMaintenance(tx, ledger).prune(
+            clock.now() - 86400 * 365, lambda key, id_: False
+        )
     )
     assert place.ask("SELECT event, reason FROM history") == [(1, "again")]

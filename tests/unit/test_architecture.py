@@ -10,8 +10,11 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+
+from penstock import ports
 
 # ruff: noqa: SIM905 (the tables read better as words)
 
@@ -55,6 +58,9 @@ MAY_IMPORT["demo"] = BASE | set("runtime operate cli testing penstock".split())
 MAY_IMPORT["testing"] = BASE | ADAPTERS | {"stores"}
 
 # -- other rules as data ---------------------------------------------------------------------------
+
+# Modules of ports and engine that may use `Any`.
+MAY_USE_ANY = {"ports.source"}  # a finding's payload: JSON of another system
 
 PURE = ("model", "rules", "ports")
 # What makes a decision depend on more than its arguments. Prefixes: `urllib.request` does not ban
@@ -317,8 +323,81 @@ def test_nothing_from_outside_is_ever_unpickled() -> None:
     assert not executes(MODULES)
 
 
+def test_ports_and_engine_have_no_untyped_value() -> None:
+    assert not untyped(MODULES)
+
+
+def test_the_engine_calls_nothing_of_a_transaction_that_no_port_declares() -> None:
+    assert not undeclared(MODULES)
+
+
+def test_nothing_asks_where_a_store_lies() -> None:
+    assert not [
+        f"{m.name}:{node.lineno}"
+        for m in MODULES
+        for node in ast.walk(m.tree)
+        if isinstance(node, ast.Attribute) and node.attr == "apart"
+    ]
+
+
 def test_the_first_line_of_every_module_says_what_it_contains() -> None:
     assert not without_docstring(MODULES)
+
+
+# -- typed ports -----------------------------------------------------------------------------------
+
+# The members of each table of a transaction, as its port declares them.
+TABLES = {
+    name: {member for member in dir(port) if not member.startswith("_")}
+    for name, port in get_type_hints(ports.Transaction).items()
+}
+
+
+def untyped(modules: Sequence[Module]) -> list[str]:
+    """Uses of `Any` in ports and engine. mypy strict checks every value that is not `Any`."""
+    return [
+        f"{m.name}:{node.lineno} uses Any"
+        for m in modules
+        if room_of(m.place) in ("ports", "engine") and m.place not in MAY_USE_ANY
+        for node in ast.walk(m.tree)
+        if isinstance(node, ast.Name) and node.id == "Any"
+    ]
+
+
+def undeclared(modules: Sequence[Module]) -> list[str]:
+    """Tables and members of a transaction that the engine uses and no port declares."""
+    found = []
+    for m in modules:
+        if room_of(m.place) != "engine":
+            continue
+        for node in ast.walk(m.tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            table = node.value
+            if isinstance(table, ast.Name) and table.id == "tx" and node.attr not in TABLES:
+                found.append(f"{m.name}:{node.lineno} uses tx.{node.attr}")
+            if (
+                isinstance(table, ast.Attribute)
+                and isinstance(table.value, ast.Name)
+                and table.value.id == "tx"
+                and node.attr not in TABLES.get(table.attr, ())
+            ):
+                found.append(f"{m.name}:{node.lineno} uses tx.{table.attr}.{node.attr}")
+    return found
+
+
+def test_a_planted_untyped_value_is_found() -> None:
+    source = "from typing import Any\n\ndef f(tx: Any) -> None: ..."
+    assert untyped(planted("engine.worker", source)) == ["penstock.engine.worker:3 uses Any"]
+    assert not untyped(planted("runtime.process", source))
+
+
+def test_a_planted_call_that_no_port_declares_is_found() -> None:
+    source = "def f(tx):\n    tx.events.begin([])\n    tx.events.fly()\n    tx.moon"
+    assert undeclared(planted("engine.worker", source)) == [
+        "penstock.engine.worker:4 uses tx.moon",
+        "penstock.engine.worker:3 uses tx.events.fly",
+    ]
 
 
 # -- the rules find what is planted ----------------------------------------------------------------

@@ -17,7 +17,8 @@ import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import apsw
 import pytest
@@ -25,10 +26,11 @@ import pytest
 from penstock.engine.flusher import LAST_BACK_OFF, Flusher
 from penstock.errors import StoreUnavailable
 from penstock.locks import FileLock, holder_alive
-from penstock.ports import Row, Sink
+from penstock.ports import Durability, Row, Sink
 from penstock.sinks import csv as csv_sink
 from penstock.sinks import jsonl, sqlite
 
+T = TypeVar("T")
 SINKS: dict[str, Callable[[Path], Sink]] = {
     "jsonl": lambda at: jsonl.open_sink("jsonl:out.jsonl", {}, at),
     "csv": lambda at: csv_sink.open_sink("csv:out.csv", {}, at),
@@ -54,6 +56,7 @@ class TableOutbox:
     """An outbox as a ledger keeps it: rows, and what is noted, in one SQLite file."""
 
     def __init__(self, path: Path) -> None:
+        self.tx: Any = SimpleNamespace(outbox=self)  # the only table that a flusher asks for
         self.db = apsw.Connection(str(path))
         self.db.set_busy_timeout(10_000)
         self.db.execute("PRAGMA synchronous = OFF")  # killed processes, not power cuts
@@ -70,14 +73,18 @@ class TableOutbox:
                 [(str(body["i"]), json.dumps(body).encode()) for body in bodies],
             )
 
-    async def position(self, sink: str) -> tuple[int, str]:
+    async def read(self, work: Callable[[Any], T]) -> T:
+        return work(self.tx)
+
+    async def write(self, work: Callable[[Any], T], *, durability: Durability) -> T:
+        with self.db:
+            return work(self.tx)
+
+    def position(self, sink: str) -> tuple[int, str]:
         found = self.db.execute("SELECT n, mark FROM noted WHERE sink = ?", (sink,)).get
         return found or (0, "")
 
-    async def settled(self, sink: str) -> tuple[int, str]:
-        return await self.position(sink)
-
-    async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> Sequence[Row]:
+    def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> Sequence[Row]:
         return [
             Row(*each)
             for each in self.db.execute(
@@ -86,14 +93,11 @@ class TableOutbox:
             )
         ]
 
-    async def flushed(
-        self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]
-    ) -> None:
-        with self.db:
-            self.db.execute("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", (sink, upto, mark))
-            self.db.execute("DELETE FROM outbox WHERE n <= ?", (upto,))
+    def mark_flushed(self, sink: str, *, upto: int, mark: str) -> None:
+        self.db.execute("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", (sink, upto, mark))
+        self.db.execute("DELETE FROM outbox WHERE n <= ?", (upto,))
 
-    async def backlog(self, sink: str) -> int:
+    def backlog(self, sink: str) -> int:
         return int(self.db.execute("SELECT count(*) FROM outbox").get)
 
     def close(self) -> None:
@@ -351,7 +355,7 @@ def test_failing_at_any_step_the_same_process_recovers_and_the_target_holds_ever
             )
             reasons = set()
             async with running(flusher):
-                while await outbox.backlog("") or flusher.down:
+                while outbox.backlog("") or flusher.down:
                     reasons.add(flusher.down)
                     await asyncio.sleep(0)
             assert not failed or len(reasons) > 1 or step < 3, reasons
@@ -431,7 +435,7 @@ async def test_an_unwritable_target_is_down_with_its_reason_and_recovers_by_itse
         assert clock.waits == sorted(clock.waits)
         assert clock.waits[0] == 0.1
         assert clock.waits[-1] == LAST_BACK_OFF
-        assert await outbox.backlog("") == 8
+        assert outbox.backlog("") == 8
         blocked.rmdir()
         await until(lambda: flusher.down is None)
         assert flusher.since is None
@@ -471,15 +475,22 @@ async def test_an_outage_of_the_ledger_repeats_the_batch_and_not_the_rows(tmp_pa
     class Shaky(TableOutbox):
         failures = 3
 
-        async def flushed(
-            self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]
-        ) -> None:
+        answer_lost = False
+
+        def mark_flushed(self, sink: str, *, upto: int, mark: str) -> None:
+            super().mark_flushed(sink, upto=upto, mark=mark)
             if upto and self.failures:
                 self.failures -= 1
-                if self.failures == 1:  # it was written, and we do not know
-                    await super().flushed(sink, upto=upto, mark=mark, guard=guard)
+                self.answer_lost = self.failures == 1
+                if not self.answer_lost:
+                    raise StoreUnavailable("the ledger is away")
+
+        async def write(self, work: Callable[[Any], T], *, durability: Durability) -> T:
+            result = await super().write(work, durability=durability)
+            if self.answer_lost:  # it was written, and the flusher does not know
+                self.answer_lost = False
                 raise StoreUnavailable("the ledger is away")
-            await super().flushed(sink, upto=upto, mark=mark, guard=guard)
+            return result
 
     outbox = Shaky(tmp_path / "outbox.db")
     outbox.add(bodies(8))

@@ -17,10 +17,12 @@ from penstock.ports import (
     Capabilities,
     Clock,
     Delivery,
+    EventState,
     Out,
     Published,
     QueueAudit,
     Stats,
+    Subscription,
     TopicSpec,
 )
 from penstock.stores.sql import SqlStore, Tx
@@ -50,7 +52,6 @@ class SqlQueue(ABC):
     """
 
     caps = CAPS
-    apart = False  # its messages lie in the ledger's own store
     db: SqlStore
 
     def __init__(self, db: SqlStore, clock: Clock, schema: str) -> None:
@@ -168,12 +169,21 @@ class SqlQueue(ABC):
     async def purge(self, topic: str) -> int:
         return await self.db.write(lambda tx: self.purge_in(tx, topic))
 
-    async def replay(self, topic: str, group: str, *, since: float) -> int:
+    async def replay(
+        self, topic: str, group: str, *, since: float, offsets: Mapping[int, int] | None = None
+    ) -> int:
+        assert offsets is None, "only topics with partitions have offsets"
         n = await self.db.write(lambda tx: self.replay_in(tx, topic, group, since))
         self.wake([topic])
         return n
 
     # -- each database's own -----------------------------------------------------------------------
+
+    @abstractmethod
+    def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
 
     @abstractmethod
     def wake(self, topics: Iterable[str]) -> None: ...
@@ -202,6 +212,43 @@ class SqlQueue(ABC):
 
     @abstractmethod
     def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int: ...
+
+    @abstractmethod
+    def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]: ...
+
+    @abstractmethod
+    def reclaim_in(self, tx: Tx, owner: str) -> list[str]: ...
+
+    @abstractmethod
+    def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool: ...
+
+    @abstractmethod
+    def hasten_in(
+        self, tx: Tx, topic: str, group: str, key: str, positions: Sequence[int]
+    ) -> None: ...
+
+    @abstractmethod
+    def prune_in(self, tx: Tx, limit: int = 2000) -> int: ...
+
+    @abstractmethod
+    def running_in(self, tx: Tx, limit: int) -> dict[str, int]: ...
+
+    @abstractmethod
+    def leased_in(self, tx: Tx, limit: int) -> list[str]: ...
+
+    @abstractmethod
+    def oldest_in(self, tx: Tx, limit: int) -> float | None: ...
+
+    @abstractmethod
+    def depths_in(
+        self,
+        tx: Tx,
+        topic: str,
+        group: str,
+        keys: Sequence[str] | None = None,
+        *,
+        limit: int = 1000,
+    ) -> dict[str, int]: ...
 
     @abstractmethod
     def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
@@ -258,3 +305,68 @@ class SqlSubscription:
             await self._queue.db.write(
                 lambda tx: self._queue.hold_in(tx, self.topic, self.group, until), durable=False
             )
+
+
+class BoundSqlQueue:
+    """The queue of a broker that shares the ledger's store, bound to one transaction."""
+
+    def __init__(self, tx: Tx, queue: SqlQueue) -> None:
+        self._tx, self._queue = tx, queue
+
+    def enqueue(self, batch: Sequence[Out]) -> list[tuple[Published, int]]:
+        return self._queue.place_in(self._tx, batch)
+
+    def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
+        return self._queue.settle_in(self._tx, items)
+
+    def settle_undurably(self, items: Sequence[tuple[Delivery, Outcome]]) -> None:
+        self._queue.settle_in(self._tx, items)
+
+    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        return self._queue.holds_in(self._tx, deliveries)
+
+    def defer_copy(self, delivery: Delivery, state: EventState, now: float) -> None:
+        return None
+
+    def may_start(self, rows: Sequence[int]) -> list[bool]:
+        return [True] * len(rows)
+
+    def hold_keys(self, topic: str, group: str, until: Mapping[str, float]) -> None:
+        self._queue.hold_in(self._tx, topic, group, until)
+
+    def reclaim(self, worker: str) -> list[str]:
+        return self._queue.reclaim_in(self._tx, worker)
+
+    def pause(self, topic: str, reason: str | None) -> bool:
+        return self._queue.pause_in(self._tx, topic, reason)
+
+    def paused(self) -> dict[str, str]:
+        return self._queue.paused_in(self._tx)
+
+    def make_due(self, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
+        self._queue.hasten_in(self._tx, topic, group, key, positions)
+
+    def prune(self) -> int:
+        return self._queue.prune_in(self._tx)
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def groups(self) -> list[tuple[str, str]]:
+        return self._queue.groups_in(self._tx)
+
+    def leases_by_worker(self, limit: int) -> dict[str, int]:
+        return self._queue.running_in(self._tx, limit)
+
+    def oldest(self, limit: int) -> float | None:
+        return self._queue.oldest_in(self._tx, limit)
+
+    def leased_ids(self, limit: int) -> list[str]:
+        return self._queue.leased_in(self._tx, limit)
+
+    def depths(
+        self, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000
+    ) -> dict[str, int]:
+        return self._queue.depths_in(self._tx, topic, group, keys, limit=limit)
+
+    def audit(self, now: float) -> QueueAudit:
+        return self._queue.audit_in(self._tx, now)

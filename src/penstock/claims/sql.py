@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from penstock.ports import Clock, Holder
+from penstock.ports import ClaimChange, Clock, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
@@ -33,15 +33,11 @@ _decode = msgspec.msgpack.Decoder(pace.HostState).decode
 
 
 class SqlClaims:
-    """Implements ports.Pace and ports.RobotsCache; claims are taken inside the books' transaction
-    (`_in`).
-    """
-
-    apart = False  # from the ledger's store
+    """Slots of hosts and the cache of robots.txt. Implements ports.Pace and ports.RobotsCache."""
 
     def __init__(self, db: SqlStore, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
         self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
-        self._pruned = b""
+        self.pruned = b""  # URL key after which the next prune continues
         self._gaps: dict[str, float] = {}
         self._slowed: dict[
             str, float
@@ -52,60 +48,6 @@ class SqlClaims:
         self._own: dict[str, int] = {}  # hosts with a limit of their own to requests in flight
         self._exempt: frozenset[str] = frozenset()  # hosts whose robots.txt is not obeyed
         db.part("claims", 1, SCHEMA)
-
-    # -- claims ------------------------------------------------------------------------------------
-
-    def holder_in(self, tx: Tx, url_key: bytes) -> Holder | None:
-        row = tx.execute("SELECT owner, good, next FROM claim WHERE url_key=?", (url_key,)).get
-        return None if row is None else Holder(*row)
-
-    def holders_in(self, tx: Tx, url_keys: Iterable[bytes]) -> dict[bytes, Holder | None]:
-        """Of many at once."""
-        holders: dict[bytes, Holder | None] = dict.fromkeys(url_keys)
-        for key, *row in tx.executemany(
-            "SELECT url_key, owner, good, next FROM claim WHERE url_key=?",
-            [(key,) for key in holders],
-        ).fetchall():
-            holders[bytes(key)] = Holder(*row)
-        return holders
-
-    def names_in(self, tx: Tx, url_key: bytes, event_id: str) -> bool:
-        holder = self.holder_in(tx, url_key)
-        return holder is not None and event_id in (holder.owner, holder.good)
-
-    def claim_in(self, tx: Tx, wanted: Mapping[bytes, str], now: float) -> list[bytes]:
-        """URL → owner; those that were nobody's are theirs now."""
-        rows = [(key, owner, now) for key, owner in wanted.items()]
-        won = tx.each(
-            "INSERT INTO claim(url_key, owner, at) VALUES(?,?,?) ON CONFLICT(url_key) DO NOTHING",
-            rows,
-        )
-        return [key for key, ours in zip(wanted, won, strict=True) if ours]
-
-    def take_in(self, tx: Tx, rows: Sequence[tuple[bytes, str, str | None]], now: float) -> None:
-        """(URL, new owner, last success) of claims that may be taken."""
-        tx.executemany(
-            "INSERT INTO claim(url_key, owner, good, at) VALUES(?,?,?,?) ON CONFLICT(url_key)"
-            " DO UPDATE SET owner=excluded.owner, good=excluded.good, next=NULL, at=excluded.at",
-            [(*row, now) for row in rows],
-        )
-
-    def next_in(self, tx: Tx, url_key: bytes, event_id: str) -> None:
-        tx.execute("UPDATE claim SET next=? WHERE url_key=?", (event_id, url_key))
-
-    def prune_in(self, tx: Tx, before: float, limit: int = 5000) -> None:
-        """A stretch of the table at a time; the next call goes on where this one ended."""
-        stretch = tx.execute(
-            "SELECT url_key FROM claim WHERE url_key>? ORDER BY url_key LIMIT ?",
-            (self._pruned, limit),
-        ).fetchall()
-        if stretch:
-            tx.execute(
-                "DELETE FROM claim WHERE url_key>? AND url_key<=? AND at<?",
-                (self._pruned, stretch[-1][0], before),
-            )
-        tx.execute("DELETE FROM exception WHERE ended<?", (before,))
-        self._pruned = stretch[-1][0] if stretch else b""
 
     # -- pace --------------------------------------------------------------------------------------
 
@@ -262,6 +204,61 @@ def _look(tx: Tx) -> tuple[dict[str, float], dict[str, int], frozenset[str]]:
             )
         ),
     )
+
+
+class SqlClaimTable:
+    """Claims inside one transaction."""
+
+    def __init__(self, tx: Tx, claims: SqlClaims) -> None:
+        self._tx, self._claims = tx, claims
+
+    def holder(self, key: bytes) -> Holder | None:
+        row = self._tx.execute("SELECT owner, good, next FROM claim WHERE url_key=?", (key,)).get
+        return None if row is None else Holder(*row)
+
+    def holders(self, keys: Sequence[bytes]) -> dict[bytes, Holder | None]:
+        holders: dict[bytes, Holder | None] = dict.fromkeys(keys)
+        for key, *row in self._tx.executemany(
+            "SELECT url_key, owner, good, next FROM claim WHERE url_key=?",
+            [(key,) for key in holders],
+        ).fetchall():
+            holders[bytes(key)] = Holder(*row)
+        return holders
+
+    def acquire(self, wanted: Mapping[bytes, str], now: float) -> list[bytes]:
+        inserted = self._tx.each(
+            "INSERT INTO claim(url_key, owner, at) VALUES(?,?,?) ON CONFLICT(url_key) DO NOTHING",
+            [(key, owner, now) for key, owner in wanted.items()],
+        )
+        return [key for key, ours in zip(wanted, inserted, strict=True) if ours]
+
+    def take_over(self, changes: Sequence[ClaimChange], now: float) -> None:
+        self._tx.executemany(
+            "INSERT INTO claim(url_key, owner, good, at) VALUES(?,?,?,?) ON CONFLICT(url_key)"
+            " DO UPDATE SET owner=excluded.owner, good=excluded.good, next=NULL, at=excluded.at",
+            [(c.key, c.owner, c.last_success, now) for c in changes],
+        )
+
+    def set_next(self, key: bytes, id: str) -> None:
+        self._tx.execute("UPDATE claim SET next=? WHERE url_key=?", (id, key))
+
+    def references(self, key: bytes, id: str) -> bool:
+        holder = self.holder(key)
+        return holder is not None and id in (holder.owner, holder.good)
+
+    def prune(self, before: float, limit: int = 5000) -> None:
+        """Delete old claims of a part of the table. The next call continues after it."""
+        part = self._tx.execute(
+            "SELECT url_key FROM claim WHERE url_key>? ORDER BY url_key LIMIT ?",
+            (self._claims.pruned, limit),
+        ).fetchall()
+        if part:
+            self._tx.execute(
+                "DELETE FROM claim WHERE url_key>? AND url_key<=? AND at<?",
+                (self._claims.pruned, part[-1][0], before),
+            )
+        self._tx.execute("DELETE FROM exception WHERE ended<?", (before,))
+        self._claims.pruned = part[-1][0] if part else b""
 
 
 def claims_on(store: SqlStore, context: Context) -> SqlClaims:

@@ -47,6 +47,7 @@ from penstock.operate.figures import count, iso, lasting, moment, plural, short
 from penstock.ports.reports import EventRow, Filter, Letter, Step
 
 if TYPE_CHECKING:
+    from penstock.ports import Transaction
     from penstock.runtime.stores import Stores
 
 app = App(name="dlq", help="dead letters: list, show, retry, drop, export")
@@ -92,8 +93,8 @@ def ls(
     if all:
         found, total = common.read(
             lambda stores, tx: (
-                stores.reports.letters(tx, which, limit=max(1, limit), newest_first=True),
-                stores.reports.letter_count(tx, which),
+                tx.reports.letters(which, limit=max(1, limit), newest_first=True),
+                tx.reports.letter_count(which),
             )
         )
         if json:
@@ -120,7 +121,7 @@ def ls(
             )
     else:
         causes, total = common.read(
-            lambda stores, tx: stores.reports.letter_groups(tx, which, max(1, limit))
+            lambda stores, tx: tx.reports.letter_groups(which, max(1, limit))
         )
         if json:
             groups = [
@@ -186,10 +187,10 @@ def show(
 
     with common.stores() as stores:
 
-        def question(tx: Any) -> tuple[Letter, EventRow | None, list[Step]]:
+        def question(tx: Transaction) -> tuple[Letter, EventRow | None, list[Step]]:
             letter = _letter(stores, tx, id)
-            row = stores.reports.event(tx, letter.event)
-            return letter, row, stores.reports.history(tx, row.n) if row else []
+            row = tx.reports.event(letter.event)
+            return letter, row, tx.reports.history(row.n) if row else []
 
         letter, row, steps = ask(stores, question)
     if json:
@@ -302,7 +303,11 @@ def retry(
             return 0
         done = stores.perform(
             lambda: _process(
-                chosen, total, pace, lambda batch: stores.books.redrive(batch, change), "retrying"
+                chosen,
+                total,
+                pace,
+                lambda batch: stores.dead_letters.redrive(batch, change),
+                "retrying",
             )
         )
     skipped = total - done
@@ -347,7 +352,7 @@ def drop(
         ):
             say("nothing dropped")
             return 0
-        done = asyncio.run(_process(chosen, total, math.inf, stores.books.drop, "dropping"))
+        done = asyncio.run(_process(chosen, total, math.inf, stores.dead_letters.drop, "dropping"))
     _print_result(json, {"dropped": done}, f"dropped {plural(done, 'dead letter')}")
     return 0
 
@@ -400,19 +405,18 @@ def _which(ids: tuple[str, ...], all: bool, which: Filter, verb: str) -> Filter:
     return which
 
 
-def _letter(stores: Stores, tx: Any, text: str) -> Letter:
+def _letter(stores: Stores, tx: Transaction, text: str) -> Letter:
     if find.is_url(text):
-        for row in stores.reports.of_url(tx, find.key_of(stores, text), 100):
-            if row.status == "dead" and (found := stores.reports.letter(tx, row.id)):
+        for row in tx.reports.of_url(find.key_of(stores, text), 100):
+            if row.status == "dead" and (found := tx.reports.letter(row.id)):
                 return found
         raise find.NotFound(
             f"no dead letter for {text}",
             hint="`penstock trace URL`, or `penstock dlq ls` for all dead letters",
         )
-    found = stores.reports.letter(
-        tx,
+    found = tx.reports.letter(
         find.one(
-            stores.reports.letters_like(tx, text, find.MAX_LISTED),
+            tx.reports.letters_like(text, find.MAX_LISTED),
             text,
             "dead letter",
             "penstock dlq ls lists them",
@@ -420,6 +424,10 @@ def _letter(stores: Stores, tx: Any, text: str) -> Letter:
     )
     assert found is not None
     return found
+
+
+def _letters_after(which: Filter, after: int, last: int, tx: Transaction) -> list[Letter]:
+    return tx.reports.letters(which, after=after, upto=last, limit=BATCH)
 
 
 def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterator[list[str]], int]:
@@ -432,17 +440,12 @@ def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterat
             dict.fromkeys(ask(stores, lambda tx: [_letter(stores, tx, text).event for text in ids]))
         )
         return iter([named]), len(named)
-    last, total = ask(
-        stores, lambda tx: (stores.reports.last_letter(tx), stores.reports.letter_count(tx, which))
-    )
+    last, total = ask(stores, lambda tx: (tx.reports.last_letter(), tx.reports.letter_count(which)))
 
     def batches() -> Iterator[list[str]]:
         after = 0
         while True:
-            found = ask(
-                stores,
-                partial(stores.reports.letters, which=which, after=after, upto=last, limit=BATCH),
-            )
+            found = ask(stores, partial(_letters_after, which, after, last))
             if not found:
                 return
             after = found[-1].n
@@ -550,9 +553,9 @@ def _document(x: Letter, row: EventRow | None, steps: list[Step]) -> dict[str, A
     }
 
 
-def _full(stores: Stores, tx: Any, id_: str) -> dict[str, Any] | None:
-    letter = stores.reports.letter(tx, id_)
+def _full(stores: Stores, tx: Transaction, id_: str) -> dict[str, Any] | None:
+    letter = tx.reports.letter(id_)
     if letter is None:
         return None
-    row = stores.reports.event(tx, id_)
-    return _document(letter, row, stores.reports.history(tx, row.n) if row else [])
+    row = tx.reports.event(id_)
+    return _document(letter, row, tx.reports.history(row.n) if row else [])

@@ -51,15 +51,13 @@ def ls(
         key = None if url is None else find.key_of(stores, url)
         listing = ask(
             stores,
-            lambda tx: stores.reports.events(
-                tx,
+            lambda tx: tx.reports.events(
                 status=status,
                 host=host,
                 source=source,
                 url_key=key,
                 limit=max(1, limit),
                 everything=everything,
-                broker=stores.broker,
             ),
         )
     if json:

@@ -139,7 +139,7 @@ class _Pace:
             claims.blocked_until,
         )
         self.refresh = claims.refresh
-        self.concurrency, self.exempt = claims.concurrency, claims.exempt
+        self.concurrency, self.exempt, self.gap = claims.concurrency, claims.exempt, claims.gap
 
     async def reserve(
         self, wants: Mapping[str, int], *, within: float | None = None
@@ -314,8 +314,8 @@ async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> 
             await _slot(store, pace, event.key, max_wait)
             if ignoring:
                 await store.note(
-                    lambda tx: store.hosts.note_in(
-                        tx, "robots", event.key, ignoring, _operator(), at_once=True
+                    lambda hosts: hosts.add_exception(
+                        "robots", event.key, ignoring, _operator(), once=True
                     )
                 )
             await stage.fetch(event, None)

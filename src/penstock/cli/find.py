@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import PenstockError, UsageError
 from penstock.operate.figures import joined, short
 
 if TYPE_CHECKING:
+    from penstock.ports import Transaction
     from penstock.ports.reports import EventRow
     from penstock.runtime.stores import Stores
 
@@ -25,8 +26,7 @@ def key_of(stores: Stores, text: str) -> bytes:
     from penstock.rules.identity import BadUrl, canonical_url
 
     try:
-        key: bytes = stores.ledger.url_key(canonical_url(text))
-        return key
+        return stores.ledger.url_key(canonical_url(text))
     except BadUrl as e:
         raise UsageError(
             f"{text!r} is not a valid URL: {e.reason}",
@@ -59,25 +59,24 @@ def ambiguous(text: str, what: str, found: Sequence[str]) -> NoReturn:
     )
 
 
-def event_for(stores: Stores, tx: Any, text: str) -> EventRow:
+def event_for(stores: Stores, tx: Transaction, text: str) -> EventRow:
     """Return the event named by `last`, a URL (its newest event), an id or a unique id prefix."""
     if text == "last":
-        found = stores.reports.newest(tx)
+        found = tx.reports.newest()
         if found is None:
             raise NotFound("no event was accepted yet", hint="penstock push URL")
         return found
     if is_url(text):
-        rows = stores.reports.of_url(tx, key_of(stores, text), 1)
+        rows = tx.reports.of_url(key_of(stores, text), 1)
         if not rows:
             raise NotFound(
                 f"no event for {text}",
                 hint="`penstock push` the URL, or list all events: `penstock events ls`",
             )
         return rows[0]
-    row = stores.reports.event(
-        tx,
+    row = tx.reports.event(
         one(
-            stores.reports.ids_like(tx, text, MAX_LISTED),
+            tx.reports.ids_like(text, MAX_LISTED),
             text,
             "event",
             "penstock events ls lists them",

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Group, Parameter
 
@@ -24,6 +24,7 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
+    from penstock.ports import Transaction
     from penstock.runtime.stores import Stores
 
 T = TypeVar("T")
@@ -119,7 +120,7 @@ class Common:
         finally:
             opened.close()
 
-    def read(self, question: Callable[[Stores, Any], T]) -> T:
+    def read(self, question: Callable[[Stores, Transaction], T]) -> T:
         """Run one query on the stores, in one snapshot."""
         with self.stores() as stores:
             return ask(stores, lambda tx: question(stores, tx))
@@ -139,10 +140,9 @@ class CommonWithOutput(Common):
 DEFAULTS, WITH_OUTPUT = Common(), CommonWithOutput()
 
 
-def ask(stores: Stores, question: Callable[[Any], T]) -> T:
+def ask(stores: Stores, question: Callable[[Transaction], T]) -> T:
     """Run `question` in one snapshot, so that all its statements see the same state."""
-    answer: T = stores.db.moment(question)
-    return answer
+    return stores.uow.snapshot(question)
 
 
 def confirmed(what: str, *, yes: bool, hint: str = "") -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +31,7 @@ from penstock.errors import PenstockError, UsageError
 from penstock.operate.figures import iso, moment, plural, short, size
 
 if TYPE_CHECKING:
+    from penstock.ports import Transaction
     from penstock.ports.reports import EventRow
     from penstock.runtime.stores import Stores
 
@@ -56,9 +56,9 @@ def show(
     """Write the bytes of a stored page, unchanged."""
     with common.stores() as stores:
         page, row = ask(stores, lambda tx: _find(stores, tx, what))
-        body = ask(stores, lambda tx: stores.pages.get_in(tx, page))
+        body = ask(stores, lambda tx: tx.pages.read(page))
         if row is None and (json or headers):
-            row = ask(stores, lambda tx: stores.reports.event_of_page(tx, page))
+            row = ask(stores, lambda tx: tx.reports.event_of_page(page))
     if body is None:
         raise find.NotFound(
             f"page {short(page)} is no longer stored: retention removed it",
@@ -112,12 +112,8 @@ def ls(
         rows, (pages, on_disk) = ask(
             stores,
             lambda tx: (
-                list(
-                    stores.reports.paged_events(
-                        tx, max(1, limit), partial(stores.pages.sizes_in, tx), host
-                    )
-                ),
-                stores.pages.totals_in(tx),
+                list(tx.reports.paged_events(max(1, limit), tx.pages.sizes, host)),
+                tx.pages.totals(),
             ),
         )
     if json:
@@ -186,7 +182,7 @@ def prune(
         pages, freed = asyncio.run(
             retain(stores, pages_keep=age, pages_bytes=limit, history_keep=None)
         )
-        stores.db.write_now(stores.pages.sweep_in)
+        stores.uow.write_now(lambda tx: tx.pages.sweep())
     if json:
         print_json({"removed": pages, "freed_bytes": freed})
     else:
@@ -201,31 +197,22 @@ def _read(kind: units.Kind, text: str, name: str) -> Any:
         raise UsageError(f"{name} {text!r} is not {kind.expected}") from None
 
 
-def _find(stores: Stores, tx: Any, what: str) -> tuple[str, EventRow | None]:
+def _find(stores: Stores, tx: Transaction, what: str) -> tuple[str, EventRow | None]:
     """Return the page id, and the event that fetched it. The event is None for a page id."""
     if what == "last" or find.is_url(what):
         row = find.event_for(stores, tx, what)
-        page = (
-            stores.reports.page_of_url(
-                tx, find.key_of(stores, row.url), partial(stores.pages.sizes_in, tx)
-            )
-            or row.page
-        )
+        page = tx.reports.page_of_url(find.key_of(stores, row.url), tx.pages.sizes) or row.page
         if page is None:
             raise PenstockError(
                 f"no page of {row.url} is stored: its newest event is {row.status}",
                 hint=f"penstock trace {short(row.id)}",
             )
         return page, next(
-            (
-                r
-                for r in stores.reports.of_url(tx, find.key_of(stores, row.url), 100)
-                if r.page == page
-            ),
+            (r for r in tx.reports.of_url(find.key_of(stores, row.url), 100) if r.page == page),
             row,
         )
-    pages = stores.pages.find_in(tx, what) if set(what) <= set("0123456789abcdef") else []
-    events = stores.reports.ids_like(tx, what, find.MAX_LISTED)
+    pages = tx.pages.find(what) if set(what) <= set("0123456789abcdef") else []
+    events = tx.reports.ids_like(what, find.MAX_LISTED)
     if what in pages or not events:
         page = find.one(
             pages, what, "page", "a URL, an event id, or a page id from `penstock pages ls`"

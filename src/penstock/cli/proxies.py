@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json, ask
+from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import (
     FIXED,
     FOLD,
@@ -176,7 +176,8 @@ def _known(common: Common, config: Config) -> tuple[list[Row], dict[str, tuple[f
 
     try:
         with common.stores(config=config) as stores:
-            return ask(stores, stores.proxies.troubled_in), ask(stores, stores.proxies.lists_in)
+            proxies, store = stores.proxies, stores.db
+            return store.moment(proxies.troubled_in), store.moment(proxies.lists_in)
     except Unreachable as e:
         if "there is no Penstock state" not in e.message:
             raise

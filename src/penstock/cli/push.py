@@ -145,7 +145,7 @@ def push(
     with common.stores(create=True) as stores, _progress() as seen:
         done = stores.perform(
             lambda: intake.push(
-                stores.books,
+                stores.lifecycle,
                 inputs,
                 clock=stores.clock,
                 route=route,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.authoring.pipeline import SourceSpec
     from penstock.config.schema import Config
     from penstock.intake.accept import Taken
-    from penstock.ports import SourceState
+    from penstock.ports import SourceState, Transaction
 
 app = App(name="sources", help="sources of events: list, test, reset, pause, resume")
 app.command(slots.app)
@@ -162,14 +162,13 @@ def reset(
         (None, "at the start") if to == "start" else asyncio.run(_place(config, spec, to))
     )
     with common.stores(create=True, config=config) as stores:
-        books = stores.sources
 
-        def work(tx: Any) -> None:
-            books.declare_in(tx, name, mask(spec.url))
-            stores.ledger.move_cursor_in(tx, name, cursor, stores.clock.now())
-            books.renew_in(tx, name)
+        def work(tx: Transaction) -> None:
+            tx.sources.declare(name, mask(spec.url))
+            tx.sources.move_cursor(name, cursor, stores.clock.now())
+            tx.sources.reset(name)
 
-        stores.db.write_now(work)
+        stores.uow.write_now(work)
     if json:
         print_json({"source": name, "position": description})
     else:
@@ -202,15 +201,14 @@ def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) 
     config = common.load().config
     known = {spec.name: spec for spec in _declared(config, pipeline, required=False)}
     with common.stores(create=True, config=config) as stores:
-        books = stores.sources
 
-        def work(tx: Any) -> list[str]:
+        def work(tx: Transaction) -> list[str]:
             if name in known:
-                books.declare_in(tx, name, mask(known[name].url))
-            books.pause_in(tx, name, reason)
-            return [s.name for s in books.all_in(tx)]
+                tx.sources.declare(name, mask(known[name].url))
+            tx.sources.pause(name, reason)
+            return [s.name for s in tx.sources.all()]
 
-        there = stores.db.write_now(work)
+        there = stores.uow.write_now(work)
     if name not in there:
         raise _unknown(name, [*known, *there])
     say(f"{name} is {'resumed' if reason is None else 'paused'}")
@@ -261,15 +259,14 @@ def _states(common: Common, config: Config) -> dict[str, SourceState]:
     if not _has_state(config):
         return {}
     with common.stores(config=config) as stores:
-        return {state.name: state for state in ask(stores, stores.sources.all_in)}
+        return {state.name: state for state in ask(stores, lambda tx: tx.sources.all())}
 
 
 def _cursor(common: Common, config: Config, name: str) -> bytes | None:
     if not _has_state(config):
         return None
     with common.stores(config=config) as stores:
-        found: bytes | None = ask(stores, lambda tx: stores.ledger.cursor_in(tx, name))
-        return found
+        return ask(stores, lambda tx: tx.sources.cursor(name))
 
 
 def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> dict[str, Any]:

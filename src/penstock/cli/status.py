@@ -97,8 +97,11 @@ def look(stores: Stores) -> tuple[Look, float]:
     from penstock.locks import holder_alive, note_of, worker_alive
     from penstock.runtime.process import sink_lock
 
-    found = ask(stores, lambda tx: stores.reports.standing(tx, stores.broker))
-    alerts, sources = ask(stores, stores.books.alerts_in), ask(stores, stores.sources.all_in)
+    found = ask(stores, lambda tx: tx.reports.standing())
+    alerts, sources = (
+        ask(stores, stores.maintenance.alerts),
+        ask(stores, lambda tx: tx.sources.all()),
+    )
     directory = stores.workers_directory
     signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(
         found.running

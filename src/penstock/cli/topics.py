@@ -28,7 +28,7 @@ from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural, short
 
 if TYPE_CHECKING:
-    from penstock.ports import Out, Stats
+    from penstock.ports import Out, Stats, Transaction
     from penstock.runtime.stores import Stores
 
 app = App(name="topics", help="messages on the brokers: list, pause, resume, purge, rewind")
@@ -40,7 +40,7 @@ Topic = Annotated[str, Parameter(help="requests, pages, records, or one of them 
 def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
     """List topics and their groups, with the number of messages on the broker."""
     with common.stores() as stores:
-        paused, rows = ask(stores, stores.broker.paused_in), _figures(stores)
+        paused, rows = ask(stores, lambda tx: tx.queue.paused()), _figures(stores)
     if json:
         print_json(
             {
@@ -145,7 +145,7 @@ def ensure(*, json: Json = False, common: Common = DEFAULTS) -> int:
     from penstock.runtime.stores import TOPOLOGY
 
     with common.stores(create=True) as stores:
-        drift = list(stores.perform(lambda: stores.broker.ensure(TOPOLOGY)))
+        drift = list(stores.perform(lambda: stores.topics.ensure(TOPOLOGY)))
     if json:
         print_json({"topics": [t.name for t in TOPOLOGY], "drift": drift})
     else:
@@ -170,7 +170,7 @@ def peek(
     """Show messages that wait on a topic, oldest first. They are not consumed."""
     with common.stores() as stores:
         _known(stores, topic)
-        found = stores.perform(lambda: stores.broker.peek(topic, max(1, limit)))
+        found = stores.perform(lambda: stores.topics.peek(topic, max(1, limit)))
     if json:
         print_json({"topic": topic, "messages": [_message(m) for m in found]})
         return OK
@@ -231,7 +231,7 @@ def purge(
         if not confirmed(f"remove all waiting messages of {topic}", yes=yes):
             say("nothing purged")
             return OK
-        gone = stores.perform(lambda: stores.books.purge(topic, "purged by hand"))
+        gone = stores.perform(lambda: stores.dead_letters.purge(topic, "purged by hand"))
     if json:
         print_json({"topic": topic, "purged": gone})
     else:
@@ -265,17 +265,17 @@ def rewind(
     with common.stores(create=True) as stores:
         _known(stores, topic)
         at = _moment(since, stores.clock.now())
-        if not stores.broker.caps_of(topic).replay:
+        if not stores.topics.caps_of(topic).replay:
             raise UsageError(
                 f"{_broker(common, topic)} keeps no history, so it cannot rewind",
                 hint="use a Kafka, Redis, Postgres or SQLite broker",
             )
-        more = {"offsets": _offsets(offset)} if offset else {}
-        if more and not _broker(common, topic).startswith("kafka"):
+        offsets = _offsets(offset) if offset else None
+        if offsets and not _broker(common, topic).startswith("kafka"):
             raise UsageError(
                 f"--offset is for Kafka, and {topic} is on {_broker(common, topic)}", hint="--since"
             )
-        n = stores.perform(lambda: stores.broker.replay(topic, group, since=at, **more))
+        n = stores.perform(lambda: stores.topics.replay(topic, group, since=at, offsets=offsets))
     if json:
         print_json({"topic": topic, "group": group, "since": iso(at), "messages": n})
     else:
@@ -289,35 +289,35 @@ def rewind(
 def _set(common: Common, topic: str, reason: str | None) -> None:
     with common.stores(create=True) as stores:
 
-        def work(tx: Any) -> bool:
-            known: bool = stores.broker.pause_in(tx, topic, reason)
+        def work(tx: Transaction) -> bool:
+            known = tx.queue.pause(topic, reason)
             if reason is None:
                 # Otherwise the next dead event would open the breaker again.
-                tx.execute("DELETE FROM tally WHERE topic=?", (topic,))
+                tx.counters.reset_ends(topic)
             return known
 
-        if not stores.db.write_now(work):
+        if not stores.uow.write_now(work):
             raise _no_such(topic)
 
 
 def _figures(stores: Stores) -> list[tuple[str, str, Stats]]:
-    groups = ask(stores, stores.broker.groups_in)
+    groups = ask(stores, lambda tx: tx.queue_reports.groups())
 
     async def read_all() -> list[tuple[str, str, Stats]]:
-        return [(topic, group, await stores.broker.stats(topic, group)) for topic, group in groups]
+        return [(topic, group, await stores.topics.stats(topic, group)) for topic, group in groups]
 
     return stores.perform(read_all)
 
 
 async def _with_partitions(stores: Stores) -> list[tuple[str, str, Stats, list[dict[str, Any]]]]:
     found = []
-    for topic, group in await stores.db.read(stores.broker.groups_in):
+    for topic, group in await stores.uow.read(lambda tx: tx.queue_reports.groups()):
         found.append(
             (
                 topic,
                 group,
-                await stores.broker.stats(topic, group),
-                await stores.broker.partitions(topic, group),
+                await stores.topics.stats(topic, group),
+                await stores.topics.partitions(topic, group),
             )
         )
     return found
@@ -327,7 +327,7 @@ def _known(stores: Stores, topic: str | None) -> None:
     from penstock.runtime.stores import TOPOLOGY
 
     if topic is not None and topic not in {t.name for t in TOPOLOGY} | {
-        name for name, _ in ask(stores, stores.broker.groups_in)
+        name for name, _ in ask(stores, lambda tx: tx.queue_reports.groups())
     }:
         raise _no_such(topic)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
+    from penstock.ports import Transaction
     from penstock.runtime.stores import Stores
 
 
@@ -75,24 +76,24 @@ def trace(
     return 0
 
 
-def gather(stores: Stores, tx: Any, what: str, limit: int) -> Traced:
+def gather(stores: Stores, tx: Transaction, what: str, limit: int) -> Traced:
     asked: EventRow | None = None
     if what == "last" or find.is_url(what):
         asked = find.event_for(stores, tx, what)
         # The owner of a duplicate has the history of the fetch.
         if asked.status == "duplicate" and asked.duplicate_of:
-            asked = stores.reports.event(tx, asked.duplicate_of) or asked
+            asked = tx.reports.event(asked.duplicate_of) or asked
         trace_id = asked.trace
     else:
         events, traces = (
-            stores.reports.ids_like(tx, what, find.MAX_LISTED),
-            stores.reports.traces_like(tx, what, find.MAX_LISTED),
+            tx.reports.ids_like(what, find.MAX_LISTED),
+            tx.reports.traces_like(what, find.MAX_LISTED),
         )
         if what in traces:
             trace_id = what
-            asked = stores.reports.event(tx, what)
+            asked = tx.reports.event(what)
         elif what in events or (len(events) == 1 and (not traces or traces == events)):
-            asked = stores.reports.event(tx, what if what in events else events[0])
+            asked = tx.reports.event(what if what in events else events[0])
             assert asked is not None
             trace_id = asked.trace
         else:
@@ -103,19 +104,17 @@ def gather(stores: Stores, tx: Any, what: str, limit: int) -> Traced:
                 "`penstock events ls` lists them, `penstock trace last` shows the newest",
             )
             if trace_id not in traces:
-                asked = stores.reports.event(tx, trace_id)
+                asked = tx.reports.event(trace_id)
                 trace_id = asked.trace if asked else trace_id
-    rows = stores.reports.of_trace(tx, trace_id, limit)
+    rows = tx.reports.of_trace(trace_id, limit)
     if asked is not None and all(row.id != asked.id for row in rows):
         rows = [*rows[: limit - 1], asked]
-    total = len(rows) if len(rows) < limit else stores.reports.trace_size(tx, trace_id)
-    records = stores.reports.records_of(tx, [row.n for row in rows])
+    total = len(rows) if len(rows) < limit else tx.reports.trace_size(trace_id)
+    records = tx.reports.records_of([row.n for row in rows])
     others = (
-        [
-            row
-            for row in stores.reports.of_url(tx, find.key_of(stores, what), 11)
-            if row.trace != trace_id
-        ][:10]
+        [row for row in tx.reports.of_url(find.key_of(stores, what), 11) if row.trace != trace_id][
+            :10
+        ]
         if find.is_url(what)
         else []
     )
@@ -129,9 +128,9 @@ def gather(stores: Stores, tx: Any, what: str, limit: int) -> Traced:
 
 
 def _found(
-    stores: Stores, tx: Any, row: EventRow, records: dict[int, list[tuple[str, str]]] | None
+    stores: Stores, tx: Transaction, row: EventRow, records: dict[int, list[tuple[str, str]]] | None
 ) -> Found:
-    original = stores.reports.event(tx, row.duplicate_of) if row.duplicate_of else None
+    original = tx.reports.event(row.duplicate_of) if row.duplicate_of else None
     try:
         event = decode_event(row.envelope)
     except BadEnvelope:
@@ -139,10 +138,10 @@ def _found(
     return Found(
         row=row,
         event=event,
-        history=stores.reports.history(tx, row.n),
-        duplicates=stores.reports.duplicates_of(tx, row.id),
+        history=tx.reports.history(row.n),
+        duplicates=tx.reports.duplicates_of(row.id),
         original_trace=original.trace if original else None,
-        letter=stores.reports.letter(tx, row.id) if row.status == "dead" else None,
+        letter=tx.reports.letter(row.id) if row.status == "dead" else None,
         records=None if records is None else records.get(row.n, []),
     )
 

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.live import Live
 
@@ -30,6 +29,7 @@ from penstock.demo.display import Snapshot, plain, render
 from penstock.demo.monitor import Look, Watch
 from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
 from penstock.locks import FileLock
+from penstock.ports import Transaction
 from penstock.runtime.process import ROLES, Running
 from penstock.runtime.stores import open_stores
 
@@ -262,7 +262,7 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
             elapsed = time.time() - started
     stores = open_stores(settings, create=False, inline=True)
     try:
-        look = stores.db.read_now(lambda tx: Look(stores.reports, tx, stores.broker))
+        look = stores.uow.snapshot(Look)
     finally:
         stores.close()
     made = ending.Ending(
@@ -383,10 +383,9 @@ async def _watch(
 
 async def _stop_reading(running: Running) -> None:
     """Pause all sources, so that accepted events finish and no new ones are accepted."""
-    sources = running.stores.sources
 
-    def work(tx: Any) -> None:
-        for state in sources.all_in(tx):
-            sources.pause_in(tx, state.name, "the demo is over")
+    def work(tx: Transaction) -> None:
+        for state in tx.sources.all():
+            tx.sources.pause(state.name, "the demo is over")
 
-    await running.stores.db.write(work)
+    await running.stores.uow.write(work)

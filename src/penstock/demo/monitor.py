@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting
-from penstock.ports import SourceState
-from penstock.ports.reports import Filter, Reports
+from penstock.ports import Transaction
+from penstock.ports.reports import Filter
 from penstock.rules.identity import host_key
 from penstock.runtime.process import Running
 
@@ -23,19 +22,17 @@ _STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 class Look:
     """Data of the ledger in one snapshot."""
 
-    def __init__(
-        self, reports: Reports, tx: Any, broker: Any, sources: Sequence[SourceState] = ()
-    ) -> None:
-        self.sources = {state.name: state for state in sources}
-        found = reports.standing(tx, broker)
+    def __init__(self, tx: Transaction) -> None:
+        self.sources = {state.name: state for state in tx.sources.all()}
+        found = tx.reports.standing()
         self.counters = found.counters
         self.counts = Counts(
             **{name: sum(row[name] for row in found.topics.values()) for name in _STATES}
         )
         self.breaker = next(iter(found.paused.values()), "")
         self.hooks_waiting = found.changes_waiting
-        self.delayed = reports.events(tx, status="delayed", limit=MAX_LISTED, broker=broker).events
-        self.dead = reports.letters(tx, Filter(), limit=MAX_LISTED, newest_first=True)
+        self.delayed = tx.reports.events(status="delayed", limit=MAX_LISTED).events
+        self.dead = tx.reports.letters(Filter(), limit=MAX_LISTED, newest_first=True)
 
     @property
     def open(self) -> int:
@@ -61,7 +58,7 @@ class Watch:
         self._running, self._clock = running, running.clock
         self._shop, self._changes, self._started = shop, changes, started
         self.total = total  # seconds until the demo ends, or None without a limit
-        by = running.stores.books.settings.host_by
+        by = running.stores.lifecycle.settings.host_by
         self._hosts = [host_key(url + "/", by=by) for url in (shop, limited)]
         self._read = self._lines = 0
         self._moved: deque[Moved] = deque(maxlen=MAX_LISTED)
@@ -72,10 +69,7 @@ class Watch:
         self.idle = False
 
     async def look(self) -> Snapshot:
-        stores = self._running.stores
-        look = await stores.db.read(
-            lambda tx: Look(stores.reports, tx, stores.broker, stores.sources.all_in(tx))
-        )
+        look = await self._running.stores.uow.read(Look)
         now, elapsed = self._clock.now(), self.elapsed
         c = look.counters
         if c.get("records") and self.first_row is None:

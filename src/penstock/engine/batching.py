@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ class Group(Generic[T]):
         self,
         enough: int,
         linger: Callable[[], float],
-        work: Callable[[list[T]], Coroutine[Any, Any, None]],
+        work: Callable[[list[T]], Coroutine[object, None, None]],
     ) -> None:
         self._enough, self._linger, self._work = enough, linger, work
         self._timer: asyncio.TimerHandle | None = None

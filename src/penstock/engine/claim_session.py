@@ -1,40 +1,164 @@
-"""Claims of a store that lies apart from the ledger, as they were read before the books'
-transaction, and what it wants changed in them.
-"""
+"""Claims around one transaction of the ledger, in the ledger's store or in a store of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
-from penstock.ports import Holder
+from penstock.model import Event
+from penstock.ports import ClaimChange, ExternalClaims, Holder, Transaction, UnitOfWork
+
+Takeovers: TypeAlias = Callable[
+    [Transaction, Mapping[bytes, Holder], Mapping[bytes, Event]], list[ClaimChange]
+]
 
 
-class Seen:
-    """Answers the books' questions inside their transaction as a claims store does that shares it."""
+class ClaimSession(Protocol):
+    """Claims as one transaction sees and changes them."""
 
-    apart = True
+    takes_over: bool  # False: a claim of another event cannot be taken in this transaction
 
-    def __init__(self, holders: dict[bytes, Holder]) -> None:
-        self.holders = holders
-        self.taken: dict[
-            bytes, tuple[str, str | None]
-        ] = {}  # by us, a moment ago: owner and last success
-        self.nexts: list[
-            tuple[bytes, str, str]
-        ] = []  # (URL, event to wait for the window's end, owner of the claim)
+    def holder(self, tx: Transaction, key: bytes) -> Holder | None: ...
 
-    def won(self, key: bytes, owner: str, good: str | None) -> None:
-        self.holders[key] = Holder(owner, good, None)
-        self.taken[key] = owner, good
+    def holders(self, tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, Holder | None]:
+        """Return holders of many keys if one question for all is cheaper. May return none."""
 
-    def holder_in(self, tx: Any, key: bytes) -> Holder | None:
-        return self.holders.get(key)
+    def acquire(
+        self, tx: Transaction, free: Mapping[bytes, str], now: float
+    ) -> dict[bytes, ClaimChange]:
+        """Take claims (URL key -> owner) that no event had. Return the claims taken."""
 
-    def next_in(self, tx: Any, key: bytes, event_id: str) -> None:
-        self.nexts.append((key, event_id, self.holders[key].owner))
+    def take_over(self, tx: Transaction, changes: Sequence[ClaimChange], now: float) -> None: ...
 
-    def take_in(self, tx: Any, rows: Sequence[tuple[bytes, str, str | None]], now: float) -> None:
-        """They were taken before: a start that the books do not get to note leaves a claim whose
-        owner comes back.
+    def set_next(self, tx: Transaction, key: bytes, id: str) -> None: ...
+
+    def reserve(
+        self, tx: Transaction, wants: Mapping[str, int], within: float
+    ) -> Mapping[str, Sequence[float]] | None:
+        """Reserve slots in the transaction. Return None if `Pace` must do it afterwards."""
+
+    async def apply(self) -> None:
+        """Write what the committed transaction decided to a store of its own."""
+
+
+class Claims(Protocol):
+    """Opens claim sessions."""
+
+    async def open(self, keys: Callable[[], Iterable[bytes]]) -> ClaimSession:
+        """Prepare a transaction that looks at these URL keys."""
+
+    async def open_for_start(
+        self, wanted: Mapping[bytes, Event], takeovers: Takeovers
+    ) -> ClaimSession:
+        """Prepare a transaction that starts these events."""
+
+
+class SharedClaims:
+    """Claims in the ledger's store: every question and change is part of the transaction."""
+
+    takes_over = True
+
+    async def open(self, keys: Callable[[], Iterable[bytes]]) -> SharedClaims:
+        return self
+
+    async def open_for_start(
+        self, wanted: Mapping[bytes, Event], takeovers: Takeovers
+    ) -> SharedClaims:
+        return self
+
+    def holder(self, tx: Transaction, key: bytes) -> Holder | None:
+        return tx.claims.holder(key)
+
+    def holders(self, tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, Holder | None]:
+        return tx.claims.holders(keys) if keys else {}
+
+    def acquire(
+        self, tx: Transaction, free: Mapping[bytes, str], now: float
+    ) -> dict[bytes, ClaimChange]:
+        return {key: ClaimChange(key, free[key]) for key in tx.claims.acquire(free, now)}
+
+    def take_over(self, tx: Transaction, changes: Sequence[ClaimChange], now: float) -> None:
+        tx.claims.take_over(changes, now)
+
+    def set_next(self, tx: Transaction, key: bytes, id: str) -> None:
+        tx.claims.set_next(key, id)
+
+    def reserve(
+        self, tx: Transaction, wants: Mapping[str, int], within: float
+    ) -> Mapping[str, Sequence[float]]:
+        return tx.hosts.reserve(wants, within)
+
+    async def apply(self) -> None:
+        """Do nothing: the transaction has written everything."""
+
+
+class PrefetchedClaims:
+    """Claims in another store: read and taken before the ledger's transaction."""
+
+    def __init__(self, claims: ExternalClaims, uow: UnitOfWork) -> None:
+        self._claims, self._uow = claims, uow
+
+    async def open(self, keys: Callable[[], Iterable[bytes]]) -> PrefetchedSession:
+        return PrefetchedSession(self._claims, await self._claims.holders(list(keys())))
+
+    async def open_for_start(
+        self, wanted: Mapping[bytes, Event], takeovers: Takeovers
+    ) -> PrefetchedSession:
+        """Take the claims before the start is recorded.
+
+        The owner is the event. If this process crashes before the start, the event finds its own
+        claim when it is delivered again.
         """
+        holders = await self._claims.holders(list(wanted))
+        changes = [ClaimChange(key, e.id) for key, e in wanted.items() if key not in holders]
+        if any(holders[key].owner != e.id for key, e in wanted.items() if key in holders):
+            changes += await self._uow.read(lambda tx: takeovers(tx, holders, wanted))
+        session = PrefetchedSession(self._claims, holders)
+        lost = []
+        for change, taken in zip(changes, await self._claims.take(changes), strict=True):
+            if taken:
+                session.add(change)
+            else:
+                lost.append(change.key)
+        if lost:
+            holders |= await self._claims.holders(lost)
+        return session
+
+
+class PrefetchedSession:
+    """Claims of another store as they were before the transaction."""
+
+    takes_over = False
+
+    def __init__(self, claims: ExternalClaims, holders: dict[bytes, Holder]) -> None:
+        self._claims, self._holders = claims, holders
+        self._taken: dict[bytes, ClaimChange] = {}
+        self._next: dict[bytes, tuple[str, str]] = {}  # URL key -> next event, expected owner
+
+    def add(self, change: ClaimChange) -> None:
+        self._holders[change.key] = Holder(change.owner, change.last_success, None)
+        self._taken[change.key] = change
+
+    def holder(self, tx: Transaction, key: bytes) -> Holder | None:
+        return self._holders.get(key)
+
+    def holders(self, tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, Holder | None]:
+        return {}
+
+    def acquire(
+        self, tx: Transaction, free: Mapping[bytes, str], now: float
+    ) -> dict[bytes, ClaimChange]:
+        return dict(self._taken)
+
+    def take_over(self, tx: Transaction, changes: Sequence[ClaimChange], now: float) -> None:
+        """Do nothing: `open_for_start` has taken the claims."""
+
+    def set_next(self, tx: Transaction, key: bytes, id: str) -> None:
+        self._next[key] = (id, self._holders[key].owner)
+
+    def reserve(self, tx: Transaction, wants: Mapping[str, int], within: float) -> None:
+        return None
+
+    async def apply(self) -> None:
+        for key, (id_, owner) in self._next.items():
+            await self._claims.set_next(key, id_, owner)

@@ -7,12 +7,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from typing import Any
 
 import msgspec
 
 from penstock.model import Event
-from penstock.ports import Admitted, Cancellable, Delivery, Extracted, PageMeta, Response
+from penstock.ports import Admitted, Cancellable, Delivery, Extracted, Pace, PageMeta, Response
 from penstock.rules.pace import LATE
 
 KEPT = 0.95  # of the distance between two slots, where the first went late: so that it catches up
@@ -69,11 +68,11 @@ class Chosen(msgspec.Struct):
 
 
 class Turns:
-    """What waits here holds no permit. `claims` knows each host's limits (ports.Pace)."""
+    """What waits here holds no permit. `pace` knows each host's limits."""
 
-    def __init__(self, claims: Any, *, paced: bool, window: int, concurrency: int) -> None:
-        self._claims, self._paced, self._window, self._concurrency = (
-            claims,
+    def __init__(self, pace: Pace, *, paced: bool, window: int, concurrency: int) -> None:
+        self._pace, self._paced, self._window, self._concurrency = (
+            pace,
             paced,
             window,
             concurrency,
@@ -91,8 +90,8 @@ class Turns:
             chosen.start,
             self.ready,
             self._asking,
-            self._claims.concurrency,
-            self._claims.voided,
+            self._pace.concurrency,
+            self._pace.voided,
         )
         stale = now - LATE
         while ready and len(start) < permits:
@@ -158,7 +157,7 @@ class Turns:
 
     def _share(self, key: str) -> int:
         """As many places for each request that the host may have in flight as there are for any."""
-        limit: int = self._claims.concurrency(key)
+        limit = self._pace.concurrency(key)
         return max(1, min(limit * (self._window // max(1, self._concurrency)), self._window // 4))
 
     def _call_up(self, key: str) -> None:
@@ -177,7 +176,7 @@ class Turns:
         last, sent = self._sent.get(key, (slot, 0.0))
         # No more than the host's own gap: slots that lie apart because there was nothing to do, or
         # we were slow, need no distance.
-        gap: float = self._claims.gap(key)
+        gap = self._pace.gap(key)
         due = sent + KEPT * min(slot - last, gap)
         if due > now + SOON:
             return due - now

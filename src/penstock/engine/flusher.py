@@ -1,19 +1,28 @@
 """Carries a sink's outbox to its target, in order and once, from whichever process holds the sink's
-lock. Knows no format and no ledger.
+lock. Knows no format.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from penstock.clock import nap
 from penstock.errors import PenstockError
-from penstock.locks import Lock, Lost, note_of
-from penstock.ports import Clock, FileSink, Reopen, Row, Sink
+from penstock.locks import Lost
+from penstock.ports import (
+    Clock,
+    Durability,
+    FileSink,
+    Lock,
+    Reopen,
+    Sink,
+    Transaction,
+    UnitOfWork,
+)
 
 T = TypeVar("T")
 
@@ -24,45 +33,22 @@ MAX_BYTES = 8 << 20
 _REOPENS = 5  # in a row, without a row written; then it counts as a failure
 
 
-class Outbox(Protocol):
-    """What a sink still has to write, in the ledger's store. Each method may raise
-    StoreUnavailable; then nothing changed, or it is not known to have.
-    """
-
-    async def position(self, sink: str) -> tuple[int, str]:
-        """(last row noted as flushed, its mark); (0, "") before the first. Reads what is committed."""
-
-    async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> Sequence[Row]:
-        """Committed rows with n > after, ascending, none left out: no smaller n may become visible
-        later. At most `limit`; none is added once their bodies have passed `max_bytes`, but one is
-        always given if there is one.
-        """
-
-    async def settled(self, sink: str) -> tuple[int, str]:
-        """As `position`, behind every note that was begun before: none of them can still come."""
-
-    async def flushed(
-        self, sink: str, *, upto: int, mark: str, guard: Callable[[Any], None]
-    ) -> None:
-        """First `guard(tx)`, which raises where another holds the lock by now; then nothing is
-        noted. Note both, in one transaction, durable against a power cut when it returns (whatever
-        the pipeline's durability): the file is cut to this mark. Rows up to `upto` may go. Also
-        called with an unchanged position, when only the mark is another one.
-        """
-
-    async def backlog(self, sink: str) -> int:
-        """Rows that are not noted as flushed."""
-
-
 class Flusher:
     """`run()` is a task for as long as the process works. The rest may be read and called at any
     time from the same loop.
     """
 
     def __init__(
-        self, sink: Sink, outbox: Outbox, lock: Lock, clock: Clock, *, batch: int = 1000, on_notice: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
-        self.sink, self.outbox, self.clock, self.batch = sink, outbox, clock, batch
+        self,
+        sink: Sink,
+        uow: UnitOfWork,
+        lock: Lock,
+        clock: Clock,
+        *,
+        batch: int = 1000,
+        on_notice: Callable[[str], None] | None = None,
+    ) -> None:
+        self.sink, self._uow, self.clock, self.batch = sink, uow, clock, batch
         self.down: str | None = None  # why the target takes nothing now; consumption should pause
         self.since: float | None = None  # down since
         self.written = 0  # rows, by this process
@@ -91,6 +77,10 @@ class Flusher:
     def wake(self) -> None:
         """There are new rows. Cheap; call it after every commit that filled the outbox."""
         self._woken.set()
+
+    async def backlog(self) -> int:
+        """Return how many rows of the outbox are not flushed."""
+        return await self._uow.read(lambda tx: tx.outbox.backlog(self.sink.name))
 
     async def run(self) -> None:
         """Until cancelled. Leaves the target and the note consistent, whenever that is, and gives
@@ -142,7 +132,7 @@ class Flusher:
             with contextlib.suppress(
                 PenstockError
             ):  # the store is away for a moment: not empty, as far as we know
-                if await self.outbox.backlog(self.sink.name) == 0:
+                if await self.backlog() == 0:
                     return True
             left = until - self.clock.now()
             if left <= 0:
@@ -163,19 +153,23 @@ class Flusher:
                 self._loose = False
             # The holder's trouble is ours: the outbox fills for all of us. A note of our own is of
             # a time when we held it.
-            self._up_or(None if self._lock.here else note_of(self._lock.path) or None)
-            self._idle = await self.outbox.backlog(self.sink.name) == 0
+            self._up_or(None if self._lock.here else self._lock.status() or None)
+            self._idle = await self.backlog() == 0
             return TAKE_OVER
         if not self._opened:
             self._loose = self._lock.shared
-            self._position, self._mark = await self.outbox.position(self.sink.name)
+            self._position, self._mark = await self._uow.read(
+                lambda tx: tx.outbox.position(self.sink.name)
+            )
             await self._note(
                 self._position, await self._in_thread(self.sink.open, self._position, self._mark)
             )
             self._opened = True
             self._tell()
-        rows = await self.outbox.rows(
-            self.sink.name, after=self._position, limit=self.batch, max_bytes=MAX_BYTES
+        rows = await self._uow.read(
+            lambda tx: tx.outbox.rows(
+                self.sink.name, after=self._position, limit=self.batch, max_bytes=MAX_BYTES
+            )
         )
         if not rows:
             self._up_or(None)
@@ -195,16 +189,28 @@ class Flusher:
         return POLL
 
     async def _note(self, position: int, mark: str) -> None:
-        if (position, mark) != (self._position, self._mark):
-            await self.outbox.flushed(
-                self.sink.name, upto=position, mark=mark, guard=self._lock.check_in
-            )
-            self._position, self._mark = position, mark
+        """Record the position, unless another process has taken the lock.
+
+        Synced whatever the pipeline's durability is: the file is cut to this mark. Also called if
+        only the mark differs.
+        """
+        if (position, mark) == (self._position, self._mark):
+            return
+
+        def work(tx: Transaction) -> None:
+            self._lock.verify(tx)
+            tx.outbox.mark_flushed(self.sink.name, upto=position, mark=mark)
+
+        await self._uow.write(work, durability=Durability.FSYNC)
+        self._position, self._mark = position, mark
 
     async def _tidy(self) -> None:
         """Another machine goes on from what is noted: a file of ours must not hold more."""
         if isinstance(self.sink, FileSink):
-            _, mark = await self.outbox.settled(self.sink.name)
+            # A write comes after every write that this process began before, unlike a read.
+            _, mark = await self._uow.write(
+                lambda tx: tx.outbox.position(self.sink.name), durability=Durability.RELAXED
+            )
             await self._in_thread(self.sink.restore, mark)
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:

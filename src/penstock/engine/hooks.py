@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from penstock.clock import nap
 from penstock.errors import StoreUnavailable
-from penstock.locks import Lock, Lost
-from penstock.ports import Clock, Extraction
+from penstock.locks import Lost
+from penstock.ports import Clock, Extraction, Lock, Transaction, UnitOfWork
 
 log = logging.getLogger("penstock.hooks")
 
@@ -18,10 +17,10 @@ class HookRunner:
     """One per fleet at a time (held by a lock), so a change is not told twice in normal running."""
 
     def __init__(
-        self, outbox: Any, extraction: Extraction, lock: Lock, clock: Clock, *, batch: int = 32
+        self, uow: UnitOfWork, extraction: Extraction, lock: Lock, clock: Clock, *, batch: int = 32
     ) -> None:
-        self.outbox, self.extraction, self.lock, self.clock, self.batch = (
-            outbox,
+        self._uow, self.extraction, self.lock, self.clock, self.batch = (
+            uow,
             extraction,
             lock,
             clock,
@@ -49,7 +48,7 @@ class HookRunner:
             self.lock.release()
 
     async def _step(self) -> bool:
-        rows = await self.outbox.changes(self.batch)
+        rows = await self._uow.read(lambda tx: tx.outbox.changes(self.batch))
         if not rows:
             return False
         errors = await self.extraction.hooks([body for _, body in rows])
@@ -57,7 +56,12 @@ class HookRunner:
         failed = [(error, n) for (n, _), error in zip(rows, errors, strict=True) if error]
         for error, n in failed:
             log.warning("on_change hook failed for change %d: %s", n, error)
-        await self.outbox.hooked(done, failed, self.lock.check_in)
+
+        def work(tx: Transaction) -> None:
+            self.lock.verify(tx)
+            tx.outbox.mark_hooks_run(done, failed)
+
+        await self._uow.write(work)
         if failed and not done:
             await self.clock.sleep(1.0)
         return True

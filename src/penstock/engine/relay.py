@@ -1,443 +1,160 @@
-"""Brokers that lie apart from the ledger's store: what the books decide is noted in their
-transaction, and told to the brokers after it.
-"""
+"""The relay to external brokers: publishes and settles after the ledger's transaction."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
+from penstock.engine.maintenance import abandon
+from penstock.engine.unit_of_work import message_for, publish
 from penstock.errors import PenstockError
-from penstock.model import Ack, Outcome, Retry
+from penstock.model import Ack, Outcome, Release, Retry, decode_event
 from penstock.ports import (
     Broker,
     Capabilities,
     Clock,
     Delivery,
+    Durability,
+    Events,
+    EventState,
+    LeaseTracking,
+    Members,
     Out,
+    Outgoing,
+    Partitioned,
     Published,
-    QueueAudit,
     Stats,
     Subscription,
     TopicSpec,
+    Transaction,
+    UnitOfWork,
 )
 
-SCHEMA = """
--- What is to be published: entered with the row it belongs to, gone when the broker has confirmed it. `sender` is at it until `claimed`.
-CREATE TABLE outgoing(n INTEGER PRIMARY KEY AUTOINCREMENT, topic TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, prio INTEGER NOT NULL,
-  headers TEXT, body BLOB NOT NULL, due REAL NOT NULL, claimed REAL NOT NULL);
-CREATE INDEX outgoing_due ON outgoing(due);
-CREATE INDEX outgoing_id ON outgoing(id);
-CREATE TABLE pausing(topic TEXT PRIMARY KEY, reason TEXT NOT NULL) WITHOUT ROWID;
--- Workers that are alive until then, as far as the others know: an event that one of them has in flight is left to it.
-CREATE TABLE member(worker TEXT PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
-"""
-PATIENCE = 15.0  # seconds that a message is left to whoever entered it; then anybody publishes it
-ASIDE = 10.0  # a longer wait is spent here and not in the broker
-BATCH = 500
-REMEMBERED = 0.5  # seconds for which a topic's being paused is remembered
+T = TypeVar("T")
+
+# Seconds in which the worker that inserted a message should publish it. After that, any worker
+# publishes it.
+RESERVATION = 15.0
+PARK_AFTER = 10.0  # seconds; a longer delay is kept in the outgoing table and not in the broker
+BATCH = 500  # messages published together
+PAUSE_CACHE = 0.5  # seconds for which the paused topics are cached
+COPY_RECHECK_DELAY = 2.0  # seconds until a copy of running work is delivered again
+CLOCK_TOLERANCE = 0.05  # seconds; a delayed message may arrive this much too early
+STALE_MEMBER = 3600.0  # seconds after which a worker without a heartbeat is forgotten
 GROUP = "main"
 log = logging.getLogger("penstock.relay")
 
 
-class After(msgspec.Struct):
-    """What a transaction decided, to be done once it is committed."""
+class PendingBrokerWork(msgspec.Struct):
+    """Work that a transaction decided. It is done after the commit."""
 
-    sent: list[int] = []  # rows it removed, since the brokers have confirmed their messages
-    outs: list[tuple[int, Out]] = []
-    settles: list[tuple[Delivery, Outcome]] = []
+    confirmed: list[int] = []  # rows that the transaction deletes: their messages are published
+    publish: list[tuple[int, Out]] = []
+    settle: list[tuple[Delivery, Outcome]] = []
 
 
 class Relay:
-    """The books' side of brokers apart. Publishing and settling repeat until they are heard; what
-    we die with is made up for when the message comes back.
+    """All external brokers of a pipeline.
+
+    Publishing and settling are repeated until the broker confirms them. If this process crashes
+    first, other workers publish the rows, and the broker redelivers the unsettled messages.
     """
 
-    apart = True
-
-    def __init__(
-        self, store: Any, carriers: Mapping[str, Broker], clock: Clock, *, worker: str, lease: float
-    ) -> None:
-        self.store, self.clock, self.worker, self.lease = store, clock, worker, lease
-        self._carriers = dict(carriers)
+    def __init__(self, brokers: Mapping[str, Broker], uow: UnitOfWork, clock: Clock) -> None:
+        self.clock, self._uow = clock, uow
+        self._brokers = dict(brokers)  # by topic
         self._subscriptions: dict[tuple[str, str], RelayedSubscription] = {}
-        self._after: After | None = None
-        self._published: set[int] = (
-            set()
-        )  # rows of confirmed messages, removed by the next transaction
-        self._too_large: list[tuple[int, Out]] = []  # refused for their size
-        self._unsettled: list[tuple[Delivery, Outcome]] = []  # decided, and not told yet
-        self._next_due = 0.0  # of what was put aside, as far as we know
+        self.published: set[int] = set()  # rows that the next transaction deletes
+        self._too_large: list[tuple[int, Out]] = []  # refused because of their size
+        self._unsettled: list[tuple[Delivery, Outcome]] = []  # the broker was away
+        self.next_due = 0.0  # of the delayed messages that this process knows of
         self._paused: dict[str, str] = {}
         self._paused_at = 0.0
-        self._looked = 0.0
-        store.part("relay", 1, SCHEMA)
+        self._checked_at = 0.0
 
-    def carrier(self, topic: str) -> Broker:
-        return self._carriers[topic.removesuffix(".dead")]
+    def broker(self, topic: str) -> Broker:
+        return self._brokers[topic.removesuffix(".dead")]
+
+    def has_topic(self, topic: str) -> bool:
+        return topic.removesuffix(".dead") in self._brokers
 
     def caps_of(self, topic: str) -> Capabilities:
-        return self.carrier(topic).caps
+        return self.broker(topic).caps
 
     @property
     def brokers(self) -> list[Broker]:
-        return list({id(b): b for b in self._carriers.values()}.values())
+        return list({id(b): b for b in self._brokers.values()}.values())
 
-    # -- life --------------------------------------------------------------------------------------
+    @property
+    def groups(self) -> list[tuple[str, str]]:
+        return [(topic, GROUP) for topic in sorted(self._brokers)]
+
+    # -- topics ------------------------------------------------------------------------------------
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
         drift: list[str] = []
         for broker in self.brokers:
-            drift += await broker.ensure([t for t in topology if self.carrier(t.name) is broker])
+            drift += await broker.ensure([t for t in topology if self.broker(t.name) is broker])
         return drift
 
-    async def close(self) -> None:
-        for broker in self.brokers:
-            await broker.close()
-
-    # -- in the books' transaction -----------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def collecting(self, tx: Any) -> Iterator[After]:
-        """One job of the books: what it decides is gathered here, and is good only if it commits."""
-        self._after = after = After(sent=list(self._published))
-        try:
-            if after.sent:
-                tx.executemany("DELETE FROM outgoing WHERE n=?", [(n,) for n in after.sent])
-            yield after
-        finally:
-            self._after = None
-
-    def place_in(self, tx: Any, batch: Sequence[Out]) -> list[tuple[Published, int]]:
-        now = self.clock.now()
-        answers = []
-        for m in batch:
-            headers = msgspec.json.encode(m.headers).decode() if m.headers else None
-            later = m.not_before > now
-            tx.execute(
-                "INSERT INTO outgoing(topic, id, key, prio, headers, body, due, claimed) VALUES(?,?,?,?,?,?,?,?)",
-                (
-                    m.topic,
-                    m.id,
-                    m.key,
-                    m.priority,
-                    headers,
-                    m.body,
-                    m.not_before if later else now,
-                    0.0 if later else now + PATIENCE,
-                ),
-            )
-            n = tx.last_insert_rowid()
-            if not later and self._after is not None:
-                self._after.outs.append((n, m))
-            elif later:
-                self._next_due = min(self._next_due or m.not_before, m.not_before)
-            answers.append((Published.OK, n))
-        return answers
-
-    def settle_in(self, tx: Any, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
-        now = self.clock.now()
-        assert self._after is not None, "settled outside of the books' jobs"
-        for d, outcome in items:
-            if isinstance(outcome, Retry) and outcome.delay > ASIDE:
-                self.place_in(tx, [_again(d, now + outcome.delay)])
-                outcome = Ack()
-            self._after.settles.append((d, outcome))
-        return [True] * len(items)
-
-    def holds_in(self, tx: Any, deliveries: Sequence[Delivery]) -> list[bool]:
-        """As far as this process knows; the ledger's fence is the one that counts."""
-        return [self._subscriptions[d.topic, d.group].holds(d) for d in deliveries]
-
-    def busy_in(self, tx: Any, n: int) -> bool:
-        """Is a living worker at this event? Then what just arrived is a copy of its message."""
-        found = tx.execute(
-            "SELECT 1 FROM event e JOIN member m ON m.worker=e.worker WHERE e.n=? AND e.status IN ('in_flight','writing') AND m.until>?",
-            (n, self.clock.now()),
-        ).get
-        return found is not None
-
-    def at_hand_in(self, tx: Any, n: int, id_: str) -> bool:
-        """Is its message still to be published, or a living worker at it?"""
-        return (
-            self.busy_in(tx, n)
-            or tx.execute("SELECT 1 FROM outgoing WHERE id=? LIMIT 1", (id_,)).get is not None
-        )
-
-    def beat_in(self, tx: Any) -> None:
-        """We are alive."""
-        tx.execute(
-            "INSERT INTO member VALUES(?,?) ON CONFLICT(worker) DO UPDATE SET until=excluded.until",
-            (self.worker, self.clock.now() + self.lease),
-        )
-
-    def leave_in(self, tx: Any, worker: str) -> None:
-        tx.execute("DELETE FROM member WHERE worker=?", (worker,))
-
-    def reclaim_in(self, tx: Any, owner: str) -> list[str]:
-        """A worker known to be gone. What it held comes back from the broker, which knows nothing
-        of our locks.
-        """
-        self.leave_in(tx, owner)
-        return []
-
-    def hold_in(self, tx: Any, topic: str, group: str, until: Mapping[str, float]) -> None:
-        """Brokers apart hand out what there is; who has no slot soon is put aside."""
-
-    def pause_in(self, tx: Any, topic: str, reason: str | None) -> bool:
-        if topic.removesuffix(".dead") not in self._carriers:
-            return False
-        self._paused_at = 0.0
-        if reason is None:
-            tx.execute("DELETE FROM pausing WHERE topic=?", (topic,))
-        else:
-            tx.execute(
-                "INSERT INTO pausing VALUES(?,?) ON CONFLICT(topic) DO UPDATE SET reason=excluded.reason",
-                (topic, reason),
-            )
-        return True
-
-    def paused_in(self, tx: Any) -> dict[str, str]:
-        return dict(tx.execute("SELECT topic, reason FROM pausing").fetchall())
-
-    def running_in(self, tx: Any, limit: int) -> dict[str, int]:
-        """Workers that are alive; how much each holds is the broker's to know."""
-        return {
-            worker: 0
-            for (worker,) in tx.execute(
-                "SELECT worker FROM member WHERE until>? LIMIT ?", (self.clock.now(), limit)
-            )
-        }
-
-    def oldest_in(self, tx: Any, limit: int) -> float | None:
-        """When the oldest message that is due and unconfirmed was; those in the broker's hands are
-        in its own figures.
-        """
-        found: float | None = tx.execute(
-            "SELECT min(due) FROM outgoing WHERE due<=?", (self.clock.now(),)
-        ).get
-        return found
-
-    def leased_in(self, tx: Any, limit: int) -> list[str]:
-        """The ids of what living workers have in flight."""
-        found = "SELECT e.id FROM event e JOIN member m ON m.worker=e.worker WHERE e.status='in_flight' LIMIT ?"
-        return [id_ for (id_,) in tx.execute(found, (limit,))]
-
-    def audit_in(self, tx: Any, now: float) -> QueueAudit:
-        """The brokers' own queues cannot be counted from here."""
-        return QueueAudit(unqueued=[], unqueued_count=0, lingering_count=0, groups=[], expired=0)
-
-    def depths_in(
-        self,
-        tx: Any,
-        topic: str,
-        group: str,
-        keys: Sequence[str] | None = None,
-        *,
-        limit: int = 1000,
-    ) -> dict[str, int]:
-        """What is pending, by host, from the books: looks at all events, so it is for people."""
-        pending = "SELECT host, count(*) AS n FROM event WHERE topic=? AND status='pending'"
-        if keys is None:
-            return dict(
-                tx.execute(
-                    f"{pending} GROUP BY host ORDER BY n DESC, host LIMIT ?", (topic, limit)
-                ).fetchall()
-            )
-        return {
-            key: tx.execute(
-                "SELECT count(*) FROM event WHERE topic=? AND status='pending' AND host=?",
-                (topic, key),
-            ).get
-            for key in keys
-        }
-
-    def hasten_in(
-        self, tx: Any, topic: str, group: str, key: str, positions: Sequence[int]
-    ) -> None:
-        """What was put aside for this key is due now."""
-        now = self.clock.now()
-        tx.execute(
-            "UPDATE outgoing SET due=? WHERE topic=? AND key=? AND due>?", (now, topic, key, now)
-        )
-
-    def prune_in(self, tx: Any, limit: int = 2000) -> int:
-        """Members long gone; the brokers keep their own house."""
-        tx.execute("DELETE FROM member WHERE until<?", (self.clock.now() - 3600.0,))
-        return 0
-
     def wake(self, topics: Iterable[str]) -> None:
-        """The brokers wake their own receivers."""
-
-    # -- after the commit --------------------------------------------------------------------------
-
-    async def follow_up(self, after: After) -> None:
-        """Publish, then settle. Neither can undo what is in the books: what fails here is repeated
-        by `tick`, by us or by another.
-        """
-        self._published.difference_update(after.sent)
-        if after.outs:
-            await self._publish(after.outs)
-        await self._settle(after.settles)
-
-    async def _settle(self, items: Iterable[tuple[Delivery, Outcome]]) -> None:
-        """What the broker does not hear now it is told again: where a lease ends only with the
-        connection, nothing would come back as long as we live.
-        """
-        groups: dict[tuple[str, str], list[tuple[Delivery, Outcome]]] = defaultdict(list)
-        for d, outcome in items:
-            groups[d.topic, d.group].append((d, outcome))
-        for key, some in groups.items():
-            try:
-                await self._subscriptions[key].carrier.settle(some)
-            except PenstockError as e:
-                log.warning(
-                    "%d deliveries of %s are not settled yet: %s", len(some), key[0], e.message
-                )
-                self._unsettled += some
-
-    async def _publish(self, rows: Sequence[tuple[int, Out]]) -> None:
-        """What is not confirmed keeps its row, and is published again."""
-        by_carrier: dict[int, list[tuple[int, Out]]] = defaultdict(list)
-        for n, out in rows:
-            by_carrier[id(self.carrier(out.topic))].append((n, out))
-        for some in by_carrier.values():
-            for i in range(0, len(some), BATCH):
-                batch = some[i : i + BATCH]
-                try:
-                    answers = await self.carrier(batch[0][1].topic).publish(
-                        [out for _, out in batch]
-                    )
-                except (
-                    PenstockError
-                ) as e:  # away, or it refuses us now: the books have it either way
-                    log.warning("%d messages wait for the broker: %s", len(batch), e.message)
-                    continue
-                self._published.update(
-                    n
-                    for (n, _), answer in zip(batch, answers, strict=True)
-                    if answer is Published.OK
-                )
-                self._too_large += [
-                    row
-                    for row, answer in zip(batch, answers, strict=True)
-                    if answer is Published.FAILED and self._is_too_large(row[1])
-                ]
-
-    def _is_too_large(self, out: Out) -> bool:
-        """What is larger than the broker always takes, and was refused, is refused for that."""
-        largest = self.caps_of(out.topic).max_body
-        return largest is not None and len(out.body) > largest
-
-    def too_large(self) -> list[tuple[int, Out]]:
-        """Rows that no broker will ever take, each told once."""
-        found, self._too_large = self._too_large, []
-        return found
-
-    def forget_in(self, tx: Any, n: int) -> None:
-        tx.execute("DELETE FROM outgoing WHERE n=?", (n,))
-
-    async def tick(self) -> None:
-        """Several times a second: publish what is due, ours or left behind by others."""
-        now = self.clock.now()
-        if not (now >= self._looked + 1.0 or (self._next_due and now >= self._next_due)):
-            return
-        self._looked = now
-        if self._unsettled:
-            again, self._unsettled = self._unsettled, []
-            await self._settle(again)
-        due, self._next_due = await self.store.read(self._due)
-        if due or self._published:
-            rows, after = await self.store.write(self._take, durable=False)
-            self._published.difference_update(after.sent)
-            if rows:
-                await self._publish(rows)
-
-    def _due(self, tx: Any) -> tuple[bool, float]:
-        now = self.clock.now()
-        due = (
-            tx.execute("SELECT 1 FROM outgoing WHERE due<=? AND claimed<=? LIMIT 1", (now, now)).get
-            is not None
-        )
-        return due, tx.execute("SELECT min(due) FROM outgoing WHERE due>?", (now,)).get or 0.0
-
-    def _take(self, tx: Any) -> tuple[list[tuple[int, Out]], After]:
-        with self.collecting(tx) as after:
-            now = self.clock.now()
-            found = tx.execute(
-                "SELECT n, topic, id, key, prio, headers, body FROM outgoing WHERE due<=? AND claimed<=? ORDER BY due LIMIT ?",
-                (now, now, BATCH),
-            ).fetchall()
-            tx.executemany(
-                "UPDATE outgoing SET claimed=? WHERE n=?",
-                [(now + PATIENCE, row[0]) for row in found],
-            )
-            rows = [
-                (
-                    n,
-                    Out(
-                        topic=topic,
-                        id=id_,
-                        key=key,
-                        priority=prio,
-                        headers=msgspec.json.decode(headers) if headers else {},
-                        body=body,
-                    ),
-                )
-                for n, topic, id_, key, prio, headers, body in found
-            ]
-            return rows, after
-
-    async def tidy(self) -> None:
-        """Before the end: rows of confirmed messages go, and our name with them."""
-
-        def work(tx: Any) -> After:
-            with self.collecting(tx) as after:
-                self.leave_in(tx, self.worker)
-                return after
-
-        after = await self.store.write(work, durable=False)
-        self._published.difference_update(after.sent)
-
-    # -- receiving ---------------------------------------------------------------------------------
+        """Do nothing: brokers wake their own receivers."""
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
-        made = RelayedSubscription(
-            self, topic, self.carrier(topic).subscribe(topic, group, owner=owner, lease=lease)
-        )
+        inner = self.broker(topic).subscribe(topic, group, owner=owner, lease=lease)
+        made = RelayedSubscription(self, topic, inner)
         self._subscriptions[topic, group] = made
         return made
 
+    def holds(self, delivery: Delivery) -> bool:
+        """Return True if the lease is held, as far as this process knows. The fence decides."""
+        return self._subscriptions[delivery.topic, delivery.group].holds(delivery)
+
+    async def stats(self, topic: str, group: str) -> Stats:
+        return await self.broker(topic).stats(topic, group)
+
+    async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
+        broker = self.broker(topic)
+        return await broker.partitions(topic, group) if isinstance(broker, Partitioned) else []
+
+    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
+        return await self.broker(topic).peek(topic, limit)
+
+    async def purge(self, topic: str) -> int:
+        removed = await self._uow.write(lambda tx: tx.outgoing.purge(topic))
+        return removed + await self.broker(topic).purge(topic)
+
+    async def replay(
+        self,
+        topic: str,
+        group: str,
+        *,
+        since: float,
+        offsets: Mapping[int, int] | None = None,
+    ) -> int:
+        broker = self.broker(topic)
+        if offsets is not None and isinstance(broker, Partitioned):
+            return await broker.replay(topic, group, since=since, offsets=offsets)
+        return await broker.replay(topic, group, since=since)
+
     async def paused(self, topic: str) -> bool:
-        if self.clock.now() > self._paused_at + REMEMBERED:
-            self._paused = await self.store.read(self.paused_in)
+        if self.clock.now() > self._paused_at + PAUSE_CACHE:
+            self._paused = await self._uow.read(lambda tx: tx.outgoing.paused())
             self._paused_at = self.clock.now()
         return topic in self._paused
 
-    async def partitions(self, topic: str, group: str) -> list[dict[str, Any]]:
-        """Where the group stands in each, on a broker that has partitions."""
-        lag = getattr(self.carrier(topic), "lag", None)
-        if lag is None:
-            return []
-        return [
-            {
-                "name": r.topic,
-                "partition": r.partition,
-                "end": r.end,
-                "committed": r.committed,
-                "lag": r.lag,
-            }
-            for r in await lag(topic, group)
-        ]
+    def forget_paused(self) -> None:
+        """Read the paused topics again at the next question."""
+        self._paused_at = 0.0
 
-    async def empty(self) -> bool:
-        """Do the brokers say that nothing waits, is delayed or in flight on any topic?"""
-        for topic in self._carriers:
+    async def is_empty(self) -> bool:
+        """Return True if no topic is paused and no message waits, is delayed or in flight."""
+        for topic in self._brokers:
             if await self.paused(topic):
                 return False
             s = await self.stats(topic, GROUP)
@@ -445,33 +162,104 @@ class Relay:
                 return False
         return True
 
-    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        return await self.carrier(topic).peek(topic, limit)
+    async def close(self) -> None:
+        for broker in self.brokers:
+            await broker.close()
 
-    async def purge(self, topic: str) -> int:
-        def work(tx: Any) -> int:
-            tx.execute("DELETE FROM outgoing WHERE topic=?", (topic,))
-            return int(tx.changes())
+    # -- after the commit --------------------------------------------------------------------------
 
-        removed: int = await self.store.write(work)
-        return removed + await self.carrier(topic).purge(topic)
+    async def deliver(self, pending: PendingBrokerWork) -> None:
+        """Publish, then settle. A failure is repeated by `publish_due` of some worker."""
+        self.published.difference_update(pending.confirmed)
+        if pending.publish:
+            await self._publish(pending.publish)
+        await self._settle(pending.settle)
 
-    async def replay(self, topic: str, group: str, *, since: float, **more: Any) -> int:
-        """`more` is the carrier's own: Kafka takes offsets."""
-        return await self.carrier(topic).replay(topic, group, since=since, **more)
+    async def _settle(self, items: Iterable[tuple[Delivery, Outcome]]) -> None:
+        """Settle deliveries, and keep those that the broker did not confirm.
 
-    def groups_in(self, tx: Any) -> list[tuple[str, str]]:
-        return [(topic, GROUP) for topic in sorted(self._carriers)]
+        If a lease ends only with the connection, an unsettled delivery would otherwise never be
+        redelivered while this process lives.
+        """
+        groups: dict[tuple[str, str], list[tuple[Delivery, Outcome]]] = defaultdict(list)
+        for d, outcome in items:
+            groups[d.topic, d.group].append((d, outcome))
+        for key, some in groups.items():
+            try:
+                await self._subscriptions[key].settle(some)
+            except PenstockError as e:
+                log.warning(
+                    "%d deliveries of %s are not settled yet: %s", len(some), key[0], e.message
+                )
+                self._unsettled += some
 
-    async def stats(self, topic: str, group: str) -> Stats:
-        return await self.carrier(topic).stats(topic, group)
+    async def _publish(self, rows: Sequence[tuple[int, Out]]) -> None:
+        """Publish messages. An unconfirmed message keeps its row and is published again."""
+        by_broker: dict[int, list[tuple[int, Out]]] = defaultdict(list)
+        for n, out in rows:
+            by_broker[id(self.broker(out.topic))].append((n, out))
+        for some in by_broker.values():
+            for i in range(0, len(some), BATCH):
+                batch = some[i : i + BATCH]
+                broker = self.broker(batch[0][1].topic)
+                try:
+                    answers = await broker.publish([out for _, out in batch])
+                except PenstockError as e:  # the rows stay in the outgoing table
+                    log.warning("%d messages wait for the broker: %s", len(batch), e.message)
+                    continue
+                for (n, out), answer in zip(batch, answers, strict=True):
+                    if answer is Published.OK:
+                        self.published.add(n)
+                    elif answer is Published.FAILED and self._is_too_large(out):
+                        self._too_large.append((n, out))
+
+    def _is_too_large(self, out: Out) -> bool:
+        """Return True if a refused message is larger than the broker always accepts."""
+        largest = self.caps_of(out.topic).max_body
+        return largest is not None and len(out.body) > largest
+
+    def pop_too_large(self) -> list[tuple[int, Out]]:
+        """Return and forget the rows that no broker will ever accept."""
+        found, self._too_large = self._too_large, []
+        return found
+
+    async def publish_due(self, inner: UnitOfWork) -> None:
+        """Publish messages that are due, also those that other workers left behind.
+
+        Called several times a second. Does something only once a second or when a message is due.
+        """
+        now = self.clock.now()
+        if not (now >= self._checked_at + 1.0 or (self.next_due and now >= self.next_due)):
+            return
+        self._checked_at = now
+        if self._unsettled:
+            again, self._unsettled = self._unsettled, []
+            await self._settle(again)
+        due, self.next_due = await inner.read(lambda tx: tx.outgoing.next_due(self.clock.now()))
+        if due or self.published:
+            rows, confirmed = await inner.write(self._reserve_due, durability=Durability.RELAXED)
+            self.published.difference_update(confirmed)
+            if rows:
+                await self._publish(rows)
+
+    def _reserve_due(self, tx: Transaction) -> tuple[list[tuple[int, Out]], list[int]]:
+        confirmed = self.remove_confirmed(tx)
+        now = self.clock.now()
+        return tx.outgoing.reserve_due(now, now + RESERVATION, BATCH), confirmed
+
+    def remove_confirmed(self, tx: Transaction) -> list[int]:
+        """Delete the rows of published messages. Return them."""
+        confirmed = list(self.published)
+        if confirmed:
+            tx.outgoing.remove(confirmed)
+        return confirmed
 
 
 class RelayedSubscription:
-    """The carrier's own, stopped where the books have the topic paused."""
+    """A subscription of an external broker. It receives nothing while its topic is paused."""
 
-    def __init__(self, relay: Relay, topic: str, carrier: Subscription) -> None:
-        self._relay, self._topic, self.carrier = relay, topic, carrier
+    def __init__(self, relay: Relay, topic: str, inner: Subscription) -> None:
+        self._relay, self._topic, self._inner = relay, topic, inner
 
     async def receive(
         self, limit: int, wait: float, *, per_key: int | None = None
@@ -479,26 +267,236 @@ class RelayedSubscription:
         if await self._relay.paused(self._topic):
             await self._relay.clock.sleep(wait)
             return []
-        return await self.carrier.receive(limit, wait, per_key=per_key)
+        return await self._inner.receive(limit, wait, per_key=per_key)
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        return await self.carrier.settle(items)
+        return await self._inner.settle(items)
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
-        return await self.carrier.extend(deliveries, seconds)
+        return await self._inner.extend(deliveries, seconds)
 
     async def hold(self, until: Mapping[str, float]) -> None:
-        await self.carrier.hold(until)
+        await self._inner.hold(until)
 
     def holds(self, delivery: Delivery) -> bool:
-        known = getattr(self.carrier, "holds", None)
-        return True if known is None else bool(known(delivery))
+        return not isinstance(self._inner, LeaseTracking) or self._inner.holds(delivery)
 
     async def close(self) -> None:
-        await self.carrier.close()
+        await self._inner.close()
 
 
-def _again(d: Delivery, due: float) -> Out:
+class RelayedQueue:
+    """The queue of external brokers inside one transaction: records work for after the commit."""
+
+    def __init__(
+        self,
+        outgoing: Outgoing,
+        members: Members,
+        events: Events,
+        relay: Relay,
+        pending: PendingBrokerWork | None,
+    ) -> None:
+        """Without `pending` nothing can be settled, and a worker publishes the messages later."""
+        self._outgoing, self._members, self._events = outgoing, members, events
+        self._relay, self._pending = relay, pending
+
+    def enqueue(self, batch: Sequence[Out]) -> list[tuple[Published, int]]:
+        now = self._relay.clock.now()
+        answers = []
+        for message in batch:
+            if message.not_before > now:
+                due = message.not_before
+                n = self._outgoing.add(message, due=due, reserved_until=0.0)
+                self._relay.next_due = min(self._relay.next_due or due, due)
+            else:
+                n = self._outgoing.add(message, due=now, reserved_until=now + RESERVATION)
+                if self._pending is not None:
+                    self._pending.publish.append((n, message))
+            answers.append((Published.OK, n))
+        return answers
+
+    def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
+        assert self._pending is not None, "deliveries are settled only by RelayedUnitOfWork.write"
+        now = self._relay.clock.now()
+        for d, outcome in items:
+            if isinstance(outcome, Retry) and outcome.delay > PARK_AFTER:
+                self.enqueue([_delayed(d, now + outcome.delay)])
+                outcome = Ack()
+            self._pending.settle.append((d, outcome))
+        return [True] * len(items)
+
+    def settle_undurably(self, items: Sequence[tuple[Delivery, Outcome]]) -> None:
+        self.settle([(d, Release()) for d, _ in items])
+
+    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        return [self._relay.holds(d) for d in deliveries]
+
+    def defer_copy(self, delivery: Delivery, state: EventState, now: float) -> Outcome | None:
+        if state.status in ("in_flight", "writing") and self._is_running(state.n):
+            return Retry(COPY_RECHECK_DELAY, "another worker is at it")
+        due = state.not_before
+        if state.status == "delayed" and due is not None and due > now + CLOCK_TOLERANCE:
+            return Retry(due - now, "its time has not come")
+        self._events.set_position(state.n, delivery.position)
+        return None
+
+    def may_start(self, rows: Sequence[int]) -> list[bool]:
+        seen: set[int] = set()
+        answers = []
+        for row in rows:
+            answers.append(row not in seen and not self._is_running(row))
+            seen.add(row)
+        return answers
+
+    def _is_running(self, row: int) -> bool:
+        """Return True if a live worker has the event. Then a new delivery is a copy."""
+        return self._members.has_event(row, self._relay.clock.now())
+
+    def hold_keys(self, topic: str, group: str, until: Mapping[str, float]) -> None:
+        """Do nothing: an external broker delivers in its own order, and far events are delayed."""
+
+    def reclaim(self, worker: str) -> list[str]:
+        """Remove a crashed worker. The broker redelivers its messages by itself."""
+        self._members.leave(worker)
+        return []
+
+    def pause(self, topic: str, reason: str | None) -> bool:
+        if not self._relay.has_topic(topic):
+            return False
+        self._relay.forget_paused()
+        self._outgoing.pause(topic, reason)
+        return True
+
+    def paused(self) -> dict[str, str]:
+        return self._outgoing.paused()
+
+    def make_due(self, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
+        self._outgoing.make_due(topic, key, self._relay.clock.now())
+
+    def prune(self) -> int:
+        """Delete workers without a heartbeat. External brokers delete their messages themselves."""
+        self._members.prune(self._relay.clock.now() - STALE_MEMBER)
+        return 0
+
+
+class RelayedUnitOfWork:
+    """A unit of work whose queue is external: publishes and settles after each commit."""
+
+    def __init__(self, inner: UnitOfWork, relay: Relay) -> None:
+        self._inner, self._relay = inner, relay
+
+    async def write(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        durability: Durability = Durability.CONFIGURED,
+    ) -> T:
+        def job(tx: Transaction) -> tuple[T, PendingBrokerWork]:
+            # A new object each time: the store may run the job again.
+            pending = PendingBrokerWork(confirmed=self._relay.remove_confirmed(tx))
+            return work(self._bind(tx, pending)), pending
+
+        result, pending = await self._inner.write(job, durability=durability)
+        await self._relay.deliver(pending)
+        return result
+
+    async def read(self, work: Callable[[Transaction], T]) -> T:
+        return await self._inner.read(work)
+
+    def write_now(self, work: Callable[[Transaction], T]) -> T:
+        """Run `work` without an event loop. A worker publishes its messages later."""
+        return self._inner.write_now(work)
+
+    def snapshot(self, work: Callable[[Transaction], T]) -> T:
+        return self._inner.snapshot(work)
+
+    def _bind(self, tx: Transaction, pending: PendingBrokerWork) -> Transaction:
+        queue = RelayedQueue(tx.outgoing, tx.members, tx.events, self._relay, pending)
+        return replace(tx, queue=queue)
+
+
+class RelayChores:
+    """Periodic work of a worker whose brokers are external."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        uow: UnitOfWork,
+        inner: UnitOfWork,
+        *,
+        worker: str,
+        lease: float,
+        clock: Clock,
+    ) -> None:
+        self._relay, self._uow, self._inner = relay, uow, inner
+        self._worker, self._lease, self._clock = worker, lease, clock
+        self._empty_checks = 0  # in a row
+
+    async def heartbeat(self) -> None:
+        """Record that this worker is alive."""
+        await self._inner.write(
+            lambda tx: tx.members.heartbeat(self._worker, self._clock.now() + self._lease),
+            durability=Durability.RELAXED,
+        )
+
+    async def unregister(self) -> None:
+        """Delete this worker and the rows of its published messages, before it stops."""
+
+        def work(tx: Transaction) -> list[int]:
+            confirmed = self._relay.remove_confirmed(tx)
+            tx.members.leave(self._worker)
+            return confirmed
+
+        confirmed = await self._inner.write(work, durability=Durability.RELAXED)
+        self._relay.published.difference_update(confirmed)
+
+    async def publish_due(self) -> None:
+        """Publish due messages, and end events whose message no broker accepts."""
+        await self._relay.publish_due(self._inner)
+        if rows := self._relay.pop_too_large():
+            await self._uow.write(lambda tx: self._abandon_too_large(tx, rows))
+
+    def _abandon_too_large(self, tx: Transaction, rows: Sequence[tuple[int, Out]]) -> None:
+        """End events as dead. Published again, their messages would be refused again."""
+        for n, out in rows:
+            tx.outgoing.remove([n])
+            event = tx.maintenance.waiting(out.id)
+            if event is not None:
+                reason = (
+                    f"its message for `{out.topic}` has {len(out.body)} bytes,"
+                    " more than the broker takes"
+                )
+                abandon(tx, event, reason, self._clock.now())
+
+    async def recover(self) -> int:
+        """Publish events again whose messages an external broker lost. Called once per lease.
+
+        Messages are lost if the broker is empty while the ledger has open events. The check must
+        hold twice in a row, because both are not read at the same moment. A superfluous copy does
+        no harm.
+        """
+        self._empty_checks = self._empty_checks + 1 if await self._relay.is_empty() else 0
+        if self._empty_checks < 2:
+            return 0
+        self._empty_checks = 0
+        return await self._uow.write(self._recover)
+
+    def _recover(self, tx: Transaction) -> int:
+        now = self._clock.now()
+        lost = [
+            row
+            for row in tx.maintenance.stalled(now - 2 * self._lease, limit=500)
+            if not tx.members.has_event(row[0], now) and not tx.outgoing.has(row[1])
+        ]
+        for n, _, envelope in lost:
+            publish(tx, [message_for(decode_event(envelope), envelope)])
+            reason = "published again: the broker had lost its message"
+            tx.maintenance.note(n, "pending", reason, now)
+        return len(lost)
+
+
+def _delayed(d: Delivery, due: float) -> Out:
+    """Return the message of a delivery, to be published when it is due."""
     return Out(
         topic=d.topic,
         id=d.id,

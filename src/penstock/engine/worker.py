@@ -1,5 +1,5 @@
 """The one loop: receive → admit → begin → handle → conclude, for the stages this process runs. What
-is written, and in which order, is in books.py.
+is written, and in which order, is in lifecycle.py and admission.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import random
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
+from penstock.engine.admission import Admission
 from penstock.engine.batching import Group
 from penstock.engine.dispatch import Item, Turns
-from penstock.engine.lifecycle import Books
+from penstock.engine.lifecycle import Lifecycle
 from penstock.engine.messages import PageMessage, RecordsMessage, page_message
 from penstock.engine.signals import Signals
 from penstock.errors import BadEnvelope, StoreUnavailable
@@ -31,6 +32,7 @@ from penstock.ports import (
     Extraction,
     FetchedPage,
     Out,
+    Pace,
     PageFetcher,
     PageMeta,
     Response,
@@ -82,7 +84,9 @@ class Worker:
         *,
         first: Stage,
         last: Stage,
-        books: Books,
+        admission: Admission,
+        lifecycle: Lifecycle,
+        pace: Pace,
         subscription: Subscription,
         fetch: PageFetcher | None,
         extraction: Extraction | None,
@@ -96,14 +100,9 @@ class Worker:
         paused: Callable[[], str | None],
         on_records: Callable[[], None],
     ) -> None:
-        self.first, self.last, self.books, self.sub, self.fetch, self.extraction = (
-            first,
-            last,
-            books,
-            subscription,
-            fetch,
-            extraction,
-        )
+        self.first, self.last, self._admission, self._lifecycle = first, last, admission, lifecycle
+        self._settings, self._pages = lifecycle.settings, lifecycle.pages
+        self.sub, self.fetch, self.extraction = subscription, fetch, extraction
         self.signature, self.policies, self.o, self.clock, self.rng, self.signals = (
             signature,
             policies,
@@ -119,7 +118,7 @@ class Worker:
         self.held: dict[int, Item] = {}
         self.outage: str | None = None
         self._turns = Turns(
-            books.claims,
+            pace,
             paced=options.per_key is not None,
             window=options.window,
             concurrency=options.concurrency,
@@ -277,7 +276,7 @@ class Worker:
     ) -> None:
         """Have them admitted, and wait for their slots."""
         fetches, asked = self.first == "fetch", self.clock.now()
-        answers = await self._insist(lambda: self.books.admit(pairs, fetches=fetches))
+        answers = await self._insist(lambda: self._admission.admit(pairs, fetches=fetches))
         now, loop = self.clock.now(), asyncio.get_running_loop()
         for held, answer in zip(items, answers, strict=True):
             if held is None:
@@ -329,7 +328,7 @@ class Worker:
             raise BadEnvelope(f"its URL cannot be fetched: {e.reason}") from e
         if url != event.url or not event.key:
             return msgspec.structs.replace(
-                event, url=url, key=host_key(url, self.books.settings.host_by)
+                event, url=url, key=host_key(url, self._settings.host_by)
             )
         return event
 
@@ -362,7 +361,7 @@ class Worker:
             try:
                 fences = await self._insist(
                     partial(
-                        self.books.begin,
+                        self._admission.begin,
                         starts,
                         asks=[i.asks for i in items],
                         writing=self.first == "sink",
@@ -546,7 +545,7 @@ class Worker:
                     extractors=b.extractors,
                 )
                 return
-            body = await self.books.pages.get(b.page) if b.page else None
+            body = await self._pages.get(b.page) if b.page else None
             if body is None:
                 assert self.fetch is not None
                 r = await self.fetch.fetch(
@@ -572,7 +571,7 @@ class Worker:
             b is not None
             and b.response_hash == hash_
             and b.extractors == self.signature(item.event.url)
-            and not self.books.settings.emit_unchanged
+            and not self._settings.emit_unchanged
         ):
             self._end(item, "success", reason="unchanged", extractors=b.extractors)
         elif self.last == "fetch":
@@ -607,7 +606,7 @@ class Worker:
         meta = item.meta or msgspec.msgpack.decode(item.admitted.page_meta, type=PageMeta)
         body = PageMessage.read(item.delivery.body).body() if self.first == "extract" else None
         if body is None:
-            body = await self.books.pages.get(meta.page)
+            body = await self._pages.get(meta.page)
         if body is None:
             raise Failure(ErrorClass.PERMANENT, "its stored page is gone", detail=meta.page)
         item.meta, item.body = meta, body
@@ -739,7 +738,7 @@ class Worker:
         self,
         item: Item,
         outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"],
-        **more: Any,
+        **more: object,
     ) -> None:
         meta, admitted = item.meta, item.admitted
         end = End(
@@ -767,7 +766,7 @@ class Worker:
             if item.response is not None and item.meta is not None
         ]
         try:
-            applied = await self._insist(lambda: self.books.conclude(ends, bodies))
+            applied = await self._insist(lambda: self._lifecycle.conclude(ends, bodies))
         except Exception as e:  # the books refused one of them (a bug, or bytes no column takes): the others must not suffer
             if len(batch) > 1:
                 for one in batch:

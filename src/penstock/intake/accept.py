@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.engine.lifecycle import Books
+from penstock.engine.lifecycle import Lifecycle
 from penstock.model import Event, Priority, Route
-from penstock.ports import Accepted, Batch, Clock, Finding
+from penstock.ports import Accepted, Batch, Clock, Finding, Transaction
 from penstock.rules.events import ANY_ROUTE, Refused, event_of
 from penstock.rules.identity import BadUrl
 
@@ -35,7 +35,7 @@ def new_id() -> str:
 
 
 async def push(
-    books: Books,
+    lifecycle: Lifecycle,
     urls: Iterable[str],
     *,
     clock: Clock,
@@ -58,7 +58,7 @@ async def push(
     async def send() -> None:
         nonlocal waiting
         while waiting:
-            answers = await books.accept(waiting)
+            answers = await lifecycle.accept(waiting)
             if not result.first and Accepted.NEW in answers:
                 result.first = waiting[answers.index(Accepted.NEW)].id
             result.new += answers.count(Accepted.NEW)
@@ -84,7 +84,7 @@ async def push(
                     force=force,
                     window=window,
                     trace=trace,
-                    host_by=books.settings.host_by,
+                    host_by=lifecycle.settings.host_by,
                 )
             )
         except BadUrl as e:
@@ -126,17 +126,19 @@ def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
 class Intake:
     """One source's way into the books."""
 
-    def __init__(self, books: Books, mapping: Mapping, clock: Clock, *, source: str) -> None:
-        self.books, self.source = books, source
+    def __init__(
+        self, lifecycle: Lifecycle, mapping: Mapping, clock: Clock, *, source: str
+    ) -> None:
+        self.lifecycle, self.source = lifecycle, source
         self.mapping, self._clock = mapping, clock
 
     async def take(
-        self, batch: Batch, *, beside: Callable[[Any, Taken], None] | None = None
+        self, batch: Batch, *, in_transaction: Callable[[Transaction, Taken], None] | None = None
     ) -> Taken:
         """Durable when it returns, with the source's cursor. A full queue is waited for.
 
-        What makes no event is a dead letter. `beside` belongs to the transaction; what it raises
-        undoes it.
+        What makes no event is a dead letter. `in_transaction` runs in the transaction. An exception
+        from it undoes the transaction.
         """
         judged = judge(self.mapping, batch.findings)
         cursor = None if batch.cursor is None else (self.source, batch.cursor)
@@ -144,15 +146,15 @@ class Intake:
         while True:
             now = Taken(events=waiting, refused=judged.refused, skipped=judged.skipped)
 
-            def together(tx: Any, given: list[Accepted], now: Taken = now) -> None:
+            def together(tx: Transaction, given: list[Accepted], now: Taken = now) -> None:
                 now.answers = given
                 if Accepted.FULL not in given:
                     for finding, reason in now.refused:
-                        self.books.refuse_in(tx, finding, self.source, reason)
-                if beside is not None:
-                    beside(tx, now)
+                        self.lifecycle.bury_finding(tx, finding, self.source, reason)
+                if in_transaction is not None:
+                    in_transaction(tx, now)
 
-            given = await self.books.accept(waiting, cursor=cursor, beside=together)
+            given = await self.lifecycle.accept(waiting, cursor=cursor, in_transaction=together)
             answers.update({e.id: a for e, a in zip(waiting, given, strict=True)})
             waiting = [e for e, a in zip(waiting, given, strict=True) if a is Accepted.FULL]
             if not waiting:

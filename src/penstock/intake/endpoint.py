@@ -22,7 +22,14 @@ from starlette.routing import Route
 from penstock.errors import RequestRefused, StoreUnavailable
 from penstock.intake.accept import Intake, Taken, judge
 from penstock.intake.openapi import document
-from penstock.ports import Accepted, Clock, ServedSource, SourceBooks
+from penstock.ports import (
+    Accepted,
+    Clock,
+    Durability,
+    ServedSource,
+    Transaction,
+    UnitOfWork,
+)
 
 log = logging.getLogger("penstock.serving")
 MAX_HEAD = 16 << 10  # bytes of a request's line and headers
@@ -74,25 +81,24 @@ class Endpoint:
     def __init__(
         self,
         hooks: Sequence[Hook],
-        books: SourceBooks,
+        uow: UnitOfWork,
         clock: Clock,
         *,
         worker: str,
         timeout: float,
     ) -> None:
         self.hooks = {hook.source.path: hook for hook in hooks}
-        self._books, self._clock, self._worker, self._timeout = books, clock, worker, timeout
+        self._uow, self._clock, self._worker, self._timeout = uow, clock, worker, timeout
         self._held = 0
 
-    async def declare(self) -> Any:
+    async def declare(self) -> None:
         """So that `penstock sources` knows them, and can pause them."""
 
-        def work(tx: Any) -> None:
+        def work(tx: Transaction) -> None:
             for hook in self.hooks.values():
-                self._books.declare_in(tx, hook.source.name, hook.url)
+                tx.sources.declare(hook.source.name, hook.url)
                 by = f"signed ({hook.source.signed})" if hook.source.signed else "unsigned"
-                self._books.note_in(
-                    tx,
+                tx.sources.note(
                     hook.source.name,
                     worker=self._worker,
                     position=f"{hook.source.path}, {by}",
@@ -101,7 +107,7 @@ class Endpoint:
 
         while True:
             try:
-                return await self._books.db.write(work, durable=False)
+                return await self._uow.write(work, durability=Durability.RELAXED)
             except StoreUnavailable as e:
                 log.warning("%s", e.message)
             await self._clock.sleep(1.0)
@@ -247,15 +253,15 @@ class Endpoint:
         """All of a request's events or none. Requests that come together share a transaction: that
         is the store's work.
         """
-        beside = partial(self._beside, hook, taken)
+        record = partial(self._record, hook, taken)
         if taken.events:
-            return await hook.intake.books.accept(taken.events, beside=beside)
-        await self._books.db.write(lambda tx: beside(tx, []), durable=False)
+            return await hook.intake.lifecycle.accept(taken.events, in_transaction=record)
+        await self._uow.write(lambda tx: record(tx, []), durability=Durability.RELAXED)
         return []
 
-    def _beside(self, hook: Hook, taken: Taken, tx: Any, answers: list[Accepted]) -> None:
+    def _record(self, hook: Hook, taken: Taken, tx: Transaction, answers: list[Accepted]) -> None:
         """In the transaction that accepts; what is raised here undoes it."""
-        state = self._books.state_in(tx, hook.source.name)
+        state = tx.sources.state(hook.source.name)
         if state is not None and state.paused:
             raise RequestRefused(
                 503, "this hook is paused", hint="send it again later, with the same id", after=60.0
@@ -268,8 +274,7 @@ class Endpoint:
                 after=RETRY_AFTER,
             )
         new, known = answers.count(Accepted.NEW), answers.count(Accepted.KNOWN)
-        self._books.count_in(
-            tx,
+        tx.sources.count(
             hook.source.name,
             new=new,
             known=known,

@@ -6,13 +6,24 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import Any
+from typing import Unpack
 
 from penstock.errors import PenstockError, StoreUnavailable
 from penstock.intake.accept import Intake, Taken
-from penstock.locks import Lock, Lost
+from penstock.locks import Lost
 from penstock.model import Failure
-from penstock.ports import Accepted, Batch, Clock, Source, SourceBooks, SourceState
+from penstock.ports import (
+    Accepted,
+    Batch,
+    Clock,
+    Durability,
+    Lock,
+    Source,
+    SourceNote,
+    SourceState,
+    Transaction,
+    UnitOfWork,
+)
 
 log = logging.getLogger("penstock.sources")
 LOOK = 1.0  # seconds until a pause or a reset is noticed, and between two tries for the lock
@@ -35,7 +46,7 @@ class Reader:
         source: Source,
         url: str,
         intake: Intake,
-        books: SourceBooks,
+        uow: UnitOfWork,
         lock: Lock,
         clock: Clock,
         rng: random.Random,
@@ -43,8 +54,8 @@ class Reader:
         worker: str,
     ) -> None:
         self.source, self.url, self.intake, self.error = source, url, intake, ""
-        self._books, self._lock, self._clock, self._rng, self._worker = (
-            books,
+        self._uow, self._lock, self._clock, self._rng, self._worker = (
+            uow,
             lock,
             clock,
             rng,
@@ -99,12 +110,12 @@ class Reader:
             self._settled = False
             if not await self._lock.take():
                 return LOOK
-            await self._books.db.write(self._declare, durable=False)
-        state, cursor = await self._books.db.read(self._standing)
+            await self._uow.write(self._declare, durability=Durability.RELAXED)
+        state, cursor = await self._uow.read(self._standing)
         if (
             state is None
         ):  # the row is gone, though the lock is ours: books that were put back from a copy
-            await self._books.db.write(self._declare, durable=False)
+            await self._uow.write(self._declare, durability=Durability.RELAXED)
             return 0.0
         self._generation, now = state.generation, self._clock.now()
         every = self.source.every
@@ -132,23 +143,21 @@ class Reader:
         self._settled = True
         return 0.0
 
-    def _declare(self, tx: Any) -> None:
-        self._lock.check_in(tx)
-        self._books.declare_in(tx, self.source.name, self.url)
-        state, every = self._books.state_in(tx, self.source.name), self.source.every
+    def _declare(self, tx: Transaction) -> None:
+        self._lock.verify(tx)
+        tx.sources.declare(self.source.name, self.url)
+        state, every = tx.sources.state(self.source.name), self.source.every
         if (
             every is not None
             and state is not None
             and (state.next_at or 0.0) > (latest := self._clock.now() + every * (1 + JITTER))
         ):
-            self._books.note_in(
-                tx, self.source.name, next_at=latest
+            tx.sources.note(
+                self.source.name, next_at=latest
             )  # it was planned with a longer `every`, or by a clock that went wrong
 
-    def _standing(self, tx: Any) -> tuple[SourceState | None, bytes | None]:
-        return self._books.state_in(tx, self.source.name), self.intake.books.ledger.cursor_in(
-            tx, self.source.name
-        )
+    def _standing(self, tx: Transaction) -> tuple[SourceState | None, bytes | None]:
+        return tx.sources.state(self.source.name), tx.sources.cursor(self.source.name)
 
     async def _round(self, cursor: bytes | None) -> None:
         batches = self.source.read(cursor)
@@ -162,7 +171,9 @@ class Reader:
         self._backlog = batch.lag, batch.backlog
         if batch.findings or batch.cursor is not None:
             self._settled = False
-            await self.intake.take(batch, beside=lambda tx, taken: self._beside(tx, batch, taken))
+            await self.intake.take(
+                batch, in_transaction=lambda tx, taken: self._record(tx, batch, taken)
+            )
         if self.error:
             self._recovered()
             await self._note(error=None)
@@ -179,16 +190,15 @@ class Reader:
                 self._beaten = self._looked
                 await self._note(looked_at=self._looked, worker=self._worker)
 
-    def _beside(self, tx: Any, batch: Batch, taken: Taken) -> None:
+    def _record(self, tx: Transaction, batch: Batch, taken: Taken) -> None:
         """In the transaction that accepts: still ours, still wanted, and counted."""
-        self._lock.check_in(tx)
-        state = self._books.state_in(tx, self.source.name)
+        self._lock.verify(tx)
+        state = tx.sources.state(self.source.name)
         if state is None or state.generation != self._generation or state.paused:
             raise Moved
         answers, now = taken.answers, self._clock.now()
         if Accepted.FULL in answers:
-            self._books.count_in(
-                tx,
+            tx.sources.count(
                 self.source.name,
                 new=answers.count(Accepted.NEW),
                 known=0,
@@ -197,8 +207,7 @@ class Reader:
                 now=now,
             )
             return
-        self._books.count_in(
-            tx,
+        tx.sources.count(
             self.source.name,
             new=answers.count(Accepted.NEW),
             known=answers.count(Accepted.KNOWN),
@@ -206,14 +215,14 @@ class Reader:
             refused=len(taken.refused),
             now=now,
         )
-        values: dict[str, Any] = {
+        values: SourceNote = {
             "lag": batch.lag,
             "backlog": batch.backlog,
             "worker": self._worker,
         }
         if batch.cursor is not None:
             values["position"] = self.source.describe(batch.cursor)
-        self._books.note_in(tx, self.source.name, **values)
+        tx.sources.note(self.source.name, **values)
 
     # -- what others see ---------------------------------------------------------------------------
 
@@ -256,20 +265,17 @@ class Reader:
             log.info("source %s is read again", self.source.name)
             self.error = ""
 
-    async def _note(self, **values: Any) -> None:
-        def work(tx: Any) -> None:
-            self._lock.check_in(tx)
-            state = self._books.state_in(tx, self.source.name)
+    async def _note(self, **values: Unpack[SourceNote]) -> None:
+        def work(tx: Transaction) -> None:
+            self._lock.verify(tx)
+            state = tx.sources.state(self.source.name)
             if (
                 state is not None and state.generation != self._generation >= 0
             ):  # what was seen is of a position that is not wanted any more
                 raise Moved
-            self._books.note_in(tx, self.source.name, **values)
+            tx.sources.note(self.source.name, **values)
 
-        await self._books.db.write(work, durable=False)
+        await self._uow.write(work, durability=Durability.RELAXED)
 
     async def _state(self) -> SourceState | None:
-        state: SourceState | None = await self._books.db.read(
-            lambda tx: self._books.state_in(tx, self.source.name)
-        )
-        return state
+        return await self._uow.read(lambda tx: tx.sources.state(self.source.name))

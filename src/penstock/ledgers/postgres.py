@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.ledgers.sql.events import SCHEMA, SqlLedger
+from penstock.ledgers.sql.ledger import SCHEMA, SqlLedger
 from penstock.ports import Clock
 from penstock.rules.identity import DEFAULT_TRACKING, tracking
 from penstock.stores.context import Context
@@ -37,7 +37,7 @@ class PostgresLedger(SqlLedger):
         super().__init__(db, clock, tracking)
         self._looked = (0, 0)  # day and rollbacks when the weeks were last looked after
 
-    def forget_in(self, tx: Tx, rows: Sequence[tuple[int]], before: float) -> None:
+    def forget_history(self, tx: Tx, rows: Sequence[tuple[int]], before: float) -> None:
         """Weeks that have passed go as a whole; what their events still need (dead letters,
         baselines) is carried over first.
         """
@@ -72,7 +72,7 @@ class PostgresLedger(SqlLedger):
         tx.execute("SET LOCAL lock_timeout TO '30s'")
         self._looked = looked
 
-    def entered_in(self, tx: Tx) -> int | None:
+    def entered(self, tx: Tx) -> int | None:
         """A sequence also counts what was rolled back."""
         return None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.ledgers.sql.events import STANDING, SqlLedger
+from penstock.ledgers.sql.ledger import STATE, SqlLedger
 from penstock.rules.identity import tracking
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx
@@ -18,14 +18,14 @@ _NOTE_ALL = (
     "INSERT INTO history(event, at, status, worker, stage, reason) SELECT value, ?, ?, ?, ?, ? FROM json_each(?) WHERE true"
     " ON CONFLICT(event, at, status) DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=NULL, reason=excluded.reason"
 )
-_STANDINGS = f"SELECT {STANDING} FROM json_each(?) CROSS JOIN event e ON e.id=value"
+_STATES = f"SELECT {STATE} FROM json_each(?) CROSS JOIN event e ON e.id=value"
 
 
 class SqliteLedger(SqlLedger):
-    def _standing_rows(self, tx: Tx, event_ids: Sequence[str]) -> list[Any]:
-        return tx.execute(_STANDINGS, (msgspec.json.encode(event_ids).decode(),)).fetchall()
+    def state_rows(self, tx: Tx, ids: Sequence[str]) -> list[Any]:
+        return tx.execute(_STATES, (msgspec.json.encode(ids).decode(),)).fetchall()
 
-    def _note_all(
+    def record_all(
         self,
         tx: Tx,
         events: Sequence[int],

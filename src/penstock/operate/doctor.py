@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 from penstock import locks
 from penstock.errors import PenstockError
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from penstock.authoring.pipeline import Pipeline
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
-    from penstock.ports import StoreFacts
-    from penstock.ports.reports import Audit, OpenPorts
+    from penstock.ports import Clock, StoreFacts, Transaction, UnitOfWork
+    from penstock.ports.reports import Audit
 
 T = TypeVar("T")
 LOW, VERY_LOW = 1 << 30, 64 << 20  # bytes of free disk space: below them warn, and fail
@@ -53,10 +53,37 @@ class Probe(Protocol):
     async def close(self) -> None: ...
 
 
-def ask(stores: OpenPorts, question: Callable[[Any], T]) -> T:
+class StoreFile(Protocol):
+    """The store of the ledger, as `doctor` and a starting worker look at it."""
+
+    @property
+    def path(self) -> str:
+        """Its name in messages. Contains no password."""
+
+    @property
+    def file(self) -> Path | None:
+        """Its file on this machine, or None for a server."""
+
+    def check(self) -> list[str]:
+        """Return what is damaged, in sentences."""
+
+
+class OpenStores(Protocol):
+    """What `doctor` needs of the open stores."""
+
+    @property
+    def uow(self) -> UnitOfWork: ...
+
+    @property
+    def db(self) -> StoreFile: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+
+def ask(stores: OpenStores, question: Callable[[Transaction], T]) -> T:
     """Run `question` in one snapshot, so that all its statements see the same state."""
-    answer: T = stores.db.moment(question)
-    return answer
+    return stores.uow.snapshot(question)
 
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -205,7 +232,7 @@ async def _sandbox(sandbox: Probe) -> Finding:
 # -- the store -------------------------------------------------------------------------------------
 
 
-def store(stores: OpenPorts, workers: Path) -> Iterator[Finding]:
+def store(stores: OpenStores, workers: Path) -> Iterator[Finding]:
     problems = stores.db.check()
     if problems:
         yield Finding(
@@ -224,9 +251,7 @@ def store(stores: OpenPorts, workers: Path) -> Iterator[Finding]:
     now = stores.clock.now()
     audit = ask(
         stores,
-        lambda tx: stores.reports.audit(
-            tx, stores.broker.audit_in(tx, now), entered=stores.ledger.entered_in(tx)
-        ),
+        lambda tx: tx.reports.audit(tx.queue_reports.audit(now), entered=tx.counters.entered()),
     )
     yield _accounting(audit)
     yield _queue(audit)
@@ -242,7 +267,7 @@ def store(stores: OpenPorts, workers: Path) -> Iterator[Finding]:
         )
     else:
         yield Finding("clock", "ok", "not behind the newest event in the ledger")
-    for topic, reason in ask(stores, stores.broker.paused_in).items():
+    for topic, reason in ask(stores, lambda tx: tx.queue.paused()).items():
         yield Finding("paused", "warn", f"{topic}: {reason}", f"penstock topics resume {topic}")
 
 
@@ -310,8 +335,8 @@ def _queue(a: Audit) -> Finding:
     return Finding("queue", "ok", "every open event is queued once")
 
 
-def _workers(stores: OpenPorts, directory: Path, a: Audit) -> Iterator[Finding]:
-    held = ask(stores, lambda tx: stores.broker.running_in(tx, SCAN))
+def _workers(stores: OpenStores, directory: Path, a: Audit) -> Iterator[Finding]:
+    held = ask(stores, lambda tx: tx.queue_reports.leases_by_worker(SCAN))
     dead = {worker: n for worker, n in held.items() if not locks.worker_alive(directory, worker)}
     alive = [sign for sign in directory.glob("*.alive") if locks.holder_alive(sign)]
     if dead:
@@ -334,7 +359,7 @@ def _workers(stores: OpenPorts, directory: Path, a: Audit) -> Iterator[Finding]:
         )
 
 
-def _sinks(stores: OpenPorts, a: Audit) -> Iterator[Finding]:
+def _sinks(stores: OpenStores, a: Audit) -> Iterator[Finding]:
     for name, noted, rows in a.outbox:
         if noted != rows:
             yield Finding(
@@ -343,7 +368,7 @@ def _sinks(stores: OpenPorts, a: Audit) -> Iterator[Finding]:
                 f"{name}: {noted:,} rows should be waiting, {rows:,} are",
                 "keep a copy of the state directory, and report this",
             )
-    for sink in ask(stores, stores.reports.sinks):
+    for sink in ask(stores, lambda tx: tx.reports.sinks()):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
         end = (
@@ -417,10 +442,8 @@ def _file_of(name: str) -> Path | None:
     return Path(path.partition("?")[0]) if scheme in ("jsonl", "csv") and path else None
 
 
-def _pages(stores: OpenPorts) -> Iterator[Finding]:
-    (pages, total), problems = ask(
-        stores, lambda tx: (stores.pages.totals_in(tx), stores.pages.problems_in(tx))
-    )
+def _pages(stores: OpenStores) -> Iterator[Finding]:
+    (pages, total), problems = ask(stores, lambda tx: (tx.pages.totals(), tx.pages.problems()))
     if problems:
         yield Finding(
             "pages",

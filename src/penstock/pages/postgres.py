@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import zstandard
 
 from penstock.errors import Unreachable
 from penstock.model import page_id
-from penstock.ports import Clock
+from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.postgres.arrays import byteas
 from penstock.stores.postgres.store import PostgresStore
@@ -37,7 +36,7 @@ PRUNE = 2000  # pages read by one statement
 MAX_PRUNE_BATCHES = 10  # such statements in one transaction, because other writers wait for it
 
 
-class Staged(msgspec.Struct):
+class Staged(StagedPages):
     """Pages to store: new ones, and those that this process knows to be stored."""
 
     new: dict[str, tuple[bytes, int]] = {}  # id -> compressed body, size
@@ -75,11 +74,12 @@ class PostgresPages:
                 staged.new[id_] = (self._compressor.compress(body), len(body))
         return staged
 
-    async def send(self, staged: Staged) -> None:
+    async def send(self, staged: StagedPages) -> None:
         """Write the pages. They are stored when it returns.
 
         Raises StoreUnavailable. Retention deletes pages that no event refers to.
         """
+        assert isinstance(staged, Staged)
         if staged.new or staged.again:
             await self.db.write(
                 lambda tx: self._send(tx, staged), durable=not self.shared, alone=False
@@ -117,11 +117,12 @@ class PostgresPages:
             ],
         )
 
-    def index_in(self, tx: Tx, staged: Staged) -> list[str]:
+    def index_in(self, tx: Tx, staged: StagedPages) -> list[str]:
         """Return the ids of pages that are not stored, or no longer.
 
         Return [] if the pages are not in the ledger's store: there `send` has checked it.
         """
+        assert isinstance(staged, Staged)
         ids = [*staged.new, *staged.again]
         if not ids or not self.shared:
             return []
@@ -134,7 +135,8 @@ class PostgresPages:
         }
         return [h for h in ids if h not in found]
 
-    def forget(self, staged: Staged) -> None:
+    def forget(self, staged: StagedPages) -> None:
+        assert isinstance(staged, Staged)
         for h in [*staged.new, *staged.again]:
             self._known.pop(h, None)
 

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import obstore
 import zstandard
 from obstore.exceptions import BaseError
 
 from penstock.errors import PenstockError, StoreUnavailable, Unreachable
 from penstock.model import page_id
-from penstock.ports import Clock
+from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.s3 import bucket_at, error_text, refused
 from penstock.stores.sql import SqlStore, Tx
@@ -40,7 +39,7 @@ PROBE_OBJECT = "penstock"  # object that is written and read at the start, to ch
 log = logging.getLogger("penstock.pages")
 
 
-class Staged(msgspec.Struct):
+class Staged(StagedPages):
     """Pages to store: new ones, and those that this process knows to be stored."""
 
     new: dict[str, tuple[str, bytes, int]] = {}  # id -> object name, compressed body, size
@@ -93,8 +92,9 @@ class S3Pages:
             len(body),
         )
 
-    async def send(self, staged: Staged) -> None:
+    async def send(self, staged: StagedPages) -> None:
         """Write objects. They have no index row yet. Raises StoreUnavailable."""
+        assert isinstance(staged, Staged)
         if not staged.new and not staged.again:
             return
         there = await self.db.read(
@@ -127,12 +127,13 @@ class S3Pages:
                 hint="check that the bucket can be reached and written",
             ) from e
 
-    def index_in(self, tx: Tx, staged: Staged) -> list[str]:
+    def index_in(self, tx: Tx, staged: StagedPages) -> list[str]:
         """Insert index rows of the new objects.
 
         Return the ids in `again` that are no longer stored, because retention has deleted them,
         maybe in another process.
         """
+        assert isinstance(staged, Staged)
         now = self.clock.now()
         if staged.new:
             tx.executemany(
@@ -158,7 +159,8 @@ class S3Pages:
         there = self._rows(tx, "hash", list(staged.again))
         return [h for h in staged.again if h not in there]
 
-    def forget(self, staged: Staged) -> None:
+    def forget(self, staged: StagedPages) -> None:
+        assert isinstance(staged, Staged)
         for h in [*staged.new, *staged.again]:
             self._known.pop(h, None)
 

@@ -14,13 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import zstandard
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
 from penstock.model import page_id
-from penstock.ports import Clock
+from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
 
@@ -44,7 +43,7 @@ MOVE_BYTES = 4 << 20
 ORPHANED = 3600.0  # seconds after which a segment without index rows is deleted
 
 
-class Staged(msgspec.Struct):
+class Staged(StagedPages):
     """Bytes in a segment that have no index row yet."""
 
     segment: str = ""
@@ -171,8 +170,9 @@ class SegmentStore:
                 self._name, self._end, self._lock = name, 0, lock
                 return
 
-    async def send(self, staged: Staged) -> None:
+    async def send(self, staged: StagedPages) -> None:
         """Sync before the transaction, so that it is not open while the disk syncs."""
+        assert isinstance(staged, Staged)
         if staged.rows and self.db.durability == "full":
             try:
                 await asyncio.get_running_loop().run_in_executor(
@@ -203,12 +203,13 @@ class SegmentStore:
             finally:
                 os.close(fd)
 
-    def index_in(self, tx: Tx, staged: Staged) -> list[str]:
+    def index_in(self, tx: Tx, staged: StagedPages) -> list[str]:
         """Insert the index rows. Sync the bytes before the commit, if `send` has not.
 
         So a row never refers to bytes that a power cut could lose. Return the ids in `again` that
         are no longer stored, because retention has deleted them, maybe in another process.
         """
+        assert isinstance(staged, Staged)
         now = self.clock.now()
         if staged.rows:
             if self.db.durability == "full" and not staged.synced:
@@ -234,8 +235,9 @@ class SegmentStore:
         there = {h.hex() for (h,) in found}
         return [h for h in staged.again if h not in there]
 
-    def forget(self, staged: Staged) -> None:
+    def forget(self, staged: StagedPages) -> None:
         """Remove the pages from the cache of stored pages, because the transaction failed."""
+        assert isinstance(staged, Staged)
         for h in [*(row[0] for row in staged.rows), *staged.again]:
             self._known.pop(h, None)
 

@@ -4,14 +4,16 @@ from penstock.ports.broker import (
     Broker,
     Capabilities,
     Delivery,
+    LeaseTracking,
     Out,
+    Partitioned,
     Published,
     QueueAudit,
     Stats,
     Subscription,
     TopicSpec,
 )
-from penstock.ports.claims import Holder
+from penstock.ports.claims import ClaimChange, ClaimTable, ExternalClaims, Holder
 from penstock.ports.clock import Clock
 from penstock.ports.events import Accepted, Admitted, Baseline, End, PageMeta, Status
 from penstock.ports.extraction import Extracted, Extraction, FetchedPage
@@ -24,8 +26,23 @@ from penstock.ports.fetching import (
     PageFetcher,
     Response,
 )
-from penstock.ports.hosts import Exempt, Pace, ProxyHealth, RobotsCache
-from penstock.ports.pages import PageStore
+from penstock.ports.hosts import CachedRobots, Exempt, HostTable, Pace, ProxyHealth, RobotsCache
+from penstock.ports.ledger import (
+    Counters,
+    DeadLetter,
+    DeadLetters,
+    EventLookup,
+    EventMaintenance,
+    Events,
+    EventState,
+    NewEvent,
+    Start,
+    StoredEvent,
+)
+from penstock.ports.locks import Lock, LockTable
+from penstock.ports.outbox import Line, OutboxTable
+from penstock.ports.pages import PageIndex, PageStore, StagedPages
+from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
 from penstock.ports.sink import FileSink, Reopen, Row, Sink, TableSink
 from penstock.ports.source import (
     Batch,
@@ -34,10 +51,12 @@ from penstock.ports.source import (
     SlotInfo,
     Slotted,
     Source,
-    SourceBooks,
+    SourceNote,
+    Sources,
     SourceState,
 )
-from penstock.ports.store import Store, StoreFacts
+from penstock.ports.store import Durability, StoreFacts, Transaction, UnitOfWork
+from penstock.ports.topics import Topics
 
 __all__ = [
     "Accepted",
@@ -45,14 +64,26 @@ __all__ = [
     "Baseline",
     "Batch",
     "Broker",
+    "CachedRobots",
     "Cancellable",
     "Capabilities",
+    "ClaimChange",
+    "ClaimTable",
     "Clock",
+    "Counters",
+    "DeadLetter",
+    "DeadLetters",
     "Delivery",
     "DirectFetcher",
     "Done",
+    "Durability",
     "End",
+    "EventLookup",
+    "EventMaintenance",
+    "EventState",
+    "Events",
     "Exempt",
+    "ExternalClaims",
     "Extracted",
     "Extraction",
     "FetchedPage",
@@ -61,14 +92,27 @@ __all__ = [
     "Finding",
     "Holder",
     "Hop",
+    "HostTable",
+    "LeaseTracking",
+    "Line",
+    "Lock",
+    "LockTable",
+    "Members",
+    "NewEvent",
     "Out",
+    "OutboxTable",
+    "Outgoing",
     "Pace",
     "PageFetcher",
+    "PageIndex",
     "PageMeta",
     "PageStore",
+    "Partitioned",
     "ProxyHealth",
     "Published",
+    "Queue",
     "QueueAudit",
+    "QueueReports",
     "Reopen",
     "Response",
     "RobotsCache",
@@ -78,13 +122,19 @@ __all__ = [
     "SlotInfo",
     "Slotted",
     "Source",
-    "SourceBooks",
+    "SourceNote",
     "SourceState",
+    "Sources",
+    "StagedPages",
+    "Start",
     "Stats",
     "Status",
-    "Store",
     "StoreFacts",
+    "StoredEvent",
     "Subscription",
     "TableSink",
     "TopicSpec",
+    "Topics",
+    "Transaction",
+    "UnitOfWork",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -148,6 +148,31 @@ class Broker(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class LeaseTracking(Protocol):
+    """A subscription that knows without a request whether it still holds a lease."""
+
+    def holds(self, delivery: Delivery) -> bool: ...
+
+
+@runtime_checkable
+class Partitioned(Protocol):
+    """A broker whose topics have partitions."""
+
+    async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
+        """Return name, partition, end, committed and lag of each partition."""
+
+    async def replay(
+        self,
+        topic: str,
+        group: str,
+        *,
+        since: float,
+        offsets: Mapping[int, int] | None = None,
+    ) -> int:
+        """Replay from these offsets of partitions, or from a time."""
 
 
 class QueueAudit(msgspec.Struct, frozen=True, kw_only=True):

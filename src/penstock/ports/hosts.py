@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
+
+from penstock.rules.pace import HostState
+from penstock.rules.proxies import Health
 
 
 class RobotsCache(Protocol):
@@ -61,6 +64,9 @@ class Pace(Protocol):
         above.
         """
 
+    def gap(self, host: str) -> float:
+        """Return the seconds between two requests, as of the last reservation. 0 is unlimited."""
+
     async def refresh(self) -> None:
         """Bring the local view up to date."""
 
@@ -82,7 +88,7 @@ class ProxyHealth(Protocol):
     """
 
     @property
-    def view(self) -> Mapping[tuple[str, str], Any]:
+    def view(self) -> Mapping[tuple[str, str], Health]:
         """(proxy, host) → rules.proxies.Health of all that had trouble; a local view at most
         seconds old.
         """
@@ -103,3 +109,48 @@ class ProxyHealth(Protocol):
 
     async def listed(self, pool: str, members: int, error: str) -> None:
         """What became of fetching a pool's list; for people."""
+
+
+class CachedRobots(msgspec.Struct, frozen=True):
+    """A cached robots.txt. Status 0 means that it could not be reached."""
+
+    origin: str
+    status: int
+    until: float
+    body: bytes
+
+
+class HostTable(Protocol):
+    """State of hosts and exceptions from rules, for operators.
+
+    On Redis these calls take no part in the transaction.
+    """
+
+    def reserve(self, wants: Mapping[str, int], within: float) -> Mapping[str, Sequence[float]]:
+        """Reserve slots as `Pace.reserve` does, inside the transaction."""
+
+    def state(self, host: str) -> HostState: ...
+
+    def change(self, host: str, change: Callable[[HostState], HostState]) -> HostState:
+        """Replace the state of a host. `change` may run twice."""
+
+    def list(self, limit: int) -> dict[str, HostState]:
+        """Return hosts with a state. Blocked hosts and hosts with own limits come first."""
+
+    def robots(self, host: str) -> Sequence[CachedRobots]: ...
+
+    def exceptions(
+        self, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000
+    ) -> Sequence[Exempt]:
+        """Return exceptions of these hosts, or of all, newest first.
+
+        With `ended`, past exceptions are included.
+        """
+
+    def add_exception(
+        self, kind: str, host: str, reason: str, who: str, *, once: bool = False
+    ) -> None:
+        """Start an exception. It replaces a current one. `once`: it ends at the same time."""
+
+    def end_exception(self, kind: str, host: str) -> bool:
+        """End an exception. Return False if there was none."""

@@ -1,50 +1,78 @@
-"""The store of fetched pages."""
+"""The store of fetched pages. Bytes are stored first, then the ledger's transaction indexes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+
+class StagedPages(msgspec.Struct):
+    """Pages that were staged and not yet indexed. Each store has its own kind."""
 
 
 class PageStore(Protocol):
-    """Raw responses, content-addressed, compressed, stored once. Bytes first, then the row that
-    names them, in the books' transaction. The `_in` methods are given the ledger's transaction,
-    wherever the bytes lie.
-    """
+    """Bodies of responses, content-addressed and compressed. Each body is stored once."""
 
-    remote: bool  # the bytes go over a network
+    remote: bool  # the bodies go over a network
 
     async def start(self) -> None:
-        """Only where `remote`, before the first page: raises Unreachable where pages could not be
-        stored and read.
+        """Check that pages can be stored and read, before the first page. Raises Unreachable."""
+
+    def stage(self, pages: Iterable[tuple[str, bytes]]) -> StagedPages:
+        """Write the new ones of (id, body). They cannot be found before they are indexed.
+
+        Raises StoreUnavailable.
         """
 
-    def stage(self, pages: Iterable[tuple[str, bytes]]) -> Any:
-        """Write what is new, of (id, body). Nobody can find it yet, and a crash now leaves nothing
-        visible. Raises StoreUnavailable.
-        """
+    async def send(self, staged: StagedPages) -> None:
+        """Make staged bodies durable, outside the ledger's transaction. Raises StoreUnavailable."""
 
-    async def send(self, staged: Any) -> None:
-        """The bytes are there, and durable, when it returns; before the books' transaction, which
-        nobody should hold open for that long. Raises StoreUnavailable.
-        """
-
-    def index_in(self, tx: Any, staged: Any) -> Sequence[str]:
-        """Make staged bytes durable and findable, inside the store's transaction. Returns ids that
-        were taken for stored but are gone: stage them again.
-        """
-
-    def forget(self, staged: Any) -> None:
-        """That transaction failed."""
+    def forget(self, staged: StagedPages) -> None:
+        """Discard staged pages whose transaction failed."""
 
     async def get(self, page: str) -> bytes | None:
-        """The body as it was decoded off the wire, unchanged; None where retention took it."""
+        """Return the decoded body, or None if retention deleted it."""
 
-    def sizes_in(self, tx: Any, pages: Sequence[str]) -> Mapping[str, int]:
-        """Of these, the ones that are stored, with the sizes of their bodies."""
+    def close(self) -> None: ...
 
-    def totals_in(self, tx: Any) -> tuple[int, int]:
-        """(pages stored, bytes they take)."""
 
-    def problems_in(self, tx: Any) -> Sequence[str]:
-        """What is wrong with the place they lie in, in sentences; [] is good. For doctor."""
+class PageIndex(Protocol):
+    """The index of stored pages, inside one transaction of the ledger."""
+
+    def index(self, staged: StagedPages) -> Sequence[str]:
+        """Make staged pages durable and findable.
+
+        Return ids that were believed to be stored but are gone. They must be staged again.
+        """
+
+    def read(self, page: str) -> bytes | None:
+        """Return the decoded body, or None if retention deleted it."""
+
+    def find(self, prefix: str) -> list[str]:
+        """Return ids of stored pages that start with a prefix."""
+
+    def sizes(self, pages: Sequence[str]) -> Mapping[str, int]:
+        """Return the body sizes of those pages that are stored."""
+
+    def totals(self) -> tuple[int, int]:
+        """Return (pages stored, bytes they occupy)."""
+
+    def problems(self) -> Sequence[str]:
+        """Return what is wrong with the store, in sentences, for `doctor`."""
+
+    def prune(
+        self,
+        *,
+        older_than: float | None,
+        max_bytes: int | None,
+        keep: Callable[[Sequence[str]], set[str]],
+    ) -> tuple[int, int]:
+        """Delete pages by age and total size, except those that `keep` returns.
+
+        Return (pages, bytes) deleted.
+        """
+
+    def sweep(self) -> None:
+        """Delete files that an earlier, committed transaction marked for deletion."""

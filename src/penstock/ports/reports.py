@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 from penstock.ports.broker import QueueAudit
-from penstock.ports.clock import Clock
 from penstock.ports.events import PageMeta
 
 SCAN = 200_000  # rows looked at, newest first, where no index answers
@@ -159,27 +158,26 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Reports(Protocol):
-    """Pure reads in a caller's transaction, each by an index or within a stated bound."""
+    """Reads for people, inside one transaction. Each uses an index or has a stated bound."""
 
     # -- status and audit --------------------------------------------------------------------------
 
-    def standing(self, tx: Any, broker: Any) -> Standing:
+    def standing(self) -> Standing:
         """All that `status` shows. Reads counters, never counts events."""
 
-    def sinks(self, tx: Any) -> list[SinkState]: ...
+    def sinks(self) -> list[SinkState]: ...
 
-    def audit(self, tx: Any, queue: QueueAudit, *, entered: int | None) -> Audit:
+    def audit(self, queue: QueueAudit, *, entered: int | None) -> Audit:
         """Everything that must agree with something else. Slow: it counts whole tables."""
 
     # -- events ------------------------------------------------------------------------------------
 
-    def event(self, tx: Any, id_: str) -> EventRow | None: ...
+    def event(self, id_: str) -> EventRow | None: ...
 
-    def newest(self, tx: Any) -> EventRow | None: ...
+    def newest(self) -> EventRow | None: ...
 
     def events(
         self,
-        tx: Any,
         *,
         status: str | None = None,
         host: str | None = None,
@@ -187,47 +185,46 @@ class Reports(Protocol):
         url_key: bytes | None = None,
         limit: int = 50,
         everything: bool = False,
-        broker: Any,
     ) -> Listing:
         """Newest first (delayed: due next first). Filters without an index look at the newest SCAN
         events only, unless everything is asked for.
         """
 
-    def ids_like(self, tx: Any, prefix: str, most: int = 6) -> list[str]:
+    def ids_like(self, prefix: str, most: int = 6) -> list[str]:
         """Event ids that begin so."""
 
-    def traces_like(self, tx: Any, prefix: str, most: int = 6) -> list[str]:
+    def traces_like(self, prefix: str, most: int = 6) -> list[str]:
         """Trace ids that begin so."""
 
-    def of_url(self, tx: Any, key: bytes, most: int) -> list[EventRow]:
+    def of_url(self, key: bytes, most: int) -> list[EventRow]:
         """Newest first."""
 
-    def of_trace(self, tx: Any, trace: str, most: int) -> list[EventRow]:
+    def of_trace(self, trace: str, most: int) -> list[EventRow]:
         """In the order they were accepted."""
 
-    def trace_size(self, tx: Any, trace: str) -> int:
+    def trace_size(self, trace: str) -> int:
         """At most SCAN."""
 
-    def history(self, tx: Any, n: int) -> list[Step]: ...
+    def history(self, n: int) -> list[Step]: ...
 
-    def duplicates_of(self, tx: Any, id_: str, most: int = 20) -> list[tuple[str, str]]:
+    def duplicates_of(self, id_: str, most: int = 20) -> list[tuple[str, str]]:
         """(event, trace) of what ended as a duplicate of it."""
 
-    def records_of(self, tx: Any, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
+    def records_of(self, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
         """Event number → (extractor, key) of the records that are still from it. None: too many
         records to look through.
         """
 
     # -- pages -------------------------------------------------------------------------------------
 
-    def page_of_url(self, tx: Any, key: bytes, sizes: Sizes) -> str | None:
+    def page_of_url(self, key: bytes, sizes: Sizes) -> str | None:
         """The newest page of a URL that is still stored."""
 
-    def event_of_page(self, tx: Any, page: str) -> EventRow | None:
+    def event_of_page(self, page: str) -> EventRow | None:
         """The newest event that fetched it, among the newest SCAN."""
 
     def paged_events(
-        self, tx: Any, limit: int, sizes: Sizes, host: str | None = None
+        self, limit: int, sizes: Sizes, host: str | None = None
     ) -> Iterator[tuple[EventRow, int | None]]:
         """The newest events that have a page, each page once, with its size (None: retention took
         it).
@@ -235,11 +232,10 @@ class Reports(Protocol):
 
     # -- dead letters ------------------------------------------------------------------------------
 
-    def letter(self, tx: Any, event_id: str) -> Letter | None: ...
+    def letter(self, event_id: str) -> Letter | None: ...
 
     def letters(
         self,
-        tx: Any,
         which: Filter,
         *,
         after: int = 0,
@@ -248,29 +244,13 @@ class Reports(Protocol):
         newest_first: bool = False,
     ) -> list[Letter]: ...
 
-    def letter_count(self, tx: Any, which: Filter) -> int: ...
+    def letter_count(self, which: Filter) -> int: ...
 
-    def last_letter(self, tx: Any) -> int:
+    def last_letter(self) -> int:
         """The number of the newest. 0: there is none."""
 
-    def letters_like(self, tx: Any, prefix: str, most: int = 6) -> list[str]:
+    def letters_like(self, prefix: str, most: int = 6) -> list[str]:
         """Events with a letter whose id begins so."""
 
-    def letter_groups(self, tx: Any, which: Filter, most: int) -> tuple[list[Cause], int]:
+    def letter_groups(self, which: Filter, most: int) -> tuple[list[Cause], int]:
         """(causes, letters in all), the largest cause first."""
-
-
-# -- all that is open ------------------------------------------------------------------------------
-
-
-class OpenPorts(Protocol):
-    """The adapters of one configuration, open: what an operator's questions and decisions need."""
-
-    db: Any
-    clock: Clock
-    broker: Any
-    ledger: Any
-    claims: Any
-    hosts: Any
-    pages: Any
-    reports: Reports

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
+
+Tx = TypeVar("Tx", contravariant=True)  # a transaction of the database that has the table
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -61,7 +63,7 @@ class FileSink(Sink, Protocol):
 
 
 @runtime_checkable
-class TableSink(Sink, Protocol):
+class TableSink(Sink, Protocol[Tx]):
     """A sink whose table may lie in a database that is also a store: then it is written in the
     books' transaction, and needs no outbox.
     """
@@ -69,8 +71,8 @@ class TableSink(Sink, Protocol):
     def shares(self, url: str) -> bool:
         """Is this store's database the table's own?"""
 
-    def prepare_in(self, tx: Any) -> None:
+    def prepare_in(self, tx: Tx) -> None:
         """Before the first `write_in`. Raises ConfigError: the table is somebody else's."""
 
-    def write_in(self, tx: Any, rows: Sequence[Row]) -> None:
+    def write_in(self, tx: Tx, rows: Sequence[Row]) -> None:
         """As `write`, in the caller's transaction."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import msgspec
 
@@ -159,17 +159,46 @@ class Slotted(Protocol):
         """False: there was none."""
 
 
-class SourceBooks(Protocol):
-    """The state of sources in the ledger's store; each method belongs to a caller's transaction."""
+class SourceNote(TypedDict, total=False):
+    """Columns of a source's state that its reader sets."""
 
-    db: Any
+    worker: str | None
+    settled_at: float | None
+    looked_at: float | None
+    next_at: float | None
+    error: str | None
+    error_at: float | None
+    lag: float | None
+    backlog: int | None
+    position: str | None
 
-    def declare_in(self, tx: Any, name: str, url: str) -> None: ...
 
-    def state_in(self, tx: Any, name: str) -> SourceState | None: ...
+class Sources(Protocol):
+    """State and cursors of sources in the ledger, inside one transaction."""
 
-    def count_in(
-        self, tx: Any, name: str, *, new: int, known: int, skipped: int, refused: int, now: float
-    ) -> None: ...
+    def cursor(self, name: str) -> bytes | None:
+        """Return the durable position of a source."""
 
-    def note_in(self, tx: Any, name: str, **values: Any) -> None: ...
+    def move_cursor(self, name: str, body: bytes | None, now: float) -> None: ...
+
+    def declare(self, name: str, url: str) -> None:
+        """Insert the source, or update its URL."""
+
+    def state(self, name: str) -> SourceState | None: ...
+
+    def all(self) -> list[SourceState]:
+        """Return all sources, by name."""
+
+    def count(
+        self, name: str, *, new: int, known: int, skipped: int, refused: int, now: float
+    ) -> None:
+        """Add to the counters of a source."""
+
+    def note(self, name: str, **values: Unpack[SourceNote]) -> None:
+        """Set columns of a source's state."""
+
+    def pause(self, name: str, reason: str | None) -> None:
+        """Pause a source, or resume it if `reason` is None."""
+
+    def reset(self, name: str) -> None:
+        """Start a new generation: an operator set the position, and its reader starts there."""

@@ -14,7 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,11 +23,12 @@ from penstock.authoring.load import load
 from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.clock import SystemClock
 from penstock.config.schema import Config
+from penstock.engine.admission import PARK_AFTER
 from penstock.engine.flusher import Flusher
 from penstock.engine.hooks import HookRunner
-from penstock.engine.lifecycle import PARK_BEYOND, Books
+from penstock.engine.relay import RelayChores
+from penstock.engine.settings import SinkBinding
 from penstock.engine.signals import Signals
-from penstock.engine.unit_of_work import SinkBinding
 from penstock.engine.worker import ENTRY, Options, Stage, Worker
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, StoreUnavailable, Unreachable
 from penstock.extraction.in_process import InProcess
@@ -44,25 +45,35 @@ from penstock.model import mint
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
+from penstock.operate.hosts import apply_configured_exceptions
 from penstock.ports import (
     Clock,
+    Durability,
     Extraction,
     Fetcher,
-    Pace,
-    RobotsCache,
     Row,
     ServedSource,
     Sink,
     Source,
     TableSink,
+    Transaction,
 )
 from penstock.rules import retry
 from penstock.rules.masking import mask
 from penstock.rules.proxies import Member
 from penstock.rules.robots import product_token
-from penstock.runtime.stores import Politeness, Stores, adapter, open_stores, settings, worker_id
+from penstock.runtime.assembly import HostAccess
+from penstock.runtime.stores import (
+    Politeness,
+    Stores,
+    adapter,
+    open_stores,
+    settings,
+    worker_id,
+)
 from penstock.sinks.sqlite import SqliteSink
 from penstock.sources.base import SourceContext
+from penstock.stores.sql import Tx
 
 if TYPE_CHECKING:
     from penstock.intake.http_server import Listener
@@ -82,10 +93,6 @@ FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
 
 
 # -- running ---------------------------------------------------------------------------------------
-
-
-class PaceWithRobots(Pace, RobotsCache, Protocol):
-    """The claims: they hold both."""
 
 
 class Running:
@@ -151,17 +158,17 @@ class Running:
                 "fetch" in self.roles or not self.config.pages.inline_max
             ):  # else the messages may bring all there is to read
                 await self.stores.pages.start()
-            await self.stores.books.reclaim(self.stores.workers_directory)
+            await self.stores.maintenance.reclaim(self.stores.workers_directory)
             if "extract" in self.roles:
                 extraction, suspects = await self._open_extraction()
             if "fetch" in self.roles:
                 fetcher = open_fetcher(self.config)
                 await self.stores.claims.refresh()
-                await self.stores.db.write(
-                    lambda tx: self.stores.hosts.configured_in(
-                        tx, exceptions(self.config), operator()
+                await self.stores.uow.write(
+                    lambda tx: apply_configured_exceptions(
+                        tx.hosts, exceptions(self.config), operator()
                     ),
-                    durable=False,
+                    durability=Durability.RELAXED,
                 )
                 self.proxies = Proxies(
                     self.config.proxies,
@@ -172,32 +179,33 @@ class Running:
                 )
                 await self.stores.proxies.refresh()
             bindings = self._bind_sinks()
-            books = self.stores.with_settings(
+            self.stores.with_settings(
                 settings(self.config, sinks=bindings, hooks=bool(self.pipeline.hooks))
             )
             dead_before = await self._dead()
             if "source" in self.roles and not all(source.served for source, _ in self.sources):
                 for_sources = open_fetcher(self.config, max_body=SOURCE_BODY)
-                self._open_readers(books, for_sources)
+                self._open_readers(for_sources)
                 await self.stores.claims.refresh()
             if self.served:
-                self.listener = self._open_listener(books)
+                self.listener = self._open_listener()
             background += [
                 asyncio.create_task(f.run(), name=f"flush {f.sink.name}") for f in self.flushers
             ]
             hooks = None
             if self.pipeline.hooks and extraction is not None and "sink" in self.roles:
                 hooks = HookRunner(
-                    self.stores.outbox,
+                    self.stores.uow,
                     extraction,
                     self.stores.db.lock(self.config.state.dir / "hooks.lock"),
                     self.clock,
                 )
                 background.append(asyncio.create_task(hooks.run(), name="hooks"))
             background.append(asyncio.create_task(self._upkeep(), name="upkeep"))
-            if self.stores.broker.apart:
-                background.append(asyncio.create_task(self._relay(), name="relay"))
-            self._open_workers(books, fetcher, extraction, suspects, hooks)
+            if self.stores.relay_chores is not None:
+                relay = self._relay(self.stores.relay_chores)
+                background.append(asyncio.create_task(relay, name="relay"))
+            self._open_workers(fetcher, extraction, suspects, hooks)
             if opened is not None:
                 opened(self)
             await self._work(stop, until_idle, background)
@@ -303,24 +311,25 @@ class Running:
                 )  # first: what they read then is in the books by the time these are asked
                 if (
                     read
-                    and await self.stores.db.read(self._is_idle)
-                    and all([await f.outbox.backlog(f.sink.name) == 0 for f in self.flushers])
+                    and await self.stores.uow.read(self._is_idle)
+                    and all([await f.backlog() == 0 for f in self.flushers])
                 ):
                     return
                 if await self._breaker() and not any(w.held for w in self.workers):
                     return
             await self.clock.sleep(0.1)
 
-    def _is_idle(self, tx: Any) -> bool:
-        return self.stores.ledger.total_in(tx, *OPEN) == 0 and not (
-            self.pipeline.hooks and self.stores.outbox.has_changes_in(tx)
+    def _is_idle(self, tx: Transaction) -> bool:
+        return tx.counters.total(*OPEN) == 0 and not (
+            self.pipeline.hooks and tx.outbox.has_changes()
         )
 
     async def _dead(self) -> int:
-        return int(await self.stores.db.read(lambda tx: self.stores.ledger.total_in(tx, "dead")))
+        return await self.stores.uow.read(lambda tx: tx.counters.total("dead"))
 
     async def _breaker(self) -> str | None:
-        return next(iter((await self.stores.db.read(self.stores.broker.paused_in)).values()), None)
+        paused = await self.stores.uow.read(lambda tx: tx.queue.paused())
+        return next(iter(paused.values()), None)
 
     async def _check_after_unclean_stop(self) -> None:
         """A worker went without saying goodbye: is the file whole? A large one is checked beside
@@ -371,24 +380,24 @@ class Running:
         for sink, options in self.sinks:
             only = tuple(options.get("only", ()))
             if isinstance(sink, SqliteSink) and sink.path == self.stores.db.file:
-                self.stores.db.write_now(lambda tx, sink=sink: sink.prepare_in(tx.cursor()))
-                bindings.append(
-                    SinkBinding(sink.name, only, _table_writer(sink.write_in, cursor=True))
-                )
+                self.stores.db.write_now(partial(_prepare_table, sink))
+                self.stores.table_sinks[sink.name] = partial(_write_table, sink)
+                bindings.append(SinkBinding(sink.name, only))
                 continue
             if isinstance(sink, TableSink) and sink.shares(self.config.ledger.url):
                 self.stores.db.write_now(sink.prepare_in)
-                bindings.append(SinkBinding(sink.name, only, _table_writer(sink.write_in)))
+                self.stores.table_sinks[sink.name] = sink.write_in
+                bindings.append(SinkBinding(sink.name, only))
                 continue
             bindings.append(SinkBinding(sink.name, only))
             if "sink" in self.roles:
                 lock = self.stores.db.lock(sink_lock(self.config, sink.name))
                 self.flushers.append(
-                    Flusher(sink, self.stores.outbox, lock, self.clock, on_notice=self._notice)
+                    Flusher(sink, self.stores.uow, lock, self.clock, on_notice=self._notice)
                 )
         return bindings
 
-    def _open_readers(self, books: Books, fetcher: CurlFetcher) -> None:
+    def _open_readers(self, fetcher: CurlFetcher) -> None:
         claims = self.stores.claims
         self.web.bind(
             FetchStage(fetcher, claims, claims, self.clock, fetch_options(self.config)),
@@ -399,8 +408,8 @@ class Running:
             if source.served:
                 continue
             intake = Intake(
-                books,
-                SourceMapping(spec, host_by=books.settings.host_by),
+                self.stores.lifecycle,
+                SourceMapping(spec, host_by=self.config.pace.by),
                 self.clock,
                 source=spec.name,
             )
@@ -412,7 +421,7 @@ class Running:
                     source,
                     mask(spec.url),
                     intake,
-                    self.stores.sources,
+                    self.stores.uow,
                     lock,
                     self.clock,
                     self.rng,
@@ -420,7 +429,7 @@ class Running:
                 )
             )
 
-    def _open_listener(self, books: Books) -> Listener:
+    def _open_listener(self) -> Listener:
         from penstock.intake.endpoint import Endpoint, Hook
         from penstock.intake.http_server import (
             Listener,  # here: most pipelines have no webhook, and need no HTTP server
@@ -432,17 +441,15 @@ class Running:
                 source,
                 spec.url,
                 Intake(
-                    books,
-                    SourceMapping(spec, host_by=books.settings.host_by),
+                    self.stores.lifecycle,
+                    SourceMapping(spec, host_by=self.config.pace.by),
                     self.clock,
                     source=spec.name,
                 ),
             )
             for source, spec in self.served
         ]
-        endpoint = Endpoint(
-            hooks, self.stores.sources, self.clock, worker=self.id, timeout=c.timeout
-        )
+        endpoint = Endpoint(hooks, self.stores.uow, self.clock, worker=self.id, timeout=c.timeout)
         lock = self.config.state.dir / f"serve-{c.host}-{c.port or self.id}.lock"
         return Listener(
             endpoint,
@@ -457,7 +464,6 @@ class Running:
 
     def _open_workers(
         self,
-        books: Books,
         fetcher: CurlFetcher | None,
         extraction: Extraction | None,
         suspects: Extraction | None,
@@ -476,7 +482,7 @@ class Running:
             per_key=max(1, int(c.pace.rate * 2)) if limited else None,
             max_age=c.retry.max_age,
             inline_max=c.pages.inline_max,
-            message_max=self.stores.broker.caps_of("pages").max_body,
+            message_max=self.stores.topics.caps_of("pages").max_body,
         )
         # Messages with bodies are as heavy as pages, and are held from the moment they are
         # received.
@@ -508,7 +514,7 @@ class Running:
                     self.stores.claims,
                     self.stores.claims,
                     self.clock,
-                    fetch_options(c, slot_wait=PARK_BEYOND),
+                    fetch_options(c, slot_wait=PARK_AFTER),
                     self.proxies,
                 )
                 if first == "fetch" and fetcher is not None
@@ -518,8 +524,10 @@ class Running:
                 Worker(
                     first=first,
                     last=last,
-                    books=books,
-                    subscription=self.stores.broker.subscribe(
+                    admission=self.stores.admission,
+                    lifecycle=self.stores.lifecycle,
+                    pace=self.stores.claims,
+                    subscription=self.stores.topics.subscribe(
                         ENTRY[first], "main", owner=self.id, lease=c.lease
                     ),
                     fetch=fetch,
@@ -556,19 +564,21 @@ class Running:
                 if beats % 10 == 0:
                     if self.config.proxies:
                         await self.stores.proxies.refresh()
-                    for worker in await self.stores.books.reclaim(self.stores.workers_directory):
+                    for worker in await self.stores.maintenance.reclaim(
+                        self.stores.workers_directory
+                    ):
                         log.warning("worker %s is gone; its work was taken back", worker)
-                    await self.stores.books.tick()
-                    self._backlog = max(
-                        [await f.outbox.backlog(f.sink.name) for f in self.flushers], default=0
-                    )
+                    if self.stores.relay_chores is not None:
+                        await self.stores.relay_chores.heartbeat()
+                    await self.stores.maintenance.release_due()
+                    self._backlog = max([await f.backlog() for f in self.flushers], default=0)
                 if beats % int(UPKEEP * 10) == 0:
                     await self._retention()
             except StoreUnavailable as e:
                 log.error("%s", e.message)
                 await self.clock.sleep(1.0)
 
-    async def _relay(self) -> None:
+    async def _relay(self, chores: RelayChores) -> None:
         """What a broker apart is to be told. Beside the other chores: one that does not answer must
         not make us look dead.
         """
@@ -577,9 +587,9 @@ class Running:
             await self.clock.sleep(0.1)
             beats += 1
             try:
-                await self.stores.books.relay()
+                await chores.publish_due()
                 if beats % max(10, int(self.config.lease * 10)) == 0 and (
-                    again := await self.stores.books.recover()
+                    again := await chores.recover()
                 ):
                     log.warning(
                         "the broker had lost %d messages of open events; they were published again",
@@ -661,7 +671,7 @@ def open_stage(
     config: Config,
     store: Politeness,
     fetcher: Fetcher,
-    pace: PaceWithRobots,
+    pace: HostAccess,
     *,
     lists_by: Fetcher,
     ignore_robots: bool = False,
@@ -791,20 +801,16 @@ async def source_to_look_at(
         await source.close()
         await stage.close()
         await fetcher.close()
-        if claims.apart:
-            await claims.close()
+        await politeness.stop()
         politeness.close()
 
 
-def _table_writer(
-    write_in: Callable[[Any, Sequence[Row]], None], *, cursor: bool = False
-) -> Callable[[Any, Sequence[tuple[str, bytes, int]]], None]:
-    def write(tx: Any, rows: Sequence[tuple[str, bytes, int]]) -> None:
-        write_in(
-            tx.cursor() if cursor else tx, [Row(0, key, body, order) for key, body, order in rows]
-        )
+def _prepare_table(sink: SqliteSink, tx: Tx) -> None:
+    sink.prepare_in(tx.cursor())
 
-    return write
+
+def _write_table(sink: SqliteSink, tx: Tx, rows: Sequence[Row]) -> None:
+    sink.write_in(tx.cursor(), rows)
 
 
 async def retain(
@@ -821,12 +827,19 @@ async def retain(
     until = stores.clock.now() + seconds
     removed = freed = 0
     while True:
-        pages, size = await stores.db.write(partial(_retain_pages, stores, pages_keep, pages_bytes))
-        done = [pages, size, await stores.db.write(stores.broker.prune_in)]
+        pages, size = await stores.uow.write(
+            partial(_retain_pages, stores.clock, pages_keep, pages_bytes)
+        )
+        done = [pages, size, await stores.uow.write(lambda tx: tx.queue.prune())]
         if history_keep is not None:
-            if stores.claims.apart:
-                await stores.claims.prune(stores.clock.now() - history_keep)
-            done.append(await stores.db.write(partial(_retain_events, stores, history_keep)))
+            before = stores.clock.now() - history_keep
+            if stores.external_claims is None:
+                done.append(await stores.uow.write(partial(_retain_events, before, True)))
+            else:
+                await stores.external_claims.prune(before)
+                # An event that a claim still names is deleted too. Its URL is then fetched without
+                # a baseline.
+                done.append(await stores.uow.write(partial(_retain_events, before, False)))
         removed, freed = removed + pages, freed + size
         if not any(done) or stores.clock.now() > until:
             return removed, freed
@@ -834,25 +847,18 @@ async def retain(
 
 
 def _retain_pages(
-    stores: Stores, keep: float | None, max_bytes: int | None, tx: Any
+    clock: Clock, keep: float | None, max_bytes: int | None, tx: Transaction
 ) -> tuple[int, int]:
-    stores.pages.sweep_in(tx)
-    removed: tuple[int, int] = stores.pages.prune_in(
-        tx,
-        older_than=None if keep is None else stores.clock.now() - keep,
+    tx.pages.sweep()
+    return tx.pages.prune(
+        older_than=None if keep is None else clock.now() - keep,
         max_bytes=max_bytes,
-        keep=partial(stores.ledger.needed_in, tx),
+        keep=tx.maintenance.pages_needed,
     )
-    return removed
 
 
-def _retain_events(stores: Stores, keep: float, tx: Any) -> int:
-    before = stores.clock.now() - keep
-    # what a claim elsewhere still names may go all the same: its URL is then fetched without a
-    # baseline
-    if stores.claims.apart:
-        return int(stores.ledger.prune_in(tx, before, lambda key, id_: False))
-    stores.claims.prune_in(tx, before)
-    return int(
-        stores.ledger.prune_in(tx, before, lambda key, id_: stores.claims.names_in(tx, key, id_))
-    )
+def _retain_events(before: float, has_claims: bool, tx: Transaction) -> int:
+    if not has_claims:
+        return tx.maintenance.prune(before, lambda key, id_: False)
+    tx.claims.prune(before)
+    return tx.maintenance.prune(before, tx.claims.references)

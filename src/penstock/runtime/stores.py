@@ -1,6 +1,4 @@
-"""Configuration → open stores: which adapter serves which URL, and whether the broker shares the
-ledger's store or lies apart. Nothing runs here.
-"""
+"""Opens the stores of a configuration: chooses adapters by URL and binds them to transactions."""
 
 from __future__ import annotations
 
@@ -12,25 +10,30 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.brokers.sql import SqlQueue
+from penstock.claims.sql import SqlClaims
 from penstock.claims.sql_hosts import SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
 from penstock.config.schema import Config
-from penstock.engine.lifecycle import Books
-from penstock.engine.relay import Relay
-from penstock.engine.unit_of_work import Settings, SinkBinding
+from penstock.engine.settings import LifecycleSettings, SinkBinding
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
-from penstock.ledgers.sql import reports as sql_queries
-from penstock.ledgers.sql.outbox import SqlOutbox
-from penstock.ledgers.sql.sources import SqlSources
-from penstock.ports import Clock, StoreFacts, TopicSpec
-from penstock.ports.reports import Reports
+from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.pages.bound import IndexedPages
+from penstock.ports import (
+    Broker,
+    Clock,
+    HostTable,
+    StoreFacts,
+    TopicSpec,
+)
 from penstock.rules import breaker
+from penstock.runtime.assembly import Assembly, ClaimServer, FleetProxyHealth
 from penstock.stores import sqlite
 from penstock.stores.context import Context
 
@@ -56,56 +59,52 @@ EXTRAS = {
 log = logging.getLogger("penstock")
 
 
-class Stores:
-    """Everything that is open on one store. Close it once."""
+class Stores(Assembly):
+    """Everything that is open for one configuration. Close it once."""
 
     def __init__(
-        self, config: Config, context: Context, *, broker: Any, ledger: Any, claims: Any, pages: Any
+        self,
+        config: Config,
+        context: Context,
+        *,
+        broker: SqlQueue | Mapping[str, Broker],
+        ledger: SqlLedger,
+        claims: SqlClaims | ClaimServer,
+        pages: IndexedPages,
     ) -> None:
-        self.config, self.context, self.clock = config, context, context.clock
-        self.broker, self.ledger, self.claims, self.pages = broker, ledger, claims, pages
-        self.db = ledger.db
-        self.outbox = SqlOutbox(self.db)
-        self.sources = SqlSources(self.db)
-        self.reports: Reports = sql_queries
-        self.proxies = claims.proxies if claims.apart else SqlProxies(self.db, self.clock)
-        self.hosts = claims.hosts if claims.apart else SqlHosts(claims)
-        self.books = self.with_settings(settings(config))
-
-    def with_settings(self, settings: Settings) -> Books:
-        self.books = Books(
-            self.db,
-            broker=self.broker,
-            ledger=self.ledger,
-            outbox=self.outbox,
-            claims=self.claims,
-            pages=self.pages,
-            settings=settings,
-            worker=self.context.worker,
-            clock=self.clock,
+        self.config, self.context = config, context
+        super().__init__(
+            broker=broker,
+            ledger=ledger,
+            claims=claims,
+            pages=pages,
+            settings=settings(config),
+            worker=context.worker,
+            lease=config.lease,
+            clock=context.clock,
         )
-        return self.books
 
     @property
     def workers_directory(self) -> Path:
         return self.config.state.dir / "workers"
 
     async def start(self) -> None:
-        """Before the first event is accepted or taken: brokers that lie apart are there and have
-        the topics, and the others know that we are alive.
+        """Declare the topics of external brokers, and record that this worker is alive.
+
+        Called before the first event is accepted or delivered.
         """
-        if self.broker.apart:
-            for drift in await self.broker.ensure(TOPOLOGY):
+        if self.relay_chores is not None:
+            for drift in await self.topics.ensure(TOPOLOGY):
                 log.warning("%s", drift)
-            await self.db.write(self.broker.beat_in, durable=False)
+            await self.relay_chores.heartbeat()
 
     async def stop(self) -> None:
-        if self.broker.apart:
+        if self.relay_chores is not None:
             with contextlib.suppress(StoreUnavailable):
-                await self.broker.tidy()
-            await self.broker.close()
-        if self.claims.apart:
-            await self.claims.close()
+                await self.relay_chores.unregister()
+            await self.topics.close()
+        if self.external_claims is not None:
+            await self.external_claims.close()
 
     def perform(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """For commands, which have no loop of their own: `work` between start and stop."""
@@ -177,7 +176,7 @@ def open_stores(
     try:
         ledger = adapter("ledgers", config.ledger.url)(config.ledger.url, context)
         claims = adapter("claims", config.claims.url)(config.claims.url, context)
-        if not claims.apart and claims.db is not ledger.db:
+        if isinstance(claims, SqlClaims) and claims.db is not ledger.db:
             raise ConfigError(
                 "the claims lie in another store than the ledger",
                 hint="give PENSTOCK_CLAIMS_URL the URL of the ledger",
@@ -185,8 +184,8 @@ def open_stores(
         broker = _open_broker(config, context, ledger)
         pages = adapter("pages", config.pages.url)(config.pages.url, context)
         stores = Stores(config, context, broker=broker, ledger=ledger, claims=claims, pages=pages)
-        if create and not broker.apart:
-            _ensure(stores)
+        if create and isinstance(broker, SqlQueue):
+            _ensure(broker)
         return stores
     except BaseException:
         context.close()
@@ -215,26 +214,22 @@ def _refuse_missing(config: Config) -> None:
         )
 
 
-def _open_broker(config: Config, context: Context, ledger: Any) -> Any:
-    """The one that shares the ledger's store, so that both commit together; or a relay to those
-    that lie apart.
-    """
+def _open_broker(
+    config: Config, context: Context, ledger: SqlLedger
+) -> SqlQueue | dict[str, Broker]:
+    """Return the queue in the ledger's store, or the external broker of each topic."""
     urls = {name: getattr(config.topics, name) for name in TOPICS}
     opened = {url: adapter("brokers", url)(url, context) for url in dict.fromkeys(urls.values())}
-    if len(opened) == 1 and getattr(opened[config.topics.requests], "db", None) is ledger.db:
-        return opened[config.topics.requests]
-    return Relay(
-        ledger.db,
-        {name: opened[url] for name, url in urls.items()},
-        context.clock,
-        worker=context.worker,
-        lease=config.lease,
-    )
+    broker = opened[config.topics.requests]
+    if len(opened) == 1 and isinstance(broker, SqlQueue) and broker.db is ledger.db:
+        return broker
+    return {name: opened[url] for name, url in urls.items()}
 
 
 class Politeness:
-    """What one request needs of the store, without queue, books and pages. In memory where there is
-    no state yet.
+    """What one request needs of the claims, without a queue, a ledger and pages.
+
+    In memory if there is no state yet.
     """
 
     def __init__(
@@ -248,30 +243,35 @@ class Politeness:
             config, self.clock, rng or random.Random(), worker=worker_id(), inline=True
         )
         try:
-            self.claims = adapter("claims", url)(url, self.context)
-            self.hosts = self.claims.hosts if self.claims.apart else SqlHosts(self.claims)
-            self.proxies = (
-                self.claims.proxies if self.claims.apart else SqlProxies(self.claims.db, self.clock)
+            self.claims: SqlClaims | ClaimServer = adapter("claims", url)(url, self.context)
+            self.proxies: FleetProxyHealth = (
+                SqlProxies(self.claims.db, self.clock)
+                if isinstance(self.claims, SqlClaims)
+                else self.claims.proxies
             )
         except BaseException:
             self.context.close()
             raise
 
-    async def note(self, work: Callable[[Any], T]) -> T:
-        """A write to what is known of hosts: in its transaction, or in none where the store has no
-        such thing.
-        """
-        return work(None) if self.claims.apart else await self.claims.db.write(work)
+    async def note(self, work: Callable[[HostTable], T]) -> T:
+        """Change what is known of hosts, in a transaction if the claims have one."""
+        claims = self.claims
+        if isinstance(claims, SqlClaims):
+            return await claims.db.write(lambda sql: work(SqlHosts(sql, claims)))
+        return work(claims.hosts)
+
+    async def stop(self) -> None:
+        if not isinstance(self.claims, SqlClaims):
+            await self.claims.close()
 
     def close(self) -> None:
         self.context.close()
 
 
-def _ensure(stores: Stores) -> None:
-    if not stores.db.read_now(
-        lambda tx: stores.broker.has_in(tx, [t.name for t in TOPOLOGY])
-    ):  # most who open only want to look
-        stores.db.write_now(lambda tx: stores.broker.ensure_in(tx, TOPOLOGY))
+def _ensure(queue: SqlQueue) -> None:
+    # Most commands only read, so the topics are written only if one is missing.
+    if not queue.db.read_now(lambda tx: queue.has_in(tx, [t.name for t in TOPOLOGY])):
+        queue.db.write_now(lambda tx: queue.ensure_in(tx, TOPOLOGY))
 
 
 def store_facts(directory: Path) -> StoreFacts:
@@ -293,9 +293,11 @@ def worker_id() -> str:
     return f"{socket.gethostname()[:40] or 'worker'}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
-def settings(config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool = False) -> Settings:
+def settings(
+    config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool = False
+) -> LifecycleSettings:
     b = config.breaker
-    return Settings(
+    return LifecycleSettings(
         max_pending=config.intake.max_pending,
         window=config.dedup.window,
         settle=config.dedup.settle,

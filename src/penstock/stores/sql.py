@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from penstock.locks import Lock
+from penstock.ports import Durability, Lock, Transaction
 
 T = TypeVar("T")
 
@@ -105,3 +105,42 @@ class SqlStore(Protocol):
     async def close(self) -> None: ...
 
     def close_now(self) -> None: ...
+
+
+class SqlUnitOfWork:
+    """Transactions of an SQL store, with tables that `bind` makes for each."""
+
+    def __init__(self, store: SqlStore, bind: Callable[[Tx], Transaction]) -> None:
+        self._store, self._bind = store, bind
+
+    async def write(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        durability: Durability = Durability.CONFIGURED,
+    ) -> T:
+        return await self._store.write(
+            lambda sql: work(self._bind(sql)),
+            durable=durability is not Durability.RELAXED,
+            synced=durability is Durability.FSYNC,
+        )
+
+    async def read(self, work: Callable[[Transaction], T]) -> T:
+        return await self._store.read(lambda sql: work(self._bind(sql)))
+
+    def write_now(self, work: Callable[[Transaction], T]) -> T:
+        return self._store.write_now(lambda sql: work(self._bind(sql)))
+
+    def snapshot(self, work: Callable[[Transaction], T]) -> T:
+        return self._store.moment(lambda sql: work(self._bind(sql)))
+
+
+class HolderTable:
+    """Holders of the fleet's locks, inside one transaction."""
+
+    def __init__(self, tx: Tx) -> None:
+        self._tx = tx
+
+    def holder(self, name: str) -> str | None:
+        token: str | None = self._tx.execute("SELECT token FROM holder WHERE name=?", (name,)).get
+        return token

@@ -247,6 +247,19 @@ class KafkaBroker:
             [server_topic.name for server_topic in plan.server_topics],
         )
 
+    async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
+        """Return the lag of each partition, for `penstock topics stats --json`."""
+        return [
+            {
+                "name": r.topic,
+                "partition": r.partition,
+                "end": r.end,
+                "committed": r.committed,
+                "lag": r.lag,
+            }
+            for r in await self.lag(topic, group)
+        ]
+
     async def stats(self, topic: str, group: str) -> Stats:
         plan = await self.layout(topic)
         lags = await self.lag(topic, group)

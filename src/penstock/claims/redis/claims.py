@@ -17,7 +17,7 @@ import msgspec
 from penstock.claims.redis import scripts as lua
 from penstock.claims.redis.hosts import RedisHosts, aside
 from penstock.claims.redis.proxies import RedisProxies
-from penstock.ports import Clock, Holder
+from penstock.ports import ClaimChange, Clock, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Server
@@ -63,8 +63,6 @@ class RedisClaims:
     books' transaction.
     """
 
-    apart = True  # from the ledger's store
-
     def __init__(
         self, server: Server, prefix: str, clock: Clock, limits: pace.Limits, rng: random.Random
     ) -> None:
@@ -95,19 +93,17 @@ class RedisClaims:
                 found[key] = Holder(owner, good or None, following or None)
         return found
 
-    async def take(self, rows: Sequence[tuple[bytes, str, str | None, str | None]]) -> list[bool]:
-        """(URL, new owner, last success, owner as it is known or None). False: somebody else has it
-        by now. Asked again, the same answer.
-        """
-        if not rows:
+    async def take(self, changes: Sequence[ClaimChange]) -> list[bool]:
+        """Take claims whose owner is as expected, by compare-and-set."""
+        if not changes:
             return []
         args: list[Argument] = [self.clock.now()]
-        for key, owner, good, expected in rows:
-            args += (key, owner, good or "", expected or "")
+        for c in changes:
+            args += (c.key, c.owner, c.last_success or "", c.expected or "")
         return [bool(n) for n in await self.server.run(lua.TAKE, [self.base], *args)]
 
-    async def set_next(self, key: bytes, event_id: str, expected_owner: str) -> bool:
-        return bool(await self.server.run(lua.NEXT, [self.base], key, event_id, expected_owner))
+    async def set_next(self, key: bytes, id: str, expected_owner: str) -> bool:
+        return bool(await self.server.run(lua.NEXT, [self.base], key, id, expected_owner))
 
     async def prune(self, before: float, limit: int = 5000) -> None:
         for _ in range(0, limit, 1000):

@@ -1,22 +1,20 @@
-"""What is remembered of hosts on Redis, for people: states, cached robots.txt, and exceptions with
-their reasons. Workers only ever look at redis.py's view.
-"""
+"""State of hosts, cached robots.txt and exceptions from rules, on Redis."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
-from penstock.claims.hosts import Hosts, Kept
 from penstock.claims.redis import scripts as lua
-from penstock.ports import Clock, Exempt
+from penstock.ports import CachedRobots, Clock, Exempt
 from penstock.rules import pace
 from penstock.stores.redis import Blocking, Server
 
 _encode = msgspec.msgpack.Encoder().encode
 _state = msgspec.msgpack.Decoder(pace.HostState).decode
+Names: TypeAlias = list[bytes]
 _noted = msgspec.msgpack.Decoder(Exempt).decode
 
 
@@ -28,19 +26,24 @@ def aside(state: pace.HostState, now: float) -> tuple[str, str]:
     return slowed, ("-" if state.concurrency is None else str(state.concurrency)) if own else ""
 
 
-class RedisHosts(Hosts):
+class RedisHosts:
+    """Hosts on Redis. The calls take no part in the ledger's transaction."""
+
     def __init__(self, server: Server, base: str, clock: Clock) -> None:
         self.base, self.clock = base, clock
         self._server = Blocking(server)
 
+    def reserve(self, wants: Mapping[str, int], within: float) -> Mapping[str, Sequence[float]]:
+        raise AssertionError("slots on Redis are reserved outside the ledger's transaction")
+
     # -- states ------------------------------------------------------------------------------------
 
-    def state_in(self, tx: Any, host: str) -> pace.HostState:
+    def state(self, host: str) -> pace.HostState:
         raw = self._server.command("HGET", self.base + ":host", host)
         return pace.HostState() if raw is None else _state(raw)
 
-    def change_in(
-        self, tx: Any, host: str, change: Callable[[pace.HostState], pace.HostState]
+    def change(
+        self, host: str, change: Callable[[pace.HostState], pace.HostState]
     ) -> pace.HostState:
         seen: bytes = self._server.command("HGET", self.base + ":host", host) or b""
         while True:
@@ -52,9 +55,9 @@ class RedisHosts(Hosts):
                 return after
             seen = answer
 
-    def listed_in(self, tx: Any, limit: int) -> dict[str, pace.HostState]:
-        """Hosts with a state: those that are held back or have limits of their own first."""
-        names: list[bytes] = []
+    def list(self, limit: int) -> dict[str, pace.HostState]:
+        """Return hosts with a state. Blocked hosts and hosts with own limits come first."""
+        names: Names = []
         for kind in ("slowed", "own"):
             names += sorted(self._server.command("HKEYS", f"{self.base}:{kind}"))
         cursor: Any = 0
@@ -63,7 +66,7 @@ class RedisHosts(Hosts):
             names += sorted(some)
             if cursor == 0:
                 break
-        chosen = list(dict.fromkeys(names))[:limit]
+        chosen = [*dict.fromkeys(names)][:limit]
         if not chosen:
             return {}
         states = self._server.command("HMGET", self.base + ":host", *chosen)
@@ -73,21 +76,21 @@ class RedisHosts(Hosts):
             if raw is not None
         }
 
-    def robots_in(self, tx: Any, host: str) -> list[Kept]:
+    def robots(self, host: str) -> Sequence[CachedRobots]:
         found = []
         for origin in (f"{scheme}://{host}" for scheme in ("https", "http")):
             body, status, until = self._server.command(
                 "HMGET", f"{self.base}:robots:{origin}", "body", "status", "until"
             )
             if status is not None:
-                found.append(Kept(origin, int(status), float(until), body or b""))
+                found.append(CachedRobots(origin, int(status), float(until), body or b""))
         return found
 
     # -- exceptions --------------------------------------------------------------------------------
 
-    def exceptions_in(
-        self, tx: Any, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000
-    ) -> list[Exempt]:
+    def exceptions(
+        self, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000
+    ) -> Sequence[Exempt]:
         rows = self._server.command("HGETALL", self.base + ":noted")
         numbered = sorted(
             ((int(n), _noted(raw)) for n, raw in rows.items() if n != b"n"),
@@ -101,14 +104,14 @@ class RedisHosts(Hosts):
         ]
         return chosen[:limit]
 
-    def note_in(
-        self, tx: Any, kind: str, host: str, reason: str, who: str, *, at_once: bool = False
+    def add_exception(
+        self, kind: str, host: str, reason: str, who: str, *, once: bool = False
     ) -> None:
         now = self.clock.now()
-        row = _encode(Exempt(kind, host, reason, who, now, now if at_once else None))
-        self._server.run(lua.NOTE, [self.base], kind, host, repr(now), row, int(not at_once))
+        row = _encode(Exempt(kind, host, reason, who, now, now if once else None))
+        self._server.run(lua.NOTE, [self.base], kind, host, repr(now), row, int(not once))
 
-    def end_in(self, tx: Any, kind: str, host: str) -> bool:
+    def end_exception(self, kind: str, host: str) -> bool:
         return bool(self._server.run(lua.END, [self.base], kind, host, repr(self.clock.now())))
 
     def close(self) -> None:

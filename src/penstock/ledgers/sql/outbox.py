@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from penstock.model import REMOVED, Event, Record
-from penstock.ports import End, Row
+from penstock.ports import End, Line, Row
 from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
@@ -26,6 +26,7 @@ CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL
   n)) WITHOUT ROWID;
 CREATE TABLE change(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, tries INTEGER NOT NULL DEFAULT 0, error TEXT);
 """
+TableWriter: TypeAlias = Callable[[Tx, Sequence[Row]], None]
 _json = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -44,39 +45,41 @@ class _Origin(msgspec.Struct, omit_defaults=True):
 
 
 class SqlOutbox:
-    """The sinks' side of the ledger. `names` are the sinks this pipeline feeds through the outbox."""
+    """The sinks' side of the ledger."""
 
-    def __init__(self, db: SqlStore) -> None:
-        self.db = db
+    def __init__(self, tx: Tx, tables: Mapping[str, TableWriter] | None = None) -> None:
+        """`tables` are the sinks whose table is in this store."""
+        self._tx, self._tables = tx, tables or {}
+
+    @staticmethod
+    def create(db: SqlStore) -> None:
+        """Create or check the tables."""
         db.part("outbox", 1, SCHEMA)
 
     # -- records -----------------------------------------------------------------------------------
 
-    def emit_in(
+    def diff(
         self,
-        tx: Tx,
         ends: Sequence[tuple[End, bytes]],
         counts: Mapping[str, Counter[str]],
         *,
         emit_unchanged: bool,
         hooks: bool,
-    ) -> list[tuple[str, str, bytes, int]]:
-        """(extractor, key, line, order) of what leaves for the sinks from each (success, its URL's
-        key), after change detection against the books. It is counted by topic.
-        """
+    ) -> list[Line]:
+        """Compare records with the last ones of their keys, and return those that are sent."""
         groups = [
             ((g[0].extractor, _shelf(g[0].key)), g, end, url_key)
             for end, url_key in ends
             for g in _by_key(end.records)
         ]
         places = dict.fromkeys([group[0] for group in groups])
-        rows = tx.executemany(
+        rows = self._tx.executemany(
             "SELECT extractor, key, url_key, hash, fields, n FROM record WHERE extractor=? AND key=?",
             places,
         ).fetchall()
         known: dict[tuple[str, str], tuple[Any, ...]] = {(row[0], row[1]): row for row in rows}
         fresh: dict[tuple[str, str], tuple[Any, ...]] = {}  # the last of a key that is here twice
-        lines: list[tuple[str, str, bytes, int]] = []
+        lines: list[Line] = []
         for place, group, end, url_key in groups:
             event, n, last, old, count = (
                 end.event,
@@ -100,15 +103,17 @@ class SqlOutbox:
                 if old[3] != hash_ and n >= old[5]:
                     count["changes"] += 1
                     if hooks:
-                        tx.execute(
+                        self._tx.execute(
                             "INSERT INTO change(body) VALUES(?)", (_change(event, last, old[4]),)
                         )
             fetched_at = end.meta.fetched_at if end.meta else 0.0
-            lines += [(last.extractor, last.key, render(event, r, fetched_at), n) for r in group]
+            lines += [
+                Line(last.extractor, last.key, render(event, r, fetched_at), n) for r in group
+            ]
             count["records"] += len(group)
             if old is None or n >= old[5]:
                 known[place] = fresh[place] = (*place, url_key, hash_, last.fields, n)
-        tx.executemany(
+        self._tx.executemany(
             "INSERT INTO record VALUES(?,?,?,?,?,?) ON CONFLICT(extractor, key)"
             " DO UPDATE SET url_key=excluded.url_key, hash=excluded.hash, fields=excluded.fields, n=excluded.n",
             list(fresh.values()),
@@ -117,92 +122,68 @@ class SqlOutbox:
 
     # -- the sinks' outbox -------------------------------------------------------------------------
 
-    def sink_id_in(self, tx: Tx, name: str) -> int:
-        found = tx.execute("SELECT id FROM sink WHERE name=?", (name,)).get
+    def _sink_id(self, name: str) -> int:
+        found = self._tx.execute("SELECT id FROM sink WHERE name=?", (name,)).get
         if found is None:
-            tx.execute("INSERT INTO sink(name) VALUES(?)", (name,))
-            return tx.last_insert_rowid()
+            self._tx.execute("INSERT INTO sink(name) VALUES(?)", (name,))
+            return self._tx.last_insert_rowid()
         return int(found)
 
-    def put_in(self, tx: Tx, name: str, rows: Sequence[tuple[str, bytes, int]]) -> None:
-        """(key, line, order) in the order in which the file will have them."""
-        sink = self.sink_id_in(tx, name)
-        first = tx.execute(
-            "UPDATE sink SET next=next+? WHERE id=? RETURNING next", (len(rows), sink)
-        ).get - len(rows)
-        tx.executemany(
+    def append(self, sink: str, lines: Sequence[Line]) -> None:
+        """Add rows for a sink, in order. A table in this store is written directly."""
+        if sink in self._tables:
+            rows = [Row(0, line.key, line.body, line.order) for line in lines]
+            return self._tables[sink](self._tx, rows)
+        id_ = self._sink_id(sink)
+        first = self._tx.execute(
+            "UPDATE sink SET next=next+? WHERE id=? RETURNING next", (len(lines), id_)
+        ).get - len(lines)
+        self._tx.executemany(
             "INSERT INTO outbox VALUES(?,?,?,?,?)",
-            [(sink, first + i, key, body, order) for i, (key, body, order) in enumerate(rows)],
+            [(id_, first + i, line.key, line.body, line.order) for i, line in enumerate(lines)],
         )
 
-    async def position(self, sink: str) -> tuple[int, str]:
-        row = await self.db.read(
-            lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get
-        )
+    def position(self, sink: str) -> tuple[int, str]:
+        row = self._tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get
         return (0, "") if row is None else (row[0], row[1])
 
-    async def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> list[Row]:
-        def work(tx: Tx) -> list[Row]:
-            rows: list[Row] = []
-            held = 0
-            query = "SELECT n, key, body, ord FROM outbox WHERE sink=(SELECT id FROM sink WHERE name=?) AND n>? ORDER BY n LIMIT ?"
-            for row in tx.execute(query, (sink, after, limit)):
-                rows.append(Row(*row))
-                held += len(row[2])
-                if held > max_bytes:
-                    break
-            return rows
+    def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> list[Row]:
+        rows: list[Row] = []
+        size = 0
+        for row in self._tx.execute(
+            "SELECT n, key, body, ord FROM outbox"
+            " WHERE sink=(SELECT id FROM sink WHERE name=?) AND n>? ORDER BY n LIMIT ?",
+            (sink, after, limit),
+        ):
+            rows.append(Row(*row))
+            size += len(row[2])
+            if size > max_bytes:
+                break
+        return rows
 
-        return await self.db.read(work)
+    def mark_flushed(self, sink: str, *, upto: int, mark: str) -> None:
+        id_ = self._sink_id(sink)
+        self._tx.execute("UPDATE sink SET flushed=?, mark=? WHERE id=?", (upto, mark, id_))
+        self._tx.execute("DELETE FROM outbox WHERE sink=? AND n<=?", (id_, upto))
 
-    async def settled(self, sink: str) -> tuple[int, str]:
-        row = await self.db.write(
-            lambda tx: tx.execute("SELECT flushed, mark FROM sink WHERE name=?", (sink,)).get,
-            durable=False,
-        )
-        return (0, "") if row is None else (row[0], row[1])
-
-    async def flushed(
-        self, sink: str, *, upto: int, mark: str, guard: Callable[[Tx], None]
-    ) -> None:
-        def work(tx: Tx) -> None:
-            guard(tx)
-            id_ = self.sink_id_in(tx, sink)
-            tx.execute("UPDATE sink SET flushed=?, mark=? WHERE id=?", (upto, mark, id_))
-            tx.execute("DELETE FROM outbox WHERE sink=? AND n<=?", (id_, upto))
-
-        await self.db.write(work, synced=True)
-
-    async def backlog(self, sink: str) -> int:
+    def backlog(self, sink: str) -> int:
         return int(
-            await self.db.read(
-                lambda tx: tx.execute("SELECT next-1-flushed FROM sink WHERE name=?", (sink,)).get
-            )
-            or 0
+            self._tx.execute("SELECT next-1-flushed FROM sink WHERE name=?", (sink,)).get or 0
         )
 
-    # -- changes waiting for their hooks -----------------------------------------------------------
+    # -- changes that wait for hooks ---------------------------------------------------------------
 
-    def has_changes_in(self, tx: Tx) -> bool:
-        """Is a hook still to be told of something?"""
-        return tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is not None
+    def has_changes(self) -> bool:
+        return self._tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is not None
 
-    async def changes(self, limit: int) -> list[tuple[int, bytes]]:
-        return await self.db.read(
-            lambda tx: tx.execute(
-                "SELECT n, body FROM change WHERE tries<5 ORDER BY n LIMIT ?", (limit,)
-            ).fetchall()
-        )
+    def changes(self, limit: int) -> list[tuple[int, bytes]]:
+        return self._tx.execute(
+            "SELECT n, body FROM change WHERE tries<5 ORDER BY n LIMIT ?", (limit,)
+        ).fetchall()
 
-    async def hooked(
-        self, done: Sequence[int], failed: Sequence[tuple[str, int]], guard: Callable[[Tx], None]
-    ) -> None:
-        def work(tx: Tx) -> None:
-            guard(tx)
-            tx.executemany("DELETE FROM change WHERE n=?", [(n,) for n in done])
-            tx.executemany("UPDATE change SET tries=tries+1, error=? WHERE n=?", failed)
-
-        await self.db.write(work)
+    def mark_hooks_run(self, done: Sequence[int], failed: Sequence[tuple[str, int]]) -> None:
+        self._tx.executemany("DELETE FROM change WHERE n=?", [(n,) for n in done])
+        self._tx.executemany("UPDATE change SET tries=tries+1, error=? WHERE n=?", failed)
 
 
 def _shelf(key: str) -> str:

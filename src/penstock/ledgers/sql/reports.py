@@ -5,23 +5,17 @@ bound. Nothing is changed or printed here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.ledgers.sql.audit import audit
-from penstock.ledgers.sql.dead_letters import (
-    causes,
-    last_letter,
-    letter,
-    letter_count,
-    letter_groups,
-    letters,
-    letters_like,
-)
+from penstock.ledgers.sql import audit
+from penstock.ledgers.sql.dead_letters import SqlDeadLetterReports
+from penstock.ports import QueueAudit, QueueReports
 from penstock.ports.reports import (
     SCAN,
+    Audit,
     EventRow,
     Listing,
     SinkState,
@@ -32,41 +26,11 @@ from penstock.ports.reports import (
 )
 from penstock.stores.sql import Tx
 
-# The module is a `Reports`: letters and the audit have modules of their own only for their size.
-__all__ = [
-    "audit",
-    "causes",
-    "duplicates_of",
-    "event",
-    "event_of_page",
-    "events",
-    "history",
-    "ids_like",
-    "last_letter",
-    "letter",
-    "letter_count",
-    "letter_groups",
-    "letters",
-    "letters_like",
-    "newest",
-    "of_trace",
-    "of_url",
-    "page_of_url",
-    "paged_events",
-    "records_of",
-    "sinks",
-    "standing",
-    "trace_size",
-    "traces_like",
-]
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 LEASES = 30_000  # a fleet holds fewer; a statement of PostgreSQL takes 65,535 values
 STRETCH = 500  # of those, looked at in one go
 SAMPLE = 1000  # delayed events looked at for their reasons
 _END = "\U0010ffff"  # above everything an id begins with
-
-
-# -- status ----------------------------------------------------------------------------------------
 
 
 def counts_of(row: dict[str, int]) -> dict[str, int]:
@@ -78,67 +42,10 @@ def counts_of(row: dict[str, int]) -> dict[str, int]:
     return {"accepted": sum(states.values()), **states}
 
 
-def standing(tx: Tx, broker: Any) -> Standing:
-    """All that `status` shows; reads counters, never counts events."""
-    per_topic: dict[str, dict[str, int]] = {"requests": {}}
-    for topic, name, n in tx.execute("SELECT topic, name, n FROM counter"):
-        per_topic.setdefault(topic, {})[name] = n
-    others: Counter[str] = Counter()
-    for row in per_topic.values():
-        others.update(
-            {name: n for name, n in row.items() if name not in STATES and name != "writing"}
-        )
-    waiting, seen = delays(tx)
-    return Standing(
-        topics={topic: counts_of(row) for topic, row in per_topic.items()},
-        counters=dict(others),
-        paused=broker.paused_in(tx),
-        waiting=waiting,
-        waiting_seen=seen,
-        causes=causes(tx),
-        sinks=sinks(tx),
-        running=broker.running_in(tx, SCAN),
-        changes_waiting=tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get is not None,
-        oldest=broker.oldest_in(tx, SAMPLE),
-    )
-
-
-def delays(tx: Tx) -> tuple[list[Waiting], int]:
-    """Why delayed events wait, the most frequent reason first, from those that are due next."""
-    found: dict[str, tuple[int, float]] = {}
-    seen = 0
-    for reason, at in tx.execute(
-        "SELECT reason, not_before FROM event WHERE status='delayed' ORDER BY not_before LIMIT ?",
-        (SAMPLE,),
-    ):
-        seen += 1
-        n, first = found.get(reason or "", (0, at))
-        found[reason or ""] = (n + 1, min(first, at))
-    rows = [Waiting(reason=reason, events=n, next_at=at) for reason, (n, at) in found.items()]
-    return sorted(rows, key=lambda w: -w.events), seen
-
-
-def sinks(tx: Tx) -> list[SinkState]:
-    return [
-        SinkState(name=name, flushed=flushed, backlog=next_ - 1 - flushed, mark=mark)
-        for name, next_, flushed, mark in tx.execute(
-            "SELECT name, next, flushed, mark FROM sink ORDER BY id"
-        )
-    ]
-
-
-# -- events ----------------------------------------------------------------------------------------
-
-
 _FIELDS = tuple(f.name for f in msgspec.structs.fields(EventRow))
 _ELSEWHERE = {"page": "f.page", "page_meta": "f.meta", "envelope": "v.body"}
 _COLUMNS = ", ".join(_ELSEWHERE.get(name, f"e.{name}") for name in _FIELDS)
 _JOINED = "LEFT JOIN fetched f ON f.event=e.n LEFT JOIN envelope v ON v.event=e.n"
-
-
-def _rows(tx: Tx, where: str, bindings: Sequence[Any] = (), *, index: str = "") -> list[EventRow]:
-    rows = tx.execute(f"SELECT {_COLUMNS} FROM event e {index} {_JOINED} {where}", tuple(bindings))
-    return [_event_row(row) for row in rows]
 
 
 def _event_row(row: Sequence[Any]) -> EventRow:
@@ -147,184 +54,239 @@ def _event_row(row: Sequence[Any]) -> EventRow:
     return EventRow(**fields)
 
 
-def event(tx: Tx, id_: str) -> EventRow | None:
-    found = _rows(tx, "WHERE e.id=?", (id_,))
-    return found[0] if found else None
+class SqlReports(SqlDeadLetterReports):
+    """Implements ports.Reports, inside one transaction."""
 
+    def __init__(self, tx: Tx, queues: QueueReports, paused: Callable[[], dict[str, str]]) -> None:
+        super().__init__(tx)
+        self._queues, self._paused = queues, paused
 
-def ids_like(tx: Tx, prefix: str, most: int = 6) -> list[str]:
-    """Event ids that begin so."""
-    return [
-        i
-        for (i,) in tx.execute(
-            "SELECT id FROM event WHERE id>=? AND id<? ORDER BY id LIMIT ?",
-            (prefix, prefix + _END, most),
+    def standing(self) -> Standing:
+        """All that `status` shows; reads counters, never counts events."""
+        per_topic: dict[str, dict[str, int]] = {"requests": {}}
+        for topic, name, n in self._tx.execute("SELECT topic, name, n FROM counter"):
+            per_topic.setdefault(topic, {})[name] = n
+        others: Counter[str] = Counter()
+        for row in per_topic.values():
+            others.update(
+                {name: n for name, n in row.items() if name not in STATES and name != "writing"}
+            )
+        waiting, seen = self.delays()
+        return Standing(
+            topics={topic: counts_of(row) for topic, row in per_topic.items()},
+            counters=dict(others),
+            paused=self._paused(),
+            waiting=waiting,
+            waiting_seen=seen,
+            causes=self.causes(),
+            sinks=self.sinks(),
+            running=self._queues.leases_by_worker(SCAN),
+            changes_waiting=self._tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get
+            is not None,
+            oldest=self._queues.oldest(SAMPLE),
         )
-    ]
 
+    def audit(self, queue: QueueAudit, *, entered: int | None) -> Audit:
+        return audit.audit(self._tx, queue, entered=entered)
 
-def traces_like(tx: Tx, prefix: str, most: int = 6) -> list[str]:
-    """Trace ids that begin so, by stepping over the index: one trace may have a million events."""
-    found: list[str] = []
-    after = tx.execute("SELECT min(trace) FROM event WHERE trace>=?", (prefix,)).get
-    while after is not None and after.startswith(prefix) and len(found) < most:
-        found.append(after)
-        after = tx.execute("SELECT min(trace) FROM event WHERE trace>?", (after,)).get
-    return found
-
-
-def newest(tx: Tx) -> EventRow | None:
-    found = _rows(tx, "WHERE e.n=(SELECT max(n) FROM event)")
-    return found[0] if found else None
-
-
-def of_url(tx: Tx, key: bytes, most: int) -> list[EventRow]:
-    """Newest first."""
-    return _rows(tx, "WHERE e.url_key=? ORDER BY e.n DESC LIMIT ?", (key, most))
-
-
-def of_trace(tx: Tx, trace: str, most: int) -> list[EventRow]:
-    """In the order they were accepted."""
-    return _rows(tx, "WHERE e.trace=? ORDER BY e.n LIMIT ?", (trace, most))
-
-
-def trace_size(tx: Tx, trace: str) -> int:
-    return int(
-        tx.execute(
-            "SELECT count(*) FROM (SELECT 1 FROM event WHERE trace=? LIMIT ?) AS found",
-            (trace, SCAN),
-        ).get
-    )
-
-
-def history(tx: Tx, n: int) -> list[Step]:
-    rows = tx.execute(
-        "SELECT at, status, worker, stage, class, reason FROM history WHERE event=? ORDER BY at LIMIT ?",
-        (n, SAMPLE),
-    )
-    return [
-        Step(
-            at=at / 1e6, status=status, worker=worker, stage=stage, error_class=kind, reason=reason
-        )
-        for at, status, worker, stage, kind, reason in rows
-    ]
-
-
-def duplicates_of(tx: Tx, id_: str, most: int = 20) -> list[tuple[str, str]]:
-    """(event, trace) of what ended as a duplicate of it."""
-    return tx.execute(
-        "SELECT id, trace FROM event WHERE duplicate_of=? ORDER BY n LIMIT ?", (id_, most)
-    ).fetchall()
-
-
-def records_of(tx: Tx, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
-    """Event number → (extractor, key) of the records that are still from it. None: too many records
-    to look through.
-    """
-    if (tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='records'").get or 0) > SCAN:
-        return None
-    wanted = list(events)
-    found: dict[int, list[tuple[str, str]]] = {}
-    for start in range(0, len(wanted), 500):
-        some = wanted[start : start + 500]
-        for n, extractor, key in tx.execute(
-            f"SELECT n, extractor, key FROM record WHERE n IN ({','.join('?' * len(some))})", some
+    def delays(self) -> tuple[list[Waiting], int]:
+        """Why delayed events wait, the most frequent reason first, from those that are due next."""
+        found: dict[str, tuple[int, float]] = {}
+        seen = 0
+        for reason, at in self._tx.execute(
+            "SELECT reason, not_before FROM event WHERE status='delayed' ORDER BY not_before LIMIT ?",
+            (SAMPLE,),
         ):
-            found.setdefault(n, []).append((extractor, key))
-    return found
+            seen += 1
+            n, first = found.get(reason or "", (0, at))
+            found[reason or ""] = (n + 1, min(first, at))
+        rows = [Waiting(reason=reason, events=n, next_at=at) for reason, (n, at) in found.items()]
+        return sorted(rows, key=lambda w: -w.events), seen
 
+    def sinks(self) -> list[SinkState]:
+        return [
+            SinkState(name=name, flushed=flushed, backlog=next_ - 1 - flushed, mark=mark)
+            for name, next_, flushed, mark in self._tx.execute(
+                "SELECT name, next, flushed, mark FROM sink ORDER BY id"
+            )
+        ]
 
-def events(
-    tx: Tx,
-    *,
-    status: str | None = None,
-    host: str | None = None,
-    source: str | None = None,
-    url_key: bytes | None = None,
-    limit: int = 50,
-    everything: bool = False,
-    broker: Any,
-) -> Listing:
-    """Newest first (delayed: due next first). Filters without an index look at the newest SCAN
-    events only, unless everything is asked for.
-    """
-    conditions, bindings = ["1=1"], []
-    for column, value in (("host", host), ("source", source), ("url_key", url_key)):
-        if value is not None:
-            conditions.append(f"e.{column}=?")
-            bindings.append(value)
-    order, index, indexed, bounded = "e.n DESC", "", url_key is not None, False
-    if url_key is None and status == "in_flight":  # whatever is in flight is leased
-        leased = broker.leased_in(tx, LEASES)
-        conditions.append(
-            f"e.status='in_flight' AND e.id IN ({','.join('?' * len(leased)) or 'NULL'})"
+    def _rows(self, where: str, bindings: Sequence[Any] = (), *, index: str = "") -> list[EventRow]:
+        rows = self._tx.execute(
+            f"SELECT {_COLUMNS} FROM event e {index} {_JOINED} {where}", tuple(bindings)
         )
-        bindings += leased
-        indexed = True
-    elif url_key is None and status == "delayed":
-        conditions.append("e.status='delayed'")  # spelled as its partial index is
-        index, order, indexed = "INDEXED BY event_delayed", "e.not_before", True
-    elif status is not None:
-        conditions.append("e.status=?")
-        bindings.append(status)
-    if not indexed and not everything and len(conditions) > 1:
-        first = (tx.execute("SELECT max(n) FROM event").get or 0) - SCAN
-        bounded = first > 0
-        conditions.append(f"e.n>{first}")
-    found = _rows(
-        tx,
-        f"WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?",
-        (*bindings, limit),
-        index=index,
-    )
-    return Listing(found, len(found) == limit or not bounded)
+        return [_event_row(row) for row in rows]
 
+    def event(self, id_: str) -> EventRow | None:
+        found = self._rows("WHERE e.id=?", (id_,))
+        return found[0] if found else None
 
-# -- pages -----------------------------------------------------------------------------------------
+    def ids_like(self, prefix: str, most: int = 6) -> list[str]:
+        """Event ids that begin so."""
+        return [
+            i
+            for (i,) in self._tx.execute(
+                "SELECT id FROM event WHERE id>=? AND id<? ORDER BY id LIMIT ?",
+                (prefix, prefix + _END, most),
+            )
+        ]
 
+    def traces_like(self, prefix: str, most: int = 6) -> list[str]:
+        """Trace ids that begin so, by stepping over the index: one trace may have a million events."""
+        found: list[str] = []
+        after = self._tx.execute("SELECT min(trace) FROM event WHERE trace>=?", (prefix,)).get
+        while after is not None and after.startswith(prefix) and len(found) < most:
+            found.append(after)
+            after = self._tx.execute("SELECT min(trace) FROM event WHERE trace>?", (after,)).get
+        return found
 
-def page_of_url(tx: Tx, key: bytes, sizes: Sizes) -> str | None:
-    """The newest page of a URL that is still stored."""
-    found = tx.execute(
-        "SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100",
-        (key,),
-    ).fetchall()
-    pages = [str(page) for (page,) in found]
-    stored = sizes(list(dict.fromkeys(pages)))
-    return next((page for page in pages if page in stored), None)
+    def newest(self) -> EventRow | None:
+        found = self._rows("WHERE e.n=(SELECT max(n) FROM event)")
+        return found[0] if found else None
 
+    def of_url(self, key: bytes, most: int) -> list[EventRow]:
+        """Newest first."""
+        return self._rows("WHERE e.url_key=? ORDER BY e.n DESC LIMIT ?", (key, most))
 
-def event_of_page(tx: Tx, page: str) -> EventRow | None:
-    """The newest event that fetched it, among the newest SCAN."""
-    found = _rows(
-        tx,
-        "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=? AND event>(SELECT max(event) FROM fetched)-?)",
-        (page, SCAN),
-    )
-    return found[0] if found else None
+    def of_trace(self, trace: str, most: int) -> list[EventRow]:
+        """In the order they were accepted."""
+        return self._rows("WHERE e.trace=? ORDER BY e.n LIMIT ?", (trace, most))
 
+    def trace_size(self, trace: str) -> int:
+        return int(
+            self._tx.execute(
+                "SELECT count(*) FROM (SELECT 1 FROM event WHERE trace=? LIMIT ?) AS found",
+                (trace, SCAN),
+            ).get
+        )
 
-def paged_events(
-    tx: Tx, limit: int, sizes: Sizes, host: str | None = None
-) -> Iterator[tuple[EventRow, int | None]]:
-    """The newest events that have a page, each page once, with its size (None: retention took it),
-    of the newest SCAN that were fetched.
-    """
-    condition, bindings = ("", ()) if host is None else ("WHERE e.host=?", (host,))
-    stretch = "SELECT event, page, meta FROM fetched WHERE event<? ORDER BY event DESC LIMIT ?"
-    query = f"SELECT {_COLUMNS} FROM ({stretch}) AS f JOIN event e ON e.n=f.event LEFT JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC"
-    seen: set[str] = set()
-    before = 2**62
-    for _ in range(SCAN // STRETCH):
-        last = tx.execute(f"SELECT min(event) FROM ({stretch}) AS f", (before, STRETCH)).get
-        if last is None:
-            return
-        for row in tx.execute(query, (before, STRETCH, *bindings)).fetchall():
-            found = _event_row(row)
-            if found.page is None or found.page in seen:
-                continue
-            seen.add(found.page)
-            yield found, sizes([found.page]).get(found.page)
-            if len(seen) >= limit:
+    def history(self, n: int) -> list[Step]:
+        rows = self._tx.execute(
+            "SELECT at, status, worker, stage, class, reason FROM history WHERE event=? ORDER BY at LIMIT ?",
+            (n, SAMPLE),
+        )
+        return [
+            Step(
+                at=at / 1e6,
+                status=status,
+                worker=worker,
+                stage=stage,
+                error_class=kind,
+                reason=reason,
+            )
+            for at, status, worker, stage, kind, reason in rows
+        ]
+
+    def duplicates_of(self, id_: str, most: int = 20) -> list[tuple[str, str]]:
+        """(event, trace) of what ended as a duplicate of it."""
+        return self._tx.execute(
+            "SELECT id, trace FROM event WHERE duplicate_of=? ORDER BY n LIMIT ?", (id_, most)
+        ).fetchall()
+
+    def records_of(self, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
+        """Event number → (extractor, key) of the records that are still from it. None: too many records
+        to look through.
+        """
+        if (
+            self._tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='records'").get
+            or 0
+        ) > SCAN:
+            return None
+        wanted = list(events)
+        found: dict[int, list[tuple[str, str]]] = {}
+        for start in range(0, len(wanted), 500):
+            some = wanted[start : start + 500]
+            for n, extractor, key in self._tx.execute(
+                f"SELECT n, extractor, key FROM record WHERE n IN ({','.join('?' * len(some))})",
+                some,
+            ):
+                found.setdefault(n, []).append((extractor, key))
+        return found
+
+    def events(
+        self,
+        *,
+        status: str | None = None,
+        host: str | None = None,
+        source: str | None = None,
+        url_key: bytes | None = None,
+        limit: int = 50,
+        everything: bool = False,
+    ) -> Listing:
+        """Newest first (delayed: due next first). Filters without an index look at the newest SCAN
+        events only, unless everything is asked for.
+        """
+        conditions, bindings = ["1=1"], []
+        for column, value in (("host", host), ("source", source), ("url_key", url_key)):
+            if value is not None:
+                conditions.append(f"e.{column}=?")
+                bindings.append(value)
+        order, index, indexed, bounded = "e.n DESC", "", url_key is not None, False
+        if url_key is None and status == "in_flight":  # whatever is in flight is leased
+            leased = self._queues.leased_ids(LEASES)
+            conditions.append(
+                f"e.status='in_flight' AND e.id IN ({','.join('?' * len(leased)) or 'NULL'})"
+            )
+            bindings += leased
+            indexed = True
+        elif url_key is None and status == "delayed":
+            conditions.append("e.status='delayed'")  # spelled as its partial index is
+            index, order, indexed = "INDEXED BY event_delayed", "e.not_before", True
+        elif status is not None:
+            conditions.append("e.status=?")
+            bindings.append(status)
+        if not indexed and not everything and len(conditions) > 1:
+            first = (self._tx.execute("SELECT max(n) FROM event").get or 0) - SCAN
+            bounded = first > 0
+            conditions.append(f"e.n>{first}")
+        found = self._rows(
+            f"WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?",
+            (*bindings, limit),
+            index=index,
+        )
+        return Listing(found, len(found) == limit or not bounded)
+
+    def page_of_url(self, key: bytes, sizes: Sizes) -> str | None:
+        """The newest page of a URL that is still stored."""
+        found = self._tx.execute(
+            "SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100",
+            (key,),
+        ).fetchall()
+        pages = [str(page) for (page,) in found]
+        stored = sizes(list(dict.fromkeys(pages)))
+        return next((page for page in pages if page in stored), None)
+
+    def event_of_page(self, page: str) -> EventRow | None:
+        """The newest event that fetched it, among the newest SCAN."""
+        found = self._rows(
+            "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=? AND event>(SELECT max(event) FROM fetched)-?)",
+            (page, SCAN),
+        )
+        return found[0] if found else None
+
+    def paged_events(
+        self, limit: int, sizes: Sizes, host: str | None = None
+    ) -> Iterator[tuple[EventRow, int | None]]:
+        """The newest events that have a page, each page once, with its size (None: retention took it),
+        of the newest SCAN that were fetched.
+        """
+        condition, bindings = ("", ()) if host is None else ("WHERE e.host=?", (host,))
+        stretch = "SELECT event, page, meta FROM fetched WHERE event<? ORDER BY event DESC LIMIT ?"
+        query = f"SELECT {_COLUMNS} FROM ({stretch}) AS f JOIN event e ON e.n=f.event LEFT JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC"
+        seen: set[str] = set()
+        before = 2**62
+        for _ in range(SCAN // STRETCH):
+            last = self._tx.execute(
+                f"SELECT min(event) FROM ({stretch}) AS f", (before, STRETCH)
+            ).get
+            if last is None:
                 return
-        before = last
+            for row in self._tx.execute(query, (before, STRETCH, *bindings)).fetchall():
+                found = _event_row(row)
+                if found.page is None or found.page in seen:
+                    continue
+                seen.add(found.page)
+                yield found, sizes([found.page]).get(found.page)
+                if len(seen) >= limit:
+                    return
+            before = last

@@ -4,9 +4,9 @@ position. What it reads is not here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
-from penstock.ports import SourceState
+from penstock.ports import SourceNote, SourceState
 from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
@@ -24,52 +24,70 @@ _NOTABLE = frozenset(
 
 
 class SqlSources:
-    def __init__(self, db: SqlStore) -> None:
-        self.db = db
+    """State and cursors of sources."""
+
+    def __init__(self, tx: Tx) -> None:
+        self._tx = tx
+
+    @staticmethod
+    def create(db: SqlStore) -> None:
+        """Create or check the tables."""
         db.part("sources", 1, SCHEMA)
 
-    def declare_in(self, tx: Tx, name: str, url: str) -> None:
-        tx.execute(
+    def cursor(self, name: str) -> bytes | None:
+        body: bytes | None = self._tx.execute("SELECT body FROM cursor WHERE source=?", (name,)).get
+        return body
+
+    def move_cursor(self, name: str, body: bytes | None, now: float) -> None:
+        self._tx.execute(
+            "INSERT INTO cursor VALUES(?,?,?)"
+            " ON CONFLICT(source) DO UPDATE SET body=excluded.body, at=excluded.at",
+            (name, body, now),
+        )
+
+    def declare(self, name: str, url: str) -> None:
+        self._tx.execute(
             "INSERT INTO source(name, url) VALUES(?,?) ON CONFLICT(name) DO UPDATE SET url=excluded.url",
             (name, url),
         )
 
-    def state_in(self, tx: Tx, name: str) -> SourceState | None:
+    def state(self, name: str) -> SourceState | None:
         return next(
             (
                 SourceState(*row)
-                for row in tx.execute(f"SELECT {_COLUMNS} FROM source WHERE name=?", (name,))
+                for row in self._tx.execute(f"SELECT {_COLUMNS} FROM source WHERE name=?", (name,))
             ),
             None,
         )
 
-    def all_in(self, tx: Tx) -> list[SourceState]:
+    def all(self) -> list[SourceState]:
         return [
-            SourceState(*row) for row in tx.execute(f"SELECT {_COLUMNS} FROM source ORDER BY name")
+            SourceState(*row)
+            for row in self._tx.execute(f"SELECT {_COLUMNS} FROM source ORDER BY name")
         ]
 
-    def count_in(
-        self, tx: Tx, name: str, *, new: int, known: int, skipped: int, refused: int, now: float
+    def count(
+        self, name: str, *, new: int, known: int, skipped: int, refused: int, now: float
     ) -> None:
-        tx.execute(
+        self._tx.execute(
             "UPDATE source SET events=events+?, known=known+?, skipped=skipped+?, refused=refused+?,"
             " event_at=CASE WHEN ?>0 THEN ? ELSE event_at END, looked_at=? WHERE name=?",
             (new, known, skipped, refused, new, now, now, name),
         )
 
-    def note_in(self, tx: Tx, name: str, **values: Any) -> None:
+    def note(self, name: str, **values: Unpack[SourceNote]) -> None:
         assert _NOTABLE.issuperset(values)
-        tx.execute(
+        self._tx.execute(
             f"UPDATE source SET {', '.join(f'{column}=?' for column in values)} WHERE name=?",
             (*values.values(), name),
         )
 
-    def pause_in(self, tx: Tx, name: str, reason: str | None) -> None:
-        tx.execute("UPDATE source SET paused=? WHERE name=?", (reason, name))
+    def pause(self, name: str, reason: str | None) -> None:
+        self._tx.execute("UPDATE source SET paused=? WHERE name=?", (reason, name))
 
-    def renew_in(self, tx: Tx, name: str) -> None:
+    def reset(self, name: str) -> None:
         """The position was set by a person: whoever reads begins there, at once."""
-        tx.execute(
+        self._tx.execute(
             "UPDATE source SET generation=generation+1, next_at=NULL, settled_at=NULL, error=NULL, position=NULL WHERE name=?",
             (name,),
         )

@@ -10,11 +10,12 @@ import secrets
 import threading
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psycopg
 
 from penstock.locks import FileLock, Lost
+from penstock.ports import Transaction
 
 if TYPE_CHECKING:
     from penstock.stores.postgres.store import PostgresStore
@@ -87,11 +88,8 @@ class FleetLock:
                 self._wire.close()
                 raise self._store.outage(e, "cannot be asked for a lock") from e
 
-    def check_in(self, tx: Any) -> None:
-        if (
-            not self._token
-            or tx.execute("SELECT token FROM holder WHERE name=?", (self.name,)).get != self._token
-        ):
+    def verify(self, tx: Transaction) -> None:
+        if not self._token or tx.locks.holder(self.name) != self._token:
             raise Lost(self.name)
 
     def lose(self) -> None:
@@ -101,6 +99,9 @@ class FleetLock:
 
     def note(self, text: str) -> None:
         self._file.note(text)
+
+    def status(self) -> str:
+        return self._file.status()
 
     def release(self) -> None:
         self.lose()

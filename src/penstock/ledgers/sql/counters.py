@@ -1,0 +1,65 @@
+"""Counters of the ledger, and recent ends for the breaker, in SQL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.ledgers.sql.history import count
+from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.stores.sql import Tx
+
+TALLY_SECONDS = 5  # width of a bucket of recent ends
+
+
+class SqlCounters:
+    """Figures that cost the same at any depth."""
+
+    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
+        self._tx, self._ledger = tx, ledger
+
+    def pending(self, topic: str) -> int:
+        """Accepted and not yet ended; O(1)."""
+        return (
+            self._tx.execute(
+                "SELECT coalesce(sum(n), 0) FROM counter WHERE topic=? AND name IN ('pending','delayed','in_flight','writing')",
+                (topic,),
+            ).get
+            or 0
+        )
+
+    def total(self, *names: str) -> int:
+        """The sum of these counters over all topics."""
+        return (
+            self._tx.execute(
+                f"SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ({','.join('?' * len(names))})",
+                names,
+            ).get
+            or 0
+        )
+
+    def topics(self) -> list[str]:
+        """Those that events were counted on."""
+        return [topic for (topic,) in self._tx.execute("SELECT DISTINCT topic FROM counter")]
+
+    def record_ends(self, topic: str, ended: int, dead: int, now: float) -> None:
+        self._tx.execute(
+            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT(topic, bucket) DO UPDATE SET ended=tally.ended+excluded.ended, dead=tally.dead+excluded.dead",
+            (topic, int(now / TALLY_SECONDS), ended, dead),
+        )
+
+    def recent_ends(self, topic: str, seconds: float, now: float) -> tuple[int, int]:
+        """(ended, dead) in the last seconds."""
+        row = self._tx.execute(
+            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?",
+            (topic, int((now - seconds) / TALLY_SECONDS)),
+        ).get
+        return int(row[0]), int(row[1])
+
+    def add(self, topic: str, deltas: Mapping[str, int]) -> None:
+        count(self._tx, topic, deltas)
+
+    def reset_ends(self, topic: str) -> None:
+        self._tx.execute("DELETE FROM tally WHERE topic=?", (topic,))
+
+    def entered(self) -> int | None:
+        return self._ledger.entered(self._tx)

@@ -1,0 +1,97 @@
+"""The ledger's schema in SQL, and the state that outlives a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from penstock.ledgers.sql.history import RECORD
+from penstock.ports import Clock
+from penstock.rules.identity import DEFAULT_TRACKING, url_key
+from penstock.stores.sql import SqlStore, Tx
+
+SCHEMA = """
+CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL,
+  trace TEXT NOT NULL, url TEXT NOT NULL, url_key BLOB NOT NULL,
+  host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, starts INTEGER NOT NULL DEFAULT 0,
+  crashes INTEGER NOT NULL DEFAULT 0, fence INTEGER NOT NULL DEFAULT 0,
+  accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT,
+  reason TEXT, worker TEXT, extractors TEXT,
+  duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0);
+-- Wide and written once: kept apart, so that a change of status rewrites a short row.
+CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE fetched(event INTEGER PRIMARY KEY, page TEXT NOT NULL, meta BLOB NOT NULL);
+-- Pages of events that are put off or dead: retention leaves them alone.
+CREATE TABLE needed(event INTEGER PRIMARY KEY, page TEXT NOT NULL);
+CREATE INDEX event_url ON event(url_key, n);
+CREATE INDEX event_trace ON event(trace);
+CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';
+CREATE INDEX event_duplicate ON event(duplicate_of, n) WHERE duplicate_of IS NOT NULL;
+CREATE TABLE counter(topic TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY(topic, name)) WITHOUT ROWID;
+CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, url TEXT NOT NULL, host TEXT NOT NULL,
+  at REAL NOT NULL, stage TEXT NOT NULL, class TEXT NOT NULL,
+  reason TEXT NOT NULL, fingerprint TEXT NOT NULL, detail TEXT NOT NULL, envelope BLOB NOT NULL, headers TEXT NOT NULL);
+CREATE INDEX dead_fingerprint ON dead(fingerprint);
+CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER NOT NULL, dead INTEGER NOT NULL, PRIMARY KEY(topic, bucket)) WITHOUT ROWID;
+CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL, PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
+CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
+"""
+# Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and
+# reading it.
+HISTORY = """
+CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
+  PRIMARY KEY(event, at, status)) WITHOUT ROWID;
+"""
+STATE = "e.id, e.n, e.status, e.attempts, e.starts, e.crashes, e.accepted_at, e.not_before, e.fence"
+
+
+class SqlLedger:
+    """An open ledger. Its tables are bound to a transaction each time: see `bind`."""
+
+    schema = SCHEMA + HISTORY
+
+    def __init__(
+        self, db: SqlStore, clock: Clock, tracking: tuple[str, ...] = DEFAULT_TRACKING
+    ) -> None:
+        self.db, self.clock = db, clock
+        # The key of a canonical URL, the same in every row and claim. Every step of an event needs
+        # it, so recent keys are cached.
+        self.url_key = lru_cache(1 << 13)(partial(url_key, tracking=tracking, canonical=True))
+        self.pruned = 0  # row after which the next prune continues
+        db.part("ledger", 1, self.schema)
+
+    # -- statements that each database writes in its own way ---------------------------------------
+
+    def state_rows(self, tx: Tx, ids: Sequence[str]) -> list[Any]:
+        """Return the columns STATE of these events."""
+        rows: list[Any] = tx.executemany(
+            f"SELECT {STATE} FROM event e WHERE e.id=?", [(id_,) for id_ in ids]
+        ).fetchall()
+        return rows
+
+    def record_all(
+        self,
+        tx: Tx,
+        events: Sequence[int],
+        now: float,
+        status: str,
+        worker: str | None,
+        stage: str | None,
+        reason: str | None,
+    ) -> None:
+        """Add the same line to the history of many events."""
+        at = int(now * 1e6)
+        tx.executemany(RECORD, [(n, at, status, worker, stage, None, reason) for n in events])
+
+    def forget_history(self, tx: Tx, rows: Sequence[tuple[int]], before: float) -> None:
+        """Delete the history of events that are deleted now."""
+        tx.executemany("DELETE FROM history WHERE event=?", rows)
+
+    def entered(self, tx: Tx) -> int | None:
+        """Return the events ever entered, as the store counts them."""
+        return int(
+            tx.execute(
+                "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)"
+            ).get
+        )

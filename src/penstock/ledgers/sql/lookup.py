@@ -1,0 +1,132 @@
+"""Questions about events that decisions depend on, in SQL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ports import Baseline, EventState, PageMeta
+from penstock.rules.freshness import Claim
+from penstock.stores.sql import Tx
+
+decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
+
+
+class SqlEventLookup:
+    """Questions that decisions depend on."""
+
+    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
+        self._tx, self._ledger = tx, ledger
+
+    def known(self, event_ids: Sequence[str]) -> set[str]:
+        """Which of these were accepted before."""
+        return {
+            id_
+            for (id_,) in self._tx.executemany(
+                "SELECT id FROM event WHERE id=?", [(id_,) for id_ in event_ids]
+            ).fetchall()
+        }
+
+    def states(self, event_ids: Sequence[str]) -> dict[str, EventState]:
+        """Of those that are known."""
+        found: dict[str, EventState] = {}
+        for (
+            id_,
+            n,
+            status,
+            attempts,
+            starts,
+            crashes,
+            accepted_at,
+            not_before,
+            fence,
+        ) in self._ledger.state_rows(self._tx, event_ids):
+            page, meta = (
+                starts
+                and self._tx.execute("SELECT page, meta FROM fetched WHERE event=?", (n,)).get
+            ) or (None, None)
+            found[id_] = EventState(
+                n, status, attempts, starts, crashes, page, meta, accepted_at, not_before, fence
+            )
+        return found
+
+    def claim_progress(self, event_id: str, next_: str | None) -> Claim | None:
+        """How far the owner of a claim has come; None where it died or is forgotten, and the claim
+        is free.
+        """
+        row = self._tx.execute("SELECT n, status, asked_at FROM event WHERE id=?", (event_id,)).get
+        if row is None or row[1] in ("dead", "duplicate") or row[2] is None:
+            return None
+        n, status, asked_at = row
+        waits = (
+            status in ("pending", "delayed")
+            and self._tx.execute("SELECT 1 FROM fetched WHERE event=?", (n,)).get is None
+        )
+        return Claim(event_id, 0.0 if waits else asked_at, status == "success", next_)
+
+    def baseline(self, event_id: str) -> Baseline | None:
+        """What a success left behind: for conditional requests and change detection."""
+        row = self._tx.execute(
+            "SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n WHERE e.id=? AND e.status='success'",
+            (event_id,),
+        ).get
+        if row is None:
+            return None
+        headers = decode_meta(row[1]).headers
+        return Baseline(
+            etag=headers.get("etag"),
+            last_modified=headers.get("last-modified"),
+            response_hash=row[0],
+            page=row[0],
+            extractors=row[2] or "",
+        )
+
+    def is_fresh(self, owner: str, since: float) -> bool:
+        """Is the claim's owner still at it, or did it ask since then?"""
+        row = self._tx.execute("SELECT status, asked_at FROM event WHERE id=?", (owner,)).get
+        return row is not None and (
+            row[0] in ("pending", "delayed", "in_flight", "writing")
+            or (row[0] == "success" and (row[1] or 0.0) >= since)
+        )
+
+    def has_open(self, key: bytes) -> bool:
+        """Is an event for this URL still to be fetched?"""
+        newest = "SELECT status FROM event WHERE url_key=? ORDER BY n DESC LIMIT 8"
+        return (
+            self._tx.execute(
+                f"SELECT 1 FROM ({newest}) AS newest WHERE status IN ('pending','delayed') LIMIT 1",
+                (key,),
+            ).get
+            is not None
+        )
+
+    def failures(self, n: int) -> dict[str, int]:
+        """Failures put on record by class, since the event was last given a new budget."""
+        since = self._tx.execute(
+            "SELECT coalesce(max(at), 0) FROM history WHERE event=? AND status='dead'", (n,)
+        ).get
+        return dict(
+            self._tx.execute(
+                "SELECT class, count(*) FROM history WHERE event=? AND at>? AND status='delayed' AND class<>'' GROUP BY class",
+                (n, since),
+            )
+        )
+
+    def oldest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
+        if self._tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
+            return None
+        row: tuple[int, bytes] | None = self._tx.execute(
+            "SELECT e.n, v.body FROM event e JOIN envelope v ON v.event=e.n"
+            " WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n LIMIT 1",
+            (owner,),
+        ).get
+        return row
+
+    def add_to_trace(self, trace: str, key: bytes, now: float) -> bool:
+        self._tx.execute(
+            "INSERT INTO seen VALUES(?,?,?) ON CONFLICT(trace, url_key) DO NOTHING",
+            (trace, key, now),
+        )
+        return self._tx.changes() == 1

@@ -1,0 +1,163 @@
+"""Periodic work on events, and changes by operators, in SQL."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock.ledgers.sql.counters import TALLY_SECONDS
+from penstock.ledgers.sql.dead_letters import SqlDeadLetters
+from penstock.ledgers.sql.history import count, count_all, record
+from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ports import DeadLetter, StoredEvent
+from penstock.stores.sql import Tx
+
+_STORED = (
+    "SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body"
+    " FROM event e JOIN envelope v ON v.event=e.n"
+)
+
+
+class SqlEventMaintenance:
+    """Periodic work on events, and operators' changes."""
+
+    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
+        self._tx, self._ledger = tx, ledger
+
+    def has_due(self, now: float) -> bool:
+        """Has a delay ended that the books still have as one?"""
+        return (
+            self._tx.execute(
+                "SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)
+            ).get
+            is not None
+        )
+
+    def release_due(self, now: float) -> None:
+        """Delays that have ended are pending again (the broker hands them out by itself)."""
+        rows = self._tx.execute(
+            "SELECT n, topic FROM event WHERE status='delayed' AND not_before<=? LIMIT 1000", (now,)
+        ).fetchall()
+        delta: Counter[tuple[str, str]] = Counter()
+        for n, topic in rows:
+            self._tx.execute("UPDATE event SET status='pending' WHERE n=?", (n,))
+            record(self._tx, n, now, "pending", reason="its time has come")
+            delta[topic, "delayed"] -= 1
+            delta[topic, "pending"] += 1
+        count_all(self._tx, delta)
+
+    def requeue_from(self, worker: str, ids: Sequence[str], now: float) -> int:
+        """A worker is gone: what it had in flight waits again, its start still counted."""
+        delta: Counter[tuple[str, str]] = Counter()
+        for id_ in ids:
+            row = self._tx.execute(
+                "UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=? AND status='in_flight' RETURNING n, topic",
+                (id_, worker),
+            ).get
+            if row is not None:
+                n, topic = row
+                record(self._tx, n, now, "pending", reason="worker gone", worker=worker)
+                delta[topic, "in_flight"] -= 1
+                delta[topic, "pending"] += 1
+        count_all(self._tx, delta)
+        return -sum(d for (_, status), d in delta.items() if status == "in_flight")
+
+    def stalled(self, before: float, limit: int) -> list[tuple[int, str, bytes]]:
+        """(number, id, envelope) of events that wait for nothing and that nobody has touched since
+        then. Looks at all events: for when messages were lost.
+        """
+        return self._tx.execute(
+            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.status IN ('pending','in_flight','writing')"
+            " AND (SELECT max(h.at) FROM history h WHERE h.event=e.n)<? ORDER BY e.n LIMIT ?",
+            (int(before * 1e6), limit),
+        ).fetchall()
+
+    def note(self, n: int, status: str, reason: str, now: float) -> None:
+        """A line of history, without a change of status."""
+        record(self._tx, n, now, status, reason=reason)
+
+    def waiting_on(self, topic: str, limit: int) -> list[StoredEvent]:
+        """Return open events whose next message is on this topic. Reads all events."""
+        known = "EXISTS(SELECT 1 FROM fetched f WHERE f.event=e.n)"
+        which = {
+            "requests": f"e.status IN ('pending','delayed') AND NOT {known}",
+            "pages": f"e.status IN ('pending','delayed') AND {known}",
+            "records": "e.status='writing' AND e.worker IS NULL",
+        }[topic]
+        rows = self._tx.execute(f"{_STORED} WHERE {which} ORDER BY e.n LIMIT ?", (limit,))
+        return [StoredEvent(*row) for row in rows]
+
+    def waiting(self, id: str) -> StoredEvent | None:
+        """Return the event if it is open and no worker has started it."""
+        row = self._tx.execute(
+            f"{_STORED} WHERE e.id=? AND (e.status IN ('pending','delayed')"
+            " OR (e.status='writing' AND e.worker IS NULL))",
+            (id,),
+        ).get
+        return None if row is None else StoredEvent(*row)
+
+    def abandon(self, event: StoredEvent, letter: DeadLetter, now: float) -> None:
+        """End an event as dead on an operator's order. Its letter can be redriven."""
+        self._tx.execute(
+            "UPDATE event SET status='dead', finished_at=?, reason=? WHERE n=?",
+            (now, letter.reason, event.n),
+        )
+        record(self._tx, event.n, now, "dead", reason=letter.reason)
+        SqlDeadLetters(self._tx).put(letter, now)
+        count(self._tx, event.topic, {event.status: -1, "dead": 1})
+
+    def parked(self, host: str, reasons: Sequence[str]) -> list[tuple[int, int]]:
+        """(number, position) of delayed events of a host that wait for one of these reasons. Looks
+        at all that is delayed: for people.
+        """
+        wanted = ",".join("?" * len(reasons))
+        return self._tx.execute(
+            f"SELECT n, position FROM event WHERE status='delayed' AND host=? AND reason IN ({wanted})",
+            (host, *reasons),
+        ).fetchall()
+
+    def make_due(self, rows: Sequence[int], now: float) -> None:
+        """Their delay ends now."""
+        self._tx.executemany(
+            "UPDATE event SET not_before=? WHERE n=? AND status='delayed'",
+            [(now, n) for n in rows],
+        )
+
+    def prune(self, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000) -> int:
+        """Forget ended events (never dead ones) and their history; the counters keep counting them.
+        `keep(URL, id)` says which success is still a baseline.
+        """
+        # A stretch at a time, the next call goes on behind it: what must stay at the head of the
+        # table does not stop the rest.
+        stretch = self._tx.execute(
+            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>? ORDER BY n LIMIT ?",
+            (self._ledger.pruned, limit),
+        ).fetchall()
+        self._ledger.pruned = (
+            stretch[-1][0] if len(stretch) == limit and stretch[-1][3] < before else 0
+        )
+        ended = [row for row in stretch if row[1] in ("success", "duplicate") and row[2] < before]
+        rows = [
+            (n,)
+            for n, status, _, _, key, id_ in ended
+            if status == "duplicate" or not keep(key, id_)
+        ]
+        for table in ("envelope", "fetched", "needed"):
+            self._tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
+        self._ledger.forget_history(self._tx, rows, before)
+        self._tx.executemany("DELETE FROM event WHERE n=?", rows)
+        self._tx.execute(
+            "DELETE FROM tally WHERE bucket<?",
+            (int((self._ledger.clock.now() - 3600) / TALLY_SECONDS),),
+        )
+        self._tx.execute(
+            "DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen WHERE at<? LIMIT ?)",
+            (before, limit),
+        )
+        return len(rows)
+
+    def pages_needed(self, pages: Iterable[str]) -> set[str]:
+        """Of these, the pages that retention leaves alone."""
+        return {
+            page for (page,) in self._tx.execute("SELECT DISTINCT page FROM needed")
+        }.intersection(pages)

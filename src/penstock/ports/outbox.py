@@ -1,0 +1,63 @@
+"""Records on their way to the sinks: change detection, the sink outbox, changes for hooks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from penstock.ports.events import End
+from penstock.ports.sink import Row
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One record that leaves for the sinks."""
+
+    extractor: str
+    key: str
+    body: bytes  # JSON
+    order: int  # the event's row number: a keyed sink never goes back
+
+
+class OutboxTable(Protocol):
+    """The sink outbox of the ledger, inside one transaction."""
+
+    def diff(
+        self,
+        ends: Sequence[tuple[End, bytes]],
+        counts: Mapping[str, Counter[str]],
+        *,
+        emit_unchanged: bool,
+        hooks: bool,
+    ) -> list[Line]:
+        """Compare records with the last ones of their keys, and return those that are sent.
+
+        `ends` are successes, each with its URL key. `counts` is updated by topic. If `hooks` is
+        true, changes are stored for the hooks.
+        """
+
+    def append(self, sink: str, lines: Sequence[Line]) -> None:
+        """Add rows for a sink, in order. A sink with a table in this store is written directly."""
+
+    def position(self, sink: str) -> tuple[int, str]:
+        """Return the last row that was flushed, and the target's mark after it."""
+
+    def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> list[Row]:
+        """Return the next rows: at most `limit`, and at most one row beyond `max_bytes`."""
+
+    def mark_flushed(self, sink: str, *, upto: int, mark: str) -> None:
+        """Record the position of a sink, and delete the rows up to it."""
+
+    def backlog(self, sink: str) -> int:
+        """Return how many rows are not flushed."""
+
+    def has_changes(self) -> bool:
+        """Return True if a change waits for a hook."""
+
+    def changes(self, limit: int) -> list[tuple[int, bytes]]:
+        """Return the oldest changes that wait for hooks: (number, encoded change)."""
+
+    def mark_hooks_run(self, done: Sequence[int], failed: Sequence[tuple[str, int]]) -> None:
+        """Delete finished changes, and count a failed try of the others: (error, number)."""
