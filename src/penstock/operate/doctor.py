@@ -54,7 +54,7 @@ class Probe(Protocol):
 
 
 class StoreFile(Protocol):
-    """The store of the ledger, as `doctor` and a starting worker look at it."""
+    """The store of the ledger, with the methods that `doctor` uses."""
 
     @property
     def path(self) -> str:
@@ -65,11 +65,11 @@ class StoreFile(Protocol):
         """Its file on this machine, or None for a server."""
 
     def check(self) -> list[str]:
-        """Return what is damaged, in sentences."""
+        """Return a sentence about each damage that was found."""
 
 
 class OpenStores(Protocol):
-    """What `doctor` needs of the open stores."""
+    """The attributes of the open stores that `doctor` uses."""
 
     @property
     def uow(self) -> UnitOfWork: ...
