@@ -206,7 +206,7 @@ class RedisClaims:
         return after
 
     def gap(self, host: str) -> float:
-        """Return the host's interval in seconds when slots were last reserved. 0 means unlimited."""
+        """Return the host's interval in seconds at the last reservation. 0 means unlimited."""
         return self._gaps.get(host, 0.0)
 
     def voided(self, host: str) -> float:
