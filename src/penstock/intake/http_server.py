@@ -1,6 +1,6 @@
 """The HTTP server of webhooks: listening socket, connection limit and timeouts.
 
-Of the processes of one machine, one listens. See `endpoint` for the requests.
+Of several processes with the same address, only one listens. See `endpoint` for the requests.
 """
 
 from __future__ import annotations

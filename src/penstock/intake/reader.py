@@ -30,9 +30,9 @@ log = logging.getLogger("penstock.sources")
 LOOK = 1.0  # seconds between two checks for a pause or a reset, and between two tries for the lock
 BEAT = 2.0  # seconds between two heartbeats of an idle reader
 WORD = 10.0  # seconds between two heartbeats during a round
-FIRST_BACK_OFF, LAST_BACK_OFF = 1.0, 300.0  # seconds after the first failure, and at most
+FIRST_BACK_OFF, LAST_BACK_OFF = 1.0, 300.0  # seconds to wait after the first failure, and at most
 LONGEST_WAIT = 86400.0  # maximum seconds that a Retry-After delays the next round
-JITTER = 0.1  # share of `every`, so that sources that started together spread out
+JITTER = 0.1  # share of each wait, so that sources that started together spread out
 
 
 class Moved(Exception):
@@ -115,7 +115,7 @@ class Reader:
                 return LOOK
             await self._uow.write(self._declare, durability=Durability.RELAXED)
         state, cursor = await self._uow.read(self._standing)
-        # The row can be missing although this process holds the lock: the operator restored the
+        # The row can be missing while this process holds the lock, if an operator restored the
         # ledger from a backup.
         if state is None:
             await self._uow.write(self._declare, durability=Durability.RELAXED)
