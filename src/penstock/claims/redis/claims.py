@@ -101,7 +101,10 @@ class RedisClaims:
         return found
 
     async def take(self, changes: Sequence[ClaimChange]) -> list[bool]:
-        """Take claims by compare-and-set. A result is False if another event holds the claim."""
+        """Take claims by compare-and-set.
+
+        A result is False if the claim has neither the expected owner nor the new one.
+        """
         if not changes:
             return []
         args: list[Argument] = [self.clock.now()]

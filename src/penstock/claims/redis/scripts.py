@@ -83,9 +83,9 @@ return #old
 """
 )
 
-# Write states of hosts. ARGV for each host: host, state that the caller read or '', new state,
-# 'until since' if the host is throttled, blocked or paused or '', own concurrency, '-' or ''.
-# Returns 1 for each written state. If another process has changed a state, returns that state.
+# Write states of hosts. ARGV for each host: host, state that the caller read or '', new state, and
+# the two values of `hosts.aside`. Returns 1 for each written state. If another process has changed
+# a state, returns that state.
 KEEP = Script(
     """#!lua
 local base, answers, news = KEYS[1], {}, false
@@ -125,8 +125,8 @@ return {time[1], time[2], version, redis.call('HGETALL', base .. ':slowed'), red
 """
 )
 
-# Add an exception. ARGV: kind, host, now, the exception, 1 if it is current from now on. Then the
-# previous exception of the same kind and host is ended.
+# Add an exception. ARGV: kind, host, now, the exception, 1 if it is current from now on. A current
+# exception ends the previous one of the same kind and host.
 NOTE = Script(
     """#!lua
 local base, name = KEYS[1], ARGV[1] .. ' ' .. ARGV[2]
