@@ -58,11 +58,11 @@ class StoreFile(Protocol):
 
     @property
     def path(self) -> str:
-        """Its name in messages. Contains no password."""
+        """The store's name in messages. Contains no password."""
 
     @property
     def file(self) -> Path | None:
-        """Its file on this machine, or None for a server."""
+        """The store's file on this machine, or None for a server."""
 
     def check(self) -> list[str]:
         """Return a sentence about each damage that was found."""

@@ -89,7 +89,7 @@ def ignore_robots(hosts: HostTable, host: str, reason: str, who: str) -> None:
 
 
 def obey_robots(hosts: HostTable, host: str) -> bool:
-    """Return False if the host's robots.txt was obeyed before."""
+    """End the robots.txt exception of a host. Return False if there was no exception."""
     hosts.change(host, lambda state: msgspec.structs.replace(state, ignores_robots=False))
     return hosts.end_exception(ROBOTS, host)
 
@@ -219,7 +219,7 @@ class Domains:
         self._set_free(host)
 
     def obey_robots(self, host: str) -> bool:
-        """Return False if the host's robots.txt was obeyed before."""
+        """End the robots.txt exception of a host. Return False if there was no exception."""
         return self._uow.write_now(lambda tx: obey_robots(tx.hosts, host))
 
     def _change(self, host: str, change: Callable[[pace.HostState], pace.HostState]) -> None:
