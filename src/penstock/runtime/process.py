@@ -139,7 +139,7 @@ class Running:
         self._backlog = 0
         self._wake_set = False
 
-    # -- life --------------------------------------------------------------------------------------
+    # -- run and shutdown --------------------------------------------------------------------------
 
     async def run(
         self,
@@ -312,9 +312,9 @@ class Running:
     async def _until_idle(self) -> None:
         """Wait until the pipeline is idle, or until a breaker has stopped it.
 
-        The pipeline is idle when every source is read, every accepted event has ended, every row is
-        in its sink, and hooks have run for every change. After a breaker, the call waits until no
-        worker of this process holds a delivery.
+        The pipeline is idle when every source is read and every accepted event has ended. All rows
+        must be in their sinks, and hooks must have run for all changes. After a breaker, the call
+        waits until no worker of this process holds a delivery.
         """
         while True:
             with contextlib.suppress(StoreUnavailable):
@@ -370,7 +370,7 @@ class Running:
                 hint="stop all workers, keep a copy, and restore a backup or recover it with the sqlite3 shell's .recover",
             )
 
-    # -- parts -------------------------------------------------------------------------------------
+    # -- parts of the process ----------------------------------------------------------------------
 
     async def _open_extraction(self) -> tuple[Extraction, Extraction | None]:
         """Return the extraction for user code, and the extraction for suspects.
