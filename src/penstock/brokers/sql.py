@@ -1,5 +1,6 @@
-"""What the brokers in SQL have in common: what they promise, how they are looked at, the
-subscription. How messages are handed out is each one's own.
+"""Common parts of the brokers in SQL: capabilities, statistics, subscription and bound queue.
+
+Each database has its own code for delivery and settling.
 """
 
 from __future__ import annotations
@@ -41,14 +42,18 @@ CAPS = Capabilities(
 
 
 class Group(msgspec.Struct, frozen=True):
+    """A consumer group of a topic."""
+
     id: int
     topic: int
     ordered: bool
 
 
 class SqlQueue(ABC):
-    """Methods that end in `_in` run inside a caller's transaction (the books'); those that are
-    missing here are written in each database's own SQL.
+    """A message queue in an SQL store.
+
+    Methods that end in `_in` run inside the caller's transaction, usually a ledger transaction.
+    Each database implements the abstract methods in its own SQL.
     """
 
     caps = CAPS
@@ -75,15 +80,17 @@ class SqlQueue(ABC):
         return {name for (name,) in tx.execute("SELECT name FROM topic")}.issuperset(names)
 
     def _forget_after_rollback(self) -> None:
-        """Topics and groups are remembered; a transaction that was rolled back may have made one,
-        and its number may then go to another.
+        """Clear the cache of topics and groups after a rollback.
+
+        The transaction that was rolled back may have inserted a cached topic or group. The store
+        may then assign its number again.
         """
         if self._rollbacks != self.db.rollbacks:
             self._rollbacks = self.db.rollbacks
             self._topics.clear()
             self._groups.clear()
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     async def stats(self, topic: str, group: str) -> Stats:
         return await self.db.read(lambda tx: self.stats_in(tx, topic, group))
@@ -114,13 +121,13 @@ class SqlQueue(ABC):
         ]
 
     def groups_in(self, tx: Tx) -> list[tuple[str, str]]:
-        """(topic, group) of everything that is handed out."""
+        """Return (topic, consumer group) of all groups."""
         return tx.execute(
             "SELECT t.name, g.name FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name"
         ).fetchall()
 
     def paused_in(self, tx: Tx) -> dict[str, str]:
-        """Topic → why."""
+        """Return paused topic -> reason."""
         return dict(
             tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall()
         )
@@ -177,7 +184,7 @@ class SqlQueue(ABC):
         self.wake([topic])
         return n
 
-    # -- each database's own -----------------------------------------------------------------------
+    # -- implemented for each database -------------------------------------------------------------
 
     @abstractmethod
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
@@ -193,7 +200,7 @@ class SqlQueue(ABC):
 
     @abstractmethod
     def place_in(self, tx: Tx, batch: Sequence[Out]) -> list[tuple[Published, int]]:
-        """As publish, with the position each message got."""
+        """Publish messages. Return each result with the position of the message."""
 
     @abstractmethod
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]: ...
@@ -208,7 +215,10 @@ class SqlQueue(ABC):
 
     @abstractmethod
     def purge_in(self, tx: Tx, topic: str) -> int:
-        """What waits goes, and history with it; what is in flight stays."""
+        """Delete all messages of a topic except those in flight. Return how many.
+
+        Messages that are kept for replay are also deleted.
+        """
 
     @abstractmethod
     def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int: ...
@@ -252,27 +262,27 @@ class SqlQueue(ABC):
 
     @abstractmethod
     def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
-        """Ready, leased, delayed, and since when the oldest is there."""
+        """Return the numbers of ready, leased and delayed messages, and the time of the oldest."""
 
     @abstractmethod
     def _waiting(
         self, tx: Tx, topic: str, limit: int
     ) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
-        """(id, key, body, headers, priority, not before), oldest first."""
+        """Yield (id, key, body, headers, priority, not_before) of messages, oldest first."""
 
     @abstractmethod
     def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
-        """(topic, group, its number, ready, leased, delayed) as the counters have it."""
+        """Yield (topic, group, group id, ready, leased, delayed) from the counters."""
 
 
 def letter(d: Delivery, reason: str) -> Out:
-    """The copy of a dead delivery, for other tools."""
+    """Return the message of a dead delivery for the topic `.dead`, which other tools read."""
     headers = {**d.headers, "penstock-reason": reason, "penstock-position": str(d.position)}
     return Out(topic=d.topic + ".dead", id=d.id, key=d.key, body=d.body, headers=headers)
 
 
 class SqlSubscription:
-    """All of ports.Subscription but `receive` and `close`."""
+    """A subscription. Implements ports.Subscription except `receive` and `close`."""
 
     _wake: asyncio.Event
 

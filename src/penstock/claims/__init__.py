@@ -1,1 +1,1 @@
-"""Claims, pace and robots: what a fleet must agree on before it asks a host."""
+"""Claims on URLs, slots of hosts and cached robots.txt, which all workers of a fleet share."""

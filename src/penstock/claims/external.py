@@ -9,7 +9,7 @@ from penstock.ports import ClaimChange, Holder
 
 
 class NoClaimTable:
-    """Fails: these claims are read and taken outside the ledger's transaction."""
+    """A claim table whose methods fail. External claims are not used in a ledger transaction."""
 
     def holder(self, key: bytes) -> Holder | None:
         _fail()

@@ -1,5 +1,6 @@
-"""The claims in PostgreSQL, shared by every machine that reaches it; the SQL is in sql.py, the
-server's side in stores/postgres.py.
+"""Claims in PostgreSQL, shared by all machines that reach the server.
+
+See `claims.sql` for the SQL and `stores.postgres` for the connections.
 """
 
 from __future__ import annotations

@@ -38,14 +38,13 @@ class SqlClaims:
     def __init__(self, db: SqlStore, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
         self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
         self.pruned = b""  # URL key after which the next prune continues
-        self._gaps: dict[str, float] = {}
-        self._slowed: dict[
-            str, float
-        ] = {}  # hosts that throttled us or are paused, and until when they are left alone
-        self._voided: dict[
-            str, float
-        ] = {}  # hosts that were found to want more time, and when: slots of before are too close together
-        self._own: dict[str, int] = {}  # hosts with a limit of their own to requests in flight
+        self._gaps: dict[str, float] = {}  # host -> interval when slots were last reserved
+        # Throttled or paused host -> time before which no request is sent to it.
+        self._slowed: dict[str, float] = {}
+        # Host -> time when its interval grew. Slots that were reserved before are too close
+        # together.
+        self._voided: dict[str, float] = {}
+        self._own: dict[str, int] = {}  # host -> its own limit on requests in flight
         self._exempt: frozenset[str] = frozenset()  # hosts whose robots.txt is not obeyed
         db.part("claims", 1, SCHEMA)
 
@@ -83,8 +82,9 @@ class SqlClaims:
     async def report(
         self, host: str, *, status: int, retry_after: float | None, seconds: float
     ) -> None:
-        """Free of any write while the host is content: only throttling, and recovery from it, are
-        news.
+        """Update the host's state after a response.
+
+        Writes only if the status is 429 or 503, or if the host is throttled or paused.
         """
         if status in (429, 503) or host in self._slowed:
             state = await self.db.write(
@@ -107,7 +107,8 @@ class SqlClaims:
             state, now = self.state_in(tx, host), self.clock.now()
             if state.crawl_delay != seconds:
                 state = msgspec.structs.replace(state, crawl_delay=seconds, slower_since=now)
-                if seconds:  # robots.txt itself was a request, a moment ago
+                # The request for robots.txt was just sent, so the delay begins now.
+                if seconds:
                     state = msgspec.structs.replace(
                         state, tat=max(state.tat, now + pace.interval(state, self.limits))
                     )
@@ -119,14 +120,15 @@ class SqlClaims:
             self._void(host, since)
 
     def gap(self, host: str) -> float:
-        """Seconds between two requests to the host, when slots were last given; 0 is unlimited."""
+        """Return the host's interval in seconds at the last reservation. 0 means unlimited."""
         return self._gaps.get(host, 0.0)
 
     def voided(self, host: str) -> float:
         return self._voided.get(host, 0.0)
 
     def _void(self, host: str, at: float) -> None:
-        if len(self._voided) > 8192:  # no slot is given this far ahead
+        # Drop entries older than 60 s. No slot is reserved that far ahead.
+        if len(self._voided) > 8192:
             old = self.clock.now() - 60.0
             self._voided = {h: at for h, at in self._voided.items() if at > old}
         self._voided[host] = max(at, self._voided.get(host, 0.0))
@@ -158,12 +160,14 @@ class SqlClaims:
         return self._own.get(host, self.limits.concurrency)
 
     async def refresh(self) -> None:
-        """Bring the local view up to date; the worker calls it several times a second."""
+        """Read the shared state of hosts into the local view.
+
+        A worker calls it ten times a second.
+        """
         before = self._slowed
         self._slowed, self._own, self._exempt = await self.db.read(_look)
-        told = [
-            host for host, until in self._slowed.items() if until > before.get(host, 0.0)
-        ]  # by another worker, it may be
+        # Hosts that are blocked for longer than before. Another worker may have blocked them.
+        told = [host for host, until in self._slowed.items() if until > before.get(host, 0.0)]
         if told:
             for host, since in await self.db.read(
                 lambda tx: [(name, self.state_in(tx, name).slower_since) for name in told]

@@ -15,7 +15,10 @@ _decode = msgspec.msgpack.Decoder(pace.HostState).decode
 
 
 class SqlHosts:
-    """Hosts inside one transaction. Workers read a cached view of the same table in `claims.sql`."""
+    """Hosts inside one transaction.
+
+    Workers read a cached view of the same table in `claims.sql`.
+    """
 
     def __init__(self, tx: Tx, claims: SqlClaims) -> None:
         self._tx, self._claims = tx, claims

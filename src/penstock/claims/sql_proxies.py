@@ -1,5 +1,6 @@
-"""Health of proxies per host, in the shared store, and so known by the fleet. No proxy's URL is
-written here; the decisions are in rules/proxies.
+"""Health of proxies per host in SQL, shared by the fleet.
+
+URLs of proxies are not stored. See `rules.proxies` for the decisions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CREATE TABLE proxy_health(proxy TEXT NOT NULL, host TEXT NOT NULL, label TEXT NO
 CREATE INDEX proxy_changed ON proxy_health(changed);
 CREATE TABLE proxy_list(pool TEXT PRIMARY KEY, at REAL NOT NULL, members INTEGER NOT NULL, error TEXT NOT NULL) WITHOUT ROWID;
 """
-_OVERLAP = 5.0  # seconds read again, for writers whose clock or commit was late
+_OVERLAP = 5.0  # seconds that are read again, because a writer's clock or commit may be late
 
 
 class SqlProxies:
@@ -60,7 +61,10 @@ class SqlProxies:
         self._view[proxy, host] = await self.db.write(work, durable=False)
 
     async def worked(self, proxy: str, host: str, label: str) -> None:
-        """Free of any write while there is nothing to forgive."""
+        """Reduce the recorded failures of the proxy.
+
+        Writes only if the proxy has failures and its cool-down has ended.
+        """
         for where in (host, rules.ANY_HOST):
             known = self._view.get((proxy, where))
             if known is not None and known.until <= self.clock.now():
@@ -80,7 +84,7 @@ class SqlProxies:
         self._take(proxy, host, await self.db.write(work, durable=False))
 
     async def refresh(self) -> None:
-        """What others have learned since the last look."""
+        """Read changes of other workers since the last call into the local view."""
         sql = "SELECT proxy, host, failures, until, at, reason, changed FROM proxy_health WHERE changed>? ORDER BY changed"
         rows = await self.db.read(lambda tx: tx.execute(sql, (self._seen - _OVERLAP,)).fetchall())
         for proxy, host, failures, until, at, reason, changed in rows:
@@ -116,7 +120,7 @@ class SqlProxies:
     # -- for `penstock proxies ls`
 
     def troubled_in(self, tx: Tx) -> list[tuple[str, str, str, int, float, float, str]]:
-        """(proxy, host, label, failures, until, at, reason) of all that had trouble lately."""
+        """Return (proxy, host, label, failures, until, at, reason) of each failing proxy."""
         found: list[tuple[str, str, str, int, float, float, str]] = tx.execute(
             "SELECT proxy, host, label, failures, until, at, reason FROM proxy_health WHERE failures>0 ORDER BY until DESC, proxy, host"
         ).fetchall()

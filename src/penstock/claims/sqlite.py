@@ -1,4 +1,4 @@
-"""The claims in an SQLite file; the SQL is in sql.py, the file's side in stores/sqlite.py."""
+"""Claims in an SQLite file. See `claims.sql` for the SQL and `stores.sqlite` for the file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""From a URL outside to an accepted event: canonical form, id, host key, route, trace; then the
-books. Sources and `push` come through here.
+"""Intake: turns URLs of `push` and findings of sources into events that the ledger has accepted.
+
+An event gets its canonical URL, id, host key, route and trace here.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from penstock.rules.identity import BadUrl
 if TYPE_CHECKING:
     from penstock.intake.mapping import Mapping
 
-FULL_WAIT = 0.5  # a full queue stops the reading, never drops
+FULL_WAIT = 0.5  # seconds between two tries while the queue is full. No event is dropped.
 
 
 class Pushed(msgspec.Struct, kw_only=True):
+    """Result of a push."""
+
     new: int = 0
     known: int = 0
     refused: list[tuple[str, str]] = []  # (input, reason)
-    first: str = ""  # id of the first accepted event, for the reader to trace
+    first: str = ""  # id of the first new event, for `penstock trace`
 
 
 def new_id() -> str:
-    """For events whose cause has no name of its own: a push."""
+    """Return a random id for an event whose cause has no id, such as a push."""
     return secrets.token_hex(16)
 
 
@@ -49,8 +52,11 @@ async def push(
     on_progress: Callable[[Pushed], None] | None = None,
     wait_when_full: bool = True,
 ) -> Pushed:
-    """Reads lazily, so a list of millions takes no memory; each batch is durable before the next is
-    read.
+    """Accept one event for each URL.
+
+    URLs are read lazily, so a list of millions needs little memory. Each batch is durable before
+    the next one is read. If the queue is full, the call waits and tries the rest again. If
+    `wait_when_full` is False, the rest of the batch is refused instead.
     """
     result = Pushed(refused=[])
     waiting: list[Event] = []
@@ -99,7 +105,7 @@ async def push(
 
 
 class Taken(msgspec.Struct, kw_only=True):
-    """What became of a source's findings."""
+    """Result of a source's findings."""
 
     events: list[Event] = []
     answers: list[Accepted] = []  # of each event
@@ -108,7 +114,7 @@ class Taken(msgspec.Struct, kw_only=True):
 
 
 def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
-    """What would become of them; nothing is written."""
+    """Turn findings into events, refusals and skips, without writing."""
     taken = Taken()
     for finding in findings:
         try:
@@ -124,7 +130,7 @@ def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
 
 
 class Intake:
-    """One source's way into the books."""
+    """Accepts the findings of one source into the ledger."""
 
     def __init__(
         self, lifecycle: Lifecycle, mapping: Mapping, clock: Clock, *, source: str
@@ -135,10 +141,11 @@ class Intake:
     async def take(
         self, batch: Batch, *, in_transaction: Callable[[Transaction, Taken], None] | None = None
     ) -> Taken:
-        """Durable when it returns, with the source's cursor. A full queue is waited for.
+        """Accept a batch together with the source's cursor. Durable when it returns.
 
-        What makes no event is a dead letter. `in_transaction` runs in the transaction. An exception
-        from it undoes the transaction.
+        If the queue is full, the call waits and tries the remaining events again. A refused finding
+        becomes a dead letter. `in_transaction` runs in each transaction. If it raises an exception,
+        the transaction is rolled back.
         """
         judged = judge(self.mapping, batch.findings)
         cursor = None if batch.cursor is None else (self.source, batch.cursor)

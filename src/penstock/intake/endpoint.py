@@ -1,5 +1,6 @@
-"""The endpoint of webhooks: one request in, one answer out, and 202 only after its events are
-durable. Sockets and connections are listening.py's.
+"""The HTTP application of webhooks. It answers 202 only after the events are durable.
+
+See `http_server` for sockets and connections.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from penstock.ports import (
 )
 
 log = logging.getLogger("penstock.serving")
-MAX_HEAD = 16 << 10  # bytes of a request's line and headers
-RETRY_AFTER = 5.0  # seconds until a full queue or a store that is away is worth another try
-HELD = 64 << 20  # bytes of bodies that are being read, of all requests together
-DISCARDED = (
-    8 << 20
-)  # of a body that is refused: read and thrown away, since who is still writing does not see the answer
-TOLD = 20  # reasons in one answer
-WHOLE = "penstock.whole"  # in a request's scope: its body was read to the end
-QUIET = 10.0  # seconds between two lines about refused requests
+MAX_HEAD = 16 << 10  # maximum bytes of a request's line and headers
+RETRY_AFTER = 5.0  # seconds in Retry-After if the queue is full or the store is unavailable
+HELD = 64 << 20  # maximum bytes of bodies that are being read, of all requests together
+# Maximum bytes of a refused body that are read and discarded. A client that is still writing does
+# not read the response.
+DISCARDED = 8 << 20
+TOLD = 20  # maximum number of reasons in one response
+WHOLE = "penstock.whole"  # key in a request's scope: the body was read to the end
+QUIET = 10.0  # seconds between two log lines about refused requests
 HEADERS = {
     "content-type": "application/json",
     "cache-control": "no-store",
@@ -53,13 +54,13 @@ TRY = {
 
 
 class Bucket:
-    """So many a second, and so many at once after a rest."""
+    """A rate limit: `rate` requests per second, and up to `burst` requests after an idle time."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._interval, self._burst, self._next = 1 / rate, burst, -math.inf
 
     def wait(self, now: float) -> float:
-        """0: one was taken. Else seconds until there is one."""
+        """Take one request and return 0, or return the seconds until a request is allowed."""
         full = max(self._next, now)
         if (early := full - (self._burst - 1) * self._interval - now) > 1e-9:
             return early
@@ -68,7 +69,7 @@ class Bucket:
 
 
 class Hook:
-    """One source that is told, with its way into the books."""
+    """One webhook source, with its rate limit and its intake."""
 
     def __init__(self, source: ServedSource, url: str, intake: Intake) -> None:
         self.source, self.url, self.intake = source, url, intake
@@ -78,6 +79,8 @@ class Hook:
 
 
 class Endpoint:
+    """Serves the webhooks of one pipeline."""
+
     def __init__(
         self,
         hooks: Sequence[Hook],
@@ -92,7 +95,10 @@ class Endpoint:
         self._held = 0
 
     async def declare(self) -> None:
-        """So that `penstock sources` knows them, and can pause them."""
+        """Record the webhooks in the ledger, so that `penstock sources` can list and pause them.
+
+        Repeats every second while the store is unavailable.
+        """
 
         def work(tx: Transaction) -> None:
             for hook in self.hooks.values():
@@ -126,16 +132,15 @@ class Endpoint:
     # -- one request -------------------------------------------------------------------------------
 
     async def _told(self, request: Request) -> Response:
-        hook = self.hooks.get(
-            request.scope["path"]
-        )  # not of `request.url`, which a Host that is none cannot be put into
+        # Read the path from the scope. `request.url` fails if the Host header is not a valid host.
+        hook = self.hooks.get(request.scope["path"])
         if hook is None:
             await self._discard(request, 0)
             raise HTTPException(404)
         try:
             return await self._take(hook, request)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the client has disconnected and does not read it
         except RequestRefused as e:
             self._count(hook, e)
             headers = (
@@ -148,9 +153,8 @@ class Endpoint:
                 else {}
             )
             if not request.scope.get(WHOLE):
-                headers["connection"] = (
-                    "close"  # the rest of it must not be taken for the next request
-                )
+                # Close the connection. The rest of the body would be parsed as the next request.
+                headers["connection"] = "close"
             return _answer(e, headers)
 
     async def _take(self, hook: Hook, request: Request) -> Response:
@@ -164,9 +168,8 @@ class Endpoint:
         headers: dict[str, list[str]] = {}
         for name, value in request.headers.raw:
             headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        if (
-            "content-length" in headers and "transfer-encoding" in headers
-        ):  # a proxy before us may have read the other one's end
+        # A proxy in front of this server may end the body by the other of the two headers.
+        if "content-length" in headers and "transfer-encoding" in headers:
             raise RequestRefused(
                 400,
                 "it has both a content-length and a transfer-encoding",
@@ -182,7 +185,7 @@ class Endpoint:
                 )
             source.screen(request.method, headers)
         except RequestRefused:
-            if "expect" not in headers:  # who asked first has not begun to send
+            if "expect" not in headers:  # with Expect, the client has not sent the body yet
                 await self._discard(request, 0)
             raise
         body = await self._body(request, source.max_body)
@@ -203,7 +206,11 @@ class Endpoint:
         )
 
     async def _body(self, request: Request, most: int) -> bytes:
-        """Never more than `most` of it in memory, nor longer than the time it is given."""
+        """Read the body, with at most `most` bytes and within the timeout.
+
+        Raises RequestRefused if the body is too large or too slow, or if all bodies that are being
+        read would together exceed `HELD`.
+        """
         body = bytearray()
         try:
             async with asyncio.timeout(self._timeout):
@@ -235,8 +242,9 @@ class Endpoint:
             self._held -= len(body)
 
     async def _discard(self, request: Request, seen: int) -> None:
-        """Read on for a moment: a connection that is closed in the middle of a request takes the
-        answer with it.
+        """Read and discard the rest of a refused body, for at most 2 s.
+
+        If the server closed the connection during the request, the client would lose the response.
         """
         try:
             async with asyncio.timeout(min(2.0, self._timeout)):
@@ -250,8 +258,9 @@ class Endpoint:
             pass
 
     async def _accept(self, hook: Hook, taken: Taken) -> list[Accepted]:
-        """All of a request's events or none. Requests that come together share a transaction: that
-        is the store's work.
+        """Accept all events of a request, or none.
+
+        The store combines requests that arrive together into one transaction.
         """
         record = partial(self._record, hook, taken)
         if taken.events:
@@ -260,7 +269,11 @@ class Endpoint:
         return []
 
     def _record(self, hook: Hook, taken: Taken, tx: Transaction, answers: list[Accepted]) -> None:
-        """In the transaction that accepts; what is raised here undoes it."""
+        """Count the events of a request, in the transaction that accepts them.
+
+        Raises RequestRefused if the hook is paused or the queue is full. The exception rolls the
+        transaction back.
+        """
         state = tx.sources.state(hook.source.name)
         if state is not None and state.paused:
             raise RequestRefused(
@@ -284,7 +297,7 @@ class Endpoint:
         )
 
     def _count(self, hook: Hook, e: RequestRefused) -> None:
-        """A flood of bad requests must not become a flood of lines."""
+        """Count a refused request. Log the counts at most every `QUIET` seconds."""
         hook.refused[e.status] += 1
         now = asyncio.get_running_loop().time()
         if now - hook.said >= QUIET:
@@ -304,7 +317,7 @@ class Endpoint:
 
 def _makes_none(findings: Sequence[Any], taken: Taken) -> RequestRefused:
     places = {id(finding): i for i, finding in enumerate(findings)}
-    # What the pipeline's own code raises may hold anything, and is nothing to the sender.
+    # An exception of the user's hook may contain any text, so the sender gets a fixed sentence.
     reasons = [
         {
             "item": places[id(finding)],
@@ -329,7 +342,7 @@ def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> R
 
 
 def error(message: str, hint: str) -> bytes:
-    """The one shape of everything that went wrong."""
+    """Return the JSON body of an error response."""
     return msgspec.json.encode({"error": message, "try": hint})
 
 
@@ -365,9 +378,8 @@ async def _away(request: Request, e: StoreUnavailable) -> Response:
 
 
 async def _bug(request: Request, e: Exception) -> Response:
-    return _json(
-        500, {"error": "this should not happen", "try": "our log says more"}
-    )  # it does: the server logs what was raised
+    # The server logs the exception.
+    return _json(500, {"error": "this should not happen", "try": "our log says more"})
 
 
 async def _health(request: Request) -> Response:

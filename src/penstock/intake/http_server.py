@@ -1,5 +1,6 @@
-"""The socket behind `serve`: who of this machine's processes listens, how many connections and how
-long they may dawdle. What is served is serving.py's.
+"""The HTTP server of webhooks: listening socket, connection limit and timeouts.
+
+Of several processes with the same address, only one listens. See `endpoint` for the requests.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from penstock.ports import Clock
 
 log = logging.getLogger("penstock.serving")
 BACKLOG = 1024
-KEEP_ALIVE = 30  # seconds a connection may rest between two requests
-TAKE_OVER = 0.2  # seconds between two looks whether who listens is gone
-PATIENCE = 3.0  # seconds in which a port that its holder just left may still be taken
+KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
+TAKE_OVER = 0.2  # seconds between two tries to get the lock of the listening process, or the port
+PATIENCE = 3.0  # seconds in which binding is retried, because an ended process may keep its port
 
 
 class Listener:
-    """`run()` is a task for as long as the process works. Of several processes with one address the
-    first serves; the others take over when it ends.
+    """Serves the endpoint on one address.
+
+    `run()` is a task that lasts as long as the process. If several processes have the same address,
+    the first one serves. Another process takes over when the first one ends.
     """
 
     def __init__(
@@ -71,7 +74,10 @@ class Listener:
             self._lock.release()
 
     async def _bound(self) -> socket.socket:
-        """The port of one who was killed may be free a moment later than its lock."""
+        """Bind the socket, and retry for `PATIENCE` seconds.
+
+        If the previous process was killed, its port may become free later than its lock.
+        """
         until = time.monotonic() + PATIENCE
         while True:
             try:
@@ -88,7 +94,7 @@ class Listener:
             ws="none",
             lifespan="off",
             log_config=None,
-            # a bad request is not worth a line: whoever likes could fill the log
+            # Bad requests are not logged. Otherwise any client could fill the log.
             log_level="error",
             access_log=False,
             server_header=False,
@@ -110,7 +116,8 @@ class Listener:
             await asyncio.shield(serving)
             raise RuntimeError("the HTTP server ended by itself")
         except asyncio.CancelledError:
-            server.should_exit = True  # no new connections; what is being answered is answered
+            # Accept no new connections, and finish the requests in progress.
+            server.should_exit = True
             await serving
             raise
         finally:
@@ -151,14 +158,15 @@ def bind(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the worker's; the server ends when its task does."""
+        """Leave signals to the worker. The server ends when its task is cancelled."""
         yield
 
 
 def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
     class Protocol(H11Protocol):
-        """What the library leaves open: how many connections there may be, and how long a request's
-        head may take.
+        """The HTTP/1.1 protocol of uvicorn with two more limits.
+
+        The limits are the number of connections and the time until a request's head is complete.
         """
 
         _deadline: asyncio.TimerHandle | None = None
@@ -217,7 +225,10 @@ def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
             )
 
         def _end(self, status: int, phrase: str, message: str, hint: str, more: str = "") -> None:
-            """Past the state machine of the protocol, which a request that is none has broken."""
+            """Write an error response and close the connection.
+
+            The response bypasses the state machine of h11, because an invalid request breaks it.
+            """
             if not self.transport.is_closing():
                 body = error(message, hint)
                 head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{more}connection: close\r\n\r\n"

@@ -1,5 +1,8 @@
-"""From a source's finding to an event: JMESPath, a user's hook, static values, in that order of
-weight. The consumer decides none of it.
+"""Maps a source's finding to an event.
+
+Values come from the user's hook, from JMESPath expressions and from static values. The hook has
+precedence over the expressions, and the expressions over the static values. The worker that
+receives the event does not map it again.
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ from penstock.rules.identity import BadUrl, canonical_url
 
 ROUTE = ("geo", "pool", "account", "render")
 KEYS = ("url", *ROUTE, "priority", "window", "window_mode", "force", "trace", "data")
-LONGEST = 512  # characters of an id, trace or cause: more fits no index
-MAX_DATA = 64 << 10  # bytes of a payload that travels with its event
-MAX_DEPTH = 100  # levels of it: what decodes here must decode wherever the event comes by
+LONGEST = 512  # maximum characters of a trace, cause or route value, so that it fits an index
+MAX_DATA = 64 << 10  # maximum bytes of the data in an event
+# Maximum levels of nested data. Every process that receives the event must be able to decode it.
+MAX_DEPTH = 100
 _encode = msgspec.json.Encoder().encode
 
 
 class Mapping:
-    """One source's. Compiled when the configuration is read, so that a slip in an expression is an
-    error then.
+    """The mapping of one source.
+
+    Expressions are compiled when the mapping is created. An invalid expression is a ConfigError.
     """
 
     def __init__(self, spec: SourceSpec, *, host_by: Literal["host", "domain"] = "host") -> None:
@@ -49,7 +54,10 @@ class Mapping:
         )
 
     def event(self, finding: Finding) -> Event | None:
-        """None: passed over, because `where` or the hook says so. Raises Refused."""
+        """Return the event of a finding, or None if `where` or the hook skips the finding.
+
+        Raises Refused if the finding does not make a valid event.
+        """
         if finding.refused:
             raise Refused(finding.refused)
         payload = finding.payload
@@ -73,9 +81,9 @@ class Mapping:
         assert self._spec.hook is not None
         try:
             said = self._spec.hook(payload)
-        except (
-            Exception
-        ) as e:  # the user's code: what it raises is this finding's trouble, not the source's
+        # The hook is the user's code. Its exception refuses this finding and does not stop the
+        # source.
+        except Exception as e:
             raise Refused(
                 f"the hook raised {type(e).__name__}: {' '.join(str(e).split())[:200]}"
             ) from None
@@ -162,7 +170,10 @@ def _route(static: Route, given: Pairs[str, Any]) -> Route:
 
 
 def _deeper_than(value: Any, levels: int) -> bool:
-    """Level by level, so that depth costs no stack."""
+    """Return True if `value` is nested deeper than `levels`.
+
+    The check goes level by level, so it needs no recursion.
+    """
     level = [value]
     for _ in range(levels):
         level = [inner for outer in level for inner in _inside(outer)]
@@ -183,7 +194,10 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _is_text(value: Any) -> bool:
-    """That fits an index and any store: not too long, no NUL, no half of a surrogate pair."""
+    """Return True if `value` is text that fits an index and that every store accepts.
+
+    Such text has 1 to `LONGEST` characters, no NUL and no unpaired surrogate.
+    """
     return (
         isinstance(value, str)
         and 0 < len(value) <= LONGEST

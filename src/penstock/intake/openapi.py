@@ -1,5 +1,6 @@
-"""The endpoint in OpenAPI 3.1, for those who generate clients, and for the test that sends it
-everything the schema allows and more. No behaviour.
+"""The OpenAPI 3.1 document of the webhook endpoint.
+
+Users generate clients from it. A test generates valid and invalid requests from it.
 """
 
 from __future__ import annotations

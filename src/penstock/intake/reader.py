@@ -1,5 +1,6 @@
-"""Reads one source for as long as this process holds its lock, and hands what it finds to intake
-together with its position. Knows no kind of source.
+"""The reader of one source, of any kind.
+
+It reads while this process holds the source's lock, and passes findings and cursor to intake.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from penstock.ports import (
 )
 
 log = logging.getLogger("penstock.sources")
-LOOK = 1.0  # seconds until a pause or a reset is noticed, and between two tries for the lock
-BEAT = 2.0  # seconds between two notes of one who has nothing to do
-WORD = 10.0  # … of one who is at it
-FIRST_BACK_OFF, LAST_BACK_OFF = 1.0, 300.0
-LONGEST_WAIT = 86400.0  # whatever Retry-After says
-JITTER = 0.1  # of `every`: sources that were started together do not stay together
+LOOK = 1.0  # seconds between two checks for a pause or a reset, and between two tries for the lock
+BEAT = 2.0  # seconds between two heartbeats of an idle reader
+WORD = 10.0  # seconds between two heartbeats during a round
+FIRST_BACK_OFF, LAST_BACK_OFF = 1.0, 300.0  # seconds to wait after the first failure, and at most
+LONGEST_WAIT = 86400.0  # maximum seconds that a Retry-After delays the next round
+JITTER = 0.1  # share of each wait, so that sources that started together spread out
 
 
 class Moved(Exception):
-    """Somebody paused the source or set its position: what is being read is not wanted any more."""
+    """An operator paused the source or reset its cursor. The current round is abandoned."""
 
 
 class Reader:
-    """`run()` is a task for as long as the process works."""
+    """Reads one source in rounds. `run()` is a task that lasts as long as the process."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Reader:
         self._settled = False
         self._looked = self._beaten = 0.0
         self._generation = -1
-        self._done = -1  # the generation whose only round is over
+        self._done = -1  # generation of a source that is read once and whose round has ended
         self._backlog: tuple[float | None, int | None] = (None, None)
 
     async def run(self) -> None:
@@ -80,9 +81,8 @@ class Reader:
                 except Lost:
                     self._lock.lose()
                     wait = LOOK
-                except (
-                    Exception
-                ) as e:  # whatever it is, the source goes on from where it durably is
+                # After any error, the next round continues at the durable cursor.
+                except Exception as e:
                     failures += 1
                     wait = await self._failed(e, failures)
                 if wait > 0:
@@ -94,7 +94,10 @@ class Reader:
                 self._lock.release()
 
     async def settled(self) -> bool:
-        """Nothing is left to read for now, whoever of the fleet reads it."""
+        """Return True if the source is read to its end for now.
+
+        If another process reads the source, its row in the ledger decides.
+        """
         if self._lock.held:
             return self._settled
         state = await self._state()
@@ -105,16 +108,16 @@ class Reader:
     # -- one round ---------------------------------------------------------------------------------
 
     async def _step(self) -> float:
-        """A round, or a look. Returns how long there is nothing to do."""
+        """Read one round if it is due, or check the state. Return the seconds to sleep."""
         if not self._lock.held:
             self._settled = False
             if not await self._lock.take():
                 return LOOK
             await self._uow.write(self._declare, durability=Durability.RELAXED)
         state, cursor = await self._uow.read(self._standing)
-        if (
-            state is None
-        ):  # the row is gone, though the lock is ours: books that were put back from a copy
+        # The row can be missing while this process holds the lock, if an operator restored the
+        # ledger from a backup.
+        if state is None:
             await self._uow.write(self._declare, durability=Durability.RELAXED)
             return 0.0
         self._generation, now = state.generation, self._clock.now()
@@ -152,9 +155,8 @@ class Reader:
             and state is not None
             and (state.next_at or 0.0) > (latest := self._clock.now() + every * (1 + JITTER))
         ):
-            tx.sources.note(
-                self.source.name, next_at=latest
-            )  # it was planned with a longer `every`, or by a clock that went wrong
+            # The next round was planned with a longer `every`, or while the clock was wrong.
+            tx.sources.note(self.source.name, next_at=latest)
 
     def _standing(self, tx: Transaction) -> tuple[SourceState | None, bytes | None]:
         return tx.sources.state(self.source.name), tx.sources.cursor(self.source.name)
@@ -184,14 +186,17 @@ class Reader:
             state = await self._state()
             if state is None or state.generation != self._generation or state.paused:
                 raise Moved
-            if (
-                self._looked - self._beaten >= WORD
-            ):  # a long round that finds nothing is reading too
+            # A long round without findings also needs heartbeats.
+            if self._looked - self._beaten >= WORD:
                 self._beaten = self._looked
                 await self._note(looked_at=self._looked, worker=self._worker)
 
     def _record(self, tx: Transaction, batch: Batch, taken: Taken) -> None:
-        """In the transaction that accepts: still ours, still wanted, and counted."""
+        """Check the lock and the source's state, and count, in the transaction that accepts.
+
+        Raises Lost if another process has taken the lock. Raises Moved if an operator paused the
+        source or reset its cursor.
+        """
         self._lock.verify(tx)
         state = tx.sources.state(self.source.name)
         if state is None or state.generation != self._generation or state.paused:
@@ -224,10 +229,13 @@ class Reader:
             values["position"] = self.source.describe(batch.cursor)
         tx.sources.note(self.source.name, **values)
 
-    # -- what others see ---------------------------------------------------------------------------
+    # -- the source's row in the ledger ------------------------------------------------------------
 
     async def _rest(self) -> None:
-        """Nothing to do now; said from time to time, for those who wait for it."""
+        """Record that the source is idle, at most every `BEAT` seconds.
+
+        Other processes wait for this record.
+        """
         now = self._clock.now()
         if not self._settled or now - self._beaten >= BEAT:
             self._settled, self._beaten = True, now
@@ -243,7 +251,8 @@ class Reader:
             log.error("source %s: %s", self.source.name, reason, exc_info=error)
         elif reason != self.error:
             log.warning("source %s: %s%s; it is tried again", self.source.name, reason, hint)
-        self.error, self._settled = reason, True  # before others can read of it
+        # Set both before the await below, because other tasks read them.
+        self.error, self._settled = reason, True
         wait: float = min(
             FIRST_BACK_OFF * 2.0 ** min(failures - 1, 10),
             LAST_BACK_OFF,
@@ -257,8 +266,8 @@ class Reader:
                 error=(reason + hint)[:1000], error_at=now, settled_at=now, next_at=now + wait
             )
         except (StoreUnavailable, Lost, Moved):
-            pass  # the next step says it
-        return min(wait, LOOK)  # a reset or a pause is not kept waiting
+            pass  # the next step raises it again
+        return min(wait, LOOK)  # so that a pause or a reset is noticed within `LOOK` seconds
 
     def _recovered(self) -> None:
         if self.error:
@@ -269,9 +278,8 @@ class Reader:
         def work(tx: Transaction) -> None:
             self._lock.verify(tx)
             state = tx.sources.state(self.source.name)
-            if (
-                state is not None and state.generation != self._generation >= 0
-            ):  # what was seen is of a position that is not wanted any more
+            # The values belong to a cursor that an operator has reset.
+            if state is not None and state.generation != self._generation >= 0:
                 raise Moved
             tx.sources.note(self.source.name, **values)
 

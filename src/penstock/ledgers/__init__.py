@@ -1,1 +1,1 @@
-"""Ledgers: the authority on what happened to a URL."""
+"""Ledgers: the durable record of all events, which decides what happened to a URL."""

@@ -1,5 +1,7 @@
-"""The ledger in PostgreSQL, shared by every machine that reaches it: the SQL is sql.py's; here the
-history lies in a table per week, dropped as a whole.
+"""The ledger in PostgreSQL, shared by all machines that reach the server.
+
+The history has one partition per week, and old partitions are dropped. See `ledgers.sql` for the
+other tables.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from penstock.stores.sql import Tx
 
 DAY = 86400 * 1_000_000  # history.at is in microseconds
 WEEK = 7 * DAY
-# What finds no week (a clock that jumped, upkeep that was late, and what outlives its week) lies in
-# `history_rest`, so a note never fails for lack of one.
+# `history_rest` is the default partition, so that an insert never fails. It takes rows without a
+# weekly partition (after a clock jump or late maintenance) and rows kept from dropped partitions.
 HISTORY = """
 CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
   PRIMARY KEY(event, at, status)) PARTITION BY RANGE(at);
@@ -35,20 +37,22 @@ class PostgresLedger(SqlLedger):
         week = int(clock.now() * 1e6) // WEEK
         self.schema = SCHEMA + HISTORY + ";".join([_making(week), _making(week + 1)])
         super().__init__(db, clock, tracking)
-        self._looked = (0, 0)  # day and rollbacks when the weeks were last looked after
+        # Day and number of rollbacks when `forget_history` last changed the partitions.
+        self._looked = (0, 0)
 
     def forget_history(self, tx: Tx, rows: Sequence[tuple[int]], before: float) -> None:
-        """Weeks that have passed go as a whole; what their events still need (dead letters,
-        baselines) is carried over first.
+        """Drop old weekly partitions and create the next ones, once a day.
+
+        Rows of events that still exist (dead letters, baselines) are first copied to
+        `history_rest`. After a rollback, the work is repeated.
         """
         now = int(self.clock.now() * 1e6)
         looked = (now // DAY, self.db.rollbacks)
         if looked == self._looked:
             return
         week = now // WEEK
-        tx.execute(
-            "SET LOCAL lock_timeout TO '2s'"
-        )  # everybody waits for us, so we do not wait for a reader
+        # Other transactions queue behind this lock, so do not wait long for a reader.
+        tx.execute("SET LOCAL lock_timeout TO '2s'")
         there = {int(name.removeprefix("history_w")) for name in _weeks(tx)}
         for missing in {week, week + 1} - there:
             if (
@@ -73,7 +77,7 @@ class PostgresLedger(SqlLedger):
         self._looked = looked
 
     def entered(self, tx: Tx) -> int | None:
-        """A sequence also counts what was rolled back."""
+        """Return None. A sequence of PostgreSQL also counts inserts that were rolled back."""
         return None
 
 

@@ -1,5 +1,6 @@
-"""The ledger in an SQLite file; the SQL is in sql.py, the file's side in stores/sqlite.py. Here is
-what one statement does for many events.
+"""The ledger in an SQLite file, with single statements for many events.
+
+See `ledgers.sql` for the other SQL and `stores.sqlite` for the file.
 """
 
 from __future__ import annotations

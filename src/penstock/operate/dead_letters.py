@@ -22,7 +22,7 @@ class DeadLetterOffice:
     async def redrive(
         self, ids: Sequence[str], change: Callable[[Event], Event] = lambda e: e
     ) -> int:
-        """Reopen dead events with a new budget, and delete their letters. Return how many."""
+        """Reopen dead events with a new budget, and delete their dead letters. Return how many."""
         n = await self._uow.write(lambda tx: self._redrive(tx, ids, change))
         self._topics.wake(["requests"])
         return n
@@ -47,7 +47,7 @@ class DeadLetterOffice:
         return n
 
     async def drop(self, ids: Sequence[str]) -> int:
-        """Delete letters. Their events stay dead in the ledger. Return how many."""
+        """Delete dead letters. Their events stay dead in the ledger. Return how many."""
         return await self._uow.write(
             lambda tx: sum(tx.dead_letters.drop(id_, release_page=True) for id_ in ids)
         )

@@ -54,22 +54,22 @@ class Probe(Protocol):
 
 
 class StoreFile(Protocol):
-    """The store of the ledger, as `doctor` and a starting worker look at it."""
+    """The store of the ledger, with the methods that `doctor` uses."""
 
     @property
     def path(self) -> str:
-        """Its name in messages. Contains no password."""
+        """The store's name in messages. Contains no password."""
 
     @property
     def file(self) -> Path | None:
-        """Its file on this machine, or None for a server."""
+        """The store's file on this machine, or None for a server."""
 
     def check(self) -> list[str]:
-        """Return what is damaged, in sentences."""
+        """Return a sentence about each damage that was found."""
 
 
 class OpenStores(Protocol):
-    """What `doctor` needs of the open stores."""
+    """The attributes of the open stores that `doctor` uses."""
 
     @property
     def uow(self) -> UnitOfWork: ...

@@ -1,5 +1,6 @@
-"""What an operator decides about one host (limits, pause, robots.txt) and what is known of it. Each
-decision is one transaction, and holds for the fleet.
+"""Operators' decisions about hosts (limits, pause, robots.txt) and the current state of hosts.
+
+Each decision is written in one transaction and applies to the whole fleet.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from penstock.rules.verdict import Breach
 TOPIC, GROUP = "requests", "main"
 EVERYWHERE = "*"  # the host of an exception that the configuration makes
 ROBOTS = "robots"
-BATCH = 1000  # parked events set free in one transaction
+BATCH = 1000  # delayed events that become due in one transaction
 
 
 class RobotsFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A cached robots.txt."""
+
     origin: str
-    status: int  # 0: it could not be reached
+    status: int  # HTTP status, or 0 if the server could not be reached
     until: float
     size: int
     crawl_delay: float | None
@@ -33,12 +36,12 @@ class RobotsFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Domain(msgspec.Struct, frozen=True, kw_only=True):
-    """One host, as it stands now."""
+    """The current state of one host."""
 
     host: str
     state: pace.HostState
     limits: pace.Limits
-    queued: int  # ready to be handed out
+    queued: int  # messages that are ready to be delivered
     robots: tuple[RobotsFile, ...] = ()
     exceptions: tuple[Exempt, ...] = ()
 
@@ -60,14 +63,14 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_of(text: str, by: Literal["host", "domain"] = "host") -> str:
-    """The host key of what a person typed: a host, host:port or a URL. Raises BadUrl."""
+    """Return the host key of a host, host:port or URL that an operator typed. Raises BadUrl."""
     if "://" not in text:
         text = f"{'https' if text.endswith(':443') else 'http'}://{text}/"
     return host_key(text, by)
 
 
 class LimitedHosts(Protocol):
-    """What decisions about hosts need of the open stores."""
+    """The attributes of the open stores that decisions about hosts use."""
 
     @property
     def uow(self) -> UnitOfWork: ...
@@ -86,7 +89,7 @@ def ignore_robots(hosts: HostTable, host: str, reason: str, who: str) -> None:
 
 
 def obey_robots(hosts: HostTable, host: str) -> bool:
-    """Return False if the host's robots.txt was obeyed before."""
+    """End the robots.txt exception of a host. Return False if there was no exception."""
     hosts.change(host, lambda state: msgspec.structs.replace(state, ignores_robots=False))
     return hosts.end_exception(ROBOTS, host)
 
@@ -94,7 +97,7 @@ def obey_robots(hosts: HostTable, host: str) -> bool:
 def apply_configured_exceptions(hosts: HostTable, reasons: Mapping[str, str], who: str) -> None:
     """Record the exceptions that the configuration makes for all hosts.
 
-    A kind with a reason is an exception. A kind with an empty reason is none, or ends.
+    A kind with a reason is an exception. If the reason is empty, an existing exception ends.
     """
     current = {e.kind: e.reason for e in hosts.exceptions([EVERYWHERE])}
     for kind, reason in reasons.items():
@@ -105,6 +108,8 @@ def apply_configured_exceptions(hosts: HostTable, reasons: Mapping[str, str], wh
 
 
 class Domains:
+    """Reports about hosts, and an operator's decisions about them."""
+
     def __init__(self, stores: LimitedHosts, agent: str) -> None:
         self._uow, self._clock, self._limits, self._agent = (
             stores.uow,
@@ -113,11 +118,13 @@ class Domains:
             agent,
         )
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
     def listed_in(self, tx: Transaction, limit: int) -> list[Domain]:
-        """Those somebody decided about or that are held back, then those with most to do, then the
-        others.
+        """Return up to `limit` hosts.
+
+        Blocked, throttled or paused hosts and hosts with an operator's decision come first. The
+        other hosts follow, and those with the most queued messages come before the rest.
         """
         noted: dict[str, list[Exempt]] = {}
         for e in tx.hosts.exceptions(limit=limit):
@@ -142,11 +149,11 @@ class Domains:
         ]
 
     def everywhere_in(self, tx: Transaction) -> list[Exempt]:
-        """Exceptions that the configuration makes."""
+        """Return the exceptions that the configuration makes for all hosts."""
         return list(tx.hosts.exceptions([EVERYWHERE]))
 
     def one_in(self, tx: Transaction, host: str) -> Domain:
-        """With its past exceptions."""
+        """Return the state of one host, with its current and past exceptions."""
         return Domain(
             host=host,
             state=tx.hosts.state(host),
@@ -178,26 +185,32 @@ class Domains:
             )
         return tuple(found)
 
-    # -- deciding ----------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def limit(
         self, host: str, *, rate: float | None, burst: int | None, concurrency: int | None
     ) -> None:
-        """Limits of its own from now on; None is the usual one, a rate of inf is none at all."""
+        """Set the host's limits. None means the usual limit, and a rate of inf means no limit."""
         usual = self._limits
         self._change(host, lambda state: pace.limited(state, usual, rate, burst, concurrency))
         self._set_free(host)
 
     def pause(self, host: str, seconds: float | None) -> float:
-        """Nothing is sent to it by any worker; None: until it is resumed. Returns until when."""
+        """Stop all workers from sending requests to the host. Return the end of the pause.
+
+        If `seconds` is None, the pause lasts until `resume`.
+        """
         until = math.inf if seconds is None else self._clock.now() + seconds
         self._change(host, lambda state: msgspec.structs.replace(state, paused_until=until))
         if seconds is not None:
-            self._set_free(host)  # it may have been paused for longer before
+            self._set_free(host)  # the host may have been paused for longer before
         return until
 
     def resume(self, host: str) -> int:
-        """What the host itself asked for stays. Returns how many waiting events were set free."""
+        """End the pause. Return the number of delayed events that became due.
+
+        A block that the host itself requested stays.
+        """
         self._change(host, lambda state: msgspec.structs.replace(state, paused_until=0.0))
         return self._set_free(host)
 
@@ -206,15 +219,16 @@ class Domains:
         self._set_free(host)
 
     def obey_robots(self, host: str) -> bool:
-        """False: it was obeyed all along."""
+        """End the robots.txt exception of a host. Return False if there was no exception."""
         return self._uow.write_now(lambda tx: obey_robots(tx.hosts, host))
 
     def _change(self, host: str, change: Callable[[pace.HostState], pace.HostState]) -> None:
         self._uow.write_now(lambda tx: tx.hosts.change(host, change))
 
     def _set_free(self, host: str) -> int:
-        """Events that were put off until a slot of the old kind come at once, and get one of the
-        new kind.
+        """Make events due that are delayed until a slot under the old limits. Return how many.
+
+        They then get slots under the new limits.
         """
         reasons = (
             f"waiting for a slot of {host}",

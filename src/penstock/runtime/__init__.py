@@ -1,1 +1,1 @@
-"""Builds a running process from the configuration. The only room that names adapters."""
+"""Builds a running process from the configuration. The only package that names adapters."""

@@ -58,21 +58,23 @@ class HostAccess(Pace, RobotsCache, Protocol):
 
 
 class FleetProxyHealth(ProxyHealth, Protocol):
+    """Health of proxies that the fleet shares."""
+
     async def refresh(self) -> None:
-        """Read what other workers recorded."""
+        """Read changes that other workers recorded."""
 
     async def prune(self) -> None:
-        """Delete what is of no use any more."""
+        """Delete old rows that no decision needs."""
 
     def troubled_in(self, tx: Tx, /) -> list[tuple[str, str, str, int, float, float, str]]:
-        """Return proxies with failures, for people."""
+        """Return proxies with failures, for a command's output."""
 
     def lists_in(self, tx: Tx, /) -> dict[str, tuple[float, int, str]]:
-        """Return what became of fetching each pool's list, for people."""
+        """Return the last fetch of each pool's list, for a command's output."""
 
 
 class ClaimServer(ExternalClaims, HostAccess, Protocol):
-    """Claims in a store of their own."""
+    """Claims in an external store."""
 
     limits: pace.Limits
     hosts: HostTable
@@ -182,7 +184,7 @@ class Assembly:
             url_key=self.ledger.url_key,
             clock=self.clock,
         )
-        # What an external broker is told must survive a power cut here.
+        # A transaction whose messages an external broker receives must survive a power cut here.
         durability = Durability.RELAXED if self.relay is None else Durability.CONFIGURED
         self.admission = Admission(
             self.uow,

@@ -1,4 +1,7 @@
-"""Configuration → open adapters → run the chosen roles. The only module that knows them all."""
+"""The worker process: opens the adapters of a configuration and runs the chosen roles.
+
+This module connects all parts of the process.
+"""
 
 from __future__ import annotations
 
@@ -81,22 +84,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 ROLES = ("source", "serve", "fetch", "extract", "sink")
 STAGES: tuple[Stage, ...] = ("fetch", "extract", "sink")
-SMALL_STORE = 256 << 20  # checked before the start; a larger one beside the work
-UPKEEP = 60.0
-# seconds beyond twice the grace, after which a worker that does not end is left behind, and a chore
-# is cancelled again
+# Bytes. A store file up to this size is checked before the start, and a larger one during the work.
+SMALL_STORE = 256 << 20
+UPKEEP = 60.0  # seconds between two runs of retention
+# Seconds added to 2 × grace. Then a stuck worker task is abandoned, and a background task is
+# cancelled again.
 END_SPARE = 10.0
-SOURCE_BODY = (
-    50 * 2**20
-)  # bytes of one answer to a source, decoded: what the sitemap protocol allows
-FLUSH_LINGER = 0.1  # rows of several transactions share one sync of the file
+# Maximum bytes of one decoded response to a source. This is the limit of the sitemap protocol.
+SOURCE_BODY = 50 * 2**20
+# Seconds between new rows and the wake-up of a flusher. Rows of several transactions then share
+# one sync of the file.
+FLUSH_LINGER = 0.1
 
 
 # -- running ---------------------------------------------------------------------------------------
 
 
 class Running:
-    """One worker process: what is open, what runs, and how it ends."""
+    """One worker process: its open adapters, its tasks and its shutdown."""
 
     def __init__(
         self,
@@ -106,7 +111,7 @@ class Running:
         roles: frozenset[str],
         clock: Clock | None = None,
     ) -> None:
-        """Checks everything that can be checked before anything is opened."""
+        """Check the pipeline, roles, sources and sinks before any store is opened."""
         self.config, self.file, self.roles = config, pipeline_file, roles
         self.pipeline = load(pipeline_file)
         self.sinks = open_sinks(self.pipeline, Path.cwd())
@@ -130,11 +135,11 @@ class Running:
         self.workers: list[Worker] = []
         self.flushers: list[Flusher] = []
         self.notices: list[str] = []
-        self.proxies: Proxies | None = None  # where this process fetches
+        self.proxies: Proxies | None = None  # None if this process does not fetch
         self._backlog = 0
         self._wake_set = False
 
-    # -- life --------------------------------------------------------------------------------------
+    # -- run and shutdown --------------------------------------------------------------------------
 
     async def run(
         self,
@@ -154,9 +159,11 @@ class Running:
         try:
             await self._check_after_unclean_stop()
             await self.stores.start()
+            # A process that does not fetch may get all its pages inside messages. Then it does not
+            # need the page store.
             if self.stores.pages.remote and (
                 "fetch" in self.roles or not self.config.pages.inline_max
-            ):  # else the messages may bring all there is to read
+            ):
                 await self.stores.pages.start()
             await self.stores.maintenance.reclaim(self.stores.workers_directory)
             if "extract" in self.roles:
@@ -257,9 +264,9 @@ class Running:
             ended.set()
             for wait in waits:
                 wait.cancel()
-            results = await self._cancelled(
-                readers
-            )  # nothing new is taken on while what is in flight is finished
+            # Stop the readers and the HTTP server first, so that they accept no event while the
+            # workers drain.
+            results = await self._cancelled(readers)
             results += await self._end_of(tasks) if tasks else []
         for result in [
             *results,
@@ -269,8 +276,9 @@ class Running:
                 raise result
 
     async def _end_of(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
-        """Draining has an end of its own; this is for what does not come to it. What is then in
-        flight comes back when its lease ends.
+        """Wait for draining workers. Cancel a worker that does not end in time.
+
+        The deliveries of a cancelled worker are redelivered when their leases expire.
         """
         _, late = await asyncio.wait(tasks, timeout=self._longest_end)
         for task in late:
@@ -285,9 +293,10 @@ class Running:
         return [task.exception() for task in tasks if task.done() and not task.cancelled()]
 
     async def _cancelled(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
-        """All of them have ended when this returns; what they raised. A library may lose a
-        cancellation, and then it is for ever: wait_for of Python 3.11 does, where what it waits for
-        is done in that very moment.
+        """Cancel tasks until all have ended. Return their exceptions.
+
+        A library may lose a cancellation, so tasks that still run are cancelled again. `wait_for`
+        of Python 3.11 loses a cancellation if the awaited task finishes at the same moment.
         """
         left = set(tasks)
         while left:
@@ -301,14 +310,17 @@ class Running:
         return 2 * self.config.grace + END_SPARE
 
     async def _until_idle(self) -> None:
-        """Every accepted event has ended, every row is in its sink, every hook was told; or a
-        breaker keeps us from going on.
+        """Wait until the pipeline is idle, or until a breaker has stopped it.
+
+        The pipeline is idle when every source is read and every accepted event has ended. All rows
+        must be in their sinks, and hooks must have run for all changes. After a breaker, the call
+        waits until no worker of this process holds a delivery.
         """
         while True:
             with contextlib.suppress(StoreUnavailable):
-                read = all(
-                    [await r.settled() for r in self.readers]
-                )  # first: what they read then is in the books by the time these are asked
+                # Check the readers first. Their last findings are then in the ledger when the
+                # ledger is checked.
+                read = all([await r.settled() for r in self.readers])
                 if (
                     read
                     and await self.stores.uow.read(self._is_idle)
@@ -332,13 +344,14 @@ class Running:
         return next(iter(paused.values()), None)
 
     async def _check_after_unclean_stop(self) -> None:
-        """A worker went without saying goodbye: is the file whole? A large one is checked beside
-        the work.
+        """Check the store file if a worker of this machine did not stop cleanly.
+
+        A file larger than `SMALL_STORE` is checked during the work.
         """
         if not locks.dead_workers(self.stores.workers_directory):
             return
         file = self.stores.db.file
-        if file is None:  # a server looks after its own
+        if file is None:  # a database server checks its own files
             return
         if file.stat().st_size <= SMALL_STORE:
             self._judge(await asyncio.to_thread(self.stores.db.check))
@@ -357,11 +370,13 @@ class Running:
                 hint="stop all workers, keep a copy, and restore a backup or recover it with the sqlite3 shell's .recover",
             )
 
-    # -- parts -------------------------------------------------------------------------------------
+    # -- parts of the process ----------------------------------------------------------------------
 
     async def _open_extraction(self) -> tuple[Extraction, Extraction | None]:
-        """Where the user's code runs, and where pages run that may have killed a worker whose own
-        process it was.
+        """Return the extraction for user code, and the extraction for suspects.
+
+        The second is None if all pages run in sandboxed children. Otherwise it is a sandbox for
+        pages that may have crashed a worker process.
         """
         c = self.config.extract
         sandbox = Sandbox(
@@ -373,8 +388,10 @@ class Running:
         return (sandbox, None) if c.isolation == "process" else (InProcess(self.pipeline), sandbox)
 
     def _bind_sinks(self) -> list[SinkBinding]:
-        """A table in the ledger's own file or database is written in the success transaction; every
-        other sink goes through its outbox.
+        """Connect the pipeline's sinks to the ledger.
+
+        A table in the ledger's file or database is written in the success transaction. Rows of
+        every other sink go through the sink outbox.
         """
         bindings = []
         for sink, options in self.sinks:
@@ -430,10 +447,9 @@ class Running:
             )
 
     def _open_listener(self) -> Listener:
+        # Imported here, because most pipelines have no webhook and need no HTTP server.
         from penstock.intake.endpoint import Endpoint, Hook
-        from penstock.intake.http_server import (
-            Listener,  # here: most pipelines have no webhook, and need no HTTP server
-        )
+        from penstock.intake.http_server import Listener
 
         c = self.config.serve
         hooks = [
@@ -484,8 +500,8 @@ class Running:
             inline_max=c.pages.inline_max,
             message_max=self.stores.topics.caps_of("pages").max_body,
         )
-        # Messages with bodies are as heavy as pages, and are held from the moment they are
-        # received.
+        # Messages that contain pages use memory from the moment they are received. So fewer of
+        # them fit into the prefetch window.
         narrow = msgspec.structs.replace(
             options, window=min(options.window, c.fetch.bytes // max(1, c.pages.inline_max))
         )
@@ -494,7 +510,7 @@ class Running:
         )
 
         def on_records() -> None:
-            if not any(w.held for w in self.workers):  # no more rows are about to come
+            if not any(w.held for w in self.workers):  # no further rows are expected
                 wake()
             elif not self._wake_set:
                 self._wake_set = True
@@ -545,15 +561,20 @@ class Running:
             )
 
     def paused(self) -> str | None:
-        """Why nothing new is taken on: a sink of ours is down or too far behind."""
+        """Return why workers receive no deliveries now, or None if they may.
+
+        The reason is a sink of this process that is down or too far behind.
+        """
         for f in self.flushers:
             if f.down:
                 return f"sink {f.sink.name} is down: {f.down}"
         return "a sink is too far behind" if self._backlog > self.config.sink.max_backlog else None
 
     async def _upkeep(self) -> None:
-        """Small chores: the view of blocked hosts ten times a second, dead workers and delays every
-        second, retention every minute.
+        """Run periodic work until cancelled.
+
+        The view of blocked hosts is read ten times a second. Ended workers, due delays and sink
+        backlogs are checked every second. Retention runs every minute.
         """
         beats = 0
         while True:
@@ -579,8 +600,10 @@ class Running:
                 await self.clock.sleep(1.0)
 
     async def _relay(self, chores: RelayChores) -> None:
-        """What a broker apart is to be told. Beside the other chores: one that does not answer must
-        not make us look dead.
+        """Publish due messages on the external broker, and messages that the broker has lost.
+
+        This is a separate task from `_upkeep`. If the broker does not answer, this worker's
+        heartbeat must continue.
         """
         beats = 0
         while True:
@@ -614,8 +637,9 @@ class Running:
 
 
 def open_fetcher(config: Config, *, max_body: int = 0) -> CurlFetcher:
-    """The one client of the product, with the limits and exceptions that are configured; `max_body`
-    raises one of them.
+    """Return the HTTP client with the configured limits and exceptions.
+
+    `max_body` raises the limit on a response body if it is larger than the configured one.
     """
     n = config.net
     max_body = max(n.max_body, max_body)
@@ -634,8 +658,9 @@ def open_fetcher(config: Config, *, max_body: int = 0) -> CurlFetcher:
 
 
 def exceptions(config: Config) -> dict[str, str]:
-    """Rules of ours that the configuration turns off everywhere, and how; "" where it does not.
-    They are recorded when a worker starts.
+    """Return each rule that a configuration can turn off for all hosts, with the reason.
+
+    The reason is "" if the rule is kept. A worker records the exceptions when it starts.
     """
     return {
         "robots": 'robots = "ignore" in the configuration' if config.robots == "ignore" else "",
@@ -646,7 +671,7 @@ def exceptions(config: Config) -> dict[str, str]:
 
 
 def operator() -> str:
-    """Who gives the orders here, for the record."""
+    """Return user@machine of this process, for records of an operator's decisions."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
@@ -676,25 +701,31 @@ def open_stage(
     lists_by: Fetcher,
     ignore_robots: bool = False,
 ) -> tuple[FetchStage, Proxies]:
-    """What one request needs beside the client. `lists_by` fetches the lists of proxies."""
+    """Return the fetch stage and the proxies for requests of one command.
+
+    `lists_by` fetches the lists of proxies.
+    """
     proxies = Proxies(config.proxies, store.proxies, lists_by, store.clock, store.context.rng)
     options = fetch_options(config, ignore_robots=ignore_robots)
     return FetchStage(fetcher, pace, pace, store.clock, options, proxies), proxies
 
 
 async def listed_proxies(fetcher: Fetcher, url: str) -> tuple[Member, ...]:
-    """A provider's list. Raises Failure."""
+    """Fetch a provider's list of proxies. Raises Failure."""
     return await fetch_list(fetcher, url)
 
 
 def open_sandbox(file: Path) -> Sandbox:
-    """For a look whether it starts: without the limits of a configuration."""
+    """Return a sandbox without configured limits, to check that it starts."""
     return Sandbox(file)
 
 
 def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:
-    """For each stage we run: from its topic as far as we run without a gap. A later stage's own
-    topic is read too, for work that split processes left there.
+    """Return (first, last) stage for each stage among the roles.
+
+    Work from the topic of the first stage runs through all following stages up to the last one
+    without a gap. The topics of later stages are also read, because processes with fewer roles may
+    have left work there.
     """
     found: list[tuple[Stage, Stage]] = []
     for i, first in enumerate(STAGES):
@@ -707,12 +738,18 @@ def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:
 
 
 def sink_lock(config: Config, name: str) -> Path:
-    """Held by the one process that writes this sink; its note says what is wrong with the target."""
+    """Return the lock file of a sink.
+
+    The process that writes the sink holds it. Its status text describes errors of the target.
+    """
     return config.state.dir / "sinks" / f"{mint('sink', name)[:16]}.lock"
 
 
 def _check_roles(pipeline: Pipeline, roles: frozenset[str]) -> None:
-    """A role that would silently do nothing is a mistake that shows only when the data is missing."""
+    """Raise ConfigError if the roles have no work in this pipeline.
+
+    Otherwise the user would notice the mistake only when data is missing.
+    """
     if roles.intersection(STAGES):
         return
     if not pipeline.sources:
@@ -723,7 +760,11 @@ def _check_roles(pipeline: Pipeline, roles: frozenset[str]) -> None:
 
 
 def check_served(sources: Sequence[ServedSource], host: str) -> None:
-    """An unsigned hook that others can reach lets anybody spend our requests."""
+    """Raise ConfigError if a webhook is unsafe or two webhooks have the same path.
+
+    If other machines could reach an unsigned webhook, any client could make this pipeline send
+    requests.
+    """
     loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     for source in sources:
         if source.local and not loopback:
@@ -754,14 +795,17 @@ def _check_sources(sources: Sequence[tuple[Source, SourceSpec]], roles: frozense
 
 
 def open_sources(pipeline: Pipeline, context: SourceContext) -> list[tuple[Source, SourceSpec]]:
-    """Checked, not opened, with their mappings."""
+    """Return the pipeline's sources. They and their mappings are checked, but not opened."""
     for spec in pipeline.sources:
         SourceMapping(spec)
     return [(adapter("sources", spec.url)(spec, context), spec) for spec in pipeline.sources]
 
 
 def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, Any]]]:
-    """Checked, not opened. Two sinks on one target would tear each other's file."""
+    """Return the pipeline's sinks, checked but not opened.
+
+    Raises ConfigError if two sinks have the same target, because they would corrupt its file.
+    """
     found: list[tuple[Sink, Mapping[str, Any]]] = []
     for spec in pipeline.sinks:
         options = dict(spec.options)
@@ -774,7 +818,7 @@ def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, 
 
 
 def check_sources(pipeline: Pipeline, config: Config) -> None:
-    """As `run` would find them. Raises ConfigError."""
+    """Check the pipeline's sources as `run` does. Raises ConfigError."""
     open_sources(
         pipeline, SourceContext(config, SystemClock(), random.Random(), SourceWeb(), Path.cwd())
     )
@@ -784,7 +828,7 @@ def check_sources(pipeline: Pipeline, config: Config) -> None:
 async def source_to_look_at(
     config: Config, spec: SourceSpec
 ) -> AsyncIterator[tuple[Source, SourceMapping]]:
-    """One source with a way out of its own, for a command."""
+    """Open one source with a separate HTTP client, for a command."""
     politeness = Politeness(config)
     web, claims = SourceWeb(), politeness.claims
     mapping = SourceMapping(spec, host_by=config.pace.by)
@@ -821,8 +865,9 @@ async def retain(
     history_keep: float | None,
     seconds: float = 5.0,
 ) -> tuple[int, int]:
-    """Retention of pages, history and ended events: small transactions, until nothing is left to do
-    or the time is up. (pages removed, bytes freed).
+    """Apply retention to pages, history and ended events. Return (pages removed, bytes freed).
+
+    Runs small transactions until all is deleted or `seconds` have passed.
     """
     until = stores.clock.now() + seconds
     removed = freed = 0
@@ -843,7 +888,7 @@ async def retain(
         removed, freed = removed + pages, freed + size
         if not any(done) or stores.clock.now() > until:
             return removed, freed
-        await stores.clock.sleep(0.01)  # others write too
+        await stores.clock.sleep(0.01)  # let other transactions write
 
 
 def _retain_pages(

@@ -50,17 +50,18 @@ NOUNS = {
     "sinks": "sink",
     "sources": "source",
 }
+# Scheme -> package extra, for schemes whose extra has another name.
 EXTRAS = {
     "amqp": "rabbitmq",
     "amqps": "rabbitmq",
     "postgresql": "postgres",
     "rediss": "redis",
-}  # where an extra is not called like its scheme
+}
 log = logging.getLogger("penstock")
 
 
 class Stores(Assembly):
-    """Everything that is open for one configuration. Close it once."""
+    """All open stores of one configuration. Close them once."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Stores(Assembly):
             await self.external_claims.close()
 
     def perform(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """For commands, which have no loop of their own: `work` between start and stop."""
+        """Run `work` between start and stop in a new event loop, for commands."""
 
         async def whole() -> T:
             try:
@@ -124,7 +125,10 @@ class Stores(Assembly):
 
 
 def adapter(kind: str, url: str) -> Callable[..., Any]:
-    """The `open_*` function that an entry point names for this URL's scheme."""
+    """Return the `open_*` function of the entry point for this URL's scheme.
+
+    Raises ConfigError if no adapter has the scheme, or if a package of the adapter is missing.
+    """
     scheme = url.partition(":")[0].partition("+")[0]
     known = {e.name: e for e in entry_points(group=f"penstock.{kind}")}
     if scheme not in known:
@@ -154,7 +158,10 @@ def open_stores(
     clock: Clock | None = None,
     rng: random.Random | None = None,
 ) -> Stores:
-    """Raises ConfigError or Unreachable, and then nothing is left open."""
+    """Open the stores of a configuration.
+
+    Raises ConfigError or Unreachable, and then closes the stores that were already open.
+    """
     if (
         not create
         and config.ledger.url.startswith("sqlite:")
@@ -193,7 +200,10 @@ def open_stores(
 
 
 def _refuse_missing(config: Config) -> None:
-    """A fleet's stores are never silently a file of one machine."""
+    """Raise ConfigError if the URL of the ledger, the claims or the pages is not set.
+
+    A file of one machine is never chosen silently as a store of a fleet.
+    """
     kinds = {
         "ledger": (config.ledger.url, "postgres://…", "sqlite:FILE"),
         "claims": (config.claims.url, "redis://… or postgres://…", "sqlite:FILE"),
@@ -227,9 +237,9 @@ def _open_broker(
 
 
 class Politeness:
-    """What one request needs of the claims, without a queue, a ledger and pages.
+    """The claims that one request needs, without a queue, a ledger and pages.
 
-    In memory if there is no state yet.
+    If the SQLite file does not exist yet, the claims are in memory.
     """
 
     def __init__(
@@ -254,7 +264,7 @@ class Politeness:
             raise
 
     async def note(self, work: Callable[[HostTable], T]) -> T:
-        """Change what is known of hosts, in a transaction if the claims have one."""
+        """Change the state of hosts. This is one transaction if the claims are in SQL."""
         claims = self.claims
         if isinstance(claims, SqlClaims):
             return await claims.db.write(lambda sql: work(SqlHosts(sql, claims)))
@@ -275,7 +285,7 @@ def _ensure(queue: SqlQueue) -> None:
 
 
 def store_facts(directory: Path) -> StoreFacts:
-    """What SQLite and the file system of this directory are."""
+    """Return the SQLite version and the file system of this directory, with known risks."""
     version, kind = sqlite.sqlite_version(), sqlite.file_system_of(directory)
     return StoreFacts(
         sqlite=version,

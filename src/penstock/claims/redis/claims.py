@@ -1,9 +1,11 @@
-"""Claims on URLs, slots of hosts and robots.txt bodies on Redis, for a fleet. The decisions are in
-rules/, the Lua in redis_scripts.
+"""Claims on URLs, slots of hosts and robots.txt bodies on Redis, for a fleet.
 
-A change is decided here, on the state as it was last seen, and kept by the server only if that is
-still the state (else decided again on what it is now): one round trip for a batch where nobody was
-quicker. Moments are the server's: a machine whose clock is off asks no host too early.
+This process decides a change on the state that it last read. The server writes the change only if
+the state is still the same. Otherwise the server returns the current state, and the process decides
+again. So a batch needs one round trip if no other process changed the same hosts.
+
+Times are times of the server. A machine with a wrong clock therefore requests no host too early.
+See `rules` for the decisions and `claims.redis.scripts` for the Lua.
 """
 
 from __future__ import annotations
@@ -22,17 +24,18 @@ from penstock.rules import pace
 from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Server
 
-MEMORY = 8192  # hosts whose last state this process remembers
-MEASURED = 60.0  # seconds after which the server's clock is compared anew
-KEPT_ROBOTS = 7 * 86400.0  # seconds beyond its time that a cached robots.txt can be looked at
+MEMORY = 8192  # maximum number of hosts whose last state is cached in this process
+MEASURED = 60.0  # seconds after which a measurement of the server's clock is replaced
+KEPT_ROBOTS = 7 * 86400.0  # seconds that a cached robots.txt is kept after it has expired
 _encode = msgspec.msgpack.Encoder().encode
 _state = msgspec.msgpack.Decoder(pace.HostState).decode
 _claim = msgspec.msgpack.Decoder(tuple[str, str, str]).decode
 
 
 class FleetClock:
-    """The server's time, for those whose own clock shows another. Between asking and answer lies
-    some time: what could be that is no difference.
+    """Time of the Redis server.
+
+    `offset` is the clock difference that the round-trip time cannot explain.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -46,21 +49,25 @@ class FleetClock:
         return moment - self.offset
 
     def compared(self, asked: float, server: float, answered: float) -> None:
-        """The server's clock stood at `server` at some moment between `asked` and `answered`. The
-        narrowest of these counts for a while.
+        """Update the offset from one measurement.
+
+        The server's clock had the value `server` at some time between `asked` and `answered`. The
+        measurement with the shortest round trip is used for up to `MEASURED` seconds.
         """
         if answered - asked <= self._width or answered - self._at > MEASURED:
             self._width, self._at = answered - asked, answered
+            # The smallest and the largest possible lead of the server's clock, in seconds.
             ahead, behind = (
                 server - answered,
                 server - asked,
-            )  # it is at least, and at most, so far ahead of us
+            )
             self.offset = 0.0 if ahead <= 0.0 <= behind else ahead if ahead > 0.0 else behind
 
 
 class RedisClaims:
-    """Implements ports.Pace and ports.RobotsCache; claims are taken by compare-and-set, outside the
-    books' transaction.
+    """Implements ports.Pace, ports.RobotsCache and ports.ExternalClaims.
+
+    Claims are taken by compare-and-set, outside the ledger's transaction.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class RedisClaims:
         self.hosts = RedisHosts(server, self.base, clock)
         self.proxies = RedisProxies(server, self.base, clock)
         self._own_clock = clock
-        self._known: dict[str, bytes] = {}  # hosts' states as they were last seen
+        self._known: dict[str, bytes] = {}  # host -> encoded state that was last read or written
         self._version = b""
         self._gaps: dict[str, float] = {}
         self._slowed: dict[str, float] = {}
@@ -82,7 +89,7 @@ class RedisClaims:
     # -- claims ------------------------------------------------------------------------------------
 
     async def holders(self, keys: Sequence[bytes]) -> dict[bytes, Holder]:
-        """Of those that are claimed."""
+        """Return the holders of the URL keys that are claimed."""
         if not keys:
             return {}
         rows = await self.server.command("HMGET", self.base + ":url", *keys)
@@ -94,7 +101,10 @@ class RedisClaims:
         return found
 
     async def take(self, changes: Sequence[ClaimChange]) -> list[bool]:
-        """Take claims whose owner is as expected, by compare-and-set."""
+        """Take claims by compare-and-set.
+
+        A result is False if the claim has neither the expected owner nor the new one.
+        """
         if not changes:
             return []
         args: list[Argument] = [self.clock.now()]
@@ -133,8 +143,9 @@ class RedisClaims:
     async def report(
         self, host: str, *, status: int, retry_after: float | None, seconds: float
     ) -> None:
-        """Free of any write while the host is content: only throttling, and recovery from it, are
-        news.
+        """Update the host's state after a response.
+
+        Writes only if the status is 429 or 503, or if the host is throttled or paused.
         """
         if status in (429, 503) or host in self._slowed:
             states = await self._change(
@@ -152,7 +163,8 @@ class RedisClaims:
                 return state
             now = self.clock.now()
             state = msgspec.structs.replace(state, crawl_delay=seconds, slower_since=now)
-            if seconds:  # robots.txt itself was a request, a moment ago
+            # The request for robots.txt was just sent, so the delay begins now.
+            if seconds:
                 state = msgspec.structs.replace(
                     state, tat=max(state.tat, now + pace.interval(state, self.limits))
                 )
@@ -165,8 +177,10 @@ class RedisClaims:
     async def _change(
         self, hosts: Sequence[str], decide: Callable[[str, pace.HostState], pace.HostState]
     ) -> dict[str, pace.HostState]:
-        """Decided on what we last saw of each; where that is old, on what it has become, until it
-        is kept.
+        """Change the states of hosts by compare-and-set. Return the new states.
+
+        `decide` first gets the cached state. If another process has changed the state on the
+        server, `decide` is called again with that state, until the server accepts the change.
         """
         if not self._version:
             await self.refresh()
@@ -195,7 +209,7 @@ class RedisClaims:
         return after
 
     def gap(self, host: str) -> float:
-        """Seconds between two requests to the host, when slots were last given; 0 is unlimited."""
+        """Return the host's interval in seconds at the last reservation. 0 means unlimited."""
         return self._gaps.get(host, 0.0)
 
     def voided(self, host: str) -> float:
@@ -203,7 +217,8 @@ class RedisClaims:
         return self.clock.local(at) if at else 0.0
 
     def _void(self, host: str, at: float) -> None:
-        if len(self._voided) > MEMORY:  # no slot is given this far ahead
+        # Drop entries older than 60 s. No slot is reserved that far ahead.
+        if len(self._voided) > MEMORY:
             old = self.clock.now() - 60.0
             self._voided = {h: at for h, at in self._voided.items() if at > old}
         self._voided[host] = max(at, self._voided.get(host, 0.0))
@@ -216,7 +231,10 @@ class RedisClaims:
         return self._own.get(host, self.limits.concurrency)
 
     async def refresh(self) -> None:
-        """Bring the local view up to date; the worker calls it several times a second."""
+        """Read the shared state of hosts into the local view, and compare the clocks.
+
+        A worker calls it ten times a second. The server sends the state only if it has changed.
+        """
         asked = self._own_clock.now()
         seconds, micros, version, *view = await self.server.run(
             lua.LOOK, [self.base], self._version
@@ -229,7 +247,8 @@ class RedisClaims:
         for name, value in zip(view[0][::2], view[0][1::2], strict=True):
             host, (until, since) = name.decode(), (float(n) for n in value.split())
             self._slowed[host] = until
-            if until > before.get(host, 0.0):  # by another worker, it may be
+            # The host is blocked for longer than before. Another worker may have blocked it.
+            if until > before.get(host, 0.0):
                 self._void(host, since)
         self._own = {
             host.decode(): int(n)
@@ -268,7 +287,10 @@ class RedisClaims:
 
 
 def open_claims(url: str, context: Context) -> RedisClaims:
-    """No I/O. What expires here is only a cache, so a server that evicts what expires does no harm."""
+    """Return the claims without I/O.
+
+    Only cached robots.txt files have an expiry time. So a server may evict keys that expire.
+    """
     c = context.config.pace
     limits = pace.Limits(
         rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency

@@ -19,7 +19,11 @@ _noted = msgspec.msgpack.Decoder(Exempt).decode
 
 
 def aside(state: pace.HostState, now: float) -> tuple[str, str]:
-    """What every worker looks at several times a second: is it held back, has it limits of its own."""
+    """Return the two values that every worker reads ten times a second.
+
+    The first is "until since" if the host is throttled, blocked or paused. The second is the host's
+    own concurrency, or "-" if only its rate or burst is set. Each is "" if it does not apply.
+    """
     held = pace.held_until(state)
     slowed = f"{held!r} {state.slower_since!r}" if state.penalty > 1 or held > now else ""
     own = state.rate is not None or state.burst is not None or state.concurrency is not None

@@ -1,5 +1,6 @@
-"""Health of proxies per host on Redis, and so known by the fleet. No proxy's URL is written here;
-the decisions are in rules/proxies.
+"""Health of proxies per host on Redis, shared by the fleet.
+
+URLs of proxies are not stored. See `rules.proxies` for the decisions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.ports import Clock
 from penstock.rules import proxies as rules
 from penstock.stores.redis import Argument, Blocking, Server
 
-_OVERLAP = 5.0  # seconds read again, for writers whose clock was behind
+_OVERLAP = 5.0  # seconds that are read again, because a writer's clock may be behind
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):
@@ -40,9 +41,8 @@ class RedisProxies:
         self.server, self.base, self.clock = server, base, clock
         self._blocking = Blocking(server)
         self._view: dict[tuple[str, str], rules.Health] = {}
-        self._raw: dict[
-            tuple[str, str], bytes
-        ] = {}  # as it was last seen, to be changed if it still is so
+        # (proxy, host) -> encoded row that was last read or written, for compare-and-set.
+        self._raw: dict[tuple[str, str], bytes] = {}
         self._seen = 0.0
 
     @property
@@ -73,7 +73,10 @@ class RedisProxies:
         await self._change(proxy, host, label, decide)
 
     async def worked(self, proxy: str, host: str, label: str) -> None:
-        """Free of any write while there is nothing to forgive."""
+        """Reduce the recorded failures of the proxy.
+
+        Writes only if the proxy has failures and its cool-down has ended.
+        """
         for where in (host, rules.ANY_HOST):
             known = self._view.get((proxy, where))
             if known is not None and known.until <= self.clock.now():
@@ -107,7 +110,7 @@ class RedisProxies:
             seen = answer
 
     async def refresh(self) -> None:
-        """What others have learned since the last look."""
+        """Read changes of other workers since the last call into the local view."""
         now = self.clock.now()
         flat = await self.server.run(lua.CHANGED, [self.base], self._seen - _OVERLAP)
         for name, raw in zip(flat[::2], flat[1::2], strict=True):
@@ -146,7 +149,7 @@ class RedisProxies:
     # -- for `penstock proxies ls`
 
     def troubled_in(self, tx: Any) -> list[tuple[str, str, str, int, float, float, str]]:
-        """(proxy, host, label, failures, until, at, reason) of all that had trouble lately."""
+        """Return (proxy, host, label, failures, until, at, reason) of each failing proxy."""
         found = []
         for name, raw in self._blocking.command("HGETALL", self.base + ":proxy").items():
             proxy, _, host = name.decode().partition("\n")

@@ -1,17 +1,23 @@
-"""The Lua of claims, pace and proxy health on Redis, and the names of their keys. What is decided
-is decided in rules/; here it is kept if nobody was quicker.
+"""Lua scripts of claims, slots and proxy health on Redis, and the names of their keys.
 
-All under one hash tag, `{shop.claims}`:
+The scripts make no decisions. A script writes a value only if no other process has changed it since
+the caller read it. See `rules` for the decisions.
 
-    BASE:url       hash: URL key -> owner, last success, next      BASE:url:at    sorted set: when
-    it was taken BASE:host      hash: host -> its state, whole                  BASE:slowed    hash:
-    those held back -> until when, and since when slower BASE:own       hash: those with limits of
-    their own            BASE:exempt    set: those whose robots.txt is not obeyed BASE:version
-    counts changes of the last three                BASE:robots:O  hash: a cached robots.txt;
-    expires BASE:noted     hash: number -> an exception                    BASE:noted:on  hash:
-    those that hold, by kind and host BASE:proxy     hash: proxy and host -> health
-    BASE:proxy:at  sorted set: when that changed BASE:pools     hash: pool -> what became of
-    fetching its list
+All keys have the same hash tag, such as `{shop.claims}`:
+
+    BASE:url         hash: URL key -> owner, last success, next event
+    BASE:url:at      sorted set: URL keys by the time of their claim
+    BASE:host        hash: host -> its complete state
+    BASE:slowed      hash: throttled, blocked or paused host -> until when, and since when slower
+    BASE:own         hash: host with its own limits -> concurrency, or "-"
+    BASE:exempt      set: hosts whose robots.txt is not obeyed
+    BASE:version     number of changes of `slowed`, `own` and `exempt`
+    BASE:robots:URL  hash: the cached robots.txt of an origin. Expires.
+    BASE:noted       hash: number -> an exception, and "n" -> the last number
+    BASE:noted:on    hash: kind and host -> number of the current exception
+    BASE:proxy       hash: proxy and host -> health
+    BASE:proxy:at    sorted set: proxy and host by the time of the last change
+    BASE:pools       hash: pool -> result of the last fetch of its list
 """
 
 from __future__ import annotations
@@ -23,8 +29,9 @@ def base_of(prefix: str) -> str:
     return "{" + f"{prefix}.claims".replace("{", "_").replace("}", "_") + "}"
 
 
-# ARGV: now, then for each: URL key, new owner, last success or '', owner it is taken from or ''. 1:
-# it is the new owner's (or was already).
+# Take claims. ARGV: now, then for each claim: URL key, new owner, last success or '', expected
+# owner or ''. Returns 1 for each claim that the new owner holds now, also if it held it before.
+# Otherwise returns 0.
 TAKE = Script(
     """#!lua
 local url, at, answers = KEYS[1] .. ':url', KEYS[1] .. ':url:at', {}
@@ -46,7 +53,8 @@ return answers
 """
 )
 
-# ARGV: URL key, event, the owner as it is known.
+# Set the next event of a claim. ARGV: URL key, event, expected owner. Returns 1 if the claim has
+# that owner, and else 0.
 NEXT = Script(
     """#!lua
 local held = redis.call('HGET', KEYS[1] .. ':url', ARGV[1])
@@ -57,7 +65,8 @@ return 1
 """
 )
 
-# ARGV: before, at most so many. Returns how many went.
+# Delete old claims and ended exceptions. ARGV: time before which they are old, maximum number of
+# claims. Returns the number of deleted claims.
 PRUNE = Script(
     """#!lua
 local old = redis.call('ZRANGEBYSCORE', KEYS[1] .. ':url:at', '-inf', '(' .. ARGV[1], 'LIMIT', 0, ARGV[2])
@@ -74,9 +83,9 @@ return #old
 """
 )
 
-# ARGV, for each: host, its state as it was read or '', its state now, 'until since' if it is held
-# back or '', its own concurrency, '-' or ''. Returns for each 1, or the state that somebody else
-# has written.
+# Write states of hosts. ARGV for each host: host, state that the caller read or '', new state, and
+# the two values of `hosts.aside`. Returns 1 for each written state. If another process has changed
+# a state, returns that state.
 KEEP = Script(
     """#!lua
 local base, answers, news = KEYS[1], {}, false
@@ -105,8 +114,8 @@ return answers
 """
 )
 
-# ARGV: the version that is known. Returns the server's time and version, and the view where it is
-# another one.
+# Read the view of hosts. ARGV: version of the caller's view. Returns the server's time and version.
+# If the version is different, also returns `slowed`, `own` and `exempt`.
 LOOK = Script(
     """#!lua
 local base, time = KEYS[1], redis.call('TIME')
@@ -116,7 +125,8 @@ return {time[1], time[2], version, redis.call('HGETALL', base .. ':slowed'), red
 """
 )
 
-# ARGV: kind, host, now, the exception, 1 if it holds from now on. One that holds is ended first.
+# Add an exception. ARGV: kind, host, now, the exception, 1 if it is current from now on. A current
+# exception ends the previous one of the same kind and host.
 NOTE = Script(
     """#!lua
 local base, name = KEYS[1], ARGV[1] .. ' ' .. ARGV[2]
@@ -136,7 +146,7 @@ end
 """
 )
 
-# ARGV: kind, host, now. 1: one was held.
+# End the current exception. ARGV: kind, host, now. Returns 1 if there was a current exception.
 END = Script(
     """#!lua
 local base, name = KEYS[1], ARGV[1] .. ' ' .. ARGV[2]
@@ -152,8 +162,8 @@ return 1
 """
 )
 
-# ARGV: proxy and host, health as it was read or '', health now, when. Returns 1, or what somebody
-# else has written.
+# Write the health of a proxy. ARGV: proxy and host, health that the caller read or '', new health,
+# now. Returns 1. If another process has changed the health, returns that health.
 HEALTH = Script(
     """#!lua
 local now = redis.call('HGET', KEYS[1] .. ':proxy', ARGV[1]) or ''
@@ -166,7 +176,8 @@ return 1
 """
 )
 
-# ARGV: since when. Returns proxy and host, and health, by turns.
+# Read changed health. ARGV: time of the oldest change. Returns proxy and host, and health, for
+# each change.
 CHANGED = Script(
     """#!lua
 local answer = {}
@@ -178,7 +189,7 @@ return answer
 """
 )
 
-# ARGV: name and health as it was read, by turns: forgotten where it still is so.
+# Delete health that has not changed. ARGV for each: proxy and host, health that the caller read.
 FORGET = Script(
     """#!lua
 for i = 1, #ARGV, 2 do
@@ -190,7 +201,8 @@ end
 """
 )
 
-# ARGV: origin, status, until, ms when it expires, body if there is one.
+# Store a robots.txt. ARGV: origin, status, until, expiry time in milliseconds, and the body if
+# there is one.
 ROBOTS = Script(
     """#!lua
 local name = KEYS[1] .. ':robots:' .. ARGV[1]

@@ -1,5 +1,6 @@
-"""What in the books must agree with something else, counted over whole tables at one moment: for
-doctor, on purpose slow.
+"""Figures of the ledger that must agree with each other, for `penstock doctor`.
+
+They are counted over whole tables in one snapshot, so the audit is slow.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ _STATUSES = frozenset(status.value for status in Status)
 
 
 def audit(tx: Tx, queue: QueueAudit, *, entered: int | None) -> Audit:
-    """Everything that must agree with something else, at one moment; the broker has counted its own
-    part.
-    """
+    """Count the ledger's figures that must agree. `queue` contains the figures of the broker."""
     return Audit(
         counters={
             (t, s): n

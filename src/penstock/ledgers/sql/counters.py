@@ -8,17 +8,17 @@ from penstock.ledgers.sql.history import count
 from penstock.ledgers.sql.ledger import SqlLedger
 from penstock.stores.sql import Tx
 
-TALLY_SECONDS = 5  # width of a bucket of recent ends
+TALLY_SECONDS = 5  # seconds of recent ends in one bucket
 
 
 class SqlCounters:
-    """Figures that cost the same at any depth."""
+    """Counters. Reading them takes the same time for any number of events."""
 
     def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
         self._tx, self._ledger = tx, ledger
 
     def pending(self, topic: str) -> int:
-        """Accepted and not yet ended; O(1)."""
+        """Return the number of events of a topic that are accepted and not ended, in O(1)."""
         return (
             self._tx.execute(
                 "SELECT coalesce(sum(n), 0) FROM counter WHERE topic=? AND name IN ('pending','delayed','in_flight','writing')",
@@ -28,7 +28,7 @@ class SqlCounters:
         )
 
     def total(self, *names: str) -> int:
-        """The sum of these counters over all topics."""
+        """Return the sum of these counters over all topics."""
         return (
             self._tx.execute(
                 f"SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ({','.join('?' * len(names))})",
@@ -38,7 +38,7 @@ class SqlCounters:
         )
 
     def topics(self) -> list[str]:
-        """Those that events were counted on."""
+        """Return the topics that have a counter."""
         return [topic for (topic,) in self._tx.execute("SELECT DISTINCT topic FROM counter")]
 
     def record_ends(self, topic: str, ended: int, dead: int, now: float) -> None:
@@ -48,7 +48,7 @@ class SqlCounters:
         )
 
     def recent_ends(self, topic: str, seconds: float, now: float) -> tuple[int, int]:
-        """(ended, dead) in the last seconds."""
+        """Return (ended, dead) events of the last `seconds`."""
         row = self._tx.execute(
             "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?",
             (topic, int((now - seconds) / TALLY_SECONDS)),

@@ -11,9 +11,9 @@ from penstock.ports import DeadLetter
 from penstock.ports.reports import Cause, Filter, Letter
 from penstock.stores.sql import Tx
 
-CAUSES = 200  # distinct causes of death looked at by `status`
-COUNTED = 10_000  # letters of one cause that `status` counts
-_END = "\U0010ffff"  # above everything an id begins with
+CAUSES = 200  # maximum number of distinct causes that `status` reads
+COUNTED = 10_000  # maximum number of dead letters of one cause that `status` counts
+_END = "\U0010ffff"  # sorts after every character of an id
 
 
 def _where(which: Filter) -> tuple[str, list[Any]]:
@@ -42,13 +42,16 @@ _LETTER_FIELDS = tuple(f.name for f in msgspec.structs.fields(Letter))
 
 
 class SqlDeadLetterReports:
-    """Questions about dead letters, inside one transaction."""
+    """Reports about dead letters, inside one transaction."""
 
     def __init__(self, tx: Tx) -> None:
         self._tx = tx
 
     def causes(self, *, most: int = 5) -> list[Cause]:
-        """The largest causes of death, by stepping over the index: counts beyond COUNTED are not exact."""
+        """Return the causes with the most dead letters, among the first `CAUSES` fingerprints.
+
+        Steps from one fingerprint to the next in the index. A count of `COUNTED` is not exact.
+        """
         fingerprint, found = "", []
         for _ in range(CAUSES):
             fingerprint = self._tx.execute(
@@ -99,8 +102,9 @@ class SqlDeadLetterReports:
         )
 
     def letter_groups(self, which: Filter, most: int) -> tuple[list[Cause], int]:
-        """(causes, letters in all), the largest cause first. Without filters it is answered from an
-        index alone.
+        """Return (causes, number of all matching dead letters), the largest cause first.
+
+        Without filters, one index is enough to count the letters.
         """
         where, bindings = _where(which)
         groups = self._tx.execute(
@@ -141,7 +145,7 @@ class SqlDeadLetterReports:
         return None if row is None else Letter(**dict(zip(_LETTER_FIELDS, row, strict=True)))
 
     def letters_like(self, prefix: str, most: int = 6) -> list[str]:
-        """Events with a letter whose id begins so."""
+        """Return ids of events with a dead letter that start with `prefix`."""
         return [
             i
             for (i,) in self._tx.execute(
@@ -158,7 +162,7 @@ class SqlDeadLetters:
         self._tx = tx
 
     def put(self, letter: DeadLetter, now: float) -> None:
-        """Store a letter. It replaces an older letter of the same event, under a new number."""
+        """Store a dead letter. It replaces an older one of the same event, under a new number."""
         self._tx.execute("DELETE FROM dead WHERE event=?", (letter.event_id,))
         self._tx.execute(
             "INSERT INTO dead(event, topic, url, host, at, stage, class, reason, fingerprint,"
@@ -183,7 +187,7 @@ class SqlDeadLetters:
         return self._tx.execute("SELECT 1 FROM dead WHERE event=?", (event_id,)).get is not None
 
     def redrivable(self, event_id: str) -> tuple[int, bytes] | None:
-        """(n, envelope) of a dead event whose letter is there."""
+        """Return (n, envelope) of a dead event, or None if it has no dead letter."""
         found: tuple[int, bytes] | None = self._tx.execute(
             "SELECT e.n, d.envelope FROM dead d JOIN event e ON e.id=d.event WHERE d.event=? AND e.status='dead'",
             (event_id,),
@@ -191,7 +195,10 @@ class SqlDeadLetters:
         return found
 
     def drop(self, event_id: str, *, release_page: bool = False) -> int:
-        """Delete a letter. Return 1 if there was one."""
+        """Delete a dead letter. Return 1 if the event had one, and else 0.
+
+        If `release_page` is true, retention may then delete the event's page.
+        """
         self._tx.execute("DELETE FROM dead WHERE event=?", (event_id,))
         gone = self._tx.changes()
         if release_page:

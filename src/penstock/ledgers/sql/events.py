@@ -20,7 +20,7 @@ _FETCHED = "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET p
 _BEGIN = "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?"
 _FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing')"
 _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"
-# the fence of a start that has not ended
+# Condition: the fence belongs to the current start, which has not ended.
 _CURRENT = "n=? AND fence=? AND status IN ('in_flight','writing')"
 OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
@@ -68,7 +68,7 @@ class SqlEvents:
     def begin(
         self, starts: Sequence[Start], worker: str, now: float, *, writing: bool
     ) -> list[int | None]:
-        """Count starts before the work. Return each event's fence, or None if it has ended."""
+        """Record starts before the work. Return each event's fence, or None if it has ended."""
         status = "writing" if writing else "in_flight"
         asked = [now if start.needs_request else None for start in starts]
         pending = [i for i, start in enumerate(starts) if start.fence is not None]
@@ -249,7 +249,7 @@ class SqlEvents:
         self._tx.execute("UPDATE event SET position=? WHERE n=?", (position, n))
 
     def prefetch_fences(self, ends: Iterable[End]) -> None:
-        """Ask for the fences of events that end next, if answers of the store take a round trip."""
+        """Read the fences of events that end next, if each answer of the store is a round trip."""
         if self._ledger.db.pipelined:
             self._fences = {end.row: self._tx.execute(_FENCE, (end.row,)) for end in ends}
 

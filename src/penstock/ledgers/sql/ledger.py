@@ -37,8 +37,8 @@ CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER N
 CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL, PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
 """
-# Append-only; the time in microseconds keeps a row's place, so one b-tree serves both writing and
-# reading it.
+# Append-only. The time in microseconds is part of the key and keeps the order of rows. So one
+# B-tree is enough for writing and reading.
 HISTORY = """
 CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
   PRIMARY KEY(event, at, status)) WITHOUT ROWID;
@@ -47,7 +47,7 @@ STATE = "e.id, e.n, e.status, e.attempts, e.starts, e.crashes, e.accepted_at, e.
 
 
 class SqlLedger:
-    """An open ledger. Its tables are bound to a transaction each time: see `bind`."""
+    """An open ledger. `runtime.assembly` binds its tables to each transaction."""
 
     schema = SCHEMA + HISTORY
 
@@ -89,7 +89,7 @@ class SqlLedger:
         tx.executemany("DELETE FROM history WHERE event=?", rows)
 
     def entered(self, tx: Tx) -> int | None:
-        """Return the events ever entered, as the store counts them."""
+        """Return the number of events ever inserted, from the counter of the store."""
         return int(
             tx.execute(
                 "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)"

@@ -1,4 +1,4 @@
-"""Questions about events that decisions depend on, in SQL."""
+"""Reads of events for decisions of the engine, in SQL."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
 
 
 class SqlEventLookup:
-    """Questions that decisions depend on."""
+    """Reads of events for decisions, inside one transaction."""
 
     def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
         self._tx, self._ledger = tx, ledger
 
     def known(self, event_ids: Sequence[str]) -> set[str]:
-        """Which of these were accepted before."""
+        """Return those ids that were accepted before."""
         return {
             id_
             for (id_,) in self._tx.executemany(
@@ -30,7 +30,7 @@ class SqlEventLookup:
         }
 
     def states(self, event_ids: Sequence[str]) -> dict[str, EventState]:
-        """Of those that are known."""
+        """Return the states of those events that are known."""
         found: dict[str, EventState] = {}
         for (
             id_,
@@ -53,8 +53,10 @@ class SqlEventLookup:
         return found
 
     def claim_progress(self, event_id: str, next_: str | None) -> Claim | None:
-        """How far the owner of a claim has come; None where it died or is forgotten, and the claim
-        is free.
+        """Return the progress of a claim's owner, or None if the claim is free.
+
+        The claim is free if the owner is dead, is a duplicate, was deleted by retention, or has not
+        started a request.
         """
         row = self._tx.execute("SELECT n, status, asked_at FROM event WHERE id=?", (event_id,)).get
         if row is None or row[1] in ("dead", "duplicate") or row[2] is None:
@@ -67,7 +69,10 @@ class SqlEventLookup:
         return Claim(event_id, 0.0 if waits else asked_at, status == "success", next_)
 
     def baseline(self, event_id: str) -> Baseline | None:
-        """What a success left behind: for conditional requests and change detection."""
+        """Return the result of a success, for conditional requests and change detection.
+
+        Return None if the event is not a success or has no page.
+        """
         row = self._tx.execute(
             "SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n WHERE e.id=? AND e.status='success'",
             (event_id,),
@@ -84,7 +89,7 @@ class SqlEventLookup:
         )
 
     def is_fresh(self, owner: str, since: float) -> bool:
-        """Is the claim's owner still at it, or did it ask since then?"""
+        """Return True if the claim's owner is open, or succeeded with a request since then."""
         row = self._tx.execute("SELECT status, asked_at FROM event WHERE id=?", (owner,)).get
         return row is not None and (
             row[0] in ("pending", "delayed", "in_flight", "writing")
@@ -92,7 +97,7 @@ class SqlEventLookup:
         )
 
     def has_open(self, key: bytes) -> bool:
-        """Is an event for this URL still to be fetched?"""
+        """Return True if one of the 8 newest events of this URL is pending or delayed."""
         newest = "SELECT status FROM event WHERE url_key=? ORDER BY n DESC LIMIT 8"
         return (
             self._tx.execute(
@@ -103,7 +108,10 @@ class SqlEventLookup:
         )
 
     def failures(self, n: int) -> dict[str, int]:
-        """Failures put on record by class, since the event was last given a new budget."""
+        """Return recorded failures by error class, since the event was last dead.
+
+        A redrive gives a dead event a new budget.
+        """
         since = self._tx.execute(
             "SELECT coalesce(max(at), 0) FROM history WHERE event=? AND status='dead'", (n,)
         ).get

@@ -25,7 +25,7 @@ class SqlEventMaintenance:
         self._tx, self._ledger = tx, ledger
 
     def has_due(self, now: float) -> bool:
-        """Has a delay ended that the books still have as one?"""
+        """Return True if an event is due and the ledger still records it as delayed."""
         return (
             self._tx.execute(
                 "SELECT 1 FROM event WHERE status='delayed' AND not_before<=? LIMIT 1", (now,)
@@ -34,7 +34,7 @@ class SqlEventMaintenance:
         )
 
     def release_due(self, now: float) -> None:
-        """Delays that have ended are pending again (the broker hands them out by itself)."""
+        """Record up to 1,000 due events as pending. The broker delivers them without this call."""
         rows = self._tx.execute(
             "SELECT n, topic FROM event WHERE status='delayed' AND not_before<=? LIMIT 1000", (now,)
         ).fetchall()
@@ -47,7 +47,10 @@ class SqlEventMaintenance:
         count_all(self._tx, delta)
 
     def requeue_from(self, worker: str, ids: Sequence[str], now: float) -> int:
-        """A worker is gone: what it had in flight waits again, its start still counted."""
+        """Record events of an ended worker as pending. Return how many were in flight.
+
+        Their starts stay counted as crashed.
+        """
         delta: Counter[tuple[str, str]] = Counter()
         for id_ in ids:
             row = self._tx.execute(
@@ -63,8 +66,9 @@ class SqlEventMaintenance:
         return -sum(d for (_, status), d in delta.items() if status == "in_flight")
 
     def stalled(self, before: float, limit: int) -> list[tuple[int, str, bytes]]:
-        """(number, id, envelope) of events that wait for nothing and that nobody has touched since
-        then. Looks at all events: for when messages were lost.
+        """Return (number, id, envelope) of open, undelayed events without history since `before`.
+
+        Their messages may be lost. Reads all events.
         """
         return self._tx.execute(
             "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.status IN ('pending','in_flight','writing')"
@@ -73,7 +77,7 @@ class SqlEventMaintenance:
         ).fetchall()
 
     def note(self, n: int, status: str, reason: str, now: float) -> None:
-        """A line of history, without a change of status."""
+        """Add a line to an event's history, without a change of status."""
         record(self._tx, n, now, status, reason=reason)
 
     def waiting_on(self, topic: str, limit: int) -> list[StoredEvent]:
@@ -97,7 +101,7 @@ class SqlEventMaintenance:
         return None if row is None else StoredEvent(*row)
 
     def abandon(self, event: StoredEvent, letter: DeadLetter, now: float) -> None:
-        """End an event as dead on an operator's order. Its letter can be redriven."""
+        """End an event as dead for an operator. It can be redriven."""
         self._tx.execute(
             "UPDATE event SET status='dead', finished_at=?, reason=? WHERE n=?",
             (now, letter.reason, event.n),
@@ -107,8 +111,9 @@ class SqlEventMaintenance:
         count(self._tx, event.topic, {event.status: -1, "dead": 1})
 
     def parked(self, host: str, reasons: Sequence[str]) -> list[tuple[int, int]]:
-        """(number, position) of delayed events of a host that wait for one of these reasons. Looks
-        at all that is delayed: for people.
+        """Return (number, position) of a host's delayed events with one of these reasons.
+
+        Reads all delayed events, so only operators' commands call it.
         """
         wanted = ",".join("?" * len(reasons))
         return self._tx.execute(
@@ -117,18 +122,21 @@ class SqlEventMaintenance:
         ).fetchall()
 
     def make_due(self, rows: Sequence[int], now: float) -> None:
-        """Their delay ends now."""
+        """End the delay of these events now."""
         self._tx.executemany(
             "UPDATE event SET not_before=? WHERE n=? AND status='delayed'",
             [(now, n) for n in rows],
         )
 
     def prune(self, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000) -> int:
-        """Forget ended events (never dead ones) and their history; the counters keep counting them.
-        `keep(URL, id)` says which success is still a baseline.
+        """Delete old successes and duplicates with their history. Return how many.
+
+        Dead events stay. The counters still include deleted events. `keep(URL key, id)` returns
+        True if a success is still a baseline. Old buckets of recent ends and old URLs of traces are
+        also deleted.
         """
-        # A stretch at a time, the next call goes on behind it: what must stay at the head of the
-        # table does not stop the rest.
+        # Each call reads `limit` rows, and the next call continues after them. So old rows that
+        # must stay do not block the rest of the table.
         stretch = self._tx.execute(
             "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>? ORDER BY n LIMIT ?",
             (self._ledger.pruned, limit),
@@ -157,7 +165,7 @@ class SqlEventMaintenance:
         return len(rows)
 
     def pages_needed(self, pages: Iterable[str]) -> set[str]:
-        """Of these, the pages that retention leaves alone."""
+        """Return those pages that retention must keep."""
         return {
             page for (page,) in self._tx.execute("SELECT DISTINCT page FROM needed")
         }.intersection(pages)

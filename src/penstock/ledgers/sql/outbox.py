@@ -1,6 +1,4 @@
-"""Records on their way out of the ledger: change detection, the outbox of the sinks, and changes
-waiting for their hooks.
-"""
+"""Records of the ledger: change detection, the sink outbox, and changes that wait for hooks."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _Origin(msgspec.Struct, omit_defaults=True):
-    """`_penstock` of a line."""
+    """The `_penstock` object of a line."""
 
     event_id: str
     trace_id: str
@@ -45,7 +43,7 @@ class _Origin(msgspec.Struct, omit_defaults=True):
 
 
 class SqlOutbox:
-    """The sinks' side of the ledger."""
+    """Records, the sink outbox and changes for hooks, inside one transaction."""
 
     def __init__(self, tx: Tx, tables: Mapping[str, TableWriter] | None = None) -> None:
         """`tables` are the sinks whose table is in this store."""
@@ -66,7 +64,7 @@ class SqlOutbox:
         emit_unchanged: bool,
         hooks: bool,
     ) -> list[Line]:
-        """Compare records with the last ones of their keys, and return those that are sent."""
+        """Compare records with the last ones of their record keys. Return the lines for sinks."""
         groups = [
             ((g[0].extractor, _shelf(g[0].key)), g, end, url_key)
             for end, url_key in ends
@@ -78,7 +76,8 @@ class SqlOutbox:
             places,
         ).fetchall()
         known: dict[tuple[str, str], tuple[Any, ...]] = {(row[0], row[1]): row for row in rows}
-        fresh: dict[tuple[str, str], tuple[Any, ...]] = {}  # the last of a key that is here twice
+        # Rows to write. If a record key occurs twice, the last row counts.
+        fresh: dict[tuple[str, str], tuple[Any, ...]] = {}
         lines: list[Line] = []
         for place, group, end, url_key in groups:
             event, n, last, old, count = (
@@ -95,9 +94,8 @@ class SqlOutbox:
             )
             if old is not None:
                 same = old[3] == hash_ and old[2] == url_key and not (emit_unchanged or event.force)
-                if same or (
-                    old[3] == REMOVED and n < old[5]
-                ):  # a newer event removed it: no sink may get it back from an older one
+                # If a newer event removed the record, an older event must not send it again.
+                if same or (old[3] == REMOVED and n < old[5]):
                     count["records_unchanged"] += len(group)
                     continue
                 if old[3] != hash_ and n >= old[5]:
@@ -187,8 +185,10 @@ class SqlOutbox:
 
 
 def _shelf(key: str) -> str:
-    """Where the last record with this key lies. An entry of PostgreSQL's indexes holds 2,704 bytes,
-    and a key may be four thousand characters.
+    """Return the record key under which the last record is stored.
+
+    An index entry of PostgreSQL holds at most 2,704 bytes, and a record key may have 4,000
+    characters. So the end of a long key is replaced by a hash.
     """
     return (
         key
@@ -198,8 +198,10 @@ def _shelf(key: str) -> str:
 
 
 def _by_key(records: Sequence[Record]) -> Iterable[Sequence[Record]]:
-    """Rows without a key of their own share the page's: they are compared as a whole, or they would
-    take turns in being news.
+    """Group records by extractor and record key.
+
+    Records without a key share the page's URL as key. Such a group is compared as a whole. Compared
+    alone, each record would look like a change of the one before.
     """
     if len(records) == 1:
         return (records,)
@@ -210,8 +212,9 @@ def _by_key(records: Sequence[Record]) -> Iterable[Sequence[Record]]:
 
 
 def render(event: Event, r: Record, fetched_at: float) -> bytes:
-    """One line of a JSON-lines sink, without its newline: the fields as they were encoded, plus
-    `_penstock`.
+    """Return one line of a JSON Lines sink, without the newline.
+
+    The line contains the encoded fields unchanged, and `_penstock`.
     """
     origin = _json(
         _Origin(

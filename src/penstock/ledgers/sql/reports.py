@@ -1,5 +1,6 @@
-"""Questions to the books: pure reads inside a transaction, each by an index or within a stated
-bound. Nothing is changed or printed here.
+"""Reports from the ledger: reads inside a transaction, without changes.
+
+Each read uses an index or has a stated limit.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from penstock.ports.reports import (
 from penstock.stores.sql import Tx
 
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
-LEASES = 30_000  # a fleet holds fewer; a statement of PostgreSQL takes 65,535 values
-STRETCH = 500  # of those, looked at in one go
-SAMPLE = 1000  # delayed events looked at for their reasons
-_END = "\U0010ffff"  # above everything an id begins with
+# Maximum number of leased events in one statement. A fleet holds fewer, and a statement of
+# PostgreSQL takes at most 65,535 values.
+LEASES = 30_000
+STRETCH = 500  # fetched events that `paged_events` reads in one statement
+SAMPLE = 1000  # maximum number of delayed events, messages or lines of history in one report
+_END = "\U0010ffff"  # sorts after every character of an id
 
 
 def counts_of(row: dict[str, int]) -> dict[str, int]:
-    """A record on its way to a sink in another process is work in flight."""
+    """Return the counters by status. Events in `writing` are counted as in flight."""
     states = {
         name: row.get(name, 0) + (row.get("writing", 0) if name == "in_flight" else 0)
         for name in STATES
@@ -62,7 +65,7 @@ class SqlReports(SqlDeadLetterReports):
         self._queues, self._paused = queues, paused
 
     def standing(self) -> Standing:
-        """All that `status` shows; reads counters, never counts events."""
+        """Return the figures of `penstock status`. Reads counters and never counts events."""
         per_topic: dict[str, dict[str, int]] = {"requests": {}}
         for topic, name, n in self._tx.execute("SELECT topic, name, n FROM counter"):
             per_topic.setdefault(topic, {})[name] = n
@@ -90,7 +93,10 @@ class SqlReports(SqlDeadLetterReports):
         return audit.audit(self._tx, queue, entered=entered)
 
     def delays(self) -> tuple[list[Waiting], int]:
-        """Why delayed events wait, the most frequent reason first, from those that are due next."""
+        """Return (reasons of delayed events, number of events read).
+
+        The most frequent reason is first. The `SAMPLE` events that are due next are read.
+        """
         found: dict[str, tuple[int, float]] = {}
         seen = 0
         for reason, at in self._tx.execute(
@@ -122,7 +128,7 @@ class SqlReports(SqlDeadLetterReports):
         return found[0] if found else None
 
     def ids_like(self, prefix: str, most: int = 6) -> list[str]:
-        """Event ids that begin so."""
+        """Return event ids that start with `prefix`."""
         return [
             i
             for (i,) in self._tx.execute(
@@ -132,7 +138,10 @@ class SqlReports(SqlDeadLetterReports):
         ]
 
     def traces_like(self, prefix: str, most: int = 6) -> list[str]:
-        """Trace ids that begin so, by stepping over the index: one trace may have a million events."""
+        """Return trace ids that start with `prefix`.
+
+        Steps from one trace to the next in the index, because a trace may have a million events.
+        """
         found: list[str] = []
         after = self._tx.execute("SELECT min(trace) FROM event WHERE trace>=?", (prefix,)).get
         while after is not None and after.startswith(prefix) and len(found) < most:
@@ -145,11 +154,11 @@ class SqlReports(SqlDeadLetterReports):
         return found[0] if found else None
 
     def of_url(self, key: bytes, most: int) -> list[EventRow]:
-        """Newest first."""
+        """Return events of a URL, newest first."""
         return self._rows("WHERE e.url_key=? ORDER BY e.n DESC LIMIT ?", (key, most))
 
     def of_trace(self, trace: str, most: int) -> list[EventRow]:
-        """In the order they were accepted."""
+        """Return events of a trace, in the order in which they were accepted."""
         return self._rows("WHERE e.trace=? ORDER BY e.n LIMIT ?", (trace, most))
 
     def trace_size(self, trace: str) -> int:
@@ -178,14 +187,15 @@ class SqlReports(SqlDeadLetterReports):
         ]
 
     def duplicates_of(self, id_: str, most: int = 20) -> list[tuple[str, str]]:
-        """(event, trace) of what ended as a duplicate of it."""
+        """Return (event, trace) of events that ended as duplicates of this event."""
         return self._tx.execute(
             "SELECT id, trace FROM event WHERE duplicate_of=? ORDER BY n LIMIT ?", (id_, most)
         ).fetchall()
 
     def records_of(self, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
-        """Event number → (extractor, key) of the records that are still from it. None: too many records
-        to look through.
+        """Return event number -> (extractor, record key) of records last written by the event.
+
+        Return None if more than `SCAN` records were ever sent to sinks.
         """
         if (
             self._tx.execute("SELECT coalesce(sum(n), 0) FROM counter WHERE name='records'").get
@@ -213,8 +223,9 @@ class SqlReports(SqlDeadLetterReports):
         limit: int = 50,
         everything: bool = False,
     ) -> Listing:
-        """Newest first (delayed: due next first). Filters without an index look at the newest SCAN
-        events only, unless everything is asked for.
+        """Return events, newest first. Delayed events are sorted by their due time.
+
+        Filters without an index read only the newest `SCAN` events, unless `everything` is true.
         """
         conditions, bindings = ["1=1"], []
         for column, value in (("host", host), ("source", source), ("url_key", url_key)):
@@ -222,7 +233,7 @@ class SqlReports(SqlDeadLetterReports):
                 conditions.append(f"e.{column}=?")
                 bindings.append(value)
         order, index, indexed, bounded = "e.n DESC", "", url_key is not None, False
-        if url_key is None and status == "in_flight":  # whatever is in flight is leased
+        if url_key is None and status == "in_flight":  # every event in flight has a lease
             leased = self._queues.leased_ids(LEASES)
             conditions.append(
                 f"e.status='in_flight' AND e.id IN ({','.join('?' * len(leased)) or 'NULL'})"
@@ -230,7 +241,7 @@ class SqlReports(SqlDeadLetterReports):
             bindings += leased
             indexed = True
         elif url_key is None and status == "delayed":
-            conditions.append("e.status='delayed'")  # spelled as its partial index is
+            conditions.append("e.status='delayed'")  # the exact condition of the partial index
             index, order, indexed = "INDEXED BY event_delayed", "e.not_before", True
         elif status is not None:
             conditions.append("e.status=?")
@@ -247,7 +258,7 @@ class SqlReports(SqlDeadLetterReports):
         return Listing(found, len(found) == limit or not bounded)
 
     def page_of_url(self, key: bytes, sizes: Sizes) -> str | None:
-        """The newest page of a URL that is still stored."""
+        """Return the newest page of a URL that is still stored."""
         found = self._tx.execute(
             "SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100",
             (key,),
@@ -257,7 +268,7 @@ class SqlReports(SqlDeadLetterReports):
         return next((page for page in pages if page in stored), None)
 
     def event_of_page(self, page: str) -> EventRow | None:
-        """The newest event that fetched it, among the newest SCAN."""
+        """Return the newest event that fetched this page, among the newest `SCAN` events."""
         found = self._rows(
             "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=? AND event>(SELECT max(event) FROM fetched)-?)",
             (page, SCAN),
@@ -267,8 +278,10 @@ class SqlReports(SqlDeadLetterReports):
     def paged_events(
         self, limit: int, sizes: Sizes, host: str | None = None
     ) -> Iterator[tuple[EventRow, int | None]]:
-        """The newest events that have a page, each page once, with its size (None: retention took it),
-        of the newest SCAN that were fetched.
+        """Yield the newest events with a page, and the size of the page.
+
+        Each page is returned once. The size is None if retention has deleted the page. At most the
+        newest `SCAN` fetched events are read.
         """
         condition, bindings = ("", ()) if host is None else ("WHERE e.host=?", (host,))
         stretch = "SELECT event, page, meta FROM fetched WHERE event<? ORDER BY event DESC LIMIT ?"

@@ -1,6 +1,4 @@
-"""Sources in the books: whether one is paused, when it was last looked at, what came of it, and its
-position. What it reads is not here.
-"""
+"""Sources in the ledger: pause, last read, counts, errors and cursor."""
 
 from __future__ import annotations
 
@@ -86,7 +84,10 @@ class SqlSources:
         self._tx.execute("UPDATE source SET paused=? WHERE name=?", (reason, name))
 
     def reset(self, name: str) -> None:
-        """The position was set by a person: whoever reads begins there, at once."""
+        """Make the reader start again, after an operator has set the cursor.
+
+        The next round is due now, and the current round is abandoned.
+        """
         self._tx.execute(
             "UPDATE source SET generation=generation+1, next_at=NULL, settled_at=NULL, error=NULL, position=NULL WHERE name=?",
             (name,),
