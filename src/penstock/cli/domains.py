@@ -47,7 +47,7 @@ def ls(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """List hosts: first those that are slowed or have their own rules, then by queue length."""
+    """List hosts by queue length. Held or slowed hosts, and hosts with own rules, come first."""
     with _open(common, create=False) as (domains, stores):
         found, everywhere = ask(
             stores, lambda tx: (domains.listed_in(tx, max(1, limit)), domains.everywhere_in(tx))

@@ -188,7 +188,7 @@ class _Client(Protocol):
 
 class _RobotsKnown(Protocol):
     def remembered(self, url: str) -> tuple[Robots, int] | None:
-        """Return the robots.txt of the URL's host and the status of its response."""
+        """Return the cached robots.txt of the URL's origin and its status, or None."""
 
 
 class _Fetcher:

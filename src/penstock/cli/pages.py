@@ -165,7 +165,7 @@ def prune(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Remove old pages now, except pages that an open event still needs.
+    """Remove old pages now, except pages that an open or dead event still needs.
 
     A running worker does this every minute.
     """

@@ -138,7 +138,7 @@ def stats(
 
 @app.command
 def ensure(*, json: Json = False, common: Common = DEFAULTS) -> int:
-    """Create each missing topic on its broker. Existing topics are not changed.
+    """Create each missing topic on its broker. Existing topics keep their messages.
 
     Exit code 5 if a topic differs from the configuration.
     """

@@ -36,7 +36,7 @@ from penstock.runtime.stores import open_stores
 FRAME_INTERVAL, LINE_INTERVAL = 0.25, 2.0  # seconds between two frames, and between two lines
 # Seconds in which open events may finish after the end of the run.
 FINISH_TIMEOUT = 3.0
-# Seconds. The demo's time starts with the first accepted event, or at the latest now.
+# Seconds after which the demo's time starts even if no event was accepted.
 START_TIMEOUT = 60.0
 # Seconds after which `--break` redesigns the shop, but at most 0.6 of `--seconds`.
 REDESIGN_AFTER = 15.0
@@ -287,7 +287,7 @@ def _settings(where: Path, shop: _Shop) -> config.Config:
     """Write the pipeline and its settings, and load them.
 
     Only the variables of stores and servers are used. On servers the demo has its own namespace, so
-    that it changes no other data.
+    that it changes no other data, unless PENSTOCK_NAMESPACE is set.
     """
     given = {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
     allow = json.dumps([url.removeprefix("http://") for url in (shop.url, shop.limited)])

@@ -325,7 +325,10 @@ def _changes(s: Snapshot, width: int, count: int) -> Iterable[Text]:
 
 
 def _delayed_and_dead(s: Snapshot, width: int, count: int) -> Iterable[Text]:
-    """Yield dead events in at most half of the rows, then delayed events, the next due first."""
+    """Yield dead events, then delayed events, the next due first.
+
+    Dead events take more than half of the rows only if the delayed events leave rows free.
+    """
     dead = s.dead[: max(count // 2, count - len(s.waiting))]
     waiting = sorted(s.waiting, key=lambda w: w.left)[: count - len(dead)]
     if not dead and not waiting:

@@ -90,7 +90,7 @@ class Shop:
     def _priced(self, product: Product) -> Decimal:
         """Return a new price: a few per cent up or down, with a pull towards the list price.
 
-        It ends in 9 cents (or 49 or 99), and differs from the old price.
+        Below €20 it ends in 9 cents, and from €20 on in 49 or 99. It differs from the old price.
         """
         listed = _LIST_PRICES[product.slug]
         pull = float(listed - product.price) / float(listed)

@@ -194,7 +194,7 @@ def busy(seconds: int) -> str:
 
 
 def feed(base: str, changes: Sequence[tuple[int, float, Product, Decimal, Decimal]]) -> str:
-    """Return an RSS 2.0 feed of changes (id, time, product, old price, new price)."""
+    """Return an RSS 2.0 feed of changes (id, time, product, old and new price), in their order."""
     items = "".join(
         f"<item><title>{xml(p.name)}: {money(old)} → {money(new)}</title>"
         f"<link>{xml(base)}/product/{p.slug}</link>"

@@ -88,7 +88,7 @@ class BrokerRig:
     """
 
     # Seconds of a lease whose end a test waits for. With real time it should be short, but longer
-    # than the machine may be suspended.
+    # than a busy machine may stall.
     lease = LONG_LEASE
     # Seconds that one `receive` waits before a topic counts as empty. Messages that are known to
     # exist may take EXPECTED_FACTOR times as long.
@@ -221,7 +221,7 @@ class BrokerRig:
         return await sub.receive(limit, EXPECTED_FACTOR * self.patience, **more)
 
     async def take(self, sub: Subscription, n: int) -> list[Delivery]:
-        """Receive `n` messages that are known to exist. Fewer is an error of the broker."""
+        """Receive `n` messages that are known to exist. A shorter result is a broker error."""
         got: list[Delivery] = []
         while len(got) < n and (some := await self.some(sub, n - len(got))):
             got += some
@@ -239,7 +239,7 @@ class BrokerRig:
         return await self.take(sub, n) + await self.left(sub)
 
     async def before(self, due: float, sub: Subscription) -> list[Delivery]:
-        """Check that no message arrives before `due`, unless the machine was suspended until then.
+        """Check that no message arrives before `due`, unless the machine stalled until then.
 
         Return the messages that arrived.
         """

@@ -50,7 +50,7 @@ Handler: TypeAlias = Callable[[Request], Reply | Awaitable[Reply]]
 
 @dataclass(slots=True)
 class Entry:
-    """One request in the access log.
+    """One request in the access log, created when the request is complete.
 
     `status` is 0 if the request is not answered yet, was cut, or its client has disconnected.
     """
